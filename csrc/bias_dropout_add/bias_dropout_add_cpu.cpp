@@ -1,0 +1,204 @@
+// bias_dropout_add on the CPU. Definition: npu_ops/ops/bias_dropout_add/reference.py
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "common/check.h"
+#include "common/parallel.h"
+#include "common/philox.h"
+
+namespace npu_ops {
+namespace {
+
+struct Dropout {
+  Keys keys;
+  uint64_t offset;
+  uint16_t threshold;  // an element is kept if its draw is at least this; 0 keeps all
+  float scale;
+};
+
+Dropout make_dropout(const std::optional<Tensor>& rng_state, double p) {
+  if (!rng_state) return {Keys(0), 0, 0, 1.0f};
+  const auto* words = input<int64_t>(*rng_state);
+  const double threshold = std::clamp(__builtin_nearbyint(p * 65536), 1.0, 65535.0);
+  return {Keys(static_cast<uint64_t>(words[0])), static_cast<uint64_t>(words[1]),
+          static_cast<uint16_t>(threshold), static_cast<float>(1.0 / (1.0 - p))};
+}
+
+// One thread's draws. They stay 0, which a threshold of 0 keeps, without dropout.
+struct Draws {
+  explicit Draws(int64_t width) : lane(lane_width(width)), values(kLanes * lane) {}
+
+  const uint16_t* row(int64_t index, const Dropout& dropout, Upcoming upcoming) {
+    if (dropout.threshold)
+      draw_row(values.data(), lane, static_cast<uint32_t>(index), dropout.offset, dropout.keys,
+               upcoming);
+    return values.data();
+  }
+
+  int64_t lane;
+  std::vector<uint16_t> values;
+};
+
+// `out` may be `x` or `residual`: an element is read before it is written, hence ivdep.
+template <class X, class R, class O>
+NPU_OPS_CLONES void add_row(const X* x, const float* bias, const R* residual, const uint16_t* draws,
+                            O* out, int64_t width, uint16_t threshold, float scale) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < width; ++i) {
+    const float kept = keep_if(draws[i] >= threshold, (load(x[i]) + bias[i]) * scale);
+    store(out + i, load(residual[i]) + kept);
+  }
+}
+
+template <class G, class X>
+NPU_OPS_CLONES void gradient_row(const G* grad, const uint16_t* draws, X* grad_x, int64_t width,
+                                 uint16_t threshold, float scale) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < width; ++i)
+    store(grad_x + i, keep_if(draws[i] >= threshold, load(grad[i]) * scale));
+}
+
+template <class G, class X>
+NPU_OPS_CLONES void gradient_row_and_sum(const G* grad, const uint16_t* draws, X* grad_x,
+                                         float* sum, int64_t width, uint16_t threshold,
+                                         float scale) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < width; ++i) {
+    const float kept = keep_if(draws[i] >= threshold, load(grad[i]) * scale);
+    sum[i] += kept;
+    store(grad_x + i, kept);
+  }
+}
+
+template <class T>
+NPU_OPS_CLONES void widen(const T* in, float* out, int64_t width) {
+  for (int64_t i = 0; i < width; ++i) out[i] = load(in[i]);
+}
+
+// The bias as float rows: none is a row of zeros, [h] is one row, a full one is widened per row.
+struct Bias {
+  Bias(const std::optional<Tensor>& bias, int64_t width)
+      : shared(width), width(width), full(bias && bias->numel() > width ? &*bias : nullptr) {
+    if (bias && !full) widen_row(*bias, 0, shared.data());
+  }
+
+  const float* row(int64_t index, float* scratch) const {
+    if (!full) return shared.data();
+    widen_row(*full, index, scratch);
+    return scratch;
+  }
+
+  void widen_row(const Tensor& bias, int64_t index, float* out) const {
+    dispatch(bias.scalar_type(), "bias",
+             [&]<class T>(T*) { widen(input<T>(bias) + index * width, out, width); });
+  }
+
+  std::vector<float> shared;
+  int64_t width;
+  const Tensor* full;
+};
+
+template <class X, class R, class O>
+void forward_rows(const Tensor& x, const Bias& bias, const Tensor& residual, const Dropout& dropout,
+                  const Tensor& out, int64_t begin, int64_t end) {
+  const int64_t width = x.size(-1);
+  Draws draws(width);
+  std::vector<float> bias_row(width);
+  for (int64_t row = begin; row < end; ++row) {
+    const X* x_row = input<X>(x) + row * width;
+    const R* residual_row = input<R>(residual) + row * width;
+    const Upcoming upcoming{reinterpret_cast<const char*>(x_row),
+                            reinterpret_cast<const char*>(residual_row),
+                            width * static_cast<int64_t>(std::min(sizeof(X), sizeof(R)))};
+    const uint16_t* drawn = draws.row(row, dropout, upcoming);
+    add_row(x_row, bias.row(row, bias_row.data()), residual_row, drawn,
+            output<O>(out) + row * width, width, dropout.threshold, dropout.scale);
+  }
+}
+
+void forward(Tensor x, std::optional<Tensor> bias, Tensor residual, std::optional<Tensor> rng_state,
+             double p, Tensor out) {
+  const int64_t width = x.size(-1), rows = x.numel() / width;
+  const Dropout dropout = make_dropout(rng_state, p);
+  const Bias bias_rows(bias, width);
+  prefer_huge_pages(out);
+  dispatch(x.scalar_type(), "x", [&]<class X>(X*) {
+    dispatch(residual.scalar_type(), "residual", [&]<class R>(R*) {
+      dispatch(out.scalar_type(), "out", [&]<class O>(O*) {
+        parallel(rows, width, [&](int64_t begin, int64_t end) {
+          forward_rows<X, R, O>(x, bias_rows, residual, dropout, out, begin, end);
+        });
+      });
+    });
+  });
+}
+
+// The bias gradient is summed over a fixed number of row blocks, whatever the number of threads, so
+// that it is the same on every machine.
+constexpr int64_t kBlocks = 64;
+
+struct Partials {
+  Partials(int64_t rows, int64_t width, bool wanted)
+      : width(width),
+        block_rows(std::max<int64_t>(1, (rows + kBlocks - 1) / kBlocks)),
+        blocks((rows + block_rows - 1) / block_rows),
+        sums(wanted ? blocks * width : 0, 0.0f) {}
+
+  float* block(int64_t index) { return sums.empty() ? nullptr : sums.data() + index * width; }
+
+  void total(float* out) const {
+    std::fill(out, out + width, 0.0f);
+    for (int64_t index = 0; index < blocks; ++index)
+      for (int64_t i = 0; i < width; ++i) out[i] += sums[index * width + i];
+  }
+
+  int64_t width, block_rows, blocks;
+  std::vector<float> sums;
+};
+
+template <class G, class X>
+void backward_rows(const Tensor& grad, const Dropout& dropout, const Tensor& grad_x, float* sum,
+                   Draws& draws, int64_t begin, int64_t end) {
+  const int64_t width = grad.size(-1);
+  for (int64_t row = begin; row < end; ++row) {
+    const G* grad_row = input<G>(grad) + row * width;
+    X* to = output<X>(grad_x) + row * width;
+    const Upcoming upcoming{reinterpret_cast<const char*>(grad_row), nullptr,
+                            width * static_cast<int64_t>(sizeof(G))};
+    const uint16_t* drawn = draws.row(row, dropout, upcoming);
+    if (sum)
+      gradient_row_and_sum(grad_row, drawn, to, sum, width, dropout.threshold, dropout.scale);
+    else
+      gradient_row(grad_row, drawn, to, width, dropout.threshold, dropout.scale);
+  }
+}
+
+void backward(Tensor grad, std::optional<Tensor> rng_state, double p, Tensor grad_x,
+              std::optional<Tensor> grad_bias) {
+  const int64_t width = grad.size(-1), rows = grad.numel() / width;
+  const Dropout dropout = make_dropout(rng_state, p);
+  Partials partials(rows, width, grad_bias.has_value());
+  prefer_huge_pages(grad_x);
+  dispatch(grad.scalar_type(), "grad", [&]<class G>(G*) {
+    dispatch(grad_x.scalar_type(), "grad_x", [&]<class X>(X*) {
+      parallel(partials.blocks, partials.block_rows * width, [&](int64_t begin, int64_t end) {
+        Draws draws(width);
+        for (int64_t index = begin; index < end; ++index)
+          backward_rows<G, X>(grad, dropout, grad_x, partials.block(index), draws,
+                              index * partials.block_rows,
+                              std::min(rows, (index + 1) * partials.block_rows));
+      });
+    });
+  });
+  if (grad_bias) partials.total(output<float>(*grad_bias));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(npu_ops, CPU, m) {
+  m.impl("bias_dropout_add_cpu", TORCH_BOX(&forward));
+  m.impl("bias_dropout_add_backward_cpu", TORCH_BOX(&backward));
+}
+
+}  // namespace npu_ops

@@ -1,0 +1,47 @@
+// What every binding file needs of torch: the stable ABI, shape checks, dtype dispatch.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include "common/memory.h"
+#include "common/vec.h"
+
+namespace npu_ops {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Calls `body` with a null pointer of the storage type that `dtype` names.
+template <class Body>
+void dispatch(ScalarType dtype, const char* argument, const Body& body) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return body(static_cast<float*>(nullptr));
+    case ScalarType::BFloat16:
+      return body(static_cast<bf16*>(nullptr));
+    case ScalarType::Half:
+      return body(static_cast<fp16*>(nullptr));
+    default:
+      STD_TORCH_CHECK(false, argument, ": needs float32, bfloat16 or float16");
+  }
+}
+
+template <class T>
+const T* input(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+template <class T>
+T* output(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+inline void prefer_huge_pages(const Tensor& tensor) {
+  prefer_huge_pages(tensor.mutable_data_ptr(),
+                    tensor.numel() * static_cast<int64_t>(tensor.element_size()));
+}
+
+}  // namespace npu_ops

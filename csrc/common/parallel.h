@@ -1,0 +1,21 @@
+// Threads, through torch's own pool.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace npu_ops {
+
+// Elements below which a second thread costs more than it brings.
+constexpr int64_t kGrainElements = 32768;
+
+// Runs body(begin, end) over [0, count) in parallel; an item has `width` elements.
+template <class Body>
+void parallel(int64_t count, int64_t width, const Body& body) {
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, width));
+  torch::stable::parallel_for(0, count, grain, body);
+}
+
+}  // namespace npu_ops

@@ -1,0 +1,192 @@
+// The rotation that rope and mrope share: one token's coefficients applied to all its heads.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common/check.h"
+#include "common/parallel.h"
+
+namespace npu_ops {
+
+// One token's coefficients: out1 = x1 * cos1 + x2 * sin1 and out2 = x2 * cos2 + x1 * sin2 for each
+// pair, with the signs of the direction already in the sines. Full-width tables may differ between
+// the two of a pair.
+struct Coefficients {
+  static constexpr int64_t kRows = 4;
+  Coefficients(float* data, int64_t pairs)
+      : cos1(data), cos2(data + pairs), sin1(data + 2 * pairs), sin2(data + 3 * pairs) {}
+  float *cos1, *cos2, *sin1, *sin2;
+};
+
+// Which table entries the two of pair j use: first(j) = j * step, second(j) = first(j) + shift.
+struct PairLayout {
+  PairLayout(const std::string& name, int64_t rotary_dim, int64_t table_width)
+      : pairs(rotary_dim / 2), interleaved(name == "interleaved") {
+    const bool full = table_width == rotary_dim;
+    step = full && interleaved ? 2 : 1;
+    shift = !full ? 0 : interleaved ? 1 : pairs;
+  }
+  int64_t row_size() const { return Coefficients::kRows * pairs; }
+  int64_t pairs, step, shift;
+  bool interleaved;
+};
+
+// Pairs begin, begin + by, ... below end.
+struct Span {
+  int64_t begin, end, by;
+};
+
+// Takes the coefficients of a span of pairs from one table row.
+template <class C>
+NPU_OPS_CLONES void take(const C* cos, const C* sin, Coefficients to, Span span, int64_t step,
+                         int64_t shift, bool inverse) {
+  for (int64_t j = span.begin; j < span.end; j += span.by) {
+    const float s1 = load(sin[j * step]), s2 = load(sin[j * step + shift]);
+    to.cos1[j] = load(cos[j * step]);
+    to.cos2[j] = load(cos[j * step + shift]);
+    to.sin1[j] = inverse ? s2 : -s1;
+    to.sin2[j] = inverse ? -s1 : s2;
+  }
+}
+
+// `out` may be `x`: a pair is read before it is written, hence ivdep.
+template <class T>
+NPU_OPS_CLONES void rotate_half(const T* x, T* out, const float* cos1, const float* cos2,
+                                const float* sin1, const float* sin2, int64_t pairs) {
+#pragma GCC ivdep
+  for (int64_t j = 0; j < pairs; ++j) {
+    const float x1 = load(x[j]), x2 = load(x[j + pairs]);
+    store(out + j, x1 * cos1[j] + x2 * sin1[j]);
+    store(out + j + pairs, x2 * cos2[j] + x1 * sin2[j]);
+  }
+}
+
+template <class T>
+NPU_OPS_CLONES void rotate_interleaved(const T* x, T* out, const float* cos1, const float* cos2,
+                                       const float* sin1, const float* sin2, int64_t pairs) {
+#pragma GCC ivdep
+  for (int64_t j = 0; j < pairs; ++j) {
+    const float x1 = load(x[2 * j]), x2 = load(x[2 * j + 1]);
+    store(out + 2 * j, x1 * cos1[j] + x2 * sin1[j]);
+    store(out + 2 * j + 1, x2 * cos2[j] + x1 * sin2[j]);
+  }
+}
+
+inline int64_t length_of(const Tensor& tensor, const std::string& layout) {
+  return tensor.size(static_cast<int>(layout.find_first_of("ST")));
+}
+
+// A q or k seen as [B, S, N, D] whatever its layout.
+struct Heads {
+  Heads(const Tensor& tensor, const std::string& layout) : tensor(tensor), dim(tensor.size(-1)) {
+    const int64_t rank = tensor.dim();  // TND has no batch
+    const int b = static_cast<int>(layout.find('B')),
+              s = static_cast<int>(layout.find_first_of("ST"));
+    const int n = static_cast<int>(layout.find('N'));
+    batch = rank == 4 ? tensor.size(b) : 1;
+    batch_stride = rank == 4 ? tensor.stride(b) : 0;
+    length = tensor.size(s), length_stride = tensor.stride(s);
+    heads = tensor.size(n), head_stride = tensor.stride(n);
+  }
+  int64_t at(int64_t b, int64_t s, int64_t n) const {
+    return b * batch_stride + s * length_stride + n * head_stride;
+  }
+  const Tensor& tensor;
+  int64_t dim, batch, length, heads, batch_stride, length_stride, head_stride;
+};
+
+template <class T>
+void rotate_head(const T* x, T* out, Coefficients c, const PairLayout& pair, int64_t dim) {
+  const auto rotate = pair.interleaved ? rotate_interleaved<T> : rotate_half<T>;
+  rotate(x, out, c.cos1, c.cos2, c.sin1, c.sin2, pair.pairs);
+  const int64_t rotated = 2 * pair.pairs;
+  if (x != out) std::memcpy(out + rotated, x + rotated, (dim - rotated) * sizeof(T));
+}
+
+// Rotates tokens [s0, s1) of batch b, whose coefficients are given one by one.
+template <class T>
+void rotate_tokens(const Heads& x, const Heads& out, int64_t b, int64_t s0, int64_t s1,
+                   float* coefficients, const PairLayout& pair) {
+  const T* in = input<T>(x.tensor);
+  T* to = output<T>(out.tensor);
+  const auto one = [&](int64_t s, int64_t n) {
+    const Coefficients of_token(coefficients + (s - s0) * pair.row_size(), pair.pairs);
+    rotate_head(in + x.at(b, s, n), to + out.at(b, s, n), of_token, pair, x.dim);
+  };
+  if (x.head_stride > x.length_stride) {  // walk memory in its order
+    for (int64_t n = 0; n < x.heads; ++n)
+      for (int64_t s = s0; s < s1; ++s) one(s, n);
+  } else {
+    for (int64_t s = s0; s < s1; ++s)
+      for (int64_t n = 0; n < x.heads; ++n) one(s, n);
+  }
+}
+
+// Rotates q and k. fill(b, s, coefficients) writes one token's coefficients.
+template <class Fill>
+void rotate_all(const Tensor& q, const Tensor& k, const Tensor& q_out, const Tensor& k_out,
+                const std::string& layout, const PairLayout& pair, const Fill& fill) {
+  constexpr int64_t kTokens = 16;  // 32 KiB of coefficients at most
+  const Heads q_in(q, layout), k_in(k, layout), q_to(q_out, layout), k_to(k_out, layout);
+  STD_TORCH_CHECK(k_in.batch == q_in.batch && k_in.length == q_in.length && k_in.dim == q_in.dim,
+                  "k: needs q's shape except for the heads");
+  STD_TORCH_CHECK(2 * pair.pairs <= q_in.dim, "rotary_dim: needs at most head_dim ", q_in.dim);
+  const int64_t blocks = (q_in.length + kTokens - 1) / kTokens;
+  prefer_huge_pages(q_out);
+  prefer_huge_pages(k_out);
+  const int64_t block_width = kTokens * (q_in.heads + k_in.heads) * q_in.dim;
+  dispatch(q.scalar_type(), "q", [&]<class T>(T*) {
+    parallel(q_in.batch * blocks, block_width, [&](int64_t begin, int64_t end) {
+      std::vector<float> scratch(std::min(kTokens, q_in.length) * pair.row_size());
+      for (int64_t index = begin; index < end; ++index) {
+        const int64_t b = index / blocks, s0 = index % blocks * kTokens;
+        const int64_t s1 = std::min(s0 + kTokens, q_in.length);
+        for (int64_t s = s0; s < s1; ++s)
+          fill(b, s, Coefficients(scratch.data() + (s - s0) * pair.row_size(), pair.pairs));
+        rotate_tokens<T>(q_in, q_to, b, s0, s1, scratch.data(), pair);
+        rotate_tokens<T>(k_in, k_to, b, s0, s1, scratch.data(), pair);
+      }
+    });
+  });
+}
+
+// The table row of token (axis, b, s): given by positions [A, Bp, S] or [Bp, S], or s itself.
+// Checked here too, before anything is written: a compiled caller has had no other check.
+class Rows {
+ public:
+  Rows(const std::optional<Tensor>& positions, int64_t table_rows, int64_t length)
+      : positions_(positions) {
+    if (!positions_) {
+      STD_TORCH_CHECK(length <= table_rows, "cos: got ", table_rows, " rows, needs ", length);
+      return;
+    }
+    const int64_t rank = positions_->dim();
+    axis_stride_ = rank == 3 ? positions_->stride(0) : 0;
+    batch_stride_ = positions_->size(rank - 2) == 1 ? 0 : positions_->stride(rank - 2);
+    stride_ = positions_->stride(rank - 1);
+    wide_ = positions_->scalar_type() == ScalarType::Long;
+    for (int64_t axis = 0; axis < (rank == 3 ? positions_->size(0) : 1); ++axis)
+      for (int64_t b = 0; b < positions_->size(rank - 2); ++b)
+        for (int64_t s = 0; s < length; ++s) {
+          const int64_t row = at(axis, b, s);
+          STD_TORCH_CHECK(row >= 0 && row < table_rows, "positions: got row ", row, ", needs 0 to ",
+                          table_rows - 1);
+        }
+  }
+  int64_t at(int64_t axis, int64_t b, int64_t s) const {
+    if (!positions_) return s;
+    const int64_t index = axis * axis_stride_ + b * batch_stride_ + s * stride_;
+    return wide_ ? input<int64_t>(*positions_)[index] : input<int32_t>(*positions_)[index];
+  }
+
+ private:
+  const std::optional<Tensor>& positions_;
+  int64_t axis_stride_ = 0, batch_stride_ = 0, stride_ = 0;
+  bool wide_ = false;
+};
+
+}  // namespace npu_ops

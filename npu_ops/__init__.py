@@ -1,0 +1,20 @@
+"""npu-ops: operators for Qwen3-VL, Qwen3-Next and Qwen3.5 class models on Ascend NPUs.
+
+Importing this needs torch alone; triton and torch_npu are loaded when an implementation that
+needs them is first chosen. Every folder of `npu_ops.ops` is an op; what it exports is here.
+"""
+
+import importlib
+import pkgutil
+
+from npu_ops import ops
+from npu_ops.core.library import build_info
+from npu_ops.core.registry import explain
+from npu_ops.version import __version__
+
+__all__ = ["__version__", "build_info", "explain"]
+
+for _module in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
+    _op = importlib.import_module(_module.name)
+    globals().update({_name: getattr(_op, _name) for _name in _op.__all__})
+    __all__ += _op.__all__

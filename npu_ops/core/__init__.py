@@ -1,0 +1,1 @@
+"""The machinery every operator stands on: switches, registry, torch library, hardware, grid."""

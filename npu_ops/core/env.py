@@ -1,0 +1,145 @@
+"""The environment switches: every variable npu-ops reads, each read here and nowhere else.
+
+`python -m npu_ops.core.env` prints ENVS.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch:
+    """One environment variable: how it reads, and what ENVS.md says of it."""
+
+    variable: str
+    field: str
+    parse: Callable[[str], Any]
+    default: str
+    values: str
+    meaning: str
+
+
+def _implementations(text: str) -> dict[str, str]:
+    """`rope=reference,mrope=cpu` -> {"rope": "reference", "mrope": "cpu"}."""
+    chosen = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        op, separator, name = item.partition("=")
+        if not (op and separator and name):
+            raise ValueError(f"NPU_OPS_IMPL: got {item!r}, needs op=implementation")
+        chosen[op] = name
+    return chosen
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(filter(None, (part.strip() for part in text.split(","))))
+
+
+def _flag(variable: str) -> Callable[[str], bool]:
+    def parse(text: str) -> bool:
+        if text not in ("", "0", "1"):
+            raise ValueError(f"{variable}: got {text!r}, needs 0 or 1")
+        return text == "1"
+
+    return parse
+
+
+def _log_level(text: str) -> str:
+    if text not in ("off", "once", "calls"):
+        raise ValueError(f"NPU_OPS_LOG: got {text!r}, needs off, once or calls")
+    return text
+
+
+SWITCHES = (
+    Switch(
+        "NPU_OPS_IMPL",
+        "impl",
+        _implementations,
+        "",
+        "`op=implementation,...`",
+        "Force an implementation, to bisect. It is an error if that implementation cannot run the "
+        "call. Implementations: `ascendc`, `aclnn`, `triton_ascend`, `cpu`, `reference`.",
+    ),
+    Switch(
+        "NPU_OPS_STRICT",
+        "strict",
+        _flag("NPU_OPS_STRICT"),
+        "0",
+        "`0`, `1`",
+        "Make every fallback to a slower implementation an error that says why it was taken.",
+    ),
+    Switch(
+        "NPU_OPS_DISABLE",
+        "disable",
+        _names,
+        "",
+        "`op,...` or `all`",
+        "Ops that the adapters leave to the framework. Direct calls of `npu_ops` still work.",
+    ),
+    Switch(
+        "NPU_OPS_LOG",
+        "log",
+        _log_level,
+        "once",
+        "`off`, `once`, `calls`",
+        "`once`: each fallback and each refused patch, once. `calls`: also every operator call with "
+        "shapes and the chosen implementation, before it runs, so that it survives a crash.",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The parsed switches; see ENVS.md."""
+
+    impl: dict[str, str]
+    strict: bool
+    disable: frozenset[str]
+    log: str
+
+
+def read(environ=os.environ) -> Settings:
+    """Parse the switches.
+
+    Raises:
+        ValueError: a variable has a value it cannot have.
+    """
+    values = {s.field: s.parse(environ.get(s.variable, s.default)) for s in SWITCHES}
+    return Settings(**values)
+
+
+settings = read()
+
+
+@contextlib.contextmanager
+def override(**changes) -> Iterator[Settings]:
+    """Change switches for a block, e.g. `override(impl={"rope": "reference"})`; for tests and tools."""
+    global settings
+    before = settings
+    settings = dataclasses.replace(before, **changes)
+    try:
+        yield settings
+    finally:
+        settings = before
+
+
+def markdown() -> str:
+    """ENVS.md."""
+    rows = "\n".join(
+        f"| `{s.variable}` | {s.values} | {f'`{s.default}`' if s.default else 'empty'} | {s.meaning} |"
+        for s in SWITCHES
+    )
+    return (
+        "# Environment variables\n\n"
+        "Generated from `npu_ops/core/env.py` by `python -m npu_ops.core.env`; do not edit.\n"
+        "They are read once, when `npu_ops` is imported.\n\n"
+        f"| variable | values | default | meaning |\n|---|---|---|---|\n{rows}\n"
+    )
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

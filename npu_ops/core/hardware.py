@@ -1,0 +1,50 @@
+"""What the kernels need to know of a device. Nothing is asked of a driver before it is needed."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+# Unified buffer of one vector core, from the vendor's target description.
+UB_BYTES = {"Ascend910B": 192 * 1024, "Ascend910_93": 192 * 1024, "Ascend950": 248 * 1024}
+
+# Programs of an interpreted launch: more than one, so that the loop over them is exercised.
+_INTERPRETED_PROGRAMS = 3
+# Enough programs to keep every multiprocessor of an NVIDIA GPU busy with a memory-bound kernel.
+_PROGRAMS_PER_MULTIPROCESSOR = 8
+
+
+def ub_bytes(soc: str) -> int:
+    """Bytes of on-chip memory that one vector core's tiles share.
+
+    Raises:
+        ValueError: an SoC that is not known.
+    """
+    for family, size in UB_BYTES.items():
+        if soc.startswith(family):
+            return size
+    raise ValueError(f"soc: got {soc!r}, needs one of {', '.join(UB_BYTES)}...")
+
+
+@functools.cache
+def num_vector_cores(device: torch.device) -> int:
+    """How many programs of a vector kernel run at once on `device`."""
+    return _cores(device, "num_vectorcore")
+
+
+@functools.cache
+def num_cube_cores(device: torch.device) -> int:
+    """How many programs of a matrix kernel run at once on `device`."""
+    return _cores(device, "num_aicore")
+
+
+def _cores(device: torch.device, kind: str) -> int:
+    if device.type == "npu":
+        from triton.runtime import driver
+
+        return driver.active.utils.get_device_properties(device.index or 0)[kind]
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return properties.multi_processor_count * _PROGRAMS_PER_MULTIPROCESSOR
+    return _INTERPRETED_PROGRAMS

@@ -1,0 +1,100 @@
+"""The torch library `npu_ops::` and the native kernels behind it.
+
+Schemas are defined in Python, by each op's `op.py`, so an install without a compiler still has
+every operator. The native library adds CPU kernels to them (`TORCH_LIBRARY_IMPL`, no schema).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+
+import torch
+
+LIBRARY = torch.library.Library("npu_ops", "DEF")
+_BUILD_INFO = pathlib.Path(__file__).parent.parent / "_build_info.json"
+_NATIVE = "_native.abi3.so"
+
+# Tests set this to fill every output with NaN first, so that an element no kernel wrote shows.
+poison_outputs = False
+
+
+def new_output(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An uninitialised tensor with the shape and stride order of `like`: the kernels' allocator."""
+    out = torch.empty_like(like, dtype=dtype)
+    return out.fill_(float("nan")) if poison_outputs else out
+
+
+def written(*tensors: torch.Tensor) -> None:
+    """Tell autograd, and whoever goes by a tensor's version, that these were written in place."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
+def define(schema: str) -> str:
+    """Define `npu_ops::<schema>` and return its name. torch refuses a name defined already."""
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    return schema.partition("(")[0]
+
+
+def operator(schema: str, run, fake, backward=None, save=None) -> None:
+    """Define `npu_ops::<schema>` with everything torch wants of an operator.
+
+    run: computes it on any device. fake: the output's shape and dtype alone. backward, save: its
+    gradient, as `torch.library.register_autograd` takes them.
+
+    Not `torch.library.custom_op`: that costs four times as much a call.
+    """
+    name = define(schema)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"npu_ops::{name}", fake, lib=LIBRARY)
+    if backward:
+        torch.library.register_autograd(
+            f"npu_ops::{name}", backward, setup_context=save, lib=LIBRARY
+        )
+
+
+def is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether an operator on these may skip torch's dispatcher, which costs 13 us.
+
+    True in eager mode on ordinary tensors: no gradient to record, nothing watching (a compiler,
+    fake tensors, a dispatch mode, a functorch transform).
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    grad = torch.is_grad_enabled()
+    return all(t is None or (type(t) in _PLAIN and not (grad and t.requires_grad)) for t in tensors)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@functools.cache
+def build_info() -> dict:
+    """How this installation was built.
+
+    Returns:
+        `native`: whether the CPU kernels are loaded; `why_not`: a sentence if they are not;
+        `torch`, `torch_target`, `compiler`: what they were built with (None without them).
+    """
+    info = {"native": False, "why_not": None, "torch": None, "torch_target": None, "compiler": None}
+    if _BUILD_INFO.exists():
+        info |= json.loads(_BUILD_INFO.read_text())
+    info["why_not"] = _load_native()
+    info["native"] = info["why_not"] is None
+    return info
+
+
+@functools.cache
+def _load_native() -> str | None:
+    """Load the native library; None, or the reason why there is none."""
+    path = _BUILD_INFO.with_name(_NATIVE)
+    if not path.exists():
+        return "installed without native kernels (NPU_OPS_SKIP_NATIVE=1 at install time)"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return f"the native library does not load: {error}"
+    return None

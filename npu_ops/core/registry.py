@@ -1,0 +1,213 @@
+"""Which implementation runs a call, and why not the others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from npu_ops.core import env, library, log
+
+Launcher = Callable[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to run an op.
+
+    name: `ascendc`, `aclnn`, `triton_ascend`, `cpu` or `reference`.
+    load: returns the function that runs it; called when the implementation is first chosen.
+    devices: the device types it is meant for; empty means any.
+    why_not: called with the op's arguments; None, or one sentence for the user.
+    """
+
+    name: str
+    load: Callable[[], Launcher]
+    devices: frozenset[str]
+    why_not: Callable[..., str | None]
+
+    @functools.cached_property
+    def launcher(self) -> Launcher:
+        return self.load()
+
+
+def from_module(path: str) -> Callable[[], Launcher]:
+    """A loader of "module:function" that imports the module only when it is called."""
+    module, _, function = path.partition(":")
+    return lambda: getattr(importlib.import_module(module), function)
+
+
+def from_native(schema: str) -> Callable[[], Launcher]:
+    """A loader of a native kernel; defines its schema, for the native library has none."""
+    name = library.define(schema)
+    return lambda: getattr(torch.ops.npu_ops, name).default
+
+
+_assumed_device: str | None = None
+
+
+@contextlib.contextmanager
+def as_if_on(device: str) -> Iterator[None]:
+    """Choose implementations in a block as for tensors on `device`, e.g. to see what would run."""
+    global _assumed_device
+    before, _assumed_device = _assumed_device, device
+    try:
+        yield
+    finally:
+        _assumed_device = before
+
+
+def _device_type(args: tuple) -> str:
+    return _assumed_device or args[0].device.type
+
+
+class Table:
+    """The ordered implementations of one op. The first that has nothing against a call runs it."""
+
+    tables: dict[str, Table] = {}
+
+    def __init__(self, op: str, implementations: Sequence[Implementation]):
+        if op in Table.tables:
+            raise ValueError(f"op {op!r} is registered already")
+        names = [i.name for i in implementations]
+        if len(set(names)) != len(names):
+            raise ValueError(f"op {op!r}: an implementation is registered twice in {names}")
+        self.op = op
+        self.implementations = tuple(implementations)
+        self._meant_for: dict[str, tuple[Implementation, ...]] = {}
+        Table.tables[op] = self
+
+    def run(self, *args) -> None:
+        """Run the op on `args`; the first argument decides the device."""
+        self.select(*args).launcher(*args)
+
+    def select(self, *args) -> Implementation:
+        """The implementation that runs `args`.
+
+        Raises:
+            RuntimeError: nothing can run them, a forced implementation cannot, or
+                NPU_OPS_STRICT=1 and the call would fall back.
+        """
+        settings = env.settings
+        if self.op in settings.impl:
+            chosen = self._forced(settings.impl[self.op], args)
+        else:
+            chosen = self._first(args)
+        if settings.log == "calls":
+            log.logger.warning("%s(%s) -> %s", self.op, _describe(args), chosen.name)
+        return chosen
+
+    def explain(self, *args) -> list[Verdict]:
+        """What each implementation has against running `args`, in order."""
+        forced = env.settings.impl.get(self.op)
+        chosen, verdicts = None, []
+        for implementation in self.implementations:
+            reason = self._why_not(implementation, args)
+            if reason is None and forced not in (None, implementation.name):
+                reason = f"NPU_OPS_IMPL forces {forced}"
+            elif reason is None and chosen:
+                reason = f"{chosen} comes first"
+            elif reason is None:
+                chosen = implementation.name
+            verdicts.append(Verdict(self.op, implementation.name, reason))
+        return verdicts
+
+    def _first(self, args: tuple) -> Implementation:
+        device = _device_type(args)
+        candidates = self._meant_for.get(device) or self._candidates(device)
+        declined = []
+        for implementation in candidates:
+            reason = implementation.why_not(*args)
+            if reason is None:
+                if declined:
+                    self._fell_back(implementation.name, declined)
+                return implementation
+            declined.append(f"{implementation.name}: {reason}")
+        raise RuntimeError(f"{self.op}: no implementation runs on {device} ({'; '.join(declined)})")
+
+    def _candidates(self, device: str) -> tuple[Implementation, ...]:
+        self._meant_for[device] = tuple(
+            i for i in self.implementations if not i.devices or device in i.devices
+        )
+        return self._meant_for[device]
+
+    def _forced(self, name: str, args: tuple) -> Implementation:
+        for implementation in self.implementations:
+            if implementation.name == name:
+                reason = self._why_not(implementation, args)
+                if reason is None:
+                    return implementation
+                raise RuntimeError(f"NPU_OPS_IMPL forces {self.op}={name}, but {reason}")
+        known = ", ".join(i.name for i in self.implementations)
+        raise RuntimeError(f"NPU_OPS_IMPL forces {self.op}={name}; it has {known}")
+
+    def _fell_back(self, name: str, declined: list[str]) -> None:
+        sentence = f"{self.op} falls back to {name} ({'; '.join(declined)})"
+        if env.settings.strict:
+            raise RuntimeError(f"NPU_OPS_STRICT=1: {sentence}")
+        log.once(sentence)
+
+    @staticmethod
+    def _why_not(implementation: Implementation, args: tuple) -> str | None:
+        device = _device_type(args)
+        if implementation.devices and device not in implementation.devices:
+            return (
+                f"tensors are on {device}, it runs on {', '.join(sorted(implementation.devices))}"
+            )
+        return implementation.why_not(*args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One row of `explain`; `why_not` is None for the implementation that is chosen."""
+
+    op: str
+    implementation: str
+    why_not: str | None
+
+
+_explained: dict[str, tuple[Table, Callable[..., tuple]]] = {}
+
+
+def explains(function: str, table: Table, arguments: Callable[..., tuple]) -> None:
+    """Let `explain(function, ...)` answer from `table`.
+
+    arguments: turns the public function's arguments into the implementations'.
+    """
+    if function in _explained:
+        raise ValueError(f"{function!r} is explained already")
+    _explained[function] = (table, arguments)
+
+
+def explain(op, *args, **kwargs) -> list[Verdict]:
+    """Which implementation would run a call, and why not the others. Nothing is computed.
+
+    Args:
+        op: a public function of npu_ops, or its name.
+        args, kwargs: what it would be called with.
+
+    Returns:
+        One `Verdict(op, implementation, why_not)` per implementation, in the order they are tried;
+        `why_not` is None for the one that is chosen.
+
+    Raises:
+        ValueError: there is no such op, or the arguments are wrong as the op itself would say.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    if name not in _explained:
+        raise ValueError(f"op: got {name!r}, needs one of {', '.join(sorted(_explained))}")
+    table, arguments = _explained[name]
+    return table.explain(*arguments(*args, **kwargs))
+
+
+def _describe(args: tuple) -> str:
+    def one(arg):
+        if isinstance(arg, torch.Tensor):
+            return f"{str(arg.dtype).removeprefix('torch.')}{list(arg.shape)}@{arg.device}"
+        return repr(arg)
+
+    return ", ".join(map(one, args))

@@ -1,0 +1,74 @@
+"""The counter-based random numbers of every op that drops: Philox4x32-10 and the mask drawn from it.
+
+Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A mask is a function
+of (seed, offset, row, column, width) alone, so a backward pass or a recomputation draws it again
+instead of keeping it, and every implementation draws the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LANES = 8  # elements served by one Philox call, 16 bits each
+
+
+def new_state(device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
+    """Draw (seed, offset), int64 [2], from `generator` or the device's default one, advancing it.
+
+    The state stays on the device, so nothing waits for it, and whatever restores the generator
+    (activation checkpointing, fork_rng) restores the mask.
+    """
+    return torch.randint(2**63 - 1, (2,), device=device, generator=generator)
+
+
+def threshold(p: float) -> int:
+    """The 16-bit draw from which an element is kept: p in steps of 2^-16, never all or nothing."""
+    return min(max(round(p * 65536), 1), 65535)
+
+
+def lane_width(width: int) -> int:
+    """Columns of one of the 8 lanes that a row of `width` is cut into; a multiple of 16."""
+    return -(-width // (LANES * 16)) * 16
+
+
+def keep_mask(rows: int, width: int, p: float, state: torch.Tensor) -> torch.Tensor:
+    """Which elements of a [rows, width] tensor dropout keeps, bool.
+
+    Column c of row r takes the 16-bit draw number c // G of Philox(counter=(c % G, r, offset),
+    key=seed), with G = lane_width(width).
+    """
+    lane = lane_width(width)
+    seed, offset = state.unbind()
+    column = torch.arange(lane, device=state.device).expand(rows, lane)
+    row = torch.arange(rows, device=state.device)[:, None].expand(rows, lane)
+    counter = (column, row, _low(offset), _high(offset))
+    words = philox4x32(counter, (_low(seed), _high(seed)))
+    draws = torch.cat([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
+    return draws[:, :width] >= threshold(p)
+
+
+def philox4x32(counter, key, rounds: int = 10) -> tuple[torch.Tensor, ...]:
+    """Philox4x32: four 32-bit words from a 4-word counter and a 2-word key, as int64 tensors."""
+    c0, c1, c2, c3 = (torch.as_tensor(word, dtype=torch.int64) for word in counter)
+    k0, k1 = (torch.as_tensor(word, dtype=torch.int64) for word in key)
+    for _ in range(rounds):
+        high0, low0 = _multiply(c0, 0xD2511F53)
+        high1, low1 = _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def _multiply(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low 32 bits of a * b. In 16-bit limbs: the full product does not fit an int64."""
+    low = a * (b & 0xFFFF)
+    middle = a * (b >> 16) + (low >> 16)
+    return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def _low(word: torch.Tensor) -> torch.Tensor:
+    return word & 0xFFFFFFFF
+
+
+def _high(word: torch.Tensor) -> torch.Tensor:
+    return (word >> 32) & 0xFFFFFFFF

@@ -1,0 +1,1 @@
+"""The operators, one folder each: __init__ (public function), op, reference, kernels, cases."""

@@ -1,0 +1,110 @@
+"""Bias-dropout-add: the end of every attention and MLP block of a Megatron transformer layer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from npu_ops.core import check, rng
+from npu_ops.core.registry import explains
+from npu_ops.ops.bias_dropout_add import op
+
+__all__ = ["bias_dropout_add"]
+
+
+def bias_dropout_add(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    p: float,
+    training: bool,
+    *,
+    dtype: torch.dtype | None = None,
+    inplace: bool = False,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """`residual + dropout(x + bias, p)`, computed in fp32 and rounded once.
+
+    The dropout mask is never stored: backward draws it again from a seed and an offset, which come
+    from the default generator of x's device, or from `generator`, and advance it. Recomputation
+    that restores the generator therefore repeats the mask.
+
+    Args:
+        x: `[..., h]`, float32, bfloat16, float16 or float64.
+        bias: None, `[h]`, or x's shape.
+        residual: x's shape. x, bias and residual may differ in dtype.
+        p: the probability of dropping, 0 <= p < 1, in steps of 2**-16.
+        training: drop only if true.
+        dtype: of the result; None: the residual's.
+        inplace: write the result into x and return x.
+        generator: on x's device; None: its default generator.
+
+    Returns:
+        `[..., h]` of `dtype`. Gradients for x, bias and residual come in their own dtypes; the
+        gradient of a `[h]` bias is summed in fp32.
+
+    Raises:
+        TypeError: an argument is not a tensor or not of a floating dtype.
+        ValueError: p, a shape, a device, or `inplace` where x cannot hold the result (another
+            dtype, expanded memory) or a gradient is needed.
+
+    Source: Megatron-LM `megatron/core/fusions/fused_bias_dropout.py`.
+    """
+    x, bias, residual, drops, p, dtype = _prepare(
+        x, bias, residual, p, training, dtype, inplace, generator
+    )
+    state = rng.new_state(x.device, generator) if drops else None
+    return op.call(inplace, x, bias, residual, state, p, dtype)
+
+
+def _prepare(x, bias, residual, p, training, dtype=None, inplace=False, generator=None):
+    """Check the public arguments; return them as the operator takes them."""
+    check.floating("x", x)
+    check.floating("residual", residual)
+    if x.dim() == 0:
+        raise check.shape("x", x, "at least one dimension")
+    if residual.shape != x.shape:
+        raise check.shape("residual", residual, f"x's shape {list(x.shape)}")
+    check.same_device("residual", residual, "x", x)
+    _check_bias(bias, x)
+    _check_p(p)
+    dtype = residual.dtype if dtype is None else dtype
+    if dtype not in check.FLOATS:
+        raise TypeError(f"dtype: got {dtype}, needs a floating dtype")
+    if inplace:
+        _check_inplace(x, bias, residual, dtype)
+    if generator is not None and generator.device.type != x.device.type:
+        raise ValueError(f"generator: got device {generator.device}, needs x's {x.device}")
+    return x, bias, residual, bool(training) and p > 0, float(p), dtype
+
+
+def _check_bias(bias, x):
+    if bias is None:
+        return
+    check.floating("bias", bias)
+    if bias.shape != x.shape and bias.shape != x.shape[-1:]:
+        raise check.shape("bias", bias, f"[{x.shape[-1]}] or x's shape {list(x.shape)}")
+    check.same_device("bias", bias, "x", x)
+
+
+def _check_p(p):
+    if not isinstance(p, (int, float)) or math.isnan(p) or not 0 <= p < 1:
+        raise ValueError(f"p: got {p!r}, needs 0 <= p < 1")
+
+
+def _check_inplace(x, bias, residual, dtype):
+    if dtype != x.dtype:
+        raise ValueError(f"inplace: got True, needs x of the result's dtype {dtype}, not {x.dtype}")
+    if not x.is_contiguous():
+        raise ValueError("inplace: got True, needs a contiguous x")
+    check.writable("x", x, {"bias": bias, "residual": residual})
+
+
+def _implementation_args(*args, **kwargs):
+    x, bias, residual, _, p, dtype = _prepare(*args, **kwargs)
+    x, bias, residual = op.contiguous(x, bias, residual)
+    return x, bias, residual, None, p, x.new_empty(0, dtype=dtype)
+
+
+explains("bias_dropout_add", op.forward_table, _implementation_args)

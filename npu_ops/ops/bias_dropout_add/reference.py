@@ -1,0 +1,37 @@
+"""The definition of bias-dropout-add, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import rng
+
+
+def bias_dropout_add(x, bias, residual, rng_state, p, dtype):
+    """residual + dropout(x + bias), computed in fp32 (fp64 if an input is), rounded once.
+
+    x, residual: [..., h]. bias: None, [h] or x's shape. rng_state: None drops nothing.
+    """
+    wide = compute_dtype(x, bias, residual)
+    total = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
+    return (residual.to(wide) + dropout(total, rng_state, p)).to(dtype)
+
+
+def bias_dropout_add_backward(grad, rng_state, p):
+    """The gradient of x + bias, in fp32 (fp64 if `grad` is)."""
+    return dropout(grad.to(compute_dtype(grad)), rng_state, p)
+
+
+def dropout(x, rng_state, p):
+    """x / (1 - p) where the mask of `rng_state` keeps, else 0."""
+    if rng_state is None:
+        return x
+    width = x.shape[-1]
+    keep = rng.keep_mask(x.numel() // width, width, p, rng_state).view(x.shape)
+    return torch.where(keep, x * (1 / (1 - p)), 0)
+
+
+def compute_dtype(*tensors):
+    """fp64 where an input is fp64, else fp32."""
+    double = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if double else torch.float32

@@ -1,0 +1,197 @@
+"""Multimodal rotary position embedding: angles from a token's time, height and width."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import check
+from npu_ops.core.registry import explains
+from npu_ops.ops.mrope import op
+from npu_ops.ops.rope import arguments
+
+__all__ = ["apply_multimodal_rotary_pos_emb", "apply_multimodal_rotary_pos_emb_cached"]
+
+SECTION_LAYOUTS = ("chunked", "interleaved")
+
+
+def apply_multimodal_rotary_pos_emb(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    mrope_section: list[int],
+    unsqueeze_dim: int = 1,
+    *,
+    section_layout: str,
+    layout: str | None = None,
+    pair_layout: str = "half",
+    rotary_dim: int | None = None,
+    inverse: bool = False,
+    inplace: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate q and k by angles of three axes, in one launch. Takes Hugging Face's Qwen2-VL call.
+
+    `section_layout` says which axis owns a frequency, `pair_layout` which elements rotate together;
+    they have nothing to do with each other. Equal rows of the three axes give
+    `apply_rotary_pos_emb` exactly.
+
+    Args:
+        q, k, unsqueeze_dim, layout, pair_layout, rotary_dim, inverse, inplace: as in
+            `apply_rotary_pos_emb`.
+        cos, sin: `[3, B, S, W]`, `[3, 1, S, W]` or, for TND, `[3, T, W]`: rows T, H, W.
+        mrope_section: how many of the R / 2 frequencies T, H and W own, e.g. [24, 20, 20].
+        section_layout: "chunked", T..TH..HW..W (Qwen2-VL, Qwen2.5-VL), or "interleaved",
+            THWTHW..TT (Qwen3-VL, Qwen3.5).
+
+    Returns:
+        q and k rotated, like q and k; None for a k that is None. Differentiable in q and k.
+
+    Raises:
+        TypeError: a dtype. ValueError: a shape, sections that do not fit R / 2, a device, cos or
+            sin that require a gradient, `inplace` where a gradient is needed.
+
+    Source: transformers `apply_multimodal_rotary_pos_emb` (Qwen2-VL) and
+    `Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope`.
+    """
+    args = _prepare(
+        q, k, cos, sin, mrope_section, unsqueeze_dim, section_layout=section_layout, layout=layout,
+        pair_layout=pair_layout, rotary_dim=rotary_dim, inverse=inverse, inplace=inplace,
+    )  # fmt: skip
+    return op.call(k, inplace, *args)
+
+
+def _prepare(
+    q, k, cos, sin, mrope_section, unsqueeze_dim=1, *, section_layout, layout=None,
+    pair_layout="half", rotary_dim=None, inverse=False, inplace=False,
+):  # fmt: skip
+    """Check the public arguments; return them as the operator takes them."""
+    layout = arguments.resolve_layout(q, layout, unsqueeze_dim)
+    check.one_of("pair_layout", pair_layout, arguments.PAIR_LAYOUTS)
+    k = arguments.check_heads(q, k, layout)
+    arguments.check_tables(cos, sin, q)
+    if cos.dim() != (3 if layout == "TND" else 4) or cos.shape[0] != 3:
+        raise check.shape("cos", cos, "[3, T, W]" if layout == "TND" else "[3, B, S, W]")
+    rotary_dim = arguments.resolve_rotary_dim(rotary_dim, cos.shape[-1], q.shape[-1])
+    section = _check_section(mrope_section, section_layout, rotary_dim // 2)
+    cos, sin = (table if table.dim() == 4 else table[:, None] for table in (cos, sin))
+    batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")
+    arguments.check_table_size("cos", cos, 2, 1, batch, length, False)
+    if inplace:
+        arguments.check_inplace(q, k)
+    settings = (section, section_layout, layout, pair_layout, bool(inverse), rotary_dim)
+    return q, k, cos, sin, None, *settings
+
+
+def apply_multimodal_rotary_pos_emb_cached(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    mrope_section: list[int],
+    section_layout: str,
+    pair_layout: str = "half",
+    rotary_dim: int | None = None,
+    *,
+    head_dim: int | None = None,
+    inverse: bool = False,
+    inplace: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The serving form of `apply_multimodal_rotary_pos_emb`: angles are looked up by position.
+
+    Args:
+        positions: `[3, T]` int32 or int64, rows T, H, W; or `[T]` for text, the same for all axes.
+        q, k: `[T, N, D]`, or `[T, N * D]` with `head_dim=D`; k may be None.
+        cos_sin_cache: `[max_position, R]`, cosines in the first R / 2 columns, sines in the rest.
+        mrope_section, section_layout, pair_layout, inverse, inplace: as in
+            `apply_multimodal_rotary_pos_emb`.
+        rotary_dim: R; None: the cache's width. Given, the cache must have that width.
+        head_dim: D, for two-dimensional q and k.
+
+    Returns:
+        q and k rotated, like q and k; None for a k that is None. Differentiable in q and k.
+
+    Raises:
+        As `apply_multimodal_rotary_pos_emb`; ValueError for a position outside the cache (on the
+        CPU; on a device its token becomes NaN).
+
+    Source: SGLang and vLLM `MRotaryEmbedding`.
+    """
+    args = _prepare_cached(
+        positions, q, k, cos_sin_cache, mrope_section, section_layout, pair_layout, rotary_dim,
+        head_dim=head_dim, inverse=inverse, inplace=inplace,
+    )  # fmt: skip
+    q_out, k_out = op.call(k, inplace, *args)
+    return q_out.view(q.shape), None if k is None else k_out.view(k.shape)
+
+
+def _prepare_cached(
+    positions, q, k, cos_sin_cache, mrope_section, section_layout, pair_layout="half",
+    rotary_dim=None, *, head_dim=None, inverse=False, inplace=False,
+):  # fmt: skip
+    """Check the public arguments; return them as the operator takes them."""
+    q = _split_heads("q", q, head_dim)
+    k = arguments.check_heads(q, None if k is None else _split_heads("k", k, head_dim), "TND")
+    check.one_of("pair_layout", pair_layout, arguments.PAIR_LAYOUTS)
+    check.tensor("cos_sin_cache", cos_sin_cache)
+    if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[1] % 2:
+        raise check.shape("cos_sin_cache", cos_sin_cache, "[max_position, R] with R even")
+    width = cos_sin_cache.shape[1]
+    if rotary_dim not in (None, width) or width > q.shape[-1]:
+        raise ValueError(
+            f"rotary_dim: got {rotary_dim}, needs the cache's width {width}, "
+            f"at most head_dim {q.shape[-1]}"
+        )
+    cos, sin = cos_sin_cache[None, None].chunk(2, dim=-1)
+    arguments.check_tables(cos, sin, q)
+    section = _check_section(mrope_section, section_layout, width // 2)
+    shapes = ((q.shape[0],), (3, q.shape[0]))
+    arguments.check_positions("positions", positions, shapes, cos_sin_cache.shape[0], q)
+    positions = positions.expand(3, -1)[:, None]
+    if inplace:
+        arguments.check_inplace(q, k)
+    settings = (section, section_layout, "TND", pair_layout, bool(inverse), width)
+    return q, k, cos, sin, positions, *settings
+
+
+def _split_heads(name, x, head_dim):
+    check.floating(name, x)
+    if x.dim() == 3 and head_dim in (None, x.shape[-1]):
+        return x
+    if x.dim() != 2 or not head_dim or x.shape[-1] % head_dim:
+        needs = f"[T, N, D], or [T, N * D] with head_dim=D (got head_dim {head_dim})"
+        raise check.shape(name, x, needs)
+    return x.unflatten(-1, (-1, head_dim))
+
+
+def _check_section(section, section_layout, frequencies):
+    """Check that T, H and W share all frequencies and that interleaved ones stay within them."""
+    check.one_of("section_layout", section_layout, SECTION_LAYOUTS)
+    section = list(section)
+    if len(section) != 3 or any(not isinstance(n, int) or n < 0 for n in section):
+        raise ValueError(f"mrope_section: got {section}, needs three counts, for T, H and W")
+    if sum(section) != frequencies:
+        raise ValueError(
+            f"mrope_section: got {section} with sum {sum(section)}, needs the sum "
+            f"{frequencies}, half the rotary dimension"
+        )
+    last = max((3 * (n - 1) + axis for axis, n in enumerate(section) if axis and n), default=0)
+    if section_layout == "interleaved" and last >= frequencies:
+        raise ValueError(
+            f"mrope_section: got {section}, which interleaved reaches frequency {last}, "
+            f"needs less than {frequencies}"
+        )
+    return section
+
+
+def _implementation_args(*args, **kwargs):
+    prepared = _prepare(*args, **kwargs)
+    return *prepared, *prepared[:2]
+
+
+def _implementation_args_cached(*args, **kwargs):
+    prepared = _prepare_cached(*args, **kwargs)
+    return *prepared, *prepared[:2]
+
+
+explains("apply_multimodal_rotary_pos_emb", op.table, _implementation_args)
+explains("apply_multimodal_rotary_pos_emb_cached", op.table, _implementation_args_cached)

@@ -1,0 +1,45 @@
+"""The definition of multimodal rotary embedding, in plain PyTorch: which axis owns a frequency."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.ops.rope import reference as rope
+
+
+def mrope(
+    q, k, cos, sin, positions, mrope_section, section_layout, layout, pair_layout, inverse,
+    rotary_dim,
+):  # fmt: skip
+    """Rotate q and k by angles of three axes T, H, W.
+
+    cos, sin: [3, Bc, S, W], or [1, 1, rows, W] with positions [3, Bp, S].
+    """
+    axes = axis_of_frequency(mrope_section, section_layout, q.device)
+    cos, sin = (_merge(table, positions, axes, pair_layout) for table in (cos, sin))
+    return tuple(rope.rotate(x, cos, sin, layout, pair_layout, inverse, rotary_dim) for x in (q, k))
+
+
+def axis_of_frequency(mrope_section, section_layout, device=None):
+    """0, 1 or 2 (T, H, W) for each frequency.
+
+    chunked (Qwen2-VL): T...TH...HW...W. interleaved (Qwen3-VL): THWTHW...T...T, where H and W stop
+    after their number of frequencies and T has the rest.
+    """
+    t, h, w = mrope_section
+    frequency = torch.arange(t + h + w, device=device)
+    if section_layout == "chunked":
+        return (frequency >= t).long() + (frequency >= t + h).long()
+    is_h = (frequency % 3 == 1) & (frequency < 3 * h)
+    is_w = (frequency % 3 == 2) & (frequency < 3 * w)
+    return is_h.long() + 2 * is_w.long()
+
+
+def _merge(table, positions, axes, pair_layout):
+    """[3, B, S, W] -> [B, S, W]: each column from the axis that owns its frequency."""
+    if positions is not None:
+        table = torch.stack([rope.gather(table[0], positions[axis]) for axis in range(3)])
+    if table.shape[-1] != axes.numel():  # full width: both of a pair have the same frequency
+        axes = rope.join_pairs(axes, axes, pair_layout)
+    index = axes.expand(1, *table.shape[1:])
+    return table.gather(0, index)[0]

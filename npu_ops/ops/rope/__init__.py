@@ -1,0 +1,117 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import check
+from npu_ops.core.registry import explains
+from npu_ops.ops.rope import arguments, op
+from npu_ops.ops.rope.freqs import apply_rotary_pos_emb_freqs
+
+__all__ = ["apply_rotary_pos_emb", "apply_rotary_pos_emb_freqs"]
+
+
+def apply_rotary_pos_emb(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | int | None = None,
+    unsqueeze_dim: int = 1,
+    *,
+    layout: str | None = None,
+    pair_layout: str = "half",
+    rotary_dim: int | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    inverse: bool = False,
+    inplace: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate q and k by their tokens' angles, in one launch. Takes Hugging Face's call as it is.
+
+    Computed in fp32 whatever the dtypes, rounded once. q and k may be strided (a slice of a fused
+    qkv): they are read in place.
+
+    Args:
+        q: `[B, S, N, D]`, `[S, B, N, D]`, `[B, N, S, D]` or `[T, N, D]`; float32, bfloat16, float16
+            or float64.
+        k: like q, with any number of heads; or None.
+        cos, sin: `[S, W]`, `[B, S, W]`, or `[T, W]` for TND, in any floating dtype. With
+            position_ids or cu_seqlens also a table `[rows, W]` to take rows from. W is the rotary
+            dimension R, or R / 2 with `rotary_dim=R`.
+        position_ids: `[B, S]` or `[1, S]` (`[T]` for TND), rows of a `[rows, W]` table. With
+            `[B, S, W]` tables, which are gathered already, it is not read, as in Hugging Face. An
+            int here is unsqueeze_dim, whose place it is from transformers 5 on.
+        unsqueeze_dim: Hugging Face's: 1 if q is `[B, N, S, D]`, 2 if `[B, S, N, D]`. `layout`
+            overrides it.
+        layout: "BSND", "SBND", "BNSD" or "TND"; None: by unsqueeze_dim, TND for a 3-D q.
+        pair_layout: "half" rotates j with j + R/2 (NeoX), "interleaved" 2j with 2j + 1 (GPT-J).
+            Full-width tables are in the same order as the pairs.
+        rotary_dim: R; elements from R on are copied. None: W. Needed where W is half of D, which
+            may mean either.
+        cu_seqlens: `[n + 1]` with the leading 0, for TND: positions restart with each sequence and
+            cos, sin are `[rows, W]`.
+        inverse: rotate back.
+        inplace: write into q and k.
+
+    Returns:
+        q and k rotated, like q and k; None for a k that is None. Differentiable in q and k.
+
+    Raises:
+        TypeError: a dtype. ValueError: a shape, a device, a position outside the table (on the
+            CPU; on a device its token becomes NaN), cos or sin that require a gradient, `inplace`
+            where a gradient is needed.
+
+    Source: transformers `apply_rotary_pos_emb`; Su et al., "RoFormer", 2021.
+    """
+    args = _prepare(
+        q, k, cos, sin, position_ids, unsqueeze_dim, layout=layout, pair_layout=pair_layout,
+        rotary_dim=rotary_dim, cu_seqlens=cu_seqlens, inverse=inverse, inplace=inplace,
+    )  # fmt: skip
+    return op.call(k, inplace, *args)
+
+
+def _prepare(
+    q, k, cos, sin, position_ids=None, unsqueeze_dim=1, *, layout=None, pair_layout="half",
+    rotary_dim=None, cu_seqlens=None, inverse=False, inplace=False,
+):  # fmt: skip
+    """Check the public arguments; return them as the operator takes them."""
+    if isinstance(position_ids, int):  # transformers 5 has unsqueeze_dim in this place
+        position_ids, unsqueeze_dim = None, position_ids
+    layout = arguments.resolve_layout(q, layout, unsqueeze_dim)
+    check.one_of("pair_layout", pair_layout, arguments.PAIR_LAYOUTS)
+    k = arguments.check_heads(q, k, layout)
+    arguments.check_tables(cos, sin, q)
+    if cos.dim() not in (2, 3) or (layout == "TND" and cos.dim() == 3):
+        forms = "[T, W]" if layout == "TND" else "[S, W] or [B, S, W]"
+        raise check.shape("cos", cos, forms)
+    rotary_dim = arguments.resolve_rotary_dim(rotary_dim, cos.shape[-1], q.shape[-1])
+    positions = _positions(q, cos, position_ids, cu_seqlens, layout)
+    cos, sin = (table if table.dim() == 3 else table[None] for table in (cos, sin))
+    batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")
+    arguments.check_table_size("cos", cos, 1, 0, batch, length, positions is not None)
+    if inplace:
+        arguments.check_inplace(q, k)
+    return q, k, cos, sin, positions, layout, pair_layout, bool(inverse), rotary_dim
+
+
+def _positions(q, cos, position_ids, cu_seqlens, layout):
+    """The rows of a [rows, W] table that the tokens use, [B or 1, S]; None: one after another."""
+    if cu_seqlens is not None:
+        if layout != "TND" or position_ids is not None:
+            raise ValueError("cu_seqlens: got one, needs layout TND and no position_ids")
+        return arguments.packed_positions(cu_seqlens, q, cos.shape[0])
+    if position_ids is None or cos.dim() == 3:
+        return None
+    batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")
+    shapes = ((length,), (1, length), (batch, length))
+    arguments.check_positions("position_ids", position_ids, shapes, cos.shape[0], q)
+    return position_ids.reshape(-1, length)
+
+
+def _implementation_args(q, k, *args, **kwargs):
+    prepared = _prepare(q, k, *args, **kwargs)
+    return *prepared, *prepared[:2]
+
+
+explains("apply_rotary_pos_emb", op.table, _implementation_args)

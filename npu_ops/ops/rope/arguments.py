@@ -1,0 +1,157 @@
+"""Turns what callers of rope and mrope pass into what the operators take, and refuses the rest."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import check
+
+LAYOUTS = ("BSND", "SBND", "BNSD", "TND")
+PAIR_LAYOUTS = ("half", "interleaved")
+
+
+def resolve_layout(q, layout: str | None, unsqueeze_dim: int) -> str:
+    """`layout`, or what Hugging Face's `unsqueeze_dim` says of a 4-D q: 1 is BNSD, 2 is BSND."""
+    check.floating("q", q)
+    if layout is None:
+        if q.dim() == 3:
+            return "TND"
+        check.one_of("unsqueeze_dim", unsqueeze_dim, (1, 2))
+        layout = "BNSD" if unsqueeze_dim == 1 else "BSND"
+    check.one_of("layout", layout, LAYOUTS)
+    if q.dim() != len(layout):
+        raise check.shape("q", q, f"{len(layout)} dimensions for layout {layout}")
+    return layout
+
+
+def size(x, layout: str, axis: str) -> int:
+    """The size of `x` along an axis of its layout; TND has a batch of one."""
+    if layout == "TND" and axis == "B":
+        return 1
+    return x.shape[layout.index("T" if layout == "TND" and axis == "S" else axis)]
+
+
+def check_heads(q, k, layout: str):
+    """Check k against q; a missing k becomes one with no heads, which costs nothing to rotate."""
+    if k is None:
+        return q.narrow(layout.index("N"), 0, 0)
+    check.floating("k", k)
+    check.same_device("k", k, "q", q)
+    if k.dtype != q.dtype:
+        raise TypeError(f"k: got {k.dtype}, needs q's {q.dtype}")
+    heads = layout.index("N")
+    needs = (
+        [k.shape[i] if i == heads else n for i, n in enumerate(q.shape)]
+        if k.dim() == q.dim()
+        else None
+    )
+    if list(k.shape) != needs:
+        raise check.shape("k", k, f"q's shape {list(q.shape)} except for the heads ({layout})")
+    return k
+
+
+def resolve_rotary_dim(rotary_dim, width: int, head_dim: int) -> int:
+    """How many elements of a head are rotated: `rotary_dim`, or else the width of the table.
+
+    A table half as wide as the head is full-width for a half-rotated head or half-width for a
+    whole one. Nothing in the tensors tells, so the caller must.
+    """
+    if rotary_dim is None:
+        if 2 * width == head_dim:
+            raise ValueError(
+                f"rotary_dim: got None, needs {width} (cos is full-width, half of each head is "
+                f"rotated) or {head_dim} (cos is half-width), for a table of width {width} and "
+                f"head_dim {head_dim} may mean either"
+            )
+        rotary_dim = width
+    if not isinstance(rotary_dim, int) or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(
+            f"rotary_dim: got {rotary_dim!r}, needs an even number up to head_dim {head_dim}"
+        )
+    if width not in (rotary_dim, rotary_dim // 2):
+        raise ValueError(f"cos: got width {width}, needs rotary_dim {rotary_dim} or half of it")
+    return rotary_dim
+
+
+def check_tables(cos, sin, q) -> None:
+    """Check what every form of cos and sin needs, whatever their leading dimensions."""
+    for name, table in (("cos", cos), ("sin", sin)):
+        check.floating(name, table)
+        check.same_device(name, table, "q", q)
+        if table.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}: got a tensor that requires a gradient, which it cannot have")
+    if sin.shape != cos.shape:
+        raise check.shape("sin", sin, f"cos's shape {list(cos.shape)}")
+    if sin.dtype != cos.dtype:
+        raise TypeError(f"sin: got {sin.dtype}, needs cos's {cos.dtype}")
+
+
+def check_table_size(name, table, rows_dim, batch_dim, batch, length, indexed: bool) -> None:
+    """Check a table's batch against q's, and its rows against q's length where none are named."""
+    if table.shape[batch_dim] not in (1, batch):
+        raise check.shape(name, table, f"a batch of 1 or {batch}")
+    if not indexed and table.shape[rows_dim] != length:
+        raise check.shape(name, table, f"{length} rows, one for each token of q")
+
+
+def check_positions(name: str, positions, shapes: tuple[tuple[int, ...], ...], rows: int, q):
+    """Check row numbers: integers, on q's device, of one of `shapes`, within a table of `rows`.
+
+    On the CPU the values are checked too. On a device that would wait for it: there a row outside
+    the table gives NaN.
+    """
+    check.tensor(name, positions)
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: got {positions.dtype}, needs int32 or int64")
+    check.same_device(name, positions, "q", q)
+    if tuple(positions.shape) not in shapes:
+        raise check.shape(name, positions, " or ".join(str(list(s)) for s in shapes))
+    if positions.device.type == "cpu" and positions.numel() and not torch.compiler.is_compiling():
+        low, high = (int(value) for value in positions.aminmax())
+        if low < 0 or high >= rows:
+            raise ValueError(f"{name}: got rows {low} to {high}, needs 0 to {rows - 1}")
+
+
+def check_inplace(q, k) -> None:
+    """Check that q and k may be overwritten."""
+    check.writable("q", q, {"k": k})
+    check.writable("k", k, {})
+
+
+def check_cu_seqlens(cu_seqlens, q) -> None:
+    """Check what can be checked of packed lengths without reading them."""
+    check.tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: got {cu_seqlens.dtype}, needs int32 or int64")
+    check.same_device("cu_seqlens", cu_seqlens, "q", q)
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise check.shape("cu_seqlens", cu_seqlens, "[sequences + 1]")
+
+
+def packed_positions(cu_seqlens, q, rows: int):
+    """The position of each packed token within its sequence, [1, T], made on the device.
+
+    cu_seqlens: [n + 1], the sequences' starts and their end: 0 first, the tokens of q last. On the
+    CPU the values are checked too, against a table of `rows`.
+    """
+    check_cu_seqlens(cu_seqlens, q)
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_lengths(cu_seqlens, q.shape[0], rows)
+    token = torch.arange(q.shape[0], device=q.device, dtype=cu_seqlens.dtype)
+    sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
+    return (token - cu_seqlens[sequence])[None]
+
+
+def _check_lengths(cu_seqlens, tokens: int, rows: int) -> None:
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0 or last != tokens:
+        raise ValueError(
+            f"cu_seqlens: got {first} first and {last} last, needs 0 and {tokens}, the tokens of q"
+        )
+    lengths = cu_seqlens.diff()
+    if (lengths < 0).any():
+        raise ValueError("cu_seqlens: got a negative length, needs starts that do not decrease")
+    if lengths.max() > rows:
+        raise ValueError(
+            f"cu_seqlens: got length {int(lengths.max())}, needs at most cos's {rows} rows"
+        )

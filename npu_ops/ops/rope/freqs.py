@@ -1,0 +1,139 @@
+"""Rotary embedding from angles, as Megatron calls it."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import check
+from npu_ops.core.memo import TensorCache
+from npu_ops.core.registry import explains
+from npu_ops.ops.rope import arguments, op
+
+_tables = TensorCache()
+_positions = TensorCache()
+
+
+def apply_rotary_pos_emb_freqs(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    freqs: torch.Tensor,
+    *,
+    layout: str = "SBND",
+    pair_layout: str = "half",
+    mscale: float = 1.0,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    inverse: bool = False,
+    inplace: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate q and k by angles `freqs`, scaled by `mscale`.
+
+    cos and sin are made once for a freqs tensor and used until it is updated in place or three
+    other ones have come: once a forward pass, not once a layer.
+
+    Args:
+        q: `[S, B, N, D]` (or another 4-D layout), or `[T, N, D]` with layout "TND".
+        k: like q, with any number of heads; or None.
+        freqs: `[S, 1, 1, R]`, `[S, B, 1, R]` (mrope) or, for TND, `[T, 1, 1, R]` or
+            `[max_s, 1, 1, R]`; full-width, R <= D. Elements from R on are copied.
+        layout, pair_layout, inverse, inplace: as in `apply_rotary_pos_emb`.
+        mscale: multiplies cos and sin (YaRN).
+        cu_seqlens: TND, `[n + 1]` with the leading 0, of the whole sequences, whatever cp_size.
+            Tokens after the last sequence are padding and get some angle of the table.
+        max_seqlen: freqs are per packed token if there are more of them than this; None: if there
+            are as many as tokens on all cp ranks.
+        cp_size, cp_rank: context parallel: this rank has chunks cp_rank and 2 cp_size - 1 - cp_rank
+            of the 2 cp_size equal chunks of each sequence.
+
+    Returns:
+        q and k rotated, like q and k; None for a k that is None. Differentiable in q and k.
+
+    Raises:
+        TypeError: a dtype. ValueError: a shape, a device, freqs that require a gradient, `inplace`
+            where a gradient is needed, cp_rank outside cp_size.
+
+    Source: Megatron-LM `megatron/core/models/common/embeddings/rope_utils.py`.
+    """
+    args = _prepare(
+        q, k, freqs, layout=layout, pair_layout=pair_layout, mscale=mscale, cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen, cp_size=cp_size, cp_rank=cp_rank, inverse=inverse, inplace=inplace,
+    )  # fmt: skip
+    return op.call(k, inplace, *args)
+
+
+def _prepare(
+    q, k, freqs, *, layout="SBND", pair_layout="half", mscale=1.0, cu_seqlens=None,
+    max_seqlen=None, cp_size=1, cp_rank=0, inverse=False, inplace=False,
+):  # fmt: skip
+    """Check the public arguments; return them as the operator takes them."""
+    layout = arguments.resolve_layout(q, layout, 1)
+    check.one_of("pair_layout", pair_layout, arguments.PAIR_LAYOUTS)
+    k = arguments.check_heads(q, k, layout)
+    _check_freqs(freqs, q)
+    cos, sin = _tables.get(freqs, mscale, lambda: _cos_sin(freqs, mscale))
+    rotary_dim = arguments.resolve_rotary_dim(freqs.shape[-1], freqs.shape[-1], q.shape[-1])
+    positions = None
+    if cu_seqlens is not None:
+        _check_packing(cu_seqlens, q, layout, cp_size, cp_rank)
+        key = (q.shape[0], freqs.shape[0], max_seqlen, cp_size, cp_rank)
+        positions = _positions.get(cu_seqlens, key, lambda: _packed_rows(cu_seqlens, *key))
+    batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")
+    arguments.check_table_size("freqs", freqs, 0, 1, batch, length, positions is not None)
+    if inplace:
+        arguments.check_inplace(q, k)
+    return q, k, cos, sin, positions, layout, pair_layout, bool(inverse), rotary_dim
+
+
+def _check_freqs(freqs, q):
+    check.floating("freqs", freqs)
+    check.same_device("freqs", freqs, "q", q)
+    if freqs.dim() != 4 or freqs.shape[2] != 1:
+        raise check.shape("freqs", freqs, "[S, 1 or B, 1, R]")
+    if freqs.requires_grad and torch.is_grad_enabled():
+        raise ValueError("freqs: got a tensor that requires a gradient, which it cannot have")
+
+
+def _cos_sin(freqs, mscale):
+    """Tables [1 or B, S, R] in fp32 (fp64 for fp64 freqs)."""
+    angles = freqs.squeeze(2).transpose(0, 1)
+    angles = angles if angles.dtype == torch.float64 else angles.float()
+    return angles.cos() * mscale, angles.sin() * mscale
+
+
+def _check_packing(cu_seqlens, q, layout, cp_size, cp_rank):
+    if layout != "TND":
+        raise ValueError(f"cu_seqlens: got one with layout {layout}, needs TND")
+    arguments.check_cu_seqlens(cu_seqlens, q)
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank: got {cp_rank}, needs 0 <= cp_rank < cp_size {cp_size}")
+
+
+def _packed_rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank):
+    """The row of freqs of each local token, [1, T], made on the device."""
+    starts = cu_seqlens.long()
+    lengths = starts.diff() // cp_size
+    local_starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    token = torch.arange(tokens, device=starts.device)
+    sequence = torch.searchsorted(local_starts, token, right=True) - 1
+    sequence = sequence.clamp(max=lengths.numel() - 1)
+    position = token - local_starts[sequence]
+    if cp_size > 1:
+        chunk = lengths[sequence] // 2
+        behind = (
+            2 * (cp_size - 1 - cp_rank) * chunk
+        )  # from the end of the first chunk to the second
+        position = cp_rank * chunk + position + torch.where(position < chunk, 0, behind)
+    per_token = rows == tokens * cp_size if max_seqlen is None else rows > max_seqlen
+    if per_token:
+        position = position + starts[sequence]
+    return position.clamp(0, rows - 1)[None]
+
+
+def _implementation_args(*args, **kwargs):
+    prepared = _prepare(*args, **kwargs)
+    return *prepared, *prepared[:2]
+
+
+explains("apply_rotary_pos_emb_freqs", op.table, _implementation_args)

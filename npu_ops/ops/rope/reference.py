@@ -1,0 +1,71 @@
+"""The definition of rotary embedding, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim):
+    """Rotate q and k; see `rotate`. cos, sin: [Bc, rows, W]; positions: None or [Bp, S] rows."""
+    cos, sin = (gather(table, positions) for table in (cos, sin))
+    return tuple(rotate(x, cos, sin, layout, pair_layout, inverse, rotary_dim) for x in (q, k))
+
+
+def gather(table, positions):
+    """The table's row of each token: [Bc, rows, W] -> [B, S, W]."""
+    if positions is None:
+        return table
+    batch = torch.arange(table.shape[0], device=table.device)[:, None]
+    return table[batch, positions.long()]
+
+
+def rotate(x, cos, sin, layout, pair_layout, inverse, rotary_dim):
+    """Rotate each pair of the first `rotary_dim` elements of each head by its token's angle.
+
+    cos, sin: [B or 1, S, W], W the rotary dimension or half of it. Computed in fp32 (fp64 for
+    fp64 x), rounded once. The inverse is the transpose, which for a rotation is the same.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    (cos1, cos2), (sin1, sin2) = (
+        halves(table.to(wide), pair_layout, rotary_dim, layout) for table in (cos, sin)
+    )
+    x1, x2 = split_pairs(x[..., :rotary_dim].to(wide), pair_layout)
+    if inverse:
+        out1, out2 = x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1
+    else:
+        out1, out2 = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
+    rotated = join_pairs(out1, out2, pair_layout).to(x.dtype)
+    return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+
+
+def split_pairs(x, pair_layout):
+    """The first and the second of each pair: j and j + R/2 (half), or 2j and 2j + 1."""
+    return x.chunk(2, dim=-1) if pair_layout == "half" else (x[..., 0::2], x[..., 1::2])
+
+
+def join_pairs(x1, x2, pair_layout):
+    """The inverse of `split_pairs`."""
+    if pair_layout == "half":
+        return torch.cat((x1, x2), dim=-1)
+    return torch.stack((x1, x2), dim=-1).flatten(-2)
+
+
+def halves(table, pair_layout, rotary_dim, layout):
+    """The table for the first and the second of each pair, shaped to broadcast over heads."""
+    table = over_heads(table, layout)
+    if table.shape[-1] == rotary_dim:
+        return split_pairs(table, pair_layout)
+    return table, table
+
+
+def over_heads(table, layout):
+    """[B or 1, S, W] shaped to multiply a tensor of `layout`."""
+    match layout:
+        case "BSND":
+            return table[:, :, None]
+        case "SBND":
+            return table.transpose(0, 1)[:, :, None]
+        case "BNSD":
+            return table[:, None]
+        case "TND":
+            return table[0, :, None]

@@ -1,0 +1,181 @@
+"""rope in Triton, for Ascend and NVIDIA. Definition: reference.py
+
+A program walks over tiles of tokens. It takes a tile's coefficients once and rotates all heads of q
+and of k with them. Tiles are [BT tokens, BH heads, P pairs]; P is a power of two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+
+# Bytes that a pair needs on chip at the most (fp32, with a tail to copy), by the plan of the
+# vendor's compiler, by whether pairs are interleaved: splitting those takes twice the room.
+TILE = {False: tile_elements(96), True: tile_elements(192)}
+# Narrower rows than this are not worth a vector instruction, and the compiler refuses some.
+NARROWEST = 16
+
+
+@triton.jit
+def load_row(row, limit, P: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+             FULL: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+    """Table entries of the first and second of each pair, fp32 [BT, P] each; NaN beyond `limit`.
+
+    row: pointers [BT, 1], or one pointer. limit: how many columns may be read: all, or none.
+    """
+    j = tl.arange(0, P)[None, :]
+    if not FULL:
+        first = tl.load(row + j, mask=j < limit, other=float("nan")).to(tl.float32)
+        second = first
+    elif INTERLEAVED:
+        e = tl.arange(0, 2 * P)[None, :]
+        both = tl.load(row + e, mask=e < limit, other=float("nan")).to(tl.float32)
+        first, second = tl.split(tl.reshape(both, (BT, P, 2)))
+    else:
+        mask = (j < PAIRS) & (j + PAIRS < limit)
+        first = tl.load(row + j, mask=mask, other=float("nan")).to(tl.float32)
+        second = tl.load(row + j + PAIRS, mask=mask, other=float("nan")).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def with_direction(cos1, cos2, sin1, sin2, INVERSE: tl.constexpr):
+    """What multiplies (x1, x2, x2, x1) to give out1 and out2, shaped [BT, 1, P]."""
+    if INVERSE:
+        across1, across2 = sin2, 0.0 - sin1
+    else:
+        across1, across2 = 0.0 - sin1, sin2
+    return cos1[:, None, :], cos2[:, None, :], across1[:, None, :], across2[:, None, :]
+
+
+@triton.jit
+def rotate_heads(x, out, x_row, out_row, x_head, out_head, inside, heads, cos1, cos2, across1,
+                 across2, P: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
+                 INTERLEAVED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr):  # fmt: skip
+    """Rotate every head of a tile of tokens, and copy what lies behind the rotated part.
+
+    x_row, out_row: where each token starts, int64 [BT, 1, 1]; inside: whether it exists.
+    """
+    for first_head in range(0, heads, BH):
+        head = first_head + tl.arange(0, BH)[None, :, None]
+        exists = inside & (head < heads)
+        x_at = x + x_row + head.to(tl.int64) * x_head
+        out_at = out + out_row + head.to(tl.int64) * out_head
+        if INTERLEAVED:  # as they lie, split on chip: a strided load would move single elements
+            e = tl.arange(0, 2 * P)[None, None, :]
+            mask = exists & (e < 2 * PAIRS)
+            both = tl.load(x_at + e, mask=mask, other=0.0).to(tl.float32)
+            x1, x2 = tl.split(tl.reshape(both, (BT, BH, P, 2)))
+            out1 = x1 * cos1 + x2 * across1
+            out2 = x2 * cos2 + x1 * across2
+            both = tl.reshape(tl.join(out1, out2), (BT, BH, 2 * P))
+            tl.store(out_at + e, both.to(out.dtype.element_ty), mask=mask)
+        else:
+            j = tl.arange(0, P)[None, None, :]
+            mask = exists & (j < PAIRS)
+            x1 = tl.load(x_at + j, mask=mask, other=0.0).to(tl.float32)
+            x2 = tl.load(x_at + j + PAIRS, mask=mask, other=0.0).to(tl.float32)
+            out1 = x1 * cos1 + x2 * across1
+            out2 = x2 * cos2 + x1 * across2
+            tl.store(out_at + j, out1.to(out.dtype.element_ty), mask=mask)
+            tl.store(out_at + j + PAIRS, out2.to(out.dtype.element_ty), mask=mask)
+        for start in tl.static_range(0, TAIL, 2 * P):
+            e = start + tl.arange(0, 2 * P)[None, None, :]
+            mask = exists & (e < TAIL)
+            tail = tl.load(x_at + 2 * PAIRS + e, mask=mask, other=0.0)
+            tl.store(out_at + 2 * PAIRS + e, tail, mask=mask)
+
+
+@triton.jit(do_not_specialize=["batch", "length", "rows"])
+def _rope_kernel(
+    q, k, cos, sin, positions, q_out, k_out, batch, length, rows, q_heads, k_heads,
+    q_b, q_s, q_n, k_b, k_s, k_n, qo_b, qo_s, qo_n, ko_b, ko_s, ko_n,
+    cos_b, cos_s, sin_b, sin_s, pos_b, pos_s,
+    P: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr, INTERLEAVED: tl.constexpr,
+    FULL: tl.constexpr, INVERSE: tl.constexpr, INDEXED: tl.constexpr,
+    BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(length, BT)
+    for item in range(tl.program_id(0), batch * tiles, tl.num_programs(0)):
+        b = (item // tiles).to(tl.int64)
+        start = (item % tiles) * BT
+        if INDEXED:  # BT is 1
+            row = tl.load(positions + b * pos_b + start.to(tl.int64) * pos_s).to(tl.int64)
+            limit = tl.where((row >= 0) & (row < rows), 2 * PAIRS if FULL else PAIRS, 0)
+            row = tl.where(limit > 0, row, 0)
+        else:
+            s = start + tl.arange(0, BT)[:, None]
+            row = s.to(tl.int64)
+            limit = tl.where(s < length, 2 * PAIRS if FULL else PAIRS, 0)
+        cos1, cos2 = load_row(cos + b * cos_b + row * cos_s, limit, P, PAIRS, INTERLEAVED, FULL, BT)
+        sin1, sin2 = load_row(sin + b * sin_b + row * sin_s, limit, P, PAIRS, INTERLEAVED, FULL, BT)
+        cos1, cos2, across1, across2 = with_direction(cos1, cos2, sin1, sin2, INVERSE)
+        token = start + tl.arange(0, BT)[:, None, None]
+        at, inside = token.to(tl.int64), token < length
+        rotate_heads(q, q_out, b * q_b + at * q_s, b * qo_b + at * qo_s, q_n, qo_n, inside, q_heads,
+                     cos1, cos2, across1, across2, P, PAIRS, TAIL, INTERLEAVED, BT, BHQ)  # fmt: skip
+        rotate_heads(k, k_out, b * k_b + at * k_s, b * ko_b + at * ko_s, k_n, ko_n, inside, k_heads,
+                     cos1, cos2, across1, across2, P, PAIRS, TAIL, INTERLEAVED, BT, BHK)  # fmt: skip
+
+
+def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_out, k_out):
+    """Rotate q into q_out and k into k_out; the arguments are the operator's."""
+    batch, length = sizes(q, layout)
+    strides = [token_strides(x, layout) for x in (q, k, q_out, k_out)]
+    tables = [(0 if t.shape[0] == 1 else t.stride(0), t.stride(1)) for t in (cos, sin)]
+    places = (0, 0)
+    if positions is not None:
+        places = (0 if positions.shape[0] == 1 else positions.stride(0), positions.stride(1))
+    elif length == 1:  # decoding: one token each, so tile over the batch
+        batch, length = 1, batch
+        strides = [(0, b, n) for b, _, n in strides]
+        tables = [(0, b) for b, _ in tables]
+    constants = tile_constants(q, k, layout, pair_layout, rotary_dim, q_out, positions is not None)
+    items = batch * cdiv(length, constants["BT"])
+    _rope_kernel[vector_grid(items, q.device)](
+        q, k, cos, sin, positions, q_out, k_out, batch, length, cos.shape[1],
+        heads(q, layout), heads(k, layout), *(stride for three in strides for stride in three),
+        *tables[0], *tables[1], *places, FULL=cos.shape[-1] == rotary_dim, INVERSE=inverse,
+        INDEXED=positions is not None, **constants,
+    )  # fmt: skip
+
+
+def sizes(x: torch.Tensor, layout: str) -> tuple[int, int]:
+    """Batch and length; TND has a batch of one."""
+    if layout == "TND":
+        return 1, x.shape[0]
+    return x.shape[layout.index("B")], x.shape[layout.index("S")]
+
+
+def token_strides(x: torch.Tensor, layout: str) -> tuple[int, int, int]:
+    """The strides of batch, token and head."""
+    if layout == "TND":
+        return 0, x.stride(0), x.stride(1)
+    return tuple(x.stride(layout.index(axis)) for axis in "BSN")
+
+
+def heads(x: torch.Tensor, layout: str) -> int:
+    """How many heads."""
+    return x.shape[layout.index("N")]
+
+
+def tile_constants(q, k, layout, pair_layout, rotary_dim, q_out, one_token: bool) -> dict:
+    """The compile-time constants of a launch. They depend on the model, never on lengths."""
+    pairs = rotary_dim // 2
+    interleaved = pair_layout == "interleaved"
+    padded = max(NARROWEST, next_power_of_2(pairs))
+    fits = max(1, TILE[interleaved] // padded)  # heads of tokens in a tile
+    q_heads = min(fits, next_power_of_2(heads(q, layout)))
+    tokens = 1 if one_token else fits // q_heads
+    return {
+        "P": padded,
+        "PAIRS": pairs,
+        "TAIL": 0 if q_out is q else q.shape[-1] - rotary_dim,
+        "INTERLEAVED": interleaved,
+        "BT": tokens,
+        "BHQ": q_heads,
+        "BHK": min(fits // tokens, next_power_of_2(heads(k, layout))),
+    }

@@ -1,0 +1,134 @@
+"""Trains a small GPTModel of megatron-core with multimodal rotary embedding; prints JSON lines.
+
+A program of its own, which knows Megatron and torch alone: whether npu-ops takes part is decided by
+the environment, as for anyone else's training program.
+
+    python demo_model.py batches.pt --megatron FOLDER --dropout 0 0.1 --seeds 0 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+
+import torch
+
+LAYERS, HIDDEN, HEADS, GROUPS = 2, 128, 4, 2
+SECTION = [6, 5, 5]  # T, H and W of the 16 frequencies of a head
+
+
+class NoTracker:
+    """In place of Megatron's tracker of CUDA generators: dropout uses the default generator."""
+
+    def fork(self, *args, **kwargs):
+        return contextlib.nullcontext()
+
+    def is_initialized(self):
+        return True
+
+    def add(self, *args, **kwargs):
+        return None
+
+
+def start(device: str) -> None:
+    """A process group of one; and the CPU, where there is no CUDA device for Megatron to ask for."""
+    if device == "cpu":
+        torch.cuda.current_device = lambda: torch.device("cpu")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    parallel_state.initialize_model_parallel()
+    random.initialize_rng_tracker()
+    random._CUDA_RNG_STATE_TRACKER = NoTracker()
+
+
+def build(vocabulary: int, length: int, dropout: float) -> torch.nn.Module:
+    """The same model, with the same weights, each time."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        ffn_hidden_size=4 * HIDDEN,
+        hidden_dropout=dropout,
+        attention_dropout=0.0,
+        bias_dropout_fusion=True,
+        mrope_section=SECTION,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=vocabulary,
+        max_sequence_length=length,
+        position_embedding_type="mrope",
+    )
+
+
+def train(data: dict, vocabulary: int, dropout: float, seed: int, device: str):
+    """Yield the loss of each step. Only dropout depends on `seed`."""
+    tokens, positions = data["tokens"].to(device), data["positions"].to(device)
+    length = positions.shape[-1]
+    model = build(vocabulary, length, dropout).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+    torch.manual_seed(seed)
+    for sample, position in zip(tokens, positions, strict=True):
+        loss = model(sample[:, :-1], position, causal, labels=sample[:, 1:].contiguous()).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+
+
+def report(**fields) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("data", help="a file of tokens, positions and vocabulary")
+    parser.add_argument("--megatron", help="the folder that megatron-core is in, if not installed")
+    parser.add_argument("--dropout", type=float, nargs="+", required=True, help="of each run")
+    parser.add_argument("--seeds", type=int, nargs="+", required=True, help="of each run")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    sys.path[:1] = [options.megatron] if options.megatron else []  # not this file's folder
+    data = torch.load(options.data)
+    vocabulary = data.pop("vocabulary")
+    start(options.device)
+    for run, (dropout, seed) in enumerate(zip(options.dropout, options.seeds, strict=True)):
+        for step, loss in enumerate(train(data, vocabulary, dropout, seed, options.device)):
+            report(run=run, step=step, loss=loss)
+    report(end=summary())
+
+
+def summary() -> dict:
+    """What ran; of npu-ops, only what is here without this program's doing."""
+    import megatron.core
+
+    adapters = sys.modules.get("npu_ops_adapters")
+    return {
+        "megatron": megatron.core.__version__,
+        "torch": torch.__version__,
+        "layers": LAYERS,
+        "threads": torch.get_num_threads(),
+        "patches": [dataclasses.asdict(row) for row in adapters.verify()] if adapters else [],
+        "compiled": sum(torch._dynamo.utils.counters["frames"].values()),
+    }
+
+
+if __name__ == "__main__":
+    main()

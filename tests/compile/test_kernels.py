@@ -1,0 +1,113 @@
+"""Every Triton kernel through the vendor's own compiler: it compiles, in vectors, double-buffered."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from npu_ops.core.hardware import UB_BYTES
+
+# Across them: every branch of the kernels, in each dtype once.
+REPRESENTATIVE = {
+    "bias_dropout_add": ("megatron-train-8192", "qwen3-4b-decode-64", "batch-3-full-bias", "p-0"),
+    "rope": ("qwen3-vl-8b-tp1-t64", "qwen3.5-9b-tp4-t64", "qwen3-vl-8b-vision-256",
+             "odd-BNSD-t65-interleaved", "head-96-interleaved-half-table"),
+    "mrope": ("qwen3-vl-8b-tp1-t64", "qwen3.5-9b-tp4-t64"),
+}  # fmt: skip
+
+
+def compile_reports(tmp_path, *arguments):
+    """The rows of `npu-ops compile`, in a process that does not interpret Triton."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    path = tmp_path / "reports.json"
+    command = [sys.executable, "-m", "npu_ops.tools.compile", *arguments, "--json", str(path)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert path.exists(), result.stderr
+    return json.loads(path.read_text()), result
+
+
+def check(rows):
+    assert rows
+    for row in rows:
+        assert row["faults"] == [], f"{row['kernel']} {row['case']} {row['soc']}"
+        assert row["scalar_loops"] == 0 and row["multi_buffer"]
+        assert 0 < row["ub_bytes"] <= UB_BYTES["Ascend910B"]
+        assert row["vector_ops"] > 0 and row["loads"] > 0 and row["stores"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("op", REPRESENTATIVE)
+def test_representative_kernels(op, dtype, tmp_path):
+    cases = itertools.chain(*(("--case", case) for case in REPRESENTATIVE[op]))
+    rows, result = compile_reports(tmp_path, op, "--dtype", dtype, *cases)
+    check(rows)
+    assert result.returncode == 0
+
+
+@pytest.mark.parametrize("soc", ["Ascend910_9391", "Ascend950PR_9579"])
+def test_another_soc(soc, tmp_path):
+    arguments = ("--soc", soc, "--dtype", "bfloat16", "--case", "qwen3-vl-8b-tp1-t64")
+    rows, _ = compile_reports(tmp_path, "rope", "mrope", *arguments)
+    check(rows)
+    assert {row["soc"] for row in rows} == {soc}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", REPRESENTATIVE)
+def test_every_case(op, tmp_path):
+    rows, _ = compile_reports(tmp_path, op)
+    check(rows)
+
+
+ONE_COMPILE = """
+import dataclasses, inspect, torch
+from triton.runtime.jit import JITFunction
+import npu_ops
+from npu_ops.core import registry
+from npu_ops.ops.{op} import cases
+
+seen = set()
+
+def record(kernel, *args, grid, warmup, **named):
+    bound = inspect.signature(kernel.fn).bind(*args, **named).arguments
+    key = [kernel.fn.__name__]
+    for parameter in kernel.params:
+        value = bound[parameter.name]
+        if isinstance(value, torch.Tensor):
+            key.append(str(value.dtype))
+        elif parameter.is_constexpr or value is None or isinstance(value, float):
+            key.append(value)
+        elif parameter.do_not_specialize:
+            key.append("int")
+        else:  # what Triton compiles ints by
+            key.append(1 if value == 1 else value % 16 == 0)
+    seen.add(tuple(key))
+
+JITFunction.run = record
+case = next(case for case in cases.CASES if case.name == "{case}")
+for tokens in range(2, 42, 2):
+    inputs = dataclasses.replace(case, tokens=tokens).inputs(torch.bfloat16)
+    with registry.as_if_on("npu"):
+        npu_ops.{function}(**inputs)
+print(len(seen))
+"""
+
+
+@pytest.mark.parametrize(
+    "op, function, case",
+    [
+        ("bias_dropout_add", "bias_dropout_add", "qwen3-4b-decode-64"),
+        ("rope", "apply_rotary_pos_emb", "qwen3-vl-8b-tp4-t64"),
+        ("rope", "apply_rotary_pos_emb", "qwen3.5-9b-tp1-t64"),
+        ("mrope", "apply_multimodal_rotary_pos_emb", "qwen3-vl-8b-tp1-t64"),
+    ],
+)
+def test_one_compile_serves_20_lengths(op, function, case):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    code = ONE_COMPILE.format(op=op, function=function, case=case)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.stdout.strip() == "1", result.stderr

@@ -1,0 +1,447 @@
+"""Which implementation runs, what is said about it, and what importing npu_ops costs."""
+
+import contextlib
+import copy
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from support import floats
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import npu_ops
+from npu_ops.core import env, library, log, registry
+from npu_ops.core.registry import Implementation, Table, Verdict
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """No op is registered and nothing has been said."""
+    monkeypatch.setattr(Table, "tables", {})
+    monkeypatch.setattr(registry, "_explained", {})
+    monkeypatch.setattr(log, "_said", set())
+
+
+def implementation(name, devices=(), reason=None, ran=None):
+    """An implementation that declines for `reason` and adds its name to `ran`."""
+    ran = [] if ran is None else ran
+    return Implementation(
+        name, lambda: lambda x: ran.append(name), frozenset(devices), lambda x: reason
+    )
+
+
+X = torch.ones(3)
+
+
+# Selection
+
+
+def test_first_that_has_nothing_against_the_call_runs():
+    ran = []
+    names = {"ascendc": "too wide", "cpu": None, "reference": None}
+    table = Table("op", [implementation(n, reason=r, ran=ran) for n, r in names.items()])
+    table.run(X)
+    assert ran == ["cpu"]
+
+
+def test_implementations_of_other_devices_are_passed_over_in_silence(caplog):
+    table = Table("op", [implementation("triton_ascend", {"npu"}), implementation("cpu", {"cpu"})])
+    with env.override(strict=True):
+        assert table.select(X).name == "cpu"
+    assert not caplog.records
+
+
+def test_nothing_runs():
+    table = Table(
+        "op", [implementation("cpu", {"npu"}), implementation("reference", reason="too wide")]
+    )
+    with pytest.raises(
+        RuntimeError, match=r"^op: no implementation runs on cpu \(reference: too wide\)$"
+    ):
+        table.run(X)
+
+
+def test_an_implementation_is_loaded_once_when_first_chosen():
+    loads = []
+    table = Table(
+        "op",
+        [
+            Implementation(
+                "cpu", lambda: loads.append(1) or (lambda x: None), frozenset(), lambda x: None
+            )
+        ],
+    )
+    table.select(X)
+    assert loads == []
+    table.run(X)
+    table.run(X)
+    assert loads == [1]
+
+
+def test_from_module_imports_when_asked(monkeypatch):
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    load = registry.from_module("colorsys:rgb_to_hls")
+    assert "colorsys" not in sys.modules
+    assert load() is sys.modules["colorsys"].rgb_to_hls
+
+
+# Registration
+
+
+def test_an_op_is_registered_once():
+    Table("op", [implementation("cpu")])
+    with pytest.raises(ValueError, match="op 'op' is registered already"):
+        Table("op", [implementation("reference")])
+
+
+def test_an_implementation_is_registered_once():
+    with pytest.raises(ValueError, match=r"op 'op': .* twice in \['cpu', 'cpu'\]"):
+        Table("op", [implementation("cpu"), implementation("cpu")])
+    assert "op" not in Table.tables
+
+
+def test_a_torch_operator_is_defined_once():
+    with pytest.raises(RuntimeError, match="rope"):
+        library.define("rope(Tensor q) -> Tensor")
+
+
+def test_a_function_is_explained_once():
+    table = Table("op", [implementation("cpu")])
+    registry.explains("function", table, lambda x: (x,))
+    with pytest.raises(ValueError, match="'function' is explained already"):
+        registry.explains("function", table, lambda x: (x,))
+
+
+# Forcing
+
+
+def test_forced_implementation_runs():
+    ran = []
+    table = Table("op", [implementation(n, ran=ran) for n in ("cpu", "reference")])
+    with env.override(impl={"op": "reference", "another": "cpu"}):
+        table.run(X)
+    assert ran == ["reference"]
+
+
+@pytest.mark.parametrize("other", [{}, {"another": "cpu"}])
+def test_forcing_another_op_changes_nothing(other):
+    table = Table("op", [implementation("cpu"), implementation("reference")])
+    with env.override(impl=other):
+        assert table.select(X).name == "cpu"
+
+
+def test_forced_implementation_that_is_not_there():
+    table = Table("op", [implementation("cpu"), implementation("reference")])
+    with env.override(impl={"op": "aclnn"}):
+        with pytest.raises(
+            RuntimeError, match="NPU_OPS_IMPL forces op=aclnn; it has cpu, reference"
+        ):
+            table.run(X)
+
+
+@pytest.mark.parametrize(
+    "forced, reason",
+    [("ascendc", "too wide"), ("triton_ascend", "tensors are on cpu, it runs on cuda, npu")],
+)
+def test_forced_implementation_that_cannot_run(forced, reason):
+    """An error that says why; never another implementation instead."""
+    table = Table(
+        "op",
+        [
+            implementation("triton_ascend", {"npu", "cuda"}),
+            implementation("ascendc", reason="too wide"),
+            implementation("reference"),
+        ],
+    )
+    with env.override(impl={"op": forced}):
+        with pytest.raises(RuntimeError, match=f"NPU_OPS_IMPL forces op={forced}, but {reason}"):
+            table.run(X)
+
+
+# Falling back
+
+
+def test_a_fallback_is_logged_once(caplog):
+    table = Table(
+        "op",
+        [implementation("cpu", reason="it has no float64 kernel"), implementation("reference")],
+    )
+    for _ in range(3):
+        table.run(X)
+    assert [r.message for r in caplog.records] == [
+        "op falls back to reference (cpu: it has no float64 kernel)"
+    ]
+    assert caplog.records[0].levelno == logging.WARNING and caplog.records[0].name == "npu_ops"
+
+
+def test_each_reason_is_logged(caplog):
+    reasons = iter(["too wide", "too narrow", "too wide"])
+    first = Implementation("cpu", None, frozenset(), lambda x: next(reasons))
+    table = Table("op", [first, implementation("reference")])
+    for _ in range(3):
+        table.run(X)
+    assert ["too wide" in r.message for r in caplog.records] == [True, False]
+
+
+def test_strict_makes_a_fallback_an_error():
+    ran = []
+    table = Table(
+        "op", [implementation("cpu", reason="too wide"), implementation("reference", ran=ran)]
+    )
+    with env.override(strict=True):
+        with pytest.raises(
+            RuntimeError, match=r"^NPU_OPS_STRICT=1: op falls back to reference \(cpu: too wide\)$"
+        ):
+            table.run(X)
+    assert ran == []
+
+
+def test_strict_leaves_a_forced_implementation_alone():
+    table = Table("op", [implementation("cpu", reason="too wide"), implementation("reference")])
+    with env.override(strict=True, impl={"op": "reference"}):
+        assert table.select(X).name == "reference"
+
+
+@pytest.mark.parametrize("level, lines", [("off", 0), ("once", 1), ("calls", 4)])
+def test_log_levels(level, lines, caplog):
+    table = Table("op", [implementation("cpu", reason="too wide"), implementation("reference")])
+    with env.override(log=level):
+        for _ in range(3):
+            table.run(X)
+    assert len(caplog.records) == lines
+
+
+def test_a_call_is_logged_before_it_runs(caplog):
+    """So that the line survives a crash."""
+
+    def crash(*args):
+        raise RuntimeError(f"crashed after {len(caplog.records)} line")
+
+    table = Table("op", [Implementation("cpu", lambda: crash, frozenset(), lambda *args: None)])
+    with env.override(log="calls"):
+        with pytest.raises(RuntimeError, match="crashed after 1 line"):
+            table.run(torch.ones(2, 3, dtype=torch.bfloat16), None, "BSND", 0.5)
+    assert caplog.messages == ["op(bfloat16[2, 3]@cpu, None, 'BSND', 0.5) -> cpu"]
+
+
+# Explaining
+
+
+def test_explain_rows():
+    table = Table(
+        "op",
+        [
+            implementation("ascendc", {"npu"}),
+            implementation("triton_ascend", reason="too wide"),
+            implementation("cpu"),
+            implementation("reference"),
+        ],
+    )
+    registry.explains("function", table, lambda x, scale=1: (x * scale,))
+    expected = [
+        Verdict("op", "ascendc", "tensors are on cpu, it runs on npu"),
+        Verdict("op", "triton_ascend", "too wide"),
+        Verdict("op", "cpu", None),
+        Verdict("op", "reference", "cpu comes first"),
+    ]
+    assert npu_ops.explain("function", X, scale=2) == expected
+    with env.override(impl={"op": "reference"}):
+        forced = [verdict.why_not for verdict in npu_ops.explain("function", X)]
+    assert forced == [*(v.why_not for v in expected[:2]), "NPU_OPS_IMPL forces reference", None]
+
+
+def public_calls():
+    """Arguments of every public operator, made afresh."""
+    x, residual, table = torch.rand(3, 5, 8).unbind(0)
+    q, k, axes = torch.rand(5, 2, 8), torch.rand(5, 1, 8), torch.rand(3, 5, 8)
+    sections = {"mrope_section": [2, 1, 1], "section_layout": "chunked"}
+    return {
+        "bias_dropout_add": {
+            "x": x, "bias": None, "residual": residual, "p": 0.1, "training": True,
+        },
+        "apply_rotary_pos_emb": {"q": q, "k": k, "cos": table, "sin": table},
+        "apply_rotary_pos_emb_freqs": {
+            "q": q, "k": k, "freqs": table[:, None, None], "layout": "TND",
+        },
+        "apply_multimodal_rotary_pos_emb": {"q": q, "k": k, "cos": axes, "sin": axes} | sections,
+        "apply_multimodal_rotary_pos_emb_cached": {
+            "positions": torch.arange(5), "q": q, "k": k, "cos_sin_cache": table,
+        } | sections,
+    }  # fmt: skip
+
+
+PUBLIC = pytest.mark.parametrize("name", public_calls())
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """The real registry again."""
+    monkeypatch.undo()
+    monkeypatch.setattr(log, "_said", set())
+
+
+def test_every_public_operator_can_be_explained(registered):
+    operators = set(npu_ops.__all__) - {"__version__", "build_info", "explain"}
+    assert operators == set(public_calls()) == set(registry._explained)
+
+
+@PUBLIC
+def test_explain_says_what_the_call_does(name, registered, caplog):
+    """By name or by function; the chosen one is the one that a call logs."""
+    arguments = public_calls()[name]
+    function = getattr(npu_ops, name)
+    verdicts = npu_ops.explain(name, **arguments)
+    assert npu_ops.explain(function, **arguments) == verdicts
+    chosen = [v.implementation for v in verdicts if v.why_not is None]
+    assert [v.implementation for v in verdicts] == ["triton_ascend", "cpu", "reference"]
+    with env.override(log="calls"):
+        function(**arguments)
+    assert chosen == ["cpu"] and caplog.messages[-1].endswith("-> cpu")
+    assert caplog.messages[-1].startswith(f"{verdicts[0].op}(")
+
+
+@PUBLIC
+def test_fp64_falls_back_and_says_so(name, registered, caplog):
+    arguments = public_calls()[name]
+    wide = floats(arguments, torch.float64)
+    function = getattr(npu_ops, name)
+    function(**wide)
+    function(**wide)
+    op = npu_ops.explain(name, **wide)[0].op
+    sentence = f"{op} falls back to reference (cpu: it has no float64 kernel)"
+    assert caplog.messages == [sentence]
+    with env.override(strict=True):
+        with pytest.raises(RuntimeError) as error:
+            function(**wide)
+    assert str(error.value) == f"NPU_OPS_STRICT=1: {sentence}"
+
+
+@PUBLIC
+def test_without_native_kernels_everything_works(name, registered, monkeypatch):
+    """As installed with NPU_OPS_SKIP_NATIVE=1: through the reference."""
+    arguments = public_calls()[name]
+    function = getattr(npu_ops, name)
+    arguments = arguments | ({"p": 0.0} if "p" in arguments else {})
+    expected = function(**arguments)
+    reason = "installed without native kernels (NPU_OPS_SKIP_NATIVE=1 at install time)"
+    monkeypatch.setattr(library, "build_info", lambda: {"why_not": reason})
+    assert npu_ops.explain(name, **arguments)[1].why_not == reason
+    torch.testing.assert_close(function(**arguments), expected)
+
+
+# With and without torch's dispatcher
+
+
+class Watch(TorchDispatchMode):
+    """Notes the operators of npu_ops that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "npu_ops":
+            self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def outputs(function, arguments):
+    torch.manual_seed(0)
+    result = function(**arguments)
+    return [out for out in (result if isinstance(result, tuple) else (result,)) if out is not None]
+
+
+@PUBLIC
+def test_a_dispatch_mode_sees_one_operator(name, registered):
+    """Whoever watches (a profiler of operators, a fake mode, selective checkpointing) sees it."""
+    arguments = public_calls()[name]
+    op = npu_ops.explain(name, **arguments)[0].op
+    for inplace, operator in ((False, op), (True, f"{op}_")):
+        with Watch() as watch:
+            getattr(npu_ops, name)(**arguments, inplace=inplace)
+        assert watch.seen == [f"npu_ops.{operator}.default"]
+
+
+@PUBLIC
+@pytest.mark.parametrize("inplace", [True, False])
+def test_a_call_is_the_same_however_it_is_made(name, inplace, registered):
+    """Unwatched, watched, under inference_mode and, out of place, with a gradient to record."""
+    arguments = public_calls()[name]
+
+    def call(context, requires_grad=False):
+        fresh = copy.deepcopy(arguments)
+        for first in ("x", "q"):
+            if requires_grad and first in fresh:
+                fresh[first].requires_grad_()
+        with context:
+            return outputs(getattr(npu_ops, name), fresh | {"inplace": inplace})
+
+    results = [call(contextlib.nullcontext()), call(Watch()), call(torch.inference_mode())]
+    if not inplace:
+        results.append(call(contextlib.nullcontext(), requires_grad=True))
+        assert results[-1][0].requires_grad
+    for result in results[1:]:
+        for actual, expected in zip(result, results[0], strict=True):
+            assert torch.equal(actual, expected) and actual.stride() == expected.stride()
+
+
+@PUBLIC
+@pytest.mark.parametrize("context", [contextlib.nullcontext, Watch])
+def test_autograd_notices_what_is_written_in_place(name, context, registered):
+    arguments = public_calls()[name]
+    first = "x" if "x" in arguments else "q"
+    weight = torch.ones_like(arguments[first], requires_grad=True)
+    product = weight * arguments[first]
+    with context():
+        getattr(npu_ops, name)(**arguments, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+# The installation
+
+
+def test_build_info_of_this_installation():
+    info = npu_ops.build_info()
+    assert info["native"] and info["why_not"] is None
+    assert info["torch_target"] == "2.10" and info["torch"] and info["compiler"]
+
+
+def test_a_missing_native_library_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "_BUILD_INFO", tmp_path / "_build_info.json")
+    assert "NPU_OPS_SKIP_NATIVE=1" in library._load_native.__wrapped__()
+
+
+def test_a_native_library_that_does_not_load_is_said(monkeypatch, tmp_path):
+    (tmp_path / library._NATIVE).write_bytes(b"not a library")
+    monkeypatch.setattr(library, "_BUILD_INFO", tmp_path / "_build_info.json")
+    assert library._load_native.__wrapped__().startswith("the native library does not load: ")
+
+
+def test_an_output_that_is_not_written_is_nan():
+    """What every other test relies on."""
+    assert library.poison_outputs
+    assert library.new_output(torch.ones(4), torch.bfloat16).isnan().all()
+
+
+# Importing
+
+
+def loaded_by(statement):
+    """The modules that a new Python has loaded after `statement`."""
+    program = f"{statement}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+def test_import_needs_torch_alone():
+    """`import torch` itself may load what the machine has; npu_ops adds nothing of these."""
+    added = loaded_by("import npu_ops") - loaded_by("import torch")
+    assert "npu_ops" in added
+    vendors = {"torch_npu", "triton", "megatron", "mindspeed", "sglang", "transformers", "fla"}
+    assert added & vendors == set()
+    assert added & {"npu_ops_adapters", "npu_ops_emulator"} == set()

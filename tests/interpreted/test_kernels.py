@@ -1,0 +1,108 @@
+"""The arithmetic of every Triton kernel, in Triton's interpreter, against the reference."""
+
+import importlib
+
+import pytest
+import torch
+from support import DTYPES, assert_all_close, evaluate, floats, forced, named
+
+import npu_ops
+from npu_ops.core import registry, rng
+from npu_ops.core.compare import Tolerance, assert_close
+from npu_ops.ops.bias_dropout_add.triton_ascend import bias_dropout_add
+
+OPS = {
+    "bias_dropout_add": ("x", "bias", "residual"),
+    "rope": ("q", "k"),
+    "mrope": ("q", "k"),
+}
+# The interpreter cuts a float32 off where it makes a bfloat16; hardware rounds to nearest.
+CUT_OFF = Tolerance(ratio=8e-3, max_abs=1e-2)
+
+
+def small_cases():
+    """The odd cases, where kernels go wrong, and the models' with one token.
+
+    In every dtype where there are few tokens: a tile takes the interpreter milliseconds.
+    """
+    chosen = []
+    for op, wrt in OPS.items():
+        for case in importlib.import_module(f"npu_ops.ops.{op}.cases").CASES:
+            model = case.name.startswith("qwen")
+            if case.large or case.tokens > (1 if model else 65):
+                continue
+            dtypes = (torch.bfloat16,) if model else DTYPES if case.tokens <= 1 else (torch.float32,)
+            chosen += [
+                pytest.param(op, wrt, case, dtype, id=f"{op}-{case.name}-{named(dtype)}")
+                for dtype in dtypes
+            ]
+    return chosen
+
+
+def run(op, inputs, wrt):
+    package = importlib.import_module(f"npu_ops.ops.{op}")
+    torch.manual_seed(1)  # both runs draw the same mask
+    return evaluate(getattr(package, package.__all__[0]), inputs, wrt)
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@pytest.mark.parametrize("op, wrt, case, dtype", small_cases())
+def test_against_reference(op, wrt, case, dtype):
+    cases = importlib.import_module(f"npu_ops.ops.{op}.cases")
+    wrt = tuple(name for name in wrt if case.inputs(dtype)[name] is not None)
+    with forced("reference", op, f"{op}_backward"):
+        expected = run(op, floats(case.inputs(dtype), torch.float64), wrt)
+    with registry.as_if_on("npu"):
+        actual = run(op, case.inputs(dtype), wrt)
+    tolerances = cases.TOLERANCES | {torch.bfloat16: CUT_OFF}
+    sums = getattr(cases, "SUM_TOLERANCES", tolerances) | {torch.bfloat16: CUT_OFF}
+    assert_all_close(actual, expected, tolerances, {"gradient of bias": sums})
+
+
+@pytest.mark.parametrize("shape", [(5, 129), (70, 1000), (1, 7), (3, 2, 256), (2, 4096)], ids=str)
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9999999])
+def test_mask_is_the_reference_s(shape, p):
+    """Bit for bit, seeds and offsets above 32 bits included."""
+    state = torch.tensor([(123456789 << 32) + 987654321, (555 << 32) + 7])
+    out = torch.full(shape, float("nan"))
+    bias_dropout_add(torch.ones(shape), None, torch.zeros(shape), state, p, out)
+    rows = out.numel() // shape[-1]
+    assert torch.equal(out.view(rows, -1) != 0, rng.keep_mask(rows, shape[-1], p, state))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=named)
+def test_positions(dtype):
+    """Rows of a table by position; a row that the table has not gives NaN and nothing else."""
+    cos, sin = torch.randn(7, 16), torch.randn(7, 16)
+    q = torch.randn(4, 2, 16)
+    positions = torch.tensor([6, 0, 3, 3], dtype=dtype)
+    expected, _ = npu_ops.apply_rotary_pos_emb(q, None, cos, sin, positions)
+    with registry.as_if_on("npu"):
+        actual, _ = npu_ops.apply_rotary_pos_emb(q, None, cos, sin, positions)
+    assert_close("q", actual, expected, Tolerance(1e-7, 3e-7))
+    outside = torch.tensor([[6, 7, -1, 3]], dtype=dtype)
+    arguments = (cos[None], sin[None], outside, "TND", "half", False, 16)
+    with registry.as_if_on("npu"):
+        actual, _ = torch.ops.npu_ops.rope(q, q[:, :0], *arguments)
+    assert actual[[1, 2]].isnan().all()
+    assert_close("q", actual[[0, 3]], expected[[0, 3]], Tolerance(1e-7, 3e-7))
+
+
+def test_cached_multimodal_positions():
+    positions, cache = torch.randint(40, (3, 9)), torch.randn(40, 32)
+    q, k = torch.randn(9, 4, 48), torch.randn(9, 1, 48)
+    arguments = (positions, q, k, cache, [6, 5, 5], "interleaved")
+    expected = npu_ops.apply_multimodal_rotary_pos_emb_cached(*arguments)
+    with registry.as_if_on("npu"):
+        actual = npu_ops.apply_multimodal_rotary_pos_emb_cached(*arguments)
+    for name, one, other in zip("qk", actual, expected, strict=True):
+        assert_close(name, one, other, Tolerance(1e-7, 3e-7))
+
+
+def test_in_place_leaves_the_tail():
+    q = torch.randn(6, 2, 48)
+    cos, sin = torch.randn(6, 16), torch.randn(6, 16)
+    expected, _ = npu_ops.apply_rotary_pos_emb(q, None, cos, sin)
+    with registry.as_if_on("npu"):
+        npu_ops.apply_rotary_pos_emb(q, None, cos, sin, inplace=True)
+    assert_close("q", q, expected, Tolerance(1e-7, 3e-7))

@@ -1,0 +1,775 @@
+"""mrope: every implementation against the reference, the reference against others' formulas."""
+
+import itertools
+import types
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import (
+    assert_all_close,
+    assert_same_steps,
+    copies,
+    evaluate,
+    floats,
+    forced,
+    implementations,
+    named,
+    parametrize_cases,
+    parametrize_dtypes,
+    train_step,
+    twice,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
+
+import npu_ops
+from npu_ops.core import env
+from npu_ops.core.compare import assert_close
+from npu_ops.ops.mrope import op
+from npu_ops.ops.mrope.cases import CASES, TOLERANCES
+from npu_ops.ops.mrope.reference import axis_of_frequency
+from npu_ops.ops.rope.cases import tables
+
+BOTH_ROUND = twice(TOLERANCES)
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation, device", implementations(op.table))
+SECTION_LAYOUTS = pytest.mark.parametrize("section_layout", ["chunked", "interleaved"])
+PAIRS = pytest.mark.parametrize("pair_layout", ["half", "interleaved"])
+LAYOUTS = {"BSND": (0, 1, 2, 3), "SBND": (1, 0, 2, 3), "BNSD": (0, 2, 1, 3)}
+mrope, cached = (
+    npu_ops.apply_multimodal_rotary_pos_emb,
+    npu_ops.apply_multimodal_rotary_pos_emb_cached,
+)
+
+
+def run(function, implementation, inputs):
+    with forced(implementation, "mrope"):
+        return evaluate(function, inputs, ("q", "k"))
+
+
+def compare(function, inputs, dtype, implementation, device, wide=torch.float64):
+    expected = run(function, "reference", floats(inputs(dtype), wide))
+    actual = run(function, implementation, inputs(dtype, device))
+    assert all(value.dtype == dtype for value in actual.values())
+    assert_all_close(actual, expected, TOLERANCES)
+
+
+def qkv(batch=2, tokens=9, q_heads=4, k_heads=2, dim=16, dtype=torch.float32):
+    return torch.randn(batch, tokens, q_heads, dim).to(dtype), torch.randn(
+        batch, tokens, k_heads, dim
+    ).to(dtype)
+
+
+def axes_table(*shape, width=16, pair_layout="half", half_table=False):
+    """cos and sin [3, *shape, width] of random positions."""
+    return tables(torch.randint(1000, (3, *shape)), width, 1e4, pair_layout, half_table)
+
+
+# The values
+
+
+@parametrize_cases(CASES, large=False)
+@parametrize_dtypes()
+@IMPLEMENTATIONS
+def test_against_reference(case, dtype, implementation, device):
+    compare(mrope, case.inputs, dtype, implementation, device)
+
+
+@parametrize_cases([case for case in CASES if case.layout == "TND"], large=False)
+@parametrize_dtypes()
+@IMPLEMENTATIONS
+def test_cached_against_reference(case, dtype, implementation, device):
+    compare(cached, case.cached_inputs, dtype, implementation, device)
+
+
+@pytest.mark.slow
+@parametrize_cases(CASES, large=True)
+def test_large_against_reference(case):
+    compare(mrope, case.inputs, torch.bfloat16, "cpu", "cpu", wide=torch.float32)
+
+
+# A second definition: loops over tokens, frequencies and pairs
+
+SECTIONS = [
+    (24, 20, 20),
+    (11, 11, 10),
+    (16, 24, 24),
+    (2, 1, 1),
+    (3, 2, 1),
+    (4, 0, 0),
+    (1, 1, 1),
+    (5, 0, 3),
+]
+
+
+def chunked_axis(j, section):
+    return "T" if j < section[0] else "H" if j < section[0] + section[1] else "W"
+
+
+def interleaved_axis(j, section):
+    """Deal frequencies out T, H, W in turn; an axis that has all of its own passes to T."""
+    owner = "THW"[j % 3]
+    return owner if owner == "T" or j // 3 < section["THW".index(owner)] else "T"
+
+
+AXIS = {"chunked": chunked_axis, "interleaved": interleaved_axis}
+
+
+@SECTION_LAYOUTS
+@pytest.mark.parametrize("section", SECTIONS, ids=str)
+def test_axes_of_frequencies(section, section_layout):
+    actual = ["THW"[axis] for axis in axis_of_frequency(section, section_layout)]
+    assert actual == [AXIS[section_layout](j, section) for j in range(sum(section))]
+    if section_layout == "chunked" or section in SECTIONS[:2]:
+        assert [actual.count(axis) for axis in "THW"] == list(section)
+
+
+def test_axes_as_the_models_have_them():
+    """Qwen3-VL: 20 times THW, then T. Qwen3.5: ten times THW, then TH. Qwen2-VL: in chunks."""
+
+    def letters(*args):
+        return "".join("THW"[axis] for axis in axis_of_frequency(*args))
+
+    assert letters((24, 20, 20), "interleaved") == "THW" * 20 + "TTTT"
+    assert letters((11, 11, 10), "interleaved") == "THW" * 10 + "TH"
+    assert letters((16, 24, 24), "chunked") == "T" * 16 + "H" * 24 + "W" * 24
+
+
+def by_hand(x, positions, theta, section, section_layout, pair_layout):
+    """mrope of one head [T, D] at positions [3, T], as complex numbers one at a time, in fp64."""
+    half = sum(section)
+    out = x.double().clone()
+    for t, j in itertools.product(range(x.shape[0]), range(half)):
+        axis = "THW".index(AXIS[section_layout](j, section))
+        one, two = (j, j + half) if pair_layout == "half" else (2 * j, 2 * j + 1)
+        angle = positions[axis, t].double() * theta ** (-j / half)
+        turned = torch.complex(out[t, one], out[t, two]) * torch.exp(1j * angle)
+        out[t, one], out[t, two] = turned.real, turned.imag
+    return out
+
+
+@IMPLEMENTATIONS
+@SECTION_LAYOUTS
+@PAIRS
+@pytest.mark.parametrize("half_table", [True, False])
+@pytest.mark.parametrize("section", [(5, 4, 3), (4, 4, 4), (12, 0, 0)], ids=str)
+def test_section_and_pair_layouts(
+    section, section_layout, pair_layout, half_table, implementation, device
+):
+    """All four combinations, each unlike the three others."""
+    positions = torch.randint(50, (3, 6))
+    q = torch.randn(6, 1, 28)
+    cos, sin = tables(positions, 24, 1e4, pair_layout, half_table)
+    with forced(implementation, "mrope"):
+        out, _ = mrope(
+            *(q.to(device), None, cos.to(device), sin.to(device), list(section)),
+            section_layout=section_layout, pair_layout=pair_layout, rotary_dim=24,
+        )  # fmt: skip
+    expected = by_hand(q[:, 0], positions, 1e4, section, section_layout, pair_layout)
+    assert_close("q", out[:, 0].cpu(), expected, BOTH_ROUND[torch.float32])
+
+
+@IMPLEMENTATIONS
+@SECTION_LAYOUTS
+@PAIRS
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=named)
+def test_cached_form_by_hand(section_layout, pair_layout, dtype, implementation, device):
+    positions = torch.randint(50, (3, 6), dtype=dtype)
+    q = torch.randn(6, 1, 28)
+    cache = torch.cat(tables(torch.arange(50), 24, 1e4, "half", True), -1)
+    with forced(implementation, "mrope"):
+        out, _ = cached(
+            positions.to(device),
+            q.to(device),
+            None,
+            cache.to(device),
+            [5, 4, 3],
+            section_layout,
+            pair_layout,
+        )
+    expected = by_hand(q[:, 0], positions, 1e4, (5, 4, 3), section_layout, pair_layout)
+    assert_close("q", out[:, 0].cpu(), expected, BOTH_ROUND[torch.float32])
+
+
+def test_the_four_combinations_differ():
+    q = torch.randn(6, 1, 24)
+    cache = torch.cat(tables(torch.arange(50), 24, 1e4, "half", True), -1)
+    positions = torch.tensor([[1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4], [20, 21, 22, 23, 24, 25]])
+    outputs = [
+        cached(positions, q, None, cache, [5, 4, 3], sections, pairs)[0]
+        for sections, pairs in itertools.product(
+            ("chunked", "interleaved"), ("half", "interleaved")
+        )
+    ]
+    for a, b in itertools.combinations(outputs, 2):
+        assert (a - b).abs().max() > 0.1
+
+
+# Against transformers
+
+
+def rotary_embedding(kind, head_dim, section, theta=1e4, **parameters):
+    """A transformers rotary embedding module without a model around it."""
+    rope_parameters = {"rope_type": "default", "rope_theta": theta, "mrope_section": list(section)}
+    config = types.SimpleNamespace(
+        rope_parameters=rope_parameters | parameters,
+        head_dim=head_dim,
+        max_position_embeddings=4096,
+    )
+    return kind(config)
+
+
+@pytest.mark.parametrize(
+    "module, kind, head_dim, rotary_dim, section, section_layout",
+    [
+        (qwen2_vl, qwen2_vl.Qwen2VLRotaryEmbedding, 128, 128, (16, 24, 24), "chunked"),
+        (qwen3_vl, qwen3_vl.Qwen3VLTextRotaryEmbedding, 128, 128, (24, 20, 20), "interleaved"),
+        (qwen3_5, qwen3_5.Qwen3_5TextRotaryEmbedding, 256, 64, (11, 11, 10), "interleaved"),
+    ],
+    ids=["qwen2-vl", "qwen3-vl", "qwen3.5"],
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_against_transformers(module, kind, head_dim, rotary_dim, section, section_layout, batch):
+    """Their embedding merges the three axes, ours takes them apart: the same q, k, gradients."""
+    embedding = rotary_embedding(
+        kind, head_dim, section, partial_rotary_factor=rotary_dim / head_dim
+    )
+    q, k = (x.transpose(1, 2) for x in qkv(batch, 13, 4, 2, head_dim))
+    positions = torch.randint(1000, (3, batch, 13))
+    merged = embedding(q, positions)
+    expected = evaluate(
+        lambda q, k: module.apply_rotary_pos_emb(q, k, *merged), {"q": q, "k": k}, ("q", "k")
+    )
+    angles = positions[..., None].float() * embedding.inv_freq
+    angles = torch.cat((angles, angles), -1)
+    inputs = {
+        "q": q, "k": k, "cos": angles.cos(), "sin": angles.sin(),
+        "mrope_section": section, "section_layout": section_layout,
+    }  # fmt: skip
+    assert_all_close(run(mrope, "cpu", inputs), expected, BOTH_ROUND)
+
+
+# Layouts, heads, positions
+
+
+@IMPLEMENTATIONS
+@parametrize_dtypes()
+@PAIRS
+@SECTION_LAYOUTS
+def test_layouts_are_equal_after_permutation(
+    dtype, section_layout, pair_layout, implementation, device
+):
+    q, k = (x.to(device) for x in qkv(dtype=dtype, dim=20))
+    cos, sin = (t.to(device) for t in axes_table(2, 9, pair_layout=pair_layout))
+    keywords = {"section_layout": section_layout, "pair_layout": pair_layout}
+    with forced(implementation, "mrope"):
+        expected = mrope(q, k, cos, sin, [4, 2, 2], layout="BSND", **keywords)
+        for layout, order in LAYOUTS.items():
+            strided = [x.permute(order) for x in (q, k)]
+            for inputs in (strided, [x.contiguous() for x in strided]):
+                outputs = mrope(*inputs, cos, sin, [4, 2, 2], layout=layout, **keywords)
+                for out, e in zip(outputs, expected, strict=True):
+                    assert torch.equal(out, e.permute(order))
+        flat = (x.flatten(0, 1) for x in (q, k))
+        outputs = mrope(*flat, cos.flatten(1, 2), sin.flatten(1, 2), [4, 2, 2], **keywords)
+    for x, out, e in zip((q, k), outputs, expected, strict=True):
+        assert torch.equal(out, e.flatten(0, 1))
+        assert torch.equal(e[..., 16:], x[..., 16:])
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+def test_unsqueeze_dim_is_hugging_faces(unsqueeze_dim):
+    q, k = qkv()
+    cos, sin = axes_table(2, 9)
+    settings = {"section_layout": "chunked"}
+    expected = mrope(q, k, cos, sin, [4, 2, 2], layout="BSND", **settings)
+    if unsqueeze_dim == 1:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    outputs = mrope(q, k, cos, sin, [4, 2, 2], unsqueeze_dim, **settings)
+    for out, e in zip(outputs, expected, strict=True):
+        assert torch.equal(out.transpose(1, 2) if unsqueeze_dim == 1 else out, e)
+
+
+def test_a_batch_shares_a_table_of_one():
+    q, k = qkv(3)
+    cos, sin = axes_table(1, 9)
+    settings = {"layout": "BSND", "section_layout": "interleaved"}
+    shared = mrope(q, k, cos, sin, [4, 2, 2], **settings)
+    own = mrope(q, k, cos.expand(3, 3, 9, 16), sin.expand(3, 3, 9, 16), [4, 2, 2], **settings)
+    for a, e in zip(shared, own, strict=True):
+        assert torch.equal(a, e)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("k_heads", [0, 1, 4, 7])
+def test_k_may_have_any_number_of_heads(k_heads, implementation, device):
+    q, k = (x.to(device) for x in qkv(k_heads=k_heads))
+    cos, sin = (t.to(device) for t in axes_table(2, 9))
+    settings = {"layout": "BSND", "section_layout": "chunked"}
+    with forced(implementation, "mrope"):
+        both = mrope(q, k, cos, sin, [4, 2, 2], **settings)
+        alone = [mrope(x, None, cos, sin, [4, 2, 2], **settings) for x in (q, k)]
+    for out, (one, none) in zip(both, alone, strict=True):
+        assert none is None and torch.equal(out, one)
+
+
+@IMPLEMENTATIONS
+@SECTION_LAYOUTS
+@PAIRS
+@pytest.mark.parametrize("half_table", [True, False])
+@pytest.mark.parametrize("inverse", [True, False])
+def test_equal_axes_are_plain_rope_exactly(
+    section_layout, pair_layout, half_table, inverse, implementation, device
+):
+    q, k = (x.to(device) for x in qkv(dim=24, dtype=torch.bfloat16))
+    table = tables(torch.randint(1000, (2, 9)), 16, 1e4, pair_layout, half_table)
+    cos, sin = (t.to(device) for t in table)
+    settings = {"layout": "BSND", "pair_layout": pair_layout, "rotary_dim": 16, "inverse": inverse}
+    with forced(implementation, "mrope", "rope"):
+        expected = npu_ops.apply_rotary_pos_emb(q, k, cos, sin, **settings)
+        actual = mrope(
+            q, k, cos.expand(3, *cos.shape), sin.expand(3, *sin.shape), [4, 2, 2],
+            section_layout=section_layout, **settings,
+        )  # fmt: skip
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a, e)
+
+
+@IMPLEMENTATIONS
+@SECTION_LAYOUTS
+@PAIRS
+def test_cached_text_positions_are_plain_rope_exactly(
+    section_layout, pair_layout, implementation, device
+):
+    q, k = (x[0].to(device) for x in qkv(dim=24))
+    cos, sin = (t.to(device) for t in tables(torch.arange(50), 16, 1e4, pair_layout, True))
+    cache, positions = torch.cat((cos, sin), -1), torch.randint(50, (9,), device=device)
+    with forced(implementation, "mrope", "rope"):
+        text = cached(positions, q, k, cache, [4, 2, 2], section_layout, pair_layout)
+        three = cached(positions.expand(3, 9), q, k, cache, [4, 2, 2], section_layout, pair_layout)
+        plain = npu_ops.apply_rotary_pos_emb(
+            q, k, cos, sin, positions, pair_layout=pair_layout, rotary_dim=16
+        )
+    for a, b, e in zip(text, three, plain, strict=True):
+        assert torch.equal(a, e) and torch.equal(b, e)
+
+
+@IMPLEMENTATIONS
+@SECTION_LAYOUTS
+@PAIRS
+def test_cached_form_is_the_form_with_tables(section_layout, pair_layout, implementation, device):
+    """And takes flattened heads, as serving engines have them."""
+    q, k = (x[0].to(device) for x in qkv())
+    cos, sin = (t.to(device) for t in tables(torch.arange(50), 16, 1e4, pair_layout, True))
+    positions = torch.randint(50, (3, 9), device=device)
+    with forced(implementation, "mrope"):
+        expected = mrope(
+            q, k, cos[positions], sin[positions], [4, 2, 2], section_layout=section_layout,
+            pair_layout=pair_layout, rotary_dim=16,
+        )  # fmt: skip
+        args = torch.cat((cos, sin), -1), [4, 2, 2], section_layout, pair_layout
+        actual = cached(positions, q, k, *args)
+        flat = cached(positions, q.flatten(1), k.flatten(1), *args, head_dim=16)
+    for a, f, e in zip(actual, flat, expected, strict=True):
+        assert torch.equal(a, e) and torch.equal(f, e.flatten(1))
+
+
+@IMPLEMENTATIONS
+def test_cached_form_without_k_and_with_a_tail(implementation, device):
+    q = torch.randn(5, 3, 24, device=device)
+    cache = torch.cat(tables(torch.arange(50), 16, 1e4, "half", True), -1).to(device)
+    positions = torch.randint(50, (3, 5), device=device)
+    with forced(implementation, "mrope"):
+        out, none = cached(positions, q, None, cache, [4, 2, 2], "interleaved", rotary_dim=16)
+        alone, _ = cached(positions, q[..., :16], None, cache, [4, 2, 2], "interleaved")
+    assert none is None
+    assert torch.equal(out, torch.cat((alone, q[..., 16:]), -1))
+
+
+@pytest.mark.parametrize(
+    "positions", [torch.zeros(0, dtype=torch.long), torch.zeros(3, 0, dtype=torch.long)]
+)
+def test_cached_form_of_no_tokens(positions):
+    q, cache = torch.randn(0, 3, 16), torch.randn(50, 16)
+    assert cached(positions, q, q, cache, [4, 2, 2], "chunked")[1].shape == q.shape
+    flat = cached(positions, q.flatten(1), None, cache, [4, 2, 2], "chunked", head_dim=16)[0]
+    assert flat.shape == (0, 48)
+
+
+def test_three_tokens_of_text_are_not_three_axes():
+    """positions [3] of three text tokens and [3, 3] of three axes are told apart."""
+    q, cache = torch.randn(3, 1, 16), torch.cat(tables(torch.arange(50), 16, 1e4, "half", True), -1)
+    text = torch.tensor([3, 7, 11])
+    expected = cached(text.expand(3, 3), q, None, cache, [4, 2, 2], "chunked")[0]
+    assert torch.equal(cached(text, q, None, cache, [4, 2, 2], "chunked")[0], expected)
+    transposed = cached(text[:, None].expand(3, 3), q, None, cache, [4, 2, 2], "chunked")[0]
+    assert not torch.equal(transposed, expected)
+
+
+@pytest.mark.parametrize("call", ["tables", "cached"])
+def test_slices_are_read_in_place(call):
+    """No operator copies, forward or backward, and only the outputs are allocated."""
+    q, k, _ = torch.randn(64, 8 + 2 + 2, 16).split((8, 2, 2), dim=1)
+    q, k = (x.detach().requires_grad_() for x in (q, k))
+    cos, sin = axes_table(64)
+    cache, positions = torch.randn(50, 16), torch.randint(50, (3, 64))
+
+    def function():
+        if call == "cached":
+            return cached(positions, q, k, cache, [4, 2, 2], "chunked")
+        return mrope(q, k, cos, sin, [4, 2, 2], section_layout="interleaved")
+
+    size = (q.numel() + k.numel()) * 4
+    with copies() as forward, env.override(strict=True):
+        outputs = function()
+    grads = [torch.randn_like(out) for out in outputs]
+    with copies() as backward, env.override(strict=True):
+        torch.autograd.grad(outputs, (q, k), grads)
+    for seen in (forward, backward):
+        assert seen.operators == []
+        assert size <= seen.allocated <= size + 1000
+
+
+def test_gradients_of_any_strides_take_the_native_kernel():
+    q, k = (x.requires_grad_() for x in qkv())
+    outputs = mrope(q, k, *axes_table(2, 9), [4, 2, 2], section_layout="chunked", layout="BSND")
+    with env.override(strict=True):
+        for gradient in torch.autograd.grad([out.sum() for out in outputs], (q, k)):
+            assert gradient.isfinite().all()
+
+
+# Properties
+
+
+@st.composite
+def calls(draw):
+    """Arguments of mrope that fit together, for fp32 and both table widths."""
+    section_layout = draw(st.sampled_from(["chunked", "interleaved"]))
+    t, h, w = (draw(st.integers(low, 7)) for low in (1, 0, 0))
+    if section_layout == "interleaved":  # 3n + axis must stay below t + h + w
+        h, w = min(h, t), min(h, w, t)
+        t += h - w
+    half_table, pair_layout = draw(st.booleans()), draw(st.sampled_from(["half", "interleaved"]))
+    batch, tokens, heads = (draw(st.integers(1, n)) for n in (3, 12, 4))
+    rotary_dim, tail = 2 * (t + h + w), draw(st.integers(0, 5))
+    source = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    positions = torch.randint(100_000, (3, batch, tokens), generator=source)
+    cos, sin = tables(positions, rotary_dim, 1e4, pair_layout, half_table)
+    order = LAYOUTS[layout := draw(st.sampled_from(list(LAYOUTS)))]
+    return {
+        "q": torch.randn(batch, tokens, heads, rotary_dim + tail, generator=source).permute(order),
+        "k": None, "cos": cos, "sin": sin, "mrope_section": [t, h, w], "layout": layout,
+        "section_layout": section_layout, "pair_layout": pair_layout, "rotary_dim": rotary_dim,
+    }  # fmt: skip
+
+
+@given(calls())
+@settings(max_examples=100, deadline=None)
+def test_norms_are_kept_and_the_inverse_undoes(inputs):
+    q = inputs["q"]
+    out, _ = mrope(**inputs)
+    torch.testing.assert_close(out.norm(dim=-1), q.norm(dim=-1), rtol=1e-5, atol=1e-6)
+    back, _ = mrope(**inputs | {"q": out}, inverse=True)
+    torch.testing.assert_close(back, q, rtol=1e-5, atol=2e-6)
+
+
+@given(calls())
+@settings(max_examples=100, deadline=None)
+def test_native_is_the_reference(inputs):
+    with forced("cpu", "mrope"):
+        actual, _ = mrope(**inputs)
+    with forced("reference", "mrope"):
+        expected, _ = mrope(**floats(inputs, torch.float64))
+    assert_close("q", actual, expected, BOTH_ROUND[torch.float32])
+
+
+# In place
+
+
+@IMPLEMENTATIONS
+@SECTION_LAYOUTS
+@pytest.mark.parametrize("form", ["tables", "cached", "cached, heads flattened"])
+def test_inplace_writes_q_and_k(section_layout, form, implementation, device):
+    q, k = (x[0].to(device) for x in qkv(dim=16 if form == "tables" else 20))
+    cos, sin = (t.to(device) for t in axes_table(9))
+    cache = torch.cat(tables(torch.arange(50), 16, 1e4, "half", True), -1).to(device)
+    positions = torch.randint(50, (3, 9), device=device)
+
+    def function(q, k, inplace):
+        if form == "tables":
+            return mrope(q, k, cos, sin, [4, 2, 2], section_layout=section_layout, inplace=inplace)
+        args = positions, q, k, cache, [4, 2, 2], section_layout
+        return cached(*args, head_dim=20, inplace=inplace)
+
+    if form.endswith("flattened"):
+        q, k = q.flatten(1), k.flatten(1)
+    with forced(implementation, "mrope"):
+        expected = function(q, k, False)
+        outputs = function(q, k, True)
+    for x, out, e in zip((q, k), outputs, expected, strict=True):
+        assert out.data_ptr() == x.data_ptr() and out.shape == x.shape
+        assert torch.equal(x, e)
+
+
+def test_inplace_returns_its_arguments():
+    q, k = (x[0] for x in qkv())
+    out = mrope(q, k, *axes_table(9), [4, 2, 2], section_layout="chunked", inplace=True)
+    assert out[0] is q and out[1] is k
+
+
+# torch's machinery
+
+
+def operator_inputs(dtype=torch.float32, requires_grad=True, gather=False, sections="interleaved"):
+    q, k = (x.to(dtype).requires_grad_(requires_grad) for x in qkv())
+    if gather:
+        cos, sin = (t[None, None] for t in tables(torch.arange(20), 8, 1e4, "half", True))
+        positions = torch.randint(20, (3, 1, 9))
+    else:
+        (cos, sin), positions = axes_table(1, 9, width=8, half_table=True), None
+    return q, k, cos, sin, positions, [2, 1, 1], sections, "BSND", "half", False, 8
+
+
+@parametrize_dtypes(torch.float64)
+@SECTION_LAYOUTS
+@pytest.mark.parametrize("gather", [True, False])
+def test_opcheck(dtype, section_layout, gather):
+    inputs = operator_inputs(dtype, gather=gather, sections=section_layout)
+    torch.library.opcheck(torch.ops.npu_ops.mrope.default, inputs)
+
+
+@parametrize_dtypes(torch.float64)
+def test_opcheck_in_place(dtype):
+    inputs = operator_inputs(dtype, requires_grad=False)
+    torch.library.opcheck(torch.ops.npu_ops.mrope_.default, inputs)
+
+
+@SECTION_LAYOUTS
+@PAIRS
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("inverse", [True, False])
+def test_gradcheck(layout, section_layout, pair_layout, inverse):
+    q, k = (x.permute(LAYOUTS[layout]) for x in qkv(2, 2, 1, 1, 10, torch.float64))
+    cos, sin = torch.randn(2, 3, 2, 2, 8, dtype=torch.float64).unbind(0)
+    settings = {"section_layout": section_layout, "pair_layout": pair_layout}
+
+    def function(q, k):
+        return mrope(q, k, cos, sin, [2, 1, 1], layout=layout, inverse=inverse, **settings)
+
+    inputs = [x.detach().requires_grad_() for x in (q, k)]
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_gradcheck_cached():
+    q, k = (x[0].detach().requires_grad_() for x in qkv(1, 3, 2, 1, 10, torch.float64))
+    positions, cache = torch.randint(9, (3, 3)), torch.randn(9, 8, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda q, k: cached(positions, q, k, cache, [2, 1, 1], "chunked"), (q, k)
+    )
+
+
+CALLS = {
+    "tables": lambda q, k: mrope(
+        q, k, torch.ones(3, 2, 9, 16), torch.ones(3, 2, 9, 16) / 2, [4, 2, 2],
+        section_layout="interleaved", layout="BSND",
+    ),
+    "cached": lambda q, k: cached(
+        torch.arange(54).view(3, 18), q.flatten(0, 1), k.flatten(0, 1),
+        torch.arange(54.0 * 16).view(54, 16).cos(), [4, 2, 2], "chunked",
+    ),
+    "cached, text, heads flattened": lambda q, k: cached(
+        torch.arange(18), q.flatten(0, 1).flatten(1), k.flatten(0, 1).flatten(1),
+        torch.arange(54.0 * 16).view(54, 16).cos(), [4, 2, 2], "interleaved", head_dim=16,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "call, backend", [*itertools.product(CALLS, ["aot_eager"]), ("cached", "inductor")]
+)
+def test_compile(call, backend):
+    """One graph, forward and backward equal to eager."""
+    q, k = qkv()
+
+    def function(q, k):
+        outputs = CALLS[call](q.sin(), k.sin())
+        return outputs[0].square().sum() + outputs[1].cos().sum()
+
+    results = []
+    for run_it in (function, torch.compile(function, fullgraph=True, backend=backend)):
+        leaves = [x.clone().requires_grad_() for x in (q, k)]
+        value = run_it(*leaves)
+        results.append([value, *torch.autograd.grad(value, leaves)])
+    torch._dynamo.reset()
+    for actual, expected in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_compile_in_place():
+    q, k = qkv()
+    cos, sin = axes_table(2, 9)
+    settings = {"section_layout": "chunked", "layout": "BSND"}
+    expected = mrope(q, k, cos, sin, [4, 2, 2], **settings)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def function(q, k):
+        mrope(q, k, cos, sin, [4, 2, 2], inplace=True, **settings)
+        return q + 1
+
+    out = function(q, k)
+    torch._dynamo.reset()
+    assert torch.equal(q, expected[0]) and torch.equal(k, expected[1]) and torch.equal(out, q + 1)
+
+
+def test_one_compilation_serves_all_lengths():
+    counter = CompileCounterWithBackend("aot_eager")
+    cache = torch.randn(50, 16)
+
+    def function(positions, q, k):
+        return cached(positions, q, k, cache, [4, 2, 2], "chunked")
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (7, 64, 131):
+        inputs = (
+            torch.randint(50, (3, tokens)),
+            torch.randn(tokens, 4, 16),
+            torch.randn(tokens, 2, 16),
+        )
+        for a, e in zip(compiled(*inputs), function(*inputs), strict=True):
+            assert torch.equal(a, e)
+    torch._dynamo.reset()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("row", [-1, 5])
+@pytest.mark.parametrize("axis", range(3))
+def test_compiled_call_reads_no_row_outside_the_cache(axis, row):
+    inside = torch.full((12, 16), 7.0)[2:7]
+    compiled = torch.compile(
+        lambda q, positions: cached(positions, q, None, inside, [4, 2, 2], "chunked")[0],
+        fullgraph=True, backend="eager",
+    )  # fmt: skip
+    positions = torch.zeros(3, 2, dtype=torch.long)
+    positions[axis, 1] = row
+    with pytest.raises(RuntimeError, match=f"positions: got row {row}, needs 0 to 4"):
+        compiled(torch.ones(2, 1, 16), positions)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=named)
+def test_autocast(dtype):
+    q, k = qkv(dtype=dtype)
+    cos, sin = axes_table(2, 9)
+    settings = {"section_layout": "chunked", "layout": "BSND"}
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = mrope(q, k, cos, sin, [4, 2, 2], **settings)
+    expected = mrope(q, k, cos, sin, [4, 2, 2], **settings)
+    for a, e in zip(outputs, expected, strict=True):
+        assert a.dtype == dtype and torch.equal(a, e)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing(use_reentrant):
+    q, _ = qkv()
+    cos, sin = axes_table(2, 9)
+
+    def layer(x):
+        return mrope(
+            x.sin(), None, cos, sin, [4, 2, 2], section_layout="interleaved", layout="BSND"
+        )[0]
+
+    grads = []
+    for run_it in (layer, lambda x: checkpoint(layer, x, use_reentrant=use_reentrant)):
+        leaf = q.clone().requires_grad_()
+        run_it(run_it(leaf)).square().sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+FAKE_CALLS = {
+    "tables": lambda q, k: mrope(
+        q, k, q.new_ones(3, 2, 9, 16), q.new_ones(3, 2, 9, 16), [4, 2, 2], layout="BSND",
+        section_layout="chunked",
+    ),
+    "cached": lambda q, k: cached(
+        torch.zeros(3, 18, dtype=torch.long), q.flatten(0, 1), k.flatten(0, 1), q.new_ones(50, 16),
+        [4, 2, 2], "chunked",
+    ),
+}  # fmt: skip
+STRIDED = {
+    "dense": lambda heads: torch.randn(2, 9, heads, 16),
+    "transposed": lambda heads: torch.randn(heads, 9, 2, 16).transpose(0, 2),
+    "slice": lambda heads: torch.randn(2, 9, heads + 3, 16)[:, :, 1:-2],
+}
+
+
+@pytest.mark.parametrize("call", FAKE_CALLS)
+@pytest.mark.parametrize("strides", STRIDED)
+def test_fake_is_like_real(call, strides):
+    """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
+
+    def function(q, k):
+        leaves = [x.detach().requires_grad_() for x in (q, k)]
+        outputs = FAKE_CALLS[call](*leaves)
+        return *outputs, *torch.autograd.grad(
+            outputs, leaves, [torch.ones_like(o) for o in outputs]
+        )
+
+    real = [STRIDED[strides](heads) for heads in (4, 2)]
+    mode = FakeTensorMode()
+    with mode:
+        fake = function(*map(mode.from_tensor, real))
+    for actual, expected in zip(fake, function(*real), strict=True):
+        assert actual.dtype == expected.dtype
+        assert actual.shape == expected.shape and actual.stride() == expected.stride()
+
+
+# Models
+
+
+def text_config(kind, **changes):
+    return kind(
+        vocab_size=61, hidden_size=48, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, **changes,
+    )  # fmt: skip
+
+
+def qwen3_vl_text():
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+    config = text_config(qwen3_vl.Qwen3VLTextConfig, head_dim=32, rope_parameters=parameters)
+    return qwen3_vl, qwen3_vl.Qwen3VLTextModel(config), "Qwen3VLTextRotaryEmbedding", "interleaved"
+
+
+def qwen2_vl_text():
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+    config = text_config(qwen2_vl.Qwen2VLTextConfig, rope_parameters=parameters)
+    return qwen2_vl, qwen2_vl.Qwen2VLTextModel(config), "Qwen2VLRotaryEmbedding", "chunked"
+
+
+@pytest.mark.parametrize("make", [qwen3_vl_text, qwen2_vl_text])
+def test_model_with_our_mrope(make, monkeypatch):
+    """The model hands over the three axes unmerged: the same hidden states and gradients."""
+    torch.manual_seed(0)
+    module, model, embedding, section_layout = make()
+    section = model.config.rope_parameters["mrope_section"]
+    positions = torch.randint(50, (3, 2, 13))
+    inputs = {"input_ids": torch.randint(61, (2, 13)), "position_ids": positions}
+    expected = train_step(model, **inputs)
+    monkeypatch.setattr(
+        getattr(module, embedding),
+        "recomposition_frequencies",
+        lambda self, f: torch.cat((f, f), -1),
+    )
+    monkeypatch.setattr(
+        module, "apply_rotary_pos_emb",
+        lambda q, k, cos, sin: mrope(q, k, cos, sin, section, section_layout=section_layout),
+    )  # fmt: skip
+    with env.override(strict=True):
+        actual = train_step(model, **inputs)
+    assert_same_steps(actual, expected)

@@ -1,0 +1,149 @@
+"""What the tests of all ops share."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from npu_ops.core import env
+from npu_ops.core.compare import Tolerance, assert_close
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def devices() -> list[str]:
+    """The device types at hand."""
+    accelerators = [
+        d for d in ("cuda", "npu") if hasattr(torch, d) and getattr(torch, d).is_available()
+    ]
+    return ["cpu", *accelerators]
+
+
+def implementations(table) -> list:
+    """(name, device) of every implementation of an op that is meant for a device at hand."""
+    return [
+        pytest.param(implementation.name, device, id=f"{implementation.name}-{device}")
+        for device in devices()
+        for implementation in table.implementations
+        if device in (implementation.devices or {"cpu"})
+    ]
+
+
+def parametrize_cases(cases, *, large: bool):
+    """The small cases, or the large ones for `make test-all`."""
+    chosen = [case for case in cases if case.large == large]
+    return pytest.mark.parametrize("case", chosen, ids=lambda case: case.name)
+
+
+def parametrize_dtypes(*extra: torch.dtype):
+    return pytest.mark.parametrize("dtype", (*DTYPES, *extra), ids=named)
+
+
+@contextlib.contextmanager
+def forced(implementation: str, *ops: str):
+    """Run `ops` by one implementation."""
+    with env.override(impl=dict.fromkeys(ops, implementation)):
+        yield
+
+
+@contextlib.contextmanager
+def threads(number: int):
+    """Run CPU kernels on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Copies:
+    """Filled by `copies`: names of the aten operators that copied, and bytes allocated."""
+
+    operators: list[str]
+    allocated: int
+
+
+@contextlib.contextmanager
+def copies():
+    """Watch a block for tensors copied and memory allocated."""
+    seen = Copies()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        yield seen
+    events = profile.events()
+    copying = ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy", "aten::cat")
+    seen.operators = [event.name for event in events if event.name in copying]
+    seen.allocated = sum(max(0, e.self_cpu_memory_usage) for e in events)
+
+
+def floats(inputs: dict, dtype: torch.dtype) -> dict:
+    """`inputs` with every floating tensor converted."""
+    return {
+        name: value.to(dtype)
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for name, value in inputs.items()
+    }
+
+
+def exact(like: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """Random sixteenths in [-4, 4]: the same numbers in every dtype."""
+    draw = torch.Generator().manual_seed(seed)
+    return (torch.randint(-64, 65, like.shape, generator=draw) / 16).to(like)
+
+
+def evaluate(function, inputs: dict, wrt: tuple[str, ...], grad_seed: int = 7) -> dict:
+    """The outputs of `function(**inputs)` and the gradients of inputs `wrt`, all by name."""
+    inputs = {
+        k: v.detach().requires_grad_() if k in wrt and v is not None else v
+        for k, v in inputs.items()
+    }
+    leaves = {name: inputs[name] for name in wrt if inputs[name] is not None}
+    outputs = function(**inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = {f"output {i}": out for i, out in enumerate(outputs) if out is not None}
+    grads = torch.autograd.grad(
+        list(outputs.values()), list(leaves.values()),
+        [exact(out, grad_seed + i) for i, out in enumerate(outputs.values())],
+    )  # fmt: skip
+    return outputs | {f"gradient of {name}": g for name, g in zip(leaves, grads, strict=True)}
+
+
+def twice(tolerances: dict) -> dict:
+    """Tolerances for an expectation that is rounded itself, or computed from rounded tables."""
+    return {d: Tolerance(2 * t.ratio, 2 * t.max_abs) for d, t in tolerances.items()}
+
+
+def assert_all_close(
+    actual: dict, expected: dict, tolerances: dict, special: dict | None = None
+) -> None:
+    """Compare by name, each with the tolerance of its dtype; `special` overrides for some names."""
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        by_dtype = (special or {}).get(name, tolerances)
+        assert_close(name, value, expected[name].to(value.device), by_dtype[value.dtype])
+
+
+def train_step(model, **inputs) -> dict:
+    """The outputs and every gradient of a transformers model."""
+    model.zero_grad()
+    out = model(**inputs)
+    out = out.logits if "logits" in out else out.last_hidden_state
+    (out * exact(out)).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"output": out.detach()} | {name: grad.clone() for name, grad in gradients.items()}
+
+
+def assert_same_steps(actual: dict, expected: dict) -> None:
+    """Two steps of one model are equal but for the order of fp32 additions."""
+    assert actual.keys() == expected.keys() and len(expected) > 10
+    for name, value in actual.items():
+        assert_close(name, value, expected[name], Tolerance(ratio=1e-5, max_abs=1e-5))
