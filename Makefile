@@ -23,11 +23,17 @@ $(VENV)/ready: $(VENV)/torch pyproject.toml setup.py $(SOURCES)
 demo: $(VENV)/ready .cache/megatron/ready
 	$(BIN)/npu-ops demo --output report
 
-test: $(VENV)/ready .cache/megatron/ready check
-	$(BIN)/python -m pytest -m "not slow"
+# The tests are many small tensors: two processes of one thread beat one of two threads.
+# Triton decides at import whether to interpret, so that runs on its own.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
-test-all: $(VENV)/ready .cache/megatron/ready check
-	$(BIN)/python -m pytest
+test: check .cache/megatron/ready
+	$(PYTEST) -m "not slow"
+	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" tests/interpreted
+
+test-all: check .cache/megatron/ready
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
 
 bench: $(VENV)/ready
 	$(BIN)/npu-ops bench --output benchmarks/results

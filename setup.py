@@ -37,7 +37,7 @@ def native_extension():
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-    compiler = find_compiler()
+    here, compiler = os.getcwd(), find_compiler()
     version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True)
     write_build_info(
         torch=torch.__version__, torch_target="2.10", compiler=version.stdout.partition("\n")[0]
@@ -49,7 +49,13 @@ def native_extension():
         depends=sorted(glob.glob("csrc/*/*.h")),
         py_limited_api=True,
         define_macros=[("Py_LIMITED_API", PYTHON_TARGET), ("TORCH_TARGET_VERSION", TORCH_TARGET)],
-        extra_compile_args=["-O3", "-std=c++20", "-g0", "-fvisibility=hidden"],
+        extra_compile_args=[
+            "-O3",
+            "-std=c++20",
+            "-g0",
+            "-fvisibility=hidden",
+            f"-fmacro-prefix-map={here}/=",
+        ],
         extra_link_args=["-s"],
     )
     return {

@@ -58,5 +58,6 @@ def forward(tokens, dtype, section_layout, device, quick):
     return Benchmark(
         "mrope", f"qwen3-vl-8b-t{tokens}", f"forward {section_layout}", dtype,
         {"q": list(q.shape), "k": list(k.shape)}, run, "eager",
-        2 * (q.nbytes + k.nbytes) + cos.nbytes + sin.nbytes, expected, cases.TOLERANCES[dtype].ratio,
+        2 * (q.nbytes + k.nbytes) + cos.nbytes + sin.nbytes, expected,
+        cases.TOLERANCES[dtype].ratio,
     )  # fmt: skip

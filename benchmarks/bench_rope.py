@@ -42,7 +42,8 @@ def forward(case, dtype, device, quick):
 
     return Benchmark(
         "rope", case.name, "forward", dtype, {"q": list(q.shape), "k": list(k.shape)}, run, "eager",
-        2 * (q.nbytes + k.nbytes) + cos.nbytes + sin.nbytes, expected, cases.TOLERANCES[dtype].ratio,
+        2 * (q.nbytes + k.nbytes) + cos.nbytes + sin.nbytes, expected,
+        cases.TOLERANCES[dtype].ratio,
     )  # fmt: skip
 
 

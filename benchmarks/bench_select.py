@@ -1,4 +1,4 @@
-"""What choosing an implementation costs, beside the cheapest call of torch: an add of one element."""
+"""What choosing an implementation costs, beside a cheap call of torch: an add of one element."""
 
 import torch
 

@@ -1,6 +1,6 @@
 """The environment switches: every variable npu-ops reads, each read here and nowhere else.
 
-`python -m npu_ops.core.env` prints ENVS.md.
+`python npu_ops/core/env.py` prints ENVS.md.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ SWITCHES = (
         _log_level,
         "once",
         "`off`, `once`, `calls`",
-        "`once`: each fallback and each refused patch, once. `calls`: also every operator call with "
-        "shapes and the chosen implementation, before it runs, so that it survives a crash.",
+        "`once`: each fallback and each refused patch, once. `calls`: also every operator call "
+        "with shapes and the chosen implementation, before it runs, so that it survives a crash.",
     ),
 )
 
@@ -117,7 +117,7 @@ settings = read()
 
 @contextlib.contextmanager
 def override(**changes) -> Iterator[Settings]:
-    """Change switches for a block, e.g. `override(impl={"rope": "reference"})`; for tests and tools."""
+    """Change switches for a block, e.g. `override(impl={"rope": "reference"})`; for tests."""
     global settings
     before = settings
     settings = dataclasses.replace(before, **changes)
@@ -127,15 +127,17 @@ def override(**changes) -> Iterator[Settings]:
         settings = before
 
 
+def _row(switch: Switch) -> str:
+    default = f"`{switch.default}`" if switch.default else "empty"
+    return f"| `{switch.variable}` | {switch.values} | {default} | {switch.meaning} |"
+
+
 def markdown() -> str:
     """ENVS.md."""
-    rows = "\n".join(
-        f"| `{s.variable}` | {s.values} | {f'`{s.default}`' if s.default else 'empty'} | {s.meaning} |"
-        for s in SWITCHES
-    )
+    rows = "\n".join(map(_row, SWITCHES))
     return (
         "# Environment variables\n\n"
-        "Generated from `npu_ops/core/env.py` by `python -m npu_ops.core.env`; do not edit.\n"
+        "Generated from `npu_ops/core/env.py` by `python npu_ops/core/env.py`; do not edit.\n"
         "They are read once, when `npu_ops` is imported.\n\n"
         f"| variable | values | default | meaning |\n|---|---|---|---|\n{rows}\n"
     )

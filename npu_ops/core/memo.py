@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 
+from npu_ops.core.library import is_plain
+
 Made = TypeVar("Made")
 
 
@@ -27,12 +29,14 @@ class TensorCache:
 
     def get(self, tensor: torch.Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
         """`make()`, or what it returned last time for this tensor and key."""
-        if torch.compiler.is_compiling() or tensor.is_inference():
+        if not is_plain(tensor) or tensor.is_inference():
             return make()  # no address, or no version, to know it by
-        known = (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.device)
-        entry = self._entries.get((known, key))
+        layout = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        known = (tensor.data_ptr(), tensor._version, *layout, key)
+        entry = self._entries.get(known)
         if entry is None:
-            entry = self._entries[known, key] = (tensor, make())
+            with torch.inference_mode(False):  # what is made while evaluating serves training too
+                entry = self._entries[known] = (tensor, make())
             if len(self._entries) > self._size:
                 self._entries.popitem(last=False)
         return entry[1]

@@ -93,8 +93,8 @@ class Table:
                 NPU_OPS_STRICT=1 and the call would fall back.
         """
         settings = env.settings
-        if self.op in settings.impl:
-            chosen = self._forced(settings.impl[self.op], args)
+        if settings.impl and self._forced_name():
+            chosen = self._forced(self._forced_name(), args)
         else:
             chosen = self._first(args)
         if settings.log == "calls":
@@ -103,7 +103,7 @@ class Table:
 
     def explain(self, *args) -> list[Verdict]:
         """What each implementation has against running `args`, in order."""
-        forced = env.settings.impl.get(self.op)
+        forced = self._forced_name()
         chosen, verdicts = None, []
         for implementation in self.implementations:
             reason = self._why_not(implementation, args)
@@ -115,6 +115,11 @@ class Table:
                 chosen = implementation.name
             verdicts.append(Verdict(self.op, implementation.name, reason))
         return verdicts
+
+    def _forced_name(self) -> str | None:
+        """What NPU_OPS_IMPL wants of this op; a backward goes with its forward."""
+        wanted = env.settings.impl
+        return wanted.get(self.op) or wanted.get(self.op.removesuffix("_backward"))
 
     def _first(self, args: tuple) -> Implementation:
         device = _device_type(args)

@@ -1,4 +1,4 @@
-"""The counter-based random numbers of every op that drops: Philox4x32-10 and the mask drawn from it.
+"""The counter-based random numbers of every op that drops: Philox4x32-10 and its keep mask.
 
 Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A mask is a function
 of (seed, offset, row, column, width) alone, so a backward pass or a recomputation draws it again

@@ -41,11 +41,11 @@ class CompileError(RuntimeError):
 class CompileReport:
     """What the compiler made of a kernel.
 
-    core: "vector", "cube" or "mixed". ub_bytes: the end of the highest buffer in the unified buffer.
-    scalar_loops: element-wise work that became a loop over single elements, a thousand times slower.
-    loads, stores: data movements from and to global memory. vector_ops: vector instructions. All are
+    core: "vector", "cube" or "mixed". ub_bytes: the end of the highest unified buffer.
+    scalar_loops: element-wise work that became a loop over single elements, far slower.
+    loads, stores: data moves from and to global memory. vector_ops: vector instructions. All are
     counts of places in the code. multi_buffer: whether loads and stores overlap with computation.
-    notes: what the compiler gave up to make it fit. seconds: 0 where the result was kept from before.
+    notes: what the compiler gave up to make it fit. seconds: 0 where the result was kept.
     """
 
     kernel: str
@@ -289,7 +289,7 @@ def _scalar_loops(hivm: str) -> int:
 
 
 def _keeps_multi_buffer(hivm: str, notes: tuple[str, ...]) -> bool:
-    """Whether a buffer alternates between two places; there is nothing to overlap without a loop."""
+    """Whether a buffer alternates between two places; without a loop nothing can overlap."""
     given_up = any("multi-buffer" in note for note in notes)
     alternates = re.search(r"arith\.select %\w+, %\w+, %\w+ : memref<[^\n]*<(ub|cbuf|cc)>", hivm)
     return not given_up and (alternates is not None or "scf.for" not in hivm)
@@ -410,7 +410,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("ops", nargs="*", help=f"some of {', '.join(known)}; default: all")
     parser.add_argument("--soc", action="append", help=f"default {SOCS[0]}; may be repeated")
     parser.add_argument("--case", action="append", help="a case's name; may be repeated")
-    parser.add_argument("--dtype", action="append", help="float32, bfloat16 or float16; default all")
+    parser.add_argument(
+        "--dtype", action="append", help="float32, bfloat16 or float16; default all"
+    )
     parser.add_argument("--json", type=pathlib.Path, help="write the reports to this file")
     options = parser.parse_args(argv)
     unknown = set(options.ops) - set(known)

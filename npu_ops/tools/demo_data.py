@@ -1,7 +1,7 @@
 """What the demo trains on: text and pictures that scikit-learn ships, as Qwen3-VL prompts.
 
-A picture becomes a grid of patches, each the token of its mean colour; text becomes bytes. Positions
-have three rows, T, H and W, numbered as Qwen3-VL does.
+A picture becomes a grid of patches, each the token of its mean colour; text becomes bytes.
+Positions have three rows, T, H and W, numbered as Qwen3-VL does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read_pictures() -> list[torch.Tensor]:
 
 
 def colour_tokens(image: torch.Tensor, side: int) -> torch.Tensor:
-    """The colour of each patch of `side` pixels, `[rows, columns]`; what does not fit is cut off."""
+    """The colour of each patch of `side` pixels, `[rows, columns]`; the rest is cut off."""
     rows, columns = image.shape[0] // side, image.shape[1] // side
     patches = image[: rows * side, : columns * side].unflatten(1, (columns, side))
     mean = patches.unflatten(0, (rows, side)).mean((1, 3))

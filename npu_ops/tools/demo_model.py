@@ -34,7 +34,7 @@ class NoTracker:
 
 
 def start(device: str) -> None:
-    """A process group of one; and the CPU, where there is no CUDA device for Megatron to ask for."""
+    """A process group of one, on the CPU where Megatron asks for a CUDA device."""
     if device == "cpu":
         torch.cuda.current_device = lambda: torch.device("cpu")
     store = torch.distributed.HashStore()
@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     sys.path[:1] = [options.megatron] if options.megatron else []  # not this file's folder
+    torch.set_num_threads(1)  # more threads than that make so small a model slower
     data = torch.load(options.data)
     vocabulary = data.pop("vocabulary")
     start(options.device)

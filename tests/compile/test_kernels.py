@@ -1,4 +1,4 @@
-"""Every Triton kernel through the vendor's own compiler: it compiles, in vectors, double-buffered."""
+"""Every Triton kernel through the vendor's compiler: it compiles, in vectors, double-buffered."""
 
 import itertools
 import json

@@ -96,7 +96,7 @@ def test_override_is_undone():
 
 
 def test_envs_md_is_generated_from_the_code():
-    """Else: python -m npu_ops.core.env > ENVS.md"""
+    """Else: python npu_ops/core/env.py > ENVS.md"""
     assert (ROOT / "ENVS.md").read_text() == env.markdown()
 
 

@@ -31,7 +31,9 @@ def small_cases():
             model = case.name.startswith("qwen")
             if case.large or case.tokens > (1 if model else 65):
                 continue
-            dtypes = (torch.bfloat16,) if model else DTYPES if case.tokens <= 1 else (torch.float32,)
+            dtypes = (
+                (torch.bfloat16,) if model else DTYPES if case.tokens <= 1 else (torch.float32,)
+            )
             chosen += [
                 pytest.param(op, wrt, case, dtype, id=f"{op}-{case.name}-{named(dtype)}")
                 for dtype in dtypes

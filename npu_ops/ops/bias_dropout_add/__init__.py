@@ -74,6 +74,8 @@ def _prepare(x, bias, residual, p, training, dtype=None, inplace=False, generato
         raise TypeError(f"dtype: got {dtype}, needs a floating dtype")
     if inplace:
         _check_inplace(x, bias, residual, dtype)
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"generator: got {type(generator).__name__}, needs a torch.Generator")
     if generator is not None and generator.device.type != x.device.type:
         raise ValueError(f"generator: got device {generator.device}, needs x's {x.device}")
     return x, bias, residual, bool(training) and p > 0, float(p), dtype

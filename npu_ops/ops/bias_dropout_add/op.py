@@ -116,6 +116,7 @@ def _gradients(ctx, grad):
         grad_bias = grad_bias.to(ctx.bias_dtype)
     elif needs_bias:
         grad_bias = _gradient_of_sum(grad, rng_state, ctx.p, ctx.bias_dtype)
+        grad_x = grad_bias if ctx.bias_dtype == ctx.x_dtype else None
     if needs_x and grad_x is None:
         grad_x = _gradient_of_sum(grad, rng_state, ctx.p, ctx.x_dtype)
     grad_residual = grad.to(ctx.residual_dtype) if needs_residual else None

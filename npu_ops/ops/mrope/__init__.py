@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from npu_ops.core import check
@@ -50,8 +52,8 @@ def apply_multimodal_rotary_pos_emb(
         TypeError: a dtype. ValueError: a shape, sections that do not fit R / 2, a device, cos or
             sin that require a gradient, `inplace` where a gradient is needed.
 
-    Source: transformers `apply_multimodal_rotary_pos_emb` (Qwen2-VL) and
-    `Qwen3VLTextRotaryEmbedding.apply_interleaved_mrope`.
+    Source: transformers 4 `apply_multimodal_rotary_pos_emb` (Qwen2-VL), and transformers 5
+    `recomposition_frequencies` of Qwen2-VL and Qwen3-VL.
     """
     args = _prepare(
         q, k, cos, sin, mrope_section, unsqueeze_dim, section_layout=section_layout, layout=layout,
@@ -141,8 +143,8 @@ def _prepare_cached(
             f"rotary_dim: got {rotary_dim}, needs the cache's width {width}, "
             f"at most head_dim {q.shape[-1]}"
         )
+    arguments.check_table("cos_sin_cache", cos_sin_cache, q)
     cos, sin = cos_sin_cache[None, None].chunk(2, dim=-1)
-    arguments.check_tables(cos, sin, q)
     section = _check_section(mrope_section, section_layout, width // 2)
     shapes = ((q.shape[0],), (3, q.shape[0]))
     arguments.check_positions("positions", positions, shapes, cos_sin_cache.shape[0], q)
@@ -166,6 +168,8 @@ def _split_heads(name, x, head_dim):
 def _check_section(section, section_layout, frequencies):
     """Check that T, H and W share all frequencies and that interleaved ones stay within them."""
     check.one_of("section_layout", section_layout, SECTION_LAYOUTS)
+    if not isinstance(section, Sequence):
+        raise TypeError(f"mrope_section: got {type(section).__name__}, needs a list of three")
     section = list(section)
     if len(section) != 3 or any(not isinstance(n, int) or n < 0 for n in section):
         raise ValueError(f"mrope_section: got {section}, needs three counts, for T, H and W")
@@ -174,7 +178,7 @@ def _check_section(section, section_layout, frequencies):
             f"mrope_section: got {section} with sum {sum(section)}, needs the sum "
             f"{frequencies}, half the rotary dimension"
         )
-    last = max((3 * (n - 1) + axis for axis, n in enumerate(section) if axis and n), default=0)
+    last = max([0] + [3 * (n - 1) + axis for axis, n in enumerate(section) if axis and n])
     if section_layout == "interleaved" and last >= frequencies:
         raise ValueError(
             f"mrope_section: got {section}, which interleaved reaches frequency {last}, "

@@ -106,7 +106,7 @@ def _positions(q, cos, position_ids, cu_seqlens, layout):
     batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")
     shapes = ((length,), (1, length), (batch, length))
     arguments.check_positions("position_ids", position_ids, shapes, cos.shape[0], q)
-    return position_ids.reshape(-1, length)
+    return position_ids if position_ids.dim() == 2 else position_ids[None]
 
 
 def _implementation_args(q, k, *args, **kwargs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import check
+from npu_ops.core import check, library
 
 LAYOUTS = ("BSND", "SBND", "BNSD", "TND")
 PAIR_LAYOUTS = ("half", "interleaved")
@@ -34,7 +34,7 @@ def size(x, layout: str, axis: str) -> int:
 def check_heads(q, k, layout: str):
     """Check k against q; a missing k becomes one with no heads, which costs nothing to rotate."""
     if k is None:
-        return q.narrow(layout.index("N"), 0, 0)
+        return q.detach().narrow(layout.index("N"), 0, 0)
     check.floating("k", k)
     check.same_device("k", k, "q", q)
     if k.dtype != q.dtype:
@@ -73,13 +73,18 @@ def resolve_rotary_dim(rotary_dim, width: int, head_dim: int) -> int:
     return rotary_dim
 
 
+def check_table(name: str, table, q) -> None:
+    """Check what any table of angles, cosines or sines needs."""
+    check.floating(name, table)
+    check.same_device(name, table, "q", q)
+    if table.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: got a tensor that requires a gradient, which it cannot have")
+
+
 def check_tables(cos, sin, q) -> None:
     """Check what every form of cos and sin needs, whatever their leading dimensions."""
-    for name, table in (("cos", cos), ("sin", sin)):
-        check.floating(name, table)
-        check.same_device(name, table, "q", q)
-        if table.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name}: got a tensor that requires a gradient, which it cannot have")
+    check_table("cos", cos, q)
+    check_table("sin", sin, q)
     if sin.shape != cos.shape:
         raise check.shape("sin", sin, f"cos's shape {list(cos.shape)}")
     if sin.dtype != cos.dtype:
@@ -106,14 +111,21 @@ def check_positions(name: str, positions, shapes: tuple[tuple[int, ...], ...], r
     check.same_device(name, positions, "q", q)
     if tuple(positions.shape) not in shapes:
         raise check.shape(name, positions, " or ".join(str(list(s)) for s in shapes))
-    if positions.device.type == "cpu" and positions.numel() and not torch.compiler.is_compiling():
+    if _readable(positions) and positions.numel():
         low, high = (int(value) for value in positions.aminmax())
         if low < 0 or high >= rows:
             raise ValueError(f"{name}: got rows {low} to {high}, needs 0 to {rows - 1}")
 
 
+def _readable(tensor) -> bool:
+    """Whether reading values waits for no device and breaks no trace."""
+    return tensor.device.type == "cpu" and library.is_plain(tensor)
+
+
 def check_inplace(q, k) -> None:
     """Check that q and k may be overwritten."""
+    if library.is_plain(q, k) and q.numel() and k.numel() and q.data_ptr() == k.data_ptr():
+        raise ValueError("inplace: got q and k in the same memory, which would be rotated twice")
     check.writable("q", q, {"k": k})
     check.writable("k", k, {})
 
@@ -135,7 +147,7 @@ def packed_positions(cu_seqlens, q, rows: int):
     CPU the values are checked too, against a table of `rows`.
     """
     check_cu_seqlens(cu_seqlens, q)
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if _readable(cu_seqlens):
         _check_lengths(cu_seqlens, q.shape[0], rows)
     token = torch.arange(q.shape[0], device=q.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1

@@ -30,7 +30,7 @@ def apply_rotary_pos_emb_freqs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate q and k by angles `freqs`, scaled by `mscale`.
 
-    cos and sin are made once for a freqs tensor and used until it is updated in place or three
+    cos and sin are made once for a freqs tensor and used until it is updated in place or four
     other ones have come: once a forward pass, not once a layer.
 
     Args:
@@ -72,8 +72,9 @@ def _prepare(
     check.one_of("pair_layout", pair_layout, arguments.PAIR_LAYOUTS)
     k = arguments.check_heads(q, k, layout)
     _check_freqs(freqs, q)
+    if not isinstance(mscale, (int, float)):
+        raise TypeError(f"mscale: got {type(mscale).__name__}, needs a number")
     cos, sin = _tables.get(freqs, mscale, lambda: _cos_sin(freqs, mscale))
-    rotary_dim = arguments.resolve_rotary_dim(freqs.shape[-1], freqs.shape[-1], q.shape[-1])
     positions = None
     if cu_seqlens is not None:
         _check_packing(cu_seqlens, q, layout, cp_size, cp_rank)
@@ -83,16 +84,17 @@ def _prepare(
     arguments.check_table_size("freqs", freqs, 0, 1, batch, length, positions is not None)
     if inplace:
         arguments.check_inplace(q, k)
-    return q, k, cos, sin, positions, layout, pair_layout, bool(inverse), rotary_dim
+    return q, k, cos, sin, positions, layout, pair_layout, bool(inverse), freqs.shape[-1]
 
 
 def _check_freqs(freqs, q):
-    check.floating("freqs", freqs)
-    check.same_device("freqs", freqs, "q", q)
+    arguments.check_table("freqs", freqs, q)
     if freqs.dim() != 4 or freqs.shape[2] != 1:
         raise check.shape("freqs", freqs, "[S, 1 or B, 1, R]")
-    if freqs.requires_grad and torch.is_grad_enabled():
-        raise ValueError("freqs: got a tensor that requires a gradient, which it cannot have")
+    width = freqs.shape[-1]
+    if width % 2 or not 0 < width <= q.shape[-1]:
+        needs = f"an even number of columns up to head_dim {q.shape[-1]}"
+        raise check.shape("freqs", freqs, needs)
 
 
 def _cos_sin(freqs, mscale):

@@ -1,0 +1,19 @@
+"""Megatron-Core 0.12 to 0.19 and main: one file for each op, each with its `patches()`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable
+
+from npu_ops_adapters.patching import Patch
+
+
+def patches() -> Iterable[Patch]:
+    """jit_fuser first: the others then wrap what it unwrapped."""
+    names = sorted(
+        (module.name for module in pkgutil.iter_modules(__path__)),
+        key=lambda name: (name != "jit_fuser", name),
+    )
+    for name in names:
+        yield from importlib.import_module(f"{__name__}.{name}").patches()

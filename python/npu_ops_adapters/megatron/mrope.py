@@ -1,0 +1,30 @@
+"""Multimodal rotary embedding: freqs `[s, b, 1, r]`, which differ from sample to sample.
+
+Megatron makes them (`MultimodalRotaryEmbedding`) and sends them to the unfused function even with
+apply_rope_fusion=True, for Transformer Engine cannot take them. Its warning about that is void
+here: this function is fused. With a batch of one they look like plain ones and `rope` takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from npu_ops_adapters.megatron import rope
+from npu_ops_adapters.patching import Patch
+
+
+def patches() -> Iterable[Patch]:
+    """The function of the unfused path, which the fused path calls too."""
+    yield Patch(
+        target=f"{rope.MODULE}:_apply_rotary_pos_emb_bshd",
+        op="mrope",
+        make=_replace,
+        why="no fused kernel takes multimodal freqs with a batch of more than one",
+        signatures=rope.SBND_SIGNATURES,
+        versions=rope.VERSIONS,
+        remove_when="Megatron-Core calls an operator here that has an NPU kernel",
+    )
+
+
+def _replace(original: Callable) -> Callable:
+    return rope.replace_sbnd(original, has_batch=True)

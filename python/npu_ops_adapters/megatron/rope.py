@@ -1,0 +1,289 @@
+"""Rotary embedding: the slots of Megatron's fused path and the functions of its unfused path.
+
+Megatron reads all of them at each call. Where ours cannot run a call, what was there before does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+import npu_ops
+from npu_ops.core import check
+from npu_ops_adapters.patching import Patch
+
+MODULE = "megatron.core.models.common.embeddings.rope_utils"
+VERSIONS = "Megatron-Core 0.12 to 0.19 and main"
+
+_HEAD = ("t", "freqs", "rotary_interleaved")
+SBND_SIGNATURES = (
+    (*_HEAD, "multi_latent_attention", "mscale"),
+    (*_HEAD, "mla_rotary_interleaved", "mscale", "multi_latent_attention"),
+    (
+        *(*_HEAD, "mla_rotary_interleaved", "mscale"),
+        *("inverse", "mla_output_remove_interleaving", "multi_latent_attention"),
+    ),
+)
+_PACKED_HEAD = ("t", "cu_seqlens", "freqs", "rotary_interleaved")
+_PACKED_SIGNATURES = (
+    (*_PACKED_HEAD, "multi_latent_attention", "mscale"),
+    (*_PACKED_HEAD, "multi_latent_attention", "mscale", "cp_group"),
+    (*_PACKED_HEAD, "mla_rotary_interleaved", "mscale", "cp_group", "multi_latent_attention"),
+    (
+        *(*_PACKED_HEAD, "mla_rotary_interleaved", "mscale", "inverse"),
+        *("mla_output_remove_interleaving", "cp_group", "multi_latent_attention", "max_seqlen"),
+    ),
+)
+_FUSED_SIGNATURES = (None, ("t", "freqs", "transpose_output_memory", "interleaved"))
+_FUSED_PACKED = ("t", "cu_seqlens", "freqs", "cp_size", "cp_rank")
+_FUSED_PACKED_SIGNATURES = (None, _FUSED_PACKED, (*_FUSED_PACKED, "interleaved"))
+
+
+def patches() -> Iterable[Patch]:
+    """The two functions of the unfused path, then the two slots of the fused one."""
+    unfused = "it is six kernels a call, and cos and sin are made again in every layer"
+    slot = "it is empty without Transformer Engine, and apply_rope_fusion=True then an error"
+    yield _patch("_apply_rotary_pos_emb_bshd", _replace_sbnd, unfused, SBND_SIGNATURES)
+    yield _patch("_apply_rotary_pos_emb_thd", _replace_packed, unfused, _PACKED_SIGNATURES)
+    yield _patch("fused_apply_rotary_pos_emb", _fill, slot, _FUSED_SIGNATURES, rebind=False)
+    yield _patch(
+        "fused_apply_rotary_pos_emb_thd", _fill_packed, slot, _FUSED_PACKED_SIGNATURES, rebind=False
+    )
+
+
+def _patch(name, make, why, signatures, rebind=True) -> Patch:
+    return Patch(
+        target=f"{MODULE}:{name}",
+        op="rope",
+        make=make,
+        why=why,
+        signatures=signatures,
+        versions=VERSIONS,
+        remove_when="Megatron-Core calls an operator here that has an NPU kernel",
+        rebind=rebind,
+    )
+
+
+def replace_sbnd(original: Callable, has_batch: bool) -> Callable:
+    """A function for `_apply_rotary_pos_emb_bshd`, whose tensors are `[s, b, h, d]` all the same.
+
+    has_batch: take freqs `[s, b, 1, r]`, which are multimodal ones; else `[s, 1, 1, r]`.
+    """
+    read = _reader(original)
+
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_rope(*args, **kwargs):
+        call = read(args, kwargs)
+        if call is None or not _is_ours(call, has_batch):
+            return original(*args, **kwargs)
+        return _rotate(call, layout="SBND")
+
+    return npu_ops_rope
+
+
+def _replace_sbnd(original: Callable) -> Callable:
+    return replace_sbnd(original, has_batch=False)
+
+
+def _replace_packed(original: Callable) -> Callable:
+    read = _reader(original)
+    group_of = _context_parallel(original)
+    knows_per_token = _knows_per_token()
+
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_packed_rope(*args, **kwargs):
+        call = read(args, kwargs)
+        group = group_of(call) if call and _is_ours_packed(call) else None
+        if group is None:
+            return original(*args, **kwargs)
+        return _rotate_packed(call, *group, knows_per_token)
+
+    return npu_ops_packed_rope
+
+
+def _fill(original: Callable | None) -> Callable:
+    def npu_ops_fused_rope(t, freqs, transpose_output_memory=False, interleaved=False):
+        call = _Call(t, freqs, rotary_interleaved=interleaved)
+        if _is_ours(call, has_batch=False):
+            return _rotate(call, layout="SBND")
+        if original is None:
+            unfused = sys.modules[MODULE]._apply_rotary_pos_emb_bshd
+            return unfused(t, freqs, rotary_interleaved=interleaved)
+        return original(t, freqs, transpose_output_memory, interleaved)
+
+    return npu_ops_fused_rope
+
+
+def _fill_packed(original: Callable | None) -> Callable:
+    knows_per_token = _knows_per_token()
+
+    def npu_ops_fused_packed_rope(t, cu_seqlens, freqs, cp_size=1, cp_rank=0, interleaved=False):
+        call = _Call(t, freqs, rotary_interleaved=interleaved, cu_seqlens=cu_seqlens)
+        if _is_ours_packed(call):
+            # As the unfused path does it, so that per-token (multimodal) freqs work fused too.
+            return _rotate_packed(call, cp_size, cp_rank, knows_per_token)
+        if original is None:
+            return _unfused_packed(call, cp_size, cp_rank)
+        more = {"interleaved": True} if interleaved else {}  # unknown before 0.17
+        return original(t, cu_seqlens, freqs, cp_size=cp_size, cp_rank=cp_rank, **more)
+
+    return npu_ops_fused_packed_rope
+
+
+class _Group(NamedTuple):
+    """As much of a process group as Megatron's packed function asks."""
+
+    ranks: int
+    own: int
+
+    def size(self):
+        return self.ranks
+
+    def rank(self):
+        return self.own
+
+
+def _unfused_packed(call, cp_size, cp_rank):
+    unfused = sys.modules[MODULE]._apply_rotary_pos_emb_thd
+    more = {}
+    if "cp_group" in inspect.signature(unfused).parameters:  # 0.12 asks parallel_state
+        more["cp_group"] = _Group(cp_size, cp_rank)
+    interleaved = call.rotary_interleaved
+    return unfused(call.t, call.cu_seqlens, call.freqs, rotary_interleaved=interleaved, **more)
+
+
+class _Call(NamedTuple):
+    """The arguments of all versions."""
+
+    t: torch.Tensor = None
+    freqs: torch.Tensor = None
+    rotary_interleaved: bool = False
+    mla_rotary_interleaved: bool = False
+    mscale: float = 1.0
+    inverse: bool = False
+    mla_output_remove_interleaving: bool = False
+    cu_seqlens: torch.Tensor = None
+    cp_group: object = None
+    max_seqlen: int | None = None
+
+
+def _reader(original: Callable) -> Callable[[tuple, dict], _Call | None]:
+    """Reads a call by the parameters of this version; None: leave it to the original."""
+    names = list(inspect.signature(original).parameters)
+    renamed = {}
+    if "mla_rotary_interleaved" not in names:  # it was called otherwise up to 0.18
+        renamed = {"multi_latent_attention": "mla_rotary_interleaved"}
+        names = [renamed.get(name, name) for name in names]
+    known = set(names) & set(_Call._fields)
+
+    def read(args, kwargs):
+        given = dict(zip(names, args, strict=False))
+        given.update((renamed.get(name, name), value) for name, value in kwargs.items())
+        if len(given) != len(args) + len(kwargs):  # wrong: the original says how
+            return None
+        if given.get("multi_latent_attention", True) is None:  # deprecated, and not used
+            del given["multi_latent_attention"]
+        return _Call(**given) if given.keys() <= known else None
+
+    return read
+
+
+def _is_ours(call: _Call, has_batch: bool) -> bool:
+    t, freqs = call.t, call.freqs
+    return (
+        _has_tables(call)
+        and t.dim() == 4
+        and freqs.shape[0] == t.shape[0]
+        and freqs.shape[1] in (1, t.shape[1])
+        and (freqs.shape[1] > 1) == has_batch
+    )
+
+
+def _is_ours_packed(call: _Call) -> bool:
+    t, cu_seqlens = call.t, call.cu_seqlens
+    return (
+        isinstance(cu_seqlens, torch.Tensor)  # MindSpeed passes an object for reset masks
+        and cu_seqlens.dtype in (torch.int32, torch.int64)
+        and cu_seqlens.dim() == 1
+        and cu_seqlens.numel() > 1
+        and _has_tables(call)
+        and cu_seqlens.device == t.device
+        and t.dim() == 3
+        and call.freqs.shape[1] == 1
+    )
+
+
+def _has_tables(call: _Call) -> bool:
+    t, freqs = call.t, call.freqs
+    return (
+        isinstance(t, torch.Tensor)
+        and isinstance(freqs, torch.Tensor)
+        and isinstance(call.mscale, (int, float))
+        and t.dtype in check.FLOATS
+        and freqs.dtype in check.FLOATS
+        and freqs.device == t.device
+        and freqs.dim() == 4
+        and freqs.shape[2] == 1
+        and 0 < freqs.shape[3] <= t.shape[-1]
+        and freqs.shape[3] % 2 == 0
+        and not (freqs.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def _rotate(call: _Call, **packing) -> torch.Tensor:
+    """Multi-latent attention rotates pairs (2j, 2j + 1) and leaves them as halves."""
+    t, width = call.t, call.freqs.shape[-1]
+    if call.mla_rotary_interleaved:
+        t = torch.cat((t[..., 0:width:2], t[..., 1:width:2], t[..., width:]), dim=-1)
+    out, _ = npu_ops.apply_rotary_pos_emb_freqs(
+        t,
+        None,
+        call.freqs,
+        pair_layout="interleaved" if call.rotary_interleaved else "half",
+        mscale=call.mscale,
+        inverse=bool(call.inverse),
+        **packing,
+    )
+    if call.mla_rotary_interleaved and call.mla_output_remove_interleaving:
+        halves = out[..., :width].unflatten(-1, (2, width // 2))
+        out = torch.cat((halves.transpose(-1, -2).flatten(-2), out[..., width:]), dim=-1)
+    return out
+
+
+def _rotate_packed(call: _Call, cp_size: int, cp_rank: int, knows_per_token: bool):
+    """Nothing here reads cu_seqlens, so nothing waits for the device."""
+    max_seqlen = call.max_seqlen
+    if not knows_per_token:
+        max_seqlen = call.freqs.shape[0]  # freqs are never longer than that: never per token
+    return _rotate(
+        call,
+        layout="TND",
+        cu_seqlens=call.cu_seqlens,
+        max_seqlen=max_seqlen,
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+    )
+
+
+def _knows_per_token() -> bool:
+    """Whether this version takes freqs for each packed token (from 0.15 on)."""
+    slicing = sys.modules[MODULE]._get_thd_freqs_on_this_cp_rank
+    return "offset" in inspect.signature(slicing).parameters
+
+
+def _context_parallel(original: Callable) -> Callable[[_Call], tuple[int, int] | None]:
+    """Where this version learns the size and rank of the context-parallel group."""
+    if "cp_group" in inspect.signature(original).parameters:
+        return lambda call: (
+            None if call.cp_group is None else (call.cp_group.size(), call.cp_group.rank())
+        )
+    state = sys.modules["megatron.core.parallel_state"]
+    return lambda call: (
+        state.get_context_parallel_world_size(),
+        state.get_context_parallel_rank(),
+    )

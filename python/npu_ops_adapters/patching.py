@@ -1,0 +1,296 @@
+"""Replacing a framework's functions: a patch is data, which one engine applies, checks and undoes.
+
+What a patch replaces is looked up in its module, compared with the signatures that are known, and
+only then touched. Modules that imported the same object by value are given the replacement too.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from npu_ops.core import env, log
+
+Names = tuple[str, ...]
+Place = tuple[Any, str]  # a module or class, and the name of its attribute
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """One replacement.
+
+    target: "module:attribute" or "module:Class.attribute".
+    op: what NPU_OPS_DISABLE calls it.
+    make: called with what is there; returns what takes its place, and falls through to it.
+    why: why the framework's own will not do.
+    signatures: the names of the parameters in every version known; None among them: the attribute
+        may be None. Empty: anything is replaced.
+    versions: of the framework, that it was tested with.
+    remove_when: when this patch can go.
+    rebind: replace it also in modules that imported it by value.
+    note: says more of an applied patch, e.g. a count.
+    """
+
+    target: str
+    op: str
+    make: Callable[[Any], Any]
+    why: str
+    signatures: tuple[Names | None, ...]
+    versions: str
+    remove_when: str
+    rebind: bool = True
+    note: Callable[[], str] | None = None
+
+    @property
+    def module(self) -> str:
+        return self.target.partition(":")[0]
+
+    @property
+    def attribute(self) -> str:
+        return self.target.partition(":")[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """Where one patch stands; see `npu_ops_adapters.plan`, `verify` and `revert`."""
+
+    target: str
+    op: str
+    state: str
+    note: str = ""
+
+
+@dataclasses.dataclass(eq=False)
+class _Applied:
+    patch: Patch
+    owner: Any
+    name: str
+    original: Any
+    replacement: Any
+    had: list[Place]  # who held the replacement before
+    stale: bool = False  # its module ran again, so it has new attributes
+
+    def here(self) -> Any:
+        return vars(self.owner).get(self.name)
+
+    def status(self, state: str) -> Status:
+        note = self.patch.note() if self.patch.note else ""
+        return Status(self.patch.target, self.patch.op, state, note)
+
+
+_applied: list[_Applied] = []
+_lock = threading.RLock()  # modules may be imported by several threads
+
+
+def plan(patches: Iterable[Patch], ready: str | None = None) -> list[Status]:
+    """What `apply` would do with each, and what is applied."""
+    with _lock:
+        patches = {(patch.target, patch.op): patch for patch in patches}
+        rows = [_planned(patch, ready) for patch in patches.values()]
+        return rows + [
+            applied.status("applied")
+            for applied in _live()
+            if (applied.patch.target, applied.patch.op) not in patches
+        ]
+
+
+def apply(patches: Iterable[Patch], ready: str | None = None) -> list[Status]:
+    """Apply those that are not, in order; a refused one does not keep the others from it.
+
+    ready: a module that has run, though Python still marks it as being imported.
+    """
+    with _lock:
+        patches, holders = list(patches), _Holders()
+        refused = {}
+        for patch in patches:
+            row = _planned(patch, ready)
+            if row.state == "apply":
+                row = _try(patch, holders)
+            if row.state.startswith("refused"):
+                refused[patch.target, patch.op] = row
+                log.once(f"{patch.target}: {row.state}")
+        return [refused.get((row.target, row.op), row) for row in plan(patches, ready)]
+
+
+def verify() -> list[Status]:
+    """Whether what was replaced still is."""
+    with _lock:
+        holders = _Holders()
+        top = {(id(applied.owner), applied.name): applied for applied in _live()}
+        return [
+            applied.status(_verified(applied, top[id(applied.owner), applied.name], holders))
+            for applied in _live()
+        ]
+
+
+def revert() -> list[Status]:
+    """Put everything back, the last first."""
+    with _lock:
+        holders = _Holders()
+        return [_revert(_applied.pop(), holders) for _ in range(len(_applied))]
+
+
+def forget(module: str) -> None:
+    """`module` ran again and has new attributes. What others hold of the old can be reverted."""
+    with _lock:
+        for applied in _applied:
+            applied.stale |= applied.patch.module == module
+
+
+def _live() -> Iterator[_Applied]:
+    return (applied for applied in _applied if not applied.stale)
+
+
+def _planned(patch: Patch, ready: str | None) -> Status:
+    for applied in _live():
+        if (applied.patch.target, applied.patch.op) == (patch.target, patch.op):
+            return applied.status("applied")
+    return Status(patch.target, patch.op, _state(patch, ready))
+
+
+def _state(patch: Patch, ready: str | None) -> str:
+    if not env.settings.disable.isdisjoint(("all", patch.op)):
+        return "disabled by NPU_OPS_DISABLE"
+    if not _has_run(patch.module, ready):
+        return "module not imported yet"
+    reason = _why_not(patch)
+    return f"refused: {reason}" if reason else "apply"
+
+
+def _has_run(name: str, ready: str | None) -> bool:
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    return module is not None and (name == ready or not getattr(spec, "_initializing", False))
+
+
+def _locate(patch: Patch) -> Place:
+    *classes, name = patch.attribute.split(".")
+    owner = sys.modules[patch.module]
+    for part in classes:
+        owner = vars(owner)[part]
+    return owner, name
+
+
+def _why_not(patch: Patch) -> str | None:
+    """None, or a sentence on why what is there cannot be replaced."""
+    try:
+        owner, name = _locate(patch)
+        original = vars(owner)[name]
+    except KeyError as missing:
+        return f"{patch.module} has no {missing.args[0]}; it was there in {patch.versions}"
+    if not patch.signatures:
+        return None
+    parameters = _parameters(original)
+    if parameters in patch.signatures:
+        return None
+    expected = " or ".join(_shown(names) for names in patch.signatures)
+    return f"expected {expected} ({patch.versions}), got {_shown(parameters)} of {_whose(original)}"
+
+
+def _parameters(function: Any) -> Names | None:
+    if function is None:
+        return None
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # not callable, or built in
+        return ("?",)
+
+
+def _shown(names: Names | None) -> str:
+    return "None" if names is None else f"({', '.join(names)})"
+
+
+def _whose(value: Any) -> str:
+    module = getattr(value, "__module__", None) or type(value).__module__
+    return f"{module}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def _try(patch: Patch, holders: _Holders) -> Status:
+    """Apply all of a patch or nothing."""
+    owner, name = _locate(patch)
+    original = vars(owner)[name]
+    try:
+        replacement = patch.make(original)
+        had = holders.of(replacement, name)
+        places = [(owner, name), *(holders.of(original, name) if patch.rebind else ())]
+        holders.replace(places, original, replacement)
+    except Exception as error:  # what a framework does to its own modules is not for us to foresee
+        reason = f"refused: it cannot be made: {type(error).__name__}: {error}"
+        return Status(patch.target, patch.op, reason)
+    _applied.append(_Applied(patch, owner, name, original, replacement, had))
+    return _applied[-1].status("applied")
+
+
+def _verified(applied: _Applied, top: _Applied, holders: _Holders) -> str:
+    current = applied.here()
+    if current is not top.replacement:
+        return f"overwritten by {_whose(current)}"
+    captured = _captured(applied, holders)
+    return f"captured too early by {', '.join(captured)}" if captured else "applied"
+
+
+def _captured(applied: _Applied, holders: _Holders) -> list[str]:
+    if not applied.patch.rebind:
+        return []
+    return sorted({module.__name__ for module, _ in holders.of(applied.original, applied.name)})
+
+
+def _revert(applied: _Applied, holders: _Holders) -> Status:
+    """Put the original back wherever the replacement is, also where it was imported from us."""
+    current = applied.here()
+    places = [p for p in holders.of(applied.replacement, applied.name) if p not in applied.had]
+    here = (applied.owner, applied.name)
+    if current is applied.replacement and here not in places:
+        places.append(here)
+    holders.replace(places, applied.replacement, applied.original)
+    ours = current is applied.replacement or applied.stale
+    state = "reverted" if ours else f"overwritten by {_whose(current)}"
+    return Status(applied.patch.target, applied.patch.op, state)
+
+
+class _Holders:
+    """Which modules hold which functions and classes; one sweep, when first asked."""
+
+    @functools.cached_property
+    def _places(self) -> dict[int, list[Place]]:
+        places = collections.defaultdict(list)
+        for module in list(sys.modules.values()):
+            if isinstance(module, types.ModuleType):
+                for name, value in list(vars(module).items()):
+                    # Not isinstance: that asks the object, and some warn or import when asked.
+                    if issubclass(type(value), (types.FunctionType, type)):
+                        places[id(value)].append((module, name))
+        return places
+
+    def of(self, value: Any, name: str) -> list[Place]:
+        """The modules that hold `value`, and under which name.
+
+        What a framework only borrowed (`torch.compile`) is known by `name` alone.
+        """
+        home = getattr(value, "__module__", None) or ""
+        own = home.partition(".")[0] not in ("", "builtins", "torch")
+        return [
+            (module, held)
+            for module, held in self._places.get(id(value), ())
+            if vars(module).get(held) is value and (own or held == name)
+        ]
+
+    def replace(self, places: list[Place], old: Any, new: Any) -> None:
+        """Put `new` in all places; if one refuses, `old` in all."""
+        done = []
+        try:
+            for place in places:
+                setattr(*place, new)
+                done.append(place)
+        except Exception:
+            for place in done:
+                setattr(*place, old)
+            raise
+        self._places[id(new)] += [p for p in places if isinstance(p[0], types.ModuleType)]

@@ -1,0 +1,126 @@
+"""Applies the adapters when a framework is imported; torch calls `install` as it is imported.
+
+An exception here would make `import torch` fail. So this is one file that needs the standard
+library alone, imports the rest of npu-ops only when a watched module has been imported, and turns
+whatever goes wrong into one warning: the framework then runs its own code.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+
+WATCHED = frozenset(
+    {
+        "megatron.core.jit",
+        "megatron.core.fusions.fused_bias_dropout",
+        "megatron.core.models.common.embeddings.rope_utils",
+    }
+)
+
+_logger = logging.getLogger("npu_ops")
+_reported: set[str] = set()
+
+
+def install() -> None:
+    """Watch imports, and apply the adapters to what is imported already. Never raises."""
+    try:
+        # Read here as well as in npu_ops.core.env: this must work when nothing else does.
+        if "all" in os.environ.get("NPU_OPS_DISABLE", "").replace(" ", "").split(","):
+            return
+        watch()
+        if not WATCHED.isdisjoint(sys.modules):
+            import npu_ops_adapters
+
+            npu_ops_adapters.apply()
+    except Exception as error:
+        _report(error)
+
+
+def watch() -> None:
+    """Apply the adapters after each import of a watched module."""
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+def unwatch() -> None:
+    """Undo `watch`."""
+    while _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+
+
+class _Finder:
+    """Finds watched modules by asking the other finders, and gives them a loader that tells us."""
+
+    def __init__(self):
+        self._thread = threading.local()
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname not in WATCHED or getattr(self._thread, "searching", False):
+            return None  # searching: another hook like this one asks us back
+        self._thread.searching = True
+        try:
+            return self._find(fullname, path, target)
+        except Exception as error:
+            _report(error)
+            return None
+        finally:
+            self._thread.searching = False
+
+    def _find(self, fullname, path, target):
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader:
+    """The loader it wraps, until the module runs; then that loader again."""
+
+    def __init__(self, loader):
+        self._loader = loader
+
+    def __getattr__(self, name):
+        if name == "_loader":  # a copy that is not initialised yet
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def create_module(self, spec):
+        create = getattr(self._loader, "create_module", None)
+        return create(spec) if create else None
+
+    def exec_module(self, module):
+        for holder, name in ((module, "__loader__"), (module.__spec__, "loader")):
+            if getattr(holder, name, None) is self:
+                setattr(holder, name, self._loader)
+        self._loader.exec_module(module)
+        _imported(module)
+
+
+def _imported(module) -> None:
+    try:
+        name = module.__name__
+        if sys.modules.get(name) is not module:
+            return  # a private copy made through importlib.util
+        import npu_ops_adapters
+
+        npu_ops_adapters.imported(name)
+    except Exception as error:
+        _report(error)
+
+
+def _report(error: Exception) -> None:
+    sentence = f"npu-ops left the framework as it is: {type(error).__name__}: {error}"
+    if sentence not in _reported:
+        _reported.add(sentence)
+        _logger.warning(sentence)
+
+
+_finder = _Finder()

@@ -1,0 +1,105 @@
+"""A small GPTModel of any megatron-core release, in one process without CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+
+import torch
+
+
+class NoTracker:
+    """In place of the CUDA RNG tracker: dropout then uses the default generator."""
+
+    def fork(self, *args, **kwargs):
+        return contextlib.nullcontext()
+
+    def is_initialized(self):
+        return True
+
+    def add(self, *args, **kwargs):
+        return None
+
+    def get_states(self):
+        return {}
+
+    def set_states(self, states):
+        return None
+
+
+def start() -> None:
+    """A process group of one, and the CPU where Megatron asks for the current CUDA device."""
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    parallel_state.initialize_model_parallel(1, 1)
+    random.initialize_rng_tracker()
+    random._CUDA_RNG_STATE_TRACKER = NoTracker()
+    # Megatron's activation checkpointing saves and restores the CPU's generator and CUDA's.
+    random._get_cuda_rng_state = lambda *args, **kwargs: None
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+def gpt(position: str, **config):
+    """A two-layer GPTModel with rotary embedding on half of each head, in fp32."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(0)
+    settings = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 128,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": torch.float32,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "mrope_section": [2, 1, 1] if position == "mrope" else None,
+    }
+    model = GPTModel(
+        config=TransformerConfig(**(settings | config)),
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=128,
+        max_sequence_length=32,
+        position_embedding_type=position,
+        rotary_percent=0.5,
+    )
+    return randomise_biases(model)
+
+
+def randomise_biases(model):
+    """They start as zeros, which would hide a bias that is lost."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    return model
+
+
+def step(model, batch: int = 2, length: int = 32) -> dict[str, torch.Tensor]:
+    """The loss, and the gradient of every parameter, by name."""
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 128, (batch, length), generator=draw)
+    positions = torch.arange(length).expand(batch, length)
+    if model.config.mrope_section:  # different in each sample and axis, as an image makes them
+        positions = torch.randint(0, length, (3, batch, length), generator=draw)
+    mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+    torch.manual_seed(2)
+    loss = model(tokens, positions, mask, labels=tokens).mean()
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+def call(function, *args, **kwargs):
+    """Call `function` with those keywords that this version of it has."""
+    parameters = inspect.signature(function).parameters
+    return function(*args, **{name: v for name, v in kwargs.items() if name in parameters})

@@ -1,0 +1,268 @@
+"""The import hook: what it may cost, and that nothing it does can break an import."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import logging
+import pathlib
+import pkgutil
+import subprocess
+import sys
+import threading
+
+import npu_ops_adapters
+import npu_ops_autoload
+import pytest
+from conftest import environment
+
+SOURCE = pathlib.Path(npu_ops_autoload.__file__)
+
+
+def python(code: str, *folders, **changes) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(*folders, **changes),
+        capture_output=True,
+        text=True,
+    )
+
+
+# In a process of its own
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """Our hook, with every other module of ours broken, and a framework that is watched."""
+    (tmp_path / SOURCE.name).write_text(SOURCE.read_text())
+    for name in ("npu_ops", "npu_ops_adapters"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('broken')\n")
+    for package in ("megatron", "megatron/core"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "megatron/core/jit.py").write_text("import torch\njit_fuser = torch.compile\n")
+    return tmp_path
+
+
+def test_torch_and_a_framework_import_when_all_else_of_ours_is_broken(broken):
+    done = python(
+        "import sys, torch\n"
+        "assert type(sys.meta_path[0]).__module__ == 'npu_ops_autoload', sys.meta_path\n"
+        "import megatron.core.jit, importlib\n"
+        "assert megatron.core.jit.jit_fuser is torch.compile\n"
+        "importlib.reload(megatron.core.jit)\n",
+        broken,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("npu-ops left the framework as it is: RuntimeError: broken") == 1
+
+
+def test_torch_imports_when_a_watched_module_was_there_before_and_all_else_is_broken(broken):
+    done = python(
+        "import sys, types\n"
+        "sys.modules['megatron.core.jit'] = types.ModuleType('megatron.core.jit')\n"
+        "import torch\n"
+        "print(torch.ones(2).sum().item())\n",
+        broken,
+    )
+    assert (done.returncode, done.stdout) == (0, "2.0\n"), done.stderr
+    assert "RuntimeError: broken" in done.stderr
+
+
+@pytest.mark.parametrize("disable", ["all", "rope, all"])
+def test_disabled_altogether_it_does_not_even_watch(broken, disable):
+    done = python(
+        "import sys, torch, megatron.core.jit\n"
+        "assert not any(type(f).__module__ == 'npu_ops_autoload' for f in sys.meta_path)\n",
+        broken,
+        NPU_OPS_DISABLE=disable,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_it_takes_less_than_5_ms_of_importing_torch():
+    done = python(
+        "import torch, time\n"
+        "start = time.perf_counter()\n"
+        "import npu_ops_autoload\n"
+        "npu_ops_autoload.install()\n"
+        "print(time.perf_counter() - start)\n"
+        "import sys\n"
+        "assert 'npu_ops' not in sys.modules and 'npu_ops_adapters' not in sys.modules\n",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.005
+
+
+def test_it_needs_the_standard_library_alone():
+    done = python("import npu_ops_autoload, sys; assert 'torch' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("first", ["megatron.core.jit", "npu_ops_adapters"])
+def test_applied_by_hand_without_torchs_help(broken, first):
+    """Before the framework is imported or after; only the hook comes from `broken` here."""
+    for name in ("npu_ops", "npu_ops_adapters"):
+        (broken / name / "__init__.py").unlink()
+        (broken / name).rmdir()
+    done = python(
+        f"import {first}, npu_ops_adapters, torch\n"
+        "npu_ops_adapters.apply()\n"
+        "import megatron.core.jit\n"
+        "assert megatron.core.jit.jit_fuser.__name__ == 'npu_ops_leave_uncompiled'\n"
+        "assert npu_ops_adapters.verify()[0].state == 'applied'\n"
+        "npu_ops_adapters.revert()\n"
+        "assert megatron.core.jit.jit_fuser is torch.compile\n",
+        broken,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# The finder, here
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """A module that is watched, and the names that the hook told of."""
+    (tmp_path / "watched_module.py").write_text("value = object()\ndef function(): return value\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(npu_ops_autoload, "WATCHED", frozenset({"watched_module", "watched_late"}))
+    monkeypatch.setattr(npu_ops_autoload, "_reported", set())
+    told = []
+    monkeypatch.setattr(npu_ops_adapters, "imported", told.append)
+    npu_ops_autoload.watch()
+    yield told
+    sys.modules.pop("watched_module", None)
+
+
+def test_it_tells_once_for_each_time_a_module_runs(watched):
+    module = importlib.import_module("watched_module")
+    importlib.import_module("watched_module")
+    assert watched == ["watched_module"]
+    importlib.reload(module)
+    assert watched == ["watched_module"] * 2
+
+
+def test_a_module_looks_as_if_nothing_had_happened(watched):
+    module = importlib.import_module("watched_module")
+    plain = importlib.machinery.SourceFileLoader
+    assert type(module.__loader__) is type(module.__spec__.loader) is plain
+    assert inspect.getsource(module.function).startswith("def function")
+    assert pkgutil.get_data("watched_module", "watched_module.py").startswith(b"value")
+
+
+def test_finding_or_copying_a_module_is_not_importing_it(watched):
+    spec = importlib.util.find_spec("watched_module")
+    assert spec.loader.get_source("watched_module").startswith("value")
+    assert spec.loader.is_package("watched_module") is False
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    assert copy.function() is copy.value
+    assert watched == [] and "watched_module" not in sys.modules
+
+
+def test_pkgutil_walks_as_before(watched, tmp_path):
+    names = [module.name for module in pkgutil.walk_packages([str(tmp_path)])]
+    assert names == ["watched_module"]
+
+
+def test_a_lazy_module_is_told_of_when_it_runs(watched):
+    spec = importlib.util.find_spec("watched_module")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["watched_module"] = module
+    spec.loader.exec_module(module)
+    assert watched == []
+    assert module.function is not None
+    assert watched == ["watched_module"]
+
+
+def test_another_hook_that_asks_all_finders_does_not_recurse(watched):
+    class Other:
+        def find_spec(self, fullname, path=None, target=None):
+            if fullname != "watched_module":
+                return None
+            for finder in sys.meta_path:
+                if finder is not self:
+                    spec = finder.find_spec(fullname, path, target)
+                    if spec:
+                        return spec
+            return None
+
+    sys.meta_path.insert(1, Other())
+    importlib.import_module("watched_module")
+    del sys.modules["watched_module"]
+    sys.meta_path.insert(0, sys.meta_path.pop(1))
+    importlib.import_module("watched_module")
+    assert watched == ["watched_module"] * 2
+
+
+def test_threads_import_it_once(watched):
+    ready = threading.Barrier(8)
+    seen = []
+
+    def work():
+        ready.wait()
+        seen.append(importlib.import_module("watched_module").value)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, seen))) == 1 and len(seen) == 8
+    assert watched == ["watched_module"]
+
+
+def test_a_failure_of_ours_is_said_once_and_the_import_goes_on(watched, monkeypatch, caplog):
+    def fails(name):
+        raise ValueError("of ours")
+
+    monkeypatch.setattr(npu_ops_adapters, "imported", fails)
+    with caplog.at_level(logging.WARNING, logger="npu_ops"):
+        module = importlib.import_module("watched_module")
+        importlib.reload(module)
+    assert module.value is not None
+    assert caplog.messages == ["npu-ops left the framework as it is: ValueError: of ours"]
+
+
+def test_a_failure_of_the_module_is_its_own(watched, tmp_path):
+    (tmp_path / "watched_module.py").write_text("raise KeyError('its own')\n")
+    with pytest.raises(KeyError, match="its own"):
+        importlib.import_module("watched_module")
+    assert watched == [] and "watched_module" not in sys.modules
+
+
+def test_a_failing_finder_fails_as_without_us(watched):
+    class Broken:
+        def find_spec(self, fullname, path=None, target=None):
+            raise OSError("a finder")
+
+    sys.meta_path.insert(1, Broken())
+    with pytest.raises(OSError, match="a finder"):
+        importlib.import_module("watched_module")
+
+
+def test_a_module_that_is_not_there_is_not_there(watched):
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("watched_late")
+
+
+def test_watching_twice_is_watching_once_and_can_be_undone(watched):
+    npu_ops_autoload.watch()
+    assert sys.meta_path.count(npu_ops_autoload._finder) == 1
+    npu_ops_autoload.unwatch()
+    assert npu_ops_autoload._finder not in sys.meta_path
+    importlib.import_module("watched_module")
+    assert watched == []
+
+
+def test_what_is_patched_is_watched():
+    fixed = {patch.module for patch in npu_ops_adapters.patches()}
+    assert fixed == npu_ops_autoload.WATCHED

@@ -1,0 +1,273 @@
+"""The engine that applies patches, on modules made for the purpose."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+from npu_ops_adapters import patching
+from npu_ops_adapters.patching import Patch
+
+from npu_ops.core import env, log
+
+TARGET = "host.maths:double"
+
+
+def double(x, scale=2):
+    return x * scale
+
+
+def made(original):
+    def npu_ops_double(x, scale=2):
+        return ("ours", original(x, scale))
+
+    return npu_ops_double
+
+
+def patch(target=TARGET, make=made, signatures=(("x", "scale"),), op="double", **kwargs) -> Patch:
+    return Patch(
+        target, op, make, why="it is slow", signatures=signatures, versions="host 1 to 3",
+        remove_when="it is fast", **kwargs,
+    )  # fmt: skip
+
+
+def state(rows, target=TARGET):
+    (found,) = [row.state for row in rows if row.target == target]
+    return found
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A framework: `host.maths` defines, `host.model` imports by value."""
+    maths, model = types.ModuleType("host.maths"), types.ModuleType("host.model")
+    maths.double = types.FunctionType(double.__code__, {}, "double", (2,))
+    maths.double.__module__ = "host.maths"
+    maths.slot = None
+    model.twice = maths.double
+
+    class Layer:
+        def forward(self, x):
+            return x
+
+        @staticmethod
+        def norm(x):
+            return x
+
+    maths.Layer = Layer
+    for module in (maths, model):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(log, "_said", set())
+    yield types.SimpleNamespace(maths=maths, model=model, double=maths.double)
+    patching.revert()
+    assert patching._applied == []
+
+
+def test_nothing_is_planned_for_a_module_that_is_not_imported():
+    rows = patching.apply([patch("host.elsewhere:double")])
+    assert [row.state for row in rows] == ["module not imported yet"]
+    assert "host.elsewhere" not in sys.modules
+
+
+def test_a_module_that_is_being_imported_waits(host):
+    host.maths.__spec__ = types.SimpleNamespace(_initializing=True)
+    assert state(patching.apply([patch()])) == "module not imported yet"
+    assert state(patching.apply([patch()], ready="host.maths")) == "applied"
+
+
+def test_plan_apply_verify_revert(host):
+    assert state(patching.plan([patch()])) == "apply"
+    assert host.maths.double is host.double
+    assert state(patching.apply([patch()])) == "applied"
+    assert state(patching.plan([patch()])) == "applied"
+    assert host.maths.double(4) == ("ours", 8)
+    assert host.maths.double.__name__ == "npu_ops_double"
+    assert host.model.twice is host.maths.double  # imported by value, under another name
+    assert state(patching.verify()) == "applied"
+    assert state(patching.revert()) == "reverted"
+    assert host.maths.double is host.model.twice is host.double
+    assert patching.verify() == [] and patching.revert() == []
+
+
+def test_applied_twice_is_applied_once(host):
+    patching.apply([patch()])
+    ours = host.maths.double
+    assert state(patching.apply([patch()])) == "applied"
+    assert host.maths.double is ours and len(patching.verify()) == 1
+
+
+def test_an_applied_patch_that_is_no_longer_listed_is_still_planned(host):
+    patching.apply([patch()])
+    assert state(patching.plan([])) == "applied"
+
+
+@pytest.mark.parametrize("disable", ["double", "all"])
+def test_a_disabled_op_is_left_alone(host, disable):
+    with env.override(disable=frozenset({disable})):
+        assert state(patching.apply([patch()])) == "disabled by NPU_OPS_DISABLE"
+    assert host.maths.double is host.double
+
+
+def test_an_unknown_signature_is_refused_with_a_sentence_and_the_others_applied(host, caplog):
+    host.maths.other = lambda y, *rest: y
+    other = patch("host.maths:other", signatures=(("x",), ("x", "scale")))
+    for _ in range(2):
+        rows = patching.apply([other, patch()])
+        assert state(rows, "host.maths:other") == (
+            "refused: expected (x) or (x, scale) (host 1 to 3), got (y, rest) of test_patching."
+            "test_an_unknown_signature_is_refused_with_a_sentence_and_the_others_applied.<locals>."
+            "<lambda>"
+        )
+        assert state(rows) == "applied"
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("host.maths:other: refused")
+
+
+def test_a_renamed_function_is_refused(host):
+    del host.maths.double
+    sentence = "refused: host.maths has no double; it was there in host 1 to 3"
+    assert state(patching.apply([patch()])) == sentence
+    assert not hasattr(host.maths, "double")
+    gone = patch("host.maths:Gone.method")
+    assert state(patching.plan([gone]), gone.target).startswith("refused: host.maths has no Gone")
+
+
+def test_what_is_not_a_function_is_refused(host):
+    host.maths.double = 3
+    assert state(patching.plan([patch()])).endswith("got (?) of builtins.int")
+
+
+def test_an_empty_slot_is_filled_where_that_is_expected(host):
+    fill = patch("host.maths:slot", lambda original: double, signatures=(None, ("x",)))
+    assert state(patching.plan([patch("host.maths:slot")]), "host.maths:slot") == (
+        "refused: expected (x, scale) (host 1 to 3), got None of builtins.NoneType"
+    )
+    host.model.slot = None  # not what `host.maths` defined: left alone
+    assert state(patching.apply([fill]), "host.maths:slot") == "applied"
+    assert host.maths.slot is double and host.model.slot is None
+    patching.revert()
+    assert host.maths.slot is None
+
+
+def test_a_borrowed_object_is_replaced_by_name_alone(host):
+    """As `jit_fuser`, which is torch.compile: other names of that are not ours to change."""
+    import torch
+
+    host.maths.fuser = host.model.fuser = host.model.compile = torch.compile
+    fuser = patch("host.maths:fuser", lambda original: double, signatures=())
+    patching.apply([fuser])
+    assert host.maths.fuser is host.model.fuser is double
+    assert host.model.compile is torch.compile is not double
+    patching.revert()
+    assert host.maths.fuser is host.model.fuser is torch.compile
+
+
+def test_importers_are_left_alone_without_rebind(host):
+    patching.apply([patch(rebind=False)])
+    assert host.model.twice is host.double is not host.maths.double
+    assert state(patching.verify()) == "applied"
+
+
+def test_methods_and_static_methods_come_back_as_they_were(host):
+    before = dict(vars(host.maths.Layer))
+    targets = ("host.maths:Layer.forward", "host.maths:Layer.norm")
+    methods = [
+        patch(
+            targets[0], lambda original: lambda self, x: ("ours", x), signatures=(("self", "x"),)
+        ),
+        patch(targets[1], lambda original: staticmethod(lambda x: ("ours", x)), signatures=()),
+    ]
+    patching.apply(methods)
+    layer = host.maths.Layer()
+    assert layer.forward(1) == layer.norm(1) == ("ours", 1)
+    patching.revert()
+    assert all(vars(host.maths.Layer)[name] is value for name, value in before.items())
+
+
+def test_a_patch_is_applied_completely_or_not_at_all(host, monkeypatch):
+    class Stubborn(types.ModuleType):
+        def __setattr__(self, name, value):
+            raise AttributeError("frozen")
+
+    frozen = Stubborn("host.frozen")
+    vars(frozen)["double"] = host.double
+    monkeypatch.setitem(sys.modules, "host.frozen", frozen)
+    rows = patching.apply([patch()])
+    assert state(rows) == "refused: it cannot be made: AttributeError: frozen"
+    assert host.maths.double is host.model.twice is frozen.double is host.double
+    assert patching.verify() == []
+
+
+def test_a_factory_that_fails_refuses_its_patch_alone(host):
+    def fails(original):
+        raise RuntimeError("no such rule")
+
+    other = patch("host.maths:Layer.forward", made, signatures=())
+    rows = patching.apply([patch(make=fails), other])
+    assert state(rows) == "refused: it cannot be made: RuntimeError: no such rule"
+    assert state(rows, other.target) == "applied"
+    assert host.maths.double is host.double
+
+
+def test_two_ops_may_share_a_target(host):
+    inner, outer = patch(op="inner"), patch(op="outer", make=wrapping)
+    patching.apply([inner, outer])
+    assert host.maths.double(1) == ("outer", ("ours", 2))
+    assert [row.state for row in patching.verify()] == ["applied", "applied"]
+    patching.revert()
+    assert host.maths.double is host.model.twice is host.double
+
+
+def wrapping(original):
+    def npu_ops_outer(x, scale=2):
+        return ("outer", original(x, scale))
+
+    return npu_ops_outer
+
+
+def test_verify_says_who_overwrote_and_who_was_too_early(host, monkeypatch):
+    patching.apply([patch()])
+    late = types.ModuleType("host.late")
+    late.kept = host.double
+    monkeypatch.setitem(sys.modules, "host.late", late)
+    assert state(patching.verify()) == "captured too early by host.late"
+    host.maths.double = double
+    assert state(patching.verify()) == "overwritten by test_patching.double"
+    assert state(patching.revert()) == "overwritten by test_patching.double"
+    assert host.maths.double is double  # someone's decision, and not ours to undo
+    assert host.model.twice is host.double
+
+
+def test_who_imported_ours_gets_the_original_back(host, monkeypatch):
+    patching.apply([patch()])
+    late = types.ModuleType("host.late")
+    late.kept = host.maths.double
+    monkeypatch.setitem(sys.modules, "host.late", late)
+    patching.revert()
+    assert late.kept is host.double
+
+
+def test_a_replacement_that_had_another_name_before_keeps_it(host):
+    """Unwrapping puts a function where its wrapper was; it may have been elsewhere on its own."""
+    host.model.plain = double
+    patching.apply([patch(make=lambda original: double)])
+    assert host.maths.double is double
+    patching.revert()
+    assert host.maths.double is host.double and host.model.plain is double
+
+
+def test_a_module_that_ran_again_is_patched_again(host):
+    patching.apply([patch()])
+    first = host.maths.double
+    host.maths.double = again = types.FunctionType(double.__code__, {}, "double", (2,))
+    again.__module__ = "host.maths"
+    patching.forget("host.maths")
+    assert state(patching.apply([patch()])) == "applied"
+    assert host.maths.double is not first and host.model.twice is first
+    assert [row.state for row in patching.revert()] == ["reverted", "reverted"]
+    assert host.maths.double is again and host.model.twice is host.double
+
+
+def test_a_note_is_shown(host):
+    assert [row.note for row in patching.apply([patch(note=lambda: "3 functions")])] == [
+        "3 functions"
+    ]

@@ -1,0 +1,208 @@
+"""The rules of the house: where things are, and which way imports flow."""
+
+import ast
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+import npu_ops
+from npu_ops.core.registry import Table
+
+ROOT = pathlib.Path(__file__).parents[1]
+OPS = sorted(p.parent.name for p in ROOT.glob("npu_ops/ops/*/__init__.py"))
+ABOVE = {  # what a tree may not import
+    "npu_ops": {"npu_ops_adapters", "npu_ops_emulator", "npu_ops_autoload", "tests", "benchmarks"},
+    "python": {"tests", "benchmarks"},
+}
+FRAMEWORKS = {"megatron", "mindspeed", "sglang", "transformers", "fla", "vllm"}
+LAZY = {"torch_npu", "triton"}
+
+
+def files(pattern):
+    return sorted(ROOT.glob(pattern))
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+def imports(path):
+    """The modules that a Python file imports: (line, name, whether at its top level)."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, node in tree.body) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{relative(path)}:{node.lineno}: a relative import"
+            yield node.lineno, node.module, node in tree.body
+
+
+def test_there_are_ops():
+    assert {"bias_dropout_add", "rope", "mrope"} <= set(OPS)
+
+
+# Where things are
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", ["__init__", "op", "reference", "triton_ascend", "cases"])
+def test_an_op_has_its_files(op, name):
+    folder = ROOT / "npu_ops" / "ops" / op
+    assert (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_has_a_native_kernel_a_test_and_a_benchmark(op):
+    for path in (f"csrc/{op}/{op}_cpu.cpp", f"tests/ops/test_{op}.py", f"benchmarks/bench_{op}.py"):
+        assert (ROOT / path).exists(), path
+
+
+def test_no_native_kernel_belongs_to_an_op_that_is_not_there():
+    assert {p.relative_to(ROOT / "csrc").parts[0] for p in files("csrc/**/*_cpu.cpp")} == set(OPS)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_exports_its_public_functions(op):
+    exported = __import__(f"npu_ops.ops.{op}", fromlist=["__all__"]).__all__
+    assert exported
+    for name in exported:
+        assert getattr(npu_ops, name).__doc__.count("\n") > 5, (
+            f"{name}: shapes, dtypes, errors, source"
+        )
+
+
+def test_implementations_have_the_houses_names():
+    names = {"ascendc", "aclnn", "triton_ascend", "cpu", "reference"}
+    for table in Table.tables.values():
+        assert {i.name for i in table.implementations} <= names
+        assert table.implementations[-1].name == "reference"
+
+
+# Native code
+
+
+@pytest.mark.parametrize("path", files("csrc/*/*_cpu.cpp"), ids=relative)
+def test_native_code_implements_and_defines_no_schema(path):
+    text = path.read_text()
+    assert len(re.findall(r"\bSTABLE_TORCH_LIBRARY_IMPL\(npu_ops, \w+, m\)", text)) == 1
+    assert not re.search(
+        r"\b(STABLE_)?TORCH_LIBRARY(_FRAGMENT)?\(|\bm\.def\(|PyInit|PYBIND11", text
+    )
+
+
+@pytest.mark.parametrize("path", [*files("csrc/**/*.cpp"), *files("csrc/**/*.h")], ids=relative)
+def test_native_includes_flow_one_way(path):
+    """What is included lies in csrc, and common knows none of the rest."""
+    for header in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.M):
+        assert ".." not in header
+        assert (ROOT / "csrc" / header).exists() or (path.parent / header).exists(), header
+        assert path.parent.name != "common" or header.startswith("common/")
+
+
+@pytest.mark.parametrize(
+    "path", [p for op in [*OPS, "common"] for p in files(f"csrc/{op}/*")], ids=relative
+)
+def test_kernels_use_torchs_stable_abi_alone(path):
+    """And the arithmetic in common no torch at all."""
+    for header in re.findall(
+        r"^\s*#\s*include\s*<((?:torch|ATen|c10)/[^>]+)>", path.read_text(), re.M
+    ):
+        assert header.startswith(("torch/csrc/stable/", "torch/headeronly/"))
+        assert path.name not in ("vec.h", "philox.h")
+
+
+# Python
+
+
+@pytest.mark.parametrize("tree", ABOVE)
+def test_imports_flow_one_way(tree):
+    for path in files(f"{tree}/**/*.py"):
+        for line, module, _ in imports(path):
+            assert module.partition(".")[0] not in ABOVE[tree], f"{relative(path)}:{line}: {module}"
+
+
+@pytest.mark.parametrize("part", ["core", "ops"])
+def test_the_library_knows_no_framework(part):
+    for path in files(f"npu_ops/{part}/**/*.py"):
+        for line, module, _ in imports(path):
+            assert module.partition(".")[0] not in FRAMEWORKS, f"{relative(path)}:{line}: {module}"
+
+
+def test_vendor_packages_are_imported_where_they_are_used():
+    """At the top of a file only in the kernels that are loaded when first chosen."""
+    for path in [
+        *files("npu_ops/*.py"),
+        *files("npu_ops/core/*.py"),
+        *files("npu_ops/ops/**/*.py"),
+    ]:
+        if "triton_ascend" in relative(path):
+            continue
+        for line, module, top in imports(path):
+            assert not (top and module.partition(".")[0] in LAZY), (
+                f"{relative(path)}:{line}: {module}"
+            )
+
+
+def test_core_does_not_know_the_ops():
+    for path in files("npu_ops/core/*.py"):
+        for line, module, _ in imports(path):
+            assert not module.startswith("npu_ops.ops"), f"{relative(path)}:{line}: {module}"
+
+
+def reads_environment(path):
+    """The lines of a file that touch os.environ or os.getenv."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in (
+            "environ",
+            "getenv",
+            "environb",
+            "putenv",
+        ):
+            yield node.lineno
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            yield node.lineno
+
+
+def test_the_environment_is_read_in_one_place():
+    readers = {
+        relative(path)
+        for path in [*files("npu_ops/core/*.py"), *files("npu_ops/ops/**/*.py")]
+        if list(reads_environment(path))
+    }
+    assert readers == {"npu_ops/core/env.py"}
+
+
+def test_custom_op_is_not_used():
+    """It costs four times a `Library.define`."""
+    for path in files("npu_ops/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            used = isinstance(node, ast.Attribute) and node.attr == "custom_op"
+            assert not used, f"{relative(path)}:{node.lineno}"
+
+
+# Text
+
+
+def text_files():
+    """What is committed, or would be."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for name in listed.stdout.splitlines():
+        content = (ROOT / name).read_bytes() if (ROOT / name).is_file() else b"\0"
+        if b"\0" not in content:
+            yield name, content.decode()
+
+
+def test_no_file_names_a_folder_of_one_machine():
+    own = re.compile(r"(?<![\w.}/])/(home|root|work|tmp|Users|mnt|data|scratch)/[\w.]|\b[C-Z]:\\\w")
+    found = [
+        f"{name}:{number}: {line.strip()[:80]}"
+        for name, text in text_files()
+        for number, line in enumerate(text.splitlines(), 1)
+        if own.search(line)
+    ]
+    assert found == []
