@@ -20,7 +20,10 @@ $(VENV)/ready: $(VENV)/torch pyproject.toml setup.py $(SOURCES)
 	$(BIN)/python tests/adapters/fetch_megatron.py
 	@touch $@
 
-demo: $(VENV)/ready .cache/megatron/ready
+.cache/megatron/0.16.1: $(VENV)/ready
+	$(BIN)/python tests/adapters/fetch_megatron.py 0.16.1
+
+demo: $(VENV)/ready .cache/megatron/0.16.1
 	$(BIN)/npu-ops demo --output report
 
 # The tests are many small tensors: two processes of one thread beat one of two threads.

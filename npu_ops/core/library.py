@@ -7,6 +7,7 @@ every operator. The native library adds CPU kernels to them (`TORCH_LIBRARY_IMPL
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import pathlib
 
@@ -69,6 +70,14 @@ def is_plain(*tensors: torch.Tensor) -> bool:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@functools.cache
+def triton_why_not() -> str | None:
+    """None, or a sentence on why there are no Triton kernels. Does not import triton."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (for Ascend: pip install triton-ascend)"
+    return None
 
 
 @functools.cache

@@ -199,10 +199,12 @@ def _git() -> str:
     return result.stdout.strip()
 
 
-def write(rows: list[dict], path: pathlib.Path) -> None:
-    """Write rows as CSV."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write(rows: list[dict], folder: pathlib.Path) -> pathlib.Path:
+    """Write rows to <device>.csv; devices never share a file."""
+    path = folder / f"{rows[0]['device']}.csv"
+    folder.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
         writer.writerows(rows)
+    return path

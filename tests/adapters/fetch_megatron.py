@@ -1,6 +1,6 @@
 """Downloads the megatron-core releases that the adapters are tested with into .cache/megatron.
 
-python tests/adapters/fetch_megatron.py
+python tests/adapters/fetch_megatron.py [VERSION...]
 """
 
 from __future__ import annotations
@@ -48,5 +48,5 @@ def fetch(version: str) -> None:
 
 
 if __name__ == "__main__":
-    for version in VERSIONS:
+    for version in sys.argv[1:] or VERSIONS:
         fetch(version)

@@ -20,6 +20,10 @@ def _kernel_why_not(*tensors) -> str | None:
     return None
 
 
+def _triton_why_not(*tensors) -> str | None:
+    return library.triton_why_not() or _kernel_why_not(*tensors)
+
+
 def _cpu_why_not(*tensors) -> str | None:
     return library.build_info()["why_not"] or _kernel_why_not(*tensors)
 
@@ -49,7 +53,7 @@ forward_table = Table(
             "triton_ascend",
             from_module(f"{_TRITON}:bias_dropout_add"),
             frozenset({"npu", "cuda"}),
-            lambda x, bias, residual, rng_state, p, out: _kernel_why_not(x, bias, residual, out),
+            lambda x, bias, residual, rng_state, p, out: _triton_why_not(x, bias, residual, out),
         ),
         Implementation(
             "cpu",
@@ -71,7 +75,7 @@ backward_table = Table(
             "triton_ascend",
             from_module(f"{_TRITON}:bias_dropout_add_backward"),
             frozenset({"npu", "cuda"}),
-            lambda grad, rng_state, p, grad_x, grad_bias: _kernel_why_not(grad, grad_x),
+            lambda grad, rng_state, p, grad_x, grad_bias: _triton_why_not(grad, grad_x),
         ),
         Implementation(
             "cpu",

@@ -29,7 +29,7 @@ table = Table(
             "triton_ascend",
             from_module("npu_ops.ops.mrope.triton_ascend:mrope"),
             frozenset({"npu", "cuda"}),
-            lambda q, k, cos, sin, *rest: rope.kernel_why_not(q, k, cos, sin),
+            rope.triton_why_not,
         ),
         Implementation(
             "cpu",

@@ -28,6 +28,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def triton_why_not(q, k, cos, sin, *rest) -> str | None:
+    """`kernel_why_not`, and whether Triton is there."""
+    return library.triton_why_not() or kernel_why_not(q, k, cos, sin)
+
+
 def cpu_why_not(q, k, cos, sin, *rest) -> str | None:
     """`kernel_why_not`, and whether the native library is there."""
     return library.build_info()["why_not"] or kernel_why_not(q, k, cos, sin)
@@ -51,7 +56,7 @@ table = Table(
             "triton_ascend",
             from_module("npu_ops.ops.rope.triton_ascend:rope"),
             frozenset({"npu", "cuda"}),
-            lambda q, k, cos, sin, *rest: kernel_why_not(q, k, cos, sin),
+            triton_why_not,
         ),
         Implementation(
             "cpu",

@@ -1,0 +1,167 @@
+"""The command `npu-ops`."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import npu_ops
+
+app = typer.Typer(
+    help="Operators for Qwen3-VL, Qwen3-Next and Qwen3.5 class models on Ascend NPUs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+# The rest of the line goes to a parser of its own.
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+Ops = Annotated[list[str] | None, typer.Argument(help="Some ops; default: all.")]
+
+
+def version(wanted: bool) -> None:
+    if wanted:
+        console.print(npu_ops.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=version, is_eager=True)] = False,
+) -> None:
+    """Nothing of its own."""
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """What this machine has, which implementation each op takes and why, what is patched."""
+    from npu_ops.tools import doctor
+
+    found = doctor.collect()
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        doctor.show(found, console)
+
+
+@app.command("list")
+def list_ops() -> None:
+    """The ops, their public functions and their implementations."""
+    from npu_ops.tools import where
+
+    for op, functions in where.ops().items():
+        console.print(f"[bold]{op}[/] ({', '.join(where.implementations(op))})")
+        for function in functions:
+            summary = getattr(npu_ops, function).__doc__.partition("\n")[0]
+            console.print(f"  {function}: {summary}", highlight=False)
+
+
+@app.command()
+def where(op: Annotated[str, typer.Argument(help="An op or one of its functions.")]) -> None:
+    """Where an op is: definition, kernels, tests, benchmark, adapters."""
+    from npu_ops.tools import where
+
+    try:
+        found = where.where(op)
+    except ValueError as error:
+        fail(error)
+    for what, paths in found.items():
+        for path in paths:
+            print(f"{what:16}{path.relative_to(where.ROOT)}")
+
+
+@app.command()
+def demo(
+    output: Annotated[pathlib.Path, typer.Option(help="Folder of the report.")] = pathlib.Path(
+        "report"
+    ),
+    megatron: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Folder that megatron-core is in, if it is not installed."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=10, help="Training steps.")] = 30,
+    seeds: Annotated[int, typer.Option(min=2, help="Runs with dropout, each with its seed.")] = 4,
+) -> None:
+    """Train a real megatron-core model without and with npu-ops, and compare."""
+    from npu_ops.tools import demo
+
+    try:
+        passed = demo.run(output, megatron, steps, seeds, console)
+    except (FileNotFoundError, ImportError, RuntimeError) as error:
+        fail(error)
+    raise typer.Exit(0 if passed else 1)
+
+
+@app.command()
+def bench(
+    ops: Ops = None,
+    output: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Folder for the CSV, named after the device."),
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Few small cases.")] = False,
+    device: str = "cpu",
+) -> None:
+    """Time the ops against what they replace, after checking that they are right."""
+    from npu_ops.tools import bench
+
+    try:
+        rows = bench.run(ops, quick, device, report=show_row)
+    except (FileNotFoundError, ValueError, AssertionError) as error:
+        fail(error)
+    if output:
+        path = bench.write(rows, output)
+        console.print(f"{len(rows)} rows in {path}")
+
+
+def show_row(row: dict) -> None:
+    print(
+        f"{row['op']:17}{row['case']:24}{row['mode']:24}{row['dtype']:10}{row['impl']:10}"
+        f"{row['ms_p50']:>10} ms {row['gbps']:>7} GB/s {row['speedup']:>8} x {row['ref_impl']}",
+        flush=True,
+    )
+
+
+@app.command()
+def report(
+    csv: Annotated[list[pathlib.Path], typer.Argument(help="What `npu-ops bench` wrote.")],
+    output: Annotated[pathlib.Path, typer.Option(help="Folder of the report.")] = pathlib.Path(
+        "report"
+    ),
+) -> None:
+    """Make a page of benchmark results."""
+    from npu_ops.tools import report
+
+    try:
+        path = report.write(output, timings=[report.read_timings(path) for path in csv])
+    except (FileNotFoundError, ImportError, ValueError) as error:
+        fail(error)
+    console.print(f"written: {path}")
+
+
+@app.command(context_settings=PASSED_ON)
+def compile(context: typer.Context) -> None:
+    """Compile the Triton kernels with the vendor's compiler and check what it made of them."""
+    from npu_ops.tools import compile
+
+    raise typer.Exit(compile.main(context.args))
+
+
+def fail(error: Exception) -> None:
+    """Say what is wrong in one line, and end."""
+    print(f"npu-ops: {error}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def main() -> None:
+    """The entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

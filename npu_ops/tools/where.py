@@ -1,0 +1,56 @@
+"""Where everything about an op is: the path is the documentation."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+
+import npu_ops
+from npu_ops.core.registry import Table
+
+ROOT = pathlib.Path(npu_ops.__file__).parent.parent
+
+# What is there of an op, and its place from the root of the repository.
+PLACES = {
+    "public function": "npu_ops/ops/{op}/__init__.py",
+    "torch operator": "npu_ops/ops/{op}/op.py",
+    "definition": "npu_ops/ops/{op}/reference.py",
+    "Triton kernel": "npu_ops/ops/{op}/triton_ascend.py",
+    "CPU kernel": "csrc/{op}/{op}_cpu.cpp",
+    "AscendC kernel": "csrc/{op}/{op}_ascendc.cpp",
+    "cases": "npu_ops/ops/{op}/cases.py",
+    "tests": "tests/ops/test_{op}.py",
+    "benchmark": "benchmarks/bench_{op}.py",
+    "adapter": "python/npu_ops_adapters/*/{op}.py",
+}
+
+
+def ops() -> dict[str, list[str]]:
+    """The public functions of each op."""
+    names = sorted(path.parent.name for path in (ROOT / "npu_ops/ops").glob("*/op.py"))
+    return {name: importlib.import_module(f"npu_ops.ops.{name}").__all__ for name in names}
+
+
+def implementations(op: str) -> list[str]:
+    """The implementations of an op, in the order they are tried."""
+    return [implementation.name for implementation in Table.tables[op].implementations]
+
+
+def resolve(name: str) -> str:
+    """The op that `name` is, or whose public function it is.
+
+    Raises:
+        ValueError: there is none.
+    """
+    known = ops()
+    for op, functions in known.items():
+        if name == op or name in functions:
+            return op
+    raise ValueError(f"op: got {name!r}, needs one of {', '.join(known)} or of their functions")
+
+
+def where(name: str) -> dict[str, list[pathlib.Path]]:
+    """What there is of an op, and in which files; an installed package has fewer than a clone."""
+    op = resolve(name)
+    found = {what: sorted(ROOT.glob(place.format(op=op))) for what, place in PLACES.items()}
+    return {what: paths for what, paths in found.items() if paths}

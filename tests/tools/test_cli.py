@@ -1,0 +1,134 @@
+"""The command, as a user types it."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import npu_ops
+from npu_ops.tools import where
+from npu_ops.tools.cli import app
+
+MEGATRON = where.ROOT / ".cache" / "megatron" / "0.16.1"
+
+
+def call(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def command(*arguments, code=0, **changes):
+    """In a process of its own, for what changes a process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "npu_ops", *map(str, arguments)],
+        env=os.environ | changes,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_version():
+    assert call("--version").strip() == npu_ops.__version__
+
+
+def test_list_has_every_op_and_function():
+    listed = call("list")
+    for op, functions in where.ops().items():
+        assert f"{op} (triton_ascend, cpu, reference)" in listed
+        assert all(f"  {function}: " in listed for function in functions)
+
+
+@pytest.mark.parametrize("name", ["mrope", "apply_multimodal_rotary_pos_emb"])
+def test_where(name):
+    rows = dict(line.rsplit(maxsplit=1) for line in call("where", name).splitlines())
+    assert rows["definition"] == "npu_ops/ops/mrope/reference.py"
+    assert rows["CPU kernel"] == "csrc/mrope/mrope_cpu.cpp"
+    assert rows["adapter"] == "python/npu_ops_adapters/megatron/mrope.py"
+    assert all((where.ROOT / path).exists() for path in rows.values())
+
+
+def test_where_of_something_else():
+    assert "op: got 'nope', needs one of bias_dropout_add, mrope" in command(
+        "where", "nope", code=2
+    )
+
+
+def test_doctor_says_what_takes_each_op_and_what_is_patched():
+    found = json.loads(command("doctor", "--json", PYTHONPATH=str(MEGATRON)))
+    taken = {
+        (row["op"], row["device"]): row["implementation"]
+        for row in found["implementations"]
+        if row["why_not"] is None
+    }
+    native = "cpu" if npu_ops.build_info()["native"] else "reference"
+    for op in where.ops():
+        assert taken[op, "cpu"] == native
+        assert taken[op, "npu"] == "triton_ascend"
+    assert {row["state"] for row in found["patches"]} == {"applied"}
+    assert {row["op"] for row in found["patches"]} == {*where.ops(), "jit_fuser"}
+    assert found["packages"]["torch"] == torch.__version__
+
+
+def test_doctor_without_frameworks():
+    shown = command("doctor", COLUMNS="200")
+    assert "megatron is not installed" in shown and "takes it" in shown
+
+
+def test_doctor_shows_a_framework_that_does_not_import(tmp_path):
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("raise RuntimeError('half installed')")
+    found = json.loads(command("doctor", "--json", PYTHONPATH=str(tmp_path)))
+    states = {row["state"] for row in found["patches"]}
+    assert states == {"it does not import: RuntimeError: half installed"}
+
+
+def test_bench_then_report(tmp_path):
+    shown = call("bench", "rope", "select", "--quick", "--output", tmp_path)
+    assert "rows in" in shown and "GB/s" in shown
+    page = report_of(tmp_path / "cpu.csv", tmp_path)
+    assert "Kernel timings: cpu.csv" in page and "<svg" in page and "npu-ops bench" not in page[:50]
+
+
+def report_of(csv, folder):
+    call("report", csv, "--output", folder)
+    return (folder / "index.html").read_text()
+
+
+def test_bench_of_something_else():
+    assert "ops: got ['nope'], needs some of" in command("bench", "nope", code=2)
+
+
+def test_report_of_something_else(tmp_path):
+    assert "No such file" in command("report", tmp_path / "no.csv", code=2)
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    assert "needs a bench CSV" in command("report", tmp_path / "other.csv", code=2)
+
+
+def test_demo_trains_and_compares(tmp_path):
+    shown = command(
+        *("demo", "--output", tmp_path, "--megatron", MEGATRON, "--steps", 10, "--seeds", 2),
+        COLUMNS="200",
+    )
+    for check in ("took part on one side only", "loss decreases", "equal without", "alike with"):
+        assert f"{check}" in shown
+    assert shown.count("yes ") == 4 and "NO " not in shown
+    page = pathlib.Path(tmp_path, "index.html").read_text()
+    assert page.count("<svg") >= 3 and "megatron-core 0.16.1" in page
+
+
+def test_demo_without_megatron(tmp_path):
+    error = command("demo", "--megatron", tmp_path, code=2)
+    assert "megatron: got" in error and "pip install --no-deps" in error
+
+
+def test_compile_passes_its_arguments_on():
+    assert "--soc" in command("compile", "--help")

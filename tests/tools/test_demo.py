@@ -1,0 +1,75 @@
+"""What the demo trains on, and that its comparison can fail."""
+
+import pytest
+import torch
+from transformers import Qwen3VLConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+
+from npu_ops.tools import demo, demo_data
+from npu_ops.tools.demo import Side
+
+FALLING = [3.0 - 0.1 * step for step in range(20)]
+
+
+def side(*losses, patches=1, calls=4):
+    return Side(
+        [list(run) for run in losses],
+        {
+            "patches": [{"op": "rope", "state": "applied"}] * patches,
+            "operators": {"npu_ops::rope": calls} if calls else {},
+        },
+    )
+
+
+def shifted(*by):
+    return [[loss + offset for loss in FALLING] for offset in by]
+
+
+ALONE = side(FALLING, *shifted(0.0, 0.01, -0.01, 0.005), patches=0, calls=0)
+
+
+def test_equal_sides_pass():
+    ours = side(FALLING, *shifted(0.002, 0.012, -0.012, 0.004))
+    assert all(check.passed for check in demo.compare(ALONE, ours))
+
+
+@pytest.mark.parametrize(
+    "ours, failing",
+    [
+        (side(FALLING, *shifted(0, 0, 0.01, 0), calls=0), "npu-ops took part on one side only"),
+        (side(FALLING, *shifted(0, 0, 0.01, 0), patches=0), "npu-ops took part on one side only"),
+        (side(FALLING, FALLING[::-1], *shifted(0, 0, 0)), "the loss decreases in every run"),
+        (side(*shifted(0.001), *shifted(0, 0, 0.01, 0)), "equal without dropout"),
+        (side(FALLING, *shifted(0.5, 0.51, 0.49, 0.5)), "alike with dropout 0.1"),
+    ],
+)
+def test_different_sides_fail(ours, failing):
+    assert failing in [check.name for check in demo.compare(ALONE, ours) if not check.passed]
+
+
+def test_positions_are_qwen3_vls():
+    """Against transformers, which numbers tokens of a real prompt with one image."""
+    config = Qwen3VLConfig()
+    config.vision_config.spatial_merge_size = 1
+    grid, text = torch.full((3, 5), demo_data.FIRST_COLOUR), torch.arange(7)
+    tokens, positions = demo_data.prompt(grid, text)
+    types = (tokens >= demo_data.FIRST_COLOUR).int()[None]
+    model = Qwen3VLModel.__new__(Qwen3VLModel)
+    torch.nn.Module.__init__(model)
+    model.config = config
+    expected, _ = model.get_rope_index(
+        tokens[None], mm_token_type_ids=types, image_grid_thw=torch.tensor([[1, 3, 5]])
+    )
+    assert torch.equal(positions, expected[:, 0])
+
+
+def test_batches_are_reproducible_and_differ_from_sample_to_sample():
+    first, again = (demo_data.batches(2, 3, 400, seed=5) for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert first["tokens"].shape == (2, 3, 401) and first["positions"].shape == (2, 3, 3, 400)
+    assert int(first["tokens"].max()) < demo_data.VOCABULARY
+    samples = first["positions"].transpose(1, 2).flatten(0, 1)
+    assert len({tuple(sample.flatten().tolist()) for sample in samples}) > 1
+    picture = first["tokens"][..., :-1] >= demo_data.FIRST_COLOUR
+    rows = first["positions"].transpose(1, 2)[picture[:, :, None].expand(-1, -1, 3, -1)]
+    assert picture.any() and rows.numel() == 3 * int(picture.sum())
