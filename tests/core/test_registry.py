@@ -288,6 +288,17 @@ def test_every_public_operator_can_be_explained(registered):
 
 
 @PUBLIC
+def test_without_triton_the_reason_is_a_sentence(registered, monkeypatch, name):
+    """Instead of an ImportError when the kernel is launched."""
+    sentence = "triton is not installed (for Ascend: pip install triton-ascend)"
+    monkeypatch.setattr(library, "triton_why_not", lambda: sentence)
+    with registry.as_if_on("npu"):
+        rows = npu_ops.explain(name, **public_calls()[name])
+    assert [row.why_not for row in rows if row.implementation == "triton_ascend"] == [sentence]
+    assert [row.implementation for row in rows if row.why_not is None] == ["reference"]
+
+
+@PUBLIC
 def test_explain_says_what_the_call_does(name, registered, caplog):
     """By name or by function; the chosen one is the one that a call logs."""
     arguments = public_calls()[name]
@@ -445,16 +456,3 @@ def test_import_needs_torch_alone():
     vendors = {"torch_npu", "triton", "megatron", "mindspeed", "sglang", "transformers", "fla"}
     assert added & vendors == set()
     assert added & {"npu_ops_adapters", "npu_ops_emulator"} == set()
-
-
-def test_without_triton_the_reason_is_a_sentence(monkeypatch):
-    """Instead of an ImportError when a kernel is launched."""
-    sentence = "triton is not installed (for Ascend: pip install triton-ascend)"
-    monkeypatch.setattr(library, "triton_why_not", lambda: sentence)
-    x = torch.ones(2, 4)
-    with registry.as_if_on("npu"):
-        rows = npu_ops.explain("bias_dropout_add", x, None, x, 0.1, True)
-        assert [row.why_not for row in rows if row.implementation == "triton_ascend"] == [sentence]
-        q, cos = torch.ones(1, 2, 3, 8), torch.ones(3, 8)
-        for row in npu_ops.explain("apply_rotary_pos_emb", q, None, cos, cos)[:1]:
-            assert row.why_not == sentence
