@@ -33,9 +33,9 @@ def check(rows):
     assert rows
     for row in rows:
         assert row["faults"] == [], f"{row['kernel']} {row['case']} {row['soc']}"
-        assert row["scalar_loops"] == 0 and row["multi_buffer"]
+        assert row["scalar_loops"] == [] and row["multi_buffer"]
         assert 0 < row["ub_bytes"] <= UB_BYTES["Ascend910B"]
-        assert row["vector_ops"] > 0 and row["loads"] > 0 and row["stores"] > 0
+        assert row["vector"] > 0 and row["loaded"] > 0 and row["stored"] > 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -1,0 +1,29 @@
+"""Compile Triton kernels with the vendor's own compiler, on a machine without an NPU, and say what
+became of them: on-chip memory, multi-buffering, instructions, work that fell back to scalars.
+
+    report = compile_kernel(kernel, {"x": "*bf16", "n": "i32"}, {"BLOCK": 1024})
+    assert not report.faults(), report
+
+The command: `npu-ops compile --help`.
+"""
+
+from __future__ import annotations
+
+from npu_ops.tools.compile.cli import main
+from npu_ops.tools.compile.hivm import LoopBody
+from npu_ops.tools.compile.launches import Launch, launches
+from npu_ops.tools.compile.report import CompileReport, compile_kernel, compile_launch
+from npu_ops.tools.compile.vendor import SOCS, CompileError, versions
+
+__all__ = [
+    "SOCS",
+    "CompileError",
+    "CompileReport",
+    "Launch",
+    "LoopBody",
+    "compile_kernel",
+    "compile_launch",
+    "launches",
+    "main",
+    "versions",
+]

@@ -1,0 +1,168 @@
+"""Which kernels to compile: what our ops launch, and any kernel of a file."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import sys
+from collections.abc import Iterator
+
+from npu_ops.tools.compile import vendor
+
+DTYPES = {
+    "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int64": "i64", "int32": "i32",
+    "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "i1",
+}  # fmt: skip
+# What `backward` is asked of, where an op has it.
+TRAINED = ("x", "bias", "residual", "q", "k", "v", "g", "beta", "weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel and what specialises it, as a launch would have compiled it."""
+
+    case: str
+    kernel: object
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, object], ...]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+
+def from_file(target: str, signature: str, constants: str) -> Launch:
+    """The kernel at "FILE.py::name".
+
+    signature: "x=*bf16,n=i32". constants: "BLOCK=1024,CAUSAL=True".
+
+    Raises:
+        ValueError: no such file or kernel, or arguments that it does not have or that are missing.
+    """
+    path, _, name = target.partition("::")
+    kernel = getattr(_load(path), name, None)
+    if not hasattr(kernel, "fn"):
+        raise ValueError(f"kernel: got {target!r}, needs FILE.py::NAME of a @triton.jit function")
+    given = dict(_pairs("signature", signature))
+    fixed = {key: _literal(value) for key, value in _pairs("constexpr", constants)}
+    wanted = {parameter.name for parameter in kernel.params}
+    if wanted != given.keys() | fixed.keys():
+        listed = ", ".join(
+            p.name + (": constexpr" if p.is_constexpr else "") for p in kernel.params
+        )
+        got = ", ".join([*given, *fixed]) or "none"
+        raise ValueError(f"arguments: got {got}, needs {listed}")
+    return Launch("", kernel, tuple(given.items()), tuple(fixed.items()))
+
+
+def _load(path: str):
+    file = pathlib.Path(path)
+    if file.suffix != ".py" or not file.is_file():
+        raise ValueError(f"file: got {path!r}, needs a Python file")
+    vendor.frontend()
+    sys.path.insert(0, str(file.parent))  # as `python FILE.py` does
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _pairs(option: str, text: str) -> Iterator[tuple[str, str]]:
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, separator, value = item.partition("=")
+        if not separator:
+            raise ValueError(f"{option}: got {item!r}, needs name=value")
+        yield name.strip(), value.strip()
+
+
+def _literal(text: str):
+    named = {"True": True, "False": False, "None": None}
+    if text in named:
+        return named[text]
+    for convert in (int, float):
+        with contextlib.suppress(ValueError):
+            return convert(text)
+    return text
+
+
+def launches(op: str, cases: list[str] | None = None, dtypes=None) -> Iterator[Launch]:
+    """Every different kernel that an op's cases launch, forward and backward, found by calling it.
+
+    cases: names of the op's cases; None: all. dtypes: None: float32, bfloat16 and float16.
+    """
+    import torch
+
+    package = importlib.import_module(f"npu_ops.ops.{op}")
+    known = importlib.import_module(f"npu_ops.ops.{op}.cases").CASES
+    function = getattr(package, package.__all__[0])
+    seen = set()
+    for case in known:
+        if cases is not None and case.name not in cases:
+            continue
+        small = dataclasses.replace(case, tokens=min(case.tokens, 8))  # constants know no lengths
+        for dtype in dtypes or (torch.float32, torch.bfloat16, torch.float16):
+            label = f"{case.name}-{str(dtype).removeprefix('torch.')}"
+            for launch in _launched(label, function, small.inputs(dtype)):
+                key = (launch.name, launch.signature, launch.constants)
+                if key not in seen:
+                    seen.add(key)
+                    yield launch
+
+
+def _launched(label: str, function, inputs: dict) -> list[Launch]:
+    from npu_ops.core import registry
+
+    with recorded(label) as found, registry.as_if_on("npu"):
+        _forward_and_backward(function, inputs)
+    return found
+
+
+def _forward_and_backward(function, inputs: dict) -> None:
+    import torch
+
+    for name in TRAINED:
+        if isinstance(inputs.get(name), torch.Tensor):
+            inputs[name].requires_grad_()
+    outputs = function(**inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.backward(outputs, [torch.zeros_like(out) for out in outputs])
+
+
+@contextlib.contextmanager
+def recorded(case: str) -> Iterator[list[Launch]]:
+    """Record the kernels launched in a block instead of running them."""
+    vendor.frontend()
+    from triton.runtime.jit import JITFunction
+
+    found: list[Launch] = []
+    run = JITFunction.run
+    JITFunction.run = lambda kernel, *args, grid, warmup, **named: found.append(
+        _specialised(case, kernel, args, named)
+    )
+    try:
+        yield found
+    finally:
+        JITFunction.run = run
+
+
+def _specialised(case: str, kernel, args: tuple, named: dict) -> Launch:
+    bound = inspect.signature(kernel.fn).bind(*args, **named).arguments
+    constant = {p.name for p in kernel.params if p.is_constexpr}
+    constant |= {name for name, value in bound.items() if value is None}
+    signature = {name: _type(value) for name, value in bound.items() if name not in constant}
+    constants = {name: value for name, value in bound.items() if name in constant}
+    return Launch(case, kernel, tuple(signature.items()), tuple(constants.items()))
+
+
+def _type(value) -> str:
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    if isinstance(value, float):
+        return "fp32"
+    return "*" + DTYPES[str(value.dtype).removeprefix("torch.")]

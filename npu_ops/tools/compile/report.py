@@ -1,0 +1,136 @@
+"""Compiling one kernel and reporting on it; what had no fault is kept on disk."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import inspect
+import json
+import os
+import pathlib
+import re
+import tempfile
+import time
+
+from npu_ops.tools.compile import hivm, vendor
+from npu_ops.tools.compile.hivm import LoopBody
+from npu_ops.tools.compile.launches import Launch
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+    """What the compiler made of a kernel.
+
+    core: "vector", "cube" or "mixed". *_bytes: the end of the highest buffer in that memory.
+    scalar_loops: where element-wise work came from that became a loop over single elements, which
+    is far slower. bodies: instructions and bytes of the kernel's body and of each loop's.
+    multi_buffer: whether loads and stores overlap with computation. notes: what the compiler gave
+    up to make it fit. seconds: of compilation; 0 where the report was kept.
+    """
+
+    kernel: str
+    soc: str
+    core: str
+    ub_bytes: int
+    l1_bytes: int
+    l0a_bytes: int
+    l0b_bytes: int
+    l0c_bytes: int
+    scalar_loops: tuple[str, ...]
+    bodies: tuple[LoopBody, ...]
+    multi_buffer: bool
+    notes: tuple[str, ...]
+    seconds: float
+
+    def total(self, field: str) -> int:
+        """The sum of a `LoopBody` field over the code, each loop's body taken once."""
+        return sum(getattr(body, field) for body in self.bodies)
+
+    def faults(self) -> list[str]:
+        """What must not be, one phrase each."""
+        loops = collections.Counter(self.scalar_loops)
+        found = [f"{count} scalar loop(s) at {source}" for source, count in loops.items()]
+        if not self.multi_buffer:
+            found.append("multi-buffering lost")
+        return found + [f"compiler gave up: {note}" for note in self.notes]
+
+
+def compile_kernel(kernel, signature: dict, constants: dict, *, soc=vendor.SOCS[0], **options):
+    """Compile any @triton.jit kernel as a launch with such arguments would.
+
+    Args:
+        kernel: the `@triton.jit` function.
+        signature: argument name -> "*bf16", "i32", "fp32", ...
+        constants: name of a constexpr -> value.
+        soc: what to compile for, see `SOCS`.
+        options: of triton-ascend's launches, e.g. `multibuffer`.
+
+    Returns:
+        A `CompileReport`.
+
+    Raises:
+        CompileError: it does not compile, e.g. for "ub overflow". FileNotFoundError: a tool is
+            missing; the message has the line that installs it.
+    """
+    launch = Launch("", kernel, tuple(signature.items()), tuple(constants.items()))
+    return compile_launch(launch, soc, **options)
+
+
+def compile_launch(launch: Launch, soc: str = vendor.SOCS[0], **options) -> CompileReport:
+    """`compile_kernel` of what was recorded."""
+    text = vendor.lower(
+        launch.kernel, dict(launch.signature), dict(launch.constants), soc, **options
+    )
+    kept = _folder() / f"{_key(text, soc)}.json"
+    if kept.exists():
+        return _read(kept)
+    start = time.perf_counter()
+    made, notes = vendor.compile(launch.name, text, soc)
+    report = _report(launch.name, soc, made, notes, round(time.perf_counter() - start, 2))
+    if not report.faults():  # a fault names a line, which the next edit moves
+        _write(kept, dataclasses.replace(report, seconds=0.0))
+    return report
+
+
+def _report(name: str, soc: str, made: str, notes: tuple[str, ...], seconds: float):
+    memories = {f"{name}_bytes": size for name, size in hivm.on_chip_bytes(made).items()}
+    return CompileReport(
+        kernel=name,
+        soc=soc,
+        core=hivm.core(made),
+        scalar_loops=tuple(hivm.scalar_loops(made)),
+        bodies=tuple(hivm.loop_bodies(made)),
+        multi_buffer=hivm.keeps_multi_buffer(made, notes),
+        notes=notes,
+        seconds=seconds,
+        **memories,
+    )
+
+
+def _key(text: str, soc: str) -> str:
+    """Changes with the kernel, the tools and this code, but not with a line that moved."""
+    code = re.sub(r"\s*loc\((?:[^()]|\([^()]*\))*\)|^#loc.*$", "", text, flags=re.M)
+    parts = (code, soc, vendor.versions(), inspect.getsource(hivm), inspect.getsource(vendor))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _folder() -> pathlib.Path:
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    folder = pathlib.Path(base, "npu_ops", "compile")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _read(path: pathlib.Path) -> CompileReport:
+    fields = json.loads(path.read_text())
+    for name in ("scalar_loops", "notes"):
+        fields[name] = tuple(fields[name])
+    fields["bodies"] = tuple(LoopBody(**body) for body in fields["bodies"])
+    return CompileReport(**fields)
+
+
+def _write(path: pathlib.Path, report: CompileReport) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(dataclasses.asdict(report), file)
+    os.replace(file.name, path)  # another process may write the same

@@ -1,0 +1,149 @@
+"""The vendor's tools: triton-ascend's front end and AscendNPU-IR's compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+
+INSTALL = "pip install 'npu-ops[compile]'"
+SOCS = ("Ascend910B3", "Ascend910_9391", "Ascend950PR_9579")
+SECONDS = 600  # after which a compilation is given up
+
+# The last dialect before instructions. The wheel has no assembler, so this is also the last result.
+LAST_PASS = "convert-hivm-to-std"
+
+
+class CompileError(RuntimeError):
+    """A kernel that the vendor's tools refuse; the message ends with what they said."""
+
+
+@functools.cache
+def tool(name: str) -> str:
+    """The path of a tool of the ascendnpu-ir wheel, or of one on PATH.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = shutil.which(name, path=_path())
+    if found is None:
+        raise FileNotFoundError(f"{name} was not found. Install it: {INSTALL}")
+    return found
+
+
+@functools.cache
+def _path() -> str:
+    """PATH with the wheel's tools first: one of them starts others."""
+    path = os.environ.get("PATH", os.defpath)
+    spec = importlib.util.find_spec("ascendnpuir")
+    if spec is None:
+        return path
+    folder = pathlib.Path(spec.origin).parent / "bin"
+    for file in folder.iterdir():
+        if not os.access(file, os.X_OK):  # the wheel drops the bit
+            file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return f"{folder}{os.pathsep}{path}"
+
+
+@functools.cache
+def versions() -> str:
+    """The versions of the front end and of the compiler."""
+    found = []
+    for package in ("triton-ascend", "ascendnpu-ir"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join(found)
+
+
+def frontend():
+    """triton-ascend's compiler backend.
+
+    Raises:
+        FileNotFoundError: triton is not there, or is another than triton-ascend.
+        RuntimeError: triton is interpreting kernels in this process.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("TRITON_INTERPRET=1: kernels of this process cannot be compiled")
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "0"  # faults are reported with their line
+    try:
+        from triton.backends import backends
+    except ImportError as error:
+        raise FileNotFoundError(f"triton-ascend was not found. Install it: {INSTALL}") from error
+    if "ascend" not in backends:
+        raise FileNotFoundError(f"triton is not triton-ascend. Install that: {INSTALL}")
+    return backends["ascend"].compiler
+
+
+def lower(kernel, signature: dict, constants: dict, soc: str, **options) -> str:
+    """A kernel in the dialect that the vendor's compiler takes.
+
+    Raises:
+        CompileError: the front end refuses it.
+    """
+    compiler = frontend()
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.errors import CompilationError
+
+    backend = compiler(GPUTarget("npu", soc, 0))
+    parsed = backend.parse_options(dict(options))
+    stages: dict = {}
+    backend.add_stages(stages, parsed)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen, modules = backend.get_codegen_implementation(), backend.get_module_map()
+    metadata = dict(parsed.__dict__)
+    try:
+        source = ASTSource(kernel, signature, constants=constants)
+        module = source.make_ir(parsed, codegen, modules, context)
+        text = stages["ttadapter"](stages["ttir"](module, metadata), metadata)
+    except CompilationError as error:
+        raise CompileError(f"{kernel.fn.__name__}: {error}") from error
+    except subprocess.CalledProcessError as error:
+        raise CompileError(f"{kernel.fn.__name__}: {_tail(error.stderr)}") from error
+    return re.sub(r', mix_mode\s*=\s*"[^"]*"', "", text)
+
+
+def compile(name: str, text: str, soc: str) -> tuple[str, tuple[str, ...]]:
+    """What `lower` made, in the vendor's last dialect with source locations, and its notes.
+
+    Raises:
+        CompileError: it does not compile, e.g. for "ub overflow". FileNotFoundError: no compiler.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source = pathlib.Path(folder, "kernel.mlir")
+        source.write_text(text)
+        command = [
+            tool("bishengir-compile"), str(source), f"--target={soc}", "-o", f"{folder}/kernel",
+            "--enable-auto-multi-buffer=true", "--enable-auto-bind-sub-block=true",
+            "--enable-hfusion-compile=true", "--enable-hivm-compile=true",
+            "--enable-triton-kernel-compile=true", "--mlir-print-debuginfo",
+            f"--mlir-print-ir-after={LAST_PASS}",
+        ]  # fmt: skip
+        environment = os.environ | {"PATH": _path()}
+        try:
+            result = subprocess.run(
+                command, capture_output=True, text=True, env=environment, timeout=SECONDS
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CompileError(f"{name}: the compiler took more than {SECONDS} s") from error
+    _, printed, hivm = result.stderr.rpartition("// -----// IR Dump After ")
+    if not printed:
+        raise CompileError(f"{name}: {_tail(result.stdout + result.stderr)}")
+    return hivm, tuple(re.findall(r"\[NOTE\] (.*)", result.stdout + result.stderr))
+
+
+def _tail(output: str | bytes) -> str:
+    text = output.decode() if isinstance(output, bytes) else output
+    errors = [line for line in text.splitlines() if "error:" in line] or text.splitlines()[-5:]
+    return "\n".join(errors)
