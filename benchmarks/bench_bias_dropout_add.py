@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 
 import npu_ops
+from npu_ops.core import rng
 from npu_ops.ops.bias_dropout_add import cases, reference
-from npu_ops.tools.bench import Benchmark
+from npu_ops.tools.bench import Benchmark, by_reference, into
 
 LARGE = cases.Case("megatron-train-8192", 8192, 4096)
 SMALL = cases.Case("qwen3-vl-8b-decode-64", 64, 4096)
@@ -34,15 +35,18 @@ def forward(case, dtype, p, device):
     size = arguments["x"].nbytes
     run = {name: lambda f=f: (f(**arguments),) for name, f in providers(quick=True).items()}
     x, residual = arguments["x"], arguments["residual"]
-    run["memcpy"] = lambda: (x.clone(), residual[: len(residual) // 2].clone())
+    copied = (x, residual[: len(residual) // 2])
+    run["memcpy"] = lambda: tuple(t.clone() for t in copied)
+    run["memcpy_into"] = into(*copied)
 
     def expected():
+        state = rng.new_state(x.device, None) if p else None
         tensors = (arguments["x"], arguments["bias"], arguments["residual"])
-        return (reference.bias_dropout_add(*tensors, None, 0.0, torch.float32),)
+        return (reference.bias_dropout_add(*tensors, state, p, torch.float32),)
 
     return Benchmark(
         "bias_dropout_add", case.name, f"forward p={p}", dtype, {"x": list(x.shape)}, run, "eager",
-        3 * size, expected if p == 0 else None, cases.TOLERANCES[dtype].ratio,
+        3 * size, expected, cases.TOLERANCES[dtype].ratio,
     )  # fmt: skip
 
 
@@ -61,5 +65,6 @@ def forward_backward(case, dtype, p, device, quick):
     run["memcpy"] = lambda: (x.clone(), x.clone(), x[: len(x) // 2].clone())
     return Benchmark(
         "bias_dropout_add", case.name, f"forward+backward p={p}", dtype, {"x": list(x.shape)}, run,
-        "eager", 5 * x.nbytes,
+        "eager", 5 * x.nbytes, lambda: by_reference("bias_dropout_add", run["npu_ops"]),
+        cases.SUM_TOLERANCES[dtype].ratio,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb as hug
 
 import npu_ops
 from npu_ops.ops.mrope import cases, reference
-from npu_ops.tools.bench import Benchmark
+from npu_ops.tools.bench import Benchmark, into
 
 SECTION = [24, 20, 20]
 
@@ -50,6 +50,7 @@ def forward(tokens, dtype, section_layout, device, quick):
     chosen |= {} if quick else {"compile": torch.compile(eager)}
     run = {name: lambda f=f: f(q, k, cos, sin, **arguments) for name, f in chosen.items()}
     run["memcpy"] = lambda: (q.clone(), k.clone())
+    run["memcpy_into"] = into(q, k)
 
     def expected():
         settings = (None, SECTION, section_layout, "BNSD", "half", False, 128)

@@ -5,7 +5,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb as hug
 
 import npu_ops
 from npu_ops.ops.rope import cases, reference
-from npu_ops.tools.bench import Benchmark
+from npu_ops.tools.bench import Benchmark, by_reference, into
 
 
 def benchmarks(device, quick):
@@ -35,6 +35,7 @@ def forward(case, dtype, device, quick):
     run = {name: lambda f=f: f(*arguments) for name, f in functions(quick).items()}
     run["in_place"] = lambda: npu_ops.apply_rotary_pos_emb(*arguments, inplace=True)
     run["memcpy"] = lambda: (q.clone(), k.clone())
+    run["memcpy_into"] = into(q, k)
 
     def expected():
         wide = (q.float(), k.float(), cos, sin)
@@ -61,5 +62,5 @@ def forward_backward(case, dtype, device):
     moved = 2 * sum(t.nbytes for t in copied) + 2 * (cos.nbytes + sin.nbytes)
     return Benchmark(
         "rope", case.name, "forward+backward", dtype, {"q": list(q.shape), "k": list(k.shape)}, run,
-        "eager", moved,
+        "eager", moved, lambda: by_reference("rope", run["npu_ops"]), cases.TOLERANCES[dtype].ratio,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import npu_ops
+from npu_ops.core import env
 from npu_ops.core.compare import error_ratio
 
 FIELDS = (
@@ -36,7 +37,7 @@ class Benchmark:
 
     providers: name -> a function that does it and returns its results.
     baseline: the provider that speed-ups are against.
-    expected: what npu-ops must return; None where its result is random.
+    expected: what npu-ops must return from the same random seed; None where it returns no tensors.
     moved: bytes that must be read or written at the least; gives GB/s.
     """
 
@@ -110,7 +111,10 @@ def check(benchmark: Benchmark) -> float | None:
     """The error of npu-ops against what is expected; AssertionError beyond the tolerance."""
     if benchmark.expected is None:
         return None
-    actual, expected = benchmark.providers["npu_ops"](), benchmark.expected()
+    torch.manual_seed(0)
+    actual = benchmark.providers["npu_ops"]()
+    torch.manual_seed(0)
+    expected = benchmark.expected()
     error = max(error_ratio(a, e) for a, e in zip(actual, expected, strict=True))
     if not error <= benchmark.tolerance:
         raise AssertionError(
@@ -118,6 +122,23 @@ def check(benchmark: Benchmark) -> float | None:
             f"{benchmark.tolerance:.0e} before it is timed"
         )
     return error
+
+
+def by_reference(op: str, run: Callable):
+    """What `run` returns where the reference implements `op`."""
+    with env.override(impl={op: "reference"}):
+        return run()
+
+
+def into(*sources: torch.Tensor) -> Callable[[], None]:
+    """Copies to memory that is there already: what a kernel cannot beat that moves as much."""
+    copies = [source.detach().clone() for source in sources]
+
+    def copy():
+        for to, source in zip(copies, sources, strict=True):
+            to.copy_(source)
+
+    return copy
 
 
 def peak_mb(run) -> float | None:
