@@ -84,20 +84,27 @@ def run(ops=None, quick: bool = False, device: str = "cpu", report=lambda row: N
     rows = []
     for path in discover(ops).values():
         for benchmark in load(path)(device, quick):
-            for row in measure(benchmark, device, seconds=0.3 if quick else 4.0):
+            seconds, turns = (0.3, 5) if quick else (4.0, 15)
+            for row in measure(benchmark, device, seconds, turns):
                 rows.append(row)
                 report(row)
     return rows
 
 
-def measure(benchmark: Benchmark, device: str, seconds: float) -> list[dict]:
-    """Time every provider of one benchmark, turn by turn, so that all see the same noise."""
+def measure(benchmark: Benchmark, device: str, seconds: float, turns: int = 5) -> list[dict]:
+    """Time every provider of one benchmark, turn by turn, so that all see the same noise.
+
+    For so many seconds and turns at least. What a virtual machine has not used for a while is slow
+    to touch, so each provider runs a few times before.
+    """
     error = check(benchmark)
     times = {name: [] for name in benchmark.providers}
     peaks = {name: peak_mb(run) for name, run in benchmark.providers.items()}
     repeats = {name: _repeats(run, device) for name, run in benchmark.providers.items()}
+    for run in (*benchmark.providers.values(),) * 3:
+        run()
     deadline = time.perf_counter() + seconds
-    while time.perf_counter() < deadline or len(times[benchmark.baseline]) < 5:
+    while time.perf_counter() < deadline or len(times[benchmark.baseline]) < turns:
         for name, run in benchmark.providers.items():
             times[name].append(_time(run, repeats[name], device))
     baseline = _percentile(times[benchmark.baseline], 50)
