@@ -152,6 +152,14 @@ def compile(context: typer.Context) -> None:
     raise typer.Exit(compile.main(context.args))
 
 
+@app.command(context_settings=PASSED_ON)
+def emulate(context: typer.Context) -> None:
+    """Run a command as if this machine had NPUs: the real torch_npu, in host memory."""
+    from npu_ops.tools import emulate
+
+    raise typer.Exit(emulate.main(context.args))
+
+
 def fail(error: Exception) -> None:
     """Say what is wrong in one line, and end."""
     print(f"npu-ops: {error}", file=sys.stderr)

@@ -1,0 +1,109 @@
+"""An NPU in software: the real torch_npu on a runtime in host memory.
+
+    npu-ops emulate -- python train.py          any command, and what it starts
+    npu_ops_emulator.install()                  this process, e.g. in conftest.py
+
+It shows that registration, dispatch, argument checks, streams and arithmetic are right. It says
+nothing about device time, the rounding of matrix units, or synchronisation inside a kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+
+from npu_ops_emulator import build, wheels
+from npu_ops_emulator.errors import EmulatorError
+from npu_ops_emulator.settings import Settings
+
+__all__ = ["EmulatorError", "Settings", "environment", "install", "installed", "status"]
+
+
+def environment(settings: Settings | None = None, torch_npu: str | None = None) -> dict[str, str]:
+    """Variables under which a new process, and what it starts, has the emulated NPU.
+
+    Builds the emulator if that was not done. torch_npu: see `build.ensure`.
+
+    Raises:
+        EmulatorError: it cannot be built.
+    """
+    libraries = build.ensure(torch_npu)
+    startup = pathlib.Path(__file__).parent / "startup"
+    return {
+        **(settings or Settings()).environment(),
+        "LD_LIBRARY_PATH": _prepend(str(libraries), "LD_LIBRARY_PATH"),
+        "PYTHONPATH": _prepend(f"{startup}{os.pathsep}{wheels.folder()}", "PYTHONPATH"),
+        "NPU_OPS_EMULATOR": "1",
+    }
+
+
+def install(settings: Settings | None = None, torch_npu: str | None = None) -> None:
+    """Give this process the emulated NPU: afterwards `torch.npu` and `import torch_npu` work.
+
+    Call it before anything imports torch_npu. `settings` cannot change afterwards.
+
+    Raises:
+        EmulatorError: it cannot be built, or torch_npu is imported already.
+    """
+    if installed():
+        return
+    if "torch_npu" in sys.modules:
+        raise EmulatorError("install() must come before `import torch_npu`")
+    libraries = build.ensure(torch_npu)
+    os.environ.update((settings or Settings.current()).environment())
+    os.environ["NPU_OPS_EMULATOR"] = "1"
+    _import_torch()
+    for name in (build.LIBRARY, *build.NAMES):
+        ctypes.CDLL(str(libraries / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
+    sys.path.insert(0, str(wheels.folder()))
+    from npu_ops_emulator import runtime
+
+    runtime.start()
+    import torch_npu  # noqa: F401
+
+
+def installed() -> bool:
+    """Whether this process runs on the emulated NPU."""
+    return "torch_npu" in sys.modules and os.environ.get("NPU_OPS_EMULATOR") == "1"
+
+
+def status() -> dict[str, str]:
+    """What is built and where, and what is missing; builds nothing."""
+    torch_npu = wheels.torch_npu_version()
+    installed_in = f"in {wheels.folder()}" if wheels.is_installed() else "not installed yet"
+    return {
+        "torch": wheels.torch_version(),
+        "torch_npu": f"{torch_npu}, {installed_in}",
+        "library": str(build.folder()) if build.is_built() else "not built yet",
+        "compiler": _or_why_not(lambda: " ".join(build.compiler())),
+        "triton-ascend": _or_why_not(lambda: wheels.version("triton-ascend")),
+        "ascendnpu-ir": _or_why_not(lambda: wheels.version("ascendnpu-ir")),
+    }
+
+
+def _or_why_not(answer: Callable[[], str]) -> str:
+    try:
+        return answer()
+    except EmulatorError as error:
+        return str(error)
+
+
+def _prepend(value: str, variable: str) -> str:
+    before = os.environ.get(variable)
+    return f"{value}{os.pathsep}{before}" if before else value
+
+
+def _import_torch() -> None:
+    """Import torch without the backends that it would load by itself: ours is not ready yet."""
+    before = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    try:
+        import torch  # noqa: F401
+    finally:
+        if before is None:
+            del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
+        else:
+            os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = before

@@ -1,0 +1,348 @@
+"""From the IR of a Triton kernel to the vendor compiler's verdict and to CPU code.
+
+linalg -> HIVM          ascendnpu-ir's bishengir-compile: the real plan of UB, L1 and L0. It stops
+                        for want of `hivmc`, which no wheel has, after everything that can fail.
+linalg -> LLVM dialect  ascendnpu-ir's bishengir-opt
+LLVM dialect -> .so     triton's translation, llvmlite's optimiser, gcc
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+
+from npu_ops_emulator import build as sources
+from npu_ops_emulator.errors import EmulatorError
+from npu_ops_emulator.triton_rewrite import HOOK, Kernel, Unsupported
+
+compiled: list[str] = []  # names of the kernels this process compiled: not those from the cache
+
+_INSTALL = 'pip install "ascendnpu-ir==1.2.0"'
+_PASSES = (
+    "--execution-engine-convert-hfusion-to-upstream",
+    "--execution-engine-convert-hivm-to-upstream",
+    "--math-legalize-to-f32",
+    "--convert-elementwise-to-linalg",
+    "--linalg-fuse-elementwise-ops",
+    "--empty-tensor-to-alloc-tensor",
+    "--one-shot-bufferize=allow-return-allocs-from-loops=true",
+    "--buffer-deallocation-pipeline",
+    "--convert-bufferization-to-memref",
+    "--annotation-lowering",
+    "--expand-strided-metadata",
+    "--convert-linalg-to-loops",
+    "--canonicalize",
+    "--convert-scf-to-cf",
+    "--lower-affine",
+    "--arith-emulate-unsupported-floats=source-types=bf16 target-type=f32",
+    "--arith-expand=include-bf16=true",
+    "--convert-math-to-llvm",
+    "--convert-math-to-libm",
+    "--finalize-memref-to-llvm",
+    "--convert-func-to-llvm",
+    "--convert-cf-to-llvm",
+    "--convert-index-to-llvm",
+    "--convert-arith-to-llvm",
+    "--reconcile-unrealized-casts",
+)
+# Launch options of the vendor's backend, and the compiler's flags they become there.
+_FLAGS = {
+    "multibuffer": "enable-auto-multi-buffer",
+    "enable_auto_bind_sub_block": "enable-auto-bind-sub-block",
+    "enable_hivm_auto_cv_balance": "enable-hivm-auto-cv-balance",
+    "sync_solver": "enable-hivm-graph-sync-solver",
+    "unit_flag": "enable-hivm-unit-flag-sync",
+    "inject_barrier_all": "enable-hivm-inject-barrier-all-sync",
+    "inject_block_all": "enable-hivm-inject-block-all-sync",
+    "limit_auto_multi_buffer_only_for_local_buffer": (
+        "limit-auto-multi-buffer-only-for-local-buffer"
+    ),
+    "limit_auto_multi_buffer_of_local_buffer": "limit-auto-multi-buffer-of-local-buffer",
+    "set_workspace_multibuffer": "set-workspace-multibuffer",
+    "tile_mix_vector_loop": "tile-mix-vector-loop",
+    "tile_mix_cube_loop": "tile-mix-cube-loop",
+    "disable_auto_inject_block_sync": "disable-auto-inject-block-sync",
+    # Options of later releases than triton-ascend 3.2.0, which this compiler has flags for already.
+    "enable_ubuf_saving": "enable-ubuf-saving",
+}
+LATER_OPTIONS = ("enable_ubuf_saving",)
+
+
+class Rejected(Exception):
+    """The vendor compiler refused a kernel; the text is what it said."""
+
+
+class NotLowered(Exception):
+    """The vendor compiler takes the kernel, but it cannot be executed here; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """An NPU to compile for: its name as users say it, and as the compiler does."""
+
+    soc: str
+
+    @property
+    def next_generation(self) -> bool:
+        return self.soc.startswith(("Ascend950", "Ascend910_95"))
+
+    @property
+    def compiler_name(self) -> str:
+        return {"Ascend950": "Ascend950PR_9599"}.get(self.soc, self.soc)
+
+    def tool(self, name: str) -> pathlib.Path:
+        return tool(name + ("-a5" if self.next_generation else ""))
+
+
+def cache_folder() -> pathlib.Path:
+    """Where compiled kernels are kept between processes."""
+    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    folder = pathlib.Path(root) / "npu_ops" / "triton"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:40]
+
+
+def store(path: pathlib.Path, data: bytes) -> None:
+    """Write a file of the cache so that no other process sees a part of it."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(data)
+    os.replace(file.name, path)
+
+
+@functools.cache
+def tool(name: str) -> pathlib.Path:
+    """The vendor's tool `name`, from the ascendnpu-ir wheel or from PATH."""
+    spec = importlib.util.find_spec("ascendnpuir")
+    path = spec and pathlib.Path(spec.origin).parent / "bin" / name
+    if not path or not path.exists():
+        path = shutil.which(name)
+        if path is None:
+            raise EmulatorError(
+                f"Triton kernels need the vendor's {name}, which was not found: {_INSTALL}"
+            )
+        return pathlib.Path(path)
+    if not os.access(path, os.X_OK):  # some installers drop the bit
+        path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+    return path
+
+
+def runtime_source() -> pathlib.Path:
+    """The C++ file of what kernels call."""
+    return next(path for path in sources.sources() if path.name == "triton_runtime.cpp")
+
+
+@functools.cache
+def fingerprint() -> str:
+    """Of everything but the kernel that decides what is compiled."""
+    import llvmlite.binding as llvm
+
+    here = pathlib.Path(__file__)
+    files = (here, here.with_name("triton_rewrite.py"), runtime_source())
+    parts = [path.read_text() for path in files]
+    for package in ("triton-ascend", "ascendnpu-ir", "llvmlite"):
+        try:
+            parts.append(importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            parts.append("")
+    compiler = tool("bishengir-compile").stat()
+    parts += [str(compiler.st_size), llvm.get_host_cpu_name()]
+    parts.append(llvm.get_host_cpu_features().flatten())
+    return digest("\0".join(parts).encode())
+
+
+def build(linalg: str, options: dict, target: Target, judge: bool) -> bytes:
+    """A shared object of the kernel; from the cache if any process made it before.
+
+    Args:
+        linalg: the kernel as the vendor's front end hands it to the vendor's compiler.
+        options: launch options, by their names in `triton_launch`.
+        judge: ask the vendor's compiler whether the kernel fits the NPU.
+
+    Raises:
+        Rejected: it does not.
+        NotLowered: the kernel cannot run here.
+    """
+    flags = compiler_flags(options, target)
+    key = "\0".join([linalg, *flags, fingerprint()])
+    entry = cache_folder() / f"{digest(key.encode())}.json"
+    known = json.loads(entry.read_text()) if entry.exists() else {}
+    made = known and object_path(known["object"])
+    if made and made.exists() and (known["judged"] or not judge):
+        return made.read_bytes()
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        (folder / "kernel.mlir").write_text(linalg)
+        compiler = judge and _start(target.tool("bishengir-compile"), folder, "kernel.mlir", *flags)
+        try:
+            kernel = Kernel(linalg)
+            compiled.append(kernel.name)
+            data = _shared_object(kernel, folder)
+        except Unsupported as error:
+            raise NotLowered(str(error)) from error
+        finally:  # the vendor's verdict first: its words are about the user's kernel
+            notes = _judge(*_finish(compiler)) if compiler else []
+    known = {"object": digest(data), "judged": judge, "notes": notes}
+    store(object_path(known["object"]), data)
+    store(entry, json.dumps(known).encode())
+    return data
+
+
+def object_path(name: str) -> pathlib.Path:
+    """The shared object called `name`, a digest of its content."""
+    return cache_folder() / f"{name}.so"
+
+
+def compiler_flags(options: dict, target: Target) -> list[str]:
+    """The vendor backend's command line for `bishengir-compile`, but for the file names."""
+    flags = [f"--target={target.compiler_name}"]
+    for option, flag in _FLAGS.items():
+        value = options.get(option)
+        if value is not None:
+            flags.append(f"--{flag}={str(value).lower() if isinstance(value, bool) else value}")
+    flags += ["--enable-hfusion-compile=true", "--enable-triton-kernel-compile=true"]
+    if not target.next_generation:
+        flags.append("--enable-hivm-compile=true")
+    if os.environ.get("TRITON_ALL_BLOCKS_PARALLEL", "0") in ("1", "true"):
+        flags.append("--enable-auto-blockify-loop")
+    return flags
+
+
+def _judge(log: str, status: int) -> list[str]:
+    """The compiler's notes on a kernel that it accepts.
+
+    It looks for `hivmc`, which only CANN has, when all that can fail is done: without CANN, that
+    nothing else went wrong is its assent.
+    """
+    wrong = [line for line in log.splitlines() if "error:" in line and "hivmc" not in line]
+    if status == 0 or (status > 0 and "Cannot find hivmc" in log and not wrong):
+        return [line.strip() for line in log.splitlines() if "[NOTE]" in line]
+    raise Rejected(_complaint(log) or f"the compiler ended with status {status}")
+
+
+def _complaint(log: str) -> str:
+    """The lines of a compiler's log that say what is wrong, the reason first."""
+    lines = [re.sub(r"^loc\(.*?\): ", "", line.strip()) for line in log.splitlines()]
+    lines = [line for line in dict.fromkeys(lines) if line and "hivmc" not in line]
+    words = r"error:|\[NOTE\]"
+    kept = [line for line in lines if re.search(words, line) and "Failed to run" not in line]
+    return "\n".join(sorted(kept[:12], key=lambda line: "[NOTE]" in line) or lines[-12:])
+
+
+def _start(program: pathlib.Path, folder: pathlib.Path, *arguments: str) -> subprocess.Popen:
+    command = [str(program), *arguments, "-o", "out"]
+    return subprocess.Popen(
+        command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def _finish(process: subprocess.Popen) -> tuple[str, int]:
+    """What a process printed, and its exit status; negative for a signal."""
+    log, _ = process.communicate()
+    return log, process.returncode
+
+
+def _shared_object(kernel: Kernel, folder: pathlib.Path) -> bytes:
+    (folder / "rewritten.mlir").write_text(kernel.text)
+    command = [tool("bishengir-opt"), "rewritten.mlir", *_PASSES, "-o", "lowered.mlir"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise NotLowered(_complaint(done.stdout + done.stderr))
+    machine_code = _machine_code(_llvm_ir(folder / "lowered.mlir") + _entry(kernel))
+    (folder / "kernel.o").write_bytes(machine_code)
+    command = [*sources.compiler(), "-shared", "-o", "kernel.so", "kernel.o", "-lm"]
+    subprocess.run(command, cwd=folder, check=True)
+    return (folder / "kernel.so").read_bytes()
+
+
+def _llvm_ir(path: pathlib.Path) -> str:
+    from triton._C.libtriton import ir, llvm
+
+    context = ir.context()
+    ir.load_dialects(context)
+    text = str(llvm.to_module(ir.parse_mlir_module(str(path), context), llvm.context()))
+    return re.sub(rf"^declare void @{HOOK}_.*\n", "", text, flags=re.MULTILINE)
+
+
+def _machine_code(text: str) -> bytes:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    try:
+        module = llvm.parse_assembly(text)
+    except RuntimeError as error:
+        raise NotLowered(str(error)) from error
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(),
+        opt=2, reloc="pic", codemodel="default",
+    )  # fmt: skip
+    # Vectorised, but not unrolled: that doubles the time to compile and gains nothing to run.
+    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+    tuning.loop_vectorization, tuning.loop_unrolling = True, False
+    builder = llvm.create_pass_builder(machine, tuning)
+    builder.getModulePassManager().run(module, builder)
+    return machine.emit_object(module)
+
+
+_LLVM_TYPES = {"f32": "float", "f64": "double", "f16": "half", "bf16": "bfloat", "index": "i64"}
+
+
+def _entry(kernel: Kernel) -> str:
+    """LLVM IR of the two functions that join a kernel to the runtime.
+
+    `npu_ops_program` takes the arguments as an array of eight-byte slots, a pointer or a scalar in
+    each. The hooks put sizes and strides into an array. What a launch must know of the kernel is
+    here too, so that the shared object is all there is to keep.
+    """
+    body, arguments = [], []
+    user, unwatched = kernel.parameters[:-6], " ".join(sorted(kernel.unwatched))
+    for i, kind in enumerate(user):
+        body.append(f"  %slot{i} = getelementptr i64, ptr %arguments, i64 {i}")
+        scalar = "ptr" if kind.startswith("memref") else _LLVM_TYPES.get(kind, kind)
+        body.append(f"  %value{i} = load {scalar}, ptr %slot{i}")
+        arguments.append(f"{scalar} %value{i}")
+        if scalar == "ptr":
+            arguments += [f"ptr %value{i}", "i64 0", f"i64 {1 << 40}", "i64 1"]
+    place = [f"i32 %{name}" for name in ("gx", "gy", "gz", "x", "y", "z")]
+    lines = [
+        f"define void @npu_ops_program(ptr %arguments, {', '.join(place)}) {{",
+        *body,
+        f"  call void @{kernel.name}({', '.join(arguments + place)})",
+        "  ret void",
+        "}",
+        f"declare void @{HOOK}(i64, i64, i64, i64, i64, ptr)",
+        f"@npu_ops_sequential = constant i32 {int(kernel.sequential)}",
+        f'@npu_ops_unwatched = constant [{len(unwatched) + 1} x i8] c"{unwatched}\\00"',
+    ]
+    for rank in sorted(int(r) for r in set(re.findall(rf"private @{HOOK}_(\d+)", kernel.text))):
+        names = [f"i64 %v{i}" for i in range(2 * rank)]
+        parameters = ", ".join(["i64 %kind", "i64 %bytes", "i64 %base", "i64 %offset", *names])
+        lines += [
+            f"define internal void @{HOOK}_{rank}({parameters}) alwaysinline {{",
+            f"  %values = alloca [{2 * rank} x i64]",
+        ]
+        for i in range(2 * rank):
+            lines.append(f"  %p{i} = getelementptr i64, ptr %values, i64 {i}")
+            lines.append(f"  store i64 %v{i}, ptr %p{i}")
+        lines += [
+            f"  call void @{HOOK}(i64 %kind, i64 %bytes, i64 %base, i64 %offset, i64 {rank}, "
+            "ptr %values)",
+            "  ret void",
+            "}",
+        ]
+    return "\n" + "\n".join(lines) + "\n"

@@ -1,0 +1,96 @@
+"""torch_npu in a folder of its own.
+
+With torch_npu in the ordinary environment and no CANN, `import torch` fails. So it is installed
+next to the emulator's library, and only an emulated process has that folder on its path.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from npu_ops_emulator.errors import EmulatorError
+
+
+def version(package: str) -> str:
+    """Version of a package in this environment, without importing it.
+
+    Raises:
+        EmulatorError: it is not installed.
+    """
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise EmulatorError(f"{package} is not installed: pip install {package}") from None
+
+
+def torch_version() -> str:
+    """Version of torch."""
+    return version("torch")
+
+
+def torch_npu_version() -> str:
+    """The torch_npu that belongs to that torch: the same release."""
+    return torch_version().partition("+")[0]
+
+
+def cache() -> pathlib.Path:
+    """Where everything the emulator makes is kept."""
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    versions = f"{torch_version()}-{torch_npu_version()}"
+    return pathlib.Path(home) / "npu_ops" / "emulator" / versions
+
+
+def folder() -> pathlib.Path:
+    """The folder that holds torch_npu; what an emulated process has on its path."""
+    return cache() / "torch_npu"
+
+
+def is_installed() -> bool:
+    return (folder() / "torch_npu" / "__init__.py").exists()
+
+
+def include_dirs() -> list[str]:
+    """The runtime's C headers that the wheel brings; needed to build, not kept."""
+    package = folder() / "torch_npu" / "include"
+    parts = ("", "third_party/acl/inc", "third_party/hccl/inc")
+    return [str(package / part) for part in parts]
+
+
+def install(source: str | None = None) -> None:
+    """Install torch_npu into `folder()`.
+
+    source: a wheel, or a folder of wheels; by default pip finds the wheel as it is configured to.
+
+    Raises:
+        EmulatorError: there is no such wheel.
+    """
+    requirement = f"torch_npu=={torch_npu_version()}"
+    where = []
+    if source:
+        path = pathlib.Path(source)
+        if not path.exists():
+            raise EmulatorError(f"torch_npu: {source} does not exist")
+        requirement = str(path) if path.is_file() else requirement
+        where = ["--no-index"] if path.is_file() else ["--no-index", "--find-links", str(path)]
+    cache().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache()) as scratch:
+        target = pathlib.Path(scratch) / "torch_npu"
+        command = [
+            sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+            "--no-deps", "--no-compile", *where, "--target", str(target), requirement,
+        ]  # fmt: skip
+        print(f"npu-ops: installing {requirement} into {folder()}", file=sys.stderr)
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            python = f"{sys.version_info.major}.{sys.version_info.minor}"
+            raise EmulatorError(
+                f"torch_npu {torch_npu_version()} for Python {python} could not be installed. "
+                "Download its wheel and name it: `npu-ops emulate --torch-npu WHEEL -- ...`, or "
+                f"set NPU_OPS_TORCH_NPU. pip said:\n{done.stderr.strip()}"
+            )
+        target.rename(folder())

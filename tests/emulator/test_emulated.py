@@ -1,0 +1,236 @@
+"""Runs what is in `inside` on the emulated NPU: the files there are tests of their own process."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+INSIDE = pathlib.Path(__file__).parent / "inside"
+ROOT = pathlib.Path(__file__).parents[2]
+PYTHON = ROOT / "python"
+MEGATRON = ROOT / ".cache" / "megatron" / "0.17.1"
+
+
+def emulate(*command, options=(), **variables):
+    """Run a command on the emulated NPU."""
+    path = os.pathsep.join(filter(None, [str(PYTHON), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, "-m", "npu_ops_emulator", *options, "--", *command],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def python(code: str, *options: str, **variables):
+    return emulate(sys.executable, "-c", textwrap.dedent(code), options=options, **variables)
+
+
+def pytest_inside(name: str, *options: str, **variables):
+    """Run the tests of a file in `inside` on the emulated NPU."""
+    # The process may end in the middle of a test: then its last words must not be captured.
+    return emulate(
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys",
+        str(INSIDE / name), options=options, **variables,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("queue", ["1", "2", "0"])
+def test_aten(queue):
+    done = pytest_inside("aten.py", TASK_QUEUE_ENABLE=queue)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["rope", "norm", "attention", "delta", "npu_ops_calls"])
+def test_operators(name):
+    done = pytest_inside(f"{name}.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_triton_kernels_on_npu_tensors():
+    done = pytest_inside("triton_kernels.py", "--check-bounds")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives(ranks):
+    done = emulate(
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+        str(INSIDE / "collectives.py"), options=["--devices", str(ranks)], OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all collectives are right") == ranks
+
+
+@pytest.mark.parametrize("fault", ["killed", "mismatch"])
+def test_broken_collective_ends_with_a_sentence(fault):
+    done = emulate(
+        sys.executable, str(INSIDE / "broken_collective.py"), fault, options=["--devices", "2"]
+    )
+    assert done.returncode != 0
+    sentence = {"killed": "died while rank 0 waits in all_reduce", "mismatch": "ranks disagree"}
+    assert sentence[fault] in done.stderr, done.stdout + done.stderr
+
+
+def test_megatron_trains_and_two_ranks_equal_one():
+    """A GPTModel with tensor parallelism, on our Triton kernels."""
+    assert MEGATRON.exists(), "run tests/adapters/fetch_megatron.py"
+    path = os.pathsep.join([str(PYTHON), str(MEGATRON)])
+    found = []
+    for ranks in (1, 2):
+        done = emulate(
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+            str(INSIDE / "megatron_training.py"), PYTHONPATH=path, OMP_NUM_THREADS="1",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    one, two = (result["losses"] for result in found)
+    assert two == pytest.approx(one, rel=1e-5) and one[-1] < one[0]
+    assert all({"_rope_kernel", "_bias_dropout_add_kernel"} <= set(r["kernels"]) for r in found)
+
+
+def test_autoload_and_options():
+    done = python(
+        """
+        import json, torch
+        info = torch.npu.get_device_properties(0)
+        print(json.dumps([torch.npu.device_count(), info.name, info.total_memory,
+                          info.cube_core_num]))
+        """,
+        "--devices", "3", "--soc", "Ascend910_9391", "--memory-gib", "0.5",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [3, "Ascend910_9391", 1 << 29, 24]
+
+
+@pytest.mark.parametrize("soc", ["Ascend910B1", "Ascend950PR_9579"])
+def test_other_chips(soc):
+    done = python(
+        """
+        import torch
+        print(torch.npu.get_device_name(), torch.ones(3, device="npu").sum())
+        """,
+        "--soc",
+        soc,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{soc} tensor(3.")
+
+
+def test_in_process():
+    code = """
+    import npu_ops_emulator
+    npu_ops_emulator.install(npu_ops_emulator.Settings(devices=1))
+    import torch, torch_npu
+    print(torch.npu.device_count(), (torch.ones(3).npu() + 1).tolist())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | {"PYTHONPATH": str(PYTHON)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 [2.0, 2.0, 2.0]" in done.stdout
+
+
+def test_triton_is_ours_however_it_is_imported():
+    done = python(
+        """
+        import importlib.util
+        assert importlib.util.find_spec("triton") and importlib.util.find_spec("triton")
+        from triton.runtime import driver
+        print(type(driver.active).__module__)
+        """
+    )
+    assert "npu_ops_emulator.triton_driver" in done.stdout, done.stdout + done.stderr
+
+
+def test_ordinary_environment_is_untouched():
+    code = "import torch; print(hasattr(torch, 'npu'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_failure_in_the_task_queue_ends_the_process():
+    done = python(
+        """
+        import torch, torch_npu
+        x = torch.ones(2, 3, device="npu")
+        torch_npu.npu_swiglu(x)
+        print("not reached" if torch.npu.synchronize() is None else "")
+        """,
+        TASK_QUEUE_ENABLE="2",
+    )
+    assert done.returncode not in (0, -signal.SIGSEGV)
+    assert "not reached" not in done.stdout
+    assert "aclnnSwiGlu: x: dimension -1 is 3, needs an even size" in done.stderr
+
+
+def test_operator_that_is_not_emulated():
+    done = python(
+        """
+        import torch, torch_npu
+        x = torch.ones(2, 3, 4, 4, device="npu")
+        try:
+            torch_npu.npu_geglu(x, -1, 1)
+        except RuntimeError as error:
+            print(error)
+        """
+    )
+    assert "aclnnGeGlu" in done.stdout, done.stdout + done.stderr
+
+
+def test_missing_compiler(tmp_path):
+    code = "from npu_ops_emulator import build; build.compiler()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(PYTHON), "CXX": "no-such-compiler"},
+        capture_output=True,
+        text=True,
+    )
+    assert "C++ compiler 'no-such-compiler' was not found" in done.stderr
+
+
+def test_missing_wheel(tmp_path):
+    done = emulate(
+        "true", options=["--torch-npu", str(tmp_path / "none.whl")], XDG_CACHE_HOME=str(tmp_path)
+    )
+    assert done.returncode == 1
+    assert "none.whl does not exist" in done.stderr
+
+
+def test_status_says_what_is_built(tmp_path):
+    done = emulate(options=["--status"])
+    assert done.returncode == 0
+    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert list(lines) == [
+        "torch", "torch_npu", "library", "compiler", "triton-ascend", "ascendnpu-ir",
+    ]  # fmt: skip
+    done = emulate(options=["--status"], XDG_CACHE_HOME=str(tmp_path), CXX="no-such-compiler")
+    assert "not installed yet" in done.stdout and "library: not built yet" in done.stdout
+    assert "'no-such-compiler' was not found" in done.stdout
+
+
+def test_commands_come_from_this_environment():
+    """Also without `--`, and where PATH knows another Python or none."""
+    command = ["--devices", "1", "python", "-c", "import sys; print(sys.prefix)"]
+    done = subprocess.run(
+        [sys.executable, "-m", "npu_ops_emulator", *command],
+        env=os.environ | {"PYTHONPATH": str(PYTHON), "PATH": os.defpath},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == sys.prefix, done.stderr
+
+
+def test_arguments_are_checked():
+    assert "needs a command after --" in emulate(options=[]).stderr
+    assert "devices: got 0, needs 1 to 64" in emulate("true", options=["--devices", "0"]).stderr
+    assert "soc: got 'H100'" in emulate("true", options=["--soc", "H100"]).stderr

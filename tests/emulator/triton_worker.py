@@ -1,0 +1,63 @@
+"""Runs tests in a process of their own where Triton launches on the emulated NPU.
+
+The driver is one for a process, and the process that runs the tests may interpret Triton kernels.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import importlib
+import multiprocessing
+import os
+import pathlib
+import sys
+import tempfile
+
+_IN_WORKER = "NPU_OPS_TEST_TRITON_WORKER"
+
+
+def start(folder: pathlib.Path, cache: pathlib.Path) -> None:
+    """Make this process a worker: its kernels are compiled anew, and kept in `cache`."""
+    os.environ[_IN_WORKER] = "1"
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    for name in ("TRITON_INTERPRET", "TRITON_CACHE_DIR", "NPU_OPS_EMULATOR"):
+        os.environ.pop(name, None)
+    sys.path.insert(0, str(folder))
+    import torch
+    from npu_ops_emulator import triton_driver
+
+    torch.manual_seed(0)
+    triton_driver.install(soc="Ascend910B3", vector_cores=48, cube_cores=24)
+
+
+@functools.cache
+def _worker() -> concurrent.futures.Executor:
+    cache = pathlib.Path(tempfile.mkdtemp(prefix="npu_ops_triton_"))
+    return new_worker(cache)
+
+
+def new_worker(cache: pathlib.Path) -> concurrent.futures.Executor:
+    # `start` comes first in the process: before anything imports Triton.
+    return concurrent.futures.ProcessPoolExecutor(
+        1,
+        multiprocessing.get_context("spawn"),
+        initializer=start,
+        initargs=(pathlib.Path(__file__).parent, cache),
+    )
+
+
+def call(module: str, name: str, *args, **kwargs):
+    return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+
+def emulated(test):
+    """Decorator: run this test in the worker."""
+    if os.environ.get(_IN_WORKER):
+        return test
+
+    @functools.wraps(test)
+    def submit(**kwargs):
+        _worker().submit(call, test.__module__, test.__name__, **kwargs).result()
+
+    return submit
