@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import pathlib
 import sys
@@ -22,6 +23,14 @@ console = Console()
 # The rest of the line goes to a parser of its own.
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 Ops = Annotated[list[str] | None, typer.Argument(help="Some ops; default: all.")]
+
+
+class Device(str, enum.Enum):
+    """Where the demo trains."""
+
+    CPU = "cpu"
+    NPU = "npu"
+    EMULATED = "npu-emulated"
 
 
 def version(wanted: bool) -> None:
@@ -84,6 +93,9 @@ def demo(
         pathlib.Path | None,
         typer.Option(help="Folder that megatron-core is in, if it is not installed."),
     ] = None,
+    device: Annotated[
+        Device | None, typer.Option(help="Default: an NPU if there is one, else the CPU.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=10, help="Training steps.")] = 30,
     seeds: Annotated[int, typer.Option(min=2, help="Runs with dropout, each with its seed.")] = 4,
 ) -> None:
@@ -91,7 +103,7 @@ def demo(
     from npu_ops.tools import demo
 
     try:
-        passed = demo.run(output, megatron, steps, seeds, console)
+        passed = demo.run(output, megatron, device and device.value, steps, seeds, console)
     except (FileNotFoundError, ImportError, RuntimeError) as error:
         fail(error)
     raise typer.Exit(0 if passed else 1)
