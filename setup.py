@@ -72,10 +72,20 @@ def native_settings():
     return native_extension()
 
 
+EMULATOR_SOURCES = "npu_ops_emulator._sources"  # which it builds on first use
+
 setuptools.setup(
-    package_dir={"": "python", "npu_ops": "npu_ops"},
-    packages=setuptools.find_packages(include=["npu_ops*"]) + setuptools.find_packages("python"),
+    package_dir={"": "python", "npu_ops": "npu_ops", EMULATOR_SOURCES: "csrc/emulator"},
+    packages=[
+        *setuptools.find_packages(include=["npu_ops*"]),
+        *setuptools.find_packages("python"),
+        EMULATOR_SOURCES,
+    ],
     py_modules=["npu_ops_autoload"],
-    package_data={"npu_ops": ["_build_info.json", "tools/templates/*"]},
+    package_data={
+        "npu_ops": ["_build_info.json", "tools/templates/*"],
+        "npu_ops_emulator": ["startup/*"],
+        EMULATOR_SOURCES: ["*"],
+    },
     **native_settings(),
 )
