@@ -14,8 +14,9 @@ from npu_ops.core.hardware import UB_BYTES
 REPRESENTATIVE = {
     "bias_dropout_add": ("megatron-train-8192", "qwen3-4b-decode-64", "batch-3-full-bias", "p-0"),
     "rope": ("qwen3-vl-8b-tp1-t64", "qwen3.5-9b-tp4-t64", "qwen3-vl-8b-vision-256",
-             "odd-BNSD-t65-interleaved", "head-96-interleaved-half-table"),
-    "mrope": ("qwen3-vl-8b-tp1-t64", "qwen3.5-9b-tp4-t64"),
+             "odd-BNSD-t65-interleaved", "head-96-interleaved-half-table",
+             "few-pairs-interleaved"),
+    "mrope": ("qwen3-vl-8b-tp1-t64", "qwen3.5-9b-tp4-t64", "few-pairs-interleaved"),
 }  # fmt: skip
 
 

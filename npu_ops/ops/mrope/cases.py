@@ -108,6 +108,16 @@ CASES = [
         for section in ((12, 12, 12), (16, 16, 16), (36, 30, 30))
         for section_layout in ("chunked", "interleaved")
     ),
+    Case(
+        "few-pairs-interleaved",
+        63,
+        3,
+        1,
+        128,
+        32,
+        pair_layout="interleaved",
+        mrope_section=(8, 4, 4),
+    ),  # fmt: skip
     Case("one-axis", 63, 1, 1, 64, 64, mrope_section=(32, 0, 0)),
     Case("no-time", 63, 2, 1, 64, 64, mrope_section=(0, 16, 16), section_layout="chunked"),
 ]

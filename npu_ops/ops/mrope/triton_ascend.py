@@ -154,13 +154,16 @@ def mrope(
     strides = [token_strides(x, layout) for x in (q, k, q_out, k_out)]
     tables = [_strides(table) for table in (cos, sin)]
     places = (0, 0, 0) if positions is None else _strides(positions)
-    constants = tile_constants(q, k, layout, pair_layout, rotary_dim, q_out, positions is not None)
+    full = cos.shape[-1] == rotary_dim
+    constants = tile_constants(
+        q, k, layout, pair_layout, rotary_dim, q_out, full, positions is not None
+    )
     items = batch * cdiv(length, constants["BT"])
     t, h, w = mrope_section
     _mrope_kernel[vector_grid(items, q.device)](
         q, k, cos, sin, positions, q_out, k_out, batch, length, cos.shape[2],
         heads(q, layout), heads(k, layout), *(stride for three in strides for stride in three),
-        *tables[0], *tables[1], *places, FULL=cos.shape[-1] == rotary_dim, INVERSE=inverse,
+        *tables[0], *tables[1], *places, FULL=full, INVERSE=inverse,
         INDEXED=positions is not None, T_PAIRS=t, H_PAIRS=h, W_PAIRS=w,
         SECTIONS_INTERLEAVED=section_layout == "interleaved", **constants,
     )  # fmt: skip

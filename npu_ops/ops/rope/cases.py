@@ -135,6 +135,7 @@ CASES = [
         for head_dim in (2, 72, 80, 96, 192)
         for pair_layout in PAIR_LAYOUTS
     ),
+    Case("few-pairs-interleaved", 63, 3, 1, 128, 8, pair_layout="interleaved"),
     Case("one-head", 131, 1, 1, 96, 96, layout="BNSD"),
     Case("head-192-partial", 63, 2, 2, 192, 128, layout="SBND", batch=3, half_table=True),
 ]

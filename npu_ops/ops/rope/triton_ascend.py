@@ -15,6 +15,9 @@ from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 # Bytes that a pair needs on chip at the most (fp32, with a tail to copy), by the plan of the
 # vendor's compiler, by whether pairs are interleaved: splitting those takes twice the room.
 TILE = {False: tile_elements(96), True: tile_elements(192)}
+# Pairs of a full-width interleaved table in a tile: on chip each lies in 32 bytes of its own, in
+# four tables, double-buffered.
+TABLE_PAIRS = 128
 # Narrower rows than this are not worth a vector instruction, and the compiler refuses some.
 NARROWEST = 16
 
@@ -169,12 +172,15 @@ def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_
         batch, length = 1, batch
         strides = [(0, b, n) for b, _, n in strides]
         tables = [(0, b) for b, _ in tables]
-    constants = tile_constants(q, k, layout, pair_layout, rotary_dim, q_out, positions is not None)
+    full = cos.shape[-1] == rotary_dim
+    constants = tile_constants(
+        q, k, layout, pair_layout, rotary_dim, q_out, full, positions is not None
+    )
     items = batch * cdiv(length, constants["BT"])
     _rope_kernel[vector_grid(items, q.device)](
         q, k, cos, sin, positions, q_out, k_out, batch, length, cos.shape[1],
         heads(q, layout), heads(k, layout), *(stride for three in strides for stride in three),
-        *tables[0], *tables[1], *places, FULL=cos.shape[-1] == rotary_dim, INVERSE=inverse,
+        *tables[0], *tables[1], *places, FULL=full, INVERSE=inverse,
         INDEXED=positions is not None, **constants,
     )  # fmt: skip
 
@@ -198,7 +204,9 @@ def heads(x: torch.Tensor, layout: str) -> int:
     return x.shape[layout.index("N")]
 
 
-def tile_constants(q, k, layout, pair_layout, rotary_dim, q_out, one_token: bool) -> dict:
+def tile_constants(
+    q, k, layout, pair_layout, rotary_dim, q_out, full: bool, one_token: bool
+) -> dict:
     """The compile-time constants of a launch. They depend on the model, never on lengths."""
     pairs = rotary_dim // 2
     interleaved = pair_layout == "interleaved"
@@ -206,6 +214,8 @@ def tile_constants(q, k, layout, pair_layout, rotary_dim, q_out, one_token: bool
     fits = max(1, TILE[interleaved] // padded)  # heads of tokens in a tile
     q_heads = min(fits, next_power_of_2(heads(q, layout)))
     tokens = 1 if one_token else fits // q_heads
+    if interleaved and full:
+        tokens = max(1, min(tokens, TABLE_PAIRS // padded))
     return {
         "P": padded,
         "PAIRS": pairs,
