@@ -32,7 +32,6 @@ _INSTALL = 'pip install "ascendnpu-ir==1.2.0"'
 _PASSES = (
     "--execution-engine-convert-hfusion-to-upstream",
     "--execution-engine-convert-hivm-to-upstream",
-    "--math-legalize-to-f32",
     "--convert-elementwise-to-linalg",
     "--linalg-fuse-elementwise-ops",
     "--empty-tensor-to-alloc-tensor",
@@ -44,6 +43,7 @@ _PASSES = (
     "--convert-linalg-to-loops",
     "--canonicalize",
     "--convert-scf-to-cf",
+    "--math-legalize-to-f32",  # bishengir-opt 1.2.0 dies of it where there are structured branches
     "--lower-affine",
     "--arith-emulate-unsupported-floats=source-types=bf16 target-type=f32",
     "--arith-expand=include-bf16=true",

@@ -338,6 +338,31 @@ def test_arguments_grids_and_loops():
 
 
 @triton.jit
+def branches(x, out, places, starts, n, R: tl.constexpr):
+    for i in range(tl.program_id(0), 3, tl.num_programs(0)):
+        # Sequence and tile within it, 64 bits in memory.
+        place = i * 2
+        sequence = tl.load(places + place).to(tl.int32)
+        tile = tl.load(places + place + 1).to(tl.int32)
+        start = tl.load(starts + sequence) + tile.to(tl.int64) * R
+        at = start + tl.arange(0, R)
+        if start + R > n.to(tl.int64):
+            value = tl.load(x + at, mask=at < n, other=0.0)
+        else:
+            value = tl.load(x + at)
+        tl.store(out + at, tl.exp(value.to(tl.float32)), mask=at < n)
+
+
+@emulated
+def test_branches_on_what_was_loaded():
+    x, out = torch.randn(40, dtype=torch.bfloat16), unset(48)
+    places, starts = torch.tensor([[0, 0], [0, 1], [1, 0]]), torch.tensor([0, 32])
+    branches[(2,)](x, out, places, starts, 40, R=16)
+    close(out[:40], x.float().exp())
+    assert out[40:].isnan().all()
+
+
+@triton.jit
 def atomics(x, sums, top, ticket, mine, first, last, n, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     v = tl.load(x + tl.program_id(0) * BLOCK + at)
