@@ -37,6 +37,7 @@ test: check .cache/megatron/ready
 test-all: check .cache/megatron/ready
 	$(PYTEST)
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
+	OMP_NUM_THREADS=1 $(BIN)/npu-ops emulate -- python -m pytest -m "not slow" -k npu tests/ops
 
 bench: $(VENV)/ready
 	$(BIN)/npu-ops bench --output benchmarks/results
