@@ -118,46 +118,12 @@ def _rope_kernel(
         cos1, cos2, across1, across2 = with_direction(cos1, cos2, sin1, sin2, INVERSE)
         token = start + tl.arange(0, BT)[:, None, None]
         at, inside = token.to(tl.int64), token < length
-        rotate_heads(
-            q,
-            q_out,
-            b * q_b + at * q_s,
-            b * qo_b + at * qo_s,
-            q_n,
-            qo_n,
-            inside,
-            q_heads,
-            cos1,
-            cos2,
-            across1,
-            across2,
-            P,
-            PAIRS,
-            TAIL,
-            INTERLEAVED,
-            BT,
-            BHQ,
-        )
-        rotate_heads(
-            k,
-            k_out,
-            b * k_b + at * k_s,
-            b * ko_b + at * ko_s,
-            k_n,
-            ko_n,
-            inside,
-            k_heads,
-            cos1,
-            cos2,
-            across1,
-            across2,
-            P,
-            PAIRS,
-            TAIL,
-            INTERLEAVED,
-            BT,
-            BHK,
-        )
+        rotate_heads(q, q_out, b * q_b + at * q_s, b * qo_b + at * qo_s, q_n, qo_n, inside, q_heads,
+                     cos1, cos2, across1, across2, P, PAIRS, TAIL, INTERLEAVED, BT,
+                     BHQ)  # fmt: skip
+        rotate_heads(k, k_out, b * k_b + at * k_s, b * ko_b + at * ko_s, k_n, ko_n, inside, k_heads,
+                     cos1, cos2, across1, across2, P, PAIRS, TAIL, INTERLEAVED, BT,
+                     BHK)  # fmt: skip
 
 
 def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_out, k_out):
