@@ -1,185 +1,342 @@
-"""Runs Megatron-LM's own unit tests on this machine's CPU, without and with npu-ops.
+"""Runs Megatron-LM's own unit tests of what npu-ops replaces, on the CPU, without us and with us.
 
     git clone https://github.com/NVIDIA/Megatron-LM
     python tests/adapters/upstream_megatron.py Megatron-LM
 
-Prints, for each file, what passed and failed on each side and how many calls reached npu-ops. The
-tests ask for CUDA: "cuda" is read as "cpu" while they run. A test that fails on both sides fails
-for that reason or for a package that is not here; one that fails with npu-ops alone is our fault,
-and makes the exit status 1.
+Those tests are written for CUDA. So the checkout's Python files, Megatron's as well as the tests',
+are read with "cuda" as "cpu" and "nccl" as "gloo" when they are imported; no file is changed. What
+needs a GPU, several processes or Transformer Engine all the same fails or is skipped in every run,
+and is listed with its reason.
+
+There are three runs: `without` npu-ops, `with` it, and `against`: with it, but the functions that
+the tests compare others with are Megatron's, for otherwise they compare us with us. The exit status
+is 1 if a test passes only without npu-ops, or if no call reached it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
+import contextlib
+import functools
+import importlib
+import importlib.machinery
+import inspect
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
+import tempfile
 import types
-import unittest.mock
+import typing
 
+import pytest
+
+TESTS = "tests/unit_tests"
 FILES = (
-    "tests/unit_tests/fusions/test_bias_dropout_fusion.py",
-    "tests/unit_tests/transformer/test_rope.py",
-    "tests/unit_tests/fusions/test_mla_yarn_rope_apply.py",
+    "fusions/test_bias_dropout_fusion.py",
+    "fusions/test_mla_yarn_rope_apply.py",
+    "inference/test_flash_decode.py",
+    "models/test_heterogeneous_gpt_model.py",
+    "transformer/test_attention_no_rope.py",
+    "transformer/test_rope.py",
+    "transformer/test_transformer_block.py",
+    "transformer/test_transformer_layer.py",
 )
-SIDES = {"alone": {"NPU_OPS_DISABLE": "all"}, "with npu-ops": {"NPU_OPS_DISABLE": ""}}
-COUNTED = ("bias_dropout_add", "apply_rotary_pos_emb_freqs")
-MARK = "npu-ops saw: "
+OPERATORS = ("bias_dropout_add", "apply_rotary_pos_emb_freqs")
+OUTCOMES = ("passed", "failed", "skipped")
+RUNS = {"without": "all", "with": "", "against": ""}  # NPU_OPS_DISABLE
+REFERENCES = (
+    ("megatron.core.fusions.fused_bias_dropout", "bias_dropout_add_unfused"),
+    ("megatron.core.models.common.embeddings.rope_utils", "_apply_rotary_pos_emb_bshd"),
+)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("checkout", type=pathlib.Path, help="a clone of Megatron-LM")
-    parser.add_argument("files", nargs="*", default=FILES, help="test files in it")
-    options = parser.parse_args()
-    broken = 0
-    for file in options.files:
-        sides = {side: run(options.checkout, file, env) for side, env in SIDES.items()}
-        print(file)
-        for side, report in sides.items():
-            outcomes = collections.Counter(report["tests"].values())
-            counts = ", ".join(f"{n} {outcome}" for outcome, n in sorted(outcomes.items()))
-            print(f"  {side:13}{counts}; calls: {report['calls'] or 'none'}")
-        new = differences(*sides.values())
-        broken += len(new)
-        print("\n".join(f"  BROKEN BY US {test}" for test in new) or "  no test differs")
-    return 1 if broken else 0
+# CUDA read as the CPU
 
 
-def differences(alone: dict, ours: dict) -> list[str]:
-    """The tests that do worse with us than without."""
-    return [
-        test
-        for test, outcome in alone["tests"].items()
-        if outcome == "passed" and ours["tests"].get(test) != "passed"
-    ]
+class OnCpu(ast.NodeTransformer):
+    """`torch.cuda.f()`, `x.cuda(0)`, `device="cuda"` and `x.is_cuda`, with the CPU instead."""
+
+    STRINGS: typing.ClassVar = {"cuda": "cpu", "cuda:0": "cpu", "nccl": "gloo"}
+    ATTRIBUTES: typing.ClassVar = {"cuda": "cpu", "is_cuda": "is_cpu"}
+
+    def visit_Constant(self, node):
+        if isinstance(node.value, str):
+            node.value = self.STRINGS.get(node.value, node.value)
+        return node
+
+    def visit_Attribute(self, node):
+        node.attr = self.ATTRIBUTES.get(node.attr, node.attr)
+        return self.generic_visit(node)
+
+    def visit_Call(self, node):
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            node.args, node.keywords = [], []  # which device: `x.cpu()` does not ask
+        return self.generic_visit(node)
+
+    def visit_ImportFrom(self, node):
+        node.module = "torch.cpu" if node.module == "torch.cuda" else node.module
+        return node
 
 
-def run(checkout: pathlib.Path, file: str, changes: dict) -> dict:
-    """Run a file in a process of its own: the outcome of each test, and the calls that we got."""
-    path = os.pathsep.join(map(str, (checkout.resolve(), pathlib.Path(__file__).resolve().parent)))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--noconftest", "-p", "upstream_megatron", file]
-        + ["--rootdir", ".", "-c", os.devnull, "-p", "no:cacheprovider", "-q"],
-        cwd=checkout,
-        env=os.environ | {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"} | changes,
-        capture_output=True,
-        text=True,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if not lines or done.returncode not in (0, 1):
-        raise RuntimeError(f"{file} did not run:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    return json.loads(lines[-1].removeprefix(MARK))
+class Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname):
+        """From the source each time: what is in __pycache__ still says CUDA."""
+        path = self.get_filename(fullname)
+        tree = OnCpu().visit(ast.parse(self.get_data(path), path))
+        return compile(tree, path, "exec", dont_inherit=True)
 
 
-# As a plugin of the pytest that runs in the checkout
+def read_on_cpu(checkout: pathlib.Path) -> None:
+    def hook(folder):
+        if not pathlib.Path(folder).resolve().is_relative_to(checkout):
+            raise ImportError("not upstream's: for the other hooks")
+        return importlib.machinery.FileFinder(folder, (Loader, [".py"]))
 
-_calls: collections.Counter = collections.Counter()
-_outcomes: dict[str, str] = {}
-
-
-def pytest_configure(config):
-    """Before any of Megatron is imported."""
-    without_a_triton_driver()
-    read_cuda_as_cpu()
-    stand_in_for_utilities()
-    count_calls()
+    sys.path_hooks.insert(0, hook)
+    sys.path_importer_cache.clear()
 
 
-def pytest_runtest_logreport(report):
-    if report.when == "call" or report.outcome != "passed":
-        _outcomes[report.nodeid] = report.outcome
-
-
-def pytest_collectreport(report):
-    if report.failed:
-        _outcomes[report.nodeid] = "not collected"
-        print(report.longreprtext, file=sys.stderr)
-
-
-def pytest_unconfigure(config):
-    print(MARK + json.dumps({"tests": _outcomes, "calls": dict(_calls)}))
-
-
-def without_a_triton_driver() -> None:
-    """Some Triton kernels of Megatron ask for a GPU when they are imported; none runs here."""
-    import triton.runtime
-
-    triton.runtime.driver.set_active(unittest.mock.MagicMock())
-
-
-def read_cuda_as_cpu() -> None:
-    """Wherever torch is asked for CUDA."""
+def complete_torch_cpu() -> None:
+    """Give `torch.cpu` what is asked of `torch.cuda`; the rest, e.g. types, it has from there."""
     import torch
-    from megatron.core.models.gpt import gpt_model  # noqa: F401  it asks the GPU for its name
-    from megatron.core.tensor_parallel import random
-    from torch.overrides import TorchFunctionMode
 
-    def on_cpu(value):
-        cuda = isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
-        return "cpu" if cuda else value
-
-    class CudaIsCpu(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            if function is torch.Tensor.cuda:
-                return args[0]
-            args = tuple(map(on_cpu, args))
-            return function(*args, **{k: on_cpu(v) for k, v in (kwargs or {}).items()})
-
-    CudaIsCpu().__enter__()
-    random.model_parallel_cuda_manual_seed = lambda *args, **kwargs: None
-    torch.cuda.current_device = lambda: "cpu"
-    torch.cuda.is_available = lambda: True
-    torch.cuda.device_count = lambda: 1
-    torch.cuda.synchronize = torch.cuda.set_device = lambda *args: None
+    here = torch.cpu.current_device()
+    torch.cpu.__getattr__ = lambda name: getattr(torch.cuda, name)
+    torch.cpu.default_generators = {here: torch.default_generator}
+    torch.cpu.device = lambda device: contextlib.nullcontext()
+    torch.cpu.get_device_capability = lambda device=None: (0, 0)
+    torch.cpu.get_device_name = lambda device=None: here
+    torch.cpu.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cpu.manual_seed = torch.cpu.manual_seed_all = torch.manual_seed
+    torch.cpu.nvtx = types.SimpleNamespace(range=contextlib.nullcontext)
+    torch.cpu.random = torch.cpu
+    torch.cpu.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    torch.cpu._lazy_call = lambda callback: callback()
+    torch.cpu._lazy_init = lambda: None
 
 
-def stand_in_for_utilities() -> None:
-    """The tests' helper needs Megatron's training program and NCCL; they use this much of it."""
-    package = None
-    for name in ("tests", "tests.unit_tests", "tests.unit_tests.test_utilities"):
-        package = sys.modules[name] = types.ModuleType(name)
-        package.__path__ = [name.replace(".", os.sep)]
-    package.Utils = Utils
+# What else is not here
 
 
-class Utils:
-    """Process groups of one."""
+class NoTriton:
+    """In place of Triton's driver, which upstream's @triton.autotune wants at import."""
 
     @staticmethod
-    def initialize_model_parallel(*args, **kwargs):
-        import megatron_cpu
-        import torch
-        from megatron.core import parallel_state
-
-        if not torch.distributed.is_initialized():
-            megatron_cpu.start()
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(*args, **kwargs)
+    def get_benchmarker():
+        return NoTriton.launch
 
     @staticmethod
-    def destroy_model_parallel():
-        from megatron.core import parallel_state
+    def launch(*args, **kwargs):
+        pytest.skip("launches a Triton kernel, which needs a GPU")
 
-        parallel_state.destroy_model_parallel()
+    def __getattr__(self, name):
+        self.launch()
 
 
-def count_calls() -> None:
-    import npu_ops
+def without_triton() -> None:
+    with contextlib.suppress(ImportError):
+        from triton.runtime import driver
 
-    def counted(name, function):
+        driver.set_active(NoTriton())
+
+
+def without_python_312() -> None:
+    """Upstream's main imports this from `typing`."""
+    import typing_extensions
+
+    typing.override = typing_extensions.override
+
+
+def without_transformer_engine() -> None:
+    """Layers of Megatron's own modules, where a test asks for Transformer Engine's."""
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    for kind in ("spec", "submodules"):
+        local = getattr(specs, f"get_gpt_layer_local_{kind}", None)
+        if local:
+            setattr(specs, f"get_gpt_layer_with_transformer_engine_{kind}", local)
+
+
+def with_references() -> None:
+    """Put Megatron's own function back where its tests expect another to do the same."""
+    for module, name in REFERENCES:
+        module = importlib.import_module(module)
+        setattr(module, name, inspect.unwrap(getattr(module, name)))
+
+
+# One run, in a process of its own
+
+
+class Record:
+    """A pytest plugin: how each test ended and why, and the calls that reached npu_ops."""
+
+    def __init__(self):
+        self.tests = {}
+        self.calls = collections.Counter()
+        self._file = None
+
+    def pytest_runtest_logstart(self, nodeid, location):
+        self._file = nodeid.partition("::")[0]
+
+    def pytest_runtest_logreport(self, report):
+        passed_so_far = self.tests.get(report.nodeid, ("passed",))[0] == "passed"
+        if passed_so_far and (report.when == "call" or not report.passed):
+            self.tests[report.nodeid] = (report.outcome, reason(report))
+
+    def pytest_collectreport(self, report):
+        if not report.passed:
+            self.tests[report.nodeid] = (report.outcome, reason(report))
+
+    def count_calls(self) -> None:
+        """The adapters look the operators up in `npu_ops` at each call."""
+        import npu_ops
+
+        for name in OPERATORS:
+            setattr(npu_ops, name, self._counted(getattr(npu_ops, name)))
+
+    def _counted(self, operator):
+        @functools.wraps(operator)
         def call(*args, **kwargs):
-            _calls[name] += 1
-            return function(*args, **kwargs)
+            self.calls[self._file] += 1
+            return operator(*args, **kwargs)
 
         return call
 
-    for name in COUNTED:
-        setattr(npu_ops, name, counted(name, getattr(npu_ops, name)))
+
+def reason(report) -> str:
+    """One line on why a test did not pass; the same for tests that failed of the same."""
+    if report.passed:
+        return ""
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[2].removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None:  # not a test: a file that cannot be collected
+        return report.longreprtext.strip().splitlines()[-1].removeprefix("E").strip()
+    first = crash.message.partition("\n")[0]
+    bare = first == "AssertionError"
+    return f"{pathlib.Path(crash.path).name}:{crash.lineno}: {first}" if bare else first
+
+
+def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) -> None:
+    read_on_cpu(checkout)
+    complete_torch_cpu()
+    without_triton()
+    without_python_312()
+    without_transformer_engine()
+    if name == "against":
+        with_references()
+    record = Record()
+    record.count_calls()
+    # Not upstream's conftest.py, which downloads data, nor its settings. Rewritten assertions
+    # would go round our loader.
+    root = checkout / TESTS
+    options = ["-q", "--noconftest", "--assert=plain", "--continue-on-collection-errors"]
+    options += ["-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={root}"]
+    paths = [str(root / file) for file in files if (root / file).exists()]
+    pytest.main([*options, *paths], plugins=[record])
+    pathlib.Path(output).write_text(json.dumps({"tests": record.tests, "calls": record.calls}))
+
+
+def run(name: str, checkout: pathlib.Path, files: list[str]) -> dict:
+    """`run_tests` in a new process, which `import torch` gives the adapters unless disabled."""
+    path = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {
+        "PYTHONPATH": os.pathsep.join(path),
+        "NPU_OPS_DISABLE": RUNS[name],
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+        "TORCH_COMPILE_DISABLE": "1",  # minutes, and without npu-ops only
+        "MASTER_PORT": str(free_port()),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        output = pathlib.Path(folder) / "report.json"
+        done = subprocess.run(
+            [sys.executable, __file__, "--run", name, str(output), str(checkout), *files],
+            cwd=folder,
+            env=os.environ | settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if not output.exists():
+            sys.exit(f"{done.stdout[-5000:]}\n{name}: the process ended with {done.returncode}")
+        return json.loads(output.read_text())
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]
+
+
+# The report
+
+
+def show_counts(reports: dict[str, dict], files: list[str]) -> None:
+    print(f"{'passed / failed / skipped, calls to npu-ops':50}" + "".join(f"{n:19}" for n in RUNS))
+    for file in files:
+        cells = (f"{counts(report, file):19}" for report in reports.values())
+        print(f"{file:50}{''.join(cells)}".rstrip())
+
+
+def counts(report: dict, file: str) -> str:
+    ends = [end for test, (end, _) in report["tests"].items() if test.partition("::")[0] == file]
+    if not ends:
+        return "not there"
+    numbers = " / ".join(str(ends.count(outcome)) for outcome in OUTCOMES)
+    return f"{numbers}, {report['calls'].get(file, 'none')}"
+
+
+def show_reasons(ends: dict[str, list]) -> None:
+    print("\nThe same in every run:")
+    same = (runs[0] for runs in ends.values() if runs.count(runs[0]) == len(runs))
+    for (outcome, why), number in collections.Counter(same).most_common():
+        print(f"{number:5} {outcome}{': ' if why else ''}{why}")
+
+
+def show_differences(ends: dict[str, list]) -> None:
+    print("\nNot the same:")
+    for test, runs in ends.items():
+        if runs.count(runs[0]) < len(runs):
+            print(f"  {test}")
+            for name, (outcome, why) in zip(RUNS, runs, strict=True):
+                print(f"    {name:9} {outcome} {why}".rstrip())
+
+
+def compare(checkout: pathlib.Path, files: list[str]) -> int:
+    reports = {name: run(name, checkout, files) for name in RUNS}
+    tests = dict.fromkeys(test for report in reports.values() for test in report["tests"])
+    ends = {
+        test: [tuple(report["tests"].get(test, ("not run", ""))) for report in reports.values()]
+        for test in tests
+    }
+    show_counts(reports, files)
+    show_reasons(ends)
+    show_differences(ends)
+    lost = any(is_lost(*(outcome for outcome, _ in runs)) for runs in ends.values())
+    if not reports["with"]["calls"]:
+        print("\nNo call reached npu-ops, so this says nothing about it.")
+    return int(lost or not reports["with"]["calls"])
+
+
+def is_lost(without: str, *ours: str) -> bool:
+    return without == "passed" and any(outcome != "passed" for outcome in ours)
+
+
+def main() -> int | None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkout", type=pathlib.Path, help="a clone of Megatron-LM")
+    parser.add_argument("files", nargs="*", default=FILES, help=f"in its {TESTS}")
+    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)  # which one, and its report
+    options = parser.parse_args()
+    checkout = options.checkout.resolve()
+    if options.run:
+        name, output = options.run
+        return run_tests(name, checkout, options.files, output)
+    return compare(checkout, options.files)
 
 
 if __name__ == "__main__":
