@@ -146,4 +146,4 @@ def compile(name: str, text: str, soc: str) -> tuple[str, tuple[str, ...]]:
 def _tail(output: str | bytes) -> str:
     text = output.decode() if isinstance(output, bytes) else output
     errors = [line for line in text.splitlines() if "error:" in line] or text.splitlines()[-5:]
-    return "\n".join(errors)
+    return "\n".join(dict.fromkeys(errors))  # it tries several times, and fails the same way
