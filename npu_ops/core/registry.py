@@ -93,10 +93,8 @@ class Table:
                 NPU_OPS_STRICT=1 and the call would fall back.
         """
         settings = env.settings
-        if settings.impl and self._forced_name():
-            chosen = self._forced(self._forced_name(), args)
-        else:
-            chosen = self._first(args)
+        forced = self._forced_name() if settings.impl else None
+        chosen = self._forced(forced, args) if forced else self._first(args)
         if settings.log == "calls":
             log.logger.warning("%s(%s) -> %s", self.op, _describe(args), chosen.name)
         return chosen

@@ -270,7 +270,7 @@ def alike(alone: Side, ours: Side) -> Check:
 
 def page(device: str, sides: dict[str, Side], checks: list[Check]) -> dict:
     """What the report shows of the training."""
-    end = next(reversed(sides.values())).end
+    end = sides[OURS].end
     titles = {0: "no dropout", 1: f"dropout {DROPOUT}, first seed"}
     return {
         "megatron": end["megatron"],

@@ -11,8 +11,6 @@ import pathlib
 import npu_ops
 from npu_ops.tools.bench import FIELDS
 
-NUMBERS = ("ms_p50", "gbps", "peak_mb", "speedup")
-
 
 @dataclasses.dataclass
 class Timings:

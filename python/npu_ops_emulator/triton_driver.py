@@ -298,12 +298,7 @@ def _patch_front_end(npu: lowering.Target) -> None:
         def checked(arguments):
             sizes = grid(arguments) if callable(grid) else grid
             sizes = (*sizes, 1, 1)[:3]
-            programs = sizes[0] * sizes[1] * sizes[2]
-            if (
-                programs > launch.GRID_LIMIT
-                and os.environ.get("TRITON_ALL_BLOCKS_PARALLEL", "0") == "0"
-            ):
-                raise launch.too_large(self.__name__, sizes)
+            launch.check_grid(self.__name__, sizes)
             return sizes
 
         return run(self, *args, grid=checked if grid is not None else None, **kwargs)

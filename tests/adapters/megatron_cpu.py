@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 
 import torch
 
+from npu_ops.tools import demo_model
 
-class NoTracker:
-    """In place of the CUDA RNG tracker: dropout then uses the default generator."""
 
-    def fork(self, *args, **kwargs):
-        return contextlib.nullcontext()
-
-    def is_initialized(self):
-        return True
-
-    def add(self, *args, **kwargs):
-        return None
+class NoTracker(demo_model.NoTracker):
+    """Also with the states that activation checkpointing saves and restores."""
 
     def get_states(self):
         return {}

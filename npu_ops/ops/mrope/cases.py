@@ -117,7 +117,7 @@ CASES = [
         32,
         pair_layout="interleaved",
         mrope_section=(8, 4, 4),
-    ),  # fmt: skip
+    ),
     Case("one-axis", 63, 1, 1, 64, 64, mrope_section=(32, 0, 0)),
     Case("no-time", 63, 2, 1, 64, 64, mrope_section=(0, 16, 16), section_layout="chunked"),
 ]

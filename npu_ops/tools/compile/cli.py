@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from npu_ops.tools.compile import vendor
 from npu_ops.tools.compile.launches import Launch, from_file, launches
 from npu_ops.tools.compile.report import CompileReport, compile_launch
+from npu_ops.tools.where import ops
 
 EXAMPLES = """
 npu-ops compile                                  every kernel of every op, for the models' shapes
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    known = ", ".join(_ops())
+    known = ", ".join(ops())
     add = parser.add_argument
     add("targets", nargs="*", metavar="OP", help=f"{known}, or FILE.py::KERNEL; default: all ops")
     add("--soc", action="append", help=f"default {vendor.SOCS[0]}; may be repeated")
@@ -89,24 +90,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _ops() -> list[str]:
-    import npu_ops.ops
-
-    folder = pathlib.Path(npu_ops.ops.__path__[0])
-    return sorted(path.parent.name for path in folder.glob("*/op.py"))
-
-
 def _rows(options) -> Iterator[Row]:
     import torch
 
     dtypes = [getattr(torch, name) for name in options.dtype] if options.dtype else None
-    for target in options.targets or _ops():
+    for target in options.targets or ops():
         if "::" in target:
             found = [from_file(target, options.signature, options.constexpr)]
-        elif target in _ops():
+        elif target in ops():
             found = launches(target, options.case, dtypes)
         else:
-            needs = f"{', '.join(_ops())} or FILE.py::KERNEL"
+            needs = f"{', '.join(ops())} or FILE.py::KERNEL"
             raise ValueError(f"target: got {target!r}, needs one of {needs}")
         for launch in found:
             for soc in options.soc or vendor.SOCS[:1]:
