@@ -1,23 +1,19 @@
 """Every Triton kernel through the vendor's compiler: it compiles, in vectors, double-buffered."""
 
+import importlib
 import itertools
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 
 import pytest
 
+from npu_ops import ops
 from npu_ops.core.hardware import UB_BYTES
 
-# Across them: every branch of the kernels, in each dtype once.
-REPRESENTATIVE = {
-    "bias_dropout_add": ("megatron-train-8192", "qwen3-4b-decode-64", "batch-3-full-bias", "p-0"),
-    "rope": ("qwen3-vl-8b-tp1-t64", "qwen3.5-9b-tp4-t64", "qwen3-vl-8b-vision-256",
-             "odd-BNSD-t65-interleaved", "head-96-interleaved-half-table",
-             "few-pairs-interleaved"),
-    "mrope": ("qwen3-vl-8b-tp1-t64", "qwen3.5-9b-tp4-t64", "few-pairs-interleaved"),
-}  # fmt: skip
+OPS = [module.name for module in pkgutil.iter_modules(ops.__path__)]
 
 
 def compile_reports(tmp_path, *arguments):
@@ -40,9 +36,10 @@ def check(rows):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("op", REPRESENTATIVE)
+@pytest.mark.parametrize("op", OPS)
 def test_representative_kernels(op, dtype, tmp_path):
-    cases = itertools.chain(*(("--case", case) for case in REPRESENTATIVE[op]))
+    chosen = importlib.import_module(f"npu_ops.ops.{op}.cases").REPRESENTATIVE
+    cases = itertools.chain(*(("--case", case) for case in chosen))
     rows, result = compile_reports(tmp_path, op, "--dtype", dtype, *cases)
     check(rows)
     assert result.returncode == 0
@@ -57,7 +54,7 @@ def test_another_soc(soc, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", REPRESENTATIVE)
+@pytest.mark.parametrize("op", OPS)
 def test_every_case(op, tmp_path):
     rows, _ = compile_reports(tmp_path, op)
     check(rows)

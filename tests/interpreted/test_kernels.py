@@ -1,23 +1,25 @@
 """The arithmetic of every Triton kernel, in Triton's interpreter, against the reference."""
 
 import importlib
+import pkgutil
 
 import pytest
 import torch
 from support import DTYPES, assert_all_close, evaluate, floats, forced, named
 
 import npu_ops
+from npu_ops import ops
 from npu_ops.core import registry, rng
 from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.ops.bias_dropout_add.triton_ascend import bias_dropout_add
 
-OPS = {
-    "bias_dropout_add": ("x", "bias", "residual"),
-    "rope": ("q", "k"),
-    "mrope": ("q", "k"),
-}
+OPS = [module.name for module in pkgutil.iter_modules(ops.__path__)]
 # The interpreter cuts a float32 off where it makes a bfloat16; hardware rounds to nearest.
 CUT_OFF = Tolerance(ratio=8e-3, max_abs=1e-2)
+
+
+def cases_of(op):
+    return importlib.import_module(f"npu_ops.ops.{op}.cases")
 
 
 def small_cases():
@@ -26,8 +28,8 @@ def small_cases():
     In every dtype where there are few tokens: a tile takes the interpreter milliseconds.
     """
     chosen = []
-    for op, wrt in OPS.items():
-        for case in importlib.import_module(f"npu_ops.ops.{op}.cases").CASES:
+    for op in OPS:
+        for case in cases_of(op).CASES:
             model = case.name.startswith("qwen")
             if case.large or case.tokens > (1 if model else 65):
                 continue
@@ -35,27 +37,28 @@ def small_cases():
                 (torch.bfloat16,) if model else DTYPES if case.tokens <= 1 else (torch.float32,)
             )
             chosen += [
-                pytest.param(op, wrt, case, dtype, id=f"{op}-{case.name}-{named(dtype)}")
+                pytest.param(op, case, dtype, id=f"{op}-{case.name}-{named(dtype)}")
                 for dtype in dtypes
             ]
     return chosen
 
 
-def run(op, inputs, wrt):
+def run(op, case, inputs, wrt):
     package = importlib.import_module(f"npu_ops.ops.{op}")
     torch.manual_seed(1)  # both runs draw the same mask
-    return evaluate(getattr(package, package.__all__[0]), inputs, wrt)
+    function = getattr(package, getattr(case, "function", package.__all__[0]))
+    return evaluate(function, inputs, wrt)
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
-@pytest.mark.parametrize("op, wrt, case, dtype", small_cases())
-def test_against_reference(op, wrt, case, dtype):
-    cases = importlib.import_module(f"npu_ops.ops.{op}.cases")
-    wrt = tuple(name for name in wrt if case.inputs(dtype)[name] is not None)
+@pytest.mark.parametrize("op, case, dtype", small_cases())
+def test_against_reference(op, case, dtype):
+    cases = cases_of(op)
+    wrt = tuple(name for name in cases.DIFFERENTIABLE if case.inputs(dtype).get(name) is not None)
     with forced("reference", op, f"{op}_backward"):
-        expected = run(op, floats(case.inputs(dtype), torch.float64), wrt)
+        expected = run(op, case, floats(case.inputs(dtype), torch.float64), wrt)
     with registry.as_if_on("npu"):
-        actual = run(op, case.inputs(dtype), wrt)
+        actual = run(op, case, case.inputs(dtype), wrt)
     tolerances = cases.TOLERANCES | {torch.bfloat16: CUT_OFF}
     sums = getattr(cases, "SUM_TOLERANCES", tolerances) | {torch.bfloat16: CUT_OFF}
     assert_all_close(actual, expected, tolerances, {"gradient of bias": sums})

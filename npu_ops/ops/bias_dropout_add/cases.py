@@ -95,3 +95,8 @@ CASES = [
     Case("p-0.5", 65, 128, p=0.5),
     Case("p-0.99", 65, 128, p=0.99),
 ]
+
+# What the function is differentiable in.
+DIFFERENTIABLE = ("x", "bias", "residual")
+# Across these, every branch of the Triton kernels.
+REPRESENTATIVE = ("megatron-train-8192", "qwen3-4b-decode-64", "batch-3-full-bias", "p-0")

@@ -121,3 +121,8 @@ CASES = [
     Case("one-axis", 63, 1, 1, 64, 64, mrope_section=(32, 0, 0)),
     Case("no-time", 63, 2, 1, 64, 64, mrope_section=(0, 16, 16), section_layout="chunked"),
 ]
+
+# What the function is differentiable in.
+DIFFERENTIABLE = ("q", "k")
+# Across these, every branch of the Triton kernels.
+REPRESENTATIVE = ("qwen3-vl-8b-tp1-t64", "qwen3.5-9b-tp4-t64", "few-pairs-interleaved")

@@ -139,3 +139,11 @@ CASES = [
     Case("one-head", 131, 1, 1, 96, 96, layout="BNSD"),
     Case("head-192-partial", 63, 2, 2, 192, 128, layout="SBND", batch=3, half_table=True),
 ]
+
+# What the function is differentiable in.
+DIFFERENTIABLE = ("q", "k")
+# Across these, every branch of the Triton kernels.
+REPRESENTATIVE = (
+    "qwen3-vl-8b-tp1-t64", "qwen3.5-9b-tp4-t64", "qwen3-vl-8b-vision-256",
+    "odd-BNSD-t65-interleaved", "head-96-interleaved-half-table", "few-pairs-interleaved",
+)  # fmt: skip

@@ -17,8 +17,6 @@ DTYPES = {
     "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int64": "i64", "int32": "i32",
     "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "i1",
 }  # fmt: skip
-# What `backward` is asked of, where an op has it.
-TRAINED = ("x", "bias", "residual", "q", "k", "v", "g", "beta", "weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,39 +95,43 @@ def launches(op: str, cases: list[str] | None = None, dtypes=None) -> Iterator[L
     import torch
 
     package = importlib.import_module(f"npu_ops.ops.{op}")
-    known = importlib.import_module(f"npu_ops.ops.{op}.cases").CASES
-    function = getattr(package, package.__all__[0])
+    cases_of_op = importlib.import_module(f"npu_ops.ops.{op}.cases")
     seen = set()
-    for case in known:
+    for case in cases_of_op.CASES:
         if cases is not None and case.name not in cases:
             continue
+        function = getattr(package, getattr(case, "function", package.__all__[0]))
         small = dataclasses.replace(case, tokens=min(case.tokens, 8))  # constants know no lengths
         for dtype in dtypes or (torch.float32, torch.bfloat16, torch.float16):
             label = f"{case.name}-{str(dtype).removeprefix('torch.')}"
-            for launch in _launched(label, function, small.inputs(dtype)):
+            for launch in _launched(
+                label, function, small.inputs(dtype), cases_of_op.DIFFERENTIABLE
+            ):
                 key = (launch.name, launch.signature, launch.constants)
                 if key not in seen:
                     seen.add(key)
                     yield launch
 
 
-def _launched(label: str, function, inputs: dict) -> list[Launch]:
+def _launched(label: str, function, inputs: dict, wrt: tuple[str, ...]) -> list[Launch]:
     from npu_ops.core import registry
 
     with recorded(label) as found, registry.as_if_on("npu"):
-        _forward_and_backward(function, inputs)
+        _forward_and_backward(function, inputs, wrt)
     return found
 
 
-def _forward_and_backward(function, inputs: dict) -> None:
+def _forward_and_backward(function, inputs: dict, wrt: tuple[str, ...]) -> None:
     import torch
 
-    for name in TRAINED:
+    for name in wrt:
         if isinstance(inputs.get(name), torch.Tensor):
             inputs[name].requires_grad_()
     outputs = function(**inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    torch.autograd.backward(outputs, [torch.zeros_like(out) for out in outputs])
+    outputs = [out for out in outputs if out is not None and out.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.zeros_like(out) for out in outputs])
 
 
 @contextlib.contextmanager
