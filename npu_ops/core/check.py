@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -36,6 +38,12 @@ def one_of(name: str, value, allowed: tuple) -> None:
 def shape(name: str, value: torch.Tensor, needs: str) -> ValueError:
     """The error for a tensor of the wrong shape; `needs` is a phrase."""
     return ValueError(f"{name}: got shape {list(value.shape)}, needs {needs}")
+
+
+def epsilon(name: str, value) -> None:
+    """Raise ValueError unless `value` is a finite number that is not negative."""
+    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name}: got {value!r}, needs a finite number, 0 or more")
 
 
 def writable(name: str, value: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:

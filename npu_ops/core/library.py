@@ -21,9 +21,13 @@ _NATIVE = "_native.abi3.so"
 poison_outputs = False
 
 
-def new_output(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def new_output(
+    like: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> torch.Tensor:
     """An uninitialised tensor with the shape and stride order of `like`: the kernels' allocator."""
-    out = torch.empty_like(like, dtype=dtype)
+    out = torch.empty_like(like, dtype=dtype, memory_format=memory_format)
     return out.fill_(float("nan")) if poison_outputs else out
 
 
@@ -53,6 +57,15 @@ def operator(schema: str, run, fake, backward=None, save=None) -> None:
         torch.library.register_autograd(
             f"npu_ops::{name}", backward, setup_context=save, lib=LIBRARY
         )
+
+
+def no_gradient(name: str):
+    """The `backward` of a backward that has none: it raises where torch would leave it out."""
+
+    def backward(ctx, *grads):
+        raise NotImplementedError(f"{name}: got a gradient of its gradient, which it does not have")
+
+    return backward
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:

@@ -1,0 +1,42 @@
+// Walking over the rows of [outer, inner, D] tensors, as npu_ops/core/rows.py makes them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/check.h"
+#include "common/parallel.h"
+
+namespace npu_ops {
+
+// The rows of one tensor: `inner` rows, a step apart, from each outer index.
+struct Rows {
+  explicit Rows(const Tensor& tensor)
+      : outer(tensor.size(0)),
+        inner(tensor.size(1)),
+        outer_step(tensor.stride(0)),
+        step(tensor.stride(1)) {
+    if (inner == 1) {  // longer runs
+      std::swap(outer, inner);
+      std::swap(outer_step, step);
+    }
+  }
+  int64_t at(int64_t outer, int64_t row) const { return outer * outer_step + row * step; }
+  int64_t outer, inner, outer_step, step;
+};
+
+// Runs body(outer, first, count) in parallel, for `count` rows from `first` on of an outer index.
+// `width` is what a row costs, in elements.
+template <class Body>
+void parallel_runs(const Rows& rows, int64_t width, const Body& body) {
+  parallel(rows.outer * rows.inner, width, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t outer = begin / rows.inner, first = begin % rows.inner;
+      const int64_t count = std::min(rows.inner - first, end - begin);
+      body(outer, first, count);
+      begin += count;
+    }
+  });
+}
+
+}  // namespace npu_ops

@@ -1,0 +1,42 @@
+"""Tensors as rows: how a kernel that works along the last dimension sees any leading shape."""
+
+from __future__ import annotations
+
+import torch
+
+
+def as_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of one shape `[..., D]` as `[outer, inner, D]`, last dimension contiguous.
+
+    They are views where the leading dimensions fold into two, as those of a slice of a fused
+    projection do; else copies. A tensor that is contiguous is never copied, so it may be an output.
+    """
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return [tensor.view(-1, 1, tensor.shape[-1]) for tensor in tensors]
+    folded = _fold(tensors)
+    if folded is None:
+        return as_rows(*(tensor.contiguous() for tensor in tensors))
+    (inner, inner_strides), (outer, outer_strides) = folded
+    shape = (outer, inner, tensors[0].shape[-1])
+    return [
+        tensor.as_strided(shape, (*strides, 1))
+        for tensor, *strides in zip(tensors, outer_strides, inner_strides, strict=True)
+    ]
+
+
+def _fold(tensors):
+    """(size, the tensors' strides) of the two dimensions that the leading ones fold into."""
+    shape = tensors[0].shape
+    if any(tensor.stride(-1) != 1 for tensor in tensors) and shape[-1] > 1:
+        return None
+    levels = []
+    for dim in reversed(range(len(shape) - 1)):
+        strides = [tensor.stride(dim) for tensor in tensors]
+        if levels and strides == [levels[-1][0] * stride for stride in levels[-1][1]]:
+            levels[-1] = levels[-1][0] * shape[dim], levels[-1][1]
+        elif shape[dim] != 1:
+            levels.append((shape[dim], strides))
+    nothing = 1, [0] * len(tensors)
+    if len(levels) < 2:  # what there is goes outside: a kernel's tiles depend on the inner one
+        levels = [nothing, *levels]
+    return (*levels, nothing)[:2] if len(levels) <= 2 else None

@@ -1,0 +1,67 @@
+"""l2norm: what Gated Delta Net does to its queries and keys."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import check
+from npu_ops.core.registry import explains
+from npu_ops.core.rows import as_rows
+from npu_ops.ops.l2norm import op
+
+__all__ = ["l2norm"]
+
+
+def l2norm(
+    x: torch.Tensor,
+    eps: float = 1e-6,
+    output_dtype: torch.dtype | None = None,
+    *,
+    dim: int = -1,
+) -> torch.Tensor:
+    """`x / sqrt(sum(x^2) + eps)` over the last dimension, computed in fp32 and rounded once.
+
+    eps is inside the root, unlike in `torch.nn.functional.normalize`. Takes the calls of
+    flash-linear-attention and of Hugging Face. The latter computes in x's dtype: in bfloat16 it
+    rounds x^2, the sum and the root as well.
+
+    Args:
+        x: `[..., D]`, float32, bfloat16, float16 or float64; a slice of a fused projection is read
+            in place.
+        eps: 0 or more.
+        output_dtype: of the result; None: x's.
+        dim: Hugging Face's argument: the last dimension.
+
+    Returns:
+        `[..., D]` of `output_dtype`, contiguous. Differentiable in x, once: backward keeps x alone.
+
+    Raises:
+        TypeError: x is not a tensor or not of a floating dtype; output_dtype is not a floating one.
+        ValueError: x is a scalar, dim is not its last dimension, or eps is negative or not finite.
+        NotImplementedError: in backward of backward.
+
+    Source: flash-linear-attention `fla/modules/l2norm.py`; transformers `modeling_qwen3_next.py`.
+    """
+    return op.call(*_prepare(x, eps, output_dtype, dim=dim))
+
+
+def _prepare(x, eps=1e-6, output_dtype=None, *, dim=-1):
+    """Check the public arguments; return them as the operator takes them."""
+    check.floating("x", x)
+    if x.dim() == 0:
+        raise check.shape("x", x, "at least one dimension")
+    check.one_of("dim", dim, (-1, x.dim() - 1))
+    check.epsilon("eps", eps)
+    dtype = x.dtype if output_dtype is None else output_dtype
+    if dtype not in check.FLOATS:
+        raise TypeError(f"output_dtype: got {dtype}, needs a floating dtype")
+    return x, float(eps), dtype
+
+
+def _implementation_args(*args, **kwargs):
+    x, eps, dtype = _prepare(*args, **kwargs)
+    rows, out = as_rows(x, x.new_empty(x.shape, dtype=dtype))
+    return rows, eps, out
+
+
+explains("l2norm", op.forward_table, _implementation_args)

@@ -1,0 +1,68 @@
+"""Named shapes and tolerances of l2norm, for tests, benchmarks and tools."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from npu_ops.core.compare import Tolerance
+
+# Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. In fp32 the
+# sum over a row counts too, and the gradient is a difference.
+TOLERANCES = {
+    torch.float64: Tolerance(ratio=2e-15, max_abs=1e-14),
+    torch.float32: Tolerance(ratio=6e-7, max_abs=1e-6),
+    torch.float16: Tolerance(ratio=4e-4, max_abs=6e-4),
+    torch.bfloat16: Tolerance(ratio=2.5e-3, max_abs=5e-3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """x is [tokens, heads, dim].
+
+    behind: elements of each token that lie behind x, as v lies behind q and k in a fused qkv.
+    large: takes seconds; for benchmarks and `make test-all`.
+    """
+
+    name: str
+    tokens: int
+    heads: int
+    dim: int
+    behind: int = 0
+    eps: float = 1e-6
+    large: bool = False
+
+    def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
+        """Arguments of `l2norm`: normal, the same on every device."""
+        draw = torch.Generator().manual_seed(seed)
+        width = self.heads * self.dim
+        x = torch.randn((self.tokens, width + self.behind), generator=draw).to(device, dtype)
+        return {"x": x[:, :width].unflatten(1, (self.heads, self.dim)), "eps": self.eps}
+
+
+CASES = [
+    # Qwen3-Next and Qwen3.5 have 16 key heads of 128, and 32 value heads of 128 behind q and k.
+    *(
+        Case(f"qwen3-next-tp{tp}-t{tokens}", tokens, 16 // tp, 128, 6144 // tp, large=tokens > 64)
+        for tp in (1, 4)
+        for tokens in (1, 64, 512, 8192, 20480)
+    ),
+    Case("qwen3-next-dense-t64", 64, 16, 128),
+    Case("qwen3-next-dense-t8192", 8192, 16, 128, large=True),
+    *(
+        Case(f"odd-t{tokens}-d{dim}-behind{behind}", tokens, 3, dim, behind)
+        for tokens, dim in ((0, 60), (1, 7), (63, 60), (65, 129), (131, 256))
+        for behind in (0, 5)
+    ),
+    Case("one-element", 65, 3, 1, eps=0.5),  # with a small eps the gradient is rounding alone
+    Case("one-head", 131, 1, 96, 32),
+    Case("wide-2048", 9, 2, 2048, 64),
+    Case("wide-4096", 5, 1, 4096),
+]
+
+# What the function is differentiable in.
+DIFFERENTIABLE = ("x",)
+# Across these, every branch of the Triton kernels.
+REPRESENTATIVE = ("qwen3-next-tp1-t64", "qwen3-next-dense-t64", "one-element", "wide-4096")

@@ -1,0 +1,29 @@
+"""The definition of l2norm, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def l2norm(x, eps, dtype):
+    """x / sqrt(sum(x^2) + eps) over the last dimension, in fp32 (fp64 for fp64 x), rounded once."""
+    wide = x.to(_compute_dtype(x))
+    return (wide * reciprocal_norm(wide, eps)).to(dtype)
+
+
+def l2norm_backward(grad, x, eps):
+    """The gradient of x: what of `grad` is not along y, over x's norm. In fp32, rounded once."""
+    wide = x.to(_compute_dtype(grad, x))
+    rstd = reciprocal_norm(wide, eps)
+    y = wide * rstd
+    return (rstd * (grad - y * (grad * y).sum(-1, keepdim=True))).to(x.dtype)
+
+
+def reciprocal_norm(x, eps):
+    """1 / sqrt(sum(x^2) + eps), [..., 1]. eps is inside the root, unlike in F.normalize."""
+    return torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def _compute_dtype(*tensors):
+    double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if double else torch.float32

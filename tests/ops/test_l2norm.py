@@ -1,0 +1,401 @@
+"""l2norm: every implementation against the reference, the reference against transformers'."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import (
+    assert_all_close,
+    copies,
+    evaluate,
+    exact,
+    floats,
+    forced,
+    implementations,
+    named,
+    parametrize_cases,
+    parametrize_dtypes,
+    threads,
+    twice,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from transformers.models.qwen3_next.modeling_qwen3_next import l2norm as hugging_face
+
+import npu_ops
+from npu_ops.core import env
+from npu_ops.core.compare import assert_close, error_ratio
+from npu_ops.ops.l2norm import op
+from npu_ops.ops.l2norm.cases import CASES, TOLERANCES
+
+OPS = ("l2norm", "l2norm_backward")
+BOTH_ROUND = twice(TOLERANCES)
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation, device", implementations(op.forward_table)
+)
+
+
+def run(implementation, inputs):
+    with forced(implementation, *OPS):
+        return evaluate(npu_ops.l2norm, inputs, ("x",))
+
+
+def compare(case, dtype, implementation, device, wide=torch.float64):
+    expected = run("reference", floats(case.inputs(dtype), wide))
+    actual = run(implementation, case.inputs(dtype, device))
+    assert all(value.dtype == dtype for value in actual.values())
+    assert_all_close(actual, expected, TOLERANCES)
+
+
+# The values
+
+
+@parametrize_cases(CASES, large=False)
+@parametrize_dtypes()
+@IMPLEMENTATIONS
+def test_against_reference(case, dtype, implementation, device):
+    compare(case, dtype, implementation, device)
+
+
+@pytest.mark.slow
+@parametrize_cases(CASES, large=True)
+def test_large_against_reference(case):
+    compare(case, torch.bfloat16, "cpu", "cpu", wide=torch.float32)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("dim", [1, 2, 31, 32, 33, 64, 128, 256, 1000])
+def test_hugging_face(dim, scale, implementation, device):
+    """transformers' own function with its call, gradients too."""
+    inputs = {"x": torch.randn(2, 5, 3, dim) * scale, "dim": -1, "eps": 1e-6}
+    wide = evaluate(hugging_face, floats(inputs, torch.float64), ("x",))
+    actual = run(implementation, inputs | {"x": inputs["x"].to(device)})
+    assert_close("output", actual["output 0"].cpu(), wide["output 0"], TOLERANCES[torch.float32])
+    # The gradient is a difference of numbers that are as large as those over x's norm.
+    expected = wide["gradient of x"].float()
+    size = (inputs["x"].double().square().sum(-1, keepdim=True) + 1e-6).rsqrt() * 4
+    error = (actual["gradient of x"].cpu() - expected).abs() / size
+    assert error.max() < 2e-6
+
+
+@IMPLEMENTATIONS
+def test_eps_is_inside_the_root(implementation, device):
+    """Unlike in F.normalize, which a short x tells apart."""
+    x = torch.tensor([[3e-4, 4e-4]])
+    out = run(implementation, {"x": x.to(device)})["output 0"].cpu()
+    torch.testing.assert_close(out, x / (2.5e-7 + 1e-6) ** 0.5)
+    assert out.norm() < 0.5
+    assert torch.nn.functional.normalize(x, eps=1e-6).norm() > 0.999
+
+
+@IMPLEMENTATIONS
+@parametrize_dtypes()
+def test_zero_rows(dtype, implementation, device):
+    x = torch.zeros(3, 40, dtype=dtype, device=device)
+    results = run(implementation, {"x": x, "eps": 1e-4})
+    assert torch.equal(results["output 0"], x)
+    expected = exact(x, 7) * 100
+    assert_close("gradient of x", results["gradient of x"], expected, BOTH_ROUND[dtype])
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("x_dtype, out_dtype", list(itertools.product(TOLERANCES, repeat=2)))
+def test_output_dtype(x_dtype, out_dtype, implementation, device):
+    """The result is rounded once to its own dtype, the gradient to x's."""
+    inputs = {"x": torch.randn(7, 3, 40).to(x_dtype), "output_dtype": torch.float64}
+    wide = floats(inputs, torch.float64)
+    with forced("reference", *OPS):
+        expected = evaluate(npu_ops.l2norm, wide, ("x",))
+    doubles = torch.float64 in (x_dtype, out_dtype)
+    moved = {"x": inputs["x"].to(device), "output_dtype": out_dtype}
+    actual = run("reference" if doubles else implementation, moved)
+    assert actual["output 0"].dtype == out_dtype and actual["gradient of x"].dtype == x_dtype
+    loose = TOLERANCES | {torch.float64: TOLERANCES[torch.float32]}
+    assert_all_close(actual, expected, loose)
+
+
+def test_nearer_than_arithmetic_in_bfloat16():
+    """transformers rounds x^2, the sum, the root and the product; we the product alone."""
+    x = torch.randn(100, 128).bfloat16()
+    expected = hugging_face(x.double())
+    ours, theirs = (error_ratio(f(x), expected) for f in (npu_ops.l2norm, hugging_face))
+    assert ours < 1.8e-3 < 2.2e-3 < theirs
+
+
+def test_fp64_is_computed_in_fp64():
+    x = torch.randn(5, 60, dtype=torch.float64)
+    assert_close("x", npu_ops.l2norm(x), hugging_face(x), TOLERANCES[torch.float64])
+
+
+# What the function is
+
+
+rows = st.integers(1, 9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows, st.integers(1, 300), st.floats(1e-2, 1e2), st.integers(0, 2**31))
+def test_rows_have_length_one_and_their_gradients_are_across(tokens, dim, scale, seed):
+    draw = torch.Generator().manual_seed(seed)
+    x = (torch.randn(tokens, dim, generator=draw) * scale).requires_grad_()
+    out = npu_ops.l2norm(x, 0.0)
+    torch.testing.assert_close(out.norm(dim=-1), torch.ones(tokens))
+    (grad,) = torch.autograd.grad(out, x, torch.randn(tokens, dim, generator=draw))
+    along = (grad * out).sum(-1).abs() * x.norm(dim=-1)  # 0 but for rounding
+    assert along.max() < 1e-5
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows, st.integers(1, 300), st.integers(-20, 20))
+def test_does_not_depend_on_the_scale(tokens, dim, power):
+    x = torch.randn(tokens, dim)
+    assert torch.equal(npu_ops.l2norm(x * 2.0**power, 0.0), npu_ops.l2norm(x, 0.0))
+
+
+# Layouts
+
+
+STRIDED = {
+    "dense": lambda: torch.randn(6, 4, 8),
+    "slice of a fused projection": lambda: torch.randn(6, 64)[:, 8:40].unflatten(1, (4, 8)),
+    "batch of slices": lambda: torch.randn(3, 6, 64)[..., 8:40].unflatten(2, (4, 8)),
+    "transposed": lambda: torch.randn(4, 6, 8).transpose(0, 1),
+    "batch, transposed": lambda: torch.randn(3, 4, 6, 8).transpose(1, 2),
+    "last dimension not last": lambda: torch.randn(6, 8, 4).transpose(1, 2),
+    "every second": lambda: torch.randn(6, 4, 16)[..., ::2],
+    "expanded": lambda: torch.randn(4, 8).expand(6, 4, 8),
+    "one number": lambda: torch.randn(1, 1).expand(6, 8),
+    "one element a row": lambda: torch.randn(6, 4, 8)[..., :1],
+    "one row": lambda: torch.randn(8),
+    "many dimensions": lambda: torch.randn(2, 1, 3, 1, 2, 8)[:, :, ::2],
+    "empty": lambda: torch.randn(0, 4, 8),
+    "empty rows": lambda: torch.randn(4, 0),
+}
+LAYOUTS = pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED.keys())
+
+
+@LAYOUTS
+@IMPLEMENTATIONS
+def test_any_layout(make, implementation, device):
+    """Strides of x and of the gradient change nothing; x and the gradient are left as they are."""
+    x = make().to(device)
+    dense = run(implementation, {"x": x.clone(memory_format=torch.contiguous_format)})
+    before = x.clone()
+    for name, value in run(implementation, {"x": x}).items():
+        assert value.is_contiguous() and torch.equal(value, dense[name]), name
+    assert torch.equal(x, before)
+    grad = make().to(device)
+    leaf = x.detach().requires_grad_()
+    with forced(implementation, *OPS):
+        out = npu_ops.l2norm(leaf)
+        (strided,) = torch.autograd.grad(out, leaf, grad, retain_graph=True)
+        (contiguous,) = torch.autograd.grad(
+            out, leaf, grad.clone(memory_format=torch.contiguous_format)
+        )
+    assert torch.equal(strided, contiguous)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=named)
+def test_fake_is_like_real(make, dtype):
+    """Under FakeTensorMode: shape, strides and dtype of the result and of the gradient."""
+
+    def function(x):
+        x = x.detach().requires_grad_()
+        out = npu_ops.l2norm(x, output_dtype=dtype)
+        return out, *torch.autograd.grad(out, x, torch.ones_like(out))
+
+    real, mode = make(), FakeTensorMode()
+    with mode:
+        fake = function(mode.from_tensor(real))
+    for actual, expected in zip(fake, function(real), strict=True):
+        assert actual.dtype == expected.dtype
+        assert actual.shape == expected.shape and actual.stride() == expected.stride()
+
+
+def test_a_slice_of_a_fused_projection_is_not_copied():
+    """Nor is a transposed batch of one; memory is the output's and the gradient's alone."""
+    fused = torch.randn(64, 3 * 4 * 32)
+    for x in (fused[:, 128:256].unflatten(1, (4, 32)), torch.randn(1, 8, 64, 16).transpose(1, 2)):
+        leaf = x.detach().requires_grad_()
+        grad = torch.randn(x.shape)
+        with env.override(strict=True), copies() as seen:
+            out = npu_ops.l2norm(leaf)
+            torch.autograd.grad(out, leaf, grad)
+        assert seen.operators == []
+        assert 2 * grad.nbytes <= seen.allocated < 2 * grad.nbytes + 1000
+
+
+def test_backward_keeps_x_alone():
+    fused = torch.randn(64, 96, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        npu_ops.l2norm(fused.detach().requires_grad_()[:, :32])
+    assert [t.shape for t in saved] == [(64, 32)] and saved[0].stride() == (96, 1)
+
+
+@IMPLEMENTATIONS
+def test_wide_rows(implementation, device):
+    """Rows longer than a tile: Triton leaves them to the reference, and says so."""
+    x = torch.randn(2, 5000)
+    expected = evaluate(npu_ops.l2norm, {"x": x.double()}, ("x",))
+    name = "reference" if implementation == "triton_ascend" else implementation
+    assert_all_close(run(name, {"x": x.to(device)}), expected, TOLERANCES)
+    reasons = [v.why_not for v in npu_ops.explain("l2norm", x) if v.implementation == name]
+    assert reasons != []
+
+
+def test_results_do_not_depend_on_threads():
+    x = torch.randn(3000, 3, 40)
+    results = []
+    for number in (1, 2, 3):
+        with threads(number):
+            results.append(run("cpu", {"x": x}))
+    for result in results[1:]:
+        for name, value in result.items():
+            assert torch.equal(value, results[0][name]), name
+
+
+# The gradient
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 5), (4, 1), (7,)])
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_gradcheck(shape, eps):
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: npu_ops.l2norm(x, eps), x)
+
+
+@IMPLEMENTATIONS
+def test_backward_of_backward_raises(implementation, device):
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    with forced(implementation, *OPS):
+        (grad,) = torch.autograd.grad(npu_ops.l2norm(x).square().sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="l2norm_backward"):
+            grad.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing(use_reentrant):
+    x = torch.randn(6, 4, 8)
+
+    def step(block):
+        leaf = x.clone().requires_grad_()
+        block(leaf).sum().backward()
+        return leaf.grad
+
+    def block(x):
+        return npu_ops.l2norm(x.sin()).cos()
+
+    again = step(lambda x: checkpoint(block, x, use_reentrant=use_reentrant))
+    assert torch.equal(again, step(block))
+
+
+# torch's machinery
+
+
+@parametrize_dtypes(torch.float64)
+@LAYOUTS
+def test_opcheck(dtype, make):
+    x = make().to(dtype)
+    torch.library.opcheck(
+        torch.ops.npu_ops.l2norm.default, (x.detach().requires_grad_(), 1e-6, torch.float32)
+    )
+    torch.library.opcheck(
+        torch.ops.npu_ops.l2norm_backward.default, (torch.randn(x.shape).to(dtype), x, 1e-6)
+    )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend):
+    """One graph, eager's results."""
+
+    def function(x):
+        return npu_ops.l2norm(x.sin(), dim=-1).cos()
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    inputs = {"x": torch.randn(6, 4, 32)}
+    actual, expected = (evaluate(f, inputs, ("x",)) for f in (compiled, function))
+    torch._dynamo.reset()
+    assert_all_close(actual, expected, TOLERANCES)
+
+
+def test_one_compilation_serves_all_lengths():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda x: npu_ops.l2norm(x), fullgraph=True, dynamic=True, backend=counter
+    )
+    frames = []
+    for tokens in (7, 64, 131):
+        x = torch.randn(tokens, 16)
+        assert torch.equal(compiled(x), npu_ops.l2norm(x))
+        frames.append(counter.frame_count)
+    torch._dynamo.reset()
+    assert len(set(frames)) == 1, "compiled again for another length"
+
+
+def test_autocast_keeps_the_dtype():
+    linear, x = torch.nn.Linear(32, 32), torch.randn(8, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        projected = linear(x)
+        out = npu_ops.l2norm(projected)
+    assert out.dtype == torch.bfloat16
+    assert_close("output", out, hugging_face(projected.double()), TOLERANCES[torch.bfloat16])
+    out.float().square().sum().backward()
+    assert linear.weight.grad.dtype == torch.float32
+
+
+@IMPLEMENTATIONS
+def test_special_values(implementation, device):
+    """As in the formula: a NaN or an infinity spoils its own row and no other."""
+    x = torch.ones(4, 40)
+    x[0, 3], x[2, 5] = float("nan"), float("inf")
+    with forced(implementation, *OPS):
+        out = npu_ops.l2norm(x.to(device)).cpu()
+    torch.testing.assert_close(out, hugging_face(x), equal_nan=True, rtol=1e-6, atol=1e-6)
+
+
+# Wrong calls
+
+
+@pytest.mark.parametrize(
+    "changes, error, argument",
+    [
+        ({"x": [1.0]}, TypeError, "x"),
+        ({"x": None}, TypeError, "x"),
+        ({"x": torch.ones(3, dtype=torch.int64)}, TypeError, "x"),
+        ({"x": torch.ones(3, dtype=torch.complex64)}, TypeError, "x"),
+        ({"x": torch.ones(3).to(torch.float8_e4m3fn)}, TypeError, "x"),
+        ({"output_dtype": torch.int32}, TypeError, "output_dtype"),
+        ({"output_dtype": "float32"}, TypeError, "output_dtype"),
+        ({"output_dtype": torch.float8_e5m2}, TypeError, "output_dtype"),
+        ({"x": torch.ones(())}, ValueError, "x"),
+        ({"dim": 0}, ValueError, "dim"),
+        ({"dim": 2}, ValueError, "dim"),
+        ({"dim": -2}, ValueError, "dim"),
+        ({"dim": (-1,)}, ValueError, "dim"),
+        ({"dim": None}, ValueError, "dim"),
+        ({"eps": -1e-6}, ValueError, "eps"),
+        ({"eps": float("nan")}, ValueError, "eps"),
+        ({"eps": float("inf")}, ValueError, "eps"),
+        ({"eps": "1e-6"}, ValueError, "eps"),
+        ({"eps": torch.tensor(1e-6)}, ValueError, "eps"),
+        ({"eps": None}, ValueError, "eps"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else None,
+)
+def test_wrong_calls(changes, error, argument):
+    with pytest.raises(error, match=rf"^{argument}: got "):
+        npu_ops.l2norm(**{"x": torch.randn(3, 8)} | changes)
+
+
+def test_explain_names_what_runs():
+    chosen = npu_ops.explain("l2norm", torch.ones(2, 8))
+    assert [v.implementation for v in chosen if v.why_not is None] == ["cpu"]
+    doubles = npu_ops.explain(npu_ops.l2norm, torch.ones(2, 8).double())
+    assert [v.implementation for v in doubles if v.why_not is None] == ["reference"]
+    assert "float64" in doubles[1].why_not
