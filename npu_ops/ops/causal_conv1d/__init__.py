@@ -1,0 +1,90 @@
+"""The short causal convolution before linear attention: depthwise, over time."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import check
+from npu_ops.core.registry import explains
+from npu_ops.ops.causal_conv1d import arguments, op
+
+__all__ = ["causal_conv1d"]
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`act(sum_j weight[:, W - 1 - j] * x[t - j] + bias) + residual`: fla's call as it is.
+
+    Computed in fp32 whatever the dtypes, rounded once. Sequences do not see each other. Gradients
+    are the same each time: partial sums, no atomics.
+
+    Args:
+        x: `[B, T, D]`, float32, bfloat16, float16 or float64. It may be strided (a slice of a fused
+            projection): it is read in place if channels are in one piece.
+        weight: `[D, W]` with W 2, 3 or 4, of x's dtype or float32; the last column meets the token
+            itself.
+        bias: `[D]`, of x's dtype or float32; or None.
+        residual: x's shape and dtype, added after the activation; or None.
+        initial_state: `[N, D, W]` of x's dtype: the last W tokens before each sequence, of which
+            the last W - 1 count. None: zeros.
+        output_final_state: return the last W tokens of each sequence, those of the initial state
+            included.
+        activation: "silu", "swish" (the same) or None.
+        cu_seqlens: `[N + 1]` int32 or int64, where packed sequences start and the last one ends,
+            for a B of 1; lengths may be 0. None: B sequences of T. On a device the values are
+            trusted.
+
+    Returns:
+        y, like x, and the final state `[N, D, W]` of x's dtype, or None. Channels of the state are
+        in one piece, which makes it an initial state that needs no copy. Differentiable in x,
+        weight, bias, residual and initial_state, also through the final state; once.
+
+    Raises:
+        TypeError: a dtype. ValueError: a shape, a device, an activation; cu_seqlens that decrease
+            or do not span x (on the CPU).
+
+    Source: fla `fla.modules.conv.causal_conv1d`; the layer is Mamba's (Gu and Dao, 2023).
+    """
+    prepared = _prepare(
+        x, weight, bias, residual=residual, initial_state=initial_state,
+        output_final_state=output_final_state, activation=activation, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    y, final_state = op.call(*prepared)
+    return y, final_state if output_final_state else None
+
+
+def _prepare(
+    x, weight, bias=None, *, residual=None, initial_state=None, output_final_state=False,
+    activation=None, cu_seqlens=None,
+):  # fmt: skip
+    """Check the public arguments; return them as the operator takes them."""
+    check.floating("x", x)
+    if x.dim() != 3:
+        raise check.shape("x", x, "[B, T, D]")
+    arguments.check_filter(weight, bias, activation, x)
+    arguments.check_like_x("residual", residual, x, x.shape, "x's shape")
+    if cu_seqlens is not None:
+        if x.shape[0] != 1:
+            raise check.shape("x", x, "a batch of 1 with cu_seqlens")
+        arguments.check_starts("cu_seqlens", cu_seqlens, x, x.shape[1])
+    shape = torch.Size((op.sequences(x, cu_seqlens), *weight.shape))
+    arguments.check_like_x("initial_state", initial_state, x, shape, "[N, D, W], here")
+    silu = activation is not None
+    return x, weight, bias, residual, initial_state, cu_seqlens, silu, bool(output_final_state)
+
+
+def _implementation_args(*args, **kwargs):
+    *prepared, output_final_state = _prepare(*args, **kwargs)
+    return *prepared, prepared[0], None
+
+
+explains("causal_conv1d", op.forward_table, _implementation_args)

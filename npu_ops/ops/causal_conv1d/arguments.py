@@ -1,0 +1,71 @@
+"""Turns what callers pass into what the operators take, and refuses the rest."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import check, library
+
+WIDTHS = (2, 3, 4)
+ACTIVATIONS = (None, "silu", "swish")
+
+
+def check_filter(weight, bias, activation, x) -> None:
+    """Check what both functions need of a filter."""
+    _check_parameter("weight", weight, x)
+    channels = x.shape[-1]
+    if weight.dim() != 2 or weight.shape[0] != channels or weight.shape[1] not in WIDTHS:
+        raise check.shape("weight", weight, f"[{channels}, W] with W 2, 3 or 4")
+    if bias is not None:
+        _check_parameter("bias", bias, x)
+        if bias.shape != (channels,):
+            raise check.shape("bias", bias, f"[{channels}]")
+    check.one_of("activation", activation, ACTIVATIONS)
+
+
+def _check_parameter(name, value, x) -> None:
+    check.floating(name, value)
+    check.same_device(name, value, "x", x)
+    if value.dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"{name}: got {value.dtype}, needs x's {x.dtype} or torch.float32")
+
+
+def check_like_x(name, value, x, shape, form: str) -> None:
+    """Check an optional tensor of x's dtype and device; `form` names what `shape` is."""
+    if value is None:
+        return
+    check.floating(name, value)
+    check.same_device(name, value, "x", x)
+    if value.dtype != x.dtype:
+        raise TypeError(f"{name}: got {value.dtype}, needs x's {x.dtype}")
+    if value.shape != shape:
+        raise check.shape(name, value, f"{form} {list(shape)}")
+
+
+def check_integers(name, value, x, length: int | None = None) -> None:
+    """Check an int32 or int64 vector on x's device, with `length` elements unless None."""
+    check.tensor(name, value)
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: got {value.dtype}, needs torch.int32 or torch.int64")
+    check.same_device(name, value, "x", x)
+    if value.dim() != 1 or length not in (None, value.shape[0]):
+        raise check.shape(name, value, "one dimension" if length is None else f"[{length}]")
+
+
+def check_starts(name, starts, x, tokens: int) -> None:
+    """Check the starts of packed sequences and their end; on the CPU the values too."""
+    check_integers(name, starts, x)
+    if not starts.shape[0]:
+        raise check.shape(name, starts, "[N + 1]")
+    if not readable(starts):
+        return
+    first, last = int(starts[0]), int(starts[-1])
+    if first != 0 or last != tokens:
+        raise ValueError(f"{name}: got {first} first and {last} last, needs 0 and {tokens}")
+    if (starts.diff() < 0).any():
+        raise ValueError(f"{name}: got a negative length, needs starts that do not decrease")
+
+
+def readable(tensor) -> bool:
+    """Whether reading values waits for no device and breaks no trace."""
+    return tensor.device.type == "cpu" and library.is_plain(tensor)

@@ -1,0 +1,105 @@
+"""The definition of the causal convolution, in plain PyTorch.
+
+All rows lie in one list: each sequence's initial state, W rows (zero if there is none), and then
+all tokens of a batch or of packed sequences. A filter reaches a row by its index in that list.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu):
+    """y_t = act(sum_j weight[:, W - 1 - j] * x_{t - j} + bias) + residual_t, in fp32.
+
+    x, residual: [B, T, D]. weight: [D, W]. bias: [D]. initial_state: [N, D, W].
+    """
+    rows = all_rows(x, initial_state, cu_seqlens, weight.shape[1], compute_dtype(x, weight))
+    z = _preactivation(rows, x, weight, bias, cu_seqlens)
+    y = (F.silu(z) if silu else z).view(x.shape)
+    return y if residual is None else y + residual.to(y.dtype)
+
+
+def final_state(x, width, initial_state, cu_seqlens):
+    """The last W rows of each sequence, [N, D, W]."""
+    rows = all_rows(x, initial_state, cu_seqlens, width, x.dtype)
+    return rows[last_indices(x, cu_seqlens, width)].transpose(1, 2)
+
+
+def causal_conv1d_backward(grad, grad_final, x, weight, bias, initial_state, cu_seqlens, silu):
+    """Gradients of x, weight, bias and initial_state, in fp32. grad_final may be None."""
+    wide, (channels, width) = compute_dtype(x, weight), weight.shape
+    rows = all_rows(x, initial_state, cu_seqlens, width, wide)
+    grad_z = grad.to(wide).flatten(0, 1)
+    if silu:
+        z = _preactivation(rows, x, weight, bias, cu_seqlens)
+        gate = z.sigmoid()
+        grad_z = grad_z * gate * (1 + z * (1 - gate))
+    grad_rows, grad_weight = torch.zeros_like(rows), torch.zeros_like(weight, dtype=wide)
+    for back in range(width):
+        tap, index = width - 1 - back, indices(x, cu_seqlens, width, back)
+        grad_weight[:, tap] = (grad_z * rows[index]).sum(0)
+        grad_rows.index_add_(0, index, grad_z * weight[:, tap].to(wide))
+    if grad_final is not None:
+        index = last_indices(x, cu_seqlens, width).flatten()
+        grad_rows.index_add_(0, index, grad_final.to(wide).transpose(1, 2).flatten(0, 1))
+    grad_state, grad_x = grad_rows.split([len(rows) - len(grad_z), len(grad_z)])
+    grad_state = grad_state.view(-1, width, channels).transpose(1, 2)
+    return grad_x.view(x.shape), grad_weight, grad_z.sum(0), grad_state
+
+
+def _preactivation(rows, x, weight, bias, cu_seqlens):
+    """The convolution of all tokens, [B * T, D]."""
+    width = weight.shape[1]
+    taps = weight.to(rows.dtype).unbind(1)
+    z = sum(
+        taps[width - 1 - back] * rows[indices(x, cu_seqlens, width, back)] for back in range(width)
+    )
+    return z if bias is None else z + bias.to(z.dtype)
+
+
+def all_rows(x, initial_state, cu_seqlens, width, dtype):
+    """The states' rows, W for each sequence, and then the tokens': [N * W + B * T, D]."""
+    count, channels = len(bounds(x, cu_seqlens)[0]), x.shape[-1]
+    if initial_state is None:
+        state = x.new_zeros((count * width, channels), dtype=dtype)
+    else:
+        state = initial_state.to(dtype).transpose(1, 2).flatten(0, 1)
+    return torch.cat([state, x.to(dtype).flatten(0, 1)])
+
+
+def indices(x, cu_seqlens, width, back):
+    """For each token, the row that is `back` before it in its sequence, [B * T]."""
+    starts, _ = bounds(x, cu_seqlens)
+    token = torch.arange(x.shape[0] * x.shape[1], device=x.device)
+    sequence = torch.searchsorted(starts, token, right=True) - 1
+    return _index(starts, width, sequence, token - back)
+
+
+def last_indices(x, cu_seqlens, width):
+    """The last W rows of each sequence, [N, W]."""
+    starts, stops = bounds(x, cu_seqlens)
+    sequence = torch.arange(len(starts), device=x.device)[:, None]
+    token = stops[:, None] + torch.arange(-width, 0, device=x.device)
+    return _index(starts, width, sequence, token)
+
+
+def _index(starts, width, sequence, token):
+    """The row of a sequence's token; a token before its start is in its state."""
+    in_state = (sequence + 1) * width + token - starts[sequence]
+    return torch.where(token >= starts[sequence], len(starts) * width + token, in_state)
+
+
+def bounds(x, cu_seqlens):
+    """Where each sequence starts and stops in the list of all tokens, [N] each."""
+    if cu_seqlens is not None:
+        return cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    starts = torch.arange(x.shape[0], device=x.device) * x.shape[1]
+    return starts, starts + x.shape[1]
+
+
+def compute_dtype(*tensors):
+    """fp64 where an input is fp64, else fp32."""
+    double = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    return torch.float64 if double else torch.float32

@@ -1,0 +1,347 @@
+"""causal_conv1d in Triton, for Ascend and NVIDIA. Definition: reference.py
+
+A piece of work is a run of tokens and a block of BD channels. A program walks down the tokens and
+keeps the rows that a filter still needs on chip, so that each row is read once and not once a tap.
+In names, a number counts tokens back: x1 is the row before x0, and w1 the tap that meets it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from npu_ops.core import hardware
+from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+
+# Bytes that a channel needs on chip at the most (fp32, W = 4), by the plan of the vendor's
+# compiler: the filter, the rows before, the row itself; backward also sums and gradients.
+BLOCK = tile_elements(96)
+BACKWARD_BLOCK = tile_elements(192)
+# Tokens of a piece at the least: it reads W - 1 rows that are not its own.
+SHORTEST = 32
+# Tokens in one turn of the loop, whose rows move from name to name for nothing.
+UNROLLED = 4
+# Starts of sequences looked at in one piece.
+STARTS = 1024
+
+
+@triton.jit
+def load_row(row, column, limit):
+    """Channels `column` of a row as fp32, zero from `limit` on."""
+    return tl.load(row + column, mask=column < limit, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_taps(taps, column, width, W: tl.constexpr):
+    """The filter, [W, D] with the present last, as one vector a tap; zeros for taps it has not."""
+    w0 = load_row(taps + (W - 1) * width, column, width)
+    w1 = load_row(taps + (W - 2) * width, column, width)
+    w2 = load_row(taps + (W - 3) * width, column, width) if W > 2 else w0
+    w3 = load_row(taps, column, width) if W > 3 else w0
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def convolve(x0, x1, x2, x3, w0, w1, w2, w3, W: tl.constexpr):
+    """One row of the convolution."""
+    z = x0 * w0 + x1 * w1
+    if W > 2:
+        z += x2 * w2
+    if W > 3:
+        z += x3 * w3
+    return z
+
+
+@triton.jit
+def _sequence_of(cu_seqlens, sequences, token, STARTS: tl.constexpr):
+    """The sequence that a packed token belongs to: the last one that starts at or before it."""
+    started = 0
+    for first in range(0, sequences, STARTS):
+        n = first + tl.arange(0, STARTS)
+        start = tl.load(cu_seqlens + n, mask=n < sequences, other=2147483647)
+        started += tl.sum((start <= token).to(tl.int32), axis=0)
+    return started - 1
+
+
+@triton.jit
+def _bounds(cu_seqlens, n, length, PACKED: tl.constexpr):
+    """Where a sequence starts and stops."""
+    if PACKED:
+        start = tl.maximum(tl.load(cu_seqlens + n), 0)
+        stop = tl.minimum(tl.load(cu_seqlens + n + 1), length)
+    else:
+        start, stop = 0, length
+    return start, stop
+
+
+@triton.jit
+def _row_before(x, state, t, start, column, width, x_t, state_w, W: tl.constexpr,
+                STATE: tl.constexpr):  # fmt: skip
+    """Row t of a sequence that starts at `start`; before that, of its state; fp32 [BD]."""
+    row = load_row(x + tl.cast(t, tl.int64) * x_t, column, tl.where(t >= start, width, 0))
+    if STATE:
+        at = tl.cast(W + t - start, tl.int64) * state_w
+        row += load_row(state + at, column, tl.where(t < start, width, 0))
+    return row
+
+
+@triton.jit
+def _rows_before(x, state, t, start, column, width, x_t, state_w, W: tl.constexpr,
+                 STATE: tl.constexpr):  # fmt: skip
+    """The three rows before row t, of which a filter narrower than 4 needs fewer."""
+    x1 = _row_before(x, state, t - 1, start, column, width, x_t, state_w, W, STATE)
+    x2, x3 = x1, x1
+    if W > 2:
+        x2 = _row_before(x, state, t - 2, start, column, width, x_t, state_w, W, STATE)
+    if W > 3:
+        x3 = _row_before(x, state, t - 3, start, column, width, x_t, state_w, W, STATE)
+    return x1, x2, x3
+
+
+@triton.jit
+def _piece(item, cu_seqlens, sequences, length, chunk, blocks, BD: tl.constexpr,
+           PACKED: tl.constexpr, STARTS: tl.constexpr):  # fmt: skip
+    """Tokens [first, last) of batch element b, channels, and sequences [n_first, n_last]."""
+    chunks = tl.cdiv(length, chunk)
+    column = (item % blocks) * BD + tl.arange(0, BD)
+    b = item // blocks // chunks
+    first = (item // blocks % chunks) * chunk
+    last = tl.minimum(first + chunk, length)
+    n_first, n_last = b, b
+    if PACKED:
+        n_first = _sequence_of(cu_seqlens, sequences, first, STARTS)
+        n_last = _sequence_of(cu_seqlens, sequences, last - 1, STARTS)
+    return tl.cast(b, tl.int64), column, first, last, n_first, n_last
+
+
+@triton.jit(do_not_specialize=["items", "sequences", "length", "chunk"])
+def _causal_conv1d_kernel(
+    x, taps, bias, residual, state, cu_seqlens, y, items, sequences, length, chunk, width, blocks,
+    x_b, x_t, residual_b, residual_t, state_n, state_w, y_b, y_t,
+    W: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr, UNROLLED: tl.constexpr,
+    STARTS: tl.constexpr,
+):  # fmt: skip
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        b, column, first, last, n_first, n_last = _piece(
+            item, cu_seqlens, sequences, length, chunk, blocks, BD, cu_seqlens is not None, STARTS
+        )
+        x_at, y_at, residual_at = x + b * x_b, y + b * y_b, residual
+        if residual is not None:
+            residual_at = residual + b * residual_b
+        w0, w1, w2, w3 = load_taps(taps, column, width, W)
+        if bias is not None:
+            offset = load_row(bias, column, width)
+        for n in range(n_first, n_last + 1):
+            start, stop = _bounds(cu_seqlens, n, length, cu_seqlens is not None)
+            begin, end = tl.maximum(first, start), tl.minimum(last, stop)
+            state_at = state
+            if state is not None:
+                state_at = state + tl.cast(n, tl.int64) * state_n
+            x1, x2, x3 = _rows_before(x_at, state_at, begin, start, column, width, x_t, state_w, W,
+                                      state is not None)  # fmt: skip
+            for turn in range(begin, end, UNROLLED):
+                for step in tl.static_range(UNROLLED):
+                    t = tl.cast(turn + step, tl.int64)
+                    limit = tl.where(turn + step < end, width, 0)
+                    x0 = load_row(x_at + t * x_t, column, limit)
+                    z = convolve(x0, x1, x2, x3, w0, w1, w2, w3, W)
+                    if bias is not None:
+                        z += offset
+                    if SILU:
+                        z = z / (1.0 + tl.exp(-z))
+                    if residual is not None:
+                        z += load_row(residual_at + t * residual_t, column, limit)
+                    out = z.to(y.dtype.element_ty)
+                    tl.store(y_at + t * y_t + column, out, mask=column < limit)
+                    x3, x2, x1 = x2, x1, x0
+
+
+@triton.jit(do_not_specialize=["items", "length"])
+def _final_state_kernel(
+    x, state, cu_seqlens, final_state, items, length, width, blocks, x_b, x_t, state_n, state_w,
+    final_n, final_w, W: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """The last W rows of each sequence."""
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        n = item // blocks
+        column = (item % blocks) * BD + tl.arange(0, BD)
+        start, stop = _bounds(cu_seqlens, n, length, cu_seqlens is not None)
+        x_at, state_at = x, state
+        if cu_seqlens is None:
+            x_at = x + tl.cast(n, tl.int64) * x_b
+        if state is not None:
+            state_at = state + tl.cast(n, tl.int64) * state_n
+        for k in tl.static_range(W):
+            t = stop - W + k
+            row = _row_before(x_at, state_at, t, start, column, width, x_t, state_w, W,
+                              state is not None)  # fmt: skip
+            to = final_state + tl.cast(n, tl.int64) * final_n + k * final_w + column
+            tl.store(to, row.to(final_state.dtype.element_ty), mask=column < width)
+
+
+def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu, y, final_state):
+    """Write y, and the final state unless it is None; the arguments are the operator's."""
+    batch, length, width = x.shape
+    block = min(BLOCK, next_power_of_2(width))
+    blocks = cdiv(width, block)
+    chunk = _chunk(batch, length, blocks, x.device)
+    items = batch * cdiv(length, chunk) * blocks
+    starts = _starts(cu_seqlens)
+    sequences = batch if starts is None else len(starts) - 1
+    _causal_conv1d_kernel[vector_grid(items, x.device)](
+        x, _taps(weight), bias, residual, initial_state, starts, y, items, sequences, length,
+        chunk, width, blocks, *x.stride()[:2], *_strides(residual, 0, 1),
+        *_strides(initial_state, 0, 2), *y.stride()[:2],
+        W=weight.shape[1], SILU=silu, BD=block, UNROLLED=UNROLLED, STARTS=STARTS,
+    )  # fmt: skip
+    if final_state is not None:
+        items = sequences * blocks
+        _final_state_kernel[vector_grid(items, x.device)](
+            x, initial_state, starts, final_state, items, length, width, blocks, *x.stride()[:2],
+            *_strides(initial_state, 0, 2), *_strides(final_state, 0, 2), W=weight.shape[1],
+            BD=block,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["items", "sequences", "length", "chunk"])
+def _causal_conv1d_backward_kernel(
+    grad, grad_final, x, taps, bias, state, cu_seqlens, grad_x, grad_state, sums,
+    items, sequences, length, chunk, width, blocks,
+    grad_b, grad_t, final_n, final_w, x_b, x_t, state_n, state_w, grad_x_b, grad_x_t,
+    grad_state_n, grad_state_w,
+    W: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr, STARTS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the rows; `sums` gets a piece's share of those of the taps and the bias.
+
+    The gradient of row p needs g, the gradient of the convolution, of the rows p to p + W - 1. The
+    walk is at row t = p + W - 1 when it has them, so it ends W - 1 rows behind the piece. At the
+    start of a sequence its first W - 1 rows p are those of the state.
+    """
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        b, column, first, last, n_first, n_last = _piece(
+            item, cu_seqlens, sequences, length, chunk, blocks, BD, cu_seqlens is not None, STARTS
+        )
+        grad_at, x_at, grad_x_at = grad + b * grad_b, x + b * x_b, grad_x + b * grad_x_b
+        w0, w1, w2, w3 = load_taps(taps, column, width, W)
+        if bias is not None:
+            offset = load_row(bias, column, width)
+        zero = tl.zeros((BD,), tl.float32)
+        sum0, sum1, sum2, sum3, sum_bias = zero, zero, zero, zero, zero
+        for n in range(n_first, n_last + 1):
+            start, stop = _bounds(cu_seqlens, n, length, cu_seqlens is not None)
+            begin, end = tl.maximum(first, start), tl.minimum(last, stop)
+            state_at = state
+            if state is not None:
+                state_at = state + tl.cast(n, tl.int64) * state_n
+            x1, x2, x3 = _rows_before(x_at, state_at, begin, start, column, width, x_t, state_w, W,
+                                      state is not None)  # fmt: skip
+            g1, g2, g3 = zero, zero, zero
+            walk_end = tl.where(begin < end, end + W - 1, begin)
+            for row in range(begin, walk_end):
+                t = tl.cast(row, tl.int64)
+                limit = tl.where(row < stop, width, 0)
+                x0 = load_row(x_at + t * x_t, column, limit)
+                g0 = load_row(grad_at + t * grad_t, column, limit)
+                if SILU:
+                    z = convolve(x0, x1, x2, x3, w0, w1, w2, w3, W)
+                    if bias is not None:
+                        z += offset
+                    gate = 1.0 / (1.0 + tl.exp(-z))
+                    g0 = g0 * gate * (1.0 + z * (1.0 - gate))
+                own = g0 * tl.where(row < end, 1.0, 0.0)
+                sum_bias += own
+                sum0 += own * x0
+                sum1 += own * x1
+                p = row - (W - 1)
+                # The taps in reverse: the oldest of the g was the present to row p.
+                if W == 2:
+                    value = convolve(g1, g0, g0, g0, w0, w1, w1, w1, W)
+                elif W == 3:
+                    sum2 += own * x2
+                    value = convolve(g2, g1, g0, g0, w0, w1, w2, w2, W)
+                else:
+                    sum2 += own * x2
+                    sum3 += own * x3
+                    value = convolve(g3, g2, g1, g0, w0, w1, w2, w3, W)
+                if grad_final is not None:
+                    k = p - (stop - W)
+                    at = (
+                        grad_final + tl.cast(n, tl.int64) * final_n + tl.cast(k, tl.int64) * final_w
+                    )
+                    value += load_row(at, column, tl.where((k >= 0) & (k < W), width, 0))
+                limit = tl.where((p >= begin) & (p < end), width, 0)
+                to = grad_x_at + tl.cast(p, tl.int64) * grad_x_t + column
+                tl.store(to, value.to(grad_x.dtype.element_ty), mask=column < limit)
+                if grad_state is not None:
+                    limit = tl.where((p < begin) & (begin == start), width, 0)
+                    at = tl.cast(W + p - start, tl.int64) * grad_state_w
+                    to = grad_state + tl.cast(n, tl.int64) * grad_state_n + at + column
+                    tl.store(to, value.to(grad_state.dtype.element_ty), mask=column < limit)
+                x3, x2, x1 = x2, x1, x0
+                g3, g2, g1 = g2, g1, g0
+        to = sums + tl.cast(item // blocks, tl.int64) * (W + 1) * width + column
+        tl.store(to, sum_bias, mask=column < width)
+        tl.store(to + W * width, sum0, mask=column < width)
+        tl.store(to + (W - 1) * width, sum1, mask=column < width)
+        if W > 2:
+            tl.store(to + (W - 2) * width, sum2, mask=column < width)
+        if W > 3:
+            tl.store(to + (W - 3) * width, sum3, mask=column < width)
+
+
+def causal_conv1d_backward(
+    grad, grad_final, x, weight, bias, initial_state, cu_seqlens, silu,
+    grad_x, grad_weight, grad_bias, grad_state,
+):  # fmt: skip
+    """Write the gradients; those of the bias and of the state unless they are None."""
+    batch, length, width = x.shape
+    taps = weight.shape[1]
+    block = min(BACKWARD_BLOCK, next_power_of_2(width))
+    blocks = cdiv(width, block)
+    chunk = _chunk(batch, length, blocks, x.device)
+    pieces = batch * cdiv(length, chunk)
+    starts = _starts(cu_seqlens)
+    sequences = batch if starts is None else len(starts) - 1
+    if grad_state is not None:
+        _fill_state_gradient(grad_state, grad_final, starts)
+    sums = x.new_empty((pieces, taps + 1, width), dtype=torch.float32)
+    _causal_conv1d_backward_kernel[vector_grid(pieces * blocks, x.device)](
+        grad, grad_final, x, _taps(weight), bias, initial_state, starts, grad_x, grad_state, sums,
+        pieces * blocks, sequences, length, chunk, width, blocks, *grad.stride()[:2],
+        *_strides(grad_final, 0, 2), *x.stride()[:2], *_strides(initial_state, 0, 2),
+        *grad_x.stride()[:2], *_strides(grad_state, 0, 2),
+        W=taps, SILU=silu, BD=block, STARTS=STARTS,
+    )  # fmt: skip
+    total = sums.sum(0)
+    grad_weight.copy_(total[1:].t())
+    if grad_bias is not None:
+        grad_bias.copy_(total[0])
+
+
+def _fill_state_gradient(grad_state, grad_final, starts):
+    """What the kernel does not write: the first column, and sequences without tokens."""
+    grad_state.zero_()
+    if grad_final is not None and starts is not None:
+        empty = (starts.diff() == 0)[:, None, None]
+        grad_state.copy_(torch.where(empty, grad_final, 0))
+
+
+def _taps(weight):
+    """The filter as `[W, D]`: an NPU reads single elements slowly."""
+    return weight.t().contiguous()
+
+
+def _starts(cu_seqlens):
+    """int32, for an NPU compares int64 one by one."""
+    return None if cu_seqlens is None else cu_seqlens.to(torch.int32)
+
+
+def _strides(tensor, *dims: int) -> tuple[int, ...]:
+    return tuple(0 if tensor is None else tensor.stride(dim) for dim in dims)
+
+
+def _chunk(batch: int, length: int, blocks: int, device: torch.device) -> int:
+    """Tokens of a piece: one piece of work a core, unless that makes them too short."""
+    share = cdiv(batch * length * blocks, hardware.num_vector_cores(device))
+    return min(length, max(SHORTEST, share))

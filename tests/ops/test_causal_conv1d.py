@@ -1,0 +1,469 @@
+"""causal_conv1d: every implementation against the reference, the reference against torch."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import (
+    assert_all_close,
+    copies,
+    evaluate,
+    floats,
+    forced,
+    implementations,
+    named,
+    parametrize_cases,
+    parametrize_dtypes,
+    threads,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+import npu_ops
+from npu_ops.core import library
+from npu_ops.core.compare import Tolerance
+from npu_ops.ops.causal_conv1d import op
+from npu_ops.ops.causal_conv1d.cases import CASES, DIFFERENTIABLE, TOLERANCES
+
+OPS = ("causal_conv1d", "causal_conv1d_backward")
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation, device", implementations(op.forward_table)
+)
+FP64 = {torch.float64: Tolerance(ratio=1e-13, max_abs=1e-12)}
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """An element that no kernel wrote is NaN."""
+    monkeypatch.setattr(library, "poison_outputs", True)
+
+
+def run(implementation, inputs, wrt=DIFFERENTIABLE):
+    with forced(implementation, *OPS):
+        return evaluate(npu_ops.causal_conv1d, inputs, [n for n in wrt if n in inputs])
+
+
+def compare(case, dtype, implementation, device, wide=torch.float64):
+    expected = run("reference", floats(case.inputs(dtype), wide))
+    assert_all_close(run(implementation, case.inputs(dtype, device)), expected, TOLERANCES)
+
+
+def torch_conv1d(
+    x, weight, activation=None, bias=None, residual=None, initial_state=None,
+    output_final_state=False, cu_seqlens=None,
+):  # fmt: skip
+    """The same by torch.nn.functional.conv1d, one sequence after another."""
+    spans = [(b, 0, x.shape[1]) for b in range(x.shape[0])]
+    if cu_seqlens is not None:
+        spans = [(0, *span) for span in itertools.pairwise(cu_seqlens.tolist())]
+    channels, width = weight.shape
+    outputs, states = [], []
+    for n, (b, start, stop) in enumerate(spans):
+        state = x.new_zeros(channels, width) if initial_state is None else initial_state[n]
+        rows = torch.cat([state, x[b, start:stop].t()], dim=1)
+        states.append(rows[:, -width:])
+        if start < stop:
+            y = F.conv1d(rows[None, :, 1:], weight[:, None], bias, groups=channels)[0].t()
+            outputs.append(y if activation is None else F.silu(y))
+    y = torch.cat(outputs).view(x.shape)
+    return y if residual is None else y + residual, (
+        torch.stack(states) if output_final_state else None
+    )
+
+
+def random_inputs(tokens=9, channels=6, width=4, lengths=None, batch=1, dtype=torch.float64):
+    """Every argument; packed if there are lengths."""
+    starts = lengths and torch.tensor([0, *itertools.accumulate(lengths)])
+    tokens = sum(lengths) if lengths else tokens
+    count = len(lengths) if lengths else batch
+    shape = (batch, tokens, channels)
+    tensors = {
+        "x": torch.randn(shape), "weight": torch.randn(channels, width),
+        "bias": torch.randn(channels), "residual": torch.randn(shape),
+        "initial_state": torch.randn(count, channels, width),
+    }  # fmt: skip
+    settings = {"output_final_state": True, "activation": "silu", "cu_seqlens": starts}
+    return {name: t.to(dtype) for name, t in tensors.items()} | settings
+
+
+# The values
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.channels < 200 and c.tokens], ids=str)
+def test_reference_is_torchs_convolution(case):
+    inputs = case.inputs(torch.float64)
+    wrt = [name for name in DIFFERENTIABLE if name in inputs]
+    assert_all_close(run("reference", inputs), evaluate(torch_conv1d, inputs, wrt), FP64)
+
+
+@parametrize_cases(CASES, large=False)
+@parametrize_dtypes()
+@IMPLEMENTATIONS
+def test_against_reference(case, dtype, implementation, device):
+    compare(case, dtype, implementation, device)
+
+
+@pytest.mark.slow
+@parametrize_cases(CASES, large=True)
+def test_large_against_reference(case):
+    compare(case, torch.bfloat16, "cpu", "cpu", wide=torch.float32)
+
+
+@IMPLEMENTATIONS
+def test_it_is_the_convolution_of_qwen3_next(implementation, device):
+    """Prefill and then one token, as the layer does both: [B, D, T], the state W - 1 wide."""
+    x, weight = torch.randn(2, 21, 24), torch.randn(24, 4)
+    expected = qwen3_next.causal_conv1d_fn(x[:, :20].mT, weight, None, "silu").mT
+    state = x[:, 17:20].mT.contiguous()
+    last = qwen3_next.causal_conv1d_update(x[:, 20:].mT, state, weight, None, "silu").mT
+    with forced(implementation, *OPS):
+        y, _ = npu_ops.causal_conv1d(x.to(device), weight.to(device), activation="silu")
+    torch.testing.assert_close(y.cpu(), torch.cat([expected, last], dim=1))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=named)
+@pytest.mark.parametrize("filter_dtype", [torch.float32, None], ids=["fp32-filter", "same"])
+def test_dtypes(dtype, filter_dtype, implementation, device):
+    """The filter may be fp32; each gradient has its input's dtype."""
+    inputs = random_inputs(lengths=[5, 9, 0, 1], channels=24, dtype=dtype)
+    for name in ("weight", "bias"):
+        inputs[name] = inputs[name].to(filter_dtype or dtype)
+    expected = run("reference", floats(inputs, torch.float64))
+    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    actual = run(implementation, moved)
+    assert actual["output 0"].dtype == actual["output 1"].dtype == dtype
+    for name in DIFFERENTIABLE:
+        assert actual[f"gradient of {name}"].dtype == inputs[name].dtype
+    assert_all_close(actual, expected, TOLERANCES)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_large_and_special_values(activation, implementation, device):
+    """silu at its ends; a NaN stays with its sequence and the W - 1 tokens behind it."""
+    x = torch.linspace(-1000, 1000, 64).view(1, 16, 4)
+    weight = torch.tensor([[0.0, 1.0]]).repeat(4, 1)
+    x[0, 5, 1] = float("nan")
+    starts = torch.tensor([0, 6, 16], device=device)
+    with forced(implementation, *OPS):
+        y, _ = npu_ops.causal_conv1d(
+            x.to(device), weight.to(device), activation=activation, cu_seqlens=starts
+        )
+    expected = x if activation is None else F.silu(x)
+    torch.testing.assert_close(y.cpu(), expected, equal_nan=True)
+
+
+# Properties
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("lengths", [[3, 7, 1, 40], [0, 5, 0, 0, 2], [1] * 9, [200, 1]], ids=str)
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_packed_equals_one_by_one(lengths, width, implementation, device):
+    inputs = random_inputs(lengths=lengths, width=width, dtype=torch.float32)
+    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    with forced(implementation, *OPS):
+        packed, last = npu_ops.causal_conv1d(**moved)
+    parts = []
+    for n, (start, stop) in enumerate(itertools.pairwise([0, *itertools.accumulate(lengths)])):
+        one = {k: moved[k][:, start:stop] for k in ("x", "residual")}
+        one |= {"initial_state": moved["initial_state"][n : n + 1], "cu_seqlens": None}
+        with forced(implementation, *OPS):
+            parts.append(npu_ops.causal_conv1d(**moved | one))
+    alone = torch.cat([y for y, _ in parts], dim=1)
+    torch.testing.assert_close(packed, alone, rtol=1e-6, atol=1e-6)  # torch's silu varies so much
+    assert torch.equal(last, torch.cat([state for _, state in parts]))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("cut", [0, 1, 2, 7, 39, 40])
+def test_a_carried_state_continues_the_sequence(cut, width, implementation, device):
+    inputs = random_inputs(tokens=40, width=width, batch=2, dtype=torch.bfloat16)
+    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    with forced(implementation, *OPS):
+        whole, last = npu_ops.causal_conv1d(**inputs)
+        state, parts = inputs["initial_state"], []
+        for span in (slice(cut), slice(cut, None)):
+            one = {k: inputs[k][:, span] for k in ("x", "residual")}
+            y, state = npu_ops.causal_conv1d(**inputs | one | {"initial_state": state})
+            parts.append(y)
+    assert torch.equal(torch.cat(parts, dim=1), whole) and torch.equal(state, last)
+
+
+@IMPLEMENTATIONS
+def test_the_gradient_through_a_carried_state_is_that_of_one_pass(implementation, device):
+    inputs = random_inputs(tokens=30, channels=17, dtype=torch.float32)
+    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+    def in_two(x, residual, initial_state, **rest):
+        state, parts = initial_state, []
+        for span in (slice(0, 2), slice(2, 2), slice(2, 13), slice(13, None)):
+            y, state = npu_ops.causal_conv1d(
+                x[:, span], residual=residual[:, span], initial_state=state, **rest
+            )
+            parts.append(y)
+        return torch.cat(parts, dim=1), state
+
+    with forced(implementation, *OPS):
+        actual = evaluate(in_two, inputs, DIFFERENTIABLE)
+    assert_all_close(actual, run(implementation, inputs), TOLERANCES)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("lengths", [None, [3, 0, 2, 30]], ids=["batch", "packed"])
+def test_strided_x_is_read_in_place(lengths, implementation, device):
+    """x as a slice of a fused projection; outputs and gradients are those of a copy."""
+    inputs = random_inputs(tokens=35, lengths=lengths, channels=16, dtype=torch.float32)
+    fused = torch.randn(1, 35, 48, device=device)
+    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    inputs["x"] = fused[..., 16:32]
+    with copies() as seen, forced(implementation, *OPS):
+        npu_ops.causal_conv1d(**inputs | {"initial_state": None, "weight": torch.ones(
+            4, 16, device=device).t()})  # fmt: skip
+    if implementation == "cpu":
+        assert seen.operators == []
+    actual = run(implementation, inputs)
+    dense = run(implementation, inputs | {"x": inputs["x"].contiguous()})
+    for name, value in actual.items():
+        assert torch.equal(value, dense[name]), name
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.randn(7, 2, 8).transpose(0, 1), lambda: torch.randn(2, 8, 7).transpose(1, 2),
+    lambda: torch.randn(2, 7, 16)[..., ::2], lambda: torch.randn(7, 8).expand(2, 7, 8),
+], ids=["TBD", "BDT", "every second", "expanded"])  # fmt: skip
+def test_any_strides(make):
+    x, weight = make(), torch.randn(16, 4)[::2]
+    actual = run("cpu", {"x": x, "weight": weight})
+    expected = run("reference", {"x": x.double().contiguous(), "weight": weight.double()})
+    assert_all_close(actual, expected, TOLERANCES)
+
+
+def test_empty():
+    x = torch.randn(1, 0, 8, requires_grad=True)
+    state = torch.randn(2, 8, 4, requires_grad=True)
+    y, last = npu_ops.causal_conv1d(
+        x, torch.randn(8, 4), initial_state=state, output_final_state=True,
+        cu_seqlens=torch.tensor([0, 0, 0]),
+    )  # fmt: skip
+    assert y.shape == x.shape and torch.equal(last, state)
+    (last * 3).sum().backward()
+    assert torch.equal(state.grad, torch.full_like(state, 3)) and x.grad.shape == x.shape
+
+
+# The gradients
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("lengths", [None, [1, 0, 4]], ids=["batch", "packed"])
+@pytest.mark.parametrize("activation", ["swish", None])
+def test_gradcheck(width, lengths, activation):
+    inputs = random_inputs(5, 2, width, lengths) | {"activation": activation}
+    tensors = [inputs[name].requires_grad_() for name in DIFFERENTIABLE]
+
+    def function(*args):
+        return npu_ops.causal_conv1d(**inputs | dict(zip(DIFFERENTIABLE, args, strict=True)))
+
+    assert torch.autograd.gradcheck(function, tensors)
+
+
+@IMPLEMENTATIONS
+def test_gradients_are_the_same_each_time(implementation, device):
+    inputs = random_inputs(tokens=3000, channels=40, dtype=torch.bfloat16)
+    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    results = []
+    for number in (1, 2, 3):
+        with threads(number):
+            results.append(run(implementation, inputs))
+    for result in results[1:]:
+        for name, value in result.items():
+            assert torch.equal(value, results[0][name]), name
+
+
+@pytest.mark.parametrize("used", [(True, False), (False, True)], ids=["y", "state"])
+def test_an_output_that_nobody_uses_has_no_gradient(used):
+    inputs = random_inputs(tokens=6, dtype=torch.float32)
+    leaves = {name: inputs[name].requires_grad_() for name in DIFFERENTIABLE}
+
+    def loss(function):
+        chosen = itertools.compress(function(**inputs), used)
+        return torch.autograd.grad(
+            sum(out.square().sum() for out in chosen), list(leaves.values()), allow_unused=True
+        )
+
+    for actual, expected in zip(loss(npu_ops.causal_conv1d), loss(torch_conv1d), strict=True):
+        if expected is not None:
+            torch.testing.assert_close(actual, expected)
+        else:
+            assert actual is None or not actual.any()
+
+
+def test_there_is_no_second_derivative():
+    x = torch.randn(1, 5, 4, requires_grad=True)
+    y, _ = npu_ops.causal_conv1d(x, torch.randn(4, 4), activation="silu")
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="a gradient of its gradient"):
+        grad.sum().backward()
+
+
+def test_memory_is_the_outputs_alone():
+    """No transposed or padded copy, forward or backward."""
+    x, weight = torch.randn(1, 512, 256).bfloat16().requires_grad_(), torch.randn(256, 4)
+    size = x.numel() * 2
+    with copies() as forward:
+        y, _ = npu_ops.causal_conv1d(x, weight.bfloat16(), activation="silu")
+    grad = torch.randn_like(y)
+    with copies() as backward:
+        torch.autograd.grad(y, x, grad)
+    assert size <= forward.allocated < size + 5000
+    assert size <= backward.allocated < size + 10_000
+
+
+# torch's machinery
+
+
+@parametrize_dtypes(torch.float64)
+@pytest.mark.parametrize("lengths", [None, [3, 0, 4]], ids=["batch", "packed"])
+@pytest.mark.parametrize("everything", [True, False])
+def test_opcheck(dtype, lengths, everything):
+    inputs = random_inputs(7, lengths=lengths, dtype=dtype)
+    tensors = [inputs[name] for name in DIFFERENTIABLE]
+    if not everything:
+        tensors[2:] = None, None, None
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.requires_grad_()
+    args = (*tensors, inputs["cu_seqlens"], True, everything)
+    torch.library.opcheck(torch.ops.npu_ops.causal_conv1d.default, args)
+
+
+@parametrize_dtypes(torch.float64)
+def test_opcheck_backward(dtype):
+    inputs = random_inputs(7, dtype=dtype)
+    x, weight, bias, residual, state = (inputs[name] for name in DIFFERENTIABLE)
+    args = (residual, torch.randn_like(state), x, weight, bias, state, None, True)
+    torch.library.opcheck(torch.ops.npu_ops.causal_conv1d_backward.default, args)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("lengths", [None, [3, 0, 4]], ids=["batch", "packed"])
+def test_compile(backend, lengths):
+    inputs = random_inputs(7, lengths=lengths, dtype=torch.float32)
+
+    def function(x, **rest):
+        y, state = npu_ops.causal_conv1d(x.sin(), **rest)
+        return y.cos(), state
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    actual, expected = (evaluate(f, inputs, DIFFERENTIABLE) for f in (compiled, function))
+    torch._dynamo.reset()
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name])
+
+
+def test_one_compilation_serves_all_lengths():
+    counter = CompileCounterWithBackend("aot_eager")
+    weight = torch.randn(16, 4)
+    compiled = torch.compile(
+        lambda x: npu_ops.causal_conv1d(x, weight, activation="silu")[0],
+        fullgraph=True, dynamic=True, backend=counter,
+    )  # fmt: skip
+    for tokens in (7, 64, 131):
+        x = torch.randn(1, tokens, 16)
+        torch.testing.assert_close(
+            compiled(x), npu_ops.causal_conv1d(x, weight, activation="silu")[0]
+        )
+    torch._dynamo.reset()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.randn(2, 6, 8), lambda: torch.randn(6, 2, 8).transpose(0, 1),
+    lambda: torch.randn(2, 8, 6).transpose(1, 2), lambda: torch.randn(2, 6, 24)[..., 8:16],
+    lambda: torch.randn(2, 0, 8),
+], ids=["dense", "TBD", "BDT", "slice", "empty"])  # fmt: skip
+def test_fake_is_like_real(make):
+    """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
+
+    def function(x, weight, state):
+        leaves = [t.detach().requires_grad_() for t in (x, weight, state)]
+        outputs = npu_ops.causal_conv1d(
+            *leaves[:2], initial_state=leaves[2], output_final_state=True
+        )
+        return *outputs, *torch.autograd.grad(
+            outputs, leaves, [torch.ones_like(o) for o in outputs]
+        )
+
+    real = make(), torch.randn(8, 3), torch.randn(2, 8, 3)
+    mode = FakeTensorMode()
+    with mode:
+        fake = function(*map(mode.from_tensor, real))
+    for actual, expected in zip(fake, function(*real), strict=True):
+        assert actual.dtype == expected.dtype
+        assert actual.shape == expected.shape and actual.stride() == expected.stride()
+
+
+# Wrong input
+
+
+X, WEIGHT = torch.randn(1, 6, 8), torch.randn(8, 4)
+WRONG = {
+    "x: got list": {"x": [1.0]},
+    r"x: got shape \[6, 8\], needs \[B, T, D\]": {"x": X[0]},
+    "x: got int64": {"x": X.long()},
+    r"weight: got shape \[8, 5\], needs \[8, W\] with W 2, 3 or 4": {"weight": torch.randn(8, 5)},
+    r"weight: got shape \[8, 1\]": {"weight": torch.randn(8, 1)},
+    r"weight: got shape \[8, 1, 4\]": {"weight": WEIGHT[:, None]},
+    r"weight: got torch.float16, needs x's torch.float32": {"weight": WEIGHT.half()},
+    "weight: got device meta": {"weight": WEIGHT.to("meta")},
+    r"bias: got shape \[1\], needs \[8\]": {"bias": torch.ones(1)},
+    "bias: got torch.bfloat16": {"bias": torch.ones(8).bfloat16()},
+    "activation: got 'gelu'": {"activation": "gelu"},
+    r"residual: got shape \[1, 6, 1\], needs x's shape \[1, 6, 8\]": {"residual": X[..., :1]},
+    "residual: got torch.float64": {"residual": X.double()},
+    r"initial_state: got shape \[1, 8, 3\], needs \[N, D, W\], here \[1, 8, 4\]": {
+        "initial_state": torch.randn(1, 8, 3)
+    },
+    r"initial_state: got shape \[1, 4, 8\]": {"initial_state": torch.randn(1, 4, 8)},
+    "initial_state: got torch.bfloat16, needs x's torch.float32": {
+        "initial_state": torch.randn(1, 8, 4).bfloat16()
+    },
+    "cu_seqlens: got list": {"cu_seqlens": [0, 6]},
+    "cu_seqlens: got torch.float32": {"cu_seqlens": torch.tensor([0.0, 6.0])},
+    r"cu_seqlens: got shape \[1, 2\]": {"cu_seqlens": torch.tensor([[0, 6]])},
+    r"cu_seqlens: got shape \[0\]": {"cu_seqlens": torch.empty(0, dtype=torch.int32)},
+    "cu_seqlens: got 0 first and 5 last, needs 0 and 6": {"cu_seqlens": torch.tensor([0, 5])},
+    "cu_seqlens: got 1 first": {"cu_seqlens": torch.tensor([1, 6])},
+    "cu_seqlens: got a negative length": {"cu_seqlens": torch.tensor([0, 4, 3, 6])},
+    r"x: got shape \[2, 6, 8\], needs a batch of 1 with cu_seqlens": {
+        "x": torch.cat([X, X]), "cu_seqlens": torch.tensor([0, 6])
+    },
+    r"here \[2, 8, 4\]": {
+        "initial_state": torch.randn(1, 8, 4), "cu_seqlens": torch.tensor([0, 3, 6])
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_input_is_named(message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        npu_ops.causal_conv1d(**{"x": X, "weight": WEIGHT} | WRONG[message])
+
+
+def test_the_kernel_checks_cu_seqlens_again():
+    """A compiled caller has had no other check."""
+    args = (X, WEIGHT, None, None, None, torch.tensor([0, 9]), False, False)
+    with pytest.raises(RuntimeError, match="cu_seqlens: needs 0 first and 6 last"):
+        torch.ops.npu_ops.causal_conv1d(*args)
+
+
+def test_explain():
+    verdicts = npu_ops.explain("causal_conv1d", X, WEIGHT)
+    assert [v.implementation for v in verdicts if v.why_not is None] == ["cpu"]
+    (native,) = (v for v in npu_ops.explain("causal_conv1d", X.double(), WEIGHT)
+                 if v.implementation == "cpu")  # fmt: skip
+    assert native.why_not == "it has no float64 kernel"
