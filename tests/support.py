@@ -110,6 +110,8 @@ def evaluate(function, inputs: dict, wrt: tuple[str, ...], grad_seed: int = 7) -
     outputs = function(**inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     outputs = {f"output {i}": out for i, out in enumerate(outputs) if out is not None}
+    if not leaves:
+        return outputs
     grads = torch.autograd.grad(
         list(outputs.values()), list(leaves.values()),
         [exact(out, grad_seed + i) for i, out in enumerate(outputs.values())],

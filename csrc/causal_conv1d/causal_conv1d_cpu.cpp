@@ -1,32 +1,14 @@
 // causal_conv1d on the CPU. Definition: npu_ops/ops/causal_conv1d/reference.py
 #include <algorithm>
-#include <optional>
 #include <vector>
 
-#include "common/check.h"
-#include "common/math.h"
+#include "causal_conv1d/filter.h"
 #include "common/parallel.h"
 
 namespace npu_ops {
 namespace {
 
-constexpr int64_t kTokens = 128;     // of a piece
-constexpr int64_t kChannels = 2048;  // of a block: the rows that a filter needs stay in L1
-
-// y = act(convolution) + residual for a row of channels. `y` overlaps nothing, hence ivdep.
-template <class T, int W, bool SILU>
-NPU_OPS_CLONES void convolve_row(const T* x0, const T* x1, const T* x2, const T* x3,
-                                 const float* w0, const float* w1, const float* w2, const float* w3,
-                                 const float* bias, const T* residual, T* y, int64_t count) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) {
-    float z = bias[i] + load(x0[i]) * w0[i] + load(x1[i]) * w1[i];
-    if constexpr (W > 2) z += load(x2[i]) * w2[i];
-    if constexpr (W > 3) z += load(x3[i]) * w3[i];
-    if constexpr (SILU) z *= sigmoid(z);
-    store(y + i, z + load(residual[i]));
-  }
-}
+constexpr int64_t kTokens = 128;  // of a piece
 
 // g0, the gradient of a row of the convolution, and with those of the rows before it the gradient
 // of the row W - 1 back, to which `extra` is added.
@@ -157,46 +139,6 @@ const T* input_row(const Tokens<T>& x, const State<T>& state, const Sequence& s,
   return state.data ? state.before(s, t, c) : zeros;
 }
 
-// The filter as rows of float; row j is the tap that meets the token j back.
-struct Filter {
-  Filter(const Tensor& weight, const std::optional<Tensor>& bias)
-      : channels(weight.size(0)),
-        width(weight.size(1)),
-        taps(width * channels),
-        bias(channels, 0.0f) {
-    for (int64_t j = 0; j < width; ++j)
-      widen(weight, (width - 1 - j) * weight.stride(1), taps.data() + j * channels);
-    if (bias) widen(*bias, 0, this->bias.data());
-  }
-  void widen(const Tensor& parameter, int64_t offset, float* out) const {
-    dispatch(parameter.scalar_type(), "weight", [&]<class T>(T*) {
-      for (int64_t i = 0; i < channels; ++i)
-        out[i] = load(input<T>(parameter)[offset + i * parameter.stride(0)]);
-    });
-  }
-  // A filter with fewer taps has none that a loop reads.
-  const float* tap(int64_t j, int64_t c) const {
-    return j < width ? taps.data() + j * channels + c : nullptr;
-  }
-  int64_t blocks() const { return (channels + kChannels - 1) / kChannels; }
-  int64_t count(int64_t c) const { return std::min(kChannels, channels - c); }
-
-  int64_t channels, width;
-  std::vector<float> taps, bias;
-};
-
-// Calls body<W, SILU>() for what the filter is at run time.
-template <class Body>
-void dispatch_filter(int64_t width, bool silu, const Body& body) {
-  const auto with_width = [&]<int W>() {
-    silu ? body.template operator()<W, true>() : body.template operator()<W, false>();
-  };
-  STD_TORCH_CHECK(width >= 2 && width <= 4, "weight: needs [D, W] with W 2, 3 or 4");
-  if (width == 2) return with_width.template operator()<2>();
-  if (width == 3) return with_width.template operator()<3>();
-  with_width.template operator()<4>();
-}
-
 template <class T>
 void copy_final_states(const Tokens<T>& x, const State<T>& state, const State<T>& final_state,
                        const std::vector<Sequence>& sequences, int64_t channels) {
@@ -214,10 +156,10 @@ void forward_piece(const Filter& filter, const Tokens<T>& x, const State<T>& sta
                    const T* zeros) {
   const auto row = [&](int64_t t) { return input_row(x, state, piece, t, c, zeros); };
   for (int64_t t = piece.begin; t < piece.end; ++t)
-    convolve_row<T, W, SILU>(
-        row(t), row(t - 1), row(t - 2), row(t - 3), filter.tap(0, c), filter.tap(1, c),
-        filter.tap(2, c), filter.tap(3, c), filter.bias.data() + c,
-        residual.data ? residual.row(piece, t, c) : zeros, y.row(piece, t, c), filter.count(c));
+    convolve_row<T, W, SILU>(row(t), row(t - 1), row(t - 2), row(t - 3), filter.tap(0, c),
+                             filter.tap(1, c), filter.tap(2, c), filter.tap(3, c), filter.bias(c),
+                             residual.data ? residual.row(piece, t, c) : zeros, y.row(piece, t, c),
+                             filter.count(c));
 }
 
 void forward(Tensor x, Tensor weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
@@ -318,7 +260,7 @@ void backward_piece(const Filter& filter, const Gradients<T>& all, Sums& sums, i
     const int64_t p = t - (W - 1);
     gradient_row<T, W, SILU>(
         row(t), row(t - 1), row(t - 2), row(t - 3), filter.tap(0, c), filter.tap(1, c),
-        filter.tap(2, c), filter.tap(3, c), filter.bias.data() + c, grad, scratch.gradient(t),
+        filter.tap(2, c), filter.tap(3, c), filter.bias(c), grad, scratch.gradient(t),
         scratch.gradient(t - 1), scratch.gradient(t - 2), scratch.gradient(t - 3),
         all.grad_final.after(piece, p, c, const_cast<T*>(zeros)), target(p), count);
     if (t < piece.end)

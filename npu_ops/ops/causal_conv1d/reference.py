@@ -74,7 +74,7 @@ def indices(x, cu_seqlens, width, back):
     starts, _ = bounds(x, cu_seqlens)
     token = torch.arange(x.shape[0] * x.shape[1], device=x.device)
     sequence = torch.searchsorted(starts, token, right=True) - 1
-    return _index(starts, width, sequence, token - back)
+    return row_index(starts, width, sequence, token - back)
 
 
 def last_indices(x, cu_seqlens, width):
@@ -82,10 +82,10 @@ def last_indices(x, cu_seqlens, width):
     starts, stops = bounds(x, cu_seqlens)
     sequence = torch.arange(len(starts), device=x.device)[:, None]
     token = stops[:, None] + torch.arange(-width, 0, device=x.device)
-    return _index(starts, width, sequence, token)
+    return row_index(starts, width, sequence, token)
 
 
-def _index(starts, width, sequence, token):
+def row_index(starts, width, sequence, token):
     """The row of a sequence's token; a token before its start is in its state."""
     in_state = (sequence + 1) * width + token - starts[sequence]
     return torch.where(token >= starts[sequence], len(starts) * width + token, in_state)

@@ -190,7 +190,7 @@ def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu, y,
     starts = _starts(cu_seqlens)
     sequences = batch if starts is None else len(starts) - 1
     _causal_conv1d_kernel[vector_grid(items, x.device)](
-        x, _taps(weight), bias, residual, initial_state, starts, y, items, sequences, length,
+        x, taps_first(weight), bias, residual, initial_state, starts, y, items, sequences, length,
         chunk, width, blocks, *x.stride()[:2], *_strides(residual, 0, 1),
         *_strides(initial_state, 0, 2), *y.stride()[:2],
         W=weight.shape[1], SILU=silu, BD=block, UNROLLED=UNROLLED, STARTS=STARTS,
@@ -307,8 +307,8 @@ def causal_conv1d_backward(
         _fill_state_gradient(grad_state, grad_final, starts)
     sums = x.new_empty((pieces, taps + 1, width), dtype=torch.float32)
     _causal_conv1d_backward_kernel[vector_grid(pieces * blocks, x.device)](
-        grad, grad_final, x, _taps(weight), bias, initial_state, starts, grad_x, grad_state, sums,
-        pieces * blocks, sequences, length, chunk, width, blocks, *grad.stride()[:2],
+        grad, grad_final, x, taps_first(weight), bias, initial_state, starts, grad_x, grad_state,
+        sums, pieces * blocks, sequences, length, chunk, width, blocks, *grad.stride()[:2],
         *_strides(grad_final, 0, 2), *x.stride()[:2], *_strides(initial_state, 0, 2),
         *grad_x.stride()[:2], *_strides(grad_state, 0, 2),
         W=taps, SILU=silu, BD=block, STARTS=STARTS,
@@ -327,7 +327,7 @@ def _fill_state_gradient(grad_state, grad_final, starts):
         grad_state.copy_(torch.where(empty, grad_final, 0))
 
 
-def _taps(weight):
+def taps_first(weight):
     """The filter as `[W, D]`: an NPU reads single elements slowly."""
     return weight.t().contiguous()
 

@@ -1,0 +1,135 @@
+"""causal_conv1d_update in Triton, for Ascend and NVIDIA. Definition: reference.py
+
+A piece of work is a sequence and a block of BD channels. A number in a name counts tokens back.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+from npu_ops.ops.causal_conv1d.triton_ascend import convolve, load_row, load_taps, taps_first
+
+# Bytes that a channel needs on chip at the most (fp32, W = 4, windows), by the plan of the vendor's
+# compiler. Blocks are not wider than it, so that few sequences still keep many cores busy.
+BLOCK = tile_elements(192)
+# Where the channels of states lie apart, each takes 32 bytes of its own in every row.
+APART_BLOCK = tile_elements(768)
+
+
+@triton.jit
+def _load(row, column, stride, limit):
+    """Channels of a row that may lie apart, as fp32."""
+    return tl.load(row + column * stride, mask=column < limit, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(row, value, column, stride, limit):
+    tl.store(row + column * stride, value.to(row.dtype.element_ty), mask=column < limit)
+
+
+@triton.jit
+def _keep(state, value, at, columns, column, state_w, state_d, limit):
+    """Store a row as a state's column `at`, if there is one."""
+    limit = tl.where((at >= 0) & (at < columns), limit, 0)
+    _store(state + tl.cast(at, tl.int64) * state_w, value, column, state_d, limit)
+
+
+@triton.jit(do_not_specialize=["items", "tokens", "slots", "rows", "columns", "pad"])
+def _causal_conv1d_update_kernel(
+    x, state, taps, bias, indices, accepted, starts, window, window_indices, y,
+    items, tokens, slots, rows, columns, pad, width, blocks, x_b, x_t, y_b, y_t,
+    state_n, state_d, state_w, window_n, window_t, window_d, window_w,
+    W: tl.constexpr, SILU: tl.constexpr, UPDATE: tl.constexpr, APART: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    if not APART:  # known when compiled, so that rows move in one piece
+        state_d, window_d = 1, 1
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        n = item // blocks
+        column = (item % blocks) * BD + tl.arange(0, BD)
+        begin, end, b = 0, tokens, tl.cast(n, tl.int64)
+        if starts is not None:
+            begin = tl.maximum(tl.load(starts + n), 0).to(tl.int32)
+            end = tl.minimum(tl.load(starts + n + 1), tokens).to(tl.int32)
+            b = tl.cast(0, tl.int64)
+        slot, first = b, 0
+        if indices is not None:
+            slot = tl.load(indices + n).to(tl.int64)
+        if accepted is not None:
+            first = tl.load(accepted + n).to(tl.int32) - 1
+        good = (slot >= 0) & (slot < slots) & (slot != pad)
+        good = good & (first >= 0) & (first + W - 1 <= columns)
+        nothing = tl.where(slot == pad, 0.0, float("nan"))
+        limit = tl.where(good, width, 0)
+        state_at = state + tl.where(good, slot, 0) * state_n
+        # The oldest first: a column is read before another row is written there.
+        at = state_at + tl.cast(first, tl.int64) * state_w
+        x3 = _load(at, column, state_d, limit)
+        x2 = _load(at + (W - 3) * state_w, column, state_d, limit) if W > 2 else x3
+        x1 = _load(at + (W - 2) * state_w, column, state_d, limit) if W > 2 else x3
+        drop = end - begin
+        if accepted is not None:
+            drop = 1
+        if UPDATE:
+            kept = tl.where(begin < end, limit, 0)
+            if W > 3:
+                _keep(state_at, x3, 0 - drop, columns, column, state_w, state_d, kept)
+            if W > 2:
+                _keep(state_at, x2, W - 3 - drop, columns, column, state_w, state_d, kept)
+            _keep(state_at, x1, W - 2 - drop, columns, column, state_w, state_d, kept)
+        w0, w1, w2, w3 = load_taps(taps, column, width, W)
+        if bias is not None:
+            offset = load_row(bias, column, width)
+        if window is not None:
+            row = tl.cast(n, tl.int64)
+            if window_indices is not None:
+                row = tl.load(window_indices + n).to(tl.int64)
+            exists = (row >= 0) & (row < rows)
+            window_limit = tl.where(exists, limit, 0)
+            window_at = window + tl.where(exists, row, 0) * window_n
+        for t in range(begin, end):
+            token = tl.cast(t, tl.int64)
+            x0 = load_row(x + b * x_b + token * x_t, column, limit)
+            z = convolve(x0, x1, x2, x3, w0, w1, w2, w3, W)
+            if bias is not None:
+                z += offset
+            if SILU:
+                z = z / (1.0 + tl.exp(-z))
+            z = tl.where(good, z, nothing)
+            _store(y + b * y_b + token * y_t, z, column, 1, width)
+            if UPDATE:
+                to = W - 1 + t - begin - drop
+                _keep(state_at, x0, to, columns, column, state_w, state_d, kept)
+            if window is not None:
+                to = window_at + token * window_t
+                if W > 3:
+                    _store(to, x2, column, window_d, window_limit)
+                if W > 2:
+                    _store(to + (W - 3) * window_w, x1, column, window_d, window_limit)
+                _store(to + (W - 2) * window_w, x0, column, window_d, window_limit)
+            x3, x2, x1 = x2, x1, x0
+
+
+def causal_conv1d_update(
+    x, conv_state, weight, bias, indices, accepted, starts, window, window_indices, pad, silu,
+    update, y,
+):  # fmt: skip
+    """Write y, and the states and windows in place; the arguments are the operator's."""
+    batch, tokens, width = x.shape
+    count = batch if starts is None else starts.shape[0] - 1
+    windows = (0, 0, 1, 0) if window is None else window.stride()
+    apart = conv_state.stride(1) != 1 or windows[2] != 1
+    block = min(APART_BLOCK if apart else BLOCK, next_power_of_2(width))
+    blocks = cdiv(width, block)
+    items = count * blocks
+    if not items:
+        return
+    _causal_conv1d_update_kernel[vector_grid(items, x.device)](
+        x, conv_state, taps_first(weight), bias, indices, accepted, starts, window, window_indices,
+        y, items, tokens, conv_state.shape[0], 0 if window is None else window.shape[0],
+        conv_state.shape[2], pad, width, blocks, *x.stride()[:2], *y.stride()[:2],
+        *conv_state.stride(), *windows, W=weight.shape[1], SILU=silu, UPDATE=update, APART=apart,
+        BD=block,
+    )  # fmt: skip

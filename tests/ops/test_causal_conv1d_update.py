@@ -1,0 +1,375 @@
+"""causal_conv1d_update: every implementation against the reference, that against torch.cat."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import (
+    assert_all_close,
+    copies,
+    floats,
+    forced,
+    implementations,
+    named,
+    parametrize_cases,
+    parametrize_dtypes,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+import npu_ops
+from npu_ops.core import library
+from npu_ops.core.compare import Tolerance
+from npu_ops.ops.causal_conv1d_update import _prepare, op
+from npu_ops.ops.causal_conv1d_update.cases import CASES, TOLERANCES
+
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation, device", implementations(op.table))
+FP64 = {torch.float64: Tolerance(ratio=1e-13, max_abs=1e-12)}
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """An element that no kernel wrote is NaN."""
+    monkeypatch.setattr(library, "poison_outputs", True)
+
+
+def moved(inputs, device):
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
+def run(implementation, inputs):
+    """y and what is written in place; `inputs` are left as they are."""
+    inputs = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    with forced(implementation, "causal_conv1d_update", "causal_conv1d"):
+        written = {"y": npu_ops.causal_conv1d_update(**inputs)}
+    for name in ("conv_state", "intermediate_conv_window"):
+        if name in inputs:
+            written[name] = inputs[name]
+    return written
+
+
+def by_concatenation(
+    x, conv_state, weight, bias=None, activation=None, conv_state_indices=None,
+    num_accepted_tokens=None, query_start_loc=None, intermediate_conv_window=None,
+    disable_state_update=False,
+):  # fmt: skip
+    """The same, one sequence after another: torch.cat, F.conv1d and slices."""
+    width, y, state = weight.shape[1], torch.zeros_like(x), conv_state.clone()
+    window = None if intermediate_conv_window is None else intermediate_conv_window.clone()
+    for n, slot in enumerate(conv_state_indices.tolist()):
+        if slot == -1:
+            continue
+        where = n
+        if query_start_loc is not None:
+            where = slice(*query_start_loc[n : n + 2].tolist())
+        tokens = x[where].t()
+        count = tokens.shape[1]
+        if not count:
+            continue
+        first = 0 if num_accepted_tokens is None else int(num_accepted_tokens[n]) - 1
+        rows = torch.cat([conv_state[slot, :, first : first + width - 1], tokens], dim=1)
+        z = F.conv1d(rows[None], weight[:, None], bias, groups=len(rows))[0].t()
+        y[where] = z if activation is None else F.silu(z)
+        back = rows[:, -(width - 1) :] if num_accepted_tokens is None else rows[:, 1:]
+        if not disable_state_update:
+            state[slot, :, : back.shape[1]] = back
+        for t in range(count if window is not None else 0):
+            window[n, t] = rows[:, t + 1 : t + width]
+    written = {"y": y, "conv_state": state}
+    return written if window is None else written | {"intermediate_conv_window": window}
+
+
+# The values
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.tokens and not c.large], ids=str)
+def test_reference_is_a_concatenation(case):
+    inputs = case.inputs(torch.float64)
+    assert_all_close(run("reference", inputs), by_concatenation(**inputs), FP64)
+
+
+@parametrize_cases(CASES, large=False)
+@parametrize_dtypes()
+@IMPLEMENTATIONS
+def test_against_reference(case, dtype, implementation, device):
+    """Rows that go back are the same bits; what is not written is left."""
+    inputs = case.inputs(dtype)
+    expected = run("reference", floats(inputs, torch.float64))
+    actual = run(implementation, moved(inputs, device))
+    assert_all_close(actual, expected, TOLERANCES)
+    for name in actual.keys() - {"y"}:
+        assert torch.equal(actual[name].cpu().double(), expected[name])
+
+
+@pytest.mark.slow
+@parametrize_cases(CASES, large=True)
+def test_large_against_reference(case):
+    inputs = case.inputs(torch.bfloat16)
+    expected = run("reference", floats(inputs, torch.float32))
+    assert_all_close(run("cpu", inputs), expected, TOLERANCES)
+
+
+@IMPLEMENTATIONS
+def test_it_is_the_step_of_qwen3_next(implementation, device):
+    x, weight, bias = torch.randn(3, 24), torch.randn(24, 4), torch.randn(24)
+    cache = torch.randn(3, 24, 4)  # Hugging Face's has a column that no one reads
+    ours = cache[..., 1:].clone().to(device)
+    with forced(implementation, "causal_conv1d_update"):
+        y = npu_ops.causal_conv1d_update(
+            x.to(device), ours, weight.to(device), bias.to(device), "silu"
+        )
+    expected = qwen3_next.causal_conv1d_update(x[..., None], cache, weight, bias, "silu")
+    torch.testing.assert_close(y.cpu(), expected[..., 0])
+    assert torch.equal(ours.cpu(), cache[..., 1:])
+
+
+# Properties
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("step", [1, 2, 7])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_step_by_step_is_one_pass(step, width, implementation, device):
+    """Prefill with causal_conv1d, go on token by token: the same bits as one pass."""
+    x = torch.randn(2, 28, 20, device=device).bfloat16()
+    weight = torch.randn(20, width, device=device).bfloat16()
+    with forced(implementation, "causal_conv1d", "causal_conv1d_update"):
+        whole, last = npu_ops.causal_conv1d(x, weight, activation="silu", output_final_state=True)
+        start, state = npu_ops.causal_conv1d(
+            x[:, :7], weight, activation="silu", output_final_state=True
+        )
+        pool, parts = state[..., 1:], [start]
+        for first in range(7, 28, step):
+            new = x[:, first : first + step]
+            parts.append(npu_ops.causal_conv1d_update(new, pool, weight, None, "silu"))
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+    assert torch.equal(pool, last[..., 1:])
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("drafts", [1, 3, 16])
+def test_rejected_drafts_leave_no_trace(width, drafts, implementation, device):
+    """vLLM's verify: steps of drafted tokens, some accepted, equal one pass over the accepted."""
+    draw = torch.Generator().manual_seed(width)
+    truth = torch.randn(1, 60, 12, generator=draw).to(device)
+    weight = torch.randn(12, width, generator=draw).to(device)
+    pool = torch.zeros(1, 12, width - 1 + drafts, device=device)
+    with forced(implementation, "causal_conv1d", "causal_conv1d_update"):
+        expected, _ = npu_ops.causal_conv1d(truth, weight)
+        at, accepted = 0, 1
+        while at + drafts <= 60:
+            tokens = torch.randn(1, drafts, 12, generator=draw).to(device)
+            number = int(torch.randint(1, drafts + 1, (), generator=draw))
+            tokens[:, :number] = truth[:, at : at + number]
+            y = npu_ops.causal_conv1d_update(
+                tokens, pool, weight, num_accepted_tokens=torch.tensor([accepted], device=device)
+            )
+            torch.testing.assert_close(y[:, :number], expected[:, at : at + number])
+            at, accepted = at + number, number
+
+
+@IMPLEMENTATIONS
+def test_a_window_is_the_state_to_go_on_from(implementation, device):
+    """SGLang's verify: the window of the last accepted token continues the sequence."""
+    x, weight = torch.randn(2, 9, 12, device=device), torch.randn(12, 4, device=device)
+    pool = torch.randn(2, 12, 3, device=device)
+    before = pool.clone()
+    window = torch.full((3, 5, 12, 3), 9.0, device=device)
+    with forced(implementation, "causal_conv1d_update"):
+        expected = npu_ops.causal_conv1d_update(x, pool.clone(), weight)
+        npu_ops.causal_conv1d_update(
+            x[:, :4], pool, weight, intermediate_conv_window=window,
+            intermediate_state_indices=torch.tensor([2, -1], device=device),
+            disable_state_update=True,
+        )  # fmt: skip
+        again = npu_ops.causal_conv1d_update(x[:1, 3:], window[2, 2][None], weight)
+    assert torch.equal(pool, before)
+    torch.testing.assert_close(again, expected[:1, 3:])
+    assert (window[:2] == 9).all() and (window[2, 4] == 9).all()
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("pad", [-1, 2, -7])
+def test_skipped_sequences(pad, implementation, device):
+    x, weight = torch.randn(3, 2, 8, device=device), torch.randn(8, 4, device=device)
+    pool = torch.randn(5, 8, 3, device=device)
+    before = pool.clone()
+    indices = torch.tensor([4, pad, 0], device=device)
+    with forced(implementation, "causal_conv1d_update"):
+        y = npu_ops.causal_conv1d_update(
+            x, pool, weight, conv_state_indices=indices, pad_slot_id=pad
+        )
+    assert not y[1].any() and y[0].any() and y[2].any()
+    assert torch.equal(pool[1:4], before[1:4])
+    assert not torch.equal(pool[0], before[0]) and not torch.equal(pool[4], before[4])
+
+
+@IMPLEMENTATIONS
+def test_wrong_numbers_that_nobody_saw(implementation, device):
+    """As on a device: NaN for that sequence, its state left, the others right."""
+    x, weight = torch.randn(4, 2, 8, device=device), torch.randn(8, 4, device=device)
+    pool = torch.randn(4, 8, 5, device=device)
+    before = pool.clone()
+    indices = torch.tensor([4, -2, 0, 1], device=device)
+    accepted = torch.tensor([1, 1, 4, 2], device=device)
+    args = (x, pool, weight, None, indices, accepted, None, None, None, -1, True, True)
+    with forced(implementation, "causal_conv1d_update"):
+        y = torch.ops.npu_ops.causal_conv1d_update(*args)
+    assert y[:3].isnan().all() and y[3].isfinite().all()
+    assert torch.equal(pool[[0, 2, 3]], before[[0, 2, 3]])
+    assert not torch.equal(pool[1], before[1])
+
+
+@IMPLEMENTATIONS
+def test_strided_x_is_read_in_place(implementation, device):
+    fused, weight = torch.randn(3, 2, 24, device=device), torch.randn(4, 8, device=device).t()
+    pool = torch.randn(3, 8, 3, device=device)
+    with copies() as seen, forced(implementation, "causal_conv1d_update"):
+        y = npu_ops.causal_conv1d_update(fused[..., 8:16], pool.clone(), weight)
+    if implementation == "cpu":
+        assert seen.operators == ["aten::clone", "aten::copy_"], "those of the test itself"
+    with forced(implementation, "causal_conv1d_update"):
+        dense = npu_ops.causal_conv1d_update(fused[..., 8:16].contiguous(), pool, weight)
+    assert torch.equal(y, dense)
+
+
+def test_empty():
+    pool = torch.randn(4, 8, 3)
+    before = pool.clone()
+    none = torch.empty(0, dtype=torch.int32)
+    y = npu_ops.causal_conv1d_update(
+        torch.randn(0, 8), pool, torch.randn(8, 4), conv_state_indices=none
+    )
+    assert y.shape == (0, 8) and torch.equal(pool, before)
+
+
+# torch's machinery
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "-t3-" in c.name], ids=str)
+def test_opcheck(case):
+    args = _prepare(**case.inputs(torch.float32))
+    torch.library.opcheck(torch.ops.npu_ops.causal_conv1d_update.default, args)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "-t3-" in c.name], ids=str)
+def test_compile(case):
+    inputs = case.inputs(torch.float32)
+    expected = run("cpu", inputs)
+    compiled = torch.compile(
+        lambda **inputs: npu_ops.causal_conv1d_update(**inputs) * 2,
+        fullgraph=True, backend="aot_eager",
+    )  # fmt: skip
+    y = compiled(**inputs)
+    torch._dynamo.reset()
+    assert torch.equal(y, expected["y"] * 2)
+    assert torch.equal(inputs["conv_state"], expected["conv_state"])
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.randn(2, 3, 8), lambda: torch.randn(2, 8, 3).mT,
+    lambda: torch.randn(2, 3, 24)[..., 8:16], lambda: torch.randn(2, 8),
+], ids=["dense", "BDT", "slice", "one token"])  # fmt: skip
+def test_fake_is_like_real(make):
+    def function(x, state, weight):
+        return npu_ops.causal_conv1d_update(x, state, weight)
+
+    real = make(), torch.randn(2, 8, 3), torch.randn(8, 4)
+    mode = FakeTensorMode()
+    with mode:
+        fake = function(*map(mode.from_tensor, real))
+    actual = function(*real)
+    assert fake.shape == actual.shape and fake.stride() == actual.stride()
+    assert fake.dtype == actual.dtype
+
+
+def test_the_version_counts_the_write():
+    state = torch.randn(2, 8, 3)
+    version = state._version
+    npu_ops.causal_conv1d_update(torch.randn(2, 8), state, torch.randn(8, 4))
+    assert state._version > version
+
+
+# Wrong input
+
+
+X, STATE, WEIGHT = torch.randn(2, 3, 8), torch.randn(4, 8, 5), torch.randn(8, 4)
+INDICES = torch.tensor([2, 0])
+WRONG = {
+    r"x: got shape \[8\], needs \[B, D\] or \[B, T, D\]": {"x": X[0, 0]},
+    r"x: got shape \[2, 3, 8\], needs \[tokens, D\]": {"query_start_loc": torch.tensor([0, 3, 6])},
+    "conv_state: got torch.bfloat16, needs x's torch.float32": {"conv_state": STATE.bfloat16()},
+    r"conv_state: got shape \[4, 5, 8\], needs \[slots, 8, L\] with L 3": {"conv_state": STATE.mT},
+    r"conv_state: got shape \[4, 8, 2\]": {"conv_state": STATE[..., :2]},
+    r"conv_state: got shape \[4, 8, 4\], needs \[slots, 8, L\] with L 5 or more": {
+        "conv_state": STATE[..., :4], "num_accepted_tokens": torch.tensor([1, 1])
+    },
+    r"needs 2 slots without conv_state_indices": {"conv_state_indices": None},
+    "conv_state: got an expanded tensor": {"conv_state": STATE[:1].expand(4, 8, 5)},
+    r"weight: got shape \[8, 5\]": {"weight": torch.randn(8, 5)},
+    r"bias: got shape \[4\]": {"bias": torch.randn(4)},
+    "activation: got True": {"activation": True},
+    "conv_state_indices: got torch.float32": {"conv_state_indices": torch.tensor([0.0, 1.0])},
+    r"conv_state_indices: got shape \[3\], needs \[2\]": {
+        "conv_state_indices": torch.tensor([0, 1, 2])
+    },
+    r"conv_state_indices: got \[0, 4\], needs 0 to 3": {"conv_state_indices": torch.tensor([0, 4])},
+    r"conv_state_indices: got \[-2, 1\]": {"conv_state_indices": torch.tensor([-2, 1])},
+    r"conv_state_indices: got \[1, 1\], needs different slots": {
+        "conv_state_indices": torch.tensor([1, 1])
+    },
+    r"num_accepted_tokens: got \[0, 1\], needs 1 to 3": {
+        "num_accepted_tokens": torch.tensor([0, 1])
+    },
+    r"num_accepted_tokens: got \[1, 4\]": {"num_accepted_tokens": torch.tensor([1, 4])},
+    "pad_slot_id: got NoneType": {"pad_slot_id": None},
+    r"query_start_loc: got \[0, 4, 3\]": {
+        "x": X.flatten(0, 1), "query_start_loc": torch.tensor([0, 4, 3])
+    },
+    r"query_start_loc: got \[0, 3, 7\], needs 0 first, .* up to 6": {
+        "x": X.flatten(0, 1), "query_start_loc": torch.tensor([0, 3, 7])
+    },
+    "query_start_loc: got length 5, needs at most 3": {
+        "x": X.flatten(0, 1), "query_start_loc": torch.tensor([0, 5, 6]),
+        "num_accepted_tokens": torch.tensor([1, 1]),
+    },
+    r"intermediate_conv_window: got shape \[2, 2, 8, 3\], needs \[rows, 3 or more, 8, 3\]": {
+        "intermediate_conv_window": torch.randn(2, 2, 8, 3)
+    },
+    "intermediate_conv_window: got torch.float64": {
+        "intermediate_conv_window": torch.randn(2, 3, 8, 3).double()
+    },
+    "intermediate_conv_window: got .*, needs 2 rows": {
+        "intermediate_conv_window": torch.randn(1, 3, 8, 3)
+    },
+    r"intermediate_state_indices: got \[0, 2\], needs 0 to 1": {
+        "intermediate_conv_window": torch.randn(2, 3, 8, 3),
+        "intermediate_state_indices": torch.tensor([0, 2]),
+    },
+    "intermediate_state_indices: got one, needs intermediate_conv_window too": {
+        "intermediate_state_indices": torch.tensor([0, 1])
+    },
+    "weight: got a tensor that requires a gradient": {"weight": torch.nn.Parameter(WEIGHT)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_input_is_named(message):
+    right = {"x": X, "conv_state": STATE, "weight": WEIGHT, "conv_state_indices": INDICES}
+    before = STATE.clone()
+    with pytest.raises((TypeError, ValueError), match=message):
+        npu_ops.causal_conv1d_update(**right | WRONG[message])
+    assert torch.equal(STATE, before)
+
+
+def test_parameters_without_gradients_are_taken():
+    with torch.no_grad():
+        y = npu_ops.causal_conv1d_update(
+            X, STATE.clone(), torch.nn.Parameter(WEIGHT), conv_state_indices=INDICES
+        )
+    assert named(y.dtype) == "float32"
+
+
+def test_explain():
+    verdicts = npu_ops.explain("causal_conv1d_update", X, STATE[:2], WEIGHT)
+    assert [v.implementation for v in verdicts if v.why_not is None] == ["cpu"]
