@@ -28,4 +28,29 @@ NPU_OPS_INLINE float exp_within(float x) {
 
 NPU_OPS_INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp_within(-x)); }
 
+// The derivative of sigmoid. sigmoid(x) * (1 - sigmoid(x)) would be all rounding at large x.
+NPU_OPS_INLINE float sigmoid_slope(float x) {
+  const float e = exp_within(x < 0.0f ? x : -x);
+  return e / ((1.0f + e) * (1.0f + e));
+}
+
+// log(1 + e) for e in [0, 1]: 2 artanh(s) with s = e / (2 + e) <= 1/3, by its series.
+NPU_OPS_INLINE float log_1_plus(float e) {
+  const float s = e / (2.0f + e), t = s * s;
+  float p = 1.0f / 13;
+  p = p * t + 1.0f / 11;
+  p = p * t + 1.0f / 9;
+  p = p * t + 1.0f / 7;
+  p = p * t + 1.0f / 5;
+  p = p * t + 1.0f / 3;
+  p = p * t + 1.0f;
+  return 2.0f * s * p;
+}
+
+// log(1 + exp(x)) without overflow. From 17 on it is x, as from torch's threshold of 20 on.
+NPU_OPS_INLINE float softplus(float x) {
+  const float magnitude = x < 0.0f ? -x : x;
+  return (x < 0.0f ? 0.0f : x) + log_1_plus(exp_within(-magnitude));
+}
+
 }  // namespace npu_ops

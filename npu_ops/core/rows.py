@@ -24,6 +24,18 @@ def as_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
+def as_matrix(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """`[..., D]` as `[rows, D]`, last dimension contiguous; None stays None.
+
+    A view where the leading dimensions fold into one, as those of a contiguous tensor do, else a
+    copy.
+    """
+    if tensor is None:
+        return None
+    matrix = tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
 def _fold(tensors):
     """(size, the tensors' strides) of the two dimensions that the leading ones fold into."""
     shape = tensors[0].shape

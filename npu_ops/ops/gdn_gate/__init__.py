@@ -1,0 +1,84 @@
+"""The gates of Gated Delta Net: the decay of the state and the size of its update."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import check
+from npu_ops.core.registry import explains
+from npu_ops.ops.gdn_gate import op, reference
+
+__all__ = ["gdn_gate"]
+
+
+def gdn_gate(
+    a: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor | None = None,
+    b: torch.Tensor | None = None,
+    *,
+    allow_neg_eigval: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The log decay `g = -exp(A_log) * softplus(a + dt_bias)`, and `beta = sigmoid(b)`.
+
+    Computed in fp32 in one pass, finite wherever the result is. The gradients of A_log and dt_bias
+    are summed over all tokens in fp32, in an order that does not change from run to run.
+
+    Args:
+        a: `[..., HV]`, float32, bfloat16, float16 or float64; a slice of a projection is read in
+            place.
+        A_log: `[HV]`, the logarithm of the decay rate of each value head.
+        dt_bias: `[HV]` or None.
+        b: a's shape, or None. dtypes may differ from each other.
+        allow_neg_eigval: beta is `2 * sigmoid(b)`, so that an eigenvalue of the state's transition
+            may be negative.
+
+    Returns:
+        g, `[..., HV]` in float32 (float64 where a, A_log or dt_bias is), never positive; with b
+        also beta, in b's dtype. Both are contiguous. Differentiable once in a, A_log, dt_bias, b.
+
+    Raises:
+        TypeError: an argument is not a tensor or not of a floating dtype.
+        ValueError: a shape, a device, or `allow_neg_eigval` without b.
+        NotImplementedError: in backward of backward.
+
+    Source: transformers `modeling_qwen3_next.py`; flash-linear-attention
+    `fla/ops/gated_delta_rule/gate.py`; Yang et al., "Gated Delta Networks", 2024.
+    """
+    return op.call(*_prepare(a, A_log, dt_bias, b, allow_neg_eigval=allow_neg_eigval))
+
+
+def _prepare(a, A_log, dt_bias=None, b=None, *, allow_neg_eigval=False):
+    """Check the public arguments; return them as the operator takes them."""
+    check.floating("a", a)
+    if a.dim() == 0:
+        raise check.shape("a", a, "at least one dimension")
+    _check_head("A_log", A_log, a)
+    if dt_bias is not None:
+        _check_head("dt_bias", dt_bias, a)
+    if b is not None:
+        check.floating("b", b)
+        if b.shape != a.shape:
+            raise check.shape("b", b, f"a's shape {list(a.shape)}")
+        check.same_device("b", b, "a", a)
+    elif allow_neg_eigval:
+        raise ValueError(f"allow_neg_eigval: got {allow_neg_eigval!r}, needs b")
+    return a, A_log, dt_bias, b, 2.0 if allow_neg_eigval else 1.0
+
+
+def _check_head(name, value, a):
+    """Check a parameter that has one number for each head."""
+    check.floating(name, value)
+    if value.shape != a.shape[-1:]:
+        raise check.shape(name, value, f"[{a.shape[-1]}], one number for each head of a")
+    check.same_device(name, value, "a", a)
+
+
+def _implementation_args(*args, **kwargs):
+    a, A_log, dt_bias, b, scale = _prepare(*args, **kwargs)
+    g = a.new_empty(a.shape, dtype=reference.g_dtype(a, A_log, dt_bias))
+    beta = None if b is None else b.new_empty(b.shape)
+    return op.implementation_args(a, A_log, dt_bias, b, scale, g, beta)
+
+
+explains("gdn_gate", op.forward_table, _implementation_args)

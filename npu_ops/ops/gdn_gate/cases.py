@@ -1,0 +1,72 @@
+"""Named shapes and tolerances of gdn_gate, for tests, benchmarks and tools."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from npu_ops.core.compare import Tolerance
+
+# Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. fp32 also
+# has the gradients of A_log and dt_bias: sums over all tokens.
+TOLERANCES = {
+    torch.float64: Tolerance(ratio=1e-14, max_abs=1e-13),
+    torch.float32: Tolerance(ratio=2e-6, max_abs=2e-6),
+    torch.float16: Tolerance(ratio=4e-4, max_abs=6e-4),
+    torch.bfloat16: Tolerance(ratio=3e-3, max_abs=5e-3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """a and b are [tokens, heads], slices of one projection; A_log and dt_bias are fp32.
+
+    bias, beta: whether dt_bias and b are there. large: takes seconds; for benchmarks and
+    `make test-all`.
+    """
+
+    name: str
+    tokens: int
+    heads: int
+    bias: bool = True
+    beta: bool = True
+    allow_neg_eigval: bool = False
+    large: bool = False
+
+    def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
+        """Arguments of `gdn_gate`: normal a and b, A_log and dt_bias as models start with."""
+        draw = torch.Generator().manual_seed(seed)
+        ba = torch.randn((self.tokens, 2 * self.heads), generator=draw) * 3
+        b, a = ba.to(device, dtype).chunk(2, dim=-1)
+        decay = torch.rand((self.heads,), generator=draw) * 16
+        return {
+            "a": a,
+            "A_log": decay.clamp(0.01).log().to(device),
+            "dt_bias": torch.randn((self.heads,), generator=draw).to(device) if self.bias else None,
+            "b": b if self.beta else None,
+            "allow_neg_eigval": self.allow_neg_eigval,
+        }
+
+
+CASES = [
+    # Qwen3-Next and Qwen3.5 have 32 value heads, or more; a rank has 1/TP of them.
+    *(
+        Case(f"qwen3-next-tp{tp}-t{tokens}", tokens, 32 // tp, large=tokens > 512)
+        for tp in (1, 4)
+        for tokens in (1, 64, 512, 8192, 20480)
+    ),
+    Case("qwen3-next-no-beta", 64, 32, beta=False),
+    Case("qwen3-next-no-bias", 64, 48, bias=False),
+    *(
+        Case(f"odd-t{tokens}-h{heads}", tokens, heads, allow_neg_eigval=heads % 2 == 0)
+        for tokens, heads in ((0, 5), (1, 1), (63, 6), (65, 33), (131, 100), (1031, 3))
+    ),
+    Case("neither", 65, 7, bias=False, beta=False),
+    Case("many-heads", 9, 1500),
+]
+
+# What the function is differentiable in.
+DIFFERENTIABLE = ("a", "A_log", "dt_bias", "b")
+# Across these, every branch of the Triton kernels.
+REPRESENTATIVE = ("qwen3-next-tp1-t64", "qwen3-next-tp4-t64", "neither", "many-heads")

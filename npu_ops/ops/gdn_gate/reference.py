@@ -1,0 +1,52 @@
+"""The definition of Gated Delta Net's gates, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def gdn_gate(a, A_log, dt_bias, b, scale):
+    """The decay g = -exp(A_log) * softplus(a + dt_bias), and beta = scale * sigmoid(b) or None.
+
+    a, b: [..., HV]; A_log, dt_bias: [HV]. Computed in fp32 (fp64 if an input is); g stays so, beta
+    is rounded to b's dtype. softplus is torch's: from 20 on its argument itself.
+    """
+    wide = g_dtype(a, A_log, dt_bias)
+    g = -A_log.to(wide).exp() * F.softplus(_argument(a, dt_bias, wide), threshold=20)
+    if b is None:
+        return g, None
+    return g, (scale * b.to(_compute_dtype(b)).sigmoid()).to(b.dtype)
+
+
+def gdn_gate_backward(grad_g, grad_beta, a, A_log, dt_bias, b, scale):
+    """The gradients of a, A_log, dt_bias and b (None without b); those of A_log, dt_bias are wide.
+
+    The gradient of dt_bias is that of a, summed before it is rounded.
+    """
+    wide = g_dtype(a, A_log, dt_bias)
+    x = _argument(a, dt_bias, wide)
+    decay = -A_log.to(wide).exp()
+    slope = torch.where(x > 20, 1.0, x.sigmoid())
+    grad_a = grad_g * decay * slope
+    grad_A_log = (grad_g * decay * F.softplus(x, threshold=20)).flatten(0, -2).sum(0)
+    grad_dt_bias = grad_a.flatten(0, -2).sum(0)
+    if b is None:
+        return grad_a.to(a.dtype), grad_A_log, grad_dt_bias, None
+    wide_b = b.to(_compute_dtype(b))
+    grad_b = (grad_beta * scale * wide_b.sigmoid() * (-wide_b).sigmoid()).to(b.dtype)
+    return grad_a.to(a.dtype), grad_A_log, grad_dt_bias, grad_b
+
+
+def g_dtype(a, A_log, dt_bias):
+    """fp32, or fp64 where an input of g is fp64."""
+    return _compute_dtype(a, A_log, *(() if dt_bias is None else (dt_bias,)))
+
+
+def _argument(a, dt_bias, wide):
+    return a.to(wide) if dt_bias is None else a.to(wide) + dt_bias.to(wide)
+
+
+def _compute_dtype(*tensors):
+    double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if double else torch.float32

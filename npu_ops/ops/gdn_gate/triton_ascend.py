@@ -1,0 +1,165 @@
+"""gdn_gate in Triton, for Ascend and NVIDIA. Definition: reference.py
+
+A program walks over tiles of BT tokens by BH heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+
+# Bytes that an element needs on chip at the most (fp32), by the plan of the vendor's compiler.
+TILE = tile_elements(96)
+WIDEST = 512  # heads
+NARROWEST = 16  # narrower rows are not worth a vector instruction
+# Pieces that the rows are cut into for the sums over them.
+PIECES = 48
+
+
+@triton.jit
+def _sigmoid_and_softplus(x):
+    """Both from exp(-|x|), which cannot overflow.
+
+    log(1 + e) = 2 artanh(s) with s = e / (2 + e) <= 1/3, by its series: log(1 + e) would lose what
+    of e is smaller than 1. softplus is x from 17 on, and so from torch's threshold of 20 on.
+    """
+    e = tl.exp(0.0 - tl.abs(x))
+    s = e / (2.0 + e)
+    t = s * s
+    p = t * (1.0 / 13) + 1.0 / 11
+    p = p * t + 1.0 / 9
+    p = p * t + 1.0 / 7
+    p = p * t + 1.0 / 5
+    p = p * t + 1.0 / 3
+    p = p * t + 1.0
+    return tl.where(x >= 0, 1.0, e) / (1.0 + e), tl.maximum(x, 0.0) + 2.0 * s * p
+
+
+@triton.jit
+def _sigmoid_slope(x):
+    """The derivative of sigmoid; sigmoid(x) * (1 - sigmoid(x)) would be all rounding at large x."""
+    e = tl.exp(0.0 - tl.abs(x))
+    return e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def _load(pointer, row, column, stride, mask):
+    """A tile in fp32."""
+    at = row[:, None].to(tl.int64) * stride + column[None, :]
+    return tl.load(pointer + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(pointer, value, row, column, stride, mask):
+    at = row[:, None].to(tl.int64) * stride + column[None, :]
+    tl.store(pointer + at, value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _heads(A_log, dt_bias, column, exists, HAS_BIAS: tl.constexpr, BH: tl.constexpr):
+    """-exp(A_log) and dt_bias of a tile's heads."""
+    decay = 0.0 - tl.exp(tl.load(A_log + column, mask=exists, other=0.0).to(tl.float32))
+    bias = tl.zeros((BH,), tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(dt_bias + column, mask=exists, other=0.0).to(tl.float32)
+    return decay, bias
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gdn_gate_kernel(
+    a, A_log, dt_bias, b, g, beta, rows, heads, scale, a_row, b_row, g_row, beta_row,
+    HAS_BIAS: tl.constexpr, BETA: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(heads, BH)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BT) * across, tl.num_programs(0)):
+        row = (tile // across) * BT + tl.arange(0, BT)
+        column = (tile % across) * BH + tl.arange(0, BH)
+        mask = (row < rows)[:, None] & (column < heads)[None, :]
+        decay, bias = _heads(A_log, dt_bias, column, column < heads, HAS_BIAS, BH)
+        x = _load(a, row, column, a_row, mask) + bias[None, :]
+        _, plus = _sigmoid_and_softplus(x)
+        _store(g, decay[None, :] * plus, row, column, g_row, mask)
+        if BETA:
+            slope, _ = _sigmoid_and_softplus(_load(b, row, column, b_row, mask))
+            _store(beta, slope * scale, row, column, beta_row, mask)
+
+
+@triton.jit(do_not_specialize=["rows", "row_tiles"])
+def _gdn_gate_backward_kernel(
+    grad_g, grad_beta, a, A_log, dt_bias, b, grad_a, grad_b, A_sums, bias_sums,
+    rows, heads, row_tiles, scale, gg_row, gbeta_row, a_row, b_row, ga_row, gb_row,
+    HAS_BIAS: tl.constexpr, BETA: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """A piece of work is `row_tiles` tiles, one below the other; its sums are one row of each."""
+    across = tl.cdiv(heads, BH)
+    pieces = tl.cdiv(rows, BT * row_tiles)
+    for work in range(tl.program_id(0), pieces * across, tl.num_programs(0)):
+        piece = work // across
+        column = (work % across) * BH + tl.arange(0, BH)
+        exists = column < heads
+        decay, bias = _heads(A_log, dt_bias, column, exists, HAS_BIAS, BH)
+        A_sum = tl.zeros((BH,), tl.float32)
+        bias_sum = tl.zeros((BH,), tl.float32)
+        for tile in range(0, row_tiles):
+            row = (piece * row_tiles + tile) * BT + tl.arange(0, BT)
+            mask = (row < rows)[:, None] & exists[None, :]
+            slope, plus = _sigmoid_and_softplus(_load(a, row, column, a_row, mask) + bias[None, :])
+            of_decay = _load(grad_g, row, column, gg_row, mask) * decay[None, :]
+            of_a = of_decay * slope
+            _store(grad_a, of_a, row, column, ga_row, mask)
+            A_sum += tl.sum(of_decay * plus, axis=0)
+            bias_sum += tl.sum(of_a, axis=0)
+            if BETA:
+                slope = _sigmoid_slope(_load(b, row, column, b_row, mask))
+                of_b = _load(grad_beta, row, column, gbeta_row, mask) * scale
+                _store(grad_b, of_b * slope, row, column, gb_row, mask)
+        at = piece.to(tl.int64) * heads + column
+        tl.store(A_sums + at, A_sum, mask=exists)
+        tl.store(bias_sums + at, bias_sum, mask=exists)
+
+
+def gdn_gate(a, A_log, dt_bias, b, scale, g, beta):
+    """Write the decay to `g`, and to `beta` unless there is no b; the arguments are the op's."""
+    rows, heads = a.shape
+    bt, bh = _tile(heads)
+    _gdn_gate_kernel[vector_grid(cdiv(rows, bt) * cdiv(heads, bh), a.device)](
+        a, A_log, dt_bias, b, g, beta, rows, heads, scale,
+        a.stride(0), _stride(b), g.stride(0), _stride(beta),
+        HAS_BIAS=dt_bias is not None, BETA=b is not None, BT=bt, BH=bh,
+    )  # fmt: skip
+
+
+def gdn_gate_backward(
+    grad_g, grad_beta, a, A_log, dt_bias, b, scale, grad_a, grad_A_log, grad_dt_bias, grad_b
+):
+    """Write the gradients.
+
+    Sums over rows meet in one row a piece, so that no atomics are needed and the result is the same
+    each time.
+    """
+    rows, heads = a.shape
+    bt, bh = _tile(heads)
+    row_tiles = cdiv(cdiv(rows, bt), PIECES)
+    pieces = cdiv(rows, bt * row_tiles)
+    A_sums, bias_sums = a.new_empty((2, pieces, heads), dtype=torch.float32)
+    _gdn_gate_backward_kernel[vector_grid(pieces * cdiv(heads, bh), a.device)](
+        grad_g, grad_beta, a, A_log, dt_bias, b, grad_a, grad_b, A_sums, bias_sums,
+        rows, heads, row_tiles, scale, grad_g.stride(0), _stride(grad_beta), a.stride(0),
+        _stride(b), grad_a.stride(0), _stride(grad_b),
+        HAS_BIAS=dt_bias is not None, BETA=b is not None, BT=bt, BH=bh,
+    )  # fmt: skip
+    grad_A_log.copy_(A_sums.sum(0))
+    grad_dt_bias.copy_(bias_sums.sum(0))
+
+
+def _tile(heads: int) -> tuple[int, int]:
+    """Tokens and heads of a tile; they depend on the model, never on how many tokens."""
+    columns = min(WIDEST, max(NARROWEST, next_power_of_2(heads)))
+    return TILE // columns, columns
+
+
+def _stride(matrix) -> int:
+    return 0 if matrix is None else matrix.stride(0)

@@ -1,0 +1,466 @@
+"""gdn_gate: every implementation against the reference, the reference against transformers'."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import (
+    DTYPES,
+    assert_all_close,
+    copies,
+    evaluate,
+    floats,
+    forced,
+    implementations,
+    parametrize_cases,
+    parametrize_dtypes,
+    threads,
+    twice,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from transformers import Qwen3NextConfig
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+import npu_ops
+from npu_ops.core import env
+from npu_ops.core.compare import assert_close
+from npu_ops.ops.gdn_gate import op
+from npu_ops.ops.gdn_gate.cases import CASES, DIFFERENTIABLE, TOLERANCES
+
+OPS = ("gdn_gate", "gdn_gate_backward")
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation, device", implementations(op.forward_table)
+)
+
+
+def run(implementation, inputs, wrt=DIFFERENTIABLE):
+    with forced(implementation, *OPS):
+        return evaluate(npu_ops.gdn_gate, inputs, [n for n in wrt if inputs.get(n) is not None])
+
+
+def moved(inputs, device):
+    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
+
+
+def compare(case, dtype, implementation, device, wide=torch.float64):
+    expected = run("reference", floats(case.inputs(dtype), wide))
+    actual = run(implementation, case.inputs(dtype, device))
+    assert actual["output 0"].dtype == torch.float32
+    assert actual["gradient of a"].dtype == dtype
+    assert not case.beta or actual["output 1"].dtype == actual["gradient of b"].dtype == dtype
+    assert_all_close(actual, expected, TOLERANCES)
+
+
+def formula(a, A_log, dt_bias, b):
+    """The two lines of Qwen3NextGatedDeltaNet.forward."""
+    beta = b.sigmoid()
+    g = -A_log.float().exp() * F.softplus(a.float() + dt_bias)
+    return g, beta
+
+
+# The values
+
+
+@parametrize_cases(CASES, large=False)
+@parametrize_dtypes()
+@IMPLEMENTATIONS
+def test_against_reference(case, dtype, implementation, device):
+    compare(case, dtype, implementation, device)
+
+
+@pytest.mark.slow
+@parametrize_cases(CASES, large=True)
+def test_large_against_reference(case):
+    compare(case, torch.bfloat16, "cpu", "cpu", wide=torch.float32)
+
+
+@IMPLEMENTATIONS
+@parametrize_dtypes()
+def test_formula_of_transformers(dtype, implementation, device):
+    """With autograd for the gradients; in fp32, for it rounds those of b's sigmoid in between."""
+    inputs = CASES[1].inputs(dtype)
+    del inputs["allow_neg_eigval"]
+    expected = evaluate(formula, floats(inputs, torch.float32), DIFFERENTIABLE)
+    assert_all_close(run(implementation, moved(inputs, device)), expected, twice(TOLERANCES))
+
+
+def test_inside_a_layer_of_transformers(monkeypatch):
+    """What Qwen3-Next's own layer hands to its delta rule is what we compute."""
+    seen = {}
+    config = Qwen3NextConfig(
+        hidden_size=32, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=8, linear_value_head_dim=8,
+    )  # fmt: skip
+    layer = qwen3_next.Qwen3NextGatedDeltaNet(config, 0)
+
+    def rule(query, key, value, g, beta, **settings):
+        seen.update(g=g, beta=beta)
+        return value, None
+
+    monkeypatch.setattr(qwen3_next, "torch_chunk_gated_delta_rule", rule)
+    split = layer.fix_query_key_value_ordering
+
+    def ordering(*args):
+        *rest, seen["b"], seen["a"] = split(*args)
+        return *rest, seen["b"], seen["a"]
+
+    monkeypatch.setattr(layer, "fix_query_key_value_ordering", ordering)
+    layer(torch.randn(2, 5, 32))
+    g, beta = npu_ops.gdn_gate(seen["a"], layer.A_log, layer.dt_bias, seen["b"])
+    assert g.shape == (2, 5, 4)
+    assert_close("g", g, seen["g"], TOLERANCES[torch.float32])
+    assert_close("beta", beta, seen["beta"], TOLERANCES[torch.float32])
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("A_log", [-20.0, 0.0, 10.0])
+def test_no_overflow(A_log, implementation, device):
+    """Finite, and as torch's softplus, for any argument; gradients too."""
+    ends = torch.tensor([0.0, 1e-4, 1.0, 10.0, 16.9, 17.1, 19.9, 20.1, 88.0, 90.0, 1e3, 1e4])
+    a = torch.cat((ends, -ends))[:, None]
+    inputs = {"a": a, "A_log": torch.tensor([A_log]), "b": a}
+    expected = run("reference", floats(inputs, torch.float64))
+    actual = run(implementation, moved(inputs, device))
+    for name, value in actual.items():
+        assert value.isfinite().all(), name
+        error = (value.cpu().double() - expected[name]).abs()
+        largest = error / expected[name].abs().clamp(min=1e-25)
+        assert largest.max() < 2e-6, name
+
+
+@IMPLEMENTATIONS
+def test_special_values(implementation, device):
+    """A NaN or an infinity stays where it is."""
+    a = torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0])[:, None].repeat(1, 3)
+    with forced(implementation, *OPS):
+        g, beta = npu_ops.gdn_gate(*(t.to(device) for t in (a, torch.zeros(3))), b=a.to(device))
+    torch.testing.assert_close(g.cpu(), -F.softplus(a), equal_nan=True)
+    torch.testing.assert_close(beta.cpu(), a.sigmoid(), equal_nan=True)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(
+    "a, A_log, dt_bias, b", [d for d in itertools.product(DTYPES, repeat=4) if len(set(d)) > 1]
+)
+def test_mixed_dtypes(a, A_log, dt_bias, b, implementation, device):
+    """Each is read as it is, and each gradient has its input's dtype."""
+    inputs = CASES[1].inputs(torch.float32) | {"allow_neg_eigval": True}
+    dtypes = dict(zip(DIFFERENTIABLE, (a, A_log, dt_bias, b), strict=True))
+    inputs |= {name: inputs[name].to(dtype) for name, dtype in dtypes.items()}
+    actual = run(implementation, moved(inputs, device))
+    assert actual["output 0"].dtype == torch.float32 and actual["output 1"].dtype == b
+    for name, dtype in dtypes.items():
+        assert actual[f"gradient of {name}"].dtype == dtype
+    assert_all_close(actual, run("reference", floats(inputs, torch.float64)), TOLERANCES)
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_one_fp64_input_makes_g_fp64(position):
+    tensors = [torch.randn(n).bfloat16() for n in ((5, 4), 4, 4)]
+    tensors[position] = tensors[position].double()
+    g, beta = npu_ops.gdn_gate(*tensors, tensors[0].bfloat16())
+    assert g.dtype == torch.float64 and beta.dtype == torch.bfloat16
+    assert torch.equal(g, npu_ops.gdn_gate(*(t.double() for t in tensors)))
+
+
+# What the function is
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.floats(-10, 10), st.integers(0, 2**31))
+def test_gates_are_gates(tokens, heads, A_log, seed):
+    """The state never grows, beta is a share of 1, or of 2."""
+    draw = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(2, tokens, heads, generator=draw) * 20
+    rate = torch.full((heads,), A_log)
+    g, beta = npu_ops.gdn_gate(a, rate, None, b)
+    assert (g <= 0).all() and (beta >= 0).all() and (beta <= 1).all()
+    wide, twice = npu_ops.gdn_gate(a, rate, None, b, allow_neg_eigval=True)
+    assert torch.equal(wide, g) and torch.equal(twice, 2 * beta)
+    shifted = npu_ops.gdn_gate(a + 1, rate, torch.full((heads,), -1.0))
+    torch.testing.assert_close(shifted, g, rtol=1e-4, atol=1e-6 * math.exp(A_log))
+
+
+@IMPLEMENTATIONS
+def test_b_changes_nothing_of_g(implementation, device):
+    inputs = moved(CASES[1].inputs(torch.bfloat16), device)
+    both = run(implementation, inputs)
+    alone = run(implementation, inputs | {"b": None})
+    assert alone.keys() == both.keys() - {"output 1", "gradient of b"}
+    for name, value in alone.items():
+        assert torch.equal(value, both[name]), name
+
+
+# Layouts
+
+
+STRIDED = {
+    "dense": lambda: torch.randn(6, 4, 8),
+    "slice of a projection": lambda: torch.randn(6, 4, 20)[..., 8:16],
+    "transposed": lambda: torch.randn(4, 6, 8).transpose(0, 1),
+    "last dimension not last": lambda: torch.randn(6, 8, 4).transpose(1, 2),
+    "every second": lambda: torch.randn(6, 4, 16)[..., ::2],
+    "expanded": lambda: torch.randn(4, 8).expand(6, 4, 8),
+    "one token": lambda: torch.randn(8),
+    "one head": lambda: torch.randn(6, 4, 8)[..., :1],
+    "many dimensions": lambda: torch.randn(2, 1, 3, 1, 2, 8),
+    "empty": lambda: torch.randn(0, 4, 8),
+    "no heads": lambda: torch.randn(4, 0),
+}
+LAYOUTS = pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED.keys())
+
+
+def dense(x):
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@LAYOUTS
+@IMPLEMENTATIONS
+def test_any_layout(make, implementation, device):
+    a, b = make().to(device), make().to(device)
+    heads = torch.randn(2, a.shape[-1], 2, device=device)[..., 0]
+    inputs = {"a": a, "b": b, "A_log": heads[0], "dt_bias": heads[1]}
+    expected = run(implementation, {name: dense(value) for name, value in inputs.items()})
+    for name, value in run(implementation, inputs).items():
+        assert value.is_contiguous()
+        torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)
+    leaf, grads = a.detach().requires_grad_(), (make().to(device), make().to(device))
+    with forced(implementation, *OPS):
+        out = npu_ops.gdn_gate(leaf, heads[0], None, b)
+        strided, contiguous = (
+            torch.autograd.grad(out, leaf, each, retain_graph=True)[0]
+            for each in (grads, [dense(grad) for grad in grads])
+        )
+    torch.testing.assert_close(strided, contiguous, rtol=1e-6, atol=1e-6)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("beta", [True, False])
+def test_fake_is_like_real(make, beta):
+    """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
+
+    def function(a, b, A_log):
+        leaves = [t.detach().requires_grad_() for t in ((a, A_log, b) if beta else (a, A_log))]
+        out = npu_ops.gdn_gate(leaves[0], leaves[1], None, *leaves[2:])
+        out = out if beta else (out,)
+        return *out, *torch.autograd.grad(out, leaves, [torch.ones_like(o) for o in out])
+
+    real, mode = (make(), make().bfloat16(), torch.randn(make().shape[-1])), FakeTensorMode()
+    with mode:
+        fake = function(*map(mode.from_tensor, real))
+    for actual, expected in zip(fake, function(*real), strict=True):
+        assert actual.dtype == expected.dtype
+        assert actual.shape == expected.shape and actual.stride() == expected.stride()
+
+
+def test_slices_of_a_projection_are_not_copied():
+    b, a = torch.randn(2, 64, 48).chunk(2, dim=-1)
+    with env.override(strict=True), copies() as seen:
+        npu_ops.gdn_gate(a, torch.zeros(24), torch.zeros(24), b)
+    assert seen.operators == []
+    assert 2 * a.nbytes <= seen.allocated < 2 * a.nbytes + 1000
+
+
+@IMPLEMENTATIONS
+def test_empty(implementation, device):
+    inputs = {"a": torch.randn(0, 8), "A_log": torch.randn(8), "dt_bias": torch.randn(8)}
+    results = run(implementation, moved(inputs, device))
+    assert results["output 0"].shape == (0, 8)
+    for name in ("A_log", "dt_bias"):
+        assert torch.equal(results[f"gradient of {name}"].cpu(), torch.zeros(8))
+
+
+# The gradients
+
+
+def test_gradients_do_not_depend_on_threads():
+    inputs = CASES[-2].inputs(torch.float32) | CASES[3].inputs(torch.bfloat16)
+    results = []
+    for number in (1, 2, 3):
+        with threads(number):
+            results.append(run("cpu", inputs))
+    for result in results[1:]:
+        for name, value in result.items():
+            assert torch.equal(value, results[0][name]), name
+
+
+@IMPLEMENTATIONS
+def test_sums_are_in_fp32(implementation, device):
+    """3000 tokens: in bf16 the sum of A_log's gradient would stop growing at 256."""
+    a = torch.zeros(3000, 3).bfloat16()
+    inputs = {"a": a.to(device), "A_log": torch.zeros(3, device=device)}
+    leaves = [inputs["A_log"].requires_grad_()]
+    with forced(implementation, *OPS):
+        (grad,) = torch.autograd.grad(npu_ops.gdn_gate(**inputs).sum(), leaves)
+    expected = torch.full((3,), -3000 * 0.6931471805599453, dtype=torch.float64)
+    assert_close("gradient of A_log", grad.cpu(), expected, TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("names", [
+    set(names) for n in range(1, 5) for names in itertools.combinations(DIFFERENTIABLE, n)
+], ids=lambda names: "-".join(sorted(names)))  # fmt: skip
+def test_only_wanted_gradients(names):
+    inputs = CASES[1].inputs(torch.float32)
+    every = run("cpu", inputs)
+    wanted = [name for name in DIFFERENTIABLE if name in names]
+    leaves = {name: inputs[name].detach().requires_grad_() for name in wanted}
+    g, beta = npu_ops.gdn_gate(**inputs | leaves)
+    grads = torch.autograd.grad(g.sum() + beta.sum(), list(leaves.values()), allow_unused=True)
+    ones = {n: t.detach().requires_grad_() for n, t in inputs.items() if n in DIFFERENTIABLE}
+    g, beta = npu_ops.gdn_gate(**ones)
+    whole = torch.autograd.grad(g.sum() + beta.sum(), list(ones.values()))
+    whole = dict(zip(ones, whole, strict=True))
+    for name, grad in zip(wanted, grads, strict=True):
+        assert torch.equal(grad, whole[name]) and f"gradient of {name}" in every
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("beta", [True, False])
+def test_gradcheck(bias, beta):
+    tensors = [
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) if wanted else None
+        for shape, wanted in (((3, 2, 4), True), (4, True), (4, bias), ((3, 2, 4), beta))
+    ]
+    assert torch.autograd.gradcheck(
+        lambda *args: npu_ops.gdn_gate(*args, allow_neg_eigval=beta), tensors
+    )
+
+
+@IMPLEMENTATIONS
+def test_backward_of_backward_raises(implementation, device):
+    a = torch.randn(3, 8, device=device, requires_grad=True)
+    with forced(implementation, *OPS):
+        g = npu_ops.gdn_gate(a, torch.zeros(8, device=device))
+        (grad,) = torch.autograd.grad(g.square().sum(), a, create_graph=True)
+        with pytest.raises(NotImplementedError, match="gdn_gate_backward"):
+            grad.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing(use_reentrant):
+    inputs = CASES[1].inputs(torch.float32)
+    tensors = [inputs[name] for name in DIFFERENTIABLE]
+
+    def block(*tensors):
+        g, beta = npu_ops.gdn_gate(*tensors)
+        return g * beta
+
+    def step(block):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        block(*leaves).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    again = step(lambda *args: checkpoint(block, *args, use_reentrant=use_reentrant))
+    for actual, expected in zip(again, step(block), strict=True):
+        assert torch.equal(actual, expected)
+
+
+# torch's machinery
+
+
+@parametrize_dtypes(torch.float64)
+@LAYOUTS
+def test_opcheck(dtype, make):
+    a, b, heads = make().to(dtype), make().to(dtype), torch.randn(make().shape[-1])
+    leaves = [t.detach().requires_grad_() for t in (a, heads, heads.clone(), b)]
+    operators = torch.ops.npu_ops
+    torch.library.opcheck(operators.gdn_gate.default, (*leaves, 2.0))
+    torch.library.opcheck(operators.gdn_gate.default, (leaves[0], heads, None, None, 1.0))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    grads = torch.randn(a.shape, dtype=wide), torch.randn(a.shape).to(dtype)
+    backward = operators.gdn_gate_backward.default
+    torch.library.opcheck(backward, (*grads, a, heads, heads, b, 2.0))
+    torch.library.opcheck(backward, (grads[0], None, a, heads, None, None, 1.0))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend):
+    """One graph, eager's results."""
+
+    def function(a, A_log, dt_bias, b):
+        g, beta = npu_ops.gdn_gate(a * 2, A_log, dt_bias, b)
+        return g * 2, beta
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    inputs = CASES[1].inputs(torch.float32)
+    del inputs["allow_neg_eigval"]
+    actual, expected = (evaluate(f, inputs, DIFFERENTIABLE) for f in (compiled, function))
+    torch._dynamo.reset()
+    assert_all_close(actual, expected, TOLERANCES)
+
+
+def test_one_compilation_serves_all_lengths():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda a, A_log: npu_ops.gdn_gate(a, A_log), fullgraph=True, dynamic=True, backend=counter
+    )
+    frames = []
+    for tokens in (7, 64, 131):
+        a, A_log = torch.randn(tokens, 16), torch.randn(16)
+        assert torch.equal(compiled(a, A_log), npu_ops.gdn_gate(a, A_log))
+        frames.append(counter.frame_count)
+    torch._dynamo.reset()
+    assert len(set(frames)) == 1, "compiled again for another length"
+
+
+def test_autocast_keeps_g_in_fp32():
+    linear, x = torch.nn.Linear(32, 8), torch.randn(5, 32)
+    A_log = torch.zeros(8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        g, beta = npu_ops.gdn_gate(linear(x), A_log, None, linear(x))
+    assert g.dtype == torch.float32 and beta.dtype == torch.bfloat16
+    (g.sum() + beta.float().sum()).backward()
+    assert linear.weight.grad.dtype == A_log.grad.dtype == torch.float32
+
+
+# Wrong calls
+
+
+@pytest.mark.parametrize(
+    "changes, error, argument",
+    [
+        *(({name: value}, TypeError, name) for name in DIFFERENTIABLE for value in (
+            [1.0] * 8, torch.ones(8, dtype=torch.int64), torch.ones(8).to(torch.float8_e4m3fn)
+        )),
+        ({"a": None}, TypeError, "a"),
+        ({"A_log": None}, TypeError, "A_log"),
+        ({"a": torch.ones(())}, ValueError, "a"),
+        ({"A_log": torch.ones(())}, ValueError, "A_log"),
+        ({"A_log": torch.ones(1)}, ValueError, "A_log"),
+        ({"A_log": torch.ones(7)}, ValueError, "A_log"),
+        ({"A_log": torch.ones(1, 8)}, ValueError, "A_log"),
+        ({"A_log": torch.ones(3, 8)}, ValueError, "A_log"),
+        ({"dt_bias": torch.ones(1)}, ValueError, "dt_bias"),
+        ({"dt_bias": torch.ones(9)}, ValueError, "dt_bias"),
+        ({"dt_bias": torch.ones(3, 8)}, ValueError, "dt_bias"),
+        ({"b": torch.ones(8)}, ValueError, "b"),
+        ({"b": torch.ones(3, 1)}, ValueError, "b"),
+        ({"b": torch.ones(4, 8)}, ValueError, "b"),
+        *(({name: torch.ones(3, 8, device="meta")[i]}, ValueError, name) for name, i in (
+            ("A_log", 0), ("dt_bias", 0), ("b", slice(None))
+        )),
+        ({"b": None, "allow_neg_eigval": True}, ValueError, "allow_neg_eigval"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_wrong_calls(changes, error, argument):
+    right = {
+        "a": torch.randn(3, 8), "A_log": torch.randn(8), "dt_bias": torch.randn(8),
+        "b": torch.randn(3, 8),
+    }  # fmt: skip
+    with pytest.raises(error, match=rf"^{argument}: got "):
+        npu_ops.gdn_gate(**right | changes)
+
+
+def test_explain_names_what_runs():
+    a, A_log = torch.randn(3, 8), torch.randn(8)
+    chosen = npu_ops.explain("gdn_gate", a, A_log, None, a)
+    assert [v.implementation for v in chosen if v.why_not is None] == ["cpu"]
+    doubles = npu_ops.explain(npu_ops.gdn_gate, a.double(), A_log)
+    assert [v.implementation for v in doubles if v.why_not is None] == ["reference"]
