@@ -1,0 +1,306 @@
+// The recurrent gated delta rule on the CPU.
+// Definition: npu_ops/ops/fused_recurrent_gated_delta_rule/reference.py
+#include "fused_recurrent_gated_delta_rule/delta.h"
+
+namespace npu_ops {
+namespace {
+
+// Tokens between two states that the backward keeps; those between are computed again.
+constexpr int64_t kSegment = 32;
+
+// The inputs of a call, and where a head's tokens are in them.
+struct Inputs {
+  Inputs(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& g,
+         const std::optional<Tensor>& gk, const std::optional<Tensor>& gv, const Tensor& beta,
+         const std::optional<Tensor>& cu_seqlens, double scale, bool v_first)
+      : heads(q.size(2)),
+        value_heads(v.size(2)),
+        group(value_heads / heads),
+        beta_width(beta.size(3)),
+        layout{q.size(3), v.size(3), v_first},
+        blocks((v.size(3) + kBlock - 1) / kBlock),
+        spans(cu_seqlens, q.size(0), q.size(1), q.size(0) * q.size(1)),
+        q(q, q.size(3)),
+        k(k, q.size(3)),
+        v(v, v.size(3)),
+        beta(beta, beta.size(3)),
+        scale(static_cast<float>(scale)) {
+    if (g) this->g.emplace(*g, 1);
+    if (gk) this->gk.emplace(*gk, layout.keys);
+    if (gv) this->gv.emplace(*gv, layout.values);
+  }
+
+  int64_t matrix() const { return layout.keys * layout.values; }
+  int64_t average_work() const {
+    const int64_t tokens = spans.count() ? spans.end(spans.count() - 1) / spans.count() : 0;
+    return layout.keys * kBlock * (tokens + 1);
+  }
+
+  int64_t heads, value_heads, group, beta_width;
+  StateLayout layout;
+  int64_t blocks;
+  Spans spans;
+  Rows q, k, v, beta;
+  std::optional<Rows> g, gk, gv;
+  float scale;
+};
+
+// Reads tokens of one value head and block of values, one at a time.
+class Reader {
+ public:
+  Reader(const Inputs& inputs, int64_t value_head, int64_t block)
+      : in_(inputs),
+        value_head_(value_head),
+        begin_(block * kBlock),
+        count_(std::min(kBlock, inputs.layout.values - begin_)),
+        keys_(3 * inputs.layout.keys),
+        values_(3 * kBlock, 0.0f) {}
+
+  Token at(int64_t token) {
+    const int64_t keys = in_.layout.keys, row = token * in_.value_heads + value_head_;
+    const int64_t qk_row = token * in_.heads + value_head_ / in_.group;
+    float *q = keys_.data(), *k = q + keys, *key_decay = k + keys;
+    float *v = values_.data(), *beta = v + kBlock, *value_decay = beta + kBlock;
+    in_.q.read(qk_row, 0, keys, q);
+    for (int64_t i = 0; i < keys; ++i) q[i] *= in_.scale;
+    in_.k.read(qk_row, 0, keys, k);
+    const float g = in_.g ? in_.g->one(row) : 0.0f;
+    if (in_.gk) {
+      in_.gk->read(row, 0, keys, key_decay);
+      for (int64_t i = 0; i < keys; ++i) key_decay[i] = std::exp(g + key_decay[i]);
+    } else {
+      std::fill(key_decay, key_decay + keys, std::exp(g));
+    }
+    in_.v.read(row, begin_, count_, v);
+    if (in_.beta_width == in_.layout.values)
+      in_.beta.read(row, begin_, count_, beta);
+    else
+      std::fill(beta, beta + kBlock, in_.beta.one(row));
+    std::fill(value_decay, value_decay + kBlock, 1.0f);
+    if (in_.gv) {
+      in_.gv->read(row, begin_, count_, value_decay);
+      for (int64_t j = 0; j < count_; ++j) value_decay[j] = std::exp(value_decay[j]);
+    }
+    return {q, k, key_decay, v, beta, value_decay};
+  }
+
+ private:
+  const Inputs& in_;
+  int64_t value_head_, begin_, count_;
+  std::vector<float> keys_, values_;
+};
+
+// The state of a block before the first token.
+void first_state(const std::optional<Tensor>& states, const Inputs& in, int64_t place,
+                 int64_t block, float* state) {
+  if (states)
+    in.layout.to_block(input<float>(*states) + place * in.matrix(), block * kBlock, state);
+  else
+    std::fill(state, state + in.layout.keys * kBlock, 0.0f);
+}
+
+// The tokens of a sequence, for a block of one value head's values.
+void walk(const Inputs& in, int64_t n, int64_t head, int64_t block,
+          const std::optional<Tensor>& initial_state, const Tensor& o,
+          const std::optional<Tensor>& final_state) {
+  const int64_t place = n * in.value_heads + head, values = in.layout.values;
+  const int64_t begin = block * kBlock, count = std::min(kBlock, values - begin);
+  std::vector<float> state(in.layout.keys * kBlock);
+  first_state(initial_state, in, place, block, state.data());
+  Reader reader(in, head, block);
+  float result[kBlock];
+  for (int64_t token = in.spans.begin(n); token < in.spans.end(n); ++token) {
+    advance(state.data(), in.layout.keys, reader.at(token), result);
+    dispatch(o.scalar_type(), "o", [&]<class T>(T*) {
+      T* to = output<T>(o) + (token * in.value_heads + head) * values + begin;
+      for (int64_t j = 0; j < count; ++j) store(to + j, result[j]);
+    });
+  }
+  if (final_state)
+    in.layout.from_block(state.data(), begin, output<float>(*final_state) + place * in.matrix());
+}
+
+void forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> g, std::optional<Tensor> gk,
+             std::optional<Tensor> gv, Tensor beta, std::optional<Tensor> initial_state,
+             std::optional<Tensor> cu_seqlens, double scale, bool v_first, Tensor o,
+             std::optional<Tensor> final_state) {
+  const Inputs in(q, k, v, g, gk, gv, beta, cu_seqlens, scale, v_first);
+  const int64_t items = in.spans.count() * in.value_heads * in.blocks;
+  parallel(items, in.average_work(), [&](int64_t first, int64_t last) {
+    for (int64_t item = first; item < last; ++item) {
+      const int64_t place = item / in.blocks;
+      walk(in, place / in.value_heads, place % in.value_heads, item % in.blocks, initial_state, o,
+           final_state);
+    }
+  });
+}
+
+// What a token adds to gradients. Of the keys, sums over all blocks and value heads of a head.
+struct TokenGradient {
+  float *q, *k, *log_key_decay;       // [keys], added to
+  float *v, *beta, *log_value_decay;  // [kBlock], written
+};
+
+// `state` is that before the token; `dstate` goes from the gradient after the token to that before.
+NPU_OPS_CLONES void retreat(const float* state, float* dstate, int64_t keys, Token token,
+                            const float* dout, float scale, TokenGradient to) {
+  Lanes recalled[kParts] = {}, dchange[kParts] = {}, dlog[kParts] = {};
+  Lanes decay[kParts], change[kParts], derror[kParts], read_by[kParts], through = {};
+  for (int64_t j = 0; j < kParts; ++j) {
+    read(token.value_decay + j * kLanes, decay[j]);
+    read(dout + j * kLanes, read_by[j]);
+  }
+  for (int64_t i = 0; i < keys; ++i) {
+    for (int64_t j = 0; j < kParts; ++j) {
+      Lanes row, drow;
+      read(state + i * kBlock + j * kLanes, row);
+      read(dstate + i * kBlock + j * kLanes, drow);
+      recalled[j] += row * (decay[j] * token.key_decay[i]) * token.k[i];
+      drow += read_by[j] * token.q[i];
+      dchange[j] += drow * token.k[i];
+      write(dstate + i * kBlock + j * kLanes, drow);
+    }
+  }
+  for (int64_t j = 0; j < kParts; ++j) {
+    Lanes v, beta;
+    read(token.v + j * kLanes, v);
+    read(token.beta + j * kLanes, beta);
+    change[j] = beta * (v - recalled[j]);
+    derror[j] = beta * dchange[j];
+    through += change[j] * read_by[j];
+    write(to.v + j * kLanes, derror[j]);
+    write(to.beta + j * kLanes, dchange[j] * (v - recalled[j]));
+  }
+  const float read_change = sum(through);
+  for (int64_t i = 0; i < keys; ++i) {
+    Lanes dq = {}, dk = {}, dkey = {};
+    for (int64_t j = 0; j < kParts; ++j) {
+      Lanes row, drow;
+      read(state + i * kBlock + j * kLanes, row);
+      read(dstate + i * kBlock + j * kLanes, drow);
+      const Lanes factor = decay[j] * token.key_decay[i];
+      row *= factor;
+      dq += row * read_by[j];
+      dk += drow * change[j] - row * derror[j];
+      drow -= derror[j] * token.k[i];
+      dkey += drow * row;
+      dlog[j] += drow * row;
+      write(dstate + i * kBlock + j * kLanes, drow * factor);
+    }
+    to.q[i] += scale * (sum(dq) + token.k[i] * read_change);
+    to.k[i] += sum(dk);
+    to.log_key_decay[i] += sum(dkey);
+  }
+  for (int64_t j = 0; j < kParts; ++j) write(to.log_value_decay + j * kLanes, dlog[j]);
+}
+
+struct Gradients {
+  Tensor dq, dk, dv;
+  std::optional<Tensor> dg, dgk, dgv;
+  Tensor dbeta;
+  std::optional<Tensor> dh0;
+};
+
+// Adds the gradients of a token of one head and block, which are in `from`, to those in memory.
+void add(const Inputs& in, const Gradients& to, int64_t token, int64_t head, int64_t block,
+         const TokenGradient& from) {
+  const int64_t row = token * in.value_heads + head, keys = in.layout.keys;
+  const int64_t values = in.layout.values, begin = block * kBlock;
+  const int64_t count = std::min(kBlock, values - begin);
+  std::copy(from.v, from.v + count, output<float>(to.dv) + row * values + begin);
+  if (to.dgv)
+    std::copy(from.log_value_decay, from.log_value_decay + count,
+              output<float>(*to.dgv) + row * values + begin);
+  for (int64_t i = 0; i < keys; ++i) {
+    if (to.dg) output<float>(*to.dg)[row] += from.log_key_decay[i];
+    if (to.dgk) output<float>(*to.dgk)[row * keys + i] += from.log_key_decay[i];
+  }
+  float* dbeta = output<float>(to.dbeta) + row * in.beta_width;
+  for (int64_t j = 0; j < count; ++j)
+    dbeta[in.beta_width == values ? begin + j : 0] += from.beta[j];
+}
+
+// The tokens of a sequence backwards, for a block of one value head's values.
+void walk_back(const Inputs& in, int64_t n, int64_t head, int64_t block, const Rows& dout,
+               const std::optional<Tensor>& dht, const std::optional<Tensor>& initial_state,
+               const Gradients& to) {
+  const int64_t keys = in.layout.keys, size = keys * kBlock;
+  const int64_t begin = in.spans.begin(n), length = in.spans.end(n) - begin;
+  const int64_t segments = (length + kSegment - 1) / kSegment;
+  const int64_t place = n * in.value_heads + head;
+  std::vector<float> kept(std::max<int64_t>(segments, 1) * size), dstate(size);
+  std::vector<float> states(std::min(length, kSegment) * size), row(4 * kBlock), log_decay(keys);
+  std::vector<float> dout_row(kBlock, 0.0f);
+  Reader reader(in, head, block);
+  first_state(initial_state, in, place, block, kept.data());
+  for (int64_t s = 0; s + 1 < segments; ++s) {
+    float* state = std::copy_n(kept.data() + s * size, size, kept.data() + (s + 1) * size) - size;
+    for (int64_t i = 0; i < kSegment; ++i)
+      advance(state, keys, reader.at(begin + s * kSegment + i), row.data());
+  }
+  first_state(dht, in, place, block, dstate.data());
+  for (int64_t s = segments - 1; s >= 0; --s) {
+    const int64_t start = begin + s * kSegment, count = std::min(kSegment, begin + length - start);
+    std::copy_n(kept.data() + s * size, size, states.data());
+    for (int64_t i = 0; i + 1 < count; ++i) {
+      float* state =
+          std::copy_n(states.data() + i * size, size, states.data() + (i + 1) * size) - size;
+      advance(state, keys, reader.at(start + i), row.data());
+    }
+    for (int64_t i = count - 1; i >= 0; --i) {
+      const int64_t token = start + i, qk_row = (token * in.heads + head / in.group) * keys;
+      const int64_t values = in.layout.values;
+      dout.read(token * in.value_heads + head, block * kBlock,
+                std::min(kBlock, values - block * kBlock), dout_row.data());
+      std::fill(log_decay.begin(), log_decay.end(), 0.0f);
+      const TokenGradient gradient{output<float>(to.dq) + qk_row,
+                                   output<float>(to.dk) + qk_row,
+                                   log_decay.data(),
+                                   row.data(),
+                                   row.data() + kBlock,
+                                   row.data() + 2 * kBlock};
+      retreat(states.data() + i * size, dstate.data(), keys, reader.at(token), dout_row.data(),
+              in.scale, gradient);
+      add(in, to, token, head, block, gradient);
+    }
+  }
+  if (to.dh0)
+    in.layout.from_block(dstate.data(), block * kBlock,
+                         output<float>(*to.dh0) + place * in.matrix());
+}
+
+void clear(const Tensor& tensor) { std::fill_n(output<float>(tensor), tensor.numel(), 0.0f); }
+
+// A head of a sequence is one thread's, with all its value heads and blocks: they share gradients.
+void backward(Tensor dout, std::optional<Tensor> dht, Tensor q, Tensor k, Tensor v,
+              std::optional<Tensor> g, std::optional<Tensor> gk, std::optional<Tensor> gv,
+              Tensor beta, std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens,
+              double scale, bool v_first, Tensor dq, Tensor dk, Tensor dv, std::optional<Tensor> dg,
+              std::optional<Tensor> dgk, std::optional<Tensor> dgv, Tensor dbeta,
+              std::optional<Tensor> dh0) {
+  const Inputs in(q, k, v, g, gk, gv, beta, cu_seqlens, scale, v_first);
+  const Gradients to{dq, dk, dv, dg, dgk, dgv, dbeta, dh0};
+  const Rows dout_rows(dout, in.layout.values);
+  clear(dq);
+  clear(dk);
+  clear(dbeta);
+  if (dg) clear(*dg);
+  if (dgk) clear(*dgk);
+  const int64_t parts = in.group * in.blocks;
+  parallel(in.spans.count() * in.heads, 4 * parts * in.average_work(),
+           [&](int64_t first, int64_t last) {
+             for (int64_t item = first; item < last; ++item)
+               for (int64_t part = 0; part < parts; ++part)
+                 walk_back(in, item / in.heads, item % in.heads * in.group + part / in.blocks,
+                           part % in.blocks, dout_rows, dht, initial_state, to);
+           });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(npu_ops, CPU, m) {
+  m.impl("fused_recurrent_gated_delta_rule_cpu", TORCH_BOX(&forward));
+  m.impl("fused_recurrent_gated_delta_rule_backward_cpu", TORCH_BOX(&backward));
+}
+
+}  // namespace npu_ops

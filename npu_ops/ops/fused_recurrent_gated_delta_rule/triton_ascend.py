@@ -1,0 +1,314 @@
+"""The recurrent gated delta rule in Triton, for Ascend and NVIDIA. Definition: reference.py
+
+A program keeps the state of BV value columns of one head on chip, in fp32 and in the layout that it
+has in memory, and walks over the tokens: nothing but vector instructions. Columns do not know of
+each other, so a head's are shared out among programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+
+# Bytes that a state element needs on chip at the most, by the plan of the vendor's compiler.
+TILE = tile_elements(40)
+TILE_BACKWARD = tile_elements(80)
+# Tokens between two states that the backward keeps. It computes the ones between again for each
+# token, so that a state is never written and read back within one launch.
+SEGMENT = 16
+
+
+@triton.jit
+def keys_of(x, V_FIRST: tl.constexpr):
+    """A vector of keys as a tile that broadcasts over values."""
+    if V_FIRST:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def values_of(x, V_FIRST: tl.constexpr):
+    """A vector of values as a tile that broadcasts over keys."""
+    if V_FIRST:
+        return x[:, None]
+    else:
+        return x[None, :]
+
+
+@triton.jit
+def over_keys(x, V_FIRST: tl.constexpr):
+    """The sum over the keys of a state tile."""
+    if V_FIRST:
+        return tl.sum(x, 1)
+    else:
+        return tl.sum(x, 0)
+
+
+@triton.jit
+def over_values(x, V_FIRST: tl.constexpr):
+    """The sum over the values of a state tile."""
+    if V_FIRST:
+        return tl.sum(x, 0)
+    else:
+        return tl.sum(x, 1)
+
+
+@triton.jit
+def state_tile(key, value, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """Where a tile of a state lies in it, and which of it exists."""
+    key, value = keys_of(key, V_FIRST), values_of(value, V_FIRST)
+    exists = (key < K) & (value < V)
+    if V_FIRST:
+        return value * K + key, exists
+    else:
+        return key * V + value, exists
+
+
+@triton.jit
+def load_row(x, row, at, WIDTH: tl.constexpr):
+    """Part of a row of [rows, WIDTH] in fp32, 0 beyond its end."""
+    return tl.load(x + row * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def span_of(cu_seqlens, n, length):
+    """Where sequence n begins and ends in the tokens, int32."""
+    if cu_seqlens is None:
+        return n * length, (n + 1) * length
+    else:
+        return tl.load(cu_seqlens + n).to(tl.int32), tl.load(cu_seqlens + n + 1).to(tl.int32)
+
+
+@triton.jit
+def decayed(state, g, gk, gv, row, key, value, K: tl.constexpr, V: tl.constexpr,
+            V_FIRST: tl.constexpr):  # fmt: skip
+    """The state after the decay of a token."""
+    if g is not None or gk is not None:
+        log = tl.zeros(key.shape, tl.float32)
+        if g is not None:
+            log += tl.load(g + row).to(tl.float32)
+        if gk is not None:
+            log += load_row(gk, row, key, K)
+        state = state * keys_of(tl.exp(log), V_FIRST)
+    if gv is not None:
+        state = state * values_of(tl.exp(load_row(gv, row, value, V)), V_FIRST)
+    return state
+
+
+@triton.jit
+def load_beta(beta, row, value, V: tl.constexpr, PER_VALUE: tl.constexpr):
+    if PER_VALUE:
+        return load_row(beta, row, value, V)
+    else:
+        return tl.load(beta + row).to(tl.float32)
+
+
+@triton.jit
+def written(state, k, v, beta, row, qk_row, key, value, K: tl.constexpr, V: tl.constexpr,
+            V_FIRST: tl.constexpr, PER_VALUE: tl.constexpr):  # fmt: skip
+    """The key of a token as a tile, how far its value is from what the decayed state recalls, and
+    its beta."""
+    b_k = keys_of(load_row(k, qk_row, key, K), V_FIRST)
+    error = load_row(v, row, value, V) - over_keys(state * b_k, V_FIRST)
+    return b_k, error, load_beta(beta, row, value, V, PER_VALUE)
+
+
+@triton.jit
+def advanced(state, k, v, g, gk, gv, beta, row, qk_row, key, value, K: tl.constexpr,
+             V: tl.constexpr, V_FIRST: tl.constexpr, PER_VALUE: tl.constexpr):  # fmt: skip
+    """The state after a token."""
+    state = decayed(state, g, gk, gv, row, key, value, K, V, V_FIRST)
+    b_k, error, b_beta = written(state, k, v, beta, row, qk_row, key, value, K, V, V_FIRST,
+                                 PER_VALUE)  # fmt: skip
+    return state + b_k * values_of(error * b_beta, V_FIRST)
+
+
+@triton.jit
+def load_state(states, here, at, exists):
+    """A tile of a state in fp32; 0 where there are no states."""
+    if states is not None:
+        return tl.load(states + here + at, mask=exists, other=0.0).to(tl.float32)
+    else:
+        return tl.zeros(at.shape, tl.float32)
+
+
+@triton.jit(do_not_specialize=["sequences", "length"])
+def _forward_kernel(
+    q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale, o, final_state, sequences, length,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
+    PER_VALUE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    key = tl.arange(0, BK)
+    for item in range(tl.program_id(0), sequences * HV * blocks, tl.num_programs(0)):
+        n, head = item // (HV * blocks), item // blocks % HV
+        value = item % blocks * BV + tl.arange(0, BV)
+        at, exists = state_tile(key, value, K, V, V_FIRST)
+        here = tl.cast(n * HV + head, tl.int64) * (K * V)
+        state = load_state(initial_state, here, at, exists)
+        begin, end = span_of(cu_seqlens, n, length)
+        for token in range(begin, end):
+            row = tl.cast(token, tl.int64) * HV + head
+            qk_row = tl.cast(token, tl.int64) * H + head // (HV // H)
+            state = advanced(state, k, v, g, gk, gv, beta, row, qk_row, key, value, K, V, V_FIRST,
+                             PER_VALUE)  # fmt: skip
+            b_q = keys_of(load_row(q, qk_row, key, K) * scale, V_FIRST)
+            read = over_keys(state * b_q, V_FIRST).to(o.dtype.element_ty)
+            tl.store(o + row * V + value, read, mask=value < V)
+        if final_state is not None:
+            tl.store(final_state + here + at, state, mask=exists)
+
+
+def fused_recurrent_gated_delta_rule(
+    q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale, state_v_first, o, final_state
+):
+    """Write o, and final_state unless it is None; the arguments are the operator's."""
+    batch, length, heads, keys = q.shape
+    value_heads, values = v.shape[2:]
+    sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    constants = tile_constants(keys, values)
+    items = sequences * value_heads * cdiv(values, constants["BV"])
+    _forward_kernel[vector_grid(items, q.device)](
+        q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale, o, final_state, sequences,
+        length, H=heads, HV=value_heads, K=keys, V=values, V_FIRST=state_v_first,
+        PER_VALUE=beta.shape[-1] == values, **constants,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["sequences", "length"])
+def _checkpoint_kernel(
+    k, v, g, gk, gv, beta, initial_state, cu_seqlens, checkpoints, sequences, length,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
+    PER_VALUE: tl.constexpr, SEGMENT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Store the state before every SEGMENT-th token of a sequence."""
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    key = tl.arange(0, BK)
+    for item in range(tl.program_id(0), sequences * HV * blocks, tl.num_programs(0)):
+        n, head = item // (HV * blocks), item // blocks % HV
+        value = item % blocks * BV + tl.arange(0, BV)
+        at, exists = state_tile(key, value, K, V, V_FIRST)
+        state = load_state(initial_state, tl.cast(n * HV + head, tl.int64) * (K * V), at, exists)
+        begin, end = span_of(cu_seqlens, n, length)
+        for segment in range(0, tl.cdiv(end - begin, SEGMENT)):
+            start = begin + segment * SEGMENT
+            place = tl.cast(begin // SEGMENT + n + segment, tl.int64) * HV + head
+            tl.store(checkpoints + place * (K * V) + at, state, mask=exists)
+            for token in range(start, min(start + SEGMENT, end)):
+                row = tl.cast(token, tl.int64) * HV + head
+                qk_row = tl.cast(token, tl.int64) * H + head // (HV // H)
+                state = advanced(state, k, v, g, gk, gv, beta, row, qk_row, key, value, K, V,
+                                 V_FIRST, PER_VALUE)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["sequences", "length", "tokens"])
+def _backward_kernel(
+    do, dht, q, k, v, g, gk, gv, beta, cu_seqlens, checkpoints, scale,
+    dq, dk, dv, dg, dgk, dgv, dbeta, dh0, sequences, length, tokens,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
+    PER_VALUE: tl.constexpr, SEGMENT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Walk over the tokens backwards. What a block of values adds to a gradient that all of them
+    share goes to a part of its own."""
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    key = tl.arange(0, BK)
+    for item in range(tl.program_id(0), sequences * HV * blocks, tl.num_programs(0)):
+        n, head, block = item // (HV * blocks), item // blocks % HV, item % blocks
+        value = block * BV + tl.arange(0, BV)
+        at, exists = state_tile(key, value, K, V, V_FIRST)
+        here = tl.cast(n * HV + head, tl.int64) * (K * V)
+        dstate = load_state(dht, here, at, exists)
+        begin, end = span_of(cu_seqlens, n, length)
+        for back in range(0, end - begin):
+            token = end - 1 - back
+            segment = (token - begin) // SEGMENT
+            place = tl.cast(begin // SEGMENT + n + segment, tl.int64) * HV + head
+            state = load_state(checkpoints, place * (K * V), at, exists)
+            for before in range(begin + segment * SEGMENT, token):
+                row = tl.cast(before, tl.int64) * HV + head
+                qk_row = tl.cast(before, tl.int64) * H + head // (HV // H)
+                state = advanced(state, k, v, g, gk, gv, beta, row, qk_row, key, value, K, V,
+                                 V_FIRST, PER_VALUE)  # fmt: skip
+            row = tl.cast(token, tl.int64) * HV + head
+            qk_row = tl.cast(token, tl.int64) * H + head // (HV // H)
+            part = tl.cast(block, tl.int64) * tokens * HV + row
+            state = decayed(state, g, gk, gv, row, key, value, K, V, V_FIRST)
+            b_k, error, b_beta = written(state, k, v, beta, row, qk_row, key, value, K, V, V_FIRST,
+                                         PER_VALUE)  # fmt: skip
+            write = values_of(error * b_beta, V_FIRST)
+            b_do = values_of(load_row(do, row, value, V), V_FIRST)
+            b_dq = over_values((state + b_k * write) * b_do, V_FIRST) * scale
+            tl.store(dq + part * K + key, b_dq, mask=key < K)
+            dstate += keys_of(load_row(q, qk_row, key, K) * scale, V_FIRST) * b_do
+            dwrite = over_keys(dstate * b_k, V_FIRST)
+            derror = dwrite * b_beta
+            tl.store(dv + row * V + value, derror, mask=value < V)
+            if PER_VALUE:
+                tl.store(dbeta + row * V + value, dwrite * error, mask=value < V)
+            else:
+                tl.store(dbeta + part, tl.sum(dwrite * error, 0))
+            b_derror = values_of(derror, V_FIRST)
+            b_dk = over_values(dstate * write - state * b_derror, V_FIRST)
+            tl.store(dk + part * K + key, b_dk, mask=key < K)
+            dstate -= b_k * b_derror
+            dlog = dstate * state
+            if dg is not None:
+                tl.store(dg + part, tl.sum(over_values(dlog, V_FIRST), 0))
+            if dgk is not None:
+                tl.store(dgk + part * K + key, over_values(dlog, V_FIRST), mask=key < K)
+            if dgv is not None:
+                tl.store(dgv + row * V + value, over_keys(dlog, V_FIRST), mask=value < V)
+            dstate = decayed(dstate, g, gk, gv, row, key, value, K, V, V_FIRST)
+        if dh0 is not None:
+            tl.store(dh0 + here + at, dstate, mask=exists)
+
+
+def fused_recurrent_gated_delta_rule_backward(
+    do, dht, q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale, state_v_first,
+    dq, dk, dv, dg, dgk, dgv, dbeta, dh0,
+):  # fmt: skip
+    """Write the gradients, all fp32, that are not None."""
+    batch, length, heads, keys = q.shape
+    value_heads, values = v.shape[2:]
+    tokens = batch * length
+    sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    constants = tile_constants(keys, values, TILE_BACKWARD) | {
+        "H": heads, "HV": value_heads, "K": keys, "V": values, "V_FIRST": state_v_first,
+        "PER_VALUE": beta.shape[-1] == values, "SEGMENT": SEGMENT,
+    }  # fmt: skip
+    blocks = cdiv(values, constants["BV"])
+    kept = (tokens // SEGMENT + sequences, value_heads, keys * values)
+    checkpoints = q.new_empty(kept, dtype=torch.float32)
+    grid = vector_grid(sequences * value_heads * blocks, q.device)
+    _checkpoint_kernel[grid](
+        k, v, g, gk, gv, beta, initial_state, cu_seqlens, checkpoints, sequences, length,
+        **constants,
+    )  # fmt: skip
+
+    def parts(gradient, *width):
+        shape = (blocks, batch, length, value_heads, *width)
+        return None if gradient is None else gradient.new_empty(shape)
+
+    per_value = constants["PER_VALUE"]
+    dq_parts, dk_parts = parts(dq, keys), parts(dk, keys)
+    dg_parts, dgk_parts = parts(dg), parts(dgk, keys)
+    dbeta_parts = dbeta if per_value else parts(dbeta, 1)
+    _backward_kernel[grid](
+        do, dht, q, k, v, g, gk, gv, beta, cu_seqlens, checkpoints, scale, dq_parts, dk_parts, dv,
+        dg_parts, dgk_parts, dgv, dbeta_parts, dh0, sequences, length, tokens, **constants,
+    )  # fmt: skip
+    for total, summed in ((dq, dq_parts), (dk, dk_parts)):
+        total.copy_(summed.unflatten(3, (heads, -1)).sum((0, 4)))
+    for total, summed in ((dg, dg_parts), (dgk, dgk_parts), (dbeta, dbeta_parts)):
+        if total is not None and total is not summed:
+            total.copy_(summed.sum(0))
+
+
+def tile_constants(keys: int, values: int, tile: int = TILE) -> dict:
+    """The tile of a state that a program keeps: all keys, as many values as fit."""
+    rows = next_power_of_2(keys)
+    return {"BK": rows, "BV": min(next_power_of_2(values), tile // rows)}
