@@ -85,13 +85,15 @@ def copies():
 
 
 def floats(inputs: dict, dtype: torch.dtype) -> dict:
-    """`inputs` with every floating tensor converted."""
-    return {
-        name: value.to(dtype)
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-        else value
-        for name, value in inputs.items()
-    }
+    """`inputs` with every floating tensor converted, also those in a tuple."""
+
+    def convert(value):
+        if isinstance(value, tuple):
+            return tuple(map(convert, value))
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating else value
+
+    return {name: convert(value) for name, value in inputs.items()}
 
 
 def exact(like: torch.Tensor, seed: int = 0) -> torch.Tensor:

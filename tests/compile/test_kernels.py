@@ -102,6 +102,8 @@ print(len(seen))
         ("rope", "apply_rotary_pos_emb", "qwen3.5-9b-tp1-t64"),
         ("mrope", "apply_multimodal_rotary_pos_emb", "qwen3-vl-8b-tp1-t64"),
         ("fused_recurrent_gated_delta_rule", "fused_recurrent_gated_delta_rule", "packed"),
+        ("gated_delta_rule_update", "gated_delta_rule_update", "decode"),
+        ("gated_delta_rule_update", "gated_delta_rule_update", "vllm-ragged-k-first"),
     ],
 )
 def test_one_compile_serves_20_lengths(op, function, case):

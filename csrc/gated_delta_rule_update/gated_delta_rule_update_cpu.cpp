@@ -1,0 +1,284 @@
+// Gated Delta Net's decoding step on the CPU.
+// Definition: npu_ops/ops/gated_delta_rule_update/reference.py
+#include "fused_recurrent_gated_delta_rule/delta.h"
+
+namespace npu_ops {
+namespace {
+
+// int32 or int64 indices [rows, columns], or none.
+class Indices {
+ public:
+  explicit Indices(const std::optional<Tensor>& tensor) : tensor_(tensor) {}
+  explicit operator bool() const { return tensor_.has_value(); }
+  bool by_token() const { return tensor_->dim() == 2; }
+  int64_t columns() const { return by_token() ? tensor_->size(1) : 1; }
+  int64_t at(int64_t row, int64_t column = 0) const {
+    const int64_t index = row * tensor_->stride(0) + (by_token() ? column * tensor_->stride(1) : 0);
+    return tensor_->scalar_type() == ScalarType::Long ? input<int64_t>(*tensor_)[index]
+                                                      : input<int32_t>(*tensor_)[index];
+  }
+
+ private:
+  const std::optional<Tensor> tensor_;
+};
+
+// A compiled caller has had no other check.
+int64_t within(const char* name, int64_t index, int64_t low, int64_t high) {
+  STD_TORCH_CHECK(low <= index && index <= high, name, ": got ", index, ", needs ", low, " to ",
+                  high);
+  return index;
+}
+
+// A sequence that is not skipped: its tokens, where its state is and where its states go.
+struct Sequence {
+  int64_t n, begin, end;
+  bool starts_kept;   // from the intermediate states
+  int64_t slot, row;  // in the pool, and of the intermediate states (-1: none)
+  int64_t step;       // of that row
+};
+
+struct Call {
+  Call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& b,
+       const Tensor& A_log, const Tensor& dt_bias, const Tensor& state, const Tensor& state_indices,
+       const std::optional<Tensor>& kept, double scale, bool normalize, bool v_first, bool update,
+       const Tensor& o)
+      : q(q, q.stride(0)),
+        k(k, k.stride(0)),
+        v(v, v.stride(0)),
+        a(a, a.stride(0)),
+        b(b, b.stride(0)),
+        A_log(A_log, 1),
+        dt_bias(dt_bias, 1),
+        state(state),
+        o(o),
+        kept(kept),
+        slots(state_indices),
+        heads(q.size(1)),
+        value_heads(v.size(1)),
+        keys(q.size(2)),
+        values(v.size(2)),
+        scale(static_cast<float>(scale)),
+        normalize(normalize),
+        v_first(v_first),
+        update(update) {}
+
+  Rows q, k, v, a, b, A_log, dt_bias;
+  const Tensor &state, &o;
+  const std::optional<Tensor>& kept;
+  Indices slots;
+  int64_t heads, value_heads, keys, values;
+  float scale;
+  bool normalize, v_first, update;
+};
+
+std::vector<Sequence> find_sequences(const Call& call, const Spans& spans, const Indices& accepted,
+                                     const Indices& rows) {
+  std::vector<Sequence> found;
+  const int64_t last_slot = call.state.size(0) - 1, columns = call.slots.columns();
+  const bool by_token = call.slots.by_token();
+  const int64_t steps = call.kept ? call.kept->size(1) : columns;
+  for (int64_t n = 0; n < spans.count(); ++n) {
+    const int64_t count = spans.end(n) - spans.begin(n);
+    if (call.kept || by_token) within("tokens of a sequence", count, 0, steps);
+    int64_t done = 0;
+    if (accepted) done = within("num_accepted_tokens", accepted.at(n), by_token ? 1 : 0, steps);
+    for (int64_t i = 0; i < columns; ++i)
+      within("state_indices", call.slots.at(n, i), -1, last_slot);
+    Sequence one{n, spans.begin(n), spans.end(n), !by_token && done > 0, 0, -1, done - 1};
+    one.slot = call.slots.at(n, by_token ? std::max<int64_t>(0, one.step) : 0);
+    if (count == 0 || one.slot < 0) continue;
+    if (call.kept)
+      one.row = within("intermediate_state_indices", rows ? rows.at(n) : n,
+                       one.starts_kept ? 0 : -1, call.kept->size(0) - 1);
+    found.push_back(one);
+  }
+  return found;
+}
+
+template <class From, class To>
+NPU_OPS_CLONES void convert(const From* from, int64_t from_width, To* to, int64_t to_width,
+                            int64_t rows, int64_t width) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < width; ++j)
+      store(to + i * to_width + j, load(from[i * from_width + j]));
+}
+
+// What a token does to rows of a state that has the values first: like `advance`, but a row is one
+// value's, of `width` keys, and what it recalls is a sum along it.
+struct RowToken {
+  const float *q, *k, *v;
+  float decay, beta;
+};
+
+NPU_OPS_INLINE float sum_in_halves(const Lanes& x) {
+  float part[kLanes];
+  write(part, x);
+  for (int64_t half = kLanes / 2; half; half /= 2)
+    for (int64_t i = 0; i < half; ++i) part[i] += part[i + half];
+  return part[0];
+}
+
+NPU_OPS_CLONES void advance_rows(float* state, int64_t rows, int64_t width, RowToken token,
+                                 float* out) {
+  for (int64_t i = 0; i < rows; ++i) {
+    float* row = state + i * width;
+    Lanes recalled = {}, result = {};
+    for (int64_t j = 0; j < width; j += kLanes) {
+      Lanes s, k;
+      read(row + j, s);
+      read(token.k + j, k);
+      recalled += s * k;
+    }
+    const float change = token.beta * (token.v[i] - token.decay * sum_in_halves(recalled));
+    for (int64_t j = 0; j < width; j += kLanes) {
+      Lanes s, k, q;
+      read(row + j, s);
+      read(token.k + j, k);
+      read(token.q + j, q);
+      s = s * token.decay + k * change;
+      result += s * q;
+      write(row + j, s);
+    }
+    out[i] = sum_in_halves(result);
+  }
+}
+
+// One head of a sequence: its state in fp32, and its tokens.
+class Head {
+ public:
+  explicit Head(const Call& call)
+      : call_(call),
+        width_(call.v_first ? round_up(call.keys, kLanes) : kBlock),
+        blocks_((call.values + kBlock - 1) / kBlock),
+        state_(call.v_first ? call.values * width_ : blocks_ * call.keys * kBlock),
+        q_(round_up(call.keys, kLanes)),
+        k_(q_.size()),
+        decay_(q_.size()),
+        v_(blocks_ * kBlock),
+        out_(v_.size()),
+        beta_(kBlock),
+        ones_(kBlock, 1.0f) {}
+
+  template <class S>
+  void load_state(const S* from) {
+    if (call_.v_first) {
+      convert(from, call_.keys, state_.data(), width_, call_.values, call_.keys);
+      return;
+    }
+    for (int64_t block = 0; block < blocks_; ++block)
+      convert(from + block * kBlock, call_.values, block_data(block), kBlock, call_.keys,
+              block_values(block));
+  }
+
+  template <class S>
+  void store_state(S* to) {
+    if (call_.v_first) {
+      convert(state_.data(), width_, to, call_.keys, call_.values, call_.keys);
+      return;
+    }
+    for (int64_t block = 0; block < blocks_; ++block)
+      convert(block_data(block), kBlock, to + block * kBlock, call_.values, call_.keys,
+              block_values(block));
+  }
+
+  void advance_token(int64_t token, int64_t head) {
+    const int64_t qk_at = head / (call_.value_heads / call_.heads) * call_.keys;
+    read_key(call_.q, token, qk_at, call_.scale, q_.data());
+    read_key(call_.k, token, qk_at, 1.0f, k_.data());
+    call_.v.read(token, head * call_.values, call_.values, v_.data());
+    const float raw = call_.a.one(token, head) + call_.dt_bias.one(head);
+    const float softplus = std::max(raw, 0.0f) + std::log1p(std::exp(-std::abs(raw)));
+    const float decay = std::exp(-std::exp(call_.A_log.one(head)) * softplus);
+    const float beta = 1.0f / (1.0f + std::exp(-call_.b.one(token, head)));
+    if (call_.v_first) {
+      advance_rows(state_.data(), call_.values, width_,
+                   {q_.data(), k_.data(), v_.data(), decay, beta}, out_.data());
+      return;
+    }
+    std::fill(decay_.begin(), decay_.end(), decay);
+    std::fill(beta_.begin(), beta_.end(), beta);
+    for (int64_t block = 0; block < blocks_; ++block)
+      advance(block_data(block), call_.keys,
+              {q_.data(), k_.data(), decay_.data(), v_.data() + block * kBlock, beta_.data(),
+               ones_.data()},
+              out_.data() + block * kBlock);
+  }
+
+  void store_output(int64_t token, int64_t head) const {
+    dispatch(call_.o.scalar_type(), "o", [&]<class T>(T*) {
+      T* to = output<T>(call_.o) + (token * call_.value_heads + head) * call_.values;
+      for (int64_t j = 0; j < call_.values; ++j) store(to + j, out_[j]);
+    });
+  }
+
+ private:
+  static int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+  float* block_data(int64_t block) { return state_.data() + block * call_.keys * kBlock; }
+  int64_t block_values(int64_t block) const {
+    return std::min(kBlock, call_.values - block * kBlock);
+  }
+
+  void read_key(const Rows& rows, int64_t token, int64_t at, float scale, float* to) const {
+    rows.read(token, at, call_.keys, to);
+    float squares = 0;
+    for (int64_t i = 0; i < call_.keys; ++i) squares += to[i] * to[i];
+    const float factor = call_.normalize ? scale / std::sqrt(squares + 1e-6f) : scale;
+    for (int64_t i = 0; i < call_.keys; ++i) to[i] *= factor;
+  }
+
+  const Call& call_;
+  int64_t width_, blocks_;
+  std::vector<float> state_, q_, k_, decay_, v_, out_, beta_, ones_;
+};
+
+template <class S>
+void walk(const Call& call, const Sequence& one, int64_t head, Head& scratch) {
+  const int64_t at = head * call.keys * call.values;
+  const auto slot = [&](int64_t index) {
+    return output<S>(call.state) + index * call.state.stride(0) + at;
+  };
+  const auto kept = [&](int64_t step) {
+    return output<S>(*call.kept) + one.row * call.kept->stride(0) + step * call.kept->stride(1) +
+           at;
+  };
+  scratch.load_state(one.starts_kept ? kept(one.step) : slot(one.slot));
+  for (int64_t token = one.begin; token < one.end; ++token) {
+    const int64_t i = token - one.begin;
+    scratch.advance_token(token, head);
+    scratch.store_output(token, head);
+    if (one.row >= 0) scratch.store_state(kept(i));
+    const int64_t own = call.slots.by_token() ? call.slots.at(one.n, i) : -1;
+    if (call.update && own >= 0) scratch.store_state(slot(own));
+  }
+  if (call.update && !call.slots.by_token()) scratch.store_state(slot(one.slot));
+}
+
+void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
+            Tensor state, Tensor state_indices, std::optional<Tensor> cu_seqlens,
+            std::optional<Tensor> num_accepted_tokens, std::optional<Tensor> intermediate_states,
+            std::optional<Tensor> intermediate_state_indices, double scale, bool normalize,
+            bool v_first, bool update, Tensor o) {
+  const Call call(q, k, v, a, b, A_log, dt_bias, state, state_indices, intermediate_states, scale,
+                  normalize, v_first, update, o);
+  const int64_t count = state_indices.size(0);
+  const Spans spans(cu_seqlens, count, count ? q.size(0) / count : 0, q.size(0));
+  const auto sequences = find_sequences(call, spans, Indices(num_accepted_tokens),
+                                        Indices(intermediate_state_indices));
+  dispatch(o.scalar_type(), "o", [&]<class T>(T*) { std::fill_n(output<T>(o), o.numel(), T{}); });
+  const int64_t items = static_cast<int64_t>(sequences.size()) * call.value_heads;
+  dispatch(state.scalar_type(), "state", [&]<class S>(S*) {
+    parallel(items, call.keys * call.values, [&](int64_t first, int64_t last) {
+      Head scratch(call);
+      for (int64_t item = first; item < last; ++item)
+        walk<S>(call, sequences[item / call.value_heads], item % call.value_heads, scratch);
+    });
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(npu_ops, CPU, m) {
+  m.impl("gated_delta_rule_update_cpu", TORCH_BOX(&update));
+}
+
+}  // namespace npu_ops

@@ -1,0 +1,79 @@
+"""Gated Delta Net's decoding step in plain PyTorch: the definition of right.
+
+Computed in fp32 (fp64 for fp64 inputs). Reads indices and lengths on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.ops.fused_recurrent_gated_delta_rule.reference import compute_dtype, step
+
+
+def gated_delta_rule_update(
+    q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens, num_accepted_tokens,
+    intermediate_states, intermediate_state_indices, scale, normalize, state_v_first, update,
+):  # fmt: skip
+    """o `[tokens, HV, V]`, fp32 or fp64; updates `state` and `intermediate_states` in place."""
+    tokens = _tokens(q, k, v, a, b, A_log, dt_bias, scale, normalize)
+    o = torch.zeros_like(tokens[2])
+
+    def as_stored(matrix):
+        return matrix.transpose(-1, -2) if state_v_first else matrix
+
+    for sequence in sequences(
+        q.shape[0], state_indices, cu_seqlens, num_accepted_tokens, intermediate_states,
+        intermediate_state_indices,
+    ):  # fmt: skip
+        begin, end, (kept, *first), slots, row = sequence
+        source = intermediate_states if kept else state
+        matrix = as_stored(source[tuple(first)]).to(o.dtype)
+        for i, t in enumerate(range(begin, end)):
+            matrix, o[t] = step(matrix, *(x[t] for x in tokens))
+            if row >= 0:
+                intermediate_states[row, i] = as_stored(matrix)
+            if update and slots[i] >= 0:
+                state[slots[i]] = as_stored(matrix)
+    return o
+
+
+def sequences(
+    tokens, state_indices, cu_seqlens, num_accepted_tokens, intermediate_states,
+    intermediate_state_indices,
+):  # fmt: skip
+    """Each sequence that is not skipped and has tokens, on the host.
+
+    Yields:
+        where its tokens begin and end; where its state is: (0, slot) in the pool, or (1, row, step)
+        in the intermediate states; the slot that each token's state goes to, -1 for none; the row
+        of the intermediate states that they go to, or -1.
+    """
+    count = state_indices.shape[0]
+    length = tokens // max(1, count)
+    starts = [n * length for n in range(count + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    rows = [-1] * count if intermediate_states is None else list(range(count))
+    if intermediate_state_indices is not None:
+        rows = intermediate_state_indices.tolist()
+    for n, slots in enumerate(state_indices.tolist()):
+        begin, end = starts[n : n + 2]
+        accepted = 0 if num_accepted_tokens is None else int(num_accepted_tokens[n])
+        slot_per_token = isinstance(slots, list)
+        slot = slots[max(0, accepted - 1)] if slot_per_token else slots
+        if begin == end or slot < 0:
+            continue
+        first = (0, slot) if slot_per_token or not accepted else (1, rows[n], accepted - 1)
+        last_alone = [-1] * (end - begin - 1) + [slot]
+        yield begin, end, first, slots if slot_per_token else last_alone, rows[n]
+
+
+def _tokens(q, k, v, a, b, A_log, dt_bias, scale, normalize):
+    """What a step takes of each token, q and k repeated for each value head."""
+    wide = compute_dtype(q, k, v, a, b, A_log, dt_bias)
+    group = v.shape[1] // q.shape[1]
+    q, k = (x.to(wide) for x in (q, k))
+    if normalize:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (x.repeat_interleave(group, 1) for x in (q * scale, k))
+    raw = a.to(wide) + dt_bias.to(wide)
+    decay = torch.exp(-A_log.to(wide).exp() * torch.nn.functional.softplus(raw))
+    return q, k, v.to(wide), b.to(wide).sigmoid()[..., None], decay[..., None, None]

@@ -1,0 +1,220 @@
+"""Gated Delta Net's decoding step in Triton, for Ascend and NVIDIA. Definition: reference.py
+
+A program loads the state of BV value columns of one head, walks over the sequence's tokens, which
+are few, and stores it: nothing but vector instructions, each state read once and written once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from npu_ops.core.grid import cdiv, tile_elements, vector_grid
+from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend import (
+    keys_of,
+    load_row,
+    over_keys,
+    state_tile,
+    tile_constants,
+    values_of,
+)
+
+# Bytes that a state element needs on chip at the most, by the plan of the vendor's compiler.
+TILE = tile_elements(40)
+
+
+@triton.jit
+def _span(cu_seqlens, n, sequences, length, tokens):
+    """Where sequence n begins and how many tokens it has; the one after the last has what is left.
+
+    Never more than there are.
+    """
+    if cu_seqlens is None:
+        return tl.cast(n * length, tl.int64), length
+    else:
+        begin = tl.load(cu_seqlens + n).to(tl.int32)
+        end = tl.load(cu_seqlens + tl.minimum(n + 1, sequences)).to(tl.int32)
+        end = tl.where(n < sequences, end, tokens)
+        begin = tl.minimum(tl.maximum(begin, 0), tokens)
+        end = tl.minimum(tl.maximum(end, begin), tokens)
+        return tl.cast(begin, tl.int64), end - begin
+
+
+@triton.jit
+def _normalized(x, NORMALIZE: tl.constexpr):
+    if NORMALIZE:
+        return x / tl.sqrt(tl.sum(x * x, 0) + 1e-6)
+    else:
+        return x
+
+
+@triton.jit
+def _softplus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _accepted(num_accepted_tokens, n):
+    """How many tokens of its last step sequence n has accepted; 0 where that is not said."""
+    if num_accepted_tokens is None:
+        return 0
+    else:
+        return tl.load(num_accepted_tokens + n).to(tl.int32)
+
+
+@triton.jit
+def _first_slot(state_indices, accepted, n, count, slots, steps, index_n, index_t,
+                COUNTED: tl.constexpr, SLOT_PER_TOKEN: tl.constexpr):  # fmt: skip
+    """The slot that sequence n starts from, and whether that is one."""
+    column = 0
+    valid = accepted >= 0
+    if SLOT_PER_TOKEN:
+        valid = valid & (count <= steps)
+        if COUNTED:
+            valid = valid & (accepted >= 1) & (accepted <= steps)
+            column = tl.minimum(tl.maximum(accepted - 1, 0), steps - 1)
+    slot = tl.load(state_indices + n * index_n + column * index_t).to(tl.int32)
+    return slot, valid & (slot >= 0) & (slot < slots)
+
+
+@triton.jit
+def _kept_row(intermediate_states, intermediate_state_indices, accepted, n, count, rows, steps):
+    """The row of the intermediate states of sequence n, -1 for none, and whether that is one."""
+    if intermediate_states is None:
+        return -1, accepted >= 0
+    else:
+        row = tl.cast(n, tl.int32)
+        if intermediate_state_indices is not None:
+            row = tl.load(intermediate_state_indices + n).to(tl.int32)
+        least = tl.where(accepted > 0, 0, -1)
+        return row, (row >= least) & (row < rows) & (count <= steps) & (accepted <= steps)
+
+
+@triton.jit
+def _load(states, place, key, value, keys, K: tl.constexpr, V: tl.constexpr,
+          V_FIRST: tl.constexpr):  # fmt: skip
+    """A tile of the state at `place` in fp32; 0 if `keys` is 0 and not K."""
+    at, _ = state_tile(key, value, K, V, V_FIRST)
+    exists = (keys_of(key, V_FIRST) < keys) & (values_of(value, V_FIRST) < V)
+    return tl.load(states + place + at, mask=exists, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(states, place, key, value, keys, matrix, K: tl.constexpr, V: tl.constexpr,
+           V_FIRST: tl.constexpr):  # fmt: skip
+    """Store a tile of the state at `place`; not if `keys` is 0 and not K."""
+    at, _ = state_tile(key, value, K, V, V_FIRST)
+    exists = (keys_of(key, V_FIRST) < keys) & (values_of(value, V_FIRST) < V)
+    tl.store(states + place + at, matrix.to(states.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _step(matrix, q, k, v, a, b, A_log, dt_bias, scale, token, q_t, k_t, v_t, a_t, b_t, head, key,
+          value, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+          V_FIRST: tl.constexpr, NORMALIZE: tl.constexpr):  # fmt: skip
+    """The state after a token, and what q reads from it."""
+    qk_head = head // (HV // H)
+    b_k = keys_of(_normalized(load_row(k + token * k_t, qk_head, key, K), NORMALIZE), V_FIRST)
+    b_q = _normalized(load_row(q + token * q_t, qk_head, key, K), NORMALIZE) * scale
+    # Vectors of one number: the scalar unit has no exp.
+    raw = tl.zeros(key.shape, tl.float32) + tl.load(a + token * a_t + head).to(tl.float32)
+    rate = tl.zeros(key.shape, tl.float32) + tl.load(A_log + head).to(tl.float32)
+    decay = tl.exp(-tl.exp(rate) * _softplus(raw + tl.load(dt_bias + head).to(tl.float32)))
+    logit = tl.zeros(value.shape, tl.float32) + tl.load(b + token * b_t + head).to(tl.float32)
+    matrix = matrix * keys_of(decay, V_FIRST)
+    error = load_row(v + token * v_t, head, value, V) - over_keys(matrix * b_k, V_FIRST)
+    matrix += b_k * values_of(error / (1.0 + tl.exp(-logit)), V_FIRST)
+    return matrix, over_keys(matrix * keys_of(b_q, V_FIRST), V_FIRST)
+
+
+@triton.jit(do_not_specialize=["sequences", "length", "tokens", "slots", "rows", "steps"])
+def _update_kernel(
+    q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens, num_accepted_tokens,
+    intermediate_states, intermediate_state_indices, scale, o,
+    sequences, length, tokens, slots, rows, steps,
+    q_t, k_t, v_t, a_t, b_t, state_n, index_n, index_t, kept_n, kept_t,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
+    NORMALIZE: tl.constexpr, UPDATE: tl.constexpr, SLOT_PER_TOKEN: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """steps: how many tokens a sequence may have where states are kept after each of them.
+
+    What must not be read or written has 0 keys, not a branch around it: a branch ends the
+    pipelining of loads. One sequence more than there are has the tokens that are of none.
+    """
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    COUNTED: tl.constexpr = num_accepted_tokens is not None
+    key = tl.arange(0, BK)
+    walked = sequences
+    if cu_seqlens is not None:
+        walked = sequences + 1
+    for item in range(tl.program_id(0), walked * HV * blocks, tl.num_programs(0)):
+        n, head = item // (HV * blocks), item // blocks % HV
+        value = item % blocks * BV + tl.arange(0, BV)
+        here = tl.cast(head, tl.int64) * (K * V)
+        begin, count = _span(cu_seqlens, n, sequences, length, tokens)
+        known = tl.cast(tl.minimum(n, sequences - 1), tl.int64)
+        accepted = _accepted(num_accepted_tokens, known)
+        slot, valid = _first_slot(state_indices, accepted, known, count, slots, steps, index_n,
+                                  index_t, COUNTED, SLOT_PER_TOKEN)  # fmt: skip
+        row, row_valid = _kept_row(intermediate_states, intermediate_state_indices, accepted, known,
+                                   count, rows, steps)  # fmt: skip
+        skipped = (slot == -1) | (n >= sequences)
+        live = valid & row_valid & (n < sequences) & (count > 0)
+        keys = tl.where(live, K, 0)
+        place = tl.cast(slot, tl.int64) * state_n + here
+        kept = tl.cast(row, tl.int64) * kept_n + here
+        if (intermediate_states is not None) and COUNTED:
+            last = kept + tl.cast(accepted - 1, tl.int64) * kept_t
+            matrix = _load(state, place, key, value, tl.where(accepted > 0, 0, keys), K, V, V_FIRST)
+            matrix += _load(intermediate_states, last, key, value, tl.where(accepted > 0, keys, 0),
+                            K, V, V_FIRST)  # fmt: skip
+        else:
+            matrix = _load(state, place, key, value, keys, K, V, V_FIRST)
+        for i in range(0, count):
+            matrix, read = _step(matrix, q, k, v, a, b, A_log, dt_bias, scale, begin + i, q_t, k_t,
+                                 v_t, a_t, b_t, head, key, value, H, HV, K, V, V_FIRST,
+                                 NORMALIZE)  # fmt: skip
+            written = live
+            if SLOT_PER_TOKEN:
+                own = state_indices + known * index_n + tl.minimum(i, steps - 1) * index_t
+                index = tl.load(own).to(tl.int32)
+                written = live & (index >= -1) & (index < slots)
+                if UPDATE:
+                    _store(state, tl.cast(index, tl.int64) * state_n + here, key, value,
+                           tl.where(written & (index >= 0), K, 0), matrix, K, V,
+                           V_FIRST)  # fmt: skip
+            if intermediate_states is not None:
+                _store(intermediate_states, kept + tl.cast(i, tl.int64) * kept_t, key, value,
+                       tl.where(row >= 0, keys, 0), matrix, K, V, V_FIRST)  # fmt: skip
+            read = tl.where(written, read, tl.where(skipped, 0.0, float("nan")))
+            to = o + ((begin + i) * HV + head) * V + value
+            tl.store(to, read.to(o.dtype.element_ty), mask=value < V)
+        if UPDATE and not SLOT_PER_TOKEN:
+            _store(state, place, key, value, keys, matrix, K, V, V_FIRST)
+
+
+def gated_delta_rule_update(
+    q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens, num_accepted_tokens,
+    intermediate_states, intermediate_state_indices, scale, normalize, state_v_first, update, o,
+):  # fmt: skip
+    """Write o, and update the states in place; the arguments are the operator's."""
+    tokens, heads, keys = q.shape
+    value_heads, values = v.shape[1:]
+    sequences = state_indices.shape[0]
+    per_token = state_indices.dim() == 2
+    kept = intermediate_states
+    rows, steps = (0, state_indices.shape[-1]) if kept is None else kept.shape[:2]
+    constants = tile_constants(keys, values, TILE)
+    walked = sequences + (cu_seqlens is not None)
+    items = walked * value_heads * cdiv(values, constants["BV"])
+    _update_kernel[vector_grid(items, q.device)](
+        q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens, num_accepted_tokens,
+        kept, intermediate_state_indices, scale, o,
+        sequences, tokens // sequences, tokens, state.shape[0], rows, steps,
+        *(x.stride(0) for x in (q, k, v, a, b, state, state_indices)),
+        state_indices.stride(1) if per_token else 0,
+        *((0, 0) if kept is None else kept.stride()[:2]),
+        H=heads, HV=value_heads, K=keys, V=values, V_FIRST=state_v_first, NORMALIZE=normalize,
+        UPDATE=update, SLOT_PER_TOKEN=per_token, **constants,
+    )  # fmt: skip
