@@ -27,17 +27,22 @@ demo: $(VENV)/ready .cache/megatron/0.16.1
 	$(BIN)/npu-ops demo --output report
 
 # The tests are many small tensors: two processes of one thread beat one of two threads.
-# Triton decides at import whether to interpret, so that runs on its own.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+# Triton decides at import whether to interpret, and torch whether there is an NPU, so each of the
+# three ways to run has processes of its own. Neighbours launch the same kernels: they stay together.
+PYTEST := python -m pytest --numprocesses 2
+ON_CPU := OMP_NUM_THREADS=1 $(BIN)/$(PYTEST)
+ON_NPU := OMP_NUM_THREADS=1 $(BIN)/npu-ops emulate -- $(PYTEST) --dist worksteal --device npu
+INTERPRETED := TRITON_INTERPRET=1 $(ON_CPU)
 
 test: check .cache/megatron/ready
-	$(PYTEST) -m "not slow"
-	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" tests/interpreted
+	$(ON_CPU) -m "not slow"
+	$(INTERPRETED) -m "not slow" tests/interpreted
+	$(ON_NPU) -m "not slow" tests/ops
 
 test-all: check .cache/megatron/ready
-	$(PYTEST)
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
-	OMP_NUM_THREADS=1 $(BIN)/npu-ops emulate -- python -m pytest -m "not slow" -k npu tests/ops
+	$(ON_CPU)
+	$(INTERPRETED) tests/interpreted
+	$(ON_NPU) tests/ops
 
 bench: $(VENV)/ready
 	$(BIN)/npu-ops bench --output benchmarks/results

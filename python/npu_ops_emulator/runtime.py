@@ -6,13 +6,12 @@ import functools
 import importlib
 import importlib.abc
 import sys
+from collections.abc import Callable
 
-from npu_ops_emulator import torch_npu_start
-
-# Imported once the module is: {module: ours, whose `install()` is called}.
+# Imported once the module is, and then installed: {module: ours}.
 PLUGINS = {
     "triton": "npu_ops_emulator.triton_driver",
-    torch_npu_start.MODULE: "npu_ops_emulator.torch_npu_start",
+    "torch_npu._init.registry.registry_manager": "npu_ops_emulator.torch_npu_start",
 }
 
 
@@ -21,18 +20,25 @@ def start() -> None:
     for module, plugin in PLUGINS.items():
         if module in sys.modules:
             importlib.import_module(plugin).install()
-        elif not any(isinstance(f, _After) and f.module == module for f in sys.meta_path):
-            sys.meta_path.insert(0, _After(module, plugin))
+            continue
+        # Who imports the plugin first imports the module by it: then it is half there, and waits.
+        _after(module, lambda _, plugin=plugin: importlib.import_module(plugin))
+        _after(plugin, lambda imported: imported.install())
+
+
+def _after(name: str, action: Callable) -> None:
+    if not any(isinstance(finder, _After) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _After(name, action))
 
 
 class _After(importlib.abc.MetaPathFinder):
-    """Calls a plugin's `install()` once a module was imported."""
+    """Calls an action with a module once that was imported."""
 
-    def __init__(self, module: str, plugin: str):
-        self.module, self.plugin = module, plugin
+    def __init__(self, name: str, action: Callable):
+        self.name, self.action = name, action
 
     def find_spec(self, name, path=None, target=None):
-        if name != self.module:
+        if name != self.name:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         found = (finder.find_spec(name, path, target) for finder in others)
@@ -45,4 +51,4 @@ class _After(importlib.abc.MetaPathFinder):
         # Not before: who only asks whether there is such a module takes nothing away.
         sys.meta_path.remove(self)
         execute(module)
-        importlib.import_module(self.plugin).install()
+        self.action(module)

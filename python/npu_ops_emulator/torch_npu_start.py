@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 
-MODULE = "torch_npu._init.registry.registry_manager"
-
 
 def install() -> None:
     """Skip the search for a CANN installation: not finding one is printed to stdout."""
-    sys.modules[MODULE]._cann_package_check = lambda: None
+    sys.modules["torch_npu._init.registry.registry_manager"]._cann_package_check = lambda: None

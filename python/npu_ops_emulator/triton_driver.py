@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import os
-import subprocess
 import sys
 import time
 import types
@@ -31,6 +31,7 @@ except ImportError as error:
         f'Triton kernels need triton-ascend ({error}): pip install "triton-ascend==3.2.0"'
     ) from error
 
+from npu_ops.tools.compile import vendor as tools
 from npu_ops_emulator import triton_launch as launch
 from npu_ops_emulator import triton_lowering as lowering
 from npu_ops_emulator.errors import EmulatorError
@@ -48,7 +49,6 @@ __all__ = [
     "statistics",
 ]
 
-_FRONT_END_RETRIES = 3
 _UB_KIB = {False: 192, True: 248}  # by whether the SoC is of the next generation
 
 
@@ -86,7 +86,8 @@ def install(
             compiles faster, and one that overflows on-chip memory runs.
 
     Raises:
-        EmulatorError: the vendor's compiler is missing.
+        EmulatorError: Triton is not Ascend's.
+        FileNotFoundError: the vendor's compiler is missing.
     """
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         warnings.warn(
@@ -105,7 +106,7 @@ def install(
     if "ascend" not in backends:
         raise EmulatorError('this Triton has no Ascend backend: pip install "triton-ascend==3.2.0"')
     target = lowering.Target(soc or "Ascend910B3")
-    target.tool("bishengir-compile")
+    tools.tool("bishengir-compile")
     launch.check_bounds = bool(check_bounds)
     _patch_backend(backends["ascend"].compiler, target, judge)
     _patch_front_end(target)
@@ -253,7 +254,7 @@ def _patch_backend(backend, target: lowering.Target, judge: bool) -> None:
         return lowering.build(linalg, metadata, target, judge)
 
     front_end = vendor.setdefault("_npu_ops_front_end", vendor["ttir_to_linalg"])
-    vendor["ttir_to_linalg"] = lambda *args, **options: _retried(front_end, *args, **options)
+    vendor["ttir_to_linalg"] = functools.partial(tools.retried, front_end)
     for name in (
         "linalg_to_bin_enable_npu_compile_A2_A3",
         "linalg_to_bin_enable_npu_compile_910_95",
@@ -261,21 +262,6 @@ def _patch_backend(backend, target: lowering.Target, judge: bool) -> None:
         vendor[name] = binary
     key = f"emulated-{judge}-{lowering.fingerprint()}"
     backend.hash = lambda self: f"{self.target}-{key}"
-
-
-def _retried(front_end, *args, **options) -> str:
-    """Run the vendor's front end again where it was killed by a signal.
-
-    triton-adapter-opt 3.2.0 dies of a segmentation fault in about one of a hundred runs on the same
-    kernel, and succeeds in the others. Can go when a release does not.
-    """
-    for _ in range(_FRONT_END_RETRIES):
-        try:
-            return front_end(*args, **options)
-        except subprocess.CalledProcessError as error:
-            if error.returncode >= 0:
-                raise
-    return front_end(*args, **options)
 
 
 def _patch_front_end(npu: lowering.Target) -> None:

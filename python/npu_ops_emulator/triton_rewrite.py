@@ -30,6 +30,7 @@ class Kernel:
         text: the IR to lower.
         parameters: MLIR types of the function's parameters.
         sequential: whether programs must run one after another (it has atomics).
+        multiplies: whether it has a product of matrices.
         unwatched: operations on global memory that are neither counted nor guarded.
     """
 
@@ -40,6 +41,7 @@ class Kernel:
         self.name = signature[1]
         self.parameters = [t for t, _ in _typed_values(signature[2])]
         self.sequential = "GenericAtomicRMW" in text or "hivm.hir.atomic" in text
+        self.multiplies = "linalg.matmul" in text
         self.unwatched: set[str] = set()
         self.text = self._watch(_functions(_calls(_matmuls(_without_barriers(text)))))
 

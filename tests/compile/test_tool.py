@@ -139,3 +139,18 @@ def test_a_missing_compiler_is_a_sentence(monkeypatch):
     ):
         vendor.tool("bishengir-compile")
     vendor.tool.cache_clear()
+
+
+def test_a_tool_that_is_killed_runs_again():
+    statuses = iter([-11, -11, 0, 1])
+
+    def run(text):
+        status = next(statuses)
+        if status:
+            raise subprocess.CalledProcessError(status, "triton-adapter-opt")
+        return text
+
+    assert vendor.retried(run, "module") == "module"
+    with pytest.raises(subprocess.CalledProcessError):  # an error is an error
+        vendor.retried(run, "module")
+    assert next(statuses, None) is None

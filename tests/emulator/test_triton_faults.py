@@ -1,7 +1,6 @@
 """What would fail on an NPU fails on the emulated one: at once, and with a sentence."""
 
 import contextlib
-import subprocess
 
 import pytest
 import torch
@@ -107,21 +106,6 @@ def test_the_next_launch_after_a_fault_is_right():
                 shift[(4,)](x, out, 64, 32, BLOCK=16)
             shift[(4,)](x, out, 64, 0, BLOCK=16)
             assert out.equal(x + 1)
-
-
-def test_a_front_end_that_is_killed_runs_again():
-    statuses = iter([-11, -11, 0, 1])
-
-    def front_end(text):
-        status = next(statuses)
-        if status:
-            raise subprocess.CalledProcessError(status, "triton-adapter-opt")
-        return text
-
-    assert triton_driver._retried(front_end, "module") == "module"
-    with pytest.raises(subprocess.CalledProcessError):  # an error is an error
-        triton_driver._retried(front_end, "module")
-    assert next(statuses, None) is None
 
 
 def compiled_by_a_launch() -> list[str]:
