@@ -18,7 +18,7 @@ MEGATRON = ROOT / ".cache" / "megatron" / "0.17.1"
 
 def emulate(*command, options=(), **variables):
     """Run a command on the emulated NPU."""
-    path = os.pathsep.join(filter(None, [str(PYTHON), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), str(PYTHON), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, "-m", "npu_ops_emulator", *options, "--", *command],
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2"} | variables,
@@ -41,6 +41,15 @@ def pytest_inside(name: str, *options: str, **variables):
     )  # fmt: skip
 
 
+def torchrun(ranks, name, *arguments, **variables):
+    """Run a file of `inside` on so many NPUs, each with a process."""
+    return emulate(
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+        str(INSIDE / name), *arguments, options=["--devices", str(ranks)], OMP_NUM_THREADS="1",
+        **variables,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("queue", ["1", "2", "0"])
 def test_aten(queue):
     done = pytest_inside("aten.py", TASK_QUEUE_ENABLE=queue)
@@ -60,10 +69,7 @@ def test_triton_kernels_on_npu_tensors():
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_collectives(ranks):
-    done = emulate(
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
-        str(INSIDE / "collectives.py"), options=["--devices", str(ranks)], OMP_NUM_THREADS="1",
-    )  # fmt: skip
+    done = torchrun(ranks, "collectives.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all collectives are right") == ranks
 
@@ -79,19 +85,17 @@ def test_broken_collective_ends_with_a_sentence(fault):
 
 
 def test_megatron_trains_and_two_ranks_equal_one():
-    """A GPTModel with tensor parallelism, on our Triton kernels."""
+    """A GPTModel on our Triton kernels: alone, with tensor and with context parallelism."""
     assert MEGATRON.exists(), "run tests/adapters/fetch_megatron.py"
-    path = os.pathsep.join([str(PYTHON), str(MEGATRON)])
     found = []
-    for ranks in (1, 2):
-        done = emulate(
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
-            str(INSIDE / "megatron_training.py"), PYTHONPATH=path, OMP_NUM_THREADS="1",
-        )  # fmt: skip
+    for ranks, shared in ((1, "tensor"), (2, "tensor"), (2, "context")):
+        path = os.pathsep.join(map(str, (ROOT, PYTHON, MEGATRON)))
+        done = torchrun(ranks, "megatron_training.py", shared, PYTHONPATH=path)
         assert done.returncode == 0, done.stdout + done.stderr
         found.append(json.loads(done.stdout.splitlines()[-1]))
-    one, two = (result["losses"] for result in found)
-    assert two == pytest.approx(one, rel=1e-5) and one[-1] < one[0]
+    alone, *others = (result["losses"] for result in found)
+    assert alone[-1] < alone[0]
+    assert all(losses == pytest.approx(alone, rel=1e-5) for losses in others)
     assert all({"_rope_kernel", "_bias_dropout_add_kernel"} <= set(r["kernels"]) for r in found)
 
 
@@ -140,10 +144,12 @@ def test_in_process():
     assert "1 [2.0, 2.0, 2.0]" in done.stdout
 
 
-def test_triton_is_ours_however_it_is_imported():
+@pytest.mark.parametrize("first", ["torch", "npu_ops_emulator.triton_driver", "npu_ops"])
+def test_triton_is_ours_however_it_is_imported(first):
     done = python(
-        """
+        f"""
         import importlib.util
+        import {first}
         assert importlib.util.find_spec("triton") and importlib.util.find_spec("triton")
         from triton.runtime import driver
         print(type(driver.active).__module__)

@@ -1,10 +1,12 @@
 """megatron-core's GPTModel trains on NPU tensors, on our Triton kernels; prints its losses.
 
-Run by torchrun: as many processes as tensor-parallel ranks.
+Run by torchrun, with "tensor" or "context": how the processes share the model.
 """
 
+import copy
 import json
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -15,23 +17,52 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
 from npu_ops_emulator import triton_driver
 
 LENGTH, VOCABULARY, STEPS = 32, 128, 3
 
 
-def build(ranks):
+class GatheringAttention(DotProductAttention):
+    """Megatron's local attention, which knows no context parallelism, on all keys and values."""
+
+    def __init__(self, config, *args, **named):
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        super().__init__(alone, *args, **named)
+
+    def forward(self, query, key, value, attention_mask, *args, **named):
+        return super().forward(query, whole(key), whole(value), attention_mask, *args, **named)
+
+
+def whole(x):
+    """[s, b, n, d] of all ranks, in order. Of 2r chunks a rank has one and its mirror image."""
+    group = parallel_state.get_context_parallel_group()
+    x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
+    ranks = group.size()
+    first = [2 * rank for rank in range(ranks)]
+    chunks = x.unflatten(0, (2 * ranks, -1))
+    return chunks[first + [place + 1 for place in reversed(first)]].flatten(0, 1)
+
+
+def build(tensor_ranks, context_ranks):
     """The same weights for every number of ranks: they are drawn whole on the CPU, and cut."""
     torch.manual_seed(0)
     config = TransformerConfig(
         num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2,
         ffn_hidden_size=128, hidden_dropout=0.0, attention_dropout=0.0, bias_dropout_fusion=True,
         mrope_section=[2, 1, 1], use_cpu_initialization=True, gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False, tensor_model_parallel_size=ranks,
+        masked_softmax_fusion=False, tensor_model_parallel_size=tensor_ranks,
+        context_parallel_size=context_ranks,
     )  # fmt: skip
+    layer = get_gpt_layer_local_spec()
+    if context_ranks > 1:
+        layer.submodules.self_attention.submodules.core_attention = GatheringAttention
     return GPTModel(
-        config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=VOCABULARY,
+        config=config, transformer_layer_spec=layer, vocab_size=VOCABULARY,
         max_sequence_length=LENGTH, position_embedding_type="mrope", rotary_percent=0.5,
     ).npu()  # fmt: skip
 
@@ -42,21 +73,30 @@ def train(model):
     tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=draw).npu()
     positions = torch.randint(0, LENGTH, (3, 2, LENGTH), generator=draw).npu()
     causal = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1).npu()
+    batch = get_batch_on_this_cp_rank({"tokens": tokens, "attention_mask": causal})
+    tokens, mask = batch["tokens"], batch["attention_mask"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(STEPS):
-        loss = model(tokens, positions, causal, labels=tokens).mean()
+        loss = model(tokens, positions, mask, labels=tokens).mean()
         optimizer.zero_grad()
         loss.backward()
+        # A rank has the gradients of its own tokens.
+        for value in (loss.detach(), *(parameter.grad for parameter in model.parameters())):
+            group = parallel_state.get_context_parallel_group()
+            dist.all_reduce(value, dist.ReduceOp.AVG, group)
         optimizer.step()
         yield loss.item()
 
 
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+sizes = {"tensor": (ranks, 1), "context": (1, ranks)}[sys.argv[1]]
 torch.npu.set_device(rank)
 dist.init_process_group("hccl")
-parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+parallel_state.initialize_model_parallel(
+    tensor_model_parallel_size=sizes[0], context_parallel_size=sizes[1]
+)
 model_parallel_cuda_manual_seed(0)
-losses = list(train(build(ranks)))
+losses = list(train(build(*sizes)))
 kernels = {name: seen.launches for name, seen in triton_driver.statistics().items()}
 dist.destroy_process_group()
 if rank == 0:
