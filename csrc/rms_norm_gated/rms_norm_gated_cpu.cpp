@@ -1,0 +1,164 @@
+// rms_norm_gated on the CPU. Definition: npu_ops/ops/rms_norm_gated/reference.py
+#include <cmath>
+#include <string>
+
+#include "common/math.h"
+#include "common/partials.h"
+#include "common/rows.h"
+#include "common/sum.h"
+
+namespace npu_ops {
+namespace {
+
+// silu, or sigmoid, and its derivative.
+template <bool SILU>
+NPU_OPS_INLINE float activate(float z) {
+  return SILU ? z * sigmoid(z) : sigmoid(z);
+}
+template <bool SILU>
+NPU_OPS_INLINE float activation_slope(float z) {
+  const float slope = sigmoid_slope(z);
+  return SILU ? sigmoid(z) + z * slope : slope;
+}
+
+NPU_OPS_INLINE float reciprocal_rms(const float* u, int64_t width, float eps) {
+  const float squares = sum(width, [&](int64_t i) { return u[i] * u[i]; });
+  return 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
+}
+
+// A thread's memory for one row: what is normalised, the gate, its derivative, the gradient of what
+// is normalised.
+struct Scratch {
+  explicit Scratch(int64_t width) : values(4 * width), width(width) {}
+  float* part(int64_t index) { return values.data() + index * width; }
+  std::vector<float> values;
+  int64_t width;
+};
+
+template <bool BEFORE, bool SILU, class X>
+NPU_OPS_CLONES void forward_row(const X* x, const float* weight, const X* z, X* out, float* u,
+                                float* gate, int64_t width, float eps) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < width; ++i) {
+    gate[i] = activate<SILU>(load(z[i]));
+    u[i] = BEFORE ? load(x[i]) : load(x[i]) * gate[i];
+  }
+  const float r = reciprocal_rms(u, width, eps);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < width; ++i) {
+    const float y = u[i] * r * weight[i];
+    store(out + i, BEFORE ? y * gate[i] : y);
+  }
+}
+
+template <bool BEFORE, bool SILU, class X>
+NPU_OPS_CLONES void backward_row(const X* grad, const X* x, const float* weight, const X* z,
+                                 X* grad_x, float* grad_weight, X* grad_z, float* u, float* gate,
+                                 float* slope, float* grad_n, int64_t width, float eps) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < width; ++i) {
+    const float value = load(z[i]), scaled = load(grad[i]) * weight[i];
+    gate[i] = activate<SILU>(value);
+    slope[i] = activation_slope<SILU>(value);
+    u[i] = BEFORE ? load(x[i]) : load(x[i]) * gate[i];
+    grad_n[i] = BEFORE ? scaled * gate[i] : scaled;
+  }
+  const float r = reciprocal_rms(u, width, eps);
+  const float dot = sum(width, [&](int64_t i) { return grad_n[i] * u[i]; });
+  const float along = r * (r * (dot / static_cast<float>(width)));
+#pragma GCC ivdep
+  for (int64_t i = 0; i < width; ++i) {
+    const float grad_u = r * (grad_n[i] - u[i] * along), grad_w = load(grad[i]) * (u[i] * r);
+    store(grad_x + i, BEFORE ? grad_u : grad_u * gate[i]);
+    store(grad_z + i, (BEFORE ? grad_w * weight[i] : grad_u * load(x[i])) * slope[i]);
+    grad_weight[i] += BEFORE ? grad_w * gate[i] : grad_w;
+  }
+}
+
+// Calls body<BEFORE, SILU>.
+template <class Body>
+void with_formula(bool norm_before_gate, const std::string& activation, const Body& body) {
+  const bool silu = activation == "silu";
+  if (norm_before_gate)
+    return silu ? body.template operator()<true, true>() : body.template operator()<true, false>();
+  return silu ? body.template operator()<false, true>() : body.template operator()<false, false>();
+}
+
+// weight in fp32: one row for all, or a row for each inner index.
+struct Weight {
+  explicit Weight(const Tensor& weight)
+      : values(weight.numel()), step(weight.size(0) == 1 ? 0 : weight.size(1)) {
+    dispatch(weight.scalar_type(), "weight", [&]<class W>(W*) {
+      for (size_t i = 0; i < values.size(); ++i) values[i] = load(input<W>(weight)[i]);
+    });
+  }
+  std::vector<float> values;
+  int64_t step;
+};
+
+// An element costs about four times what it costs to copy one.
+constexpr int64_t kCost = 4;
+
+void forward(Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gate,
+             std::string activation, Tensor out) {
+  const Rows from(x), gates(z), to(out);
+  const Weight weights(weight);
+  const int64_t width = x.size(2);
+  prefer_huge_pages(out);
+  dispatch(x.scalar_type(), "x", [&]<class X>(X*) {
+    const X *in = input<X>(x), *gate = input<X>(z);
+    X* result = output<X>(out);
+    with_formula(norm_before_gate, activation, [&]<bool BEFORE, bool SILU>() {
+      parallel_runs(from, kCost * width, [&](int64_t outer, int64_t first, int64_t count) {
+        Scratch scratch(width);
+        for (int64_t row = first; row < first + count; ++row)
+          forward_row<BEFORE, SILU>(
+              in + from.at(outer, row), weights.values.data() + row * weights.step,
+              gate + gates.at(outer, row), result + to.at(outer, row), scratch.part(0),
+              scratch.part(1), width, static_cast<float>(eps));
+      });
+    });
+  });
+}
+
+void backward(Tensor grad, Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gate,
+              std::string activation, Tensor grad_x, Tensor grad_weight, Tensor grad_z) {
+  const Rows grads(grad), from(x), gates(z), to_x(grad_x), to_z(grad_z);
+  const Weight weights(weight);
+  const int64_t width = x.size(2), rows = from.outer * from.inner;
+  Partials sums(rows, weight.numel(), true);
+  prefer_huge_pages(grad_x);
+  prefer_huge_pages(grad_z);
+  dispatch(x.scalar_type(), "x", [&]<class X>(X*) {
+    const X *g = input<X>(grad), *in = input<X>(x), *gate = input<X>(z);
+    X *result_x = output<X>(grad_x), *result_z = output<X>(grad_z);
+    with_formula(norm_before_gate, activation, [&]<bool BEFORE, bool SILU>() {
+      parallel(sums.blocks, kCost * sums.block_rows * width, [&](int64_t begin, int64_t end) {
+        Scratch scratch(width);
+        for (int64_t block = begin; block < end; ++block) {
+          const int64_t last = std::min(rows, (block + 1) * sums.block_rows);
+          for (int64_t index = block * sums.block_rows; index < last; ++index) {
+            const int64_t outer = index / from.inner, row = index % from.inner;
+            const int64_t of_weight = row * weights.step;
+            backward_row<BEFORE, SILU>(
+                g + grads.at(outer, row), in + from.at(outer, row),
+                weights.values.data() + of_weight, gate + gates.at(outer, row),
+                result_x + to_x.at(outer, row), sums.block(block) + of_weight,
+                result_z + to_z.at(outer, row), scratch.part(0), scratch.part(1), scratch.part(2),
+                scratch.part(3), width, static_cast<float>(eps));
+          }
+        }
+      });
+    });
+  });
+  sums.total(output<float>(grad_weight));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(npu_ops, CPU, m) {
+  m.impl("rms_norm_gated_cpu", TORCH_BOX(&forward));
+  m.impl("rms_norm_gated_backward_cpu", TORCH_BOX(&backward));
+}
+
+}  // namespace npu_ops

@@ -1,0 +1,95 @@
+"""Gated RMSNorm: what comes after the delta rule in Gated Delta Net."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import check
+from npu_ops.core.registry import explains
+from npu_ops.ops.rms_norm_gated import op
+
+__all__ = ["rms_norm_gated"]
+
+
+def rms_norm_gated(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    z: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    norm_before_gate: bool = True,
+    activation: str = "silu",
+    group_size: int | None = None,
+) -> torch.Tensor:
+    """`rmsnorm(x) * weight * act(z)`, or `rmsnorm(x * act(z)) * weight`.
+
+    rmsnorm(x) is `x / sqrt(mean(x^2) + eps)` over the last dimension. Computed in fp32 and rounded
+    once; transformers rounds rmsnorm(x) to x's dtype before it multiplies by weight, and, where
+    weight is not fp32, again before it multiplies by the gate. The gradient of weight is summed in
+    fp32, in an order that does not change from run to run.
+
+    Args:
+        x: `[..., D]`, float32, bfloat16, float16 or float64; a slice of a projection is read in
+            place.
+        weight: `[D]`.
+        z: x's shape. dtypes may differ from each other.
+        eps: 0 or more.
+        norm_before_gate: which of the two formulas; transformers, fla and Qwen3-Next: the first.
+        activation: "silu" or "sigmoid".
+        group_size: normalise each so many elements of the last dimension on their own; None: all.
+
+    Returns:
+        `[..., D]` of x's dtype, contiguous. Differentiable once in x, weight and z.
+
+    Raises:
+        TypeError: x, weight or z is not a tensor or not of a floating dtype.
+        ValueError: a shape, a device, eps, an unknown activation, or a group_size that D is not a
+            multiple of.
+        NotImplementedError: in backward of backward.
+
+    Source: transformers `Qwen3NextRMSNormGated`; flash-linear-attention
+    `fla/modules/{fused_norm_gate,layernorm_gated}.py`; Zhang and Sennrich, "Root Mean Square Layer
+    Normalization", 2019.
+    """
+    return op.call(
+        *_prepare(
+            x, weight, z, eps, norm_before_gate=norm_before_gate, activation=activation,
+            group_size=group_size,
+        )
+    )  # fmt: skip
+
+
+def _prepare(x, weight, z, eps=1e-6, *, norm_before_gate=True, activation="silu", group_size=None):
+    """Check the public arguments; return them as the operator takes them."""
+    check.floating("x", x)
+    if x.dim() == 0:
+        raise check.shape("x", x, "at least one dimension")
+    check.floating("weight", weight)
+    if weight.shape != x.shape[-1:]:
+        raise check.shape("weight", weight, f"[{x.shape[-1]}], x's last dimension")
+    check.same_device("weight", weight, "x", x)
+    check.floating("z", z)
+    if z.shape != x.shape:
+        raise check.shape("z", z, f"x's shape {list(x.shape)}")
+    check.same_device("z", z, "x", x)
+    check.epsilon("eps", eps)
+    check.one_of("activation", activation, ("silu", "sigmoid"))
+    group_size = _resolve_group_size(group_size, x.shape[-1])
+    return x, weight, z, float(eps), bool(norm_before_gate), activation, group_size
+
+
+def _resolve_group_size(group_size, width):
+    if group_size is None:
+        return width
+    if not isinstance(group_size, int) or group_size < 1 or width % group_size:
+        raise ValueError(f"group_size: got {group_size!r}, needs a divisor of {width}")
+    return group_size
+
+
+def _implementation_args(*args, **kwargs):
+    x, weight, z, *settings, group_size = _prepare(*args, **kwargs)
+    x, z, out = op.as_groups(group_size, x, z, x.new_empty(x.shape))
+    return x, op.weight_rows(weight, group_size), z, *settings, out
+
+
+explains("rms_norm_gated", op.forward_table, _implementation_args)

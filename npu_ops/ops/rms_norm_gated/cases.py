@@ -1,0 +1,92 @@
+"""Named shapes and tolerances of rms_norm_gated, for tests, benchmarks and tools."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from npu_ops.core.compare import Tolerance
+
+# Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. The gradient
+# of weight is a sum over rows of few elements: its ratio is that of the worst rounding.
+TOLERANCES = {
+    torch.float64: Tolerance(ratio=1e-14, max_abs=1e-13),
+    torch.float32: Tolerance(ratio=2e-6, max_abs=2e-6),
+    torch.float16: Tolerance(ratio=5e-4, max_abs=6e-4),
+    torch.bfloat16: Tolerance(ratio=4e-3, max_abs=5e-3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """x is [tokens, heads, dim].
+
+    behind: elements of each token that lie behind z in its projection.
+    weight_dtype: None: that of x and z.
+    large: takes seconds; for benchmarks and `make test-all`.
+    """
+
+    name: str
+    tokens: int
+    heads: int
+    dim: int
+    behind: int = 0
+    norm_before_gate: bool = True
+    activation: str = "silu"
+    group_size: int | None = None
+    weight_dtype: torch.dtype | None = None
+    large: bool = False
+
+    def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
+        """Arguments of `rms_norm_gated`: normal, weight around 1, the same on every device."""
+        draw = torch.Generator().manual_seed(seed)
+        shape, width = (self.tokens, self.heads, self.dim), self.heads * self.dim
+        x = torch.randn(shape, generator=draw).to(device, dtype)
+        weight = 1 + torch.randn((self.dim,), generator=draw) / 4
+        z = torch.randn((self.tokens, width + self.behind), generator=draw).to(device, dtype)
+        return {
+            "x": x,
+            "weight": weight.to(device, self.weight_dtype or dtype),
+            "z": z[:, :width].unflatten(1, shape[1:]),
+            "norm_before_gate": self.norm_before_gate,
+            "activation": self.activation,
+            "group_size": self.group_size,
+        }
+
+
+def odd_cases():
+    """Each tail, each formula, each activation, with and without a strided z."""
+    shapes = ((0, 60), (1, 7), (63, 60), (65, 129), (31, 256))
+    for index, (tokens, dim) in enumerate(shapes):
+        for before in (True, False):
+            activation = "silu" if (index + before) % 2 else "sigmoid"
+            name = f"odd-t{tokens}-d{dim}-{'before' if before else 'after'}-{activation}"
+            yield Case(name, tokens, 3, dim, 5 * (index % 2), before, activation)
+
+
+CASES = [
+    # Qwen3-Next and Qwen3.5 have 32 value heads of 128; a rank has 1/TP of them.
+    *(
+        Case(f"qwen3-next-tp{tp}-t{tokens}", tokens, 32 // tp, 128, large=tokens > 64)
+        for tp in (1, 4)
+        for tokens in (1, 64, 512, 8192, 20480)
+    ),
+    Case("qwen3-next-fused-t8", 8, 32, 128, 4096, weight_dtype=torch.float32),
+    *odd_cases(),
+    Case("mamba2-groups", 9, 1, 1024, 0, False, group_size=256),  # as in Mamba-2 layers
+    Case("groups-before-t33", 33, 1, 96, 0, True, "sigmoid", 32),
+    Case("one-group-each-t5", 5, 2, 12, 0, True, "silu", 4),
+    Case("wide-4096", 5, 1, 4096, 0, False),
+    Case("wide-8192", 3, 1, 8192, 64),
+    Case("wide-groups", 3, 1, 10000, group_size=5000),
+    Case("wide-9000-after-sigmoid", 2, 1, 9000, 0, False, "sigmoid"),
+]
+
+# What the function is differentiable in.
+DIFFERENTIABLE = ("x", "weight", "z")
+# Across these, every branch of the Triton kernels.
+REPRESENTATIVE = (
+    "qwen3-next-tp1-t64", "qwen3-next-fused-t8", "odd-t63-d60-after-silu", "mamba2-groups",
+    "wide-8192", "wide-9000-after-sigmoid", "wide-groups",
+)  # fmt: skip

@@ -1,0 +1,447 @@
+"""rms_norm_gated: every implementation against the reference, the reference against others'."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import (
+    DTYPES,
+    assert_all_close,
+    copies,
+    evaluate,
+    floats,
+    forced,
+    implementations,
+    parametrize_cases,
+    parametrize_dtypes,
+    threads,
+    twice,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+import npu_ops
+from npu_ops.core import env
+from npu_ops.core.compare import Tolerance, assert_close
+from npu_ops.ops.rms_norm_gated import op
+from npu_ops.ops.rms_norm_gated.cases import CASES, DIFFERENTIABLE, TOLERANCES
+
+OPS = ("rms_norm_gated", "rms_norm_gated_backward")
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation, device", implementations(op.forward_table)
+)
+FORMULAS = pytest.mark.parametrize(
+    "before, activation", list(itertools.product([True, False], ["silu", "sigmoid"]))
+)
+norm = npu_ops.rms_norm_gated
+
+
+def run(implementation, inputs):
+    with forced(implementation, *OPS):
+        return evaluate(norm, inputs, DIFFERENTIABLE)
+
+
+def moved(inputs, device):
+    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
+
+
+def compare(case, dtype, implementation, device, wide=torch.float64):
+    inputs = case.inputs(dtype, device)
+    expected = run("reference", floats(case.inputs(dtype), wide))
+    actual = run(implementation, inputs)
+    assert actual["output 0"].dtype == dtype
+    assert all(actual[f"gradient of {n}"].dtype == inputs[n].dtype for n in DIFFERENTIABLE)
+    assert_all_close(actual, expected, TOLERANCES)
+
+
+def drawn(*shape, dtype=torch.float32, **settings):
+    """Inputs with x and z of a shape."""
+    x, z, weight = torch.randn(shape), torch.randn(shape), 1 + torch.randn(shape[-1]) / 4
+    return {"x": x.to(dtype), "weight": weight.to(dtype), "z": z.to(dtype)} | settings
+
+
+# The values
+
+
+@parametrize_cases(CASES, large=False)
+@parametrize_dtypes()
+@IMPLEMENTATIONS
+def test_against_reference(case, dtype, implementation, device):
+    compare(case, dtype, implementation, device)
+
+
+@pytest.mark.slow
+@parametrize_cases(CASES, large=True)
+def test_large_against_reference(case):
+    compare(case, torch.bfloat16, "cpu", "cpu", wide=torch.float32)
+
+
+def of_transformers(module):
+    """A module of transformers as a function of (x, weight, z)."""
+
+    def function(x, weight, z):
+        return torch.func.functional_call(module, {"weight": weight}, (x, z))
+
+    return function
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(
+    "module, settings",
+    [
+        (Qwen3NextRMSNormGated(48, eps=1e-5), {"norm_before_gate": True}),
+        (MambaRMSNormGated(48, 48, eps=1e-5), {"norm_before_gate": False}),
+        (MambaRMSNormGated(48, 16, eps=1e-5), {"norm_before_gate": False, "group_size": 16}),
+    ],
+    ids=["qwen3-next", "mamba2", "mamba2-groups"],
+)
+def test_modules_of_transformers(module, settings, implementation, device):
+    """Both orders, gradients too."""
+    inputs = drawn(3, 5, 48)
+    expected = evaluate(of_transformers(module), inputs, DIFFERENTIABLE)
+    actual = run(implementation, moved(inputs, device) | settings | {"eps": 1e-5})
+    assert_all_close(actual, expected, twice(TOLERANCES))
+
+
+@IMPLEMENTATIONS
+def test_transformers_in_bfloat16(implementation, device):
+    """It rounds twice in between, so it is up to three roundings away; ours is one from fp64."""
+    inputs = drawn(64, 128, dtype=torch.bfloat16)
+    theirs = of_transformers(Qwen3NextRMSNormGated(128))(**inputs)
+    actual = run(implementation, moved(inputs, device))["output 0"].cpu()
+    one = TOLERANCES[torch.bfloat16]
+    assert_close("output", actual, theirs, Tolerance(3 * one.ratio, 3 * one.max_abs))
+    assert_close("output", actual, norm(**floats(inputs, torch.float64)), one)
+
+
+@FORMULAS
+def test_is_built_of_torchs_functions(before, activation):
+    """torch.nn.functional's rms_norm, silu and sigmoid, in fp64."""
+    inputs = drawn(7, 33, dtype=torch.float64)
+    act = torch.nn.functional.silu if activation == "silu" else torch.sigmoid
+
+    def function(x, weight, z):
+        if before:
+            return torch.nn.functional.rms_norm(x, (33,), weight, 1e-6) * act(z)
+        return torch.nn.functional.rms_norm(x * act(z), (33,), weight, 1e-6)
+
+    expected = evaluate(function, inputs, DIFFERENTIABLE)
+    settings = {"norm_before_gate": before, "activation": activation}
+    actual = evaluate(norm, inputs | settings, DIFFERENTIABLE)
+    assert_all_close(actual, expected, TOLERANCES)
+
+
+@IMPLEMENTATIONS
+@FORMULAS
+@pytest.mark.parametrize("group_size", [1, 8, 24, 48])
+def test_groups_are_rows_of_their_own(group_size, before, activation, implementation, device):
+    inputs = drawn(5, 48, norm_before_gate=before, activation=activation, eps=0.1)
+    grouped = run(implementation, moved(inputs, device) | {"group_size": group_size})
+
+    def by_hand(x, weight, z, **settings):
+        parts = (t.split(group_size, dim=-1) for t in (x, weight, z))
+        return torch.cat([norm(*part, **settings) for part in zip(*parts, strict=True)], -1)
+
+    with forced("reference", *OPS):
+        expected = evaluate(by_hand, floats(inputs, torch.float64), DIFFERENTIABLE)
+    assert_all_close(grouped, expected, TOLERANCES)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(
+    "x, weight, z", [d for d in itertools.product(DTYPES, repeat=3) if len(set(d)) > 1]
+)
+def test_mixed_dtypes(x, weight, z, implementation, device):
+    """Each is read as it is, the result has x's dtype, each gradient its input's."""
+    inputs = drawn(6, 40)
+    dtypes = dict(zip(DIFFERENTIABLE, (x, weight, z), strict=True))
+    inputs = {name: inputs[name].to(dtype) for name, dtype in dtypes.items()}
+    name = implementation if implementation != "cpu" or x == z else "reference"
+    actual = run(name, moved(inputs, device))
+    assert actual["output 0"].dtype == x
+    for name, dtype in dtypes.items():
+        assert actual[f"gradient of {name}"].dtype == dtype
+    assert_all_close(actual, run("reference", floats(inputs, torch.float64)), TOLERANCES)
+
+
+@IMPLEMENTATIONS
+@FORMULAS
+def test_extreme_gates(before, activation, implementation, device):
+    """Nothing overflows that is not infinite."""
+    ends = torch.tensor([0.0, 1e-4, 10.0, 88.0, 90.0, 1e3, 1e4])
+    inputs = drawn(6, 14, norm_before_gate=before, activation=activation, eps=1e-3)
+    inputs["z"] = torch.cat((ends, -ends)).expand(6, 14)
+    expected = run("reference", floats(inputs, torch.float64))
+    assert_all_close(run(implementation, moved(inputs, device)), expected, TOLERANCES)
+
+
+@IMPLEMENTATIONS
+def test_special_values(implementation, device):
+    """A NaN spoils its own row and no other; rows of zeros are zeros."""
+    inputs = drawn(4, 40)
+    inputs["x"][0, 3], inputs["z"][2, 5], inputs["x"][3] = float("nan"), float("nan"), 0.0
+    with forced(implementation, *OPS):
+        out = norm(**moved(inputs, device)).cpu()
+    expected = of_transformers(Qwen3NextRMSNormGated(40))(**inputs)
+    torch.testing.assert_close(out, expected, equal_nan=True)
+    assert out[0].isnan().all() and out[2].isnan().sum() == 1 and not out[3].any()
+
+
+# What the function is
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 300), st.integers(-20, 20))
+def test_does_not_depend_on_the_scale_of_x(tokens, dim, power):
+    inputs = drawn(tokens, dim, eps=0.0)
+    scaled = inputs | {"x": inputs["x"] * 2.0**power}
+    assert torch.equal(norm(**scaled), norm(**inputs))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 300), st.booleans())
+def test_open_gates_leave_rows_of_rms_one(tokens, dim, before):
+    inputs = drawn(tokens, dim, eps=0.0, activation="sigmoid", norm_before_gate=before)
+    opened = {"z": torch.full((tokens, dim), 30.0), "weight": torch.ones(dim)}
+    out = norm(**inputs | opened)
+    torch.testing.assert_close(out.square().mean(-1), torch.ones(tokens))
+
+
+# Layouts
+
+
+STRIDED = {
+    "dense": lambda: torch.randn(6, 4, 8),
+    "slice of a fused projection": lambda: torch.randn(6, 64)[:, 8:40].unflatten(1, (4, 8)),
+    "batch of slices": lambda: torch.randn(3, 6, 64)[..., 8:40].unflatten(2, (4, 8)),
+    "batch, transposed": lambda: torch.randn(3, 4, 6, 8).transpose(1, 2),
+    "last dimension not last": lambda: torch.randn(6, 8, 4).transpose(1, 2),
+    "every second": lambda: torch.randn(6, 4, 16)[..., ::2],
+    "expanded": lambda: torch.randn(4, 8).expand(6, 4, 8),
+    "one row": lambda: torch.randn(8),
+    "empty": lambda: torch.randn(0, 4, 8),
+    "empty rows": lambda: torch.randn(4, 0),
+}
+LAYOUTS = pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED.keys())
+GROUPS = pytest.mark.parametrize("groups", [1, 2])
+
+
+def dense(x):
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def laid_out(make, groups):
+    """x and a gradient of a layout, a dense z, a strided weight."""
+    x = make()
+    width = x.shape[-1]
+    weight, settings = torch.randn(width, 2)[:, 0], {"group_size": (width // groups) or None}
+    return {"x": x, "weight": weight, "z": torch.randn(x.shape)} | settings, make()
+
+
+@LAYOUTS
+@GROUPS
+@IMPLEMENTATIONS
+def test_any_layout(make, groups, implementation, device):
+    inputs, grad = laid_out(make, groups)
+    inputs, grad = moved(inputs, device), grad.to(device)
+    results = []
+    for change in (lambda t: t, dense):
+        leaves = {name: change(inputs[name]).detach().requires_grad_() for name in DIFFERENTIABLE}
+        with forced(implementation, *OPS):
+            out = norm(**inputs | leaves)
+            results.append([out, *torch.autograd.grad(out, list(leaves.values()), change(grad))])
+    for actual, expected in zip(*results, strict=True):
+        assert actual.is_contiguous()
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@LAYOUTS
+@GROUPS
+def test_fake_is_like_real(make, groups):
+    """Under FakeTensorMode: shape, strides and dtype of the result and of the gradients."""
+    inputs, _ = laid_out(make, groups)
+    group_size = inputs.pop("group_size")
+
+    def function(*tensors):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out = norm(*leaves, group_size=group_size)
+        return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    real, mode = (inputs["x"].bfloat16(), inputs["weight"], inputs["z"]), FakeTensorMode()
+    with mode:
+        fake = function(*map(mode.from_tensor, real))
+    for actual, expected in zip(fake, function(*real), strict=True):
+        assert actual.dtype == expected.dtype
+        assert actual.shape == expected.shape and actual.stride() == expected.stride()
+
+
+def test_a_slice_of_a_fused_projection_is_not_copied():
+    z = torch.randn(64, 256)[:, 64:192].unflatten(1, (4, 32))
+    x, weight = torch.randn(64, 4, 32), torch.ones(32)
+    with env.override(strict=True), copies() as seen:
+        norm(x, weight, z)
+    assert seen.operators == []
+    assert x.nbytes <= seen.allocated < x.nbytes + 1000
+
+
+# The gradients
+
+
+def test_gradients_do_not_depend_on_threads():
+    results = []
+    inputs = drawn(3000, 3, 40)
+    for number in (1, 2, 3):
+        with threads(number):
+            results.append(run("cpu", inputs))
+    for result in results[1:]:
+        for name, value in result.items():
+            assert torch.equal(value, results[0][name]), name
+
+
+@IMPLEMENTATIONS
+def test_gradient_of_weight_is_summed_in_fp32(implementation, device):
+    """3000 rows: in bf16 the sum would stop growing at 256."""
+    x = torch.ones(3000, 8).bfloat16().to(device)
+    weight = torch.ones(8, device=device, requires_grad=True)
+    with forced(implementation, *OPS):
+        out = norm(x, weight, torch.zeros_like(x), activation="sigmoid", eps=0.0)
+        (grad,) = torch.autograd.grad(out, weight, torch.ones_like(out))
+    expected = torch.full((8,), 1500.0)
+    assert_close("gradient of weight", grad.cpu(), expected, TOLERANCES[torch.float32])
+
+
+@FORMULAS
+@pytest.mark.parametrize("group_size", [None, 3])
+def test_gradcheck(before, activation, group_size):
+    inputs = drawn(3, 2, 6, dtype=torch.float64)
+    tensors = [inputs[name].requires_grad_() for name in DIFFERENTIABLE]
+
+    def function(*tensors):
+        return norm(*tensors, norm_before_gate=before, activation=activation, group_size=group_size)
+
+    assert torch.autograd.gradcheck(function, tensors)
+
+
+@IMPLEMENTATIONS
+def test_backward_of_backward_raises(implementation, device):
+    inputs = moved(drawn(3, 8), device)
+    x = inputs["x"].requires_grad_()
+    with forced(implementation, *OPS):
+        (grad,) = torch.autograd.grad(norm(**inputs).square().sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="rms_norm_gated_backward"):
+            grad.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing(use_reentrant):
+    tensors = [drawn(6, 8)[name] for name in DIFFERENTIABLE]
+
+    def step(block):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        block(*leaves).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    again = step(lambda *args: checkpoint(norm, *args, use_reentrant=use_reentrant))
+    for actual, expected in zip(again, step(norm), strict=True):
+        assert torch.equal(actual, expected)
+
+
+# torch's machinery
+
+
+@parametrize_dtypes(torch.float64)
+@LAYOUTS
+def test_opcheck(dtype, make):
+    inputs, grad = laid_out(make, 2)
+    x, weight, z = (inputs[name].to(dtype) for name in DIFFERENTIABLE)
+    settings = 1e-6, True, "silu", inputs["group_size"] or 1
+    leaves = [t.detach().requires_grad_() for t in (x, weight, z)]
+    torch.library.opcheck(torch.ops.npu_ops.rms_norm_gated.default, (*leaves, *settings))
+    backward = torch.ops.npu_ops.rms_norm_gated_backward.default
+    torch.library.opcheck(backward, (grad.to(dtype), x, weight, z, *settings))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend):
+    """One graph, eager's results."""
+
+    def function(x, weight, z):
+        return norm(x * 2, weight, z, norm_before_gate=False) * 2
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    inputs = drawn(6, 4, 32)
+    actual, expected = (evaluate(f, inputs, DIFFERENTIABLE) for f in (compiled, function))
+    torch._dynamo.reset()
+    assert_all_close(actual, expected, TOLERANCES)
+
+
+def test_one_compilation_serves_all_lengths():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda x, weight, z: norm(x, weight, z), fullgraph=True, dynamic=True, backend=counter
+    )
+    frames = []
+    for tokens in (7, 64, 131):
+        inputs = drawn(tokens, 16)
+        assert torch.equal(compiled(**inputs), norm(**inputs))
+        frames.append(counter.frame_count)
+    torch._dynamo.reset()
+    assert len(set(frames)) == 1, "compiled again for another length"
+
+
+def test_autocast_keeps_the_dtype():
+    linear, inputs = torch.nn.Linear(32, 32), drawn(8, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = norm(linear(inputs["x"]), inputs["weight"], linear(inputs["z"]))
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    assert linear.weight.grad.dtype == torch.float32
+
+
+# Wrong calls
+
+
+@pytest.mark.parametrize(
+    "changes, error, argument",
+    [
+        *(({name: value}, TypeError, name) for name in DIFFERENTIABLE for value in (
+            None, [1.0] * 8, torch.ones(8, dtype=torch.int64), torch.ones(8).to(torch.float8_e5m2)
+        )),
+        ({"x": torch.ones(())}, ValueError, "x"),
+        ({"weight": torch.ones(())}, ValueError, "weight"),
+        ({"weight": torch.ones(1)}, ValueError, "weight"),
+        ({"weight": torch.ones(7)}, ValueError, "weight"),
+        ({"weight": torch.ones(3, 8)}, ValueError, "weight"),
+        ({"weight": torch.ones(4), "group_size": 4}, ValueError, "weight"),
+        ({"weight": torch.ones(8, device="meta")}, ValueError, "weight"),
+        ({"z": torch.ones(8)}, ValueError, "z"),
+        ({"z": torch.ones(3, 1)}, ValueError, "z"),
+        ({"z": torch.ones(4, 8)}, ValueError, "z"),
+        ({"z": torch.ones(3, 8, device="meta")}, ValueError, "z"),
+        *(({"eps": value}, ValueError, "eps") for value in (
+            -1.0, float("nan"), float("inf"), None, "1e-6"
+        )),
+        *(({"activation": value}, ValueError, "activation") for value in (
+            "relu", "SiLU", "", None, True
+        )),
+        *(({"group_size": value}, ValueError, "group_size") for value in (0, -4, 3, 16, 4.0, "4")),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_wrong_calls(changes, error, argument):
+    with pytest.raises(error, match=rf"^{argument}: got "):
+        norm(**drawn(3, 8) | changes)
+
+
+def test_explain_names_what_runs():
+    inputs = drawn(3, 8)
+    chosen = npu_ops.explain("rms_norm_gated", **inputs)
+    assert [v.implementation for v in chosen if v.why_not is None] == ["cpu"]
+    mixed = npu_ops.explain(norm, **inputs | {"z": inputs["z"].half()})
+    assert [v.implementation for v in mixed if v.why_not is None] == ["reference"]
+    assert "float16" in mixed[1].why_not
