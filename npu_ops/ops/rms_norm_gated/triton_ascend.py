@@ -130,12 +130,14 @@ def _rms_norm_gated_backward_kernel(
             o = (tile // across) * BO + tl.arange(0, BO)[:, None, None]
             member = (tile % across) * BI + tl.arange(0, BI)[None, :, None]
             i, c = group + member, d[None, None, :]
-            mask = (o < outer) & (member < members) & (c < D)
+            exists = (o < outer) & (member < members)
+            mask = exists & (c < D)
             g = _load(grad, _offsets(o, i, c, g_outer, g_inner), mask)
             value = _load(x, _offsets(o, i, c, x_outer, x_inner), mask)
             gate = _load(z, _offsets(o, i, c, z_outer, z_inner), mask)
             u, grad_n = _normalised(g, value, gate, w, BEFORE, SILU)
             r = (1.0 / tl.sqrt(tl.sum(u * u, axis=2) / D + eps))[:, :, None]
+            r = tl.where(exists, r, 0.0)  # with an eps of 0 it is infinite where there is no row
             along = r * (r * (tl.sum(grad_n * u, axis=2) / D)[:, :, None])
             of_x, of_z, of_weight = _gradients(g, value, gate, w, r, along, BEFORE, SILU)
             _store(grad_x, _offsets(o, i, c, gx_outer, gx_inner), of_x, mask)
