@@ -10,15 +10,18 @@
 namespace npu_ops {
 namespace {
 
-// silu, or sigmoid, and its derivative.
+// silu, or sigmoid.
 template <bool SILU>
 NPU_OPS_INLINE float activate(float z) {
   return SILU ? z * sigmoid(z) : sigmoid(z);
 }
+// And its derivative, from one exponential.
 template <bool SILU>
-NPU_OPS_INLINE float activation_slope(float z) {
-  const float slope = sigmoid_slope(z);
-  return SILU ? sigmoid(z) + z * slope : slope;
+NPU_OPS_INLINE void activate_and_slope(float z, float* gate, float* slope) {
+  const float e = exp_within(z < 0.0f ? z : -z), s = 1.0f / (1.0f + e);
+  const float open = z < 0.0f ? e * s : s, steepness = e * s * s;
+  *gate = SILU ? z * open : open;
+  *slope = SILU ? open + z * steepness : steepness;
 }
 
 NPU_OPS_INLINE float reciprocal_rms(const float* u, int64_t width, float eps) {
@@ -58,8 +61,7 @@ NPU_OPS_CLONES void backward_row(const X* grad, const X* x, const float* weight,
 #pragma GCC ivdep
   for (int64_t i = 0; i < width; ++i) {
     const float value = load(z[i]), scaled = load(grad[i]) * weight[i];
-    gate[i] = activate<SILU>(value);
-    slope[i] = activation_slope<SILU>(value);
+    activate_and_slope<SILU>(value, gate + i, slope + i);
     u[i] = BEFORE ? load(x[i]) : load(x[i]) * gate[i];
     grad_n[i] = BEFORE ? scaled * gate[i] : scaled;
   }
