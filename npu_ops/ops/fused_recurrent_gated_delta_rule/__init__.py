@@ -87,7 +87,9 @@ def _prepare(
     """Check the public arguments; return them as the operator takes them."""
     check_heads(q, k, v)
     tokens, (keys, values) = v.shape[:3], (q.shape[3], v.shape[3])
-    _check_gate(g, A_log, dt_bias, use_gate_in_kernel, v)
+    check_flags(
+        g, beta, A_log, dt_bias, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, v
+    )
     for name, gate, shapes in (
         ("g", g, (tokens,)),
         ("gk", gk, ((*tokens, keys),)),
@@ -97,11 +99,7 @@ def _prepare(
         check_like(name, gate, v, *shapes)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, v)
-    _check_state(initial_state, v, keys, state_v_first, cu_seqlens)
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        raise ValueError("allow_neg_eigval: got True, needs use_beta_sigmoid_in_kernel=True")
-    if use_beta_sigmoid_in_kernel and beta is None:
-        raise ValueError("beta: got None, needs logits for use_beta_sigmoid_in_kernel=True")
+    check_state(initial_state, v, keys, state_v_first, cu_seqlens)
     wide = compute_dtype(q)
     if use_qk_l2norm_in_kernel:
         q, k = (_l2norm(x.to(wide)) for x in (q, k))
@@ -163,7 +161,10 @@ def check_cu_seqlens(cu_seqlens, v) -> None:
         raise ValueError("cu_seqlens: got a negative length, needs starts that do not decrease")
 
 
-def _check_gate(g, A_log, dt_bias, use_gate_in_kernel, v) -> None:
+def check_flags(
+    g, beta, A_log, dt_bias, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, v
+) -> None:
+    """Check that the flags have what they need, and that nothing is given that none reads."""
     for name, x in (("g", g), ("A_log", A_log)):
         if use_gate_in_kernel and x is None:
             raise ValueError(f"{name}: got None, needs a tensor for use_gate_in_kernel=True")
@@ -171,9 +172,14 @@ def _check_gate(g, A_log, dt_bias, use_gate_in_kernel, v) -> None:
         if x is not None and not use_gate_in_kernel:
             raise ValueError(f"{name}: got a tensor, needs use_gate_in_kernel=True")
         check_like(name, x, v, v.shape[2:3])
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval: got True, needs use_beta_sigmoid_in_kernel=True")
+    if use_beta_sigmoid_in_kernel and beta is None:
+        raise ValueError("beta: got None, needs logits for use_beta_sigmoid_in_kernel=True")
 
 
-def _check_state(state, v, keys, v_first, cu_seqlens) -> None:
+def check_state(state, v, keys, v_first, cu_seqlens) -> None:
+    """Check initial states that may be None: one for each sequence, in fp32 (fp64 where v is)."""
     if state is None:
         return
     check.floating("initial_state", state)

@@ -1,0 +1,143 @@
+"""The gated delta rule of Gated Delta Net, by chunks: training and prefill."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import check, library, log
+from npu_ops.core.registry import explains
+from npu_ops.ops.chunk_gated_delta_rule import op
+from npu_ops.ops.chunk_gated_delta_rule.reference import compute_dtype
+from npu_ops.ops.fused_recurrent_gated_delta_rule import (
+    check_cu_seqlens,
+    check_flags,
+    check_heads,
+    check_like,
+    check_state,
+)
+from npu_ops.ops.gdn_gate import gdn_gate
+from npu_ops.ops.l2norm import l2norm
+
+__all__ = ["chunk_gated_delta_rule"]
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What each token reads from a state that decays, and that moves towards (k, v) by beta.
+
+    For every value head, with a state S of K keys by V values, token by token:
+    `S = exp(g) S`, `S = S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. Computed a chunk of
+    tokens at a time, by matrix products; the state is fp32 all the way. Takes fla's call as it is.
+    The backward keeps the inputs alone and computes the rest again.
+
+    Args:
+        q, k: `[B, T, H, K]`, K up to 256. v: `[B, T, HV, V]`, V up to 256, in q's dtype. HV is a
+            multiple of H: value head i reads with head `i // (HV // H)`.
+        g: `[B, T, HV]`, the logarithm of the decay, of any float dtype. One above 0 lets the state
+            grow; a warning says so once, on the CPU.
+        beta: `[B, T, HV]`, of any float dtype. g and beta are computed with in fp32.
+        scale: of q; None: `K ** -0.5`.
+        initial_state: fp32 `[N, HV, K, V]` for N sequences; None is 0.
+        output_final_state: whether to return the states after the last tokens.
+        use_qk_l2norm_in_kernel: q and k are divided by `sqrt(sum(x^2) + 1e-6)` first (`l2norm`).
+        use_beta_sigmoid_in_kernel: beta is raw and becomes its sigmoid, in fp32.
+        allow_neg_eigval: that sigmoid is doubled.
+        state_v_first: states are `[N, HV, V, K]`.
+        cu_seqlens: int32 or int64 `[N + 1]`, with B = 1: the starts of N sequences and their end,
+            0 first, T last. A sequence may be empty; its state passes through. On a device the
+            values are not checked.
+        cu_seqlens_cpu, chunk_indices: fla's, for its launches. Not needed and not read: where the
+            chunks are is found on the device.
+        use_gate_in_kernel: g is raw and becomes `-exp(A_log) softplus(g + dt_bias)` (`gdn_gate`).
+        A_log, dt_bias: `[HV]`, for `use_gate_in_kernel` alone; dt_bias may be None.
+        chunk_size: 16, 32 or 64 tokens.
+
+    Returns:
+        o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable, once,
+        in every floating argument.
+
+    Raises:
+        TypeError: a dtype, also of the state, which is never converted; an argument that fla took
+        once. ValueError: a shape, a device, flags that do not go together, lengths (on the CPU).
+
+    Source: fla `chunk_gated_delta_rule`; Gated Delta Networks, arXiv:2412.06464.
+    """
+    args = _prepare(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu,
+        chunk_indices, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
+        chunk_size=chunk_size,
+    )  # fmt: skip
+    o, final_state = op.call(*args)
+    return o, final_state if output_final_state else None
+
+
+def _prepare(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
+    state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, *,
+    use_gate_in_kernel=False, A_log=None, dt_bias=None, chunk_size=64,
+):  # fmt: skip
+    """Check the public arguments; return them as the operator takes them."""
+    check_heads(q, k, v)
+    for name, x in (("g", g), ("beta", beta)):
+        check.tensor(name, x)
+        check_like(name, x, v, v.shape[:3])
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, v)
+    for name, x in (("cu_seqlens_cpu", cu_seqlens_cpu), ("chunk_indices", chunk_indices)):
+        if x is not None and cu_seqlens is None:
+            raise ValueError(f"{name}: got one without cu_seqlens, needs both")
+    check_state(initial_state, v, q.shape[3], state_v_first, cu_seqlens)
+    check_flags(
+        g, beta, A_log, dt_bias, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, v
+    )
+    check.one_of("chunk_size", chunk_size, op.CHUNK_SIZES)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    wide = compute_dtype(q)
+    if use_gate_in_kernel:
+        g = gdn_gate(g, A_log, dt_bias)
+    else:
+        _warn_of_growth(g)
+    beta = beta.to(wide)
+    if use_beta_sigmoid_in_kernel:
+        beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    settings = scale, int(chunk_size), bool(state_v_first), bool(output_final_state)
+    return q, k, v, g.to(wide), beta, initial_state, cu_seqlens, *settings
+
+
+def _warn_of_growth(g) -> None:
+    """Only where looking at g waits for no device."""
+    if g.device.type == "cpu" and library.is_plain(g.detach()) and (g > 0).any():
+        log.once("chunk_gated_delta_rule: a g is above 0, which lets the state grow")
+
+
+def _implementation_args(*args, **kwargs):
+    *inputs, wanted = _prepare(*args, **kwargs)
+    o, final_state = op.outputs(*inputs, wanted)
+    return *inputs, o, final_state if wanted else None
+
+
+explains("chunk_gated_delta_rule", op.forward_table, _implementation_args)

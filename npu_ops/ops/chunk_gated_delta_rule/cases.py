@@ -1,0 +1,111 @@
+"""Named shapes and tolerances of the chunked gated delta rule."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from npu_ops.core.compare import Tolerance
+from npu_ops.ops.fused_recurrent_gated_delta_rule.cases import MODELS
+
+# Against fp64 on the same inputs: fp32 arithmetic between fp32 inputs; with bf16 and fp16 inputs
+# also operands of matrix products that are rounded to those, as everyone's are.
+TOLERANCES = {
+    torch.float64: Tolerance(ratio=1e-12, max_abs=1e-11),
+    torch.float32: Tolerance(ratio=1e-5, max_abs=1e-5),
+    torch.float16: Tolerance(ratio=2e-3, max_abs=4e-3),
+    torch.bfloat16: Tolerance(ratio=1e-2, max_abs=3e-2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """q, k `[batch, tokens, heads, keys]`, v `[batch, tokens, value_heads, values]`.
+
+    flags: l2norm, gate and sigmoid are left to the function.
+    state: "none", or which dimension of the states is first: "k" or "v".
+    sequences: 0, or how many the tokens are cut into; every third is empty.
+    large: takes seconds; for benchmarks and `make test-all`.
+    """
+
+    name: str
+    tokens: int
+    heads: int
+    value_heads: int
+    keys: int
+    values: int
+    chunk: int = 64
+    batch: int = 1
+    flags: bool = False
+    state: str = "k"
+    sequences: int = 0
+    large: bool = False
+
+    def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
+        """Arguments of the function; keys are positively correlated, gates and beta fp32."""
+        draw = torch.Generator().manual_seed(seed)
+        tokens = (self.batch, self.tokens)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=draw).to(device)
+
+        def key():
+            x = torch.rand((*tokens, self.heads, self.keys), generator=draw).to(device)
+            return (x if self.flags else torch.nn.functional.normalize(x, dim=-1)).to(dtype)
+
+        g, beta = (normal(*tokens, self.value_heads) for _ in range(2))
+        states = self.sequences or self.batch
+        matrix = (self.values, self.keys) if self.state == "v" else (self.keys, self.values)
+        return {
+            "q": key(),
+            "k": key(),
+            "v": normal(*tokens, self.value_heads, self.values).to(dtype),
+            "g": g if self.flags else -g.abs() / 4,
+            "beta": beta if self.flags else beta.sigmoid(),
+            "initial_state": None
+            if self.state == "none"
+            else normal(states, self.value_heads, *matrix),
+            "output_final_state": self.state != "none",
+            "use_qk_l2norm_in_kernel": self.flags,
+            "use_beta_sigmoid_in_kernel": self.flags,
+            "allow_neg_eigval": self.flags,
+            "state_v_first": self.state == "v",
+            "cu_seqlens": self._cu_seqlens(device),
+            "use_gate_in_kernel": self.flags,
+            "A_log": normal(self.value_heads) if self.flags else None,
+            "dt_bias": normal(self.value_heads) if self.flags else None,
+            "chunk_size": self.chunk,
+        }
+
+    def _cu_seqlens(self, device):
+        if not self.sequences:
+            return None
+        lengths = torch.zeros(self.sequences, dtype=torch.int64)
+        kept = [n for n in range(self.sequences) if n % 3 != 1]
+        for token in range(self.tokens):
+            lengths[kept[token * token % len(kept)]] += 1
+        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device)
+
+
+def model_case(model: str, tokens: int, **changes) -> Case:
+    return Case(f"{model}-t{tokens}", tokens, *MODELS[model], **changes)
+
+
+# Few, for each K, V, chunk and dtype is one more set of kernels.
+CASES = [
+    *(model_case(model, tokens, large=tokens > 1) for model in MODELS for tokens in (1, 4096)),
+    Case("dense", 40, 1, 2, 16, 24, chunk=16, batch=2),
+    Case("packed", 75, 1, 2, 16, 24, chunk=16, sequences=5, flags=True, state="v"),
+    Case("no-state", 33, 2, 2, 16, 24, chunk=16, state="none"),
+    Case("chunk-32", 70, 1, 3, 20, 12, chunk=32, state="v"),
+    Case("chunk-64", 130, 1, 2, 64, 32),
+    Case("wide", 65, 1, 1, 256, 256, state="v"),
+    Case("one", 3, 1, 1, 1, 1, chunk=16),
+    Case("empty", 0, 1, 2, 16, 24, chunk=16),
+]
+
+# What the function is differentiable in.
+DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+# Across these, every branch of the Triton kernels.
+REPRESENTATIVE = ("qwen3.5-9b-tp1-t1", "packed", "no-state", "chunk-32", "wide")
