@@ -65,6 +65,7 @@ def _load(path: str):
     sys.path.insert(0, str(file.parent))  # as `python FILE.py` does
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 

@@ -1,0 +1,96 @@
+"""The chunked gated delta rule in Triton, for Ascend and NVIDIA. Definition: reference.py
+
+Forward: gates by chunk (chunks.py), what tokens of a chunk do to each other (intra.py), and one
+pass through each sequence in which neither states nor what is written leave the chip (forward.py).
+Backward: backward.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import hardware
+from npu_ops.core.grid import cdiv, next_power_of_2
+from npu_ops.ops.chunk_gated_delta_rule.triton_ascend import backward, chunks, forward, intra
+
+# The unified buffer holds the state in fp32 and what is added to it, beside a chunk's rows.
+STATE_BYTES = 64 * 1024
+
+
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, o, final_state
+):
+    """Write o, and final_state unless it is None; the arguments are the operator's."""
+    spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
+    gates = chunks.gather(g, beta, spans, chunk_size)
+    solved, scores = _within_chunks(q, k, gates, spans, scale)
+    constants = _constants(q, v, state_v_first, chunk_size)
+    forward.forward_kernel[_grid(spans.sequences, v, constants)](
+        q, k, v, *gates, solved, scores, initial_state, spans.starts, spans.firsts, o, final_state,
+        scale, spans.sequences, **constants,
+    )  # fmt: skip
+
+
+def chunk_gated_delta_rule_backward(
+    do, dht, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first,
+    dq, dk, dv, dg, dbeta, dh0,
+):  # fmt: skip
+    """Write the gradients; dh0 may be None. The arguments are the operator's."""
+    spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
+    gates = chunks.gather(g, beta, spans, chunk_size)
+    solved, scores = _within_chunks(q, k, gates, spans, scale)
+    constants = _constants(q, v, state_v_first, chunk_size)
+    grid = _grid(spans.sequences, v, constants)
+    per_chunk = (spans.number, v.shape[2], q.shape[3], v.shape[3])
+    states, dstates = (solved.new_empty(per_chunk) for _ in "sd")
+    written, dwanted = (torch.empty_like(v, dtype=solved.dtype) for _ in "wd")
+    backward.states_kernel[grid](
+        k, v, *gates, solved, initial_state, spans.starts, spans.firsts, states, written,
+        spans.sequences, **constants,
+    )  # fmt: skip
+    backward.state_gradients_kernel[grid](
+        do, dht, q, k, *gates, solved, scores, spans.starts, spans.firsts, dstates, dwanted, dh0,
+        scale, spans.sequences, **constants,
+    )  # fmt: skip
+    dg_sums, dbetas = torch.empty_like(gates[0]), torch.empty_like(gates[1])
+    del constants["V_FIRST"]
+    backward.gradients_kernel[_cube_grid(spans.number * q.shape[2], q.device)](
+        do, q, k, v, *gates, spans.spans, states, written, dstates, dwanted, dq, dk, dv, dg_sums,
+        dbetas, scale, spans.number,
+        **constants | {"BV": max(16, next_power_of_2(v.shape[3])), "ROWS": 32},
+    )  # fmt: skip
+    chunks.scatter(dg_sums, dbetas, spans, dg, dbeta)
+
+
+def _within_chunks(q, k, gates, spans, scale):
+    """The inverse and the scores of each chunk and value head."""
+    number, value_heads, size = gates[0].shape
+    # fp16 cannot hold what a state may grow to, so its products are fp32.
+    wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    solved, scores = (
+        q.new_empty((number, value_heads, size, size), dtype=wide) for _ in "as"
+    )  # fmt: skip
+    heads, keys = q.shape[2:]
+    intra.intra_kernel[_cube_grid(number * heads, q.device)](
+        q, k, *gates, spans.spans, solved, scores, scale, number, H=heads, HV=value_heads, K=keys,
+        BK=max(16, next_power_of_2(keys)), C=size,
+    )  # fmt: skip
+    return solved, scores
+
+
+def _constants(q, v, state_v_first: bool, size: int) -> dict:
+    """The compile-time constants of the kernels that walk through sequences."""
+    width, columns = (max(16, next_power_of_2(x.shape[3])) for x in (q, v))
+    fits = STATE_BYTES // (4 if q.dtype == torch.bfloat16 else 8) // width
+    return {
+        "H": q.shape[2], "HV": v.shape[2], "K": q.shape[3], "V": v.shape[3],
+        "V_FIRST": state_v_first, "BK": width, "BV": min(columns, fits), "C": size,
+    }  # fmt: skip
+
+
+def _grid(sequences: int, v, constants: dict) -> tuple[int]:
+    return _cube_grid(sequences * v.shape[2] * cdiv(v.shape[3], constants["BV"]), v.device)
+
+
+def _cube_grid(items: int, device) -> tuple[int]:
+    return (min(items, hardware.num_cube_cores(device)),)

@@ -1,0 +1,111 @@
+"""What chunks there are, on the device: gates and betas by chunk, gradients of them by token.
+
+Gates come as [tokens, heads]; the kernels of a chunk want the tokens of one head in one piece, so
+they are laid out as [chunks, heads, C] once, summed up on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
+
+# A sum along tokens is a vector instruction from so many columns on.
+NARROWEST = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Where the chunks of all sequences lie; made without waiting for the device.
+
+    number: of chunks at the most; what is beyond the last has no rows.
+    spans: int32 [number, 2]: the first row of each chunk and how many it has.
+    starts: int32 [sequences + 1]: the first row of each sequence, and the end.
+    firsts: int32 [sequences]: the first chunk of each.
+    """
+
+    number: int
+    sequences: int
+    spans: torch.Tensor
+    starts: torch.Tensor
+    firsts: torch.Tensor
+
+
+def chunks_of(q, cu_seqlens, size: int) -> Chunks:
+    """The chunks of q's sequences."""
+    batch, length = q.shape[:2]
+    if cu_seqlens is None:
+        number = batch * cdiv(length, size)
+        starts = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * length
+    else:
+        number = length // size + cu_seqlens.shape[0] - 1
+        starts = cu_seqlens.int()
+    lengths = starts.diff()
+    counts = (lengths + (size - 1)) // size
+    ends = counts.cumsum(0, dtype=torch.int32)
+    firsts = ends - counts
+    index = torch.arange(number, device=q.device, dtype=torch.int32)
+    sequence = torch.searchsorted(ends, index, right=True).clamp(max=starts.shape[0] - 2)
+    before = (index - firsts[sequence]) * size
+    rows = (lengths[sequence] - before).clamp(0, size)
+    spans = torch.stack((starts[sequence] + before, rows), 1).int()
+    return Chunks(number, starts.shape[0] - 1, spans, starts, firsts)
+
+
+@triton.jit(do_not_specialize=["number"])
+def _gather_kernel(g, beta, spans, g_sums, betas, number, HV: tl.constexpr, BH: tl.constexpr,
+                   C: tl.constexpr):  # fmt: skip
+    """[tokens, HV] -> [chunks, HV, C]; g summed up within its chunk. Rows beyond a chunk's end
+    neither decay nor write."""
+    row, head = tl.arange(0, C), tl.arange(0, BH)
+    for chunk in range(tl.program_id(0), number, tl.num_programs(0)):
+        first, rows = tl.load(spans + 2 * chunk), tl.load(spans + 2 * chunk + 1)
+        at = (first + row).to(tl.int64)[:, None] * HV + head[None, :]
+        mask = (row < rows)[:, None] & (head < HV)[None, :]
+        to = tl.cast(chunk, tl.int64) * (HV * C) + head[:, None] * C + row[None, :]
+        exists = (head < HV)[:, None] & (row < C)[None, :]
+        sums = tl.cumsum(tl.load(g + at, mask=mask, other=0.0), 0)
+        tl.store(g_sums + to, tl.trans(sums), mask=exists)
+        tl.store(betas + to, tl.trans(tl.load(beta + at, mask=mask, other=0.0)), mask=exists)
+
+
+@triton.jit(do_not_specialize=["number"])
+def _scatter_kernel(dg_sums, dbetas, spans, dg, dbeta, number, HV: tl.constexpr, BH: tl.constexpr,
+                    C: tl.constexpr):  # fmt: skip
+    """The transpose of `_gather_kernel`."""
+    row, head = tl.arange(0, C), tl.arange(0, BH)
+    for chunk in range(tl.program_id(0), number, tl.num_programs(0)):
+        first, rows = tl.load(spans + 2 * chunk), tl.load(spans + 2 * chunk + 1)
+        at = (first + row).to(tl.int64)[:, None] * HV + head[None, :]
+        mask = (row < rows)[:, None] & (head < HV)[None, :]
+        place = tl.cast(chunk, tl.int64) * (HV * C) + head[:, None] * C + row[None, :]
+        exists = (head < HV)[:, None] & (row < C)[None, :]
+        sums = tl.trans(tl.load(dg_sums + place, mask=exists, other=0.0))
+        later = sums + tl.sum(sums, 0)[None, :] - tl.cumsum(sums, 0)
+        tl.store(dg + at, later, mask=mask)
+        tl.store(dbeta + at, tl.trans(tl.load(dbetas + place, mask=exists, other=0.0)), mask=mask)
+
+
+def gather(g, beta, chunks: Chunks, size: int):
+    """The sums of g within each chunk and beta, fp32 [chunks, HV, C]."""
+    heads = g.shape[-1]
+    sums = g.new_empty((chunks.number, heads, size))
+    betas = torch.empty_like(sums)
+    _launch(_gather_kernel, (g, beta, chunks.spans, sums, betas), chunks, heads, size)
+    return sums, betas
+
+
+def scatter(dg_sums, dbetas, chunks: Chunks, dg, dbeta) -> None:
+    """Write the gradients of g and beta, fp32 [tokens, HV], from those of what `gather` made."""
+    heads, size = dg_sums.shape[1:]
+    _launch(_scatter_kernel, (dg_sums, dbetas, chunks.spans, dg, dbeta), chunks, heads, size)
+
+
+def _launch(kernel, tensors, chunks: Chunks, heads: int, size: int) -> None:
+    width = max(NARROWEST, next_power_of_2(heads))
+    grid = vector_grid(chunks.number, tensors[0].device)
+    kernel[grid](*tensors, chunks.number, HV=heads, BH=width, C=size)

@@ -1,0 +1,96 @@
+"""Through the chunks of a sequence: the state, and what each token reads from it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import load_rows, store_rows
+
+
+@triton.jit
+def state_place(value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                V_FIRST: tl.constexpr):  # fmt: skip
+    """Where columns `value` of a stored state lie, in the order that they lie in, and which are."""
+    key = tl.arange(0, BK)
+    if V_FIRST:
+        return value[:, None] * K + key[None, :], (value < V)[:, None] & (key < K)[None, :]
+    else:
+        return key[:, None] * V + value[None, :], (key < K)[:, None] & (value < V)[None, :]
+
+
+@triton.jit
+def load_state(states, place, value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+               BV: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
+    """Columns of a state as fp32 [BK, BV]; 0 where there are no states."""
+    if states is None:
+        return tl.zeros((BK, BV), tl.float32)
+    else:
+        at, exists = state_place(value, K, V, BK, BV, V_FIRST)
+        state = tl.load(states + place * (K * V) + at, mask=exists, other=0.0)
+        if V_FIRST:
+            state = tl.trans(state)
+        return state
+
+
+@triton.jit
+def store_state(states, state, place, value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+                BV: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
+    """The inverse of `load_state`."""
+    if states is not None:
+        at, exists = state_place(value, K, V, BK, BV, V_FIRST)
+        if V_FIRST:
+            state = tl.trans(state)
+        tl.store(states + place * (K * V) + at, state.to(states.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def load_square(squares, place, C: tl.constexpr):
+    """A [C, C] of [places, C, C]."""
+    row = tl.arange(0, C)
+    return tl.load(squares + place * (C * C) + row[:, None] * C + row[None, :])
+
+
+@triton.jit(do_not_specialize=["sequences", "scale"])
+def forward_kernel(
+    q, k, v, g_sums, betas, solved, scores, initial_state, starts, firsts, o, final_state, scale,
+    sequences, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """A program takes BV columns of one head's state through a sequence.
+
+    The state is fp32; what is multiplied has the dtype of `solved`. Each product is rounded where
+    it becomes the next one's operand, and `written` never leaves the matrix unit in between.
+    """
+    row = tl.arange(0, C)
+    wide = solved.dtype.element_ty
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    for item in range(tl.program_id(0), sequences * HV * blocks, tl.num_programs(0)):
+        n, head, column = item // (HV * blocks), item // blocks % HV, item % blocks * BV
+        value = column + tl.arange(0, BV)
+        here = tl.cast(n * HV + head, tl.int64)
+        state = load_state(initial_state, here, value, K, V, BK, BV, V_FIRST)
+        begin, end = tl.load(starts + n), tl.load(starts + n + 1)
+        chunk = tl.load(firsts + n)
+        for first in range(begin, end, C):
+            rows = end - first
+            place = tl.cast(chunk + (first - begin) // C, tl.int64) * HV + head
+            b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
+            last = tl.load(g_sums + place * C + C - 1)
+            gamma = tl.exp(b_g)[:, None]
+            b_q = load_rows(q, first, rows, H, head // (HV // H), K, BK, C).to(wide)
+            b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
+            b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(tl.float32)
+            operand = state.to(wide)
+            recalled = tl.dot(b_k, operand, input_precision="ieee").to(wide).to(tl.float32)
+            wanted = ((b_v - gamma * recalled) * b_beta[:, None]).to(wide)
+            written = tl.dot(load_square(solved, place, C), wanted, input_precision="ieee")
+            written = written.to(wide)
+            asked = (b_q.to(tl.float32) * gamma * scale).to(wide)
+            read = tl.dot(asked, operand, input_precision="ieee")
+            read = tl.dot(load_square(scores, place, C), written, read, input_precision="ieee")
+            store_rows(o, read, first, rows, HV, head, V, BV, C, column)
+            kept = (b_k.to(tl.float32) * tl.exp(last - b_g)[:, None]).to(wide)
+            added = tl.dot(tl.trans(kept), written, input_precision="ieee")
+            state = state * tl.exp(last) + added
+        store_state(final_state, state, here, value, K, V, BK, BV, V_FIRST)
