@@ -1,0 +1,281 @@
+// What lies between the matrix products of the chunked gated delta rule, on the CPU.
+// Definition: npu_ops/ops/chunk_gated_delta_rule/reference.py; the products: cpu.py there.
+//
+// Of a chunk of c tokens, K keys, V values, H heads and G value heads each: tensors by value head
+// are [G, H, c, ...], in which matrix m is that of value head m % H * G + m / H. Of what keys and
+// queries (which are scaled) recall, those of keys come first. All is fp32.
+#include <algorithm>
+
+#include "common/check.h"
+#include "common/math.h"
+#include "common/parallel.h"
+#include "common/sum.h"
+
+namespace npu_ops {
+namespace {
+
+constexpr int64_t kChunk = 64;  // the longest, and the length of rows here
+
+// e^x, of which the large negative are nothing.
+NPU_OPS_INLINE float decay(double x) {
+  const float y = static_cast<float>(x);
+  return keep_if(!(y < -87.0f), exp_within(y));
+}
+
+// One value head's tokens of a chunk.
+struct Tokens {
+  // `step` lies between a head's tokens. In fp64, for what has decayed to nothing would leave no
+  // digits for what comes after; nothing times infinity would be NaN.
+  Tokens(const float* g, const float* beta, int64_t step, int64_t count) : count(count) {
+    double sum = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const float one = g[i * step];
+      total[i] = sum += one < -1e5f ? -1e5f : one;
+      this->beta[i] = beta[i * step];
+    }
+  }
+  int64_t count;
+  double total[kChunk] = {};  // of the logarithms of the decays, up to a token's
+  float beta[kChunk] = {};
+};
+
+// How far what token j wrote has decayed at token i, for j up to i and 0 after it.
+NPU_OPS_INLINE void decays(const Tokens& tokens, int64_t i, float* row) {
+  for (int64_t j = 0; j < kChunk; ++j)
+    row[j] = keep_if(j <= i, decay(tokens.total[i] - tokens.total[j]));
+}
+
+struct Square {
+  alignas(64) float rows[kChunk][kChunk] = {};
+};
+
+// inverse = (1 + L)^-1 where L is beta_i (k_i . k_j) decay_ij, j < i; and P = (q_i . k_j) decay_ij,
+// j <= i, where there is `qk`.
+NPU_OPS_CLONES void solve(const Tokens& tokens, const float* kk, const float* qk, float* inverse,
+                          float* attention, Square& solved) {
+  const int64_t count = tokens.count;
+  for (int64_t i = 0; i < count; ++i) {
+    float faded[kChunk], row[kChunk] = {};
+    decays(tokens, i, faded);
+    row[i] = 1.0f;
+    for (int64_t j = 0; j < i; ++j) {
+      const float weight = tokens.beta[i] * kk[i * count + j] * faded[j];
+      for (int64_t l = 0; l < kChunk; ++l) row[l] -= weight * solved.rows[j][l];
+    }
+    std::copy(row, row + kChunk, solved.rows[i]);
+    std::copy(row, row + count, inverse + i * count);
+    if (qk)
+      for (int64_t j = 0; j < count; ++j)
+        attention[i * count + j] = keep_if(j <= i, qk[i * count + j]) * faded[j];
+  }
+}
+
+// recalled [H, c or 2c, c]: k k^T, and q k^T below it. g, beta: [c, HV]. decay [3, G, H, c]: from
+// the chunk's start to each token, from it to the chunk's end, and beta.
+void gates(Tensor recalled, Tensor g, Tensor beta, Tensor inverse, std::optional<Tensor> attention,
+           Tensor decays_out) {
+  const int64_t heads = recalled.size(0), rows = recalled.size(1), count = recalled.size(2);
+  const int64_t value_heads = g.size(1), group = value_heads / heads, square = count * count;
+  STD_TORCH_CHECK(count <= kChunk, "chunk_size: got ", count, ", needs 64 or less");
+  parallel(value_heads, square * 8, [&](int64_t first, int64_t last) {
+    Square solved;
+    for (int64_t m = first; m < last; ++m) {
+      const int64_t head = m % heads, at = head * group + m / heads;
+      const Tokens tokens(input<float>(g) + at, input<float>(beta) + at, value_heads, count);
+      const float* kk = input<float>(recalled) + head * rows * count;
+      solve(tokens, kk, attention ? kk + square : nullptr, output<float>(inverse) + m * square,
+            attention ? output<float>(*attention) + m * square : nullptr, solved);
+      float* out = output<float>(decays_out) + m * count;
+      for (int64_t i = 0; i < count; ++i) {
+        out[i] = decay(tokens.total[i]);
+        out[value_heads * count + i] = decay(tokens.total[count - 1] - tokens.total[i]);
+        out[2 * value_heads * count + i] = tokens.beta[i];
+      }
+    }
+  });
+}
+
+// Rows of [G, H, c, V] and what belongs to them.
+struct Values {
+  Values(const Tensor& v, const Tensor& recalled, const Tensor& decays)
+      : matrices(v.size(0) * v.size(1)),
+        count(v.size(2)),
+        width(v.size(3)),
+        recalled_rows(recalled.size(2)),
+        v(input<float>(v)),
+        recalled(input<float>(recalled)),
+        decays(input<float>(decays)) {}
+  int64_t row(int64_t matrix, int64_t i) const { return (matrix * count + i) * width; }
+  int64_t stacked(int64_t matrix, int64_t i) const { return (matrix * recalled_rows + i) * width; }
+  float decay(int64_t which, int64_t matrix, int64_t i) const {
+    return decays[(which * matrices + matrix) * count + i];
+  }
+  int64_t matrices, count, width, recalled_rows;
+  const float *v, *recalled, *decays;
+};
+
+NPU_OPS_CLONES void miss(const Values& x, int64_t m, float* missed, float* o) {
+  for (int64_t i = 0; i < x.count; ++i) {
+    const float faded = x.decay(0, m, i), beta = x.decay(2, m, i);
+    const float *v = x.v + x.row(m, i), *by_k = x.recalled + x.stacked(m, i);
+    const float* by_q = x.recalled + x.stacked(m, i + x.count);
+    float* to = missed + x.row(m, i);
+#pragma GCC ivdep
+    for (int64_t j = 0; j < x.width; ++j) to[j] = beta * (v[j] - faded * by_k[j]);
+    if (!o) continue;
+    float* read = o + x.row(m, i);
+#pragma GCC ivdep
+    for (int64_t j = 0; j < x.width; ++j) read[j] = faded * by_q[j];
+  }
+}
+
+// missed = beta (v - what the state before the chunk recalls for k); o, what it does for q.
+void values(Tensor v, Tensor recalled, Tensor decays, Tensor missed, std::optional<Tensor> o) {
+  const Values x(v, recalled, decays);
+  parallel(x.matrices, x.count * x.width, [&](int64_t first, int64_t last) {
+    for (int64_t m = first; m < last; ++m)
+      miss(x, m, output<float>(missed), o ? output<float>(*o) : nullptr);
+  });
+}
+
+NPU_OPS_CLONES void fade(const Values& x, int64_t m, const float* dwritten, float* dsolved,
+                         float* kept) {
+  for (int64_t i = 0; i < x.count; ++i) {
+    const float faded = x.decay(1, m, i);
+    const float *v = x.v + x.row(m, i), *dw = dwritten + x.row(m, i);
+    float* to = dsolved + x.row(m, i);
+#pragma GCC ivdep
+    for (int64_t j = 0; j < x.width; ++j) to[j] += faded * dw[j];
+    kept[m * x.count + i] = faded * sum(x.width, [&](int64_t j) { return v[j] * dw[j]; });
+  }
+}
+
+// The gradient of the solved values [G, H, c, V] gets what reaches them through the state after
+// the chunk; `kept` [G, H, c] is how much of that goes by their decay.
+void written_backward(Tensor solved, Tensor decays, Tensor dwritten, Tensor dsolved, Tensor kept) {
+  const Values x(solved, solved, decays);
+  parallel(x.matrices, x.count * x.width, [&](int64_t first, int64_t last) {
+    for (int64_t m = first; m < last; ++m)
+      fade(x, m, input<float>(dwritten), output<float>(dsolved), output<float>(kept));
+  });
+}
+
+NPU_OPS_CLONES void miss_backward(const Values& x, int64_t m, const float* dmissed,
+                                  const float* dout, float* dv, float* drecalled, float* dbeta,
+                                  float* dtotal) {
+  for (int64_t i = 0; i < x.count; ++i) {
+    const float faded = x.decay(0, m, i), beta = x.decay(2, m, i);
+    const float *v = x.v + x.row(m, i), *by_k = x.recalled + x.stacked(m, i);
+    const float* by_q = x.recalled + x.stacked(m, i + x.count);
+    const float *dm = dmissed + x.row(m, i), *d = dout + x.row(m, i);
+    float *to = dv + x.row(m, i), *dk = drecalled + x.stacked(m, i);
+    float* dq = drecalled + x.stacked(m, i + x.count);
+#pragma GCC ivdep
+    for (int64_t j = 0; j < x.width; ++j) {
+      to[j] = beta * dm[j];
+      dk[j] = -beta * faded * dm[j];
+      dq[j] = faded * d[j];
+    }
+    const float through_v = sum(x.width, [&](int64_t j) { return dm[j] * v[j]; });
+    const float through_k = faded * sum(x.width, [&](int64_t j) { return dm[j] * by_k[j]; });
+    const float through_q = faded * sum(x.width, [&](int64_t j) { return d[j] * by_q[j]; });
+    dbeta[m * x.count + i] = through_v - through_k;
+    dtotal[m * x.count + i] = through_q - beta * through_k;
+  }
+}
+
+// The gradients of v, of what was recalled, of beta, and of the decay since the chunk's start.
+void values_backward(Tensor dmissed, Tensor dout, Tensor v, Tensor recalled, Tensor decays,
+                     Tensor dv, Tensor drecalled, Tensor dbeta, Tensor dtotal) {
+  const Values x(v, recalled, decays);
+  parallel(x.matrices, x.count * x.width * 4, [&](int64_t first, int64_t last) {
+    for (int64_t m = first; m < last; ++m)
+      miss_backward(x, m, input<float>(dmissed), input<float>(dout), output<float>(dv),
+                    output<float>(drecalled), output<float>(dbeta), output<float>(dtotal));
+  });
+}
+
+// Adds the gradients of k k^T and q k^T of one value head, and of its decays and betas.
+// dsolve and dattention are the gradients of the matrices that `solve` makes, -L for the inverse;
+// what they have above the diagonal is not read.
+NPU_OPS_CLONES void solve_backward(const Tokens& tokens, const float* kk, const float* qk,
+                                   const float* dsolve, const float* dattention, Square& dkk,
+                                   Square& dqk, float* dbeta, float* dtotal) {
+  const int64_t count = tokens.count;
+  float columns[kChunk] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    float faded[kChunk], by_beta[kChunk] = {}, by_decay[kChunk] = {};
+    decays(tokens, i, faded);
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t at = i * count + j;
+      const float dl = -keep_if(j < i, dsolve[at]) * faded[j];
+      const float dp = keep_if(j <= i, dattention[at]) * faded[j];
+      dkk.rows[i][j] += tokens.beta[i] * dl;
+      dqk.rows[i][j] += dp;
+      by_beta[j] = dl * kk[at];
+      by_decay[j] = tokens.beta[i] * by_beta[j] + keep_if(j < i, dp * qk[at]);
+      columns[j] += by_decay[j];
+    }
+    dbeta[i] += sum(kChunk, [&](int64_t j) { return by_beta[j]; });
+    dtotal[i] += sum(kChunk, [&](int64_t j) { return by_decay[j]; });
+  }
+  for (int64_t i = 0; i < count; ++i) dtotal[i] -= columns[i];
+}
+
+// kept [G, H, c], of each token's decay to the chunk's end, and `state` [G, H], of the whole
+// chunk's. drecalled [H, 2c, 2c] is what times [k; q] adds to the gradient of [k; q].
+// dbeta_in, dtotal: what is known of them. dg, dbeta: [c, HV], written.
+void gates_backward(Tensor recalled, Tensor g, Tensor beta, Tensor dsolve, Tensor dattention,
+                    Tensor dbeta_in, Tensor dtotal_in, Tensor kept, Tensor state, Tensor drecalled,
+                    Tensor dg, Tensor dbeta) {
+  const int64_t heads = recalled.size(0), count = recalled.size(2), square = count * count;
+  const int64_t value_heads = g.size(1), group = value_heads / heads;
+  parallel(heads, group * square * 16, [&](int64_t first, int64_t last) {
+    for (int64_t head = first; head < last; ++head) {
+      Square dkk, dqk;
+      const float* kk = input<float>(recalled) + head * 2 * square;
+      for (int64_t m = head; m < value_heads; m += heads) {
+        const int64_t at = head * group + m / heads;
+        const Tokens tokens(input<float>(g) + at, input<float>(beta) + at, value_heads, count);
+        float by_beta[kChunk], by_total[kChunk];
+        std::copy_n(input<float>(dbeta_in) + m * count, count, by_beta);
+        std::copy_n(input<float>(dtotal_in) + m * count, count, by_total);
+        solve_backward(tokens, kk, kk + square, input<float>(dsolve) + m * square,
+                       input<float>(dattention) + m * square, dkk, dqk, by_beta, by_total);
+        float last_total = input<float>(state)[m];
+        for (int64_t i = 0; i < count; ++i) {
+          const float one = input<float>(kept)[m * count + i];
+          by_total[i] -= one;
+          last_total += one;
+        }
+        for (int64_t i = count - 1; i >= 0; --i) {
+          last_total += by_total[i];
+          output<float>(dg)[i * value_heads + at] = last_total;
+          output<float>(dbeta)[i * value_heads + at] = by_beta[i];
+        }
+      }
+      float* out = output<float>(drecalled) + head * 4 * square;
+      for (int64_t i = 0; i < count; ++i) {
+        float *k_row = out + i * 2 * count, *q_row = k_row + 2 * square;
+        for (int64_t j = 0; j < count; ++j) {
+          k_row[j] = dkk.rows[i][j] + dkk.rows[j][i];
+          k_row[count + j] = dqk.rows[j][i];
+          q_row[j] = dqk.rows[i][j];
+          q_row[count + j] = 0.0f;
+        }
+      }
+    }
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(npu_ops, CPU, m) {
+  m.impl("chunk_gated_delta_rule_gates_cpu", TORCH_BOX(&gates));
+  m.impl("chunk_gated_delta_rule_values_cpu", TORCH_BOX(&values));
+  m.impl("chunk_gated_delta_rule_written_backward_cpu", TORCH_BOX(&written_backward));
+  m.impl("chunk_gated_delta_rule_values_backward_cpu", TORCH_BOX(&values_backward));
+  m.impl("chunk_gated_delta_rule_gates_backward_cpu", TORCH_BOX(&gates_backward));
+}
+
+}  // namespace npu_ops

@@ -1,0 +1,256 @@
+"""The chunked gated delta rule on the CPU: torch's matrix products, native code between them.
+
+One sequence and one chunk at a time, all heads at once: what a chunk needs stays in the cache. In
+fp32, for CPUs without matrix units take as long in bf16.
+
+With S the state before a chunk, D_ij the decay from token j to i >= j, `since` that from the chunk's
+start to a token and `until` that from a token to the chunk's end:
+
+    A = (1 + L)^-1, L = beta (K K^T) D below the diagonal        P = (Q K^T) D up to the diagonal
+    R = beta (V - since K S)      N = A R      O = since Q S + P N      S' = decay S + K^T (until N)
+
+Tensors by value head are `[G, H, ...]` for G value heads to each of H heads: a product with what the
+heads share is one for each g. Keys and queries are stacked, `[H, 2c, K]`, so one product serves both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from npu_ops.core.registry import from_native
+
+_gates = from_native(
+    "chunk_gated_delta_rule_gates_cpu(Tensor recalled, Tensor g, Tensor beta, Tensor(a!) inverse, "
+    "Tensor(b!)? attention, Tensor(c!) decays) -> ()"
+)()
+_values = from_native(
+    "chunk_gated_delta_rule_values_cpu(Tensor v, Tensor recalled, Tensor decays, "
+    "Tensor(a!) missed, Tensor(b!)? o) -> ()"
+)()
+_written_backward = from_native(
+    "chunk_gated_delta_rule_written_backward_cpu(Tensor solved, Tensor decays, Tensor dwritten, "
+    "Tensor(a!) dsolved, Tensor(b!) kept) -> ()"
+)()
+_values_backward = from_native(
+    "chunk_gated_delta_rule_values_backward_cpu(Tensor dmissed, Tensor do, Tensor v, "
+    "Tensor recalled, Tensor decays, Tensor(a!) dv, Tensor(b!) drecalled, Tensor(c!) dbeta, "
+    "Tensor(d!) dtotal) -> ()"
+)()
+_gates_backward = from_native(
+    "chunk_gated_delta_rule_gates_backward_cpu(Tensor recalled, Tensor g, Tensor beta, "
+    "Tensor dsolve, Tensor dattention, Tensor dbeta_in, Tensor dtotal_in, Tensor kept, "
+    "Tensor state, Tensor(a!) drecalled, Tensor(b!) dg, Tensor(c!) dbeta) -> ()"
+)()
+
+
+class _Scratch:
+    """Uninitialised fp32 tensors by name. A name's memory is the same each time."""
+
+    def __init__(self):
+        self._memory = {}
+
+    def __call__(self, name, *shape):
+        size = math.prod(shape)
+        if name not in self._memory or self._memory[name].numel() < size:
+            self._memory[name] = torch.empty(size)
+        return self._memory[name][:size].view(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+    scale: float
+    chunk_size: int
+    state_v_first: bool
+
+    @property
+    def state_shape(self):
+        heads, keys = self.q.shape[2:]
+        return self.v.shape[2] // heads, heads, keys, self.v.shape[3]
+
+    def sequences(self):
+        """(index in the batch, spans of the chunks) of each sequence."""
+        if self.cu_seqlens is None:
+            batch, length = self.q.shape[:2]
+            return [(b, self._spans(0, length)) for b in range(batch)]
+        starts, tokens = self.cu_seqlens.tolist(), self.q.shape[1]
+        if starts[0] < 0 or starts[-1] > tokens or starts != sorted(starts):
+            raise RuntimeError(f"cu_seqlens: got {starts}, needs starts from 0 to {tokens}, rising")
+        return [(0, self._spans(*ends)) for ends in zip(starts, starts[1:], strict=False)]
+
+    def _spans(self, begin, end):
+        return [
+            slice(at, min(at + self.chunk_size, end)) for at in range(begin, end, self.chunk_size)
+        ]
+
+    def by_head(self, states, n):
+        """A view of state n, `[G, H, K, V]`."""
+        state = states[n].unflatten(0, (self.q.shape[2], -1)).transpose(0, 1)
+        return state.transpose(2, 3) if self.state_v_first else state
+
+
+def _grouped(tokens, heads):
+    """A view `[G, H, c, V]` of `[c, HV, V]`."""
+    return tokens.unflatten(1, (heads, -1)).permute(2, 1, 0, 3)
+
+
+def _flat(x):
+    return x.flatten(0, 1)
+
+
+def _each(a, b, out):
+    """`a @ b` for each g of what has one, to `out`."""
+    for g in range(out.shape[0]):
+        torch.bmm(a if a.dim() == 3 else a[g], b[g], out=out[g])
+    return out
+
+
+def _add_each(total, a, b):
+    """Adds `a @ b` to `total` for each g of what has one."""
+    for g in range(b.shape[0]):
+        (total if total.dim() == 3 else total[g]).baddbmm_(a if a.dim() == 3 else a[g], b[g])
+
+
+class _Chunk:
+    """The tokens `span` of sequence b: what the state before them makes of them."""
+
+    def __init__(self, x: _Inputs, scratch, b, span, state, *, queries=True):
+        self.count = count = span.stop - span.start
+        group, heads, keys, values = x.state_shape
+        self.g, self.beta = x.g[b, span], x.beta[b, span]
+        rows = 2 * count if queries else count
+        self.kq = scratch("kq", heads, rows, keys)
+        self.k = self.kq[:, :count]
+        self.k.copy_(x.k[b, span].transpose(0, 1))
+        if queries:
+            torch.mul(x.q[b, span].transpose(0, 1), x.scale, out=self.kq[:, count:])
+        self.v = scratch("v", group, heads, count, values)
+        self.v.copy_(_grouped(x.v[b, span], heads))
+        self.products = torch.bmm(
+            self.kq, self.k.transpose(1, 2), out=scratch("products", heads, rows, count)
+        )
+        square = group, heads, count, count
+        self.inverse = scratch("inverse", *square)
+        self.attention = scratch("attention", *square) if queries else None
+        self.decays = scratch("decays", 3, group, heads, count)
+        _gates(self.products, self.g, self.beta, self.inverse, self.attention, self.decays)
+        self.recalled = _each(self.kq, state, scratch("recalled", group, heads, rows, values))
+        missed = scratch("missed", *self.v.shape)
+        self.o = scratch("o", *self.v.shape) if queries else None
+        _values(self.v, self.recalled, self.decays, missed, self.o)
+        self.solved = scratch("solved", *self.v.shape)
+        torch.bmm(_flat(self.inverse), _flat(missed), out=_flat(self.solved))
+        self.written = scratch("written", *self.v.shape)
+        torch.mul(self.solved, self.decays[1, ..., None], out=self.written)
+
+    def read(self):
+        """O, `[G, H, c, V]`."""
+        _flat(self.o).baddbmm_(_flat(self.attention), _flat(self.solved))
+        return self.o
+
+    def decay(self):
+        """Of a state over the whole chunk."""
+        return self.decays[0, :, :, -1, None, None]
+
+    def next_state(self, state, out):
+        torch.mul(state, self.decay(), out=out)
+        _add_each(out, self.k.transpose(1, 2), self.written)
+        return out
+
+
+@torch.autocast("cpu", enabled=False)
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, o, final_state
+):
+    """Writes o and, unless it is None, final_state; arguments as the operator's."""
+    x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first)
+    scratch, heads = _Scratch(), q.shape[2]
+    for n, (b, spans) in enumerate(x.sequences()):
+        state = _first_state(x, initial_state, n, scratch("state", *x.state_shape))
+        for span in spans:
+            chunk = _Chunk(x, scratch, b, span, state)
+            _grouped(o[b, span], heads).copy_(chunk.read())
+            chunk.next_state(state, state)
+        if final_state is not None:
+            x.by_head(final_state, n).copy_(state)
+
+
+@torch.autocast("cpu", enabled=False)
+def chunk_gated_delta_rule_backward(
+    do, dht, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first,
+    dq, dk, dv, dg, dbeta, dh0,
+):  # fmt: skip
+    """Writes the gradients; dh0 may be None. Keeps the state before each chunk of a sequence."""
+    x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first)
+    scratch = _Scratch()
+    for n, (b, spans) in enumerate(x.sequences()):
+        states = scratch("states", max(1, len(spans)), *x.state_shape)
+        _first_state(x, initial_state, n, states[0])
+        for i, span in enumerate(spans[:-1]):
+            chunk = _Chunk(x, scratch, b, span, states[i], queries=False)
+            chunk.next_state(states[i], states[i + 1])
+        dstate = _first_state(x, dht, n, scratch("dstate", *x.state_shape))
+        for i, span in reversed(list(enumerate(spans))):
+            chunk = _Chunk(x, scratch, b, span, states[i])
+            outputs = [out[b, span] for out in (dq, dk, dv, dg, dbeta)]
+            _chunk_backward(chunk, x, scratch, do[b, span], states[i], dstate, *outputs)
+        if dh0 is not None:
+            x.by_head(dh0, n).copy_(dstate)
+
+
+def _first_state(x, states, n, out):
+    return out.zero_() if states is None else out.copy_(x.by_head(states, n))
+
+
+def _chunk_backward(chunk, x, scratch, do_tokens, state, dstate, dq, dk, dv, dg, dbeta):
+    """Writes a chunk's gradients, and takes `dstate` from after the chunk to before it."""
+    group, heads, count, values = like = chunk.v.shape
+    keys, square = chunk.k.shape[2], (group, heads, count, count)
+    do = scratch("do", *like).copy_(_grouped(do_tokens, heads))
+    # O = ... + P N, S' = ... + K^T (until N)
+    dattention = torch.bmm(
+        _flat(do), _flat(chunk.solved).transpose(1, 2), out=_flat(scratch("dattention", *square))
+    )
+    dsolved = scratch("dsolved", *like)
+    torch.bmm(_flat(chunk.attention).transpose(1, 2), _flat(do), out=_flat(dsolved))
+    dwritten = _each(chunk.k, dstate, scratch("dwritten", *like))
+    kept = scratch("kept", group, heads, count)
+    _written_backward(chunk.solved, chunk.decays, dwritten, dsolved, kept)
+    # N = A R
+    dmissed = scratch("dmissed", *like)
+    torch.bmm(_flat(chunk.inverse).transpose(1, 2), _flat(dsolved), out=_flat(dmissed))
+    dsolve = torch.bmm(
+        _flat(dmissed), _flat(chunk.solved).transpose(1, 2), out=_flat(scratch("dsolve", *square))
+    )
+    # R = beta (V - since K S), O = since Q S + ...
+    dvalues, drecalled = scratch("dvalues", *like), scratch("drecalled", *chunk.recalled.shape)
+    partial = scratch("partial", 2, group, heads, count)
+    _values_backward(
+        dmissed, do, chunk.v, chunk.recalled, chunk.decays, dvalues, drecalled, *partial
+    )
+    _grouped(dv, heads).copy_(dvalues)
+    # the gates, and the products K K^T and Q K^T
+    by_state = torch.bmm(state.view(group * heads, 1, -1), dstate.view(group * heads, -1, 1))
+    by_state = by_state.view(group, heads).mul_(chunk.decays[0, :, :, -1])
+    dproducts = scratch("dproducts", heads, 2 * count, 2 * count)
+    _gates_backward(
+        chunk.products, chunk.g, chunk.beta, dsolve, dattention, *partial, kept, by_state,
+        dproducts, dg, dbeta,
+    )  # fmt: skip
+    dkq = torch.bmm(dproducts, chunk.kq, out=scratch("dkq", heads, 2 * count, keys))
+    _add_each(dkq, drecalled, state.transpose(2, 3))
+    dk_written = scratch("dk_written", heads, count, keys)
+    torch.bmm(chunk.written[0], dstate[0].transpose(1, 2), out=dk_written)
+    _add_each(dk_written, chunk.written[1:], dstate[1:].transpose(2, 3))
+    torch.add(dkq[:, :count], dk_written, out=dk.transpose(0, 1))
+    torch.mul(dkq[:, count:], x.scale, out=dq.transpose(0, 1))
+    torch.mul(dstate, chunk.decay(), out=dstate)
+    _add_each(dstate, chunk.kq.transpose(1, 2), drecalled)
