@@ -10,11 +10,13 @@ from __future__ import annotations
 import torch
 
 from npu_ops.core import hardware
-from npu_ops.core.grid import cdiv, next_power_of_2
+from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend import backward, chunks, forward, intra
 
 # The unified buffer holds the state in fp32 and what is added to it, beside a chunk's rows.
 STATE_BYTES = 64 * 1024
+# Rows of two states that are multiplied at a time.
+ROWS = 32
 
 
 def chunk_gated_delta_rule(
@@ -45,21 +47,26 @@ def chunk_gated_delta_rule_backward(
     states, dstates = (solved.new_empty(per_chunk) for _ in "sd")
     written, dwanted = (torch.empty_like(v, dtype=solved.dtype) for _ in "wd")
     backward.states_kernel[grid](
-        k, v, *gates, solved, initial_state, spans.starts, spans.firsts, states, written,
+        k, v, *gates, solved, initial_state, spans.starts, spans.firsts, states, written, 1.0,
         spans.sequences, **constants,
     )  # fmt: skip
     backward.state_gradients_kernel[grid](
-        do, dht, q, k, *gates, solved, scores, spans.starts, spans.firsts, dstates, dwanted, dh0,
-        scale, spans.sequences, **constants,
+        do, dht, q, k, *gates, solved, scores, spans.starts, spans.firsts, dstates, dwanted, dv,
+        dh0, scale, 1.0, spans.sequences, **constants,
     )  # fmt: skip
-    dg_sums, dbetas = torch.empty_like(gates[0]), torch.empty_like(gates[1])
-    del constants["V_FIRST"]
+    del solved, scores, constants["V_FIRST"]
+    constants["BV"] = max(16, next_power_of_2(v.shape[3]))
+    dg_sums, kept_sums, dbetas = (torch.empty_like(gates[0]) for _ in "gkb")
     backward.gradients_kernel[_cube_grid(spans.number * q.shape[2], q.device)](
-        do, q, k, v, *gates, spans.spans, states, written, dstates, dwanted, dq, dk, dv, dg_sums,
-        dbetas, scale, spans.number,
-        **constants | {"BV": max(16, next_power_of_2(v.shape[3])), "ROWS": 32},
+        do, q, k, v, *gates, spans.spans, states, written, dstates, dwanted, dq, dk, dg_sums,
+        kept_sums, dbetas, scale, spans.number, **constants,
     )  # fmt: skip
-    chunks.scatter(dg_sums, dbetas, spans, dg, dbeta)
+    totals = gates[0].new_empty(gates[0].shape[:2])
+    del constants["H"], constants["BK"]
+    backward.inner_products_kernel[vector_grid(totals.numel(), q.device)](
+        states, dstates, gates[0], totals, spans.number, ROWS=ROWS, **constants
+    )
+    chunks.scatter(dg_sums, kept_sums, totals, dbetas, spans, dg, dbeta)
 
 
 def _within_chunks(q, k, gates, spans, scale):

@@ -11,17 +11,25 @@ import triton
 import triton.language as tl
 
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.forward import (
+    load_columns,
     load_square,
     load_state,
-    state_place,
     store_state,
 )
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import decays, load_rows, store_rows
 
 
-@triton.jit(do_not_specialize=["sequences"])
+@triton.jit
+def store_product(x, product, one, first, rows, heads, head, D: tl.constexpr, BD: tl.constexpr,
+                  C: tl.constexpr, column):  # fmt: skip
+    """Store what the matrix unit made and goes on to use. `one` is 1: where a vector core has
+    nothing to do on a tile, the compiler does not share the kernel's tiles out among the two."""
+    store_rows(x, product.to(tl.float32) * one, first, rows, heads, head, D, BD, C, column)
+
+
+@triton.jit(do_not_specialize=["sequences", "one"])
 def states_kernel(
-    k, v, g_sums, betas, solved, initial_state, starts, firsts, states, written, sequences,
+    k, v, g_sums, betas, solved, initial_state, starts, firsts, states, written, one, sequences,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -33,36 +41,37 @@ def states_kernel(
     for item in range(tl.program_id(0), sequences * HV * blocks, tl.num_programs(0)):
         n, head, column = item // (HV * blocks), item // blocks % HV, item % blocks * BV
         value = column + tl.arange(0, BV)
-        state = load_state(initial_state, tl.cast(n * HV + head, tl.int64), value, K, V, BK, BV,
+        state = load_state(initial_state, tl.cast(n * HV + head, tl.int64), value, K, V, BK,
                            V_FIRST)  # fmt: skip
         begin, end = tl.load(starts + n), tl.load(starts + n + 1)
         chunk = tl.load(firsts + n)
         for first in range(begin, end, C):
             rows = end - first
             place = tl.cast(chunk + (first - begin) // C, tl.int64) * HV + head
-            store_state(states, state, place, value, K, V, BK, BV, False)
+            operand = state.to(wide)
+            store_state(states, operand, place, value, K, V, BK, False)
             b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
             last = tl.load(g_sums + place * C + C - 1)
             b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
             b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(tl.float32)
-            recalled = tl.dot(b_k, state.to(wide), input_precision="ieee").to(wide).to(tl.float32)
+            recalled = tl.dot(b_k, operand, input_precision="ieee").to(wide).to(tl.float32)
             wanted = (b_v - tl.exp(b_g)[:, None] * recalled) * b_beta[:, None]
             b_written = tl.dot(load_square(solved, place, C), wanted.to(wide),
                                input_precision="ieee").to(wide)  # fmt: skip
-            store_rows(written, b_written, first, rows, HV, head, V, BV, C, column)
+            store_product(written, b_written, one, first, rows, HV, head, V, BV, C, column)
             kept = (b_k.to(tl.float32) * tl.exp(last - b_g)[:, None]).to(wide)
             added = tl.dot(tl.trans(kept), b_written, input_precision="ieee")
             state = state * tl.exp(last) + added
 
 
-@triton.jit(do_not_specialize=["sequences", "scale"])
+@triton.jit(do_not_specialize=["sequences", "scale", "one"])
 def state_gradients_kernel(
-    do, dht, q, k, g_sums, betas, solved, scores, starts, firsts, dstates, dwanted, dh0, scale,
-    sequences, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    do, dht, q, k, g_sums, betas, solved, scores, starts, firsts, dstates, dwanted, dv, dh0, scale,
+    one, sequences, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dstates: the gradient of the state after each chunk [chunks, HV, K, V]; dwanted: of what
-    A is multiplied with, like v."""
+    A is multiplied with, like v, as dv is."""
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
     blocks: tl.constexpr = (V + BV - 1) // BV
@@ -70,7 +79,7 @@ def state_gradients_kernel(
         n, head, column = item // (HV * blocks), item // blocks % HV, item % blocks * BV
         value = column + tl.arange(0, BV)
         here = tl.cast(n * HV + head, tl.int64)
-        dstate = load_state(dht, here, value, K, V, BK, BV, V_FIRST)
+        dstate = load_state(dht, here, value, K, V, BK, V_FIRST)
         begin, end = tl.load(starts + n), tl.load(starts + n + 1)
         chunks = tl.cdiv(end - begin, C)
         chunk = tl.load(firsts + n)
@@ -79,7 +88,8 @@ def state_gradients_kernel(
             first = begin + index * C
             rows = end - first
             place = tl.cast(chunk + index, tl.int64) * HV + head
-            store_state(dstates, dstate, place, value, K, V, BK, BV, False)
+            operand = dstate.to(wide)
+            store_state(dstates, operand, place, value, K, V, BK, False)
             b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
             last = tl.load(g_sums + place * C + C - 1)
             gamma = tl.exp(b_g)[:, None]
@@ -87,42 +97,54 @@ def state_gradients_kernel(
             b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(tl.float32)
             b_do = load_rows(do, first, rows, HV, head, V, BV, C, column).to(wide)
             kept = (b_k * tl.exp(last - b_g)[:, None]).to(wide)
-            dwritten = tl.dot(kept, dstate.to(wide), input_precision="ieee")
+            dwritten = tl.dot(kept, operand, input_precision="ieee")
             dwritten = tl.dot(tl.trans(load_square(scores, place, C)), b_do, dwritten,
                               input_precision="ieee").to(wide)  # fmt: skip
             b_dwanted = tl.dot(tl.trans(load_square(solved, place, C)), dwritten,
                                input_precision="ieee").to(wide)  # fmt: skip
-            store_rows(dwanted, b_dwanted, first, rows, HV, head, V, BV, C, column)
+            store_product(dwanted, b_dwanted, one, first, rows, HV, head, V, BV, C, column)
+            b_dv = b_dwanted.to(tl.float32) * b_beta[:, None]
+            store_rows(dv, b_dv, first, rows, HV, head, V, BV, C, column)
             asked = (b_q * gamma * scale).to(wide)
             recalling = (b_k * gamma * (0.0 - b_beta)[:, None]).to(wide)
             more = tl.dot(tl.trans(asked), b_do, input_precision="ieee")
             more = tl.dot(tl.trans(recalling), b_dwanted, more, input_precision="ieee")
             dstate = dstate * tl.exp(last) + more
-        store_state(dh0, dstate, here, value, K, V, BK, BV, V_FIRST)
+        store_state(dh0, dstate, here, value, K, V, BK, V_FIRST)
 
 
-@triton.jit
-def inner_product(x, y, place, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-                  ROWS: tl.constexpr):  # fmt: skip
-    """<x, y> of two [K, V] matrices in fp32, ROWS rows of them at a time."""
-    total = tl.zeros((BV,), tl.float32)
+@triton.jit(do_not_specialize=["number"])
+def inner_products_kernel(
+    states, dstates, g_sums, totals, number, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """totals: what a chunk's decay of the state as a whole weighs, fp32 [chunks, HV]."""
     value = tl.arange(0, BV)
-    for start in range(0, K, ROWS):
-        key = start + tl.arange(0, ROWS)
-        at = place * (K * V) + key[:, None] * V + value[None, :]
-        mask = (key < K)[:, None] & (value < V)[None, :]
-        b_x = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        total += tl.sum(b_x * tl.load(y + at, mask=mask, other=0.0).to(tl.float32), 0)
-    return tl.sum(total, 0)
+    for item in range(tl.program_id(0), number * HV, tl.num_programs(0)):
+        place = tl.cast(item, tl.int64)
+        total = tl.zeros((BV,), tl.float32)
+        for start in range(0, K, ROWS):
+            key = start + tl.arange(0, ROWS)
+            at = place * (K * V) + key[:, None] * V + value[None, :]
+            mask = (key < K)[:, None] & (value < V)[None, :]
+            state = tl.load(states + at, mask=mask, other=0.0).to(tl.float32)
+            dstate = tl.load(dstates + at, mask=mask, other=0.0).to(tl.float32)
+            total += tl.sum(state * dstate, 0)
+        decay = tl.exp(tl.load(g_sums + place * C + C - 1))
+        tl.store(totals + place, tl.sum(total, 0) * decay)
 
 
 @triton.jit(do_not_specialize=["number", "scale"])
 def gradients_kernel(
-    do, q, k, v, g_sums, betas, spans, states, written, dstates, dwanted, dq, dk, dv, dg_sums,
-    dbetas, scale, number, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+    do, q, k, v, g_sums, betas, spans, states, written, dstates, dwanted, dq, dk, dg_sums,
+    kept_sums, dbetas, scale, number, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Everything of one chunk and one key head, summed over its value heads."""
+    """Everything of one chunk and one key head, summed over its value heads.
+
+    No sum crosses rows, for the two vector cores share a tile out by rows: a column of scores sums
+    up to k times the gradient of k by them.
+    """
     row = tl.arange(0, C)
     wide = states.dtype.element_ty
     for item in range(tl.program_id(0), number * H, tl.num_programs(0)):
@@ -130,63 +152,53 @@ def gradients_kernel(
         first, rows = tl.load(spans + 2 * chunk), tl.load(spans + 2 * chunk + 1)
         b_q = load_rows(q, first, rows, H, head, K, BK, C).to(wide)
         b_k = load_rows(k, first, rows, H, head, K, BK, C).to(wide)
-        qk = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-        kk = tl.dot(b_k, tl.trans(b_k), input_precision="ieee")
         sum_q, sum_k = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
         for value_head in range(head * (HV // H), (head + 1) * (HV // H)):
             place = tl.cast(chunk * HV + value_head, tl.int64)
             b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
             last = tl.load(g_sums + place * C + C - 1)
-            gamma, kept = tl.exp(b_g), tl.exp(last - b_g)
-            decay = decays(b_g, C)
             b_do = load_rows(do, first, rows, HV, value_head, V, BV, C).to(wide)
             b_v = load_rows(v, first, rows, HV, value_head, V, BV, C).to(tl.float32)
             b_written = load_rows(written, first, rows, HV, value_head, V, BV, C)
             b_dwanted = load_rows(dwanted, first, rows, HV, value_head, V, BV, C)
-            wide_dwanted = b_dwanted.to(tl.float32)
-            store_rows(dv, wide_dwanted * b_beta[:, None], first, rows, HV, value_head, V, BV, C)
-            d_beta = tl.sum(wide_dwanted * b_v, 1)
+            d_beta = tl.sum(b_dwanted.to(tl.float32) * b_v, 1)
 
+            decay = decays(b_g, C)
             d_qk = tl.dot(b_do, tl.trans(b_written), input_precision="ieee") * decay * scale
-            both = d_qk * qk
-            d_g = tl.sum(both, 1) - tl.sum(both, 0)
             d_qk = d_qk.to(wide)
-            strictly = row[:, None] > row[None, :]
             d_kk = tl.dot(b_dwanted, tl.trans(b_written), input_precision="ieee")
-            d_kk = tl.where(strictly, (0.0 - d_kk) * decay, 0.0)
-            both = d_kk * kk
-            d_beta += tl.sum(both, 1)
-            d_kk = d_kk * b_beta[:, None]
-            both = both * b_beta[:, None]
-            d_g += tl.sum(both, 1) - tl.sum(both, 0)
-            d_kk = d_kk.to(wide)
+            d_kk = tl.where(row[:, None] > row[None, :], (0.0 - d_kk) * decay, 0.0)
+            kk = tl.dot(b_k, tl.trans(b_k), input_precision="ieee")
+            of_row = tl.sum(d_kk * kk, 1)
+            d_beta += of_row
+            d_g = 2.0 * of_row * b_beta
+            d_kk = (d_kk * b_beta[:, None]).to(wide)
+            within = tl.dot(tl.trans(d_qk), b_q, input_precision="ieee")
+            within = tl.dot(d_kk, b_k, within, input_precision="ieee")
+            within = tl.dot(tl.trans(d_kk), b_k, within, input_precision="ieee")
+            wide_k = b_k.to(tl.float32)
+            d_g -= tl.sum(within * wide_k, 1)
+            sum_k += within
 
-            key, value = tl.arange(0, BK), tl.arange(0, BV)
-            at = place * (K * V) + key[:, None] * V + value[None, :]
-            mask = (key < K)[:, None] & (value < V)[None, :]
-            state = tl.load(states + at, mask=mask, other=0.0)
-            dstate = tl.load(dstates + at, mask=mask, other=0.0)
+            state = load_columns(states, place, tl.arange(0, BV), K, V, BK, False)
+            asked = tl.dot(b_do, tl.trans(state), input_precision="ieee")
+            asked = asked * (tl.exp(b_g) * scale)[:, None]
+            asked += tl.dot(d_qk, b_k, input_precision="ieee")
+            d_g += tl.sum(asked * b_q.to(tl.float32), 1)
+            sum_q += asked
 
-            part = tl.dot(b_do, tl.trans(state), input_precision="ieee")
-            part = part * (gamma * scale)[:, None]
-            d_g += tl.sum(part * b_q.to(tl.float32), 1)
-            sum_q += part + tl.dot(d_qk, b_k, input_precision="ieee")
-
-            part = tl.dot(b_dwanted, tl.trans(state), input_precision="ieee") * gamma[:, None]
-            of_row = tl.sum(part * b_k.to(tl.float32), 1)
+            recalled = tl.dot(b_dwanted, tl.trans(state), input_precision="ieee")
+            recalled = recalled * tl.exp(b_g)[:, None]
+            of_row = tl.sum(recalled * wide_k, 1)
             d_beta -= of_row
             d_g -= of_row * b_beta
-            sum_k -= part * b_beta[:, None]
+            sum_k -= recalled * b_beta[:, None]
 
-            part = tl.dot(b_written, tl.trans(dstate), input_precision="ieee") * kept[:, None]
-            of_row = tl.sum(part * b_k.to(tl.float32), 1)
-            of_state = inner_product(states, dstates, place, K, V, BV, ROWS) * tl.exp(last)
-            d_g += tl.where(row == C - 1, tl.sum(of_row, 0) + of_state, 0.0) - of_row
-            sum_k += part
-
-            more = tl.dot(tl.trans(d_qk), b_q, input_precision="ieee")
-            more = tl.dot(d_kk, b_k, more, input_precision="ieee")
-            sum_k += tl.dot(tl.trans(d_kk), b_k, more, input_precision="ieee")
+            dstate = load_columns(dstates, place, tl.arange(0, BV), K, V, BK, False)
+            kept = tl.dot(b_written, tl.trans(dstate), input_precision="ieee")
+            kept = kept * tl.exp(last - b_g)[:, None]
+            tl.store(kept_sums + place * C + row, tl.sum(kept * wide_k, 1))
+            sum_k += kept
             tl.store(dg_sums + place * C + row, d_g)
             tl.store(dbetas + place * C + row, d_beta)
         store_rows(dq, sum_q, first, rows, H, head, K, BK, C)

@@ -74,9 +74,10 @@ def _gather_kernel(g, beta, spans, g_sums, betas, number, HV: tl.constexpr, BH: 
 
 
 @triton.jit(do_not_specialize=["number"])
-def _scatter_kernel(dg_sums, dbetas, spans, dg, dbeta, number, HV: tl.constexpr, BH: tl.constexpr,
-                    C: tl.constexpr):  # fmt: skip
-    """The transpose of `_gather_kernel`."""
+def _scatter_kernel(dg_sums, kept_sums, totals, dbetas, spans, dg, dbeta, number,
+                    HV: tl.constexpr, BH: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """The transpose of `_gather_kernel`. A gate weighs on its token and the later ones by dg_sums,
+    on what the earlier ones leave in the state by kept_sums, on the state by totals."""
     row, head = tl.arange(0, C), tl.arange(0, BH)
     for chunk in range(tl.program_id(0), number, tl.num_programs(0)):
         first, rows = tl.load(spans + 2 * chunk), tl.load(spans + 2 * chunk + 1)
@@ -84,9 +85,12 @@ def _scatter_kernel(dg_sums, dbetas, spans, dg, dbeta, number, HV: tl.constexpr,
         mask = (row < rows)[:, None] & (head < HV)[None, :]
         place = tl.cast(chunk, tl.int64) * (HV * C) + head[:, None] * C + row[None, :]
         exists = (head < HV)[:, None] & (row < C)[None, :]
-        sums = tl.trans(tl.load(dg_sums + place, mask=exists, other=0.0))
-        later = sums + tl.sum(sums, 0)[None, :] - tl.cumsum(sums, 0)
-        tl.store(dg + at, later, mask=mask)
+        own = tl.trans(tl.load(dg_sums + place, mask=exists, other=0.0))
+        kept = tl.trans(tl.load(kept_sums + place, mask=exists, other=0.0))
+        whole = tl.load(totals + tl.cast(chunk, tl.int64) * HV + head, mask=head < HV, other=0.0)
+        whole += tl.sum(own, 0)
+        d_g = own - kept - tl.cumsum(own - kept, 0) + whole[None, :]
+        tl.store(dg + at, d_g, mask=mask)
         tl.store(dbeta + at, tl.trans(tl.load(dbetas + place, mask=exists, other=0.0)), mask=mask)
 
 
@@ -99,10 +103,10 @@ def gather(g, beta, chunks: Chunks, size: int):
     return sums, betas
 
 
-def scatter(dg_sums, dbetas, chunks: Chunks, dg, dbeta) -> None:
+def scatter(dg_sums, kept_sums, totals, dbetas, chunks: Chunks, dg, dbeta) -> None:
     """Write the gradients of g and beta, fp32 [tokens, HV], from those of what `gather` made."""
-    heads, size = dg_sums.shape[1:]
-    _launch(_scatter_kernel, (dg_sums, dbetas, chunks.spans, dg, dbeta), chunks, heads, size)
+    tensors = dg_sums, kept_sums, totals, dbetas, chunks.spans, dg, dbeta
+    _launch(_scatter_kernel, tensors, chunks, *dg_sums.shape[1:])
 
 
 def _launch(kernel, tensors, chunks: Chunks, heads: int, size: int) -> None:
