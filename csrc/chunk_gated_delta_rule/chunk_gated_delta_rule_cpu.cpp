@@ -195,6 +195,26 @@ void values_backward(Tensor dmissed, Tensor dout, Tensor v, Tensor recalled, Ten
   });
 }
 
+NPU_OPS_CLONES float fade_state(const float* state, float* dstate, int64_t size, float faded) {
+  const float dot = faded * sum(size, [&](int64_t i) { return state[i] * dstate[i]; });
+#pragma GCC ivdep
+  for (int64_t i = 0; i < size; ++i) dstate[i] *= faded;
+  return dot;
+}
+
+// The gradient of the states [G, H, K, V] after a chunk becomes what of it goes by their decay,
+// whose logarithm has the gradient `faded` [G, H].
+void states_backward(Tensor states, Tensor decays, Tensor dstates, Tensor faded) {
+  const int64_t matrices = states.size(0) * states.size(1), count = decays.size(3);
+  const int64_t size = states.size(2) * states.size(3);
+  parallel(matrices, 2 * size, [&](int64_t first, int64_t last) {
+    for (int64_t m = first; m < last; ++m)
+      output<float>(faded)[m] =
+          fade_state(input<float>(states) + m * size, output<float>(dstates) + m * size, size,
+                     input<float>(decays)[m * count + count - 1]);
+  });
+}
+
 // Adds the gradients of k k^T and q k^T of one value head, and of its decays and betas.
 // dsolve and dattention are the gradients of the matrices that `solve` makes, -L for the inverse;
 // what they have above the diagonal is not read.
@@ -222,11 +242,11 @@ NPU_OPS_CLONES void solve_backward(const Tokens& tokens, const float* kk, const 
   for (int64_t i = 0; i < count; ++i) dtotal[i] -= columns[i];
 }
 
-// kept [G, H, c], of each token's decay to the chunk's end, and `state` [G, H], of the whole
-// chunk's. drecalled [H, 2c, 2c] is what times [k; q] adds to the gradient of [k; q].
-// dbeta_in, dtotal: what is known of them. dg, dbeta: [c, HV], written.
+// kept [G, H, c] and faded [G, H] are gradients by decays to the chunk's end: a token's, a state's.
+// drecalled [H, 2c, 2c] is what times [k; q] adds to the gradient of [k; q]. dbeta_in, dtotal: what
+// is known of them. dg, dbeta: [c, HV], written.
 void gates_backward(Tensor recalled, Tensor g, Tensor beta, Tensor dsolve, Tensor dattention,
-                    Tensor dbeta_in, Tensor dtotal_in, Tensor kept, Tensor state, Tensor drecalled,
+                    Tensor dbeta_in, Tensor dtotal_in, Tensor kept, Tensor faded, Tensor drecalled,
                     Tensor dg, Tensor dbeta) {
   const int64_t heads = recalled.size(0), count = recalled.size(2), square = count * count;
   const int64_t value_heads = g.size(1), group = value_heads / heads;
@@ -242,7 +262,7 @@ void gates_backward(Tensor recalled, Tensor g, Tensor beta, Tensor dsolve, Tenso
         std::copy_n(input<float>(dtotal_in) + m * count, count, by_total);
         solve_backward(tokens, kk, kk + square, input<float>(dsolve) + m * square,
                        input<float>(dattention) + m * square, dkk, dqk, by_beta, by_total);
-        float last_total = input<float>(state)[m];
+        float last_total = input<float>(faded)[m];
         for (int64_t i = 0; i < count; ++i) {
           const float one = input<float>(kept)[m * count + i];
           by_total[i] -= one;
@@ -274,6 +294,7 @@ STABLE_TORCH_LIBRARY_IMPL(npu_ops, CPU, m) {
   m.impl("chunk_gated_delta_rule_gates_cpu", TORCH_BOX(&gates));
   m.impl("chunk_gated_delta_rule_values_cpu", TORCH_BOX(&values));
   m.impl("chunk_gated_delta_rule_written_backward_cpu", TORCH_BOX(&written_backward));
+  m.impl("chunk_gated_delta_rule_states_backward_cpu", TORCH_BOX(&states_backward));
   m.impl("chunk_gated_delta_rule_values_backward_cpu", TORCH_BOX(&values_backward));
   m.impl("chunk_gated_delta_rule_gates_backward_cpu", TORCH_BOX(&gates_backward));
 }

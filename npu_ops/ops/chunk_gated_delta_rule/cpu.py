@@ -1,16 +1,17 @@
 """The chunked gated delta rule on the CPU: torch's matrix products, native code between them.
 
 One sequence and one chunk at a time, all heads at once: what a chunk needs stays in the cache. In
-fp32, for CPUs without matrix units take as long in bf16.
+fp32: CPUs without matrix units take longer in bf16.
 
-With S the state before a chunk, D_ij the decay from token j to i >= j, `since` that from the chunk's
-start to a token and `until` that from a token to the chunk's end:
+With S the state before a chunk, D_ij the decay from token j to i >= j, `since` that from the start
+of the chunk to a token and `until` that from a token to its end:
 
     A = (1 + L)^-1, L = beta (K K^T) D below the diagonal        P = (Q K^T) D up to the diagonal
     R = beta (V - since K S)      N = A R      O = since Q S + P N      S' = decay S + K^T (until N)
 
-Tensors by value head are `[G, H, ...]` for G value heads to each of H heads: a product with what the
-heads share is one for each g. Keys and queries are stacked, `[H, 2c, K]`, so one product serves both.
+Tensors by value head are `[G, H, ...]` for G value heads to each of H heads: a product with what
+the heads share is one for each g. Keys and queries are stacked, `[H, 2c, K]`: one product serves
+both.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ _written_backward = from_native(
     "chunk_gated_delta_rule_written_backward_cpu(Tensor solved, Tensor decays, Tensor dwritten, "
     "Tensor(a!) dsolved, Tensor(b!) kept) -> ()"
 )()
+_states_backward = from_native(
+    "chunk_gated_delta_rule_states_backward_cpu(Tensor states, Tensor decays, "
+    "Tensor(a!) dstates, Tensor(b!) faded) -> ()"
+)()
 _values_backward = from_native(
     "chunk_gated_delta_rule_values_backward_cpu(Tensor dmissed, Tensor do, Tensor v, "
     "Tensor recalled, Tensor decays, Tensor(a!) dv, Tensor(b!) drecalled, Tensor(c!) dbeta, "
@@ -42,7 +47,7 @@ _values_backward = from_native(
 _gates_backward = from_native(
     "chunk_gated_delta_rule_gates_backward_cpu(Tensor recalled, Tensor g, Tensor beta, "
     "Tensor dsolve, Tensor dattention, Tensor dbeta_in, Tensor dtotal_in, Tensor kept, "
-    "Tensor state, Tensor(a!) drecalled, Tensor(b!) dg, Tensor(c!) dbeta) -> ()"
+    "Tensor faded, Tensor(a!) drecalled, Tensor(b!) dg, Tensor(c!) dbeta) -> ()"
 )()
 
 
@@ -237,20 +242,19 @@ def _chunk_backward(chunk, x, scratch, do_tokens, state, dstate, dq, dk, dv, dg,
         dmissed, do, chunk.v, chunk.recalled, chunk.decays, dvalues, drecalled, *partial
     )
     _grouped(dv, heads).copy_(dvalues)
-    # the gates, and the products K K^T and Q K^T
-    by_state = torch.bmm(state.view(group * heads, 1, -1), dstate.view(group * heads, -1, 1))
-    by_state = by_state.view(group, heads).mul_(chunk.decays[0, :, :, -1])
+    # S, the gates, and the products K K^T and Q K^T
+    dk_written = scratch("dk_written", heads, count, keys)
+    torch.bmm(chunk.written[0], dstate[0].transpose(1, 2), out=dk_written)
+    _add_each(dk_written, chunk.written[1:], dstate[1:].transpose(2, 3))
+    faded = scratch("faded", group, heads)
+    _states_backward(state, chunk.decays, dstate, faded)
+    _add_each(dstate, chunk.kq.transpose(1, 2), drecalled)
     dproducts = scratch("dproducts", heads, 2 * count, 2 * count)
     _gates_backward(
-        chunk.products, chunk.g, chunk.beta, dsolve, dattention, *partial, kept, by_state,
+        chunk.products, chunk.g, chunk.beta, dsolve, dattention, *partial, kept, faded,
         dproducts, dg, dbeta,
     )  # fmt: skip
     dkq = torch.bmm(dproducts, chunk.kq, out=scratch("dkq", heads, 2 * count, keys))
     _add_each(dkq, drecalled, state.transpose(2, 3))
-    dk_written = scratch("dk_written", heads, count, keys)
-    torch.bmm(chunk.written[0], dstate[0].transpose(1, 2), out=dk_written)
-    _add_each(dk_written, chunk.written[1:], dstate[1:].transpose(2, 3))
     torch.add(dkq[:, :count], dk_written, out=dk.transpose(0, 1))
     torch.mul(dkq[:, count:], x.scale, out=dq.transpose(0, 1))
-    torch.mul(dstate, chunk.decay(), out=dstate)
-    _add_each(dstate, chunk.kq.transpose(1, 2), drecalled)
