@@ -1,0 +1,621 @@
+"""The chunked gated delta rule: against the recurrence, others' formulas and what it must be."""
+
+import functools
+import logging
+import re
+
+import pytest
+import torch
+from support import (
+    assert_all_close,
+    assert_same_steps,
+    evaluate,
+    exact,
+    floats,
+    forced,
+    implementations,
+    named,
+    parametrize_cases,
+    parametrize_dtypes,
+    threads,
+    train_step,
+    twice,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+import npu_ops
+from npu_ops.core import env, log
+from npu_ops.core.compare import Tolerance, assert_close
+from npu_ops.ops.chunk_gated_delta_rule import op
+from npu_ops.ops.chunk_gated_delta_rule.cases import CASES, DIFFERENTIABLE, TOLERANCES
+
+OP = "chunk_gated_delta_rule"
+FP32 = TOLERANCES[torch.float32]
+BY_TOKEN = ("q", "k", "v", "g", "beta")
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation, device", implementations(op.forward_table)
+)
+delta_rule = npu_ops.chunk_gated_delta_rule
+
+
+def on(device, inputs):
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
+def run(implementation, inputs):
+    """The outputs, and gradients of everything that is there."""
+    with forced(implementation, OP):
+        return evaluate(
+            delta_rule, inputs, tuple(n for n in DIFFERENTIABLE if inputs.get(n) is not None)
+        )
+
+
+def compare(inputs, implementation, device, tolerances=TOLERANCES):
+    """With the recurrence in fp64; returns what was computed."""
+    expected = run("reference", floats(inputs, torch.float64))
+    actual = run(implementation, on(device, inputs))
+    assert_all_close(actual, expected, tolerances)
+    return actual
+
+
+def unit(x):
+    return torch.nn.functional.normalize(x, dim=-1)
+
+
+def qkv(batch=1, tokens=40, heads=1, value_heads=2, dtype=torch.float32, correlated=False, seed=0):
+    """Arguments by name, with a decay, beta and a state. Few shapes: each is compiled once."""
+    draw = torch.Generator().manual_seed(seed)
+    normal = functools.partial(torch.randn, generator=draw)
+    key = functools.partial(torch.rand if correlated else torch.randn, generator=draw)
+    return {
+        "q": unit(key(batch, tokens, heads, 16)).to(dtype),
+        "k": unit(key(batch, tokens, heads, 16)).to(dtype),
+        "v": normal(batch, tokens, value_heads, 24).to(dtype),
+        "g": -normal(batch, tokens, value_heads).abs() / 4,
+        "beta": normal(batch, tokens, value_heads).sigmoid(),
+        "initial_state": normal(batch, value_heads, 16, 24),
+        "output_final_state": True,
+        "chunk_size": 16,
+    }
+
+
+# The values
+
+
+@parametrize_cases(CASES, large=False)
+@parametrize_dtypes()
+@IMPLEMENTATIONS
+def test_against_reference(case, dtype, implementation, device):
+    compare(case.inputs(dtype), implementation, device)
+
+
+def hugging_face(function, q, k, v, g, beta, initial_state, **settings):
+    return function(
+        q, k, v, g=g, beta=beta, initial_state=initial_state, output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 150])
+@pytest.mark.parametrize("form", ["recurrent", "chunk"])
+def test_against_transformers(form, tokens):
+    """Values and gradients, that of the final state included."""
+    theirs = getattr(qwen3_5, f"torch_{form}_gated_delta_rule").__wrapped__
+    inputs = qkv(2, tokens, 2, 4)
+    wrt = (*BY_TOKEN, "initial_state")
+    expected = evaluate(functools.partial(hugging_face, theirs), inputs, wrt)
+    settings = {"use_qk_l2norm_in_kernel": True, "chunk_size": 64}
+    actual = evaluate(delta_rule, inputs | settings, wrt)
+    assert_all_close(actual, expected, {torch.float32: Tolerance(2e-5, 2e-5)})
+
+
+@pytest.mark.slow
+@parametrize_cases(CASES, large=True)
+def test_large_against_transformers(case):
+    theirs = qwen3_5.torch_chunk_gated_delta_rule.__wrapped__
+    inputs = case.inputs(torch.bfloat16) | {"use_qk_l2norm_in_kernel": True}
+    wrt = (*BY_TOKEN, "initial_state")
+    wide = floats(inputs, torch.float32)
+    expected = evaluate(functools.partial(hugging_face, theirs), {n: wide[n] for n in wrt}, wrt)
+    assert_all_close(evaluate(delta_rule, inputs, wrt), expected, twice(TOLERANCES))
+
+
+@pytest.mark.parametrize("chunk_size", [16, 32, 64])
+@pytest.mark.parametrize("tokens", [1, 16, 31, 130])
+def test_a_chunk_changes_nothing(chunk_size, tokens):
+    """The recurrence says the same, by its own kernels."""
+    inputs = qkv(2, tokens, 2, 4, correlated=True) | {"chunk_size": chunk_size}
+    names = (*BY_TOKEN, "initial_state")
+    actual = evaluate(delta_rule, inputs, names)
+    del inputs["chunk_size"]
+    expected = evaluate(npu_ops.fused_recurrent_gated_delta_rule, inputs, names)
+    assert_all_close(actual, expected, {torch.float32: FP32})
+
+
+# Hard numbers
+
+
+def gates(kind, like):
+    """Decays: one for all, or by `mixed`, of which a tenth forget everything."""
+    if kind != "mixed":
+        return torch.full_like(like, kind)
+    forget = torch.rand(like.shape, generator=torch.Generator().manual_seed(1)) < 0.1
+    return torch.where(forget, -1e4, -0.01)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("gate", [0.0, -1e-4, -1.0, "mixed"])
+@pytest.mark.parametrize("correlated", [False, True])
+def test_keys_and_gates(correlated, gate, implementation, device):
+    """Of positive keys, each token undoes much of what the others wrote."""
+    inputs = qkv(1, 100, correlated=correlated)
+    inputs["g"] = gates(gate, inputs["g"])
+    compare(inputs, implementation, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=named)
+@pytest.mark.parametrize("gate", [0.0, -1e-3, -0.5, "mixed"])
+def test_a_thousand_tokens(gate, dtype):
+    inputs = qkv(1, 1030, correlated=True, dtype=dtype) | {"chunk_size": 64}
+    inputs["g"] = gates(gate, inputs["g"])
+    compare(inputs, "cpu", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=named)
+@pytest.mark.parametrize("gate", [0.0, -1e-3])
+def test_sixteen_thousand_tokens(gate, dtype):
+    inputs = qkv(1, 16411, correlated=True, dtype=dtype) | {"chunk_size": 64}
+    inputs["g"] = gates(gate, inputs["g"])
+    compare(inputs, "cpu", "cpu")
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("gate", [-80.0, -1e4, float("-inf")])
+def test_a_decay_to_nothing(gate, implementation, device):
+    """The state is gone and nothing is NaN: each token reads what it wrote itself."""
+    inputs = qkv() | {"scale": 1.0}
+    inputs["g"] = torch.full_like(inputs["g"], gate)
+    actual = run(implementation, on(device, inputs))
+    assert all(value.isfinite().all() for value in actual.values())
+    match = (inputs["q"] * inputs["k"]).sum(-1, keepdim=True)
+    expected = match * inputs["beta"][..., None] * inputs["v"]
+    assert_close("o", actual["output 0"].cpu(), expected, Tolerance(1e-6, 1e-6))
+    assert actual["gradient of g"].abs().max() < 1e-30
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=named)
+def test_a_state_beyond_half(dtype, implementation, device):
+    """The state is fp32: it holds what fp16 cannot, and o is finite where it can be."""
+    inputs = qkv(dtype=dtype) | {"scale": 1e-4}
+    inputs["initial_state"] = inputs["initial_state"] * 1e6
+    inputs["g"] = inputs["g"] / 100
+    actual = compare(inputs, implementation, device, twice(TOLERANCES))
+    assert actual["output 1"].dtype == torch.float32
+    assert inputs["initial_state"].abs().max() > 1e6
+
+
+def test_growth_is_said_once(caplog):
+    log._said.clear()
+    inputs = qkv()
+    inputs["g"] = -inputs["g"]
+    with caplog.at_level(logging.WARNING, "npu_ops"):
+        delta_rule(**inputs)
+        delta_rule(**inputs)
+    (record,) = caplog.records
+    assert record.message.startswith("chunk_gated_delta_rule: a g is above 0")
+    compare(inputs, "cpu", "cpu")
+
+
+# What it must be
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("cut", [1, 16, 39])
+def test_two_parts_are_the_whole(cut, implementation, device):
+    inputs = on(device, qkv(2))
+    with forced(implementation, OP):
+        whole, final = delta_rule(**inputs)
+        one, state = delta_rule(**inputs | {n: inputs[n][:, :cut] for n in BY_TOKEN})
+        two, last = delta_rule(
+            **inputs | {n: inputs[n][:, cut:] for n in BY_TOKEN} | {"initial_state": state}
+        )
+    assert_close("o", torch.cat([one, two], 1), whole, Tolerance(2e-6, 2e-6))
+    assert_close("state", last, final, Tolerance(2e-6, 2e-6))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=named)
+def test_packed_is_one_by_one(index, implementation, device):
+    """Empty sequences included, whose states pass through; and so for the gradients."""
+    starts = [0, 0, 3, 3, 35, 36, 52, 52]
+    inputs = qkv(1, 52)
+    inputs["initial_state"] = torch.randn(7, 2, 16, 24)
+    inputs["cu_seqlens"] = torch.tensor(starts, dtype=index)
+    actual = {n: x.cpu() for n, x in run(implementation, on(device, inputs)).items()}
+    grad_o, grad_state = exact(actual["output 0"], 7), exact(actual["output 1"], 8)
+    for n, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        if begin == end:
+            assert torch.equal(actual["output 1"][n], inputs["initial_state"][n])
+            assert torch.equal(actual["gradient of initial_state"][n], grad_state[n])
+            continue
+        alone = {name: inputs[name][:, begin:end].clone().requires_grad_() for name in BY_TOKEN}
+        state = inputs["initial_state"][n : n + 1].clone().requires_grad_()
+        with forced("reference", OP):
+            o, final = delta_rule(**alone, initial_state=state, output_final_state=True)
+            grads = torch.autograd.grad(
+                (o, final), (*alone.values(), state), (grad_o[:, begin:end], grad_state[n : n + 1])
+            )
+        assert_close("o", actual["output 0"][:, begin:end], o, FP32)
+        assert_close("state", actual["output 1"][n : n + 1], final, FP32)
+        for name, grad in zip(BY_TOKEN, grads, strict=False):
+            assert_close(name, actual[f"gradient of {name}"][:, begin:end], grad, FP32)
+        assert_close("dh0", actual["gradient of initial_state"][n : n + 1], grads[-1], FP32)
+
+
+@IMPLEMENTATIONS
+def test_state_layouts_are_transposes(implementation, device):
+    inputs = on(device, qkv(1, 21))
+    turned = inputs["initial_state"].transpose(-1, -2).contiguous()
+    one = run(implementation, inputs)
+    two = run(implementation, inputs | {"initial_state": turned, "state_v_first": True})
+    assert_close("o", two["output 0"], one["output 0"], Tolerance(1e-6, 1e-6))
+    assert_close("state", two["output 1"].transpose(-1, -2), one["output 1"], FP32)
+
+
+@IMPLEMENTATIONS
+def test_ways_to_say_the_same(implementation, device):
+    inputs = on(device, qkv())
+    same = [
+        {name: inputs[name].repeat_interleave(2, 2) for name in ("q", "k")},
+        {"scale": 16**-0.5},
+        {"cu_seqlens": torch.tensor([0, 40], device=device)},
+    ]
+    with forced(implementation, OP):
+        expected = delta_rule(**inputs)
+        for changes in same:
+            for a, e in zip(delta_rule(**inputs | changes), expected, strict=True):
+                assert_close(str(list(changes)), a, e, Tolerance(1e-6, 1e-6))
+
+
+def test_flas_metadata_changes_nothing():
+    inputs = qkv() | {"cu_seqlens": torch.tensor([0, 40])}
+    given = {"cu_seqlens_cpu": torch.tensor([0, 40]), "chunk_indices": torch.tensor([[0, 0]])}
+    for a, e in zip(delta_rule(**inputs | given), delta_rule(**inputs), strict=True):
+        assert torch.equal(a, e)
+
+
+def test_flags_are_what_they_say():
+    inputs = qkv()
+    A_log, dt_bias = torch.randn(2), torch.randn(2)
+    raw, logits = torch.randn(1, 40, 2), torch.randn(1, 40, 2)
+    q, k = (
+        x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (inputs["q"], inputs["k"])
+    )
+    composed = {"q": q, "k": k, "beta": 2 * logits.sigmoid()}
+    composed["g"] = -A_log.exp() * torch.nn.functional.softplus(raw + dt_bias)
+    flags = {
+        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "A_log": A_log,
+        "dt_bias": dt_bias, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True,
+        "g": raw, "beta": logits,
+    }  # fmt: skip
+    expected = delta_rule(**inputs | composed)
+    for a, e in zip(delta_rule(**inputs | flags), expected, strict=True):
+        assert_close("flags", a, e, Tolerance(2e-6, 2e-6))
+    without = delta_rule(**inputs | flags | {"dt_bias": None, "allow_neg_eigval": False})
+    composed["g"] = -A_log.exp() * torch.nn.functional.softplus(raw)
+    composed["beta"] = logits.sigmoid()
+    for a, e in zip(without, delta_rule(**inputs | composed), strict=True):
+        assert_close("flags", a, e, Tolerance(2e-6, 2e-6))
+
+
+def test_no_final_state_unless_wanted():
+    inputs = qkv() | {"output_final_state": False}
+    o, final = delta_rule(**inputs)
+    assert final is None and torch.equal(o, delta_rule(**inputs | {"output_final_state": True})[0])
+
+
+@IMPLEMENTATIONS
+def test_strided_inputs(implementation, device):
+    inputs = on(device, qkv(2, 21))
+    strided = inputs | {
+        name: inputs[name].transpose(0, 1).contiguous().transpose(0, 1)
+        for name in (*BY_TOKEN, "initial_state")
+    }
+    expected = run(implementation, inputs)
+    for name, value in run(implementation, strided).items():
+        assert torch.equal(value, expected[name])
+
+
+@IMPLEMENTATIONS
+def test_the_same_each_time(implementation, device):
+    inputs = on(device, qkv(2, 40, 2, 4))
+    first = run(implementation, inputs)
+    with threads(2):
+        second = run(implementation, inputs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_gates_and_betas_of_other_dtypes():
+    """They are computed with in fp32, and their gradients come back in their own dtype."""
+    inputs = qkv(dtype=torch.bfloat16)
+    inputs |= {name: inputs[name].half() for name in ("g", "beta")}
+    actual = evaluate(delta_rule, inputs, ("g", "beta"))
+    assert actual["gradient of g"].dtype == actual["gradient of beta"].dtype == torch.float16
+    wide = evaluate(delta_rule, inputs | {n: inputs[n].float() for n in ("g", "beta")}, ("g",))
+    assert torch.equal(actual["output 0"], wide["output 0"])
+
+
+# As a torch operator
+
+
+def operator_inputs(packed):
+    """What the operator takes, of six tokens."""
+    inputs = floats(qkv(1, 6), torch.float64)
+    leaves = [inputs[n].requires_grad_() for n in BY_TOKEN]
+    state = inputs["initial_state"].repeat(2 if packed else 1, 1, 1, 1).requires_grad_()
+    return [*leaves, state, torch.tensor([0, 2, 6]) if packed else None, 0.5, 16, False]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_opcheck(packed, wanted):
+    inputs = [*operator_inputs(packed), wanted]
+    torch.library.opcheck(torch.ops.npu_ops.chunk_gated_delta_rule.default, inputs)
+
+
+def test_opcheck_backward():
+    inputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in operator_inputs(True)]
+    o, final = torch.ops.npu_ops.chunk_gated_delta_rule(*inputs, True)
+    torch.library.opcheck(
+        torch.ops.npu_ops.chunk_gated_delta_rule_backward.default, [o, final, *inputs]
+    )
+
+
+def case_named(name):
+    return next(case for case in CASES if case.name == name)
+
+
+@pytest.mark.parametrize("name", ["packed", "no-state"])
+def test_gradcheck(name):
+    inputs = floats(case_named(name).inputs(torch.float64), torch.float64)
+    inputs |= {n: inputs[n][:, :6] for n in BY_TOKEN}
+    if inputs["cu_seqlens"] is not None:
+        inputs["cu_seqlens"] = inputs["cu_seqlens"].clamp(max=6)
+    names = [n for n in DIFFERENTIABLE if inputs[n] is not None]
+
+    def function(*leaves):
+        results = delta_rule(**inputs | dict(zip(names, leaves, strict=True)))
+        return tuple(r for r in results if r is not None)
+
+    leaves = [inputs[n].detach().clone().requires_grad_() for n in names]
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+
+
+def test_there_is_no_second_derivative():
+    inputs = qkv()
+    q = inputs.pop("q").requires_grad_()
+    o, _ = delta_rule(q, **inputs)
+    (grad,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="chunk_gated_delta_rule_backward"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["packed", "no-state"])
+def test_compile(name):
+    """One graph, forward and backward equal to eager."""
+    inputs = case_named(name).inputs(torch.float32)
+    names = [n for n in DIFFERENTIABLE if inputs[n] is not None]
+
+    def function(*leaves):
+        o, final = delta_rule(**inputs | dict(zip(names, leaves, strict=True)))
+        return o.square().sum() + (0 if final is None else final.cos().sum())
+
+    results = []
+    for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        leaves = [inputs[n].clone().requires_grad_() for n in names]
+        value = call(*leaves)
+        results.append([value, *torch.autograd.grad(value, leaves)])
+    torch._dynamo.reset()
+    for actual, expected in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["packed", "no-state", "empty"])
+def test_fake_is_like_real(name):
+    inputs = case_named(name).inputs(torch.bfloat16)
+    wrt = tuple(n for n in DIFFERENTIABLE if inputs[n] is not None)
+    mode = FakeTensorMode()
+    real = evaluate(delta_rule, inputs, wrt)
+    with mode:
+        leaves = {
+            n: mode.from_tensor(x).requires_grad_(n in wrt) if isinstance(x, torch.Tensor) else x
+            for n, x in inputs.items()
+        }
+        outputs = [x for x in delta_rule(**leaves) if x is not None]
+        grads = torch.autograd.grad(
+            outputs, [leaves[n] for n in wrt], [torch.ones_like(o) for o in outputs]
+        )
+    for fake, value in zip((*outputs, *grads), real.values(), strict=True):
+        assert fake.dtype == value.dtype
+        assert fake.shape == value.shape and fake.stride() == value.stride()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing(use_reentrant):
+    inputs = qkv()
+    q = inputs.pop("q")
+
+    def layer(x):
+        return delta_rule(x.sin(), **inputs)[0]
+
+    grads = []
+    for call in (layer, lambda x: checkpoint(layer, x, use_reentrant=use_reentrant)):
+        leaf = q.clone().requires_grad_()
+        call(leaf).square().sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+def test_autocast():
+    """The products inside are not autocast's."""
+    inputs = qkv()
+    expected = run("cpu", inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run("cpu", inputs)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_only_the_inputs_are_kept():
+    inputs = qkv(1, 200)
+    leaves = {name: inputs[name].requires_grad_() for name in (*BY_TOKEN, "initial_state")}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        delta_rule(**inputs)
+    own = {x.data_ptr() for x in leaves.values()}
+    assert kept and {x.data_ptr() for x in kept} <= own
+
+
+def test_explain():
+    rows = npu_ops.explain(delta_rule, **qkv())
+    assert [row.implementation for row in rows if row.why_not is None] == ["cpu"]
+    wide = npu_ops.explain(delta_rule, **floats(qkv(), torch.float64))
+    assert [row.implementation for row in wide if row.why_not is None] == ["reference"]
+    assert "it has no float64 kernel" in {row.why_not for row in wide}
+
+
+# Models
+
+SMALL = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}  # fmt: skip
+
+
+def small_model(module):
+    torch.manual_seed(0)
+    if module is qwen3_5:
+        return module.Qwen3_5ForCausalLM(qwen3_5.Qwen3_5TextConfig(**SMALL))
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = qwen3_next.Qwen3NextConfig(
+        **SMALL, **experts, shared_expert_intermediate_size=16, decoder_sparse_step=1
+    )
+    return module.Qwen3NextForCausalLM(config)
+
+
+@pytest.mark.parametrize("module", [qwen3_next, qwen3_5], ids=["qwen3-next", "qwen3.5"])
+def test_a_model_with_ours(module, monkeypatch):
+    """A small model whose delta rules are ours: the same logits and gradients."""
+    model = small_model(module)
+    inputs = {"input_ids": torch.randint(61, (2, 70))}
+    expected = train_step(model, **inputs)
+    calls = []
+
+    def ours(*args, **kwargs):
+        calls.append(kwargs)
+        return delta_rule(*args, **kwargs)
+
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", ours)
+    with env.override(strict=True):
+        actual = train_step(model, **inputs)
+    assert len(calls) == 3  # the fourth layer is one of attention
+    assert_same_steps(actual, expected)
+
+
+@pytest.mark.parametrize("module", [qwen3_next, qwen3_5], ids=["qwen3-next", "qwen3.5"])
+def test_a_model_writes_the_same_with_ours(module, monkeypatch):
+    """The prompt by chunks, then token by token from the state."""
+    model = small_model(module).eval()
+    prompt = torch.randint(61, (1, 37))
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompt, **settings)
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", delta_rule)
+    one = npu_ops.fused_recurrent_gated_delta_rule
+    monkeypatch.setattr(module, "torch_recurrent_gated_delta_rule", one)
+    assert torch.equal(model.generate(prompt, **settings), expected)
+
+
+# Mistakes
+
+MISTAKES = [
+    ({"q": lambda x: x.long()}, TypeError, "q"),
+    ({"q": lambda x: x.half()}, TypeError, "k"),
+    ({"v": lambda x: x.half()}, TypeError, "v"),
+    ({"v": lambda x: x.to("meta")}, ValueError, "v"),
+    ({"q": lambda x: x[0]}, ValueError, "q"),
+    ({"k": lambda x: x[:, :5]}, ValueError, "k"),
+    ({"v": lambda x: x[:, :5]}, ValueError, "v"),
+    ({"v": lambda x: x.repeat(1, 1, 1, 11)}, ValueError, "v"),
+    ({"q": lambda x: x.repeat(1, 1, 3, 1), "k": lambda x: x.repeat(1, 1, 3, 1)}, ValueError, "v"),
+    ({"g": lambda x: None}, TypeError, "g"),
+    ({"g": lambda x: x[..., None]}, ValueError, "g"),
+    ({"g": lambda x: x.int()}, TypeError, "g"),
+    ({"beta": lambda x: None}, TypeError, "beta"),
+    ({"beta": lambda x: x[:, :, :1]}, ValueError, "beta"),
+    ({"initial_state": lambda x: x.bfloat16()}, TypeError, "initial_state"),
+    ({"initial_state": lambda x: x.transpose(-1, -2)}, ValueError, "initial_state"),
+    ({"state_v_first": lambda x: True}, ValueError, "initial_state"),
+    ({"initial_state": lambda x: x.repeat(2, 1, 1, 1)}, ValueError, "initial_state"),
+    ({"cu_seqlens": lambda x: [0, 40]}, TypeError, "cu_seqlens"),
+    ({"cu_seqlens": lambda x: torch.tensor([0.0, 40.0])}, TypeError, "cu_seqlens"),
+    ({"cu_seqlens": lambda x: torch.tensor([40])}, ValueError, "cu_seqlens"),
+    ({"cu_seqlens": lambda x: torch.tensor([0, 8])}, ValueError, "cu_seqlens"),
+    ({"cu_seqlens": lambda x: torch.tensor([1, 40])}, ValueError, "cu_seqlens"),
+    ({"cu_seqlens": lambda x: torch.tensor([0, 6, 4, 40])}, ValueError, "cu_seqlens"),
+    ({"cu_seqlens": lambda x: torch.tensor([0, 4, 40])}, ValueError, "initial_state"),
+    ({"cu_seqlens_cpu": lambda x: torch.tensor([0, 40])}, ValueError, "cu_seqlens_cpu"),
+    ({"chunk_indices": lambda x: torch.tensor([[0, 0]])}, ValueError, "chunk_indices"),
+    ({"chunk_size": lambda x: 128}, ValueError, "chunk_size"),
+    ({"allow_neg_eigval": lambda x: True}, ValueError, "allow_neg_eigval"),
+    ({"use_gate_in_kernel": lambda x: True}, ValueError, "A_log"),
+    ({"A_log": lambda x: torch.zeros(2)}, ValueError, "A_log"),
+    ({"dt_bias": lambda x: torch.zeros(2)}, ValueError, "dt_bias"),
+    (
+        {"use_gate_in_kernel": lambda x: True, "A_log": lambda x: torch.zeros(1)},
+        ValueError,
+        "A_log",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, error, argument", MISTAKES)
+def test_mistake(changes, error, argument):
+    inputs = qkv()
+    changed = inputs | {name: change(inputs.get(name)) for name, change in changes.items()}
+    for call in (delta_rule, functools.partial(npu_ops.explain, delta_rule)):
+        with pytest.raises(error, match=f"^{re.escape(argument)}: "):
+            call(**changed)
+
+
+@pytest.mark.parametrize("name", ["head_first", "transpose_state_layout", "cp_context"])
+def test_an_argument_that_is_not_there(name):
+    with pytest.raises(TypeError, match=name):
+        delta_rule(**qkv(), **{name: True})
+
+
+def test_batch_with_packed_sequences():
+    with pytest.raises(ValueError, match="cu_seqlens: got one with batch 2, needs batch 1"):
+        delta_rule(**qkv(2), cu_seqlens=torch.tensor([0, 40]))
+
+
+def test_a_compiled_call_reads_nothing_outside():
+    inputs = qkv()
+    del inputs["initial_state"]
+    compiled = torch.compile(
+        lambda cu_seqlens: delta_rule(**inputs, cu_seqlens=cu_seqlens)[0],
+        fullgraph=True, backend="eager",
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match=r"cu_seqlens: got \[0, 4, 41\], needs starts from 0"):
+        compiled(torch.tensor([0, 4, 41]))
+    torch._dynamo.reset()
+
+
+def test_strict_mode_runs_kernels():
+    with env.override(strict=True):
+        delta_rule(**qkv(dtype=torch.float16))
