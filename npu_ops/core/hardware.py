@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 
@@ -37,6 +38,13 @@ def num_vector_cores(device: torch.device) -> int:
 def num_cube_cores(device: torch.device) -> int:
     """How many programs of a matrix kernel run at once on `device`."""
     return _cores(device, "num_aicore")
+
+
+def ascend_options(device: torch.device, **options) -> dict:
+    """Launch options of triton-ascend; none on other devices, nor where Triton interprets."""
+    if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return {}
+    return options
 
 
 def _cores(device: torch.device, kind: str) -> int:

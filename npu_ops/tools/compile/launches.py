@@ -27,6 +27,7 @@ class Launch:
     kernel: object
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, object], ...]
+    options: tuple[tuple[str, object], ...] = ()
 
     @property
     def name(self) -> str:
@@ -108,7 +109,7 @@ def launches(op: str, cases: list[str] | None = None, dtypes=None) -> Iterator[L
             for launch in _launched(
                 label, function, small.inputs(dtype), cases_of_op.DIFFERENTIABLE
             ):
-                key = (launch.name, launch.signature, launch.constants)
+                key = (launch.name, launch.signature, launch.constants, launch.options)
                 if key not in seen:
                     seen.add(key)
                     yield launch
@@ -153,12 +154,16 @@ def recorded(case: str) -> Iterator[list[Launch]]:
 
 
 def _specialised(case: str, kernel, args: tuple, named: dict) -> Launch:
+    parameters = {p.name for p in kernel.params}
+    options = {name: value for name, value in named.items() if name not in parameters}
+    named = {name: value for name, value in named.items() if name in parameters}
     bound = inspect.signature(kernel.fn).bind(*args, **named).arguments
     constant = {p.name for p in kernel.params if p.is_constexpr}
     constant |= {name for name, value in bound.items() if value is None}
     signature = {name: _type(value) for name, value in bound.items() if name not in constant}
     constants = {name: value for name, value in bound.items() if name in constant}
-    return Launch(case, kernel, tuple(signature.items()), tuple(constants.items()))
+    launched = (tuple(x.items()) for x in (signature, constants, options))
+    return Launch(case, kernel, *launched)
 
 
 def _type(value) -> str:

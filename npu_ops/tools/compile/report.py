@@ -79,14 +79,15 @@ def compile_kernel(kernel, signature: dict, constants: dict, *, soc=vendor.SOCS[
 
 def compile_launch(launch: Launch, soc: str = vendor.SOCS[0], **options) -> CompileReport:
     """`compile_kernel` of what was recorded."""
+    options = dict(launch.options) | options
     text = vendor.lower(
         launch.kernel, dict(launch.signature), dict(launch.constants), soc, **options
     )
-    kept = _folder() / f"{_key(text, soc)}.json"
+    kept = _folder() / f"{_key(text, soc, options)}.json"
     if kept.exists():
         return _read(kept)
     start = time.perf_counter()
-    made, notes = vendor.compile(launch.name, text, soc)
+    made, notes = vendor.compile(launch.name, text, soc, **options)
     report = _report(launch.name, soc, made, notes, round(time.perf_counter() - start, 2))
     if not report.faults():  # a fault names a line, which the next edit moves
         _write(kept, dataclasses.replace(report, seconds=0.0))
@@ -108,10 +109,17 @@ def _report(name: str, soc: str, made: str, notes: tuple[str, ...], seconds: flo
     )
 
 
-def _key(text: str, soc: str) -> str:
+def _key(text: str, soc: str, options: dict) -> str:
     """Changes with the kernel, the tools and this code, but not with a line that moved."""
     code = re.sub(r"\s*loc\((?:[^()]|\([^()]*\))*\)|^#loc.*$", "", text, flags=re.M)
-    parts = (code, soc, vendor.versions(), inspect.getsource(hivm), inspect.getsource(vendor))
+    parts = (
+        code,
+        soc,
+        str(options),
+        vendor.versions(),
+        inspect.getsource(hivm),
+        inspect.getsource(vendor),
+    )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -136,8 +136,17 @@ def lower(kernel, signature: dict, constants: dict, soc: str, **options) -> str:
     return re.sub(r', mix_mode\s*=\s*"[^"]*"', "", text)
 
 
-def compile(name: str, text: str, soc: str) -> tuple[str, tuple[str, ...]]:
+def flags(options: dict) -> list[str]:
+    """Launch options as the compiler's; most are spelt alike."""
+    names = {"multibuffer": "enable-auto-multi-buffer"}
+    given = {"multibuffer": True, "enable_auto_bind_sub_block": True} | options
+    return [f"--{names.get(k, k.replace('_', '-'))}={str(v).lower()}" for k, v in given.items()]
+
+
+def compile(name: str, text: str, soc: str, **options) -> tuple[str, tuple[str, ...]]:
     """What `lower` made, in the vendor's last dialect with source locations, and its notes.
+
+    options: of the launch, e.g. `multibuffer`.
 
     Raises:
         CompileError: it does not compile, e.g. for "ub overflow". FileNotFoundError: no compiler.
@@ -147,8 +156,7 @@ def compile(name: str, text: str, soc: str) -> tuple[str, tuple[str, ...]]:
         source.write_text(text)
         command = [
             tool("bishengir-compile"), str(source), f"--target={soc}", "-o", f"{folder}/kernel",
-            "--enable-auto-multi-buffer=true", "--enable-auto-bind-sub-block=true",
-            "--enable-hfusion-compile=true", "--enable-hivm-compile=true",
+            *flags(options), "--enable-hfusion-compile=true", "--enable-hivm-compile=true",
             "--enable-triton-kernel-compile=true", "--mlir-print-debuginfo",
             f"--mlir-print-ir-after={LAST_PASS}",
         ]  # fmt: skip

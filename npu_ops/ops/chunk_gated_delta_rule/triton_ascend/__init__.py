@@ -15,6 +15,9 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend import backward, chunks, f
 
 # The unified buffer holds the state in fp32 and what is added to it, beside a chunk's rows.
 STATE_BYTES = 64 * 1024
+# Of the rows of states that gradients_kernel multiplies at a time; half where a token's row of
+# values takes more room itself.
+PRODUCT_BYTES = 32 * 1024
 # Rows of two states that are multiplied at a time.
 ROWS = 32
 
@@ -23,6 +26,7 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, o, final_state
 ):
     """Write o, and final_state unless it is None; the arguments are the operator's."""
+    chunk_size = _chunk_size(q, v, chunk_size)
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
     solved, scores = _within_chunks(q, k, gates, spans, scale)
@@ -38,6 +42,7 @@ def chunk_gated_delta_rule_backward(
     dq, dk, dv, dg, dbeta, dh0,
 ):  # fmt: skip
     """Write the gradients; dh0 may be None. The arguments are the operator's."""
+    chunk_size = _chunk_size(q, v, chunk_size)
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
     solved, scores = _within_chunks(q, k, gates, spans, scale)
@@ -54,19 +59,49 @@ def chunk_gated_delta_rule_backward(
         do, dht, q, k, *gates, solved, scores, spans.starts, spans.firsts, dstates, dwanted, dv,
         dh0, scale, 1.0, spans.sequences, **constants,
     )  # fmt: skip
-    del solved, scores, constants["V_FIRST"]
-    constants["BV"] = max(16, next_power_of_2(v.shape[3]))
-    dg_sums, kept_sums, dbetas = (torch.empty_like(gates[0]) for _ in "gkb")
-    backward.gradients_kernel[_cube_grid(spans.number * q.shape[2], q.device)](
-        do, q, k, v, *gates, spans.spans, states, written, dstates, dwanted, dq, dk, dg_sums,
-        kept_sums, dbetas, scale, spans.number, **constants,
-    )  # fmt: skip
-    totals = gates[0].new_empty(gates[0].shape[:2])
-    del constants["H"], constants["BK"]
-    backward.inner_products_kernel[vector_grid(totals.numel(), q.device)](
-        states, dstates, gates[0], totals, spans.number, ROWS=ROWS, **constants
+    del solved, scores
+    sums = _gradients(
+        do, q, k, v, gates, spans, states, written, dstates, dwanted, dq, dk, scale, constants
     )
-    chunks.scatter(dg_sums, kept_sums, totals, dbetas, spans, dg, dbeta)
+    totals = _inner_products(states, dstates, gates[0])
+    chunks.scatter(*sums[:2], totals, sums[2], spans, dg, dbeta)
+
+
+def _gradients(
+    do, q, k, v, gates, spans, states, written, dstates, dwanted, dq, dk, scale, constants
+):
+    """Write dq and dk; return what gates and betas weigh, each [chunks, HV, C]."""
+    values = max(16, next_power_of_2(v.shape[3]))
+    room = PRODUCT_BYTES if values * states.element_size() <= 256 else PRODUCT_BYTES // 2
+    keys = min(constants["BK"], room // (states.element_size() * values))
+    blocks = cdiv(q.shape[3], keys)
+    sums = [gates[0].new_empty((blocks, *gates[0].shape)) for _ in "gkb"]
+    grid = _cube_grid(spans.number * q.shape[2] * blocks, q.device)
+    backward.gradients_kernel[grid](
+        do, q, k, v, *gates, spans.spans, states, written, dstates, dwanted, dq, dk, *sums, scale,
+        spans.number, H=q.shape[2], HV=v.shape[2], K=q.shape[3], V=v.shape[3], BK=keys, BV=values,
+        C=constants["C"],
+        # Two buffers for what it loads; there is no room for two of what the matrix unit hands it.
+        **hardware.ascend_options(q.device, limit_auto_multi_buffer_only_for_local_buffer=True),
+    )  # fmt: skip
+    return [part[0] if blocks == 1 else part.sum(0) for part in sums]
+
+
+def _inner_products(states, dstates, g_sums):
+    """What the decay of a chunk as a whole weighs, fp32 [chunks, HV]."""
+    number, value_heads, keys, values = states.shape
+    totals = g_sums.new_empty((number, value_heads))
+    backward.inner_products_kernel[vector_grid(totals.numel(), states.device)](
+        states, dstates, g_sums, totals, number, HV=value_heads, K=keys, V=values,
+        C=g_sums.shape[2], ROWS=ROWS, BV=max(16, next_power_of_2(values)),
+    )  # fmt: skip
+    return totals
+
+
+def _chunk_size(q, v, size: int) -> int:
+    """Tokens in a chunk: rows of more than 128 fp32 leave room for 32. The result is the same."""
+    wide = q.dtype != torch.bfloat16 and max(q.shape[3], v.shape[3]) > 128
+    return min(size, 32) if wide else size
 
 
 def _within_chunks(q, k, gates, spans, scale):

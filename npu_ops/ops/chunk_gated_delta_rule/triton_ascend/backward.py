@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.forward import (
-    load_columns,
     load_square,
     load_state,
     store_state,
@@ -41,7 +40,7 @@ def states_kernel(
     for item in range(tl.program_id(0), sequences * HV * blocks, tl.num_programs(0)):
         n, head, column = item // (HV * blocks), item // blocks % HV, item % blocks * BV
         value = column + tl.arange(0, BV)
-        state = load_state(initial_state, tl.cast(n * HV + head, tl.int64), value, K, V, BK,
+        state = load_state(initial_state, tl.cast(n * HV + head, tl.int64), value, K, V, BK, BV,
                            V_FIRST)  # fmt: skip
         begin, end = tl.load(starts + n), tl.load(starts + n + 1)
         chunk = tl.load(firsts + n)
@@ -49,7 +48,7 @@ def states_kernel(
             rows = end - first
             place = tl.cast(chunk + (first - begin) // C, tl.int64) * HV + head
             operand = state.to(wide)
-            store_state(states, operand, place, value, K, V, BK, False)
+            store_state(states, operand, place, value, K, V, BK, BV, False)
             b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
             last = tl.load(g_sums + place * C + C - 1)
             b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
@@ -79,7 +78,7 @@ def state_gradients_kernel(
         n, head, column = item // (HV * blocks), item // blocks % HV, item % blocks * BV
         value = column + tl.arange(0, BV)
         here = tl.cast(n * HV + head, tl.int64)
-        dstate = load_state(dht, here, value, K, V, BK, V_FIRST)
+        dstate = load_state(dht, here, value, K, V, BK, BV, V_FIRST)
         begin, end = tl.load(starts + n), tl.load(starts + n + 1)
         chunks = tl.cdiv(end - begin, C)
         chunk = tl.load(firsts + n)
@@ -89,7 +88,7 @@ def state_gradients_kernel(
             rows = end - first
             place = tl.cast(chunk + index, tl.int64) * HV + head
             operand = dstate.to(wide)
-            store_state(dstates, operand, place, value, K, V, BK, False)
+            store_state(dstates, operand, place, value, K, V, BK, BV, False)
             b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
             last = tl.load(g_sums + place * C + C - 1)
             gamma = tl.exp(b_g)[:, None]
@@ -110,7 +109,7 @@ def state_gradients_kernel(
             more = tl.dot(tl.trans(asked), b_do, input_precision="ieee")
             more = tl.dot(tl.trans(recalling), b_dwanted, more, input_precision="ieee")
             dstate = dstate * tl.exp(last) + more
-        store_state(dh0, dstate, here, value, K, V, BK, V_FIRST)
+        store_state(dh0, dstate, here, value, K, V, BK, BV, V_FIRST)
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -134,24 +133,41 @@ def inner_products_kernel(
         tl.store(totals + place, tl.sum(total, 0) * decay)
 
 
+@triton.jit
+def load_keys(states, place, key, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+              BV: tl.constexpr):  # fmt: skip
+    """Rows `key` of a state, [BK, BV]."""
+    value = tl.arange(0, BV)
+    at = place * (K * V) + key[:, None] * V + value[None, :]
+    if K % BK == 0 and BV == V:
+        return tl.load(states + at)
+    else:
+        return tl.load(states + at, mask=(key < K)[:, None] & (value < V)[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=["number", "scale"])
 def gradients_kernel(
     do, q, k, v, g_sums, betas, spans, states, written, dstates, dwanted, dq, dk, dg_sums,
     kept_sums, dbetas, scale, number, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Everything of one chunk and one key head, summed over its value heads.
+    """Everything of one chunk and BK keys of one head, summed over its value heads.
 
+    What those keys add to the gradients of gates and betas goes to a part of its own: dg_sums,
+    kept_sums and dbetas are [blocks of keys, chunks, HV, C].
     No sum crosses rows, for the two vector cores share a tile out by rows: a column of scores sums
     up to k times the gradient of k by them.
     """
     row = tl.arange(0, C)
     wide = states.dtype.element_ty
-    for item in range(tl.program_id(0), number * H, tl.num_programs(0)):
-        chunk, head = item // H, item % H
+    blocks: tl.constexpr = (K + BK - 1) // BK
+    for item in range(tl.program_id(0), number * H * blocks, tl.num_programs(0)):
+        chunk, head, block = item // (H * blocks), item // blocks % H, item % blocks
         first, rows = tl.load(spans + 2 * chunk), tl.load(spans + 2 * chunk + 1)
-        b_q = load_rows(q, first, rows, H, head, K, BK, C).to(wide)
-        b_k = load_rows(k, first, rows, H, head, K, BK, C).to(wide)
+        column = block * BK
+        key = column + tl.arange(0, BK)
+        b_q = load_rows(q, first, rows, H, head, K, BK, C, column).to(wide)
+        b_k = load_rows(k, first, rows, H, head, K, BK, C, column).to(wide)
         sum_q, sum_k = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
         for value_head in range(head * (HV // H), (head + 1) * (HV // H)):
             place = tl.cast(chunk * HV + value_head, tl.int64)
@@ -161,7 +177,8 @@ def gradients_kernel(
             b_v = load_rows(v, first, rows, HV, value_head, V, BV, C).to(tl.float32)
             b_written = load_rows(written, first, rows, HV, value_head, V, BV, C)
             b_dwanted = load_rows(dwanted, first, rows, HV, value_head, V, BV, C)
-            d_beta = tl.sum(b_dwanted.to(tl.float32) * b_v, 1)
+            part = (tl.cast(block * number, tl.int64) * HV + place) * C + row
+            d_beta = tl.sum(b_dwanted.to(tl.float32) * b_v, 1) * tl.where(block == 0, 1.0, 0.0)
 
             decay = decays(b_g, C)
             d_qk = tl.dot(b_do, tl.trans(b_written), input_precision="ieee") * decay * scale
@@ -180,7 +197,7 @@ def gradients_kernel(
             d_g -= tl.sum(within * wide_k, 1)
             sum_k += within
 
-            state = load_columns(states, place, tl.arange(0, BV), K, V, BK, False)
+            state = load_keys(states, place, key, K, V, BK, BV)
             asked = tl.dot(b_do, tl.trans(state), input_precision="ieee")
             asked = asked * (tl.exp(b_g) * scale)[:, None]
             asked += tl.dot(d_qk, b_k, input_precision="ieee")
@@ -194,12 +211,12 @@ def gradients_kernel(
             d_g -= of_row * b_beta
             sum_k -= recalled * b_beta[:, None]
 
-            dstate = load_columns(dstates, place, tl.arange(0, BV), K, V, BK, False)
+            dstate = load_keys(dstates, place, key, K, V, BK, BV)
             kept = tl.dot(b_written, tl.trans(dstate), input_precision="ieee")
             kept = kept * tl.exp(last - b_g)[:, None]
-            tl.store(kept_sums + place * C + row, tl.sum(kept * wide_k, 1))
+            tl.store(kept_sums + part, tl.sum(kept * wide_k, 1))
             sum_k += kept
-            tl.store(dg_sums + place * C + row, d_g)
-            tl.store(dbetas + place * C + row, d_beta)
-        store_rows(dq, sum_q, first, rows, H, head, K, BK, C)
-        store_rows(dk, sum_k, first, rows, H, head, K, BK, C)
+            tl.store(dg_sums + part, d_g)
+            tl.store(dbetas + part, d_beta)
+        store_rows(dq, sum_q, first, rows, H, head, K, BK, C, column)
+        store_rows(dk, sum_k, first, rows, H, head, K, BK, C, column)

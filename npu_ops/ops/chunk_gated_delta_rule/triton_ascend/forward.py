@@ -21,10 +21,10 @@ def state_place(value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
 
 @triton.jit
 def load_columns(states, place, value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-                 V_FIRST: tl.constexpr):  # fmt: skip
+                 BV: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
     """Columns of a state, [BK, BV], 0 beyond it."""
     at, exists = state_place(value, K, V, BK, V_FIRST)
-    if BK == K and V % value.shape[0] == 0:  # a mask is a tile, too
+    if BK == K and V % BV == 0:  # a mask is a tile, too
         state = tl.load(states + place * (K * V) + at)
     else:
         state = tl.load(states + place * (K * V) + at, mask=exists, other=0.0)
@@ -35,24 +35,24 @@ def load_columns(states, place, value, K: tl.constexpr, V: tl.constexpr, BK: tl.
 
 @triton.jit
 def load_state(states, place, value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-               V_FIRST: tl.constexpr):  # fmt: skip
+               BV: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
     """Columns of an fp32 state; 0 where there are no states."""
     if states is None:
-        return tl.zeros((BK, value.shape[0]), tl.float32)
+        return tl.zeros((BK, BV), tl.float32)
     else:
-        return load_columns(states, place, value, K, V, BK, V_FIRST)
+        return load_columns(states, place, value, K, V, BK, BV, V_FIRST)
 
 
 @triton.jit
 def store_state(states, state, place, value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-                V_FIRST: tl.constexpr):  # fmt: skip
+                BV: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
     """The inverse of `load_state`."""
     if states is not None:
         at, exists = state_place(value, K, V, BK, V_FIRST)
         if V_FIRST:
             state = tl.trans(state)
         state = state.to(states.dtype.element_ty)
-        if BK == K and V % value.shape[0] == 0:
+        if BK == K and V % BV == 0:
             tl.store(states + place * (K * V) + at, state)
         else:
             tl.store(states + place * (K * V) + at, state, mask=exists)
@@ -83,7 +83,7 @@ def forward_kernel(
         n, head, column = item // (HV * blocks), item // blocks % HV, item % blocks * BV
         value = column + tl.arange(0, BV)
         here = tl.cast(n * HV + head, tl.int64)
-        state = load_state(initial_state, here, value, K, V, BK, V_FIRST)
+        state = load_state(initial_state, here, value, K, V, BK, BV, V_FIRST)
         begin, end = tl.load(starts + n), tl.load(starts + n + 1)
         chunk = tl.load(firsts + n)
         for first in range(begin, end, C):
@@ -107,4 +107,4 @@ def forward_kernel(
             kept = (b_k.to(tl.float32) * tl.exp(last - b_g)[:, None]).to(wide)
             added = tl.dot(tl.trans(kept), written, input_precision="ieee")
             state = state * tl.exp(last) + added
-        store_state(final_state, state, here, value, K, V, BK, V_FIRST)
+        store_state(final_state, state, here, value, K, V, BK, BV, V_FIRST)
