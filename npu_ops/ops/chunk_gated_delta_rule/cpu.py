@@ -136,7 +136,7 @@ class _Chunk:
         self.k = self.kq[:, :count]
         self.k.copy_(x.k[b, span].transpose(0, 1))
         if queries:
-            torch.mul(x.q[b, span].transpose(0, 1), x.scale, out=self.kq[:, count:])
+            self.kq[:, count:].copy_(x.q[b, span].transpose(0, 1)).mul_(x.scale)  # in fp32
         self.v = scratch("v", group, heads, count, values)
         self.v.copy_(_grouped(x.v[b, span], heads))
         self.products = torch.bmm(
@@ -257,4 +257,4 @@ def _chunk_backward(chunk, x, scratch, do_tokens, state, dstate, dq, dk, dv, dg,
     dkq = torch.bmm(dproducts, chunk.kq, out=scratch("dkq", heads, 2 * count, keys))
     _add_each(dkq, drecalled, state.transpose(2, 3))
     torch.add(dkq[:, :count], dk_written, out=dk.transpose(0, 1))
-    torch.mul(dkq[:, count:], x.scale, out=dq.transpose(0, 1))
+    dq.transpose(0, 1).copy_(dkq[:, count:].mul_(x.scale))
