@@ -540,7 +540,7 @@ def test_a_model_with_ours(module, monkeypatch):
     assert len(calls) == 3  # the fourth layer is one of attention
     of_decay = [name for name in expected if re.search("A_log|dt_bias|in_proj_(a|ba)\\.", name)]
     for name in of_decay:  # theirs has lost 2 to 4 digits more than ours, against fp64
-        assert_close(name, actual.pop(name), expected.pop(name), Tolerance(0.1, 1e-5))
+        assert_close(name, actual.pop(name), expected.pop(name), Tolerance(0.1, 3e-5))
     assert len(of_decay) == 9
     assert_same_steps(actual, expected)
 
