@@ -1,0 +1,138 @@
+"""Bytes that the chunked gated delta rule moves per token, forward and backward.
+
+    npu-ops emulate -- python benchmarks/traffic_chunk_gated_delta_rule.py
+
+Global memory: what the kernels load and store, counted as they run on the emulated NPU, and the
+inputs and outputs of every torch operator between them; at 512 tokens less at 256, so that what
+does not grow with them cancels. Workspace: what the compiled kernels hand over between matrix unit
+and vector cores, written and read once, from the vendor compiler's output.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import math
+import pathlib
+import re
+import sys
+
+import torch
+import triton  # noqa: F401, I001  (first: the emulated NPU joins it as it is imported)
+from npu_ops_emulator import triton_driver
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import npu_ops
+from npu_ops.core import registry
+from npu_ops.ops.chunk_gated_delta_rule import op
+from npu_ops.tools.compile import hivm, vendor
+
+HEADS, VALUE_HEADS, DIM, CHUNK = 16, 32, 128, 64
+FIELDS = ("pass", "kernel", "loaded", "stored", "workspace")
+PER_KEY_HEAD = ("intra_kernel",)  # the others hand tiles over once for each value head
+RESULTS = pathlib.Path(__file__).parent / "results" / "npu-emulated-traffic.csv"
+
+
+class Glue(TorchDispatchMode):
+    """Adds up the bytes that torch's own operators read and write."""
+
+    def __init__(self):
+        super().__init__()
+        self.loaded = self.stored = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and not func.is_view and "empty" not in func.__name__:
+            self.loaded += sum(map(_bytes, args))
+            self.stored += sum(map(_bytes, out if isinstance(out, (tuple, list)) else (out,)))
+        return out
+
+
+def _bytes(x) -> int:
+    if isinstance(x, (tuple, list)):
+        return sum(map(_bytes, x))
+    return x.nbytes if isinstance(x, torch.Tensor) else 0
+
+
+def moved(tokens: int) -> dict[tuple[str, str], tuple[int, int]]:
+    """(pass, kernel) -> bytes loaded and stored."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(HEADS, DIM), (HEADS, DIM), (VALUE_HEADS, DIM)]
+    q, k, v = (torch.randn((1, tokens, *s), generator=draw).bfloat16().npu() for s in shapes)
+    g, beta = (torch.rand((1, tokens, VALUE_HEADS), generator=draw).npu() for _ in range(2))
+    inputs = (q, k, v, -g, beta, None, None, DIM**-0.5, CHUNK, False)
+    found = {}
+    with counted("forward", found):  # not through torch's dispatcher, which hides what is inside
+        o, _ = op._forward(*inputs, False)
+    grad = torch.ones_like(o)
+    with counted("backward", found):
+        op._backward(grad, None, *inputs)
+    return found
+
+
+class counted:
+    """Counts a block into `found`."""
+
+    def __init__(self, name: str, found: dict):
+        self.name, self.found, self.glue = name, found, Glue()
+
+    def __enter__(self):
+        triton_driver.reset_statistics()
+        self.glue.__enter__()
+
+    def __exit__(self, *error):
+        self.glue.__exit__(*error)
+        for kernel, seen in triton_driver.statistics().items():
+            self.found[self.name, kernel] = seen.bytes_loaded, seen.bytes_stored
+        self.found[self.name, "torch operators"] = self.glue.loaded, self.glue.stored
+
+
+def workspaces() -> dict[str, float]:
+    """kernel -> bytes per token through the workspace."""
+    launches = importlib.import_module("npu_ops.tools.compile.launches")
+    sizes = [(HEADS, DIM), (HEADS, DIM), (VALUE_HEADS, DIM)]
+    inputs = [torch.randn(1, CHUNK, *s, dtype=torch.bfloat16) for s in sizes]
+    inputs += [-torch.rand(1, CHUNK, VALUE_HEADS), torch.rand(1, CHUNK, VALUE_HEADS)]
+    inputs = [x.requires_grad_() for x in inputs]
+    with launches.recorded("traffic") as found, registry.as_if_on("npu"):
+        o, _ = npu_ops.chunk_gated_delta_rule(*inputs, chunk_size=CHUNK)
+        torch.autograd.grad(o, inputs, torch.ones_like(o))
+    return {launch.name: 2 * _workspace(launch) / CHUNK for launch in found}
+
+
+def _workspace(launch) -> int:
+    """Bytes of workspace of all value heads of one chunk."""
+    options = dict(launch.options)
+    signature, constants = dict(launch.signature), dict(launch.constants)
+    text = vendor.lower(launch.kernel, signature, constants, vendor.SOCS[0], **options)
+    made, _ = vendor.compile(launch.name, text, vendor.SOCS[0], **options)
+    cube = [f for f in hivm.functions(made) if f"@{launch.name}_mix_aic" in f]
+    views = re.findall(
+        r"memref\.view .*? to memref<((?:\d+x)+)(\w+), #hivm.address_space<gm>>", "".join(cube)
+    )
+    tiles = sum(
+        hivm.BYTES[dtype] * math.prod(map(int, shape.split("x")[-3:-1]))  # [buffers,] rows, columns
+        for shape, dtype in views
+    )
+    return tiles * (HEADS if launch.name in PER_KEY_HEAD else VALUE_HEADS)
+
+
+def main() -> None:
+    small, large = moved(256), moved(512)
+    through = workspaces()
+    rows = []
+    for (name, kernel), (loaded, stored) in large.items():
+        before = small.get((name, kernel), (0, 0))
+        rows.append([name, kernel, (loaded - before[0]) / 256, (stored - before[1]) / 256,
+                     through.get(kernel, 0)])  # fmt: skip
+    for name in ("forward", "backward"):
+        of_pass = [row[2:] for row in rows if row[0] == name]
+        rows.append([name, "all", *map(sum, zip(*of_pass, strict=True))])
+    with RESULTS.open("w", newline="") as file:
+        csv.writer(file).writerows([FIELDS, *rows])
+    for row in rows:
+        print(f"{row[0]:9}{row[1]:26}" + "".join(f"{x:12,.0f}" for x in row[2:]), file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
