@@ -6,7 +6,7 @@ import torch
 
 from npu_ops.core import check, library, log
 from npu_ops.core.registry import explains
-from npu_ops.ops.chunk_gated_delta_rule import op
+from npu_ops.ops.chunk_gated_delta_rule import context_parallel, op
 from npu_ops.ops.chunk_gated_delta_rule.reference import compute_dtype
 from npu_ops.ops.fused_recurrent_gated_delta_rule import (
     check_cu_seqlens,
@@ -42,6 +42,7 @@ def chunk_gated_delta_rule(
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     chunk_size: int = 64,
+    cp_group: torch.distributed.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What each token reads from a state that decays, and that moves towards (k, v) by beta.
 
@@ -71,6 +72,9 @@ def chunk_gated_delta_rule(
         use_gate_in_kernel: g is raw and becomes `-exp(A_log) softplus(g + dt_bias)` (`gdn_gate`).
         A_log, dt_bias: `[HV]`, for `use_gate_in_kernel` alone; dt_bias may be None.
         chunk_size: 16, 32 or 64 tokens.
+        cp_group: the tokens are one span of a sequence whose other spans, of any length, the other
+            ranks of this group have, in the order of ranks; all call this and go backward together.
+            Without initial_state and cu_seqlens. The final state is that after this rank's span.
 
     Returns:
         o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable, once,
@@ -86,8 +90,10 @@ def chunk_gated_delta_rule(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu,
         chunk_indices, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
-        chunk_size=chunk_size,
+        chunk_size=chunk_size, cp_group=cp_group,
     )  # fmt: skip
+    if cp_group is not None:
+        args = _continued(cp_group, *args)
     o, final_state = op.call(*args)
     return o, final_state if output_final_state else None
 
@@ -97,6 +103,7 @@ def _prepare(
     use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
     state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, *,
     use_gate_in_kernel=False, A_log=None, dt_bias=None, chunk_size=64,
+    cp_group=None,
 ):  # fmt: skip
     """Check the public arguments; return them as the operator takes them."""
     check_heads(q, k, v)
@@ -112,6 +119,9 @@ def _prepare(
     check_flags(
         g, beta, A_log, dt_bias, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, v
     )
+    for name, x in (("initial_state", initial_state), ("cu_seqlens", cu_seqlens)):
+        if x is not None and cp_group is not None:
+            raise ValueError(f"{name}: got one with cp_group, needs None")
     check.one_of("chunk_size", chunk_size, op.CHUNK_SIZES)
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
@@ -126,6 +136,13 @@ def _prepare(
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     settings = scale, int(chunk_size), bool(state_v_first), bool(output_final_state)
     return q, k, v, g.to(wide), beta, initial_state, cu_seqlens, *settings
+
+
+def _continued(group, q, k, v, g, beta, _, cu_seqlens, scale, chunk_size, state_v_first, wanted):
+    """The operator's arguments, from the state that the spans of earlier ranks leave."""
+    settings = scale, chunk_size, state_v_first
+    state = context_parallel.initial_state(q, k, v, g, beta, *settings, group)
+    return q, k, v, g, beta, state, cu_seqlens, *settings, wanted
 
 
 def _warn_of_growth(g) -> None:

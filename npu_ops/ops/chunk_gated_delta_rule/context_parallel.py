@@ -1,0 +1,60 @@
+"""One sequence over several ranks, each with a span of its tokens.
+
+What a span does to a state is affine, `S -> M S + h`, with a K by K matrix M and an h of a state's
+size: h is the final state from 0, and M the final state from the identity of the same span with
+v = 0. Each rank finds its own at once with the others, all gather all, and compose those before
+their own into the state that they start from. Gradients go back the same way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed
+
+from npu_ops.ops.chunk_gated_delta_rule import op
+
+
+class _AllGather(torch.autograd.Function):
+    """`[ranks, ...]` of every rank's tensor; its gradient is the sum of all ranks' for it."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        out = x.new_empty((distributed.get_world_size(group), *x.shape))
+        distributed.all_gather(list(out.unbind()), x.contiguous(), group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        distributed.all_reduce(grad, group=ctx.group)
+        return grad[distributed.get_rank(ctx.group)], None
+
+
+def initial_state(q, k, v, g, beta, scale, chunk_size, state_v_first, group):
+    """The state before this rank's span, `[B, HV, K, V]` or `[B, HV, V, K]`, with gradients.
+
+    Arguments as the operator's. Every rank of `group` calls this, also in the backward.
+    """
+    batch, length, value_heads, values = v.shape
+    keys = k.shape[3]
+
+    def final_state(v, state):
+        return op.call(k, k, v, g, beta, state, None, scale, chunk_size, False, True)[1]
+
+    added = final_state(v, None)
+    identity = torch.eye(keys, dtype=g.dtype, device=g.device)
+    identity = identity.expand(batch, value_heads, keys, keys).contiguous()
+    kept = final_state(v.new_zeros((batch, length, value_heads, keys)), identity)
+    gathered = _AllGather.apply(torch.cat([kept, added], -1), group)
+    state = _compose(*gathered.split([keys, values], -1))[distributed.get_rank(group)]
+    return state.transpose(-1, -2) if state_v_first else state
+
+
+def _compose(kept, added):
+    """The state before every span: all of them, so that every rank's backward meets the others'."""
+    states = [torch.zeros_like(added[0])]
+    with torch.autocast(added.device.type, enabled=False):
+        for m, h in zip(kept[:-1], added[:-1], strict=True):
+            states.append(m @ states[-1] + h)
+        return torch.stack(states)
