@@ -35,6 +35,8 @@ class Patch:
     versions: of the framework, that it was tested with.
     remove_when: when this patch can go.
     rebind: replace it also in modules that imported it by value.
+    optional: the attribute may not be there; `make` is given None, and revert deletes it.
+    also: modules that import it by value, for what cannot be recognised there: None or a bool.
     note: says more of an applied patch, e.g. a count.
     """
 
@@ -46,6 +48,8 @@ class Patch:
     versions: str
     remove_when: str
     rebind: bool = True
+    optional: bool = False
+    also: Names = ()
     note: Callable[[], str] | None = None
 
     @property
@@ -85,6 +89,7 @@ class _Applied:
         return Status(self.patch.target, self.patch.op, state, note)
 
 
+_ABSENT = object()  # in place of an attribute that is not there
 _applied: list[_Applied] = []
 _lock = threading.RLock()  # modules may be imported by several threads
 
@@ -184,6 +189,8 @@ def _why_not(patch: Patch) -> str | None:
         owner, name = _locate(patch)
         original = vars(owner)[name]
     except KeyError as missing:
+        if patch.optional and missing.args[0] == name:
+            return None
         return f"{patch.module} has no {missing.args[0]}; it was there in {patch.versions}"
     if not patch.signatures:
         return None
@@ -215,12 +222,12 @@ def _whose(value: Any) -> str:
 def _try(patch: Patch, holders: _Holders) -> Status:
     """Apply all of a patch or nothing."""
     owner, name = _locate(patch)
-    original = vars(owner)[name]
+    original = vars(owner).get(name, _ABSENT)
     try:
-        replacement = patch.make(original)
+        replacement = patch.make(None if original is _ABSENT else original)
         had = holders.of(replacement, name)
-        places = [(owner, name), *(holders.of(original, name) if patch.rebind else ())]
-        holders.replace(places, original, replacement)
+        places = dict.fromkeys([(owner, name), *_importers(patch, original, name, holders)])
+        holders.replace(list(places), original, replacement)
     except Exception as error:  # what a framework does to its own modules is not for us to foresee
         reason = f"refused: it cannot be made: {type(error).__name__}: {error}"
         return Status(patch.target, patch.op, reason)
@@ -232,14 +239,16 @@ def _verified(applied: _Applied, top: _Applied, holders: _Holders) -> str:
     current = applied.here()
     if current is not top.replacement:
         return f"overwritten by {_whose(current)}"
-    captured = _captured(applied, holders)
+    importers = _importers(applied.patch, applied.original, applied.name, holders)
+    captured = sorted({module.__name__ for module, _ in importers})
     return f"captured too early by {', '.join(captured)}" if captured else "applied"
 
 
-def _captured(applied: _Applied, holders: _Holders) -> list[str]:
-    if not applied.patch.rebind:
-        return []
-    return sorted({module.__name__ for module, _ in holders.of(applied.original, applied.name)})
+def _importers(patch: Patch, original: Any, name: str, holders: _Holders) -> list[Place]:
+    """Where else `original` is."""
+    found = holders.of(original, name) if patch.rebind else []
+    modules = filter(None, map(sys.modules.get, patch.also))
+    return found + [(m, name) for m in modules if name in vars(m) and vars(m)[name] is original]
 
 
 def _revert(applied: _Applied, holders: _Holders) -> Status:
@@ -287,10 +296,17 @@ class _Holders:
         done = []
         try:
             for place in places:
-                setattr(*place, new)
+                _put(place, new)
                 done.append(place)
         except Exception:
             for place in done:
-                setattr(*place, old)
+                _put(place, old)
             raise
         self._places[id(new)] += [p for p in places if isinstance(p[0], types.ModuleType)]
+
+
+def _put(place: Place, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(*place)
+    else:
+        setattr(*place, value)

@@ -148,6 +148,37 @@ def test_an_empty_slot_is_filled_where_that_is_expected(host):
     assert host.maths.slot is None
 
 
+def test_an_attribute_that_is_not_there_can_be_filled_and_goes_again(host):
+    fill = patch("host.maths:hole", lambda original: double, signatures=(None,))
+    assert state(patching.plan([fill]), "host.maths:hole") == (
+        "refused: host.maths has no hole; it was there in host 1 to 3"
+    )
+    made_of = []
+    optional = patch(
+        "host.maths:hole", lambda original: made_of.append(original) or double, optional=True
+    )
+    assert state(patching.apply([optional]), "host.maths:hole") == "applied"
+    assert host.maths.hole is double and made_of == [None]
+    host.model.imported = host.maths.hole
+    patching.revert()
+    assert not hasattr(host.maths, "hole") and not hasattr(host.model, "imported")
+
+
+def test_importers_of_an_empty_slot_are_named(host):
+    """Nothing tells one None from another."""
+    host.model.slot = host.model.other = None
+    fill = patch(
+        "host.maths:slot", lambda original: double, signatures=(None,),
+        also=("host.model", "host.elsewhere"),
+    )  # fmt: skip
+    assert state(patching.apply([fill]), "host.maths:slot") == "applied"
+    assert host.maths.slot is host.model.slot is double and host.model.other is None
+    host.model.slot = None
+    assert state(patching.verify(), "host.maths:slot") == "captured too early by host.model"
+    patching.revert()
+    assert host.maths.slot is None and host.model.slot is None
+
+
 def test_a_borrowed_object_is_replaced_by_name_alone(host):
     """As `jit_fuser`, which is torch.compile: other names of that are not ours to change."""
     import torch
