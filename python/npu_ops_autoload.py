@@ -17,6 +17,8 @@ WATCHED = frozenset(
         "megatron.core.jit",
         "megatron.core.fusions.fused_bias_dropout",
         "megatron.core.models.common.embeddings.rope_utils",
+        "megatron.core.ssm.gated_delta_net",
+        "megatron.core.ssm.gated_delta_net.common",
     }
 )
 

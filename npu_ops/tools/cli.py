@@ -99,7 +99,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=10, help="Training steps.")] = 30,
     seeds: Annotated[int, typer.Option(min=2, help="Runs with dropout, each with its seed.")] = 4,
 ) -> None:
-    """Train a real megatron-core model without and with npu-ops, and compare."""
+    """Train real megatron-core models without and with npu-ops, and compare."""
     from npu_ops.tools import demo
 
     try:

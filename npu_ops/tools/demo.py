@@ -1,4 +1,4 @@
-"""The demo: a real megatron-core model trained without and with npu-ops, and what differs.
+"""The demo: real megatron-core models trained without and with npu-ops, and what differs.
 
 The two sides are two processes of the same program (`demo_model`), one with NPU_OPS_DISABLE set.
 Nothing else tells them apart: npu-ops registers itself.
@@ -28,6 +28,12 @@ from npu_ops.tools import bench, demo_data, demo_model, doctor, report, where
 BATCH, LENGTH, DROPOUT = 4, 512, 0.1
 VERSION = "0.16.1"
 ALONE, OURS = "megatron-core alone", "with npu-ops"
+MODELS = {"gpt": "GPT", "hybrid": "Gated Delta Net and attention 3:1"}
+HYBRID = (
+    "The hybrid wants flash-linear-attention, which is not used: alone it computes by Megatron's "
+    "functions in PyTorch (deterministic mode), with npu-ops by ours."
+)
+Run = tuple[str, float, int]  # model, dropout, seed
 # Without dropout the sides differ by rounding in fp32, which 30 steps of AdamW enlarge.
 EQUAL = 1e-4
 # With dropout the masks differ. A fair test calls equal things different once in so many times.
@@ -45,9 +51,12 @@ class Check:
 
 @dataclasses.dataclass
 class Side:
-    """One of the two programs: a list of losses for each run, and what it says of itself."""
+    """One of the two programs: by model a list of losses for each run, and what it says of itself.
 
-    losses: list[list[float]]
+    The first run of each model has no dropout.
+    """
+
+    losses: dict[str, list[list[float]]]
     end: dict
 
 
@@ -75,7 +84,7 @@ def run(
     device = device or ("npu" if found["machine"]["npu devices"] else "cpu")
     console.rule(f"training, device {device}")
     with prepared(folder, device, steps) as command:
-        sides = train(command, device, steps, seeds, console)
+        sides = train(command, device, steps, runs_of(seeds), console)
         checks = compare(*sides.values())
         if device == "npu-emulated":
             checks.append(two_ranks(command, steps, sides, console))
@@ -116,6 +125,21 @@ def find_megatron(folder: pathlib.Path | None) -> pathlib.Path | None:
     return chosen
 
 
+def runs_of(seeds: int) -> list[Run]:
+    """GPT without dropout and with it, then the hybrid model without, where it can train."""
+    runs = [("gpt", 0.0, 0), *(("gpt", DROPOUT, seed) for seed in range(seeds))]
+    return runs if why_no_hybrid() else [*runs, ("hybrid", 0.0, 0)]
+
+
+def why_no_hybrid() -> str | None:
+    """None, or a sentence on why the hybrid model does not train."""
+    package = importlib.util.find_spec("megatron")
+    folders = map(pathlib.Path, package.submodule_search_locations)
+    if not any(any(folder.glob("core/ssm/gated_delta_net*")) for folder in folders):
+        return "No hybrid model: this megatron-core has no Gated Delta Net; 0.16 to 0.19 have it."
+    return None
+
+
 @contextlib.contextmanager
 def prepared(folder, device: str, steps: int) -> Iterator[Command]:
     """The training program and its data, without what tells one run from another."""
@@ -136,20 +160,20 @@ class Command:
     python: list[str]
     arguments: list[str]
 
-    def line(self, runs: list[tuple[float, int]], ranks: int = 1) -> list[str]:
-        """The command line for (dropout, seed) of each run, with so many tensor-parallel ranks."""
+    def line(self, runs: list[Run], ranks: int = 1) -> list[str]:
+        """The command line for these runs, with so many tensor-parallel ranks."""
         torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        dropouts, seeds = ([str(value) for value in values] for values in zip(*runs, strict=True))
+        columns = ([str(value) for value in values] for values in zip(*runs, strict=True))
+        models, dropouts, seeds = columns
         started = [*self.python, *(torchrun if ranks > 1 else []), *self.arguments]
-        return [*started, "--dropout", *dropouts, "--seeds", *seeds]
+        return [*started, "--models", *models, "--dropout", *dropouts, "--seeds", *seeds]
 
 
-def train(command: Command, device: str, steps: int, seeds: int, console) -> dict[str, Side]:
+def train(command: Command, device: str, steps: int, runs: list[Run], console) -> dict[str, Side]:
     """Run both programs at the same time, a thread each."""
-    plan = [(0.0, 0), *((DROPOUT, seed) for seed in range(seeds))]
     with progress(console) as bars:
         readers = {
-            name: Reader(command.line(plan), switches, bars, name, len(plan) * steps)
+            name: Reader(command.line(runs), switches, bars, name, len(runs) * steps)
             for name, switches in {ALONE: without(device), OURS: with_us(device)}.items()
         }
         return {name: reader.result() for name, reader in readers.items()}
@@ -167,11 +191,11 @@ def with_us(device: str) -> dict[str, str]:
 
 def two_ranks(command: Command, steps: int, sides: dict[str, Side], console: Console) -> Check:
     """Tensor parallelism over two NPUs computes what one does."""
-    line = command.line([(0.0, 0)], ranks=2)
+    line = command.line([("gpt", 0.0, 0)], ranks=2)
     with progress(console) as bars:
         reader = Reader(line, with_us("npu"), bars, "two ranks", steps)
         two = reader.result()
-    worst = largest_difference(sides[OURS], two)
+    worst = largest_difference(sides[OURS], two, "gpt")
     detail = f"losses differ by {worst:.1e} at most, allowed {EQUAL:.0e}"
     return Check("two tensor-parallel ranks equal one", worst <= EQUAL, detail)
 
@@ -190,7 +214,7 @@ class Reader(threading.Thread):
         self._command, self._bars = command, bars
         self._task = bars.add_task(name, total=steps, loss="-")
         self._environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"} | switches
-        self._losses: dict[int, list[float]] = {}
+        self._losses: dict[str, dict[int, list[float]]] = {}
         self._end = None
         self.start()
 
@@ -208,7 +232,8 @@ class Reader(threading.Thread):
         if "end" in row:
             self._end = row["end"]
             return
-        self._losses.setdefault(row["run"], []).append(row["loss"])
+        runs = self._losses.setdefault(row["model"], {})
+        runs.setdefault(row["run"], []).append(row["loss"])
         self._bars.update(self._task, advance=1, loss=f"{row['loss']:.3f}")
 
     def result(self) -> Side:
@@ -216,20 +241,26 @@ class Reader(threading.Thread):
         self.join()
         if self._end is None:
             raise RuntimeError(f"training failed: {self._failure}")
-        return Side(list(self._losses.values()), self._end)
+        return Side({model: list(r.values()) for model, r in self._losses.items()}, self._end)
 
 
 def compare(alone: Side, ours: Side) -> list[Check]:
     """What must hold between the two sides."""
-    return [took_part(alone, ours), decreases(alone, ours), equal(alone, ours), alike(alone, ours)]
+    checks = [took_part(alone, ours), decreases(alone, ours)]
+    checks += [equal(alone, ours, model) for model in alone.losses]
+    return [*checks, alike(alone, ours)]
 
 
 def took_part(alone: Side, ours: Side) -> Check:
     """Or the comparison would be of Megatron with itself."""
     applied = [row["state"] == "applied" for row in ours.end["patches"]]
-    calls = [sum(side.end["operators"].values()) for side in (alone, ours)]
-    passed = bool(applied) and all(applied) and calls[0] == 0 < calls[1]
-    detail = f"{len(applied)} replacements; {calls[1]} operator calls a step, {calls[0]} without"
+    without, calls = (
+        [sum(operators.values()) for operators in side.end["operators"].values()]
+        for side in (alone, ours)
+    )
+    passed = bool(applied) and all(applied) and not any(without) and all(calls)
+    counts = " and ".join(map(str, calls))
+    detail = f"{len(applied)} replacements; {counts} operator calls a step, {sum(without)} without"
     return Check("npu-ops took part on one side only", passed, detail)
 
 
@@ -238,28 +269,30 @@ def decreases(alone: Side, ours: Side) -> Check:
     drops = [
         statistics.mean(losses[:5]) - statistics.mean(losses[-5:])
         for side in (alone, ours)
-        for losses in side.losses
+        for runs in side.losses.values()
+        for losses in runs
     ]
     return Check("the loss decreases in every run", min(drops) > 0, f"by {min(drops):.2f} at least")
 
 
-def equal(alone: Side, ours: Side) -> Check:
+def equal(alone: Side, ours: Side, model: str) -> Check:
     """Without dropout the sides compute the same."""
-    worst = largest_difference(alone, ours)
+    worst = largest_difference(alone, ours, model)
     detail = f"losses differ by {worst:.1e} at most, allowed {EQUAL:.0e}"
-    return Check("equal without dropout", worst <= EQUAL, detail)
+    return Check(f"equal without dropout: {MODELS[model]}", worst <= EQUAL, detail)
 
 
-def largest_difference(one: Side, other: Side) -> float:
-    """Between the losses of the first run, which has no dropout."""
-    return max(abs(a - b) for a, b in zip(one.losses[0], other.losses[0], strict=True))
+def largest_difference(one: Side, other: Side, model: str) -> float:
+    """Between the losses of the first run of a model, which has no dropout."""
+    first = (side.losses[model][0] for side in (one, other))
+    return max(abs(a - b) for a, b in zip(*first, strict=True))
 
 
 def alike(alone: Side, ours: Side) -> Check:
     """With dropout the final losses of the seeds could come from one distribution."""
     from scipy import stats
 
-    ends = [[statistics.mean(run[-5:]) for run in side.losses[1:]] for side in (alone, ours)]
+    ends = [[statistics.mean(run[-5:]) for run in side.losses["gpt"][1:]] for side in (alone, ours)]
     p = stats.ttest_ind(*ends, equal_var=False).pvalue
     shown = " and ".join(
         f"{statistics.mean(end):.3f} \u00b1 {statistics.stdev(end):.3f}" for end in ends
@@ -271,16 +304,23 @@ def alike(alone: Side, ours: Side) -> Check:
 def page(device: str, sides: dict[str, Side], checks: list[Check]) -> dict:
     """What the report shows of the training."""
     end = sides[OURS].end
-    titles = {0: "no dropout", 1: f"dropout {DROPOUT}, first seed"}
+    titles = {
+        ("gpt", 0): "GPT, no dropout",
+        ("gpt", 1): f"GPT, dropout {DROPOUT}, first seed",
+        ("hybrid", 0): "Gated Delta Net and attention 3:1, no dropout",
+    }
     return {
         "megatron": end["megatron"],
         "model": (
-            f"Device {device}. GPTModel, {end['layers']} layers, multimodal rotary embedding; text "
-            f"and pictures of scikit-learn as {BATCH} x {LENGTH} tokens a step."
+            f"Device {device}. GPTModel with multimodal rotary embedding: GPT, "
+            f"{end['layers']['gpt']} layers of attention, and a hybrid of {end['layers']['hybrid']}"
+            " layers. Text and pictures of scikit-learn as "
+            f"{BATCH} x {LENGTH} tokens a step. " + (why_no_hybrid() or HYBRID)
         ),
         "checks": checks,
         "curves": [
-            report.curves({name: side.losses[run] for name, side in sides.items()}, title)
-            for run, title in titles.items()
+            report.curves({name: side.losses[model][run] for name, side in sides.items()}, title)
+            for (model, run), title in titles.items()
+            if model in end["operators"]
         ],
     }

@@ -1,9 +1,9 @@
-"""Trains a small GPTModel of megatron-core with multimodal rotary embedding; prints JSON lines.
+"""Trains small models of megatron-core with multimodal rotary embedding; prints JSON lines.
 
 A program of its own, which knows Megatron and torch alone: whether npu-ops takes part is decided by
 the environment, as for anyone else's training program.
 
-    python demo_model.py batches.pt --megatron FOLDER --dropout 0 0.1 --seeds 0 1
+    python demo_model.py batches.pt --megatron FOLDER --models gpt gpt --dropout 0 0.1 --seeds 0 1
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -18,8 +19,22 @@ import sys
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LAYERS, HIDDEN, HEADS, GROUPS = 2, 128, 4, 2
+HIDDEN, HEADS, GROUPS = 128, 4, 2
 SECTION = [6, 5, 5]  # T, H and W of the 16 frequencies of a head
+GPT = {"num_layers": 2}
+# As Qwen3.5: three layers of Gated Delta Net to one of attention, twice as many value heads.
+HYBRID = {
+    "num_layers": 4,
+    "normalization": "RMSNorm",
+    "activation_func": torch.nn.functional.silu,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+MODELS = {"gpt": GPT, "hybrid": HYBRID}
 
 
 class NoTracker:
@@ -61,15 +76,15 @@ def start(device: str) -> None:
     random._CUDA_RNG_STATE_TRACKER = NoTracker()
 
 
-def build(vocabulary: int, length: int, dropout: float) -> torch.nn.Module:
+def build(model: str, vocabulary: int, length: int, dropout: float) -> torch.nn.Module:
     """The same model, with the same weights, each time."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     torch.manual_seed(0)
     config = TransformerConfig(
-        num_layers=LAYERS,
+        **MODELS[model],
+        deterministic_mode=model == "hybrid" and lacks_kernels(),
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
         num_query_groups=GROUPS,
@@ -85,18 +100,75 @@ def build(vocabulary: int, length: int, dropout: float) -> torch.nn.Module:
     )
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
+        transformer_layer_spec=layers(config),
         vocab_size=vocabulary,
         max_sequence_length=length,
         position_embedding_type="mrope",
     )
 
 
-def train(data: dict, vocabulary: int, dropout: float, seed: int, device: str):
+def layers(config):
+    """The local spec; where the config says so, layers of Gated Delta Net in it.
+
+    Megatron's function for such a mixture wants Transformer Engine.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    attention = get_gpt_layer_local_spec(normalization=config.normalization)
+    if getattr(config, "experimental_attention_variant", None) is None:
+        return attention
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    pattern = variants.get_linear_attention_pattern(config)
+    linear = gated_delta_net(attention)
+    return TransformerBlockSubmodules(
+        layer_specs=[linear if is_linear else attention for is_linear in pattern],
+        layer_norm=attention.submodules.input_layernorm,
+    )
+
+
+def gated_delta_net(attention):
+    """That layer, with Gated Delta Net in place of attention."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    parts = GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear,
+        out_norm=attention.submodules.input_layernorm,
+        out_proj=RowParallelLinear,
+    )
+    linear = ModuleSpec(module=GatedDeltaNet, submodules=parts)
+    return dataclasses.replace(
+        attention, submodules=dataclasses.replace(attention.submodules, self_attention=linear)
+    )
+
+
+def lacks_kernels() -> bool:
+    """Whether Megatron has no kernels for Gated Delta Net but fla's, which want a GPU.
+
+    Then its own functions compute, but for l2norm, which it does not have and gets here; without
+    fla it refuses to build a layer even so.
+    """
+    package = importlib.import_module("megatron.core.ssm.gated_delta_net")
+    module = sys.modules.get(f"{package.__name__}.common", package)
+    rule = module.chunk_gated_delta_rule
+    if rule is not None and not rule.__module__.startswith("fla."):
+        return False
+    module.HAVE_FLA, module.l2norm = True, l2norm
+    return True
+
+
+def l2norm(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6).to(x.dtype)
+
+
+def train(data: dict, vocabulary: int, name: str, dropout: float, seed: int, device: str):
     """Yield the loss of each step. Only dropout depends on `seed`."""
     tokens, positions = data["tokens"].to(device), data["positions"].to(device)
     length = positions.shape[-1]
-    model = build(vocabulary, length, dropout).to(device)
+    model = build(name, vocabulary, length, dropout).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
     torch.manual_seed(seed)
@@ -118,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("data", help="a file of tokens, positions and vocabulary")
     parser.add_argument("--megatron", help="the folder that megatron-core is in, if not installed")
+    parser.add_argument("--models", choices=MODELS, nargs="+", required=True, help="of each run")
     parser.add_argument("--dropout", type=float, nargs="+", required=True, help="of each run")
     parser.add_argument("--seeds", type=int, nargs="+", required=True, help="of each run")
     parser.add_argument("--device", default="cpu")
@@ -127,17 +200,20 @@ def main() -> None:
     data = torch.load(options.data)
     vocabulary = data.pop("vocabulary")
     start(options.device)
-    for run, (dropout, seed) in enumerate(zip(options.dropout, options.seeds, strict=True)):
-        for step, loss in enumerate(train(data, vocabulary, dropout, seed, options.device)):
-            report(run=run, step=step, loss=loss)
-    report(end=summary() | {"operators": operators(data, vocabulary, options.device)})
+    runs = list(zip(options.models, options.dropout, options.seeds, strict=True))
+    for run, (model, dropout, seed) in enumerate(runs):
+        for step, loss in enumerate(train(data, vocabulary, model, dropout, seed, options.device)):
+            report(model=model, run=run, step=step, loss=loss)
+    models = dict.fromkeys(options.models)
+    calls = {model: operators(data, vocabulary, model, options.device) for model in models}
+    report(end=summary() | {"operators": calls})
 
 
-def operators(data: dict, vocabulary: int, device: str) -> dict[str, int]:
+def operators(data: dict, vocabulary: int, model: str, device: str) -> dict[str, int]:
     """Which operators of npu-ops a step calls, and how often; none are called by this program."""
     first = {name: values[:1] for name, values in data.items()}
     with Counter() as counter:
-        list(train(first, vocabulary, 0.1, 0, device))
+        list(train(first, vocabulary, model, 0.1, 0, device))
     return counter.calls
 
 
@@ -162,7 +238,7 @@ def summary() -> dict:
     return {
         "megatron": megatron.core.__version__,
         "torch": torch.__version__,
-        "layers": LAYERS,
+        "layers": {name: model["num_layers"] for name, model in MODELS.items()},
         "threads": torch.get_num_threads(),
         "patches": [dataclasses.asdict(row) for row in adapters.verify()] if adapters else [],
         "compiled": sum(torch._dynamo.utils.counters["frames"].values()),

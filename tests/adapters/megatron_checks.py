@@ -9,7 +9,9 @@ are registered before Megatron is imported, as `import torch` does. `late`: afte
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
+import importlib.util
 import inspect
 import itertools
 import json
@@ -21,6 +23,7 @@ import types
 JIT = "megatron.core.jit"
 BDA = "megatron.core.fusions.fused_bias_dropout"
 ROPE = "megatron.core.models.common.embeddings.rope_utils"
+GDN = "megatron.core.ssm.gated_delta_net"
 TARGETS = {
     (f"{JIT}:jit_fuser", "jit_fuser"),
     (f"{BDA}:bias_dropout_add_fused_train", "bias_dropout_add"),
@@ -35,6 +38,30 @@ TARGETS = {
 CHECKS: dict[str, list] = {"early": [], "late": []}
 
 
+def gdn():
+    """The module that the layers of Gated Delta Net look names up in; None before 0.16."""
+    return sys.modules.get(f"{GDN}.common", sys.modules.get(GDN))
+
+
+def gdn_targets() -> set[tuple[str, str]]:
+    if gdn() is None:
+        return set()
+    source = pathlib.Path(gdn().__file__).read_text()
+    ops = {"HAVE_FLA": "gated_delta_net", "l2norm": "l2norm"}
+    ops["chunk_gated_delta_rule"] = "chunk_gated_delta_rule"
+    ops["causal_conv1d_fn" if "causal_conv1d_fn" in source else "causal_conv1d"] = "causal_conv1d"
+    owner = "_GDNBase" if "class _GDNBase" in source else "GatedDeltaNet"
+    ops[f"{owner}._apply_gated_norm"] = "rms_norm_gated"
+    if "def _compute_g_and_beta" in source:
+        ops[f"{owner}._compute_g_and_beta"] = "gdn_gate"
+    return {(f"{gdn().__name__}:{name}", op) for name, op in ops.items()}
+
+
+def targets() -> set[tuple[str, str]]:
+    """Every (target, op) that is replaced in this release."""
+    return TARGETS | gdn_targets()
+
+
 def check(*modes):
     def register(function):
         for mode in modes:
@@ -44,8 +71,14 @@ def check(*modes):
     return register
 
 
-def names(mode: str) -> list[str]:
-    return [function.__name__ for function in CHECKS[mode]]
+def names(mode: str, version: str) -> list[str]:
+    """The checks of a release: Gated Delta Net is there from 0.16 on."""
+    has_it = tuple(map(int, version.split("."))) >= (0, 16)
+    return [f.__name__ for f in CHECKS[mode] if has_it or not is_of_gated_delta_net(f)]
+
+
+def is_of_gated_delta_net(function) -> bool:
+    return function.__name__.startswith("gated_delta_net")
 
 
 # What this release has
@@ -96,6 +129,8 @@ def import_everything() -> None:
     for module in {JIT, BDA, ROPE, *fixed.values(), *local.values()}:
         importlib.import_module(module)
     importlib.import_module("megatron.core.models.gpt.gpt_model")
+    if importlib.util.find_spec(GDN):
+        importlib.import_module(GDN)
 
 
 def snapshot() -> dict:
@@ -123,7 +158,13 @@ def states(rows) -> dict:
 
 # Counting the calls that reach npu_ops
 
-CALLS = {"bias_dropout_add": 0, "apply_rotary_pos_emb_freqs": 0}
+CALLS = dict.fromkeys(
+    (
+        *("bias_dropout_add", "apply_rotary_pos_emb_freqs"),
+        *("chunk_gated_delta_rule", "l2norm", "causal_conv1d", "gdn_gate", "rms_norm_gated"),
+    ),
+    0,
+)
 
 
 def count_calls() -> None:
@@ -153,7 +194,8 @@ RESULTS: dict[str, dict] = {}
 
 
 def compute() -> dict:
-    return bias_dropout_add_results() | rope_results() | packed_rope_results() | model_results()
+    results = bias_dropout_add_results() | rope_results() | packed_rope_results()
+    return results | model_results() | gated_delta_net_results()
 
 
 def leaf(*shape, dtype, grad=True, seed=0):
@@ -363,8 +405,55 @@ def model_results() -> dict:
     return results
 
 
-def compare(prefix: str) -> None:
-    """With us against without: fp32 to 1e-6 and gradients to 1e-5, bf16 within its rounding."""
+def gated_delta_net_results() -> dict:
+    """Without us as in deterministic mode: Megatron's own functions."""
+    import megatron_cpu
+    import torch
+
+    if gdn() is None:
+        return {}
+    results = {}
+    with built_without_fla():
+        results["gated delta net, model"] = megatron_cpu.step(megatron_cpu.hybrid(), length=80)
+        for dtype in (torch.float32, torch.bfloat16):
+            layer = gated_delta_net_layer(params_dtype=dtype)
+            hidden = leaf(80, 2, 64, dtype=dtype)
+            out, _ = layer(hidden, None)
+            inputs = (hidden, *layer.parameters())
+            results[f"gated delta net, layer, {dtype}"] = outcome(out, *inputs)
+    return results
+
+
+def gated_delta_net_layer(**config):
+    """With weights of the size of trained ones, and a state that lasts: all gradients count."""
+    import megatron_cpu
+    import torch
+
+    layer = megatron_cpu.hybrid(**config).decoder.layers[0].self_attention
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.normal_(std=parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.5)
+            parameter += {"A_log": -2, "out_norm.weight": 1}.get(name, 0)
+    return layer
+
+
+@contextlib.contextmanager
+def built_without_fla():
+    """What the program that builds layers without fla does to the module is undone."""
+    module = gdn()
+    before = {name: vars(module)[name] for name in ("HAVE_FLA", "l2norm") if name in vars(module)}
+    try:
+        yield
+    finally:
+        vars(module).pop("l2norm", None)
+        vars(module).update(before)
+
+
+def compare(prefix: str, unit: float = 1, rounding: float = 2**-6) -> None:
+    """With us against without: fp32 to 1e-6 and gradients to 1e-5, bf16 within its rounding.
+
+    Of the largest number that is expected, or of `unit` if that is larger.
+    """
     import torch
 
     compared = 0
@@ -382,17 +471,17 @@ def compare(prefix: str) -> None:
                 continue
             compared += 1
             result = expected.get("output", wanted)  # its gradients pass through its dtype
-            tolerance = tolerance_of(name, {wanted.dtype, result.dtype})
-            error = (got - wanted).abs().max().item() / max(1, wanted.abs().max().item())
+            tolerance = tolerance_of(name, {wanted.dtype, result.dtype}, rounding)
+            error = (got - wanted).abs().max().item() / max(unit, wanted.abs().max().item())
             assert error <= tolerance, f"{key}: {name} differs by {error:.2e}, over {tolerance}"
     assert compared > 2, compared
 
 
-def tolerance_of(name: str, dtypes: set) -> float:
+def tolerance_of(name: str, dtypes: set, rounding: float) -> float:
     import torch
 
     if torch.bfloat16 in dtypes:
-        return 2**-6  # Megatron rounds each product and sum to 8 bits; ours only the result
+        return rounding  # Megatron rounds each product and sum to 8 bits; ours only the result
     return 1e-5 if name.startswith("gradient") or "." in name else 1e-6
 
 
@@ -413,8 +502,8 @@ def registered_as_torch_is_imported():
 def every_patch_is_applied():
     import npu_ops_adapters
 
-    assert states(npu_ops_adapters.plan()) == dict.fromkeys(TARGETS, "applied")
-    assert states(npu_ops_adapters.verify()) == dict.fromkeys(TARGETS, "applied")
+    assert states(npu_ops_adapters.plan()) == dict.fromkeys(targets(), "applied")
+    assert states(npu_ops_adapters.verify()) == dict.fromkeys(targets(), "applied")
 
 
 @check("early")
@@ -439,7 +528,7 @@ def applied_twice_is_applied_once():
     import npu_ops_adapters
 
     before = snapshot()
-    assert states(npu_ops_adapters.apply()) == dict.fromkeys(TARGETS, "applied")
+    assert states(npu_ops_adapters.apply()) == dict.fromkeys(targets(), "applied")
     assert changed(before, snapshot()) == []
 
 
@@ -491,6 +580,50 @@ def calls_reach_npu_ops():
         assert calls_of(name, apply, t, freqs, config)[1] == 1
         assert calls_of(name, apply, t, freqs, config, mscale=1.3)[1] == 1
     assert calls_of(name, rope._apply_rotary_pos_emb_bshd, t, angles(6, 2, 3, 16))[1] == 0
+
+
+@check("early")
+def gated_delta_net_calls_reach_npu_ops():
+    """Forward and backward, in each of the three layers."""
+    import megatron_cpu
+
+    from npu_ops.tools import demo_model
+
+    assert not demo_model.lacks_kernels()
+    before, model = dict(CALLS), megatron_cpu.hybrid()
+    with demo_model.Counter() as counter:
+        megatron_cpu.step(model)
+    has_method = any(op == "gdn_gate" for _, op in gdn_targets())
+    expected = {
+        "chunk_gated_delta_rule": 3,
+        "causal_conv1d": 3,
+        "l2norm": 3 if has_method else 6,  # queries and keys in one call from 0.18 on
+        "gdn_gate": 3 if has_method else 0,
+        "rms_norm_gated": 3,
+    }
+    for name, number in expected.items():
+        assert CALLS[name] - before[name] == number, name
+        for operator in (name, f"{name}_backward") if number else ():
+            assert counter.calls[f"npu_ops.{operator}.default"] == number, operator
+
+
+@check("early")
+def gated_delta_net_keeps_packed_sequences_apart():
+    """From 0.18 on; before, Megatron refuses them."""
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths = [7, 70, 3]
+    starts = torch.tensor([0, 7, 77, 80], dtype=torch.int32)
+    packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    layer, hidden = gated_delta_net_layer(), leaf(80, 1, 64, dtype=torch.float32, grad=False)
+    try:
+        packed, _ = layer(hidden, None, packed_seq_params=packing)
+    except NotImplementedError:
+        assert "cu_seqlens" not in pathlib.Path(gdn().__file__).read_text()
+        return
+    alone = [layer(part, None)[0] for part in hidden.split(lengths)]
+    assert (packed - torch.cat(alone)).abs().max() < 1e-5
 
 
 @check("early")
@@ -616,7 +749,7 @@ def other_code_over_ours_is_reported():
     finally:
         module.bias_dropout_add_unfused = ours
         del sys.modules["by_value"]
-    assert states(npu_ops_adapters.verify()) == dict.fromkeys(TARGETS, "applied")
+    assert states(npu_ops_adapters.verify()) == dict.fromkeys(targets(), "applied")
 
 
 @check("early")
@@ -635,8 +768,9 @@ def reverted():
         for target, _ in TARGETS
     ]
     originals = {target: inspect.unwrap(f) for (target, _), f in zip(TARGETS, ours, strict=True)}
+    ours += [gdn_function(target) for target, _ in gdn_targets() if "HAVE_FLA" not in target]
     rows = npu_ops_adapters.revert()
-    assert {row.state for row in rows} == {"reverted"} and len(rows) == len(TARGETS)
+    assert {row.state for row in rows} == {"reverted"} and len(rows) == len(targets())
     assert npu_ops_adapters.verify() == []
     holders = [key for key, value in snapshot().items() if any(value is f for f in ours)]
     assert holders == [], holders
@@ -649,6 +783,10 @@ def reverted():
             assert current is None
         else:
             assert current is original and current.__module__ == module, target
+    for target, op in gdn_targets():
+        value = gdn_function(target)
+        is_method = op in ("gdn_gate", "rms_norm_gated")
+        assert value.__module__ == gdn().__name__ if is_method else not value, target
     for name, module in sys.modules.items():
         if name.startswith("megatron.core."):
             assert getattr(module, "jit_fuser", torch.compile) is torch.compile, name
@@ -682,6 +820,34 @@ def the_model_equals_megatrons():
 
 
 @check("early")
+def gated_delta_net_equals_megatrons():
+    compare("gated delta net, model")
+    compare("gated delta net, layer", unit=0, rounding=2**-5)  # one op after the other
+
+
+@check("early")
+def gated_delta_net_is_not_half_replaced():
+    """Without fla and with an op disabled: no layer is built, as without us."""
+    import megatron_cpu
+    import npu_ops_adapters
+
+    from npu_ops.core import env
+
+    with env.override(disable=frozenset({"l2norm"})):
+        found = states(npu_ops_adapters.apply())
+    assert found[f"{gdn().__name__}:HAVE_FLA", "gated_delta_net"] == (
+        "refused: it cannot be made: ValueError: l2norm: got None, needs ours or fla's"
+    )
+    try:
+        megatron_cpu.hybrid(deterministic_mode=False)
+    except ImportError as error:
+        assert "FLA is not installed" in str(error)
+    else:
+        raise AssertionError("a layer was built without l2norm")
+    npu_ops_adapters.revert()
+
+
+@check("early")
 def an_unknown_signature_is_refused():
     import npu_ops_adapters
 
@@ -694,7 +860,7 @@ def an_unknown_signature_is_refused():
         assert states(npu_ops_adapters.plan())[target].endswith(
             "got (t, freqs, plan) of megatron_checks.changed_upstream"
         )
-        assert found == dict.fromkeys(TARGETS - {target}, "applied")
+        assert found == dict.fromkeys(targets() - {target}, "applied")
         assert module._apply_rotary_pos_emb_thd is changed_upstream
         npu_ops_adapters.revert()
     finally:
@@ -703,6 +869,14 @@ def an_unknown_signature_is_refused():
 
 def changed_upstream(t, freqs, plan):
     return t
+
+
+def gdn_function(target: str):
+    module, _, path = target.partition(":")
+    owner, name = sys.modules[module], path.rpartition(".")[2]
+    for part in path.split(".")[:-1]:
+        owner = vars(owner)[part]
+    return vars(owner).get(name)
 
 
 @check("early")
@@ -746,8 +920,8 @@ def jit_fuser_is_undone():
     RESULTS["before"] = snapshot()
 
     found = states(npu_ops_adapters.apply())
-    assert TARGETS < found.keys() and set(found.values()) == {"applied"}, found
-    assert len(found) - len(TARGETS) == len(fixed)  # each a patch of its own
+    assert targets() < found.keys() and set(found.values()) == {"applied"}, found
+    assert len(found) - len(targets()) == len(fixed)  # each a patch of its own
     assert set(jit_fuser.uncompiled()) == set(fixed)
     held = snapshot()
     for path, value in compiled.items():
@@ -820,7 +994,7 @@ def modules_run_again_are_patched_again():
     for name in (BDA, ROPE):
         importlib.reload(sys.modules[name])
         found = states(npu_ops_adapters.verify())
-        assert TARGETS <= found.keys() and set(found.values()) == {"applied"}, found
+        assert targets() <= found.keys() and set(found.values()) == {"applied"}, found
     train = sys.modules[BDA].bias_dropout_add_fused_train
     assert inspect.unwrap(train).__globals__ is vars(sys.modules[BDA])
     assert train.__wrapped__ is inspect.unwrap(train)  # once
@@ -834,6 +1008,8 @@ def run(mode: str) -> None:
     torch.set_num_threads(1)
     started = False
     for function in CHECKS[mode]:
+        if is_of_gated_delta_net(function) and gdn() is None:
+            continue
         try:
             function()
             if not started:

@@ -38,7 +38,6 @@ def start() -> None:
 
 def gpt(position: str, **config):
     """A two-layer GPTModel with rotary embedding on half of each head, in fp32."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -57,15 +56,22 @@ def gpt(position: str, **config):
         "masked_softmax_fusion": False,
         "mrope_section": [2, 1, 1] if position == "mrope" else None,
     }
+    config = TransformerConfig(**(settings | config))
     model = GPTModel(
-        config=TransformerConfig(**(settings | config)),
-        transformer_layer_spec=get_gpt_layer_local_spec(),
+        config=config,
+        transformer_layer_spec=demo_model.layers(config),
         vocab_size=128,
         max_sequence_length=32,
         position_embedding_type=position,
         rotary_percent=0.5,
     )
     return randomise_biases(model)
+
+
+def hybrid(**config):
+    """Three layers of Gated Delta Net and one of attention; in PyTorch where nothing else is."""
+    config = demo_model.HYBRID | {"deterministic_mode": demo_model.lacks_kernels()} | config
+    return gpt("rope", **config)
 
 
 def randomise_biases(model):

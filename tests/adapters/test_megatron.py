@@ -8,7 +8,7 @@ RUNS = [
     pytest.param(version, mode, check, id=f"{version}-{mode}-{check}")
     for version in fetch_megatron.VERSIONS
     for mode in megatron_checks.CHECKS
-    for check in megatron_checks.names(mode)
+    for check in megatron_checks.names(mode, version)
 ]
 
 

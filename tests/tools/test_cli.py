@@ -120,9 +120,10 @@ def test_demo_trains_and_compares(tmp_path):
     )
     for check in ("took part on one side only", "loss decreases", "equal without", "alike with"):
         assert f"{check}" in shown
-    assert shown.count("yes ") == 4 and "NO " not in shown
+    assert "equal without dropout: Gated Delta Net and attention 3:1" in shown
+    assert shown.count("yes ") == 5 and "NO " not in shown
     page = pathlib.Path(tmp_path, "index.html").read_text()
-    assert page.count("<svg") >= 3 and "megatron-core 0.16.1" in page
+    assert page.count("<svg") >= 4 and "megatron-core 0.16.1" in page
 
 
 def test_demo_without_megatron(tmp_path):

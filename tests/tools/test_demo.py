@@ -1,5 +1,7 @@
 """What the demo trains on, and that its comparison can fail."""
 
+import sys
+
 import pytest
 import torch
 from transformers import Qwen3VLConfig
@@ -11,13 +13,11 @@ from npu_ops.tools.demo import Side
 FALLING = [3.0 - 0.1 * step for step in range(20)]
 
 
-def side(*losses, patches=1, calls=4):
+def side(*losses, hybrid=FALLING, patches=1, calls=4, hybrid_calls=6):
+    operators = {"gpt": {"npu_ops::rope": calls}, "hybrid": {"npu_ops::l2norm": hybrid_calls}}
     return Side(
-        [list(run) for run in losses],
-        {
-            "patches": [{"op": "rope", "state": "applied"}] * patches,
-            "operators": {"npu_ops::rope": calls} if calls else {},
-        },
+        {"gpt": [list(run) for run in losses], "hybrid": [list(hybrid)]},
+        {"patches": [{"op": "rope", "state": "applied"}] * patches, "operators": operators},
     )
 
 
@@ -25,26 +25,48 @@ def shifted(*by):
     return [[loss + offset for loss in FALLING] for offset in by]
 
 
-ALONE = side(FALLING, *shifted(0.0, 0.01, -0.01, 0.005), patches=0, calls=0)
+ALONE = side(FALLING, *shifted(0.0, 0.01, -0.01, 0.005), patches=0, calls=0, hybrid_calls=0)
+FAIR = shifted(0.002, 0.012, -0.012, 0.004)
 
 
 def test_equal_sides_pass():
-    ours = side(FALLING, *shifted(0.002, 0.012, -0.012, 0.004))
-    assert all(check.passed for check in demo.compare(ALONE, ours))
+    checks = demo.compare(ALONE, side(FALLING, *FAIR))
+    assert all(check.passed for check in checks) and len(checks) == 5
 
 
 @pytest.mark.parametrize(
     "ours, failing",
     [
-        (side(FALLING, *shifted(0, 0, 0.01, 0), calls=0), "npu-ops took part on one side only"),
-        (side(FALLING, *shifted(0, 0, 0.01, 0), patches=0), "npu-ops took part on one side only"),
+        (side(FALLING, *FAIR, calls=0), "npu-ops took part on one side only"),
+        (side(FALLING, *FAIR, hybrid_calls=0), "npu-ops took part on one side only"),
+        (side(FALLING, *FAIR, patches=0), "npu-ops took part on one side only"),
         (side(FALLING, FALLING[::-1], *shifted(0, 0, 0)), "the loss decreases in every run"),
-        (side(*shifted(0.001), *shifted(0, 0, 0.01, 0)), "equal without dropout"),
+        (side(FALLING, *FAIR, hybrid=FALLING[::-1]), "the loss decreases in every run"),
+        (side(*shifted(0.001), *FAIR), "equal without dropout: GPT"),
+        (
+            side(FALLING, *FAIR, hybrid=shifted(0.001)[0]),
+            "equal without dropout: Gated Delta Net and attention 3:1",
+        ),
         (side(FALLING, *shifted(0.5, 0.51, 0.49, 0.5)), "alike with dropout 0.1"),
     ],
 )
 def test_different_sides_fail(ours, failing):
     assert failing in [check.name for check in demo.compare(ALONE, ours) if not check.passed]
+
+
+@pytest.mark.parametrize(
+    "files, hybrid", [(["ssm/gated_delta_net.py"], 1), (["ssm/gated_delta_net/gdn.py"], 1), ([], 0)]
+)
+def test_the_hybrid_trains_where_megatron_has_gated_delta_net(tmp_path, monkeypatch, files, hybrid):
+    for name in ("__init__.py", *files):
+        path = tmp_path / "megatron" / "core" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "megatron", raising=False)
+    models = [model for model, *_ in demo.runs_of(seeds=2)]
+    assert models == ["gpt"] * 3 + ["hybrid"] * hybrid
+    assert (demo.why_no_hybrid() is None) == bool(hybrid)
 
 
 def test_positions_are_qwen3_vls():

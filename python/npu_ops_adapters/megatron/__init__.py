@@ -10,10 +10,11 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """jit_fuser first: the others then wrap what it unwrapped."""
+    """jit_fuser first: the others then wrap what it unwrapped. gated_delta_net asks them: last."""
+    order = {"jit_fuser": 0, "gated_delta_net": 2}
     names = sorted(
         (module.name for module in pkgutil.iter_modules(__path__)),
-        key=lambda name: (name != "jit_fuser", name),
+        key=lambda name: (order.get(name, 1), name),
     )
     for name in names:
         yield from importlib.import_module(f"{__name__}.{name}").patches()

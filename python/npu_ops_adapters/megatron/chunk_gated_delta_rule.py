@@ -1,0 +1,77 @@
+"""The gated delta rule by chunks: what Megatron's GatedDeltaNet takes from fla for training.
+
+In deterministic mode Megatron calls a function of its own in its place, which is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+
+import torch
+
+import npu_ops
+from npu_ops.core import check
+from npu_ops.ops.chunk_gated_delta_rule.op import CHUNK_SIZES
+from npu_ops.ops.fused_recurrent_gated_delta_rule import MAX_DIM
+from npu_ops_adapters.megatron import gated_delta_net
+from npu_ops_adapters.patching import Patch
+
+_KNOWN = frozenset(inspect.signature(npu_ops.chunk_gated_delta_rule).parameters)
+
+_HEAD = (
+    *("q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state"),
+    "use_qk_l2norm_in_kernel",
+)
+_BETA = ("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first")
+_PACKED = ("cu_seqlens", "cu_seqlens_cpu")
+_SIGNATURES = (
+    None,  # without fla
+    (*_HEAD, "cu_seqlens", "head_first"),  # fla 0.3
+    (*_HEAD, "cu_seqlens", "kwargs"),  # 0.4
+    (*_HEAD, *_PACKED, "cp_context", "transpose_state_layout", "kwargs"),  # 0.4.2
+    (*_HEAD, *_BETA, *_PACKED, "cp_context", "kwargs"),  # 0.5.1
+    (*_HEAD, *_BETA, *_PACKED, "chunk_indices", "cp_context", "kwargs"),  # 0.6
+)
+
+
+def patches() -> Iterable[Patch]:
+    """`chunk_gated_delta_rule`, which a layer looks up when it is built or at each call."""
+    yield from gated_delta_net.replaced(
+        "chunk_gated_delta_rule",
+        "chunk_gated_delta_rule",
+        _replace,
+        _SIGNATURES,
+        also=gated_delta_net.importers(),
+    )
+
+
+def _replace(original: Callable | None) -> Callable:
+    @functools.wraps(original or npu_ops.chunk_gated_delta_rule, assigned=(), updated=())
+    def npu_ops_chunk(q, k, v, g, beta, *more, **options):
+        if original is None or (not more and _is_ours(q, k, v, g, beta, **options)):
+            return npu_ops.chunk_gated_delta_rule(q, k, v, g, beta, *more, **options)
+        return original(q, k, v, g, beta, *more, **options)
+
+    return npu_ops_chunk
+
+
+def _is_ours(q, k, v, g, beta, initial_state=None, chunk_size=64, **options) -> bool:
+    tensors = (q, k, v, g, beta, *([] if initial_state is None else [initial_state]))
+    return (
+        options.keys() <= _KNOWN
+        and all(isinstance(x, torch.Tensor) and x.dtype in check.FLOATS for x in tensors)
+        and all(x.device == q.device for x in tensors)
+        and q.dtype == k.dtype == v.dtype
+        and q.dim() == v.dim() == 4
+        and q.shape == k.shape
+        and q.shape[:2] == v.shape[:2]
+        and 0 < q.shape[2] <= v.shape[2]
+        and v.shape[2] % q.shape[2] == 0
+        and 0 < q.shape[3] <= MAX_DIM
+        and 0 < v.shape[3] <= MAX_DIM
+        and g.shape == beta.shape == v.shape[:3]
+        and (initial_state is None or initial_state.dtype == torch.float32)
+        and chunk_size in CHUNK_SIZES
+    )

@@ -1,0 +1,52 @@
+"""The gated norm of Gated Delta Net: RMSNorm of what the delta rule computes, times a gate."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+
+import npu_ops
+from npu_ops.core import check
+from npu_ops_adapters.megatron import gated_delta_net
+from npu_ops_adapters.patching import Patch
+
+
+def patches() -> Iterable[Patch]:
+    """The method that normalises, multiplies and rounds."""
+    yield from gated_delta_net.method(
+        "_apply_gated_norm",
+        "rms_norm_gated",
+        _replace,
+        ("x", "gate"),
+        why="it is five kernels, and keeps what each of them computed for backward",
+    )
+
+
+def _replace(original: Callable) -> Callable:
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_gated_norm(self, x, gate):
+        if not _is_ours(self.out_norm, self.act_fn, x, gate):
+            return original(self, x, gate)
+        width = x.shape[-1]
+        x, gate = x.reshape(-1, width), gate.reshape(-1, width)
+        return npu_ops.rms_norm_gated(x, self.out_norm.weight, gate, self.out_norm.eps)
+
+    return npu_ops_gated_norm
+
+
+def _is_ours(norm, activation, x, gate) -> bool:
+    """Only torch's norm: of others it is not known what `weight` means, and what hooks do."""
+    return (
+        type(norm) is torch.nn.RMSNorm
+        and norm.weight is not None
+        and norm.eps is not None
+        and activation is torch.nn.functional.silu
+        and all(isinstance(tensor, torch.Tensor) for tensor in (x, gate))
+        and all(tensor.dtype in check.FLOATS for tensor in (x, gate, norm.weight))
+        and torch.float64 not in (x.dtype, gate.dtype)  # Megatron computes the gate in fp32
+        and norm.weight.device == gate.device == x.device
+        and norm.weight.shape == x.shape[-1:]
+        and x.shape == gate.shape
+    )
