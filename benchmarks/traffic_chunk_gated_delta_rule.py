@@ -30,7 +30,7 @@ from npu_ops.tools.compile import hivm, vendor
 HEADS, VALUE_HEADS, DIM, CHUNK = 16, 32, 128, 64
 FIELDS = ("pass", "kernel", "loaded", "stored", "workspace")
 PER_KEY_HEAD = ("intra_kernel",)  # the others hand tiles over once for each value head
-RESULTS = pathlib.Path(__file__).parent / "results" / "npu-emulated-traffic.csv"
+RESULTS = pathlib.Path(__file__).parent / "results" / "traffic" / "npu-emulated.csv"
 
 
 class Glue(TorchDispatchMode):

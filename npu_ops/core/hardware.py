@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 
@@ -40,11 +39,10 @@ def num_cube_cores(device: torch.device) -> int:
     return _cores(device, "num_aicore")
 
 
-def ascend_options(device: torch.device, **options) -> dict:
-    """Launch options of triton-ascend; none on other devices, nor where Triton interprets."""
-    if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
-        return {}
-    return options
+def ascend_options(kernel, device: torch.device, **options) -> dict:
+    """Launch options of triton-ascend; none on a GPU, nor where Triton interprets `kernel`."""
+    compiled = type(kernel).__name__ == "JITFunction"
+    return options if compiled and device.type != "cuda" else {}
 
 
 def _cores(device: torch.device, kind: str) -> int:

@@ -10,6 +10,7 @@ import os
 import pathlib
 import platform
 import warnings
+from collections.abc import Iterable
 
 import torch
 from rich.console import Console
@@ -71,7 +72,7 @@ def patches() -> list[dict]:
     if importlib.util.find_spec("npu_ops_adapters") is None:
         return []
     adapters = importlib.import_module("npu_ops_adapters")
-    failures = _import_frameworks({patch.module for patch in adapters.patches()})
+    failures = _import_frameworks(importlib.import_module("npu_ops_autoload").WATCHED)
     rows = {(row.target, row.op): row for row in (*adapters.plan(), *adapters.verify())}
     return [
         dataclasses.asdict(row) | {"state": failures.get(row.target.partition(":")[0], row.state)}
@@ -79,7 +80,7 @@ def patches() -> list[dict]:
     ]
 
 
-def _import_frameworks(modules: set[str]) -> dict[str, str]:
+def _import_frameworks(modules: Iterable[str]) -> dict[str, str]:
     """Import the modules that can be patched; what went wrong with each that did not import."""
     failures = {}
     for name in sorted(modules):

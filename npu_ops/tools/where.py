@@ -15,7 +15,7 @@ PLACES = {
     "public function": "npu_ops/ops/{op}/__init__.py",
     "torch operator": "npu_ops/ops/{op}/op.py",
     "definition": "npu_ops/ops/{op}/reference.py",
-    "Triton kernel": "npu_ops/ops/{op}/triton_ascend.py",
+    "Triton kernel": "npu_ops/ops/{op}/triton_ascend*",
     "CPU kernel": "csrc/{op}/{op}_cpu.cpp",
     "AscendC kernel": "csrc/{op}/{op}_ascendc.cpp",
     "cases": "npu_ops/ops/{op}/cases.py",

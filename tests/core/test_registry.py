@@ -2,7 +2,11 @@
 
 import contextlib
 import copy
+import dataclasses
+import importlib
+import inspect
 import logging
+import pkgutil
 import subprocess
 import sys
 
@@ -12,6 +16,7 @@ from support import floats
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import npu_ops
+from npu_ops import ops
 from npu_ops.core import env, library, log, registry
 from npu_ops.core.registry import Implementation, Table, Verdict
 
@@ -253,26 +258,36 @@ def test_explain_rows():
 
 
 def public_calls():
-    """Arguments of every public operator, made afresh."""
-    x, residual, table = torch.rand(3, 5, 8).unbind(0)
-    q, k, axes = torch.rand(5, 2, 8), torch.rand(5, 1, 8), torch.rand(3, 5, 8)
-    sections = {"mrope_section": [2, 1, 1], "section_layout": "chunked"}
-    return {
-        "bias_dropout_add": {
-            "x": x, "bias": None, "residual": residual, "p": 0.1, "training": True,
-        },
-        "apply_rotary_pos_emb": {"q": q, "k": k, "cos": table, "sin": table},
+    """Arguments of every public function, made afresh."""
+    q, k, table = torch.rand(5, 2, 8), torch.rand(5, 1, 8), torch.rand(5, 8)
+    calls = {
         "apply_rotary_pos_emb_freqs": {
             "q": q, "k": k, "freqs": table[:, None, None], "layout": "TND",
         },
-        "apply_multimodal_rotary_pos_emb": {"q": q, "k": k, "cos": axes, "sin": axes} | sections,
         "apply_multimodal_rotary_pos_emb_cached": {
             "positions": torch.arange(5), "q": q, "k": k, "cos_sin_cache": table,
-        } | sections,
+            "mrope_section": [2, 1, 1], "section_layout": "chunked",
+        },
     }  # fmt: skip
+    for op in pkgutil.iter_modules(ops.__path__):
+        package = importlib.import_module(f"npu_ops.ops.{op.name}")
+        case = importlib.import_module(f"npu_ops.ops.{op.name}.cases").CASES[0]
+        small = dataclasses.replace(case, tokens=1)
+        calls[package.__all__[0]] = small.inputs(torch.float32, "cpu")
+    return calls
 
 
 PUBLIC = pytest.mark.parametrize("name", public_calls())
+
+
+def ways(name):
+    """Nothing, or whether in place: what can be added to the arguments of a public function."""
+    has_choice = "inplace" in inspect.signature(getattr(npu_ops, name)).parameters
+    return [{"inplace": False}, {"inplace": True}] if has_choice else [{}]
+
+
+IN_PLACE = pytest.mark.parametrize("name", [n for n in public_calls() if len(ways(n)) == 2])
+WAYS = pytest.mark.parametrize("name, way", [(n, way) for n in public_calls() for way in ways(n)])
 
 
 @pytest.fixture
@@ -332,10 +347,10 @@ def test_fp64_falls_back_and_says_so(name, registered, caplog):
 @PUBLIC
 def test_without_native_kernels_everything_works(name, registered, monkeypatch):
     """As installed with NPU_OPS_SKIP_NATIVE=1: through the reference."""
-    arguments = public_calls()[name]
     function = getattr(npu_ops, name)
-    arguments = arguments | ({"p": 0.0} if "p" in arguments else {})
-    expected = function(**arguments)
+    arguments = public_calls()[name]
+    arguments |= {"p": 0.0} if "p" in arguments else {}
+    expected = function(**copy.deepcopy(arguments))
     reason = "installed without native kernels (NPU_OPS_SKIP_NATIVE=1 at install time)"
     monkeypatch.setattr(library, "build_info", lambda: {"why_not": reason})
     assert npu_ops.explain(name, **arguments)[1].why_not == reason
@@ -364,33 +379,31 @@ def outputs(function, arguments):
     return [out for out in (result if isinstance(result, tuple) else (result,)) if out is not None]
 
 
-@PUBLIC
-def test_a_dispatch_mode_sees_one_operator(name, registered):
+@WAYS
+def test_a_dispatch_mode_sees_one_operator(name, way, registered):
     """Whoever watches (a profiler of operators, a fake mode, selective checkpointing) sees it."""
     arguments = public_calls()[name]
     op = npu_ops.explain(name, **arguments)[0].op
-    for inplace, operator in ((False, op), (True, f"{op}_")):
-        with Watch() as watch:
-            getattr(npu_ops, name)(**arguments, inplace=inplace)
-        assert watch.seen == [f"npu_ops.{operator}.default"]
+    with Watch() as watch:
+        getattr(npu_ops, name)(**arguments, **way)
+    operator = f"{op}_" if way.get("inplace") else op
+    assert watch.seen == [f"npu_ops.{operator}.default"]
 
 
-@PUBLIC
-@pytest.mark.parametrize("inplace", [True, False])
-def test_a_call_is_the_same_however_it_is_made(name, inplace, registered):
+@WAYS
+def test_a_call_is_the_same_however_it_is_made(name, way, registered):
     """Unwatched, watched, under inference_mode and, out of place, with a gradient to record."""
-    arguments = public_calls()[name]
+    arguments = public_calls()[name] | way
+    first = next(argument for argument in ("x", "q", "a") if argument in arguments)
 
     def call(context, requires_grad=False):
         fresh = copy.deepcopy(arguments)
-        for first in ("x", "q"):
-            if requires_grad and first in fresh:
-                fresh[first].requires_grad_()
+        fresh[first].requires_grad_(requires_grad)
         with context:
-            return outputs(getattr(npu_ops, name), fresh | {"inplace": inplace})
+            return outputs(getattr(npu_ops, name), fresh)
 
     results = [call(contextlib.nullcontext()), call(Watch()), call(torch.inference_mode())]
-    if not inplace:
+    if not way.get("inplace") and not name.endswith("_update"):
         results.append(call(contextlib.nullcontext(), requires_grad=True))
         assert results[-1][0].requires_grad
     for result in results[1:]:
@@ -398,7 +411,7 @@ def test_a_call_is_the_same_however_it_is_made(name, inplace, registered):
             assert torch.equal(actual, expected) and actual.stride() == expected.stride()
 
 
-@PUBLIC
+@IN_PLACE
 @pytest.mark.parametrize("context", [contextlib.nullcontext, Watch])
 def test_autograd_notices_what_is_written_in_place(name, context, registered):
     arguments = public_calls()[name]

@@ -77,12 +77,15 @@ def _gradients(
     blocks = cdiv(q.shape[3], keys)
     sums = [gates[0].new_empty((blocks, *gates[0].shape)) for _ in "gkb"]
     grid = _cube_grid(spans.number * q.shape[2] * blocks, q.device)
-    backward.gradients_kernel[grid](
+    kernel = backward.gradients_kernel
+    kernel[grid](
         do, q, k, v, *gates, spans.spans, states, written, dstates, dwanted, dq, dk, *sums, scale,
         spans.number, H=q.shape[2], HV=v.shape[2], K=q.shape[3], V=v.shape[3], BK=keys, BV=values,
         C=constants["C"],
         # Two buffers for what it loads; there is no room for two of what the matrix unit hands it.
-        **hardware.ascend_options(q.device, limit_auto_multi_buffer_only_for_local_buffer=True),
+        **hardware.ascend_options(
+            kernel, q.device, limit_auto_multi_buffer_only_for_local_buffer=True
+        ),
     )  # fmt: skip
     return [part[0] if blocks == 1 else part.sum(0) for part in sums]
 
