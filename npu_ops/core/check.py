@@ -35,6 +35,13 @@ def one_of(name: str, value, allowed: tuple) -> None:
         raise ValueError(f"{name}: got {value!r}, needs one of {', '.join(map(repr, allowed))}")
 
 
+def alone(name: str, **others) -> None:
+    """Raise ValueError unless all `others`, which do not go with `name`, are None."""
+    for other, value in others.items():
+        if value is not None:
+            raise ValueError(f"{other}: got one with {name}, needs None")
+
+
 def shape(name: str, value: torch.Tensor, needs: str) -> ValueError:
     """The error for a tensor of the wrong shape; `needs` is a phrase."""
     return ValueError(f"{name}: got shape {list(value.shape)}, needs {needs}")

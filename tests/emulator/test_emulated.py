@@ -74,6 +74,13 @@ def test_collectives(ranks):
     assert done.stdout.count("all collectives are right") == ranks
 
 
+def test_context_parallel():
+    path = os.pathsep.join(map(str, (ROOT, PYTHON, ROOT / "tests" / "ops")))
+    done = torchrun(2, "context_parallel.py", PYTHONPATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("as on one rank") == 2
+
+
 @pytest.mark.parametrize("fault", ["killed", "mismatch"])
 def test_broken_collective_ends_with_a_sentence(fault):
     done = emulate(

@@ -6,7 +6,7 @@ import torch
 
 from npu_ops.core import check
 from npu_ops.core.registry import explains
-from npu_ops.ops.causal_conv1d import arguments, op
+from npu_ops.ops.causal_conv1d import arguments, context_parallel, op
 
 __all__ = ["causal_conv1d"]
 
@@ -21,6 +21,7 @@ def causal_conv1d(
     output_final_state: bool = False,
     activation: str | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    cp_group: torch.distributed.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`act(sum_j weight[:, W - 1 - j] * x[t - j] + bias) + residual`: fla's call as it is.
 
@@ -42,6 +43,9 @@ def causal_conv1d(
         cu_seqlens: `[N + 1]` int32 or int64, where packed sequences start and the last one ends,
             for a B of 1; lengths may be 0. None: B sequences of T. On a device the values are
             trusted.
+        cp_group: the tokens are one span of a sequence whose other spans, of any length, the other
+            ranks of this group have, in the order of ranks; all call this and go backward together.
+            Without initial_state and cu_seqlens. The final state is that after this rank's span.
 
     Returns:
         y, like x, and the final state `[N, D, W]` of x's dtype, or None. Channels of the state are
@@ -57,14 +61,17 @@ def causal_conv1d(
     prepared = _prepare(
         x, weight, bias, residual=residual, initial_state=initial_state,
         output_final_state=output_final_state, activation=activation, cu_seqlens=cu_seqlens,
+        cp_group=cp_group,
     )  # fmt: skip
+    if cp_group is not None:
+        prepared[4] = context_parallel.initial_state(x, weight.shape[1], cp_group)
     y, final_state = op.call(*prepared)
     return y, final_state if output_final_state else None
 
 
 def _prepare(
     x, weight, bias=None, *, residual=None, initial_state=None, output_final_state=False,
-    activation=None, cu_seqlens=None,
+    activation=None, cu_seqlens=None, cp_group=None,
 ):  # fmt: skip
     """Check the public arguments; return them as the operator takes them."""
     check.floating("x", x)
@@ -78,8 +85,10 @@ def _prepare(
         arguments.check_starts("cu_seqlens", cu_seqlens, x, x.shape[1])
     shape = torch.Size((op.sequences(x, cu_seqlens), *weight.shape))
     arguments.check_like_x("initial_state", initial_state, x, shape, "[N, D, W], here")
+    if cp_group is not None:
+        check.alone("cp_group", initial_state=initial_state, cu_seqlens=cu_seqlens)
     silu = activation is not None
-    return x, weight, bias, residual, initial_state, cu_seqlens, silu, bool(output_final_state)
+    return [x, weight, bias, residual, initial_state, cu_seqlens, silu, bool(output_final_state)]
 
 
 def _implementation_args(*args, **kwargs):

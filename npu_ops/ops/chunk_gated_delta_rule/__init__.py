@@ -119,9 +119,8 @@ def _prepare(
     check_flags(
         g, beta, A_log, dt_bias, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, v
     )
-    for name, x in (("initial_state", initial_state), ("cu_seqlens", cu_seqlens)):
-        if x is not None and cp_group is not None:
-            raise ValueError(f"{name}: got one with cp_group, needs None")
+    if cp_group is not None:
+        check.alone("cp_group", initial_state=initial_state, cu_seqlens=cu_seqlens)
     check.one_of("chunk_size", chunk_size, op.CHUNK_SIZES)
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)

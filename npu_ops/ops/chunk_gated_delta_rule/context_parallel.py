@@ -11,24 +11,8 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
+from npu_ops.core.collective import all_gather
 from npu_ops.ops.chunk_gated_delta_rule import op
-
-
-class _AllGather(torch.autograd.Function):
-    """`[ranks, ...]` of every rank's tensor; its gradient is the sum of all ranks' for it."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        out = x.new_empty((distributed.get_world_size(group), *x.shape))
-        distributed.all_gather(list(out.unbind()), x.contiguous(), group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        distributed.all_reduce(grad, group=ctx.group)
-        return grad[distributed.get_rank(ctx.group)], None
 
 
 def initial_state(q, k, v, g, beta, scale, chunk_size, state_v_first, group):
@@ -46,7 +30,7 @@ def initial_state(q, k, v, g, beta, scale, chunk_size, state_v_first, group):
     identity = torch.eye(keys, dtype=g.dtype, device=g.device)
     identity = identity.expand(batch, value_heads, keys, keys).contiguous()
     kept = final_state(v.new_zeros((batch, length, value_heads, keys)), identity)
-    gathered = _AllGather.apply(torch.cat([kept, added], -1), group)
+    gathered = all_gather(torch.cat([kept, added], -1), group)
     state = _compose(*gathered.split([keys, values], -1))[distributed.get_rank(group)]
     return state.transpose(-1, -2) if state_v_first else state
 
