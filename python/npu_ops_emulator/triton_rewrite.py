@@ -110,7 +110,8 @@ def _matmuls(text: str) -> str:
 
 _CALL = re.compile(
     rf"^\s*(?P<result>{_VALUE}) = (?:func\.)?call @triton_(?P<op>cumsum|cumprod|flip|gather|sort)"
-    rf"(?:_\d+)?\((?P<arguments>[^)]*)\) : \(tensor<.*-> tensor<(?P<shape>[\dx]+)x(?P<type>\w+)>$",
+    rf"(?:_\d+)?\((?P<arguments>[^)]*)\) : \(tensor<.*-> tensor<(?P<shape>[\dx]+)x(?P<type>\w+)>"
+    r"(?: loc\(.*\))?$",
     re.MULTILINE,
 )
 # Output and checks of a debug build.

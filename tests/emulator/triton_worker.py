@@ -21,6 +21,7 @@ def start(folder: pathlib.Path, cache: pathlib.Path) -> None:
     """Make this process a worker: its kernels are compiled anew, and kept in `cache`."""
     os.environ[_IN_WORKER] = "1"
     os.environ["XDG_CACHE_HOME"] = str(cache)
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "0"  # locations are one thing more to read over
     for name in ("TRITON_INTERPRET", "TRITON_CACHE_DIR", "NPU_OPS_EMULATOR"):
         os.environ.pop(name, None)
     sys.path.insert(0, str(folder))
