@@ -1,0 +1,256 @@
+"""Attention on the CPU: torch's flash attention a sequence at a time, blocks of queries for the rest.
+
+Memory is linear in tokens either way: nothing is padded, and no mask of all pairs is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from npu_ops.ops.attention import blocks
+from npu_ops.ops.attention.arguments import Extra, Rule
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Piece(NamedTuple):
+    """Sequences of equal lengths: functions from tensors in normal form to views of theirs."""
+
+    queries: Callable[[torch.Tensor], torch.Tensor]
+    keys: Callable[[torch.Tensor], torch.Tensor]
+    pairs: Callable[[torch.Tensor], torch.Tensor]
+
+
+def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
+    """Write out and lse."""
+    rows = _rows(lse, rule)
+    for piece in _pieces(q, extra):
+        mine = piece.queries(q), piece.keys(k), piece.keys(v)
+        to = piece.queries(out), piece.queries(lse)
+        if not mine[0].numel():
+            continue
+        call = _of_piece(piece, extra, rows)
+        if not mine[1].shape[2]:
+            to[0].zero_()
+            to[1].copy_(to[1].new_full((), -torch.inf))
+        elif flash_why_not(v, extra, rule) or v.shape[3] != q.shape[3]:
+            blocks.forward(*mine, call, rule, *to)
+        else:
+            _forward(*mine, call.mask, rule, *to)
+        if extra.sinks is not None:
+            _add_sinks(extra.sinks, *to)
+
+
+def attention_backward(
+    dout, dlse, q, k, v, extra: Extra, rule: Rule, out, lse, dq, dk, dv, dbias, dsinks
+) -> None:
+    """Write the gradients, those of the bias and the sinks where they are not None."""
+    by_blocks = flash_why_not(v, extra, rule) or v.shape[3] != q.shape[3] or dbias is not None
+    by_blocks = by_blocks or dlse is not None
+    for gradient in (dk, dv, dbias):  # of keys that no sequence has; sums
+        if gradient is not None:
+            gradient.zero_()
+    rows = _rows(lse, rule)
+    for piece in _pieces(q, extra):
+        mine = piece.queries(q), piece.keys(k), piece.keys(v)
+        saved = [None if x is None else piece.queries(x) for x in (dout, dlse, out, lse)]
+        to = piece.queries(dq), piece.keys(dk), piece.keys(dv)
+        if not mine[0].numel() or not mine[1].numel():
+            to[0].zero_()
+        elif by_blocks:
+            pairs = None if dbias is None else piece.pairs(dbias)
+            blocks.backward(*saved, *mine, _of_piece(piece, extra, rows), rule, *to, pairs)
+        else:
+            mask = None if extra.mask is None else piece.pairs(extra.mask)
+            _backward(saved[0], *saved[2:], *mine, mask, rule, *to)
+    if dsinks is not None:
+        delta = (dout.float() * out.float()).sum(-1)
+        delta = delta if dlse is None else delta - dlse
+        dsinks.copy_(-((extra.sinks[:, None] - lse).exp() * delta).sum((0, 2)))
+
+
+def flash_why_not(v, extra: Extra, rule: Rule) -> str | None:
+    """None, or why torch's flash attention cannot do it."""
+    causal = rule.window_right == 0 and rule.window_left < 0
+    for given, what in (
+        (rule.softcap, "a soft cap"),
+        (rule.dropout_p, "dropout"),
+        (extra.bias is not None, "a bias"),
+        (max(rule.window_left, rule.window_right) >= 0 and not causal, "a sliding window"),
+    ):
+        if given:
+            return f"torch's flash attention on the CPU has no {what}"
+    return None
+
+
+def _rows(lse, rule: Rule):
+    """The number of each row for dropout's random numbers, in lse's form."""
+    return torch.arange(lse.numel()).view(lse.shape) if rule.dropout_p else None
+
+
+def _of_piece(piece: Piece, extra: Extra, rows) -> blocks.Pairs:
+    one = [None if x is None else piece.pairs(x) for x in (extra.bias, extra.mask)]
+    return blocks.Pairs(*one, None if rows is None else piece.queries(rows), extra.rng_state)
+
+
+# Which sequences there are
+
+
+def _pieces(q, extra: Extra) -> Iterator[Piece]:
+    if extra.block_table is not None:
+        yield from _paged(extra)
+    elif extra.cu_seqlens_q is not None:
+        yield from _packed(extra)
+    elif extra.seqlens_k is not None:
+        yield from _padded(extra)
+    else:
+        yield Piece(*[lambda x: x] * 3)
+
+
+def _packed(extra: Extra) -> Iterator[Piece]:
+    """Neighbours of equal lengths are a batch."""
+    lengths = zip(
+        extra.cu_seqlens_q.diff().tolist(), extra.cu_seqlens_k.diff().tolist(), strict=True
+    )
+    at_q = at_k = 0
+    for (queries, keys), run in itertools.groupby(lengths):
+        count = len(list(run))
+        yield Piece(_folded(at_q, count, queries), _folded(at_k, count, keys), lambda x: x)
+        at_q, at_k = at_q + count * queries, at_k + count * keys
+
+
+def _folded(begin: int, count: int, length: int):
+    """A function to `[count, heads, length, ..]` of the packed `[1, heads, tokens, ..]`."""
+
+    def view(x):
+        mine = x[0].narrow(1, begin, count * length)
+        return mine.unflatten(1, (count, length)).transpose(0, 1)
+
+    return view
+
+
+def _padded(extra: Extra) -> Iterator[Piece]:
+    for b, length in enumerate(extra.seqlens_k.tolist()):
+        own = slice(b, b + 1)
+        yield Piece(
+            lambda x, own=own: x[own],
+            lambda x, own=own, length=length: x[own, :, :length],
+            lambda x, own=own, length=length: (x if x.shape[0] == 1 else x[own])[..., :length],
+        )
+
+
+def _paged(extra: Extra) -> Iterator[Piece]:
+    lengths = extra.seqlens_k.tolist()
+    starts = None if extra.cu_seqlens_q is None else extra.cu_seqlens_q.tolist()
+    for b, length in enumerate(lengths):
+        if starts is None:
+            queries = lambda x, b=b: x[b : b + 1]  # noqa: E731
+        else:
+            queries = _folded(starts[b], 1, starts[b + 1] - starts[b])
+        yield Piece(queries, _gathered(extra.block_table[b], length), lambda x: x)
+
+
+def _gathered(block_table, length: int):
+    """A function to the `[1, heads, length, dim]` that a sequence has in a cache of blocks."""
+
+    def keys(cache):
+        used = block_table[: -(-length // cache.shape[2])].long()
+        return cache[used].transpose(0, 1).flatten(1, 2)[None, :, :length]
+
+    return keys
+
+
+# By torch's flash attention
+
+
+class Span(NamedTuple):
+    """Queries from a first one on, and a range of keys."""
+
+    query: int
+    key: int
+    end: int
+    causal: bool
+
+
+def _spans(queries: int, keys: int, rule: Rule) -> list[Span]:
+    """What flash attention has to be asked, for its own causal mask starts at the first key."""
+    if rule.window_right < 0:
+        return [Span(0, 0, keys, False)]
+    shift = keys - queries if rule.bottom_right else 0
+    if shift <= 0:  # the first -shift queries see no key
+        return [Span(-shift, 0, keys, True)] if shift > -queries else []
+    if queries == 1:
+        return [Span(0, 0, keys, False)]
+    return [Span(0, 0, shift, False), Span(0, shift, keys, True)]
+
+
+def _forward(q, k, v, mask, rule: Rule, out, lse) -> None:
+    spans = _spans(q.shape[2], k.shape[2], rule)
+    if not spans or spans[0].query:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    for number, span in enumerate(spans):
+        mine = k[:, :, span.key : span.end], v[:, :, span.key : span.end]
+        found, log_sum = _flash(
+            q[:, :, span.query :],
+            *mine,
+            0.0,
+            span.causal,
+            attn_mask=_added(mask, q),
+            scale=rule.scale,
+        )
+        to, to_lse = out[:, :, span.query :], lse[:, :, span.query :]
+        if number:
+            _merge(to, to_lse, found, log_sum)
+        else:
+            to.copy_(found)
+            to_lse.copy_(log_sum)
+    if mask is not None:  # a query without a key
+        nothing = ~mask.any(-1).expand(lse.shape)
+        out.masked_fill_(nothing[..., None], 0)
+        lse.masked_fill_(nothing, -torch.inf)
+
+
+def _backward(dout, out, lse, q, k, v, mask, rule: Rule, dq, dk, dv) -> None:
+    """The softmax is over all spans: each is given the output and the denominator of all."""
+    lse = lse.masked_fill(lse == -torch.inf, 0)  # and weights of 0, not exp(-inf + inf)
+    spans = _spans(q.shape[2], k.shape[2], rule)
+    if not spans or spans[0].query:
+        dq.zero_()
+    for number, span in enumerate(spans):
+        rows, columns = slice(span.query, None), slice(span.key, span.end)
+        found = _flash_backward(
+            dout[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows],
+            lse[:, :, rows], 0.0, span.causal, attn_mask=_added(mask, q), scale=rule.scale,
+        )  # fmt: skip
+        to = dq[:, :, rows]
+        to.add_(found[0]) if number else to.copy_(found[0])
+        dk[:, :, columns].copy_(found[1])
+        dv[:, :, columns].copy_(found[2])
+
+
+def _added(mask, q):
+    """A mask as flash attention takes it."""
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+
+
+def _merge(out, lse, found, log_sum) -> None:
+    """Add what other keys give to out and lse."""
+    both = torch.logaddexp(lse, log_sum)
+    mine, theirs = ((x - both).exp()[..., None] for x in (lse, log_sum))
+    out.copy_(out * mine + found * theirs)
+    lse.copy_(both)
+
+
+def _add_sinks(sinks, out, lse) -> None:
+    """One more score in the denominator of each head."""
+    both = torch.logaddexp(lse, sinks[:, None].expand_as(lse))
+    out.copy_(out * (lse - both).exp()[..., None])
+    lse.copy_(both)

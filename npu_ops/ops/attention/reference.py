@@ -1,0 +1,157 @@
+"""What attention is: every pair of a query and a key, in fp32.
+
+Tensors are in the form of `arguments`: batch, heads, tokens, head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import rng
+from npu_ops.ops.attention.arguments import Extra, Rule
+
+_TILE = 128  # keys that share Philox calls
+
+
+def compute_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def attention(q, k, v, extra: Extra, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output `[B, N, Sq, Dv]` and the log of the softmax's denominator `[B, N, Sq]`, in fp32.
+
+    softmax(scale q k^T, capped, plus bias) v over the keys that take part. A query without a key
+    gets 0, and -inf (or its sink).
+    """
+    pairs = Pairs(q, k, v, extra, rule)
+    lse = pairs.scores.logsumexp(-1)
+    if extra.sinks is not None:
+        lse = torch.logaddexp(lse, extra.sinks[:, None].expand_as(lse))
+    return pairs.dropped(pairs.weights(lse)) @ pairs.v, lse
+
+
+def attention_backward(dout, dlse, q, k, v, extra: Extra, rule: Rule, out, lse):
+    """The gradients of q, k, v, of the bias in its own shape, and of the sinks; in fp32."""
+    pairs = Pairs(q, k, v, extra, rule)
+    wide = compute_dtype(q)
+    dout = dout.to(wide)
+    weights = pairs.weights(lse)
+    delta = (dout * out.to(wide)).sum(-1)
+    delta = delta if dlse is None else delta - dlse
+    dweights = pairs.dropped(dout @ pairs.v.mT)
+    dscores = weights * (dweights - delta[..., None])
+    dbias = None if extra.bias is None else dscores.sum_to_size(extra.bias.shape)
+    dsinks = None
+    if extra.sinks is not None:
+        dsinks = -((extra.sinks[:, None] - lse).exp() * delta).sum((0, 2))
+    dproduct = dscores * pairs.slope * rule.scale
+    dv = pairs.dropped(weights).mT @ dout
+    dk = dproduct.mT @ pairs.q
+    return dproduct @ pairs.k, _per_group(dk, k), _per_group(dv, v), dbias, dsinks
+
+
+class Pairs:
+    """The scores of every query and key, -inf where a key does not take part.
+
+    slope: the derivative of the soft cap. k and v are repeated for each query head.
+    """
+
+    def __init__(self, q, k, v, extra: Extra, rule: Rule):
+        wide, group = compute_dtype(q), q.shape[1] // k.shape[1]
+        if extra.block_table is not None:
+            packed = extra.cu_seqlens_q is not None
+            k, v = (from_blocks(x, extra.block_table, packed) for x in (k, v))
+        self.positions = Positions(q.shape[2], k.shape[2], extra, q.device)
+        self.q = q.to(wide)
+        self.k, self.v = (
+            x.to(wide).masked_fill(self.positions.missing, 0).repeat_interleave(group, 1)
+            for x in (k, v)
+        )
+        product = self.q @ self.k.mT * rule.scale
+        capped = rule.softcap * torch.tanh(product / rule.softcap) if rule.softcap else product
+        self.slope = 1 - (capped / rule.softcap) ** 2 if rule.softcap else 1.0
+        scores = capped if extra.bias is None else capped + extra.bias
+        part = self.positions.takes_part(rule)
+        part = part if extra.mask is None else part & extra.mask
+        self.scores = scores.masked_fill(~part, -torch.inf)
+        self.p, self.state = rule.dropout_p, extra.rng_state
+
+    def weights(self, lse):
+        """The softmax; 0 for a query without a key, where lse is -inf."""
+        return (self.scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp()
+
+    def dropped(self, weights):
+        if not self.p:
+            return weights
+        batch, heads, queries, _ = weights.shape
+        row = torch.arange(batch * heads * queries, device=weights.device)
+        keep = keep_mask(
+            row.view(batch, heads, queries), self.positions.longest, self.p, self.state
+        )
+        return weights * keep[..., self.positions.key] / (1 - self.p)
+
+
+class Positions:
+    """Which sequence each query and key is of, and where in it it is."""
+
+    def __init__(self, queries: int, keys: int, extra: Extra, device):
+        token_q, token_k = (torch.arange(n, device=device) for n in (queries, keys))
+        self.longest, starts = keys, extra.cu_seqlens_q
+        if starts is None:  # a sequence for each entry of the batch
+            self.query, self.key, self.same = token_q, token_k, True
+            self.queries, self.keys = queries, keys
+            if extra.seqlens_k is not None:
+                self.keys = extra.seqlens_k.view(-1, 1, 1, 1)
+            self.missing = self.key[:, None] >= self.keys  # may hold anything
+            return
+        of_q = torch.searchsorted(starts, token_q, right=True) - 1
+        self.query, self.queries = token_q - starts[of_q], starts.diff()[of_q, None]
+        if extra.block_table is None:
+            starts, lengths = extra.cu_seqlens_k, extra.cu_seqlens_k.diff()
+            of_k = torch.searchsorted(starts, token_k, right=True) - 1
+            self.key = token_k - starts[of_k]
+        else:  # as many rows for each sequence, of which the first are keys
+            self.longest, lengths = keys // (len(starts) - 1), extra.seqlens_k
+            of_k, self.key = token_k // self.longest, token_k % self.longest
+        self.same, self.keys = of_q[:, None] == of_k, lengths[of_q, None]
+        self.missing = (self.key >= lengths[of_k])[:, None]
+
+    def takes_part(self, rule: Rule):
+        """bool `[B or 1, 1, queries, keys]`."""
+        shift = self.keys - self.queries if rule.bottom_right else 0
+        ahead = self.key - self.query[:, None] - shift  # keys after the diagonal
+        part = (self.key < self.keys) & self.same & torch.ones_like(ahead, dtype=torch.bool)
+        if rule.window_left >= 0:
+            part = part & (ahead >= -rule.window_left)
+        if rule.window_right >= 0:
+            part = part & (ahead <= rule.window_right)
+        return part
+
+
+def from_blocks(cache, block_table, packed: bool):
+    """`[n, heads, keys, dim]` of the blocks of each of n sequences; packed: a batch of one."""
+    blocks = cache[block_table.clamp(0, cache.shape[0] - 1).long()]  # [n, blocks, heads, size, dim]
+    keys = blocks.transpose(1, 2).flatten(2, 3)
+    return keys.transpose(0, 1).flatten(1, 2)[None] if packed else keys
+
+
+def keep_mask(row: torch.Tensor, columns: int, p: float, state: torch.Tensor) -> torch.Tensor:
+    """Which weights dropout keeps: bool, row's shape by `columns` keys of a sequence.
+
+    Column c takes the 16-bit draw c % 128 // 16 of Philox(counter=(c // 128 * 16 + c % 16, row,
+    offset), key=seed), so that any 128 columns share 16 Philox calls and no draw is wasted.
+    """
+    seed, offset = state.unbind()
+    tiles = -(-columns // _TILE)
+    calls = torch.arange(tiles * 16, device=row.device)
+    low, high = (lambda word: word & 0xFFFFFFFF), (lambda word: (word >> 32) & 0xFFFFFFFF)
+    counter = (calls, row[..., None] & 0xFFFFFFFF, low(offset), high(offset))
+    words = rng.philox4x32(counter, (low(seed), high(seed)))
+    draws = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-2)
+    draws = draws.unflatten(-1, (tiles, 16)).transpose(-3, -2)  # [.., tiles, 8, 16]
+    return draws.flatten(-3)[..., :columns] >= rng.threshold(p)
+
+
+def _per_group(x, like):
+    """The sum over the query heads that read one key head."""
+    return x.unflatten(1, (like.shape[1], -1)).sum(2)
