@@ -24,9 +24,10 @@ from npu_ops.ops.attention.arguments import (
     split_heads,
     window_of,
 )
+from npu_ops.ops.attention.plan import AttentionPlan, AttentionSpec, plan_attention
 from npu_ops.ops.attention.reference import compute_dtype
 
-__all__ = ["attention"]
+__all__ = ["AttentionPlan", "AttentionSpec", "attention", "plan_attention"]
 
 
 def attention(
@@ -166,6 +167,8 @@ def _prepare(
         softcap=0.0 if softcap is None else _softcap(softcap),
         dropout_p=_dropout(dropout_p, generator, q),
         deterministic=bool(deterministic),
+        training=torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (q, k, v, bias, sinks)),
     )
     return q, k, v, extra, rule, folded
 

@@ -61,6 +61,7 @@ class Rule(NamedTuple):
         A causal mask is a window_right of 0.
     bottom_right: the diagonal ends at the last query and the last key, else it starts at the first.
     softcap: 0 for none.
+    training: a gradient will be wanted.
     """
 
     layout: str
@@ -73,6 +74,7 @@ class Rule(NamedTuple):
     softcap: float
     dropout_p: float
     deterministic: bool
+    training: bool
 
 
 def normal(x: torch.Tensor, layout: str) -> torch.Tensor:

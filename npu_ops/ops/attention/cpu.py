@@ -13,6 +13,7 @@ import torch
 
 from npu_ops.ops.attention import blocks
 from npu_ops.ops.attention.arguments import Extra, Rule
+from npu_ops.ops.attention.routing import plan_of
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -29,6 +30,7 @@ class Piece(NamedTuple):
 def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
     """Write out and lse."""
     rows = _rows(lse, rule)
+    by_blocks = plan_of(q, k, v, extra, rule, "cpu").operator != "torch flash attention"
     for piece in _pieces(q, extra):
         mine = piece.queries(q), piece.keys(k), piece.keys(v)
         to = piece.queries(out), piece.queries(lse)
@@ -38,7 +40,7 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
         if not mine[1].shape[2]:
             to[0].zero_()
             to[1].copy_(to[1].new_full((), -torch.inf))
-        elif flash_why_not(v, extra, rule) or v.shape[3] != q.shape[3]:
+        elif by_blocks:
             blocks.forward(*mine, call, rule, *to)
         else:
             _forward(*mine, call.mask, rule, *to)
@@ -50,8 +52,8 @@ def attention_backward(
     dout, dlse, q, k, v, extra: Extra, rule: Rule, out, lse, dq, dk, dv, dbias, dsinks
 ) -> None:
     """Write the gradients, those of the bias and the sinks where they are not None."""
-    by_blocks = flash_why_not(v, extra, rule) or v.shape[3] != q.shape[3] or dbias is not None
-    by_blocks = by_blocks or dlse is not None
+    plan = plan_of(q, k, v, extra, rule, "cpu", dlse is not None)
+    by_blocks = plan.operator != "torch flash attention"
     for gradient in (dk, dv, dbias):  # of keys that no sequence has; sums
         if gradient is not None:
             gradient.zero_()
@@ -72,20 +74,6 @@ def attention_backward(
         delta = (dout.float() * out.float()).sum(-1)
         delta = delta if dlse is None else delta - dlse
         dsinks.copy_(-((extra.sinks[:, None] - lse).exp() * delta).sum((0, 2)))
-
-
-def flash_why_not(v, extra: Extra, rule: Rule) -> str | None:
-    """None, or why torch's flash attention cannot do it."""
-    causal = rule.window_right == 0 and rule.window_left < 0
-    for given, what in (
-        (rule.softcap, "a soft cap"),
-        (rule.dropout_p, "dropout"),
-        (extra.bias is not None, "a bias"),
-        (max(rule.window_left, rule.window_right) >= 0 and not causal, "a sliding window"),
-    ):
-        if given:
-            return f"torch's flash attention on the CPU has no {what}"
-    return None
 
 
 def _rows(lse, rule: Rule):

@@ -8,6 +8,7 @@ from npu_ops.core import library
 from npu_ops.core.registry import Implementation, Table, from_module
 from npu_ops.ops.attention import reference
 from npu_ops.ops.attention.arguments import Extra, Rule, normal, shape_in_layout
+from npu_ops.ops.attention.routing import plan_of
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FOLDER = "npu_ops.ops.attention"
@@ -16,7 +17,8 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, "
     + ", ".join(f"Tensor? {name}" for name in Extra._fields)
     + ", str layout, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, SymInt window_left, "
-    "SymInt window_right, bool bottom_right, float softcap, float dropout_p, bool deterministic"
+    "SymInt window_right, bool bottom_right, float softcap, float dropout_p, bool deterministic, "
+    "bool training"
 )
 
 
@@ -46,6 +48,14 @@ forward_table = Table(
     "attention",
     [
         Implementation(
+            "aclnn",
+            from_module(f"{_FOLDER}.aclnn:attention"),
+            frozenset({"npu"}),
+            lambda q, k, v, extra, rule, *rest: plan_of(q, k, v, extra, rule, "npu").why_not(
+                "aclnn"
+            ),
+        ),
+        Implementation(
             "cpu",
             from_module(f"{_FOLDER}.cpu:attention"),
             frozenset({"cpu"}),
@@ -58,6 +68,14 @@ forward_table = Table(
 backward_table = Table(
     "attention_backward",
     [
+        Implementation(
+            "aclnn",
+            from_module(f"{_FOLDER}.aclnn:attention_backward"),
+            frozenset({"npu"}),
+            lambda dout, dlse, q, k, v, extra, rule, *rest: plan_of(
+                q, k, v, extra, rule, "npu", dlse is not None
+            ).why_not("aclnn"),
+        ),
         Implementation(
             "cpu",
             from_module(f"{_FOLDER}.cpu:attention_backward"),
