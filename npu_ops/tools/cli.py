@@ -85,6 +85,25 @@ def where(op: Annotated[str, typer.Argument(help="An op or one of its functions.
 
 
 @app.command()
+def explain(
+    op: Annotated[str, typer.Argument(help="attention")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(help="Fields of AttentionSpec, as heads=16 head_dim=72 keys=packed."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Which operator of an NPU computes a call, how it is told, and why nothing better does."""
+    from npu_ops.tools import explain
+
+    try:
+        plan = explain.explain(op, settings or [])
+    except ValueError as error:
+        fail(error)
+    print(json.dumps(plan.as_dict(), indent=1) if as_json else plan)
+
+
+@app.command()
 def demo(
     output: Annotated[pathlib.Path, typer.Option(help="Folder of the report.")] = pathlib.Path(
         "report"

@@ -13,7 +13,11 @@ import pytest
 from npu_ops import ops
 from npu_ops.core.hardware import UB_BYTES
 
-OPS = [module.name for module in pkgutil.iter_modules(ops.__path__)]
+OPS = [
+    module.name
+    for module in pkgutil.iter_modules(ops.__path__)
+    if importlib.import_module(f"npu_ops.ops.{module.name}.cases").REPRESENTATIVE
+]
 
 
 def compile_reports(tmp_path, *arguments):

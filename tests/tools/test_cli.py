@@ -42,7 +42,7 @@ def test_version():
 def test_list_has_every_op_and_function():
     listed = call("list")
     for op, functions in where.ops().items():
-        assert f"{op} (triton_ascend, cpu, reference)" in listed
+        assert f"{op} ({', '.join(where.implementations(op))})" in listed
         assert all(f"  {function}: " in listed for function in functions)
 
 
@@ -53,6 +53,15 @@ def test_where(name):
     assert rows["CPU kernel"] == "csrc/mrope/mrope_cpu.cpp"
     assert rows["adapter"] == "python/npu_ops_adapters/megatron/mrope.py"
     assert all((where.ROOT / path).exists() for path in rows.values())
+
+
+def test_explain_attention():
+    said = call("explain", "attention", "layout=TND", "keys=packed", "heads=16", "head_dim=72")
+    assert said.startswith("reference runs it") and "pass cu_seqlens_cpu" in said
+    plan = json.loads(call("explain", "attention", "is_causal=true", "training=true", "--json"))
+    assert plan["operator"] == "npu_fusion_attention" and plan["sparse_mode"] == 3
+    wrong = command("explain", "attention", "heads=x", code=2)
+    assert wrong.startswith("npu-ops: heads: got 'x', needs int")
 
 
 def test_where_of_something_else():

@@ -27,7 +27,7 @@ from npu_ops.ops.attention.arguments import (
 from npu_ops.ops.attention.plan import AttentionPlan, AttentionSpec, plan_attention
 from npu_ops.ops.attention.reference import compute_dtype
 
-__all__ = ["AttentionPlan", "AttentionSpec", "attention", "plan_attention"]
+__all__ = ["attention", "plan_attention", "AttentionPlan", "AttentionSpec"]
 
 
 def attention(
@@ -68,23 +68,23 @@ def attention(
         q: `[B, S, N, D]` in the order of `layout`: BSND, BNSD, SBND, or TND for packed sequences
             `[T, N, D]`; BSH and SBH fold heads and dimension, `[B, S, N * D]`.
         k, v: as q, with their own length; N a multiple of their heads; v may have another D.
-            With a block_table `[blocks, block_size, N, D]` (BNSD: `[blocks, N, block_size, D]`; with
-            num_key_value_heads also `[blocks, block_size, N * D]`).
+            With a block_table `[blocks, block_size, N, D]`, for BNSD `[blocks, N, block_size, D]`,
+            and with num_key_value_heads also `[blocks, block_size, N * D]`.
         num_heads, num_key_value_heads: for BSH and SBH; the latter is num_heads unless given.
         is_causal: a query sees the keys up to its own.
         causal_alignment: where lengths differ, the diagonal of is_causal and window goes through
             the last query and key ("bottom_right") or the first ("top_left", as in torch's SDPA).
         window: (left, right), keys before and after the diagonal that take part, -1 for all.
-        attn_mask: bool, True takes part: `[Sq, Sk]`, or 4 dimensions `[B, N, Sq, Sk]` each full or 1.
-            It is the whole mask: without is_causal and window.
+        attn_mask: bool, True takes part: `[Sq, Sk]`, or `[B, N, Sq, Sk]` where each may be 1. It is
+            the whole mask: without is_causal and window.
         bias: added to the scores; shapes as attn_mask, q's dtype or float32. Differentiable.
-        cu_seqlens_q, cu_seqlens_k: TND: int32 or int64 `[n + 1]`, the starts of n sequences and their
-            end: 0 first, the number of tokens last. cu_seqlens_k is cu_seqlens_q unless given.
+        cu_seqlens_q, cu_seqlens_k: for TND, int32 or int64 `[n + 1]`, the starts of n sequences and
+            their end: 0 first, the number of tokens last. cu_seqlens_k is cu_seqlens_q if None.
         max_seqlen_q, max_seqlen_k: bounds of their lengths; None: the number of tokens.
         seqlens_k: int32 or int64 `[n]`: of each sequence's keys the first so many are there. Needed
             with a block_table.
-        block_table: int32 `[n, ..]`: the blocks of a paged cache that hold each sequence's keys. Has
-            no gradient.
+        block_table: int32 `[n, ..]`: the blocks of a paged cache that hold each sequence's keys.
+            There is no gradient then.
         scale: of the scores; None: `D ** -0.5`.
         softcap: c: scores become `c tanh(score / c)`, before the bias.
         sinks: `[N]`: one more score for each head, which has no value. Differentiable.
@@ -96,8 +96,8 @@ def attention(
         generator: of dropout; on q's device; None: its default one.
 
     Returns:
-        out in q's layout, dtype and heads, with v's D; and with return_lse the fp32
-        `[B, N, Sq]` (TND `[N, T]`; fp64 where q is). On a device lengths are not read to be checked.
+        out in q's layout, dtype and heads, with v's D; and with return_lse the fp32 `[B, N, Sq]`,
+        for TND `[N, T]` (fp64 where q is). On a device lengths are not read to be checked.
 
     Raises:
         TypeError: a dtype, also a mixture of them: nothing is converted, but under autocast.
@@ -183,7 +183,7 @@ def _heads(q, k, v, layout, num_heads, num_key_value_heads, paged):
         check.floating("k", k)
         key_layout = "BSH" if k.dim() == 3 else "BNSD" if layout == "BNSD" else "BSND"
     (k, key_layout), (v, _) = (
-        split_heads(n, x, key_layout, key_heads) for n, x in zip("kv", (k, v))
+        split_heads(n, x, key_layout, key_heads) for n, x in zip("kv", (k, v), strict=True)
     )
     if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(q.device.type)  # as torch's own attention does

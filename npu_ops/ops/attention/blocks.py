@@ -1,4 +1,4 @@
-"""Attention by blocks of queries, in fp32: what torch's flash attention does not have, on the CPU."""
+"""Attention by blocks of queries, in fp32, on the CPU: what torch's flash attention has not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention on the CPU: torch's flash attention a sequence at a time, blocks of queries for the rest.
+"""Attention on the CPU: torch's flash attention for each sequence, blocks of queries for the rest.
 
 Memory is linear in tokens either way: nothing is padded, and no mask of all pairs is made.
 """

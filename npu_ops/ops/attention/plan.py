@@ -101,7 +101,7 @@ class AttentionSpec:
         if self.keys == "paged" and self.block_size < 1:
             raise ValueError(f"block_size: got {self.block_size}, needs 1 or more for paged keys")
         if self.keys == "paged" and self.training:
-            raise ValueError("training: got True with paged keys, which have no gradient")
+            raise ValueError("training: got True, needs False for paged keys, without a gradient")
         if self.device == "npu" and not self.soc.startswith(SOCS):
             raise ValueError(f"soc: got {self.soc!r}, needs one of {', '.join(SOCS)}...")
 
@@ -132,7 +132,8 @@ class AttentionPlan:
 
     operator: its name; runs: the implementation of `npu_ops.attention` that calls it.
     layout: what is passed as input_layout.
-    sparse_mode, pre_tokens, next_tokens, mask: how the mask is told ("none", "compressed", "dense").
+    mask_kind: a key of `table.MASKS`, or "window from the top left".
+    sparse_mode, pre_tokens, next_tokens, mask: how it is told ("none", "compressed", "dense").
     lengths: "none", "ends" (cumulative, without the leading zero) or "each" (per sequence) of the
         keys; queries are always ends.
     drop_leading_zero: of the cu_seqlens that the caller has.

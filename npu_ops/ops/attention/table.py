@@ -3,8 +3,8 @@
 Read from top to bottom: the first operator that has everything a call needs runs it. Facts are of
 torch_npu 2.13's schemas and the vendor's documents; a fact that was learnt from a bug names it.
 
-npu_prompt_flash_attention and npu_incre_flash_attention have no row: npu_fused_infer_attention_score
-covers both, and they return no softmax statistics.
+npu_prompt_flash_attention and npu_incre_flash_attention have no row: they return no statistics of
+the softmax, and npu_fused_infer_attention_score covers both.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Operator:
     runs: the implementation that calls it, as in `npu_ops.explain`.
     serves: "training" has a backward.
     keys: "dense"; "packed" by cu_seqlens; "padded", of which some exist; "paged".
-    takes: of bias, softcap, sinks, dropout, lse gradient. Sinks can be put in afterwards by whatever returns the
-        softmax's statistics.
-    largest: head dimension. multiple_of: what head dimensions are padded to. dims: if not empty, the
-        (head, value) dimensions there are for packed queries.
-    lengths: what lengths must be: "host" lists, "device" tensors, or "" where it does not care.
-    captured: why a graph cannot capture it; update: the argument that a replay must set.
+    takes: of bias, softcap, sinks, dropout, lse gradient. Sinks can be put in afterwards by
+        whatever returns the softmax's statistics.
+    largest: head dimension. multiple_of: what head dimensions are padded to. one_dim: values have
+        the same. dims: the (head, value) dimensions that packed queries may have, if not any.
+    lengths: "host" where they must be lists. captured: why a graph cannot capture it. update: the
+        argument that has to be set before a replay.
     """
 
     name: str

@@ -106,9 +106,8 @@ def launches(op: str, cases: list[str] | None = None, dtypes=None) -> Iterator[L
         small = dataclasses.replace(case, tokens=min(case.tokens, 8))  # constants know no lengths
         for dtype in dtypes or (torch.float32, torch.bfloat16, torch.float16):
             label = f"{case.name}-{str(dtype).removeprefix('torch.')}"
-            for launch in _launched(
-                label, function, small.inputs(dtype), cases_of_op.DIFFERENTIABLE
-            ):
+            wrt = getattr(case, "differentiable", cases_of_op.DIFFERENTIABLE)
+            for launch in _launched(label, function, small.inputs(dtype), wrt):
                 key = (launch.name, launch.signature, launch.constants, launch.options)
                 if key not in seen:
                     seen.add(key)
