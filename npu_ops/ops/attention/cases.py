@@ -150,7 +150,12 @@ CASES = [
     Case("token-1", 1, causal=True, lse=True),
     *(
         Case(
-            f"{corner}-{kind}", 37, more=more, causal=True, top_left=corner == "top-left", lse=True
+            f"{corner}-{kind}",
+            37,
+            more=more,
+            causal=True,
+            top_left=corner == "top-left",
+            lse=more > 0,
         )
         for corner in ("top-left", "bottom-right")
         for kind, more in (("more-keys", 28), ("fewer-keys", -20))
