@@ -658,6 +658,16 @@ def allocated(tokens, **more):
     return seen.allocated
 
 
+@pytest.mark.parametrize("lengths", [(700, 700), (300, 900), (900, 300)], ids=str)
+@pytest.mark.parametrize("top_left", [False, True])
+def test_windows_over_several_blocks(lengths, top_left):
+    """The CPU takes some queries at a time; their keys overlap."""
+    inputs = dict(zip("qkv", qkv(1, *lengths, dim=8), strict=True))
+    inputs |= {"window": (100, 30), "causal_alignment": "top_left" if top_left else "bottom_right"}
+    expected = run(floats(inputs, torch.float64), ("q", "k", "v"), "reference")
+    assert_all_close(run(inputs, ("q", "k", "v"), "cpu"), expected, TOLERANCES)
+
+
 def test_packed_memory_is_linear_in_tokens():
     """Twice the tokens, twice the memory; all pairs would be four times."""
     assert allocated(200) < 2.2 * allocated(100)
@@ -821,7 +831,8 @@ SQUARE = {"query_length": 9, "key_length": 9}
         (DECODE | {"contiguous_blocks": False}, {"operator": "reference"}),
         (DECODE | {"operators": ()}, {"operator": "reference"}),
         ({"device": "cpu", "is_causal": True}, {"operator": "torch flash attention"}),
-        ({"device": "cpu", "window": (4, 4)}, {"operator": "blocks of queries"}),
+        ({"device": "cpu", "window": (4, 4)}, {"operator": "torch flash attention"}),
+        ({"device": "cpu", "softcap": True}, {"operator": "blocks of queries"}),
         ({"device": "cpu", "dtype": "float64"}, {"operator": "reference"}),
         ({"device": "cuda"}, {"operator": "reference"}),
     ],

@@ -18,6 +18,8 @@ UNLIMITED = -1
 
 # Where a layout has batch, heads, tokens and head dimension; packed tokens get a batch first.
 _ORDER = {"BSND": "BSND", "BNSD": "BNSD", "SBND": "SBND", "TND": "BSND"}
+_TO_NORMAL = {name: [order.index(axis) for axis in "BNSD"] for name, order in _ORDER.items()}
+_FROM_NORMAL = {name: ["BNSD".index(axis) for axis in order] for name, order in _ORDER.items()}
 
 
 class Extra(NamedTuple):
@@ -80,19 +82,18 @@ class Rule(NamedTuple):
 def normal(x: torch.Tensor, layout: str) -> torch.Tensor:
     """A tensor of a layout (not BSH, SBH) as batch, heads, tokens, head dimension."""
     x = x.unsqueeze(0) if layout == "TND" else x
-    return x.permute([_ORDER[layout].index(axis) for axis in "BNSD"])
+    return x.permute(_TO_NORMAL[layout])
 
 
 def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
     """The inverse of `normal`."""
-    x = x.permute(["BNSD".index(axis) for axis in _ORDER[layout]])
+    x = x.permute(_FROM_NORMAL[layout])
     return x.squeeze(0) if layout == "TND" else x
 
 
 def shape_in_layout(shape, layout: str) -> list[int]:
     """The shape of batch, heads, tokens, head dimension in a layout."""
-    sizes = dict(zip("BNSD", shape, strict=True))
-    return [sizes[axis] for axis in _ORDER[layout]][layout == "TND" :]
+    return [shape[axis] for axis in _FROM_NORMAL[layout]][layout == "TND" :]
 
 
 def split_heads(name: str, x, layout: str, heads: int | None) -> tuple[torch.Tensor, str]:

@@ -82,17 +82,34 @@ def backward(dout, dlse, out, lse, q, k, v, pairs: Pairs, rule: Rule, dq, dk, dv
 
 def _blocks(q, k, rule: Rule) -> Iterator[Block]:
     queries, keys = q.shape[2], k.shape[2]
-    shift = keys - queries if rule.bottom_right else 0
     width = keys
     if rule.window_left >= 0 and rule.window_right >= 0:
         width = min(keys, rule.window_left + rule.window_right + 1)
     size = max(16, min(256, _SCORES // (q.shape[0] * q.shape[1] * width)))
+    yield from blocks(queries, keys, size, rule)
+
+
+def blocks(queries: int, keys: int, size: int, rule: Rule) -> Iterator[Block]:
+    """Blocks of `size` queries, with the keys in the windows of any of them."""
+    shift = keys - queries if rule.bottom_right else 0
     for first in range(0, queries, size):
         end = min(first + size, queries)
         low = first + shift - rule.window_left if rule.window_left >= 0 else 0
         high = end + shift + rule.window_right if rule.window_right >= 0 else keys
         low, high = (min(max(n, 0), keys) for n in (low, high))
         yield Block(first, end, low, max(low, high))
+
+
+def in_window(block: Block, shift: int, rule: Rule):
+    """bool `[queries, keys]` of a block; the diagonal is `shift` keys ahead."""
+    key = torch.arange(block.key, block.key_end)
+    ahead = key - torch.arange(block.first, block.end)[:, None] - shift
+    inside = torch.ones_like(ahead, dtype=torch.bool)
+    if rule.window_left >= 0:
+        inside &= ahead >= -rule.window_left
+    if rule.window_right >= 0:
+        inside &= ahead <= rule.window_right
+    return inside
 
 
 def _scores(block: Block, q, k, pairs: Pairs, rule: Rule):
@@ -108,14 +125,7 @@ def _scores(block: Block, q, k, pairs: Pairs, rule: Rule):
         scores = scores.masked_fill(~block.pairs(pairs.mask), -torch.inf)
     if rule.window_left >= 0 or rule.window_right >= 0:
         shift = k.shape[2] - q.shape[2] if rule.bottom_right else 0
-        key = torch.arange(block.key, block.key_end)
-        ahead = key - torch.arange(block.first, block.end)[:, None] - shift
-        outside = torch.zeros_like(ahead, dtype=torch.bool)
-        if rule.window_left >= 0:
-            outside |= ahead < -rule.window_left
-        if rule.window_right >= 0:
-            outside |= ahead > rule.window_right
-        scores = scores.masked_fill(outside, -torch.inf)
+        scores = scores.masked_fill(~in_window(block, shift, rule), -torch.inf)
     return scores, slope
 
 

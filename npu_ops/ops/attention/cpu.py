@@ -15,6 +15,7 @@ from npu_ops.ops.attention import blocks
 from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.routing import plan_of
 
+_WINDOW = 256  # queries at a time, where they have windows
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -157,69 +158,70 @@ def _gathered(block_table, length: int):
 
 
 class Span(NamedTuple):
-    """Queries from a first one on, and a range of keys."""
+    """Some queries and keys, with torch's causal mask, which starts at the first key, or another.
 
-    query: int
-    key: int
-    end: int
-    causal: bool
+    more: the same queries have keys in the span before this.
+    """
+
+    block: blocks.Block
+    causal: bool = False
+    mask: torch.Tensor | None = None
+    more: bool = False
 
 
-def _spans(queries: int, keys: int, rule: Rule) -> list[Span]:
-    """What flash attention has to be asked, for its own causal mask starts at the first key."""
-    if rule.window_right < 0:
-        return [Span(0, 0, keys, False)]
+def _spans(queries: int, keys: int, mask, rule: Rule) -> Iterator[Span]:
+    """What flash attention has to be asked; queries in none of them see no key."""
     shift = keys - queries if rule.bottom_right else 0
-    if shift <= 0:  # the first -shift queries see no key
-        return [Span(-shift, 0, keys, True)] if shift > -queries else []
-    if queries == 1:
-        return [Span(0, 0, keys, False)]
-    return [Span(0, 0, shift, False), Span(0, shift, keys, True)]
+    if rule.window_left >= 0 or rule.window_right > 0:
+        for block in blocks.blocks(queries, keys, _WINDOW, rule):
+            if block.key < block.key_end:
+                yield Span(block, mask=blocks.in_window(block, shift, rule))
+    elif rule.window_right < 0 or (queries == 1 and shift >= 0 and rule.bottom_right):
+        yield Span(blocks.Block(0, queries, 0, keys), mask=mask)
+    elif shift <= 0:
+        if shift > -queries:
+            yield Span(blocks.Block(-shift, queries, 0, keys), causal=True)
+    else:
+        yield Span(blocks.Block(0, queries, 0, shift))
+        yield Span(blocks.Block(0, queries, shift, keys), causal=True, more=True)
 
 
 def _forward(q, k, v, mask, rule: Rule, out, lse) -> None:
-    spans = _spans(q.shape[2], k.shape[2], rule)
-    if not spans or spans[0].query:
-        out.zero_()
-        lse.fill_(-torch.inf)
-    for number, span in enumerate(spans):
-        mine = k[:, :, span.key : span.end], v[:, :, span.key : span.end]
-        found, log_sum = _flash(
-            q[:, :, span.query :],
-            *mine,
-            0.0,
-            span.causal,
-            attn_mask=_added(mask, q),
-            scale=rule.scale,
-        )
-        to, to_lse = out[:, :, span.query :], lse[:, :, span.query :]
-        if number:
+    out.zero_()
+    lse.fill_(-torch.inf)
+    for block, causal, part, more in _spans(q.shape[2], k.shape[2], mask, rule):
+        mine = block.rows(q), block.columns(k), block.columns(v)
+        found, log_sum = _flash(*mine, 0.0, causal, attn_mask=_added(part, q), scale=rule.scale)
+        to, to_lse = block.rows(out), block.rows(lse)
+        if more:
             _merge(to, to_lse, found, log_sum)
-        else:
-            to.copy_(found)
-            to_lse.copy_(log_sum)
-    if mask is not None:  # a query without a key
-        nothing = ~mask.any(-1).expand(lse.shape)
-        out.masked_fill_(nothing[..., None], 0)
-        lse.masked_fill_(nothing, -torch.inf)
+            continue
+        if part is not None:  # a query without a key
+            nothing = ~part.any(-1).expand(to_lse.shape)
+            found = found.masked_fill(nothing[..., None], 0)
+            log_sum = log_sum.masked_fill(nothing, -torch.inf)
+        to.copy_(found)
+        to_lse.copy_(log_sum)
 
 
 def _backward(dout, out, lse, q, k, v, mask, rule: Rule, dq, dk, dv) -> None:
     """The softmax is over all spans: each is given the output and the denominator of all."""
     lse = lse.masked_fill(lse == -torch.inf, 0)  # and weights of 0, not exp(-inf + inf)
-    spans = _spans(q.shape[2], k.shape[2], rule)
-    if not spans or spans[0].query:
-        dq.zero_()
-    for number, span in enumerate(spans):
-        rows, columns = slice(span.query, None), slice(span.key, span.end)
+    dq.zero_()
+    overlap = rule.window_left >= 0 or rule.window_right > 0
+    sums = [torch.zeros(x.shape) if overlap else x for x in (dk, dv)]
+    for block, causal, part, more in _spans(q.shape[2], k.shape[2], mask, rule):
+        rows, columns = block.rows, block.columns
         found = _flash_backward(
-            dout[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows],
-            lse[:, :, rows], 0.0, span.causal, attn_mask=_added(mask, q), scale=rule.scale,
+            rows(dout), rows(q), columns(k), columns(v), rows(out), rows(lse), 0.0, causal,
+            attn_mask=_added(part, q), scale=rule.scale,
         )  # fmt: skip
-        to = dq[:, :, rows]
-        to.add_(found[0]) if number else to.copy_(found[0])
-        dk[:, :, columns].copy_(found[1])
-        dv[:, :, columns].copy_(found[2])
+        rows(dq).add_(found[0]) if more else rows(dq).copy_(found[0])
+        for to, gradient in zip(sums, found[1:], strict=True):
+            columns(to).add_(gradient) if overlap else columns(to).copy_(gradient)
+    if overlap:
+        dk.copy_(sums[0])
+        dv.copy_(sums[1])
 
 
 def _added(mask, q):

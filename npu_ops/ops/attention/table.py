@@ -164,7 +164,7 @@ OPERATORS = (
         _BOTH,
         _FLOATS,
         _ALL_KEYS,
-        ("none", "dense", "causal from the top left", "causal to the bottom right"),
+        _EVERY_MASK,
         takes=("sinks",),
         one_dim=True,
     ),
