@@ -8,3 +8,22 @@ import os
 
 def pytest_ignore_collect():
     return None if os.environ.get("TRITON_INTERPRET") == "1" else True
+
+
+def pytest_configure():
+    """The interpreter multiplies bfloat16 as the integers that it keeps them in; not so here."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    dot = InterpreterBuilder.create_dot
+
+    def widened(self, *operands_and_rest):
+        a, b, *rest = (
+            self.cast_impl(x, tl.float32) if getattr(x, "dtype", None) == tl.bfloat16 else x
+            for x in operands_and_rest
+        )
+        return dot(self, a, b, *rest)
+
+    InterpreterBuilder.create_dot = widened
