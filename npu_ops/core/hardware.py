@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import torch
 
@@ -39,10 +41,44 @@ def num_cube_cores(device: torch.device) -> int:
     return _cores(device, "num_aicore")
 
 
+_assumed_soc: str | None = None
+
+
+@contextlib.contextmanager
+def as_if_soc(soc: str) -> Iterator[None]:
+    """Choose tiles in a block as for an NPU with `soc`, e.g. to compile for it."""
+    global _assumed_soc
+    before, _assumed_soc = _assumed_soc, soc
+    try:
+        yield
+    finally:
+        _assumed_soc = before
+
+
+def is_ascend950(device: torch.device) -> bool:
+    """Whether it is the generation that has a compiler of its own."""
+    return (_assumed_soc or _soc(device)).startswith(("Ascend950", "Ascend910_95"))
+
+
+def cores_of_a_tile(device: torch.device) -> int:
+    """How many vector cores share out what the matrix unit hands them, each in a buffer of its own:
+    two, but the compiler for Ascend950 gives all to one."""
+    return 1 if is_ascend950(device) else 2
+
+
 def ascend_options(kernel, device: torch.device, **options) -> dict:
     """Launch options of triton-ascend; none on a GPU, nor where Triton interprets `kernel`."""
     compiled = type(kernel).__name__ == "JITFunction"
     return options if compiled and device.type != "cuda" else {}
+
+
+@functools.cache
+def _soc(device: torch.device) -> str:
+    if device.type != "npu":
+        return ""
+    from triton.runtime import driver
+
+    return driver.active.get_current_target().arch
 
 
 def _cores(device: torch.device, kind: str) -> int:

@@ -21,7 +21,7 @@ RANDOM = {"x": "*fp32", "n": "i32"}
 
 def kernel(name, **constants):
     """A launch of a kernel in kernels.py."""
-    signature = {"add": ADD, "matmul": MATMUL, "random": RANDOM}[name]
+    signature = {"add": ADD, "matmul": MATMUL, "random": RANDOM, "once": RANDOM}[name]
     return from_file(f"{FILE}::{name}", _pairs(signature), _pairs(constants))
 
 
@@ -59,7 +59,10 @@ def test_a_mixed_kernel():
 
 @pytest.mark.parametrize("soc", tool.SOCS)
 def test_every_soc(soc):
-    assert tool.compile_launch(kernel("add", BLOCK=4096), soc).soc == soc
+    report = tool.compile_launch(kernel("add", BLOCK=4096), soc)
+    assert (report.soc, report.faults()) == (soc, [])
+    # Nothing to overlap where a kernel has no loop of its own; what the compiler adds is none.
+    assert tool.compile_launch(kernel("once", BLOCK=4096), soc).multi_buffer
 
 
 def test_scalar_loops_are_faults_with_their_line():
@@ -124,11 +127,23 @@ def test_the_command_fails_for_a_fault():
         ([f"{FILE}::nope"], "needs FILE.py::NAME of a @triton.jit function"),
         ([f"{FILE}::add"], "arguments: got none, needs x, y, out, n, BLOCK: constexpr"),
         ([f"{FILE}::add", "--signature", "x"], "signature: got 'x', needs name=value"),
+        ([f"{FILE}::add", "--signature", "x=*bf17"], "signature: got x=*bf17, needs a type of"),
+        (["rope", "--case", "nope"], "case: got 'nope', needs one of few-pairs-interleaved, "),
+        (["rope", "--soc", "nope"], "soc: got 'nope', needs one of Ascend910B, "),
+        (["rope", "--dtype", "nope"], "argument --dtype: invalid choice: 'nope'"),
+        (["rope", "--json", "nope/r.json"], "--json: got 'nope/r.json', needs a folder that exi"),
     ],
 )
 def test_mistakes(arguments, error):
     done = command(*arguments)
     assert done.returncode == 2 and error in done.stderr
+
+
+def test_a_file_that_does_not_import(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import nothing_there")
+    done = command(f"{file}::add")
+    assert done.returncode == 2 and "mine.py raised ModuleNotFoundError: No module" in done.stderr
 
 
 def test_a_missing_compiler_is_a_sentence(monkeypatch):

@@ -8,10 +8,11 @@ import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from npu_ops.core import hardware
 from npu_ops.tools.compile import vendor
-from npu_ops.tools.compile.launches import Launch, from_file, launches
+from npu_ops.tools.compile.launches import FLOATS, Launch, cases_of, from_file, launches
 from npu_ops.tools.compile.report import CompileReport, compile_launch
 from npu_ops.tools.where import ops
 
@@ -81,30 +82,60 @@ def _parser() -> argparse.ArgumentParser:
     add("targets", nargs="*", metavar="OP", help=f"{known}, or FILE.py::KERNEL; default: all ops")
     add("--soc", action="append", help=f"default {vendor.SOCS[0]}; may be repeated")
     add("--case", action="append", help="a case's name; may be repeated")
-    add("--dtype", action="append", help="float32, bfloat16 or float16; default all")
+    add("--dtype", action="append", choices=FLOATS, help="default all; may be repeated")
     add("--signature", default="", help='of FILE.py::KERNEL: "x=*bf16,n=i32"')
     add("--constexpr", default="", help='of FILE.py::KERNEL: "BLOCK=1024"')
     add("--bodies", action="store_true", help="also show each loop's body")
-    add("--json", type=pathlib.Path, metavar="FILE", help="write the reports to FILE")
-    add("--csv", type=pathlib.Path, metavar="FILE", help="write a row for each kernel to FILE")
+    add("--json", type=_file, metavar="FILE", help="write the reports to FILE")
+    add("--csv", type=_file, metavar="FILE", help="write a row for each kernel to FILE")
     return parser
 
 
+def _file(text: str) -> pathlib.Path:
+    """A file that can be written: compiling takes minutes, and then it is too late to say no."""
+    path = pathlib.Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}, needs a folder that exists")
+    return path
+
+
 def _rows(options) -> Iterator[Row]:
+    targets, socs = options.targets or ops(), options.soc or vendor.SOCS[:1]
+    for soc in socs:
+        hardware.ub_bytes(soc)  # refuses what is none
+    _check_cases(targets, options.case or ())
+    for target in targets:
+        for soc in socs:
+            for launch in _launches(target, soc, options):
+                yield _row(target, launch, soc)
+
+
+def _launches(target: str, soc: str, options) -> Iterable[Launch]:
     import torch
 
-    dtypes = [getattr(torch, name) for name in options.dtype] if options.dtype else None
-    for target in options.targets or ops():
-        if "::" in target:
-            found = [from_file(target, options.signature, options.constexpr)]
-        elif target in ops():
-            found = launches(target, options.case, dtypes)
-        else:
+    if "::" in target:
+        return [from_file(target, options.signature, options.constexpr)]
+    dtypes = [getattr(torch, name) for name in options.dtype or FLOATS]
+    return launches(target, options.case, dtypes, soc)
+
+
+def _check_cases(targets: list[str], names: list[str]) -> None:
+    """
+    Raises:
+        ValueError: no such op, or a case that none of them has.
+    """
+    known = set()
+    for target in targets:
+        if target in ops():
+            known |= {case.name for case in cases_of(target).CASES}
+        elif "::" not in target:
             needs = f"{', '.join(ops())} or FILE.py::KERNEL"
             raise ValueError(f"target: got {target!r}, needs one of {needs}")
-        for launch in found:
-            for soc in options.soc or vendor.SOCS[:1]:
-                yield _row(target, launch, soc)
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"case: got {name!r}, needs one of {', '.join(sorted(known)) or 'none'}"
+            )
 
 
 def _row(op: str, launch: Launch, soc: str) -> Row:

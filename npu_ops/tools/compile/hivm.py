@@ -75,10 +75,12 @@ def functions(hivm: str) -> list[str]:
 
 
 def keeps_multi_buffer(hivm: str, notes: tuple[str, ...]) -> bool:
-    """Whether a buffer alternates between two places; without a loop nothing can overlap."""
+    """Whether a buffer alternates between two places; nothing can overlap where no loop moves data
+    to or from global memory."""
     given_up = any("multi-buffer" in note for note in notes)
     alternates = re.search(r"arith\.select %\w+, %\w+, %\w+ : memref<[^\n]*<(ub|cbuf|cc)>", hivm)
-    return not given_up and (alternates is not None or "scf.for" not in hivm)
+    moves = any(body.depth and body.loads + body.stores for body in loop_bodies(hivm))
+    return not given_up and (alternates is not None or not moves)
 
 
 def scalar_loops(hivm: str) -> list[str]:

@@ -17,6 +17,7 @@ DTYPES = {
     "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int64": "i64", "int32": "i32",
     "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "i1",
 }  # fmt: skip
+FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,8 @@ def from_file(target: str, signature: str, constants: str) -> Launch:
     if not hasattr(kernel, "fn"):
         raise ValueError(f"kernel: got {target!r}, needs FILE.py::NAME of a @triton.jit function")
     given = dict(_pairs("signature", signature))
+    for item in given.items():
+        _check_type(*item)
     fixed = {key: _literal(value) for key, value in _pairs("constexpr", constants)}
     wanted = {parameter.name for parameter in kernel.params}
     if wanted != given.keys() | fixed.keys():
@@ -58,6 +61,16 @@ def from_file(target: str, signature: str, constants: str) -> Launch:
     return Launch("", kernel, tuple(given.items()), tuple(fixed.items()))
 
 
+def _check_type(argument: str, kind: str) -> None:
+    from triton.language import str_to_ty
+
+    try:
+        str_to_ty(kind)
+    except (KeyError, IndexError) as error:
+        needs = "a type of Triton's, e.g. *bf16, i32 or fp32"
+        raise ValueError(f"signature: got {argument}={kind}, needs {needs}") from error
+
+
 def _load(path: str):
     file = pathlib.Path(path)
     if file.suffix != ".py" or not file.is_file():
@@ -67,7 +80,10 @@ def _load(path: str):
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(file.stem, module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"file: {path} raised {type(error).__name__}: {error}") from error
     return module
 
 
@@ -89,35 +105,42 @@ def _literal(text: str):
     return text
 
 
-def launches(op: str, cases: list[str] | None = None, dtypes=None) -> Iterator[Launch]:
-    """Every different kernel that an op's cases launch, forward and backward, found by calling it.
+def launches(
+    op: str, cases: list[str] | None = None, dtypes=None, soc: str = vendor.SOCS[0]
+) -> Iterator[Launch]:
+    """Every different kernel that an op's cases launch on `soc`, forward and backward, found by
+    calling it.
 
     cases: names of the op's cases; None: all. dtypes: None: float32, bfloat16 and float16.
     """
     import torch
 
     package = importlib.import_module(f"npu_ops.ops.{op}")
-    cases_of_op = importlib.import_module(f"npu_ops.ops.{op}.cases")
     seen = set()
-    for case in cases_of_op.CASES:
+    for case in cases_of(op).CASES:
         if cases is not None and case.name not in cases:
             continue
         function = getattr(package, getattr(case, "function", package.__all__[0]))
         small = dataclasses.replace(case, tokens=min(case.tokens, 8))  # constants know no lengths
-        for dtype in dtypes or (torch.float32, torch.bfloat16, torch.float16):
+        for dtype in dtypes or [getattr(torch, name) for name in FLOATS]:
             label = f"{case.name}-{str(dtype).removeprefix('torch.')}"
-            wrt = getattr(case, "differentiable", cases_of_op.DIFFERENTIABLE)
-            for launch in _launched(label, function, small.inputs(dtype), wrt):
+            wrt = getattr(case, "differentiable", cases_of(op).DIFFERENTIABLE)
+            for launch in _launched(label, soc, function, small.inputs(dtype), wrt):
                 key = (launch.name, launch.signature, launch.constants, launch.options)
                 if key not in seen:
                     seen.add(key)
                     yield launch
 
 
-def _launched(label: str, function, inputs: dict, wrt: tuple[str, ...]) -> list[Launch]:
-    from npu_ops.core import registry
+def cases_of(op: str):
+    """Its `cases` module."""
+    return importlib.import_module(f"npu_ops.ops.{op}.cases")
 
-    with recorded(label) as found, registry.as_if_on("npu"):
+
+def _launched(label: str, soc: str, function, inputs: dict, wrt: tuple[str, ...]) -> list[Launch]:
+    from npu_ops.core import hardware, registry
+
+    with recorded(label) as found, registry.as_if_on("npu"), hardware.as_if_soc(soc):
         _forward_and_backward(function, inputs, wrt)
     return found
 

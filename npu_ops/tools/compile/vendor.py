@@ -174,5 +174,6 @@ def compile(name: str, text: str, soc: str, **options) -> tuple[str, tuple[str, 
 
 def _tail(output: str | bytes) -> str:
     text = output.decode() if isinstance(output, bytes) else output
-    errors = [line for line in text.splitlines() if "error:" in line] or text.splitlines()[-5:]
+    said = re.compile(r"error:|Assertion .* failed")  # of which the second comes with a stack
+    errors = [line for line in text.splitlines() if said.search(line)] or text.splitlines()[-5:]
     return "\n".join(dict.fromkeys(errors))  # it tries several times, and fails the same way

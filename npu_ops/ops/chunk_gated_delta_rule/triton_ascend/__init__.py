@@ -13,13 +13,17 @@ from npu_ops.core import hardware
 from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend import backward, chunks, forward, intra
 
-# The unified buffer holds the state in fp32 and what is added to it, beside a chunk's rows.
-STATE_BYTES = 64 * 1024
-# Of the rows of states that gradients_kernel multiplies at a time; half where a token's row of
-# values takes more room itself.
-PRODUCT_BYTES = 32 * 1024
+# For each vector core that shares a tile. Its unified buffer holds the state in fp32 and what is
+# added to it, beside a chunk's rows.
+STATE_BYTES = 32 * 1024
+# For each such core, of the rows of states that gradients_kernel multiplies at a time; half where a
+# token's row of values takes more room itself.
+PRODUCT_BYTES = 16 * 1024
 # Rows of two states that are multiplied at a time.
 ROWS = 32
+# The shortest side of what is multiplied, by the vector cores that share it. The compiler for
+# Ascend950, which has one, stops at an assertion of its own where a side is 16.
+NARROWEST = {1: 32, 2: 16}
 
 
 def chunk_gated_delta_rule(
@@ -71,9 +75,11 @@ def _gradients(
     do, q, k, v, gates, spans, states, written, dstates, dwanted, dq, dk, scale, constants
 ):
     """Write dq and dk; return what gates and betas weigh, each [chunks, HV, C]."""
-    values = max(16, next_power_of_2(v.shape[3]))
-    room = PRODUCT_BYTES if values * states.element_size() <= 256 else PRODUCT_BYTES // 2
-    keys = min(constants["BK"], room // (states.element_size() * values))
+    values = _width(v.shape[3], q.device)
+    room = PRODUCT_BYTES * hardware.cores_of_a_tile(q.device)
+    if values * states.element_size() > 256:
+        room //= 2
+    keys = min(constants["BK"], max(_narrowest(q.device), room // (states.element_size() * values)))
     blocks = cdiv(q.shape[3], keys)
     sums = [gates[0].new_empty((blocks, *gates[0].shape)) for _ in "gkb"]
     grid = _cube_grid(spans.number * q.shape[2] * blocks, q.device)
@@ -96,7 +102,7 @@ def _inner_products(states, dstates, g_sums):
     totals = g_sums.new_empty((number, value_heads))
     backward.inner_products_kernel[vector_grid(totals.numel(), states.device)](
         states, dstates, g_sums, totals, number, HV=value_heads, K=keys, V=values,
-        C=g_sums.shape[2], ROWS=ROWS, BV=max(16, next_power_of_2(values)),
+        C=g_sums.shape[2], ROWS=ROWS, BV=_width(values, states.device),
     )  # fmt: skip
     return totals
 
@@ -104,7 +110,7 @@ def _inner_products(states, dstates, g_sums):
 def _chunk_size(q, v, size: int) -> int:
     """Tokens in a chunk: rows of more than 128 fp32 leave room for 32. The result is the same."""
     wide = q.dtype != torch.bfloat16 and max(q.shape[3], v.shape[3]) > 128
-    return min(size, 32) if wide else size
+    return max(_narrowest(q.device), min(size, 32) if wide else size)
 
 
 def _within_chunks(q, k, gates, spans, scale):
@@ -118,19 +124,29 @@ def _within_chunks(q, k, gates, spans, scale):
     heads, keys = q.shape[2:]
     intra.intra_kernel[_cube_grid(number * heads, q.device)](
         q, k, *gates, spans.spans, solved, scores, scale, number, H=heads, HV=value_heads, K=keys,
-        BK=max(16, next_power_of_2(keys)), C=size,
+        BK=_width(keys, q.device), C=size,
     )  # fmt: skip
     return solved, scores
 
 
 def _constants(q, v, state_v_first: bool, size: int) -> dict:
     """The compile-time constants of the kernels that walk through sequences."""
-    width, columns = (max(16, next_power_of_2(x.shape[3])) for x in (q, v))
-    fits = STATE_BYTES // (4 if q.dtype == torch.bfloat16 else 8) // width
+    width, columns = (_width(x.shape[3], x.device) for x in (q, v))
+    room = STATE_BYTES * hardware.cores_of_a_tile(q.device)
+    fits = room // (4 if q.dtype == torch.bfloat16 else 8) // width
     return {
         "H": q.shape[2], "HV": v.shape[2], "K": q.shape[3], "V": v.shape[3],
         "V_FIRST": state_v_first, "BK": width, "BV": min(columns, fits), "C": size,
     }  # fmt: skip
+
+
+def _width(elements: int, device) -> int:
+    """Of a tile."""
+    return max(_narrowest(device), next_power_of_2(elements))
+
+
+def _narrowest(device) -> int:
+    return NARROWEST[hardware.cores_of_a_tile(device)]
 
 
 def _grid(sequences: int, v, constants: dict) -> tuple[int]:
