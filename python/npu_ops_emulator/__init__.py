@@ -46,9 +46,12 @@ def install(settings: Settings | None = None, torch_npu: str | None = None) -> N
     Call it before anything imports torch_npu. `settings` cannot change afterwards.
 
     Raises:
-        EmulatorError: it cannot be built, or torch_npu is imported already.
+        EmulatorError: it cannot be built, torch_npu is imported already, or this process has an
+            emulated NPU with other settings.
     """
     if installed():
+        if settings not in (None, Settings.current()):
+            raise EmulatorError(f"install(): this process already has {Settings.current()}")
         return
     if "torch_npu" in sys.modules:
         raise EmulatorError("install() must come before `import torch_npu`")

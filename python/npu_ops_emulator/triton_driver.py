@@ -107,6 +107,9 @@ def install(
         raise EmulatorError('this Triton has no Ascend backend: pip install "triton-ascend==3.2.0"')
     target = lowering.Target(soc or "Ascend910B3")
     tools.tool("bishengir-compile")
+    # Where libraries cannot ask CANN, they size tiles by this, or for 64 KiB.
+    bits = _UB_KIB[target.next_generation] << 13
+    os.environ.setdefault("ASCEND_UB_CAPACITY_BITS", str(bits))
     launch.check_bounds = bool(check_bounds)
     _patch_backend(backends["ascend"].compiler, target, judge)
     _patch_front_end(target)

@@ -140,6 +140,12 @@ def test_in_process():
     npu_ops_emulator.install(npu_ops_emulator.Settings(devices=1))
     import torch, torch_npu
     print(torch.npu.device_count(), (torch.ones(3).npu() + 1).tolist())
+    npu_ops_emulator.install()
+    npu_ops_emulator.install(npu_ops_emulator.Settings(devices=1))
+    try:
+        npu_ops_emulator.install(npu_ops_emulator.Settings(devices=3))
+    except npu_ops_emulator.EmulatorError as error:
+        print(error)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -149,6 +155,7 @@ def test_in_process():
     )
     assert done.returncode == 0, done.stderr
     assert "1 [2.0, 2.0, 2.0]" in done.stdout
+    assert "this process already has Settings(devices=1, " in done.stdout
 
 
 @pytest.mark.parametrize("first", ["torch", "npu_ops_emulator.triton_driver", "npu_ops"])
@@ -158,11 +165,13 @@ def test_triton_is_ours_however_it_is_imported(first):
         import importlib.util
         import {first}
         assert importlib.util.find_spec("triton") and importlib.util.find_spec("triton")
+        import os
         from triton.runtime import driver
-        print(type(driver.active).__module__)
+        print(type(driver.active).__module__, os.environ["ASCEND_UB_CAPACITY_BITS"])
         """
     )
-    assert "npu_ops_emulator.triton_driver" in done.stdout, done.stdout + done.stderr
+    expected = f"npu_ops_emulator.triton_driver {192 * 1024 * 8}"
+    assert expected in done.stdout, done.stdout + done.stderr
 
 
 def test_ordinary_environment_is_untouched():

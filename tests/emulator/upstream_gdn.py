@@ -1020,8 +1020,6 @@ def main() -> int:
     parser.add_argument("-v", "--verbose", action="store_true", help="with tracebacks")
     options = parser.parse_args()
     if os.environ.get("NPU_OPS_EMULATOR") != "1":
-        # What CANN tells on an Ascend910B; without it fla takes 64 KiB and other tiles.
-        os.environ.setdefault("ASCEND_UB_CAPACITY_BITS", str(192 * 1024 * 8))
         command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, *sys.argv]
         return subprocess.run(command, check=False).returncode
     import_from(options.fla, options.sgl)

@@ -181,6 +181,35 @@ def test_is_rejected():
         )
 
 
+def test_what_is_not_emulated_says_so():
+    """The list is in docs/verification.md."""
+    q, k, v = (t.npu() for t in tensors())
+    packed = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
+    ends = {"actual_seq_qlen": [6], "actual_seq_kvlen": [6]}
+    mask = COMPRESSED.npu()
+    for mode in (5, 6):
+        with rejected(161002, f"sparse_mode {mode} is not emulated"):
+            torch_npu.npu_fusion_attention(q, k, v, 4, "BNSD", atten_mask=mask, sparse_mode=mode)
+    for mode in (7, 8):  # torch_npu itself takes these for TND alone
+        with rejected(161002, f"sparse_mode {mode} is not emulated"):
+            torch_npu.npu_fusion_attention(
+                *packed, 4, "TND", atten_mask=mask, sparse_mode=mode, **ends
+            )
+    bias = torch.zeros(2, 4, 6, 6).npu()
+    for kind in (2, 3):
+        with rejected(161002, f"pse_type {kind} is not emulated"):
+            torch_npu.npu_fusion_attention_v2(q, k, v, 4, "BNSD", pse=bias, pse_type=kind)
+    with rejected(161002, "pse with TND is not emulated"):
+        torch_npu.npu_fusion_attention(*packed, 4, "TND", pse=bias, **ends)
+    infer, one = torch_npu.npu_fused_infer_attention_score, (q.half(), k.half(), v.half())
+    heads = {"num_heads": 4, "num_key_value_heads": 2, "scale": 0.2}
+    with rejected(161002, "BNSD_NBSD is not emulated"):
+        infer(*one, input_layout="BNSD_NBSD", **heads)
+    with rejected(161002, "quantisation, padding and shared prefixes are not emulated"):
+        scale = torch.ones(1).npu()
+        infer(*one, input_layout="BNSD", quant_scale2=scale, **heads)
+
+
 def test_scaled_dot_product_attention():
     q, k, v = tensors(kv=4, dtype=torch.float16)
     out = torch.nn.functional.scaled_dot_product_attention(
