@@ -1,5 +1,8 @@
 """Every output is NaN before a kernel writes it, so that an element it forgets shows."""
 
+import pytest
+from support import DTYPES
+
 from npu_ops.core import library
 
 library.poison_outputs = True
@@ -13,10 +16,23 @@ def pytest_collection_modifyitems(config, items):
     device = config.getoption("--device")
     if device is None:
         return
-    others = [item for item in items if _device(item) != device]
-    items[:] = [item for item in items if _device(item) == device]
+    others = [item for item in items if _parameters(item).get("device") != device]
+    items[:] = [item for item in items if _parameters(item).get("device") == device]
     config.hook.pytest_deselected(items=others)
+    _leave_dtypes_to_test_all(items)
 
 
-def _device(item) -> str | None:
-    return item.callspec.params.get("device") if hasattr(item, "callspec") else None
+def _leave_dtypes_to_test_all(items):
+    """A kernel takes a second to compile for each dtype, and the tests are in three: mark slow all
+    but one dtype of a test, in turn, and all but a third of mixed dtypes, which has every pair."""
+    tests = {}
+    for item in items:
+        dtypes = {n: DTYPES.index(v) for n, v in _parameters(item).items() if v in DTYPES}
+        others = {n: i for n, i in item.callspec.indices.items() if n not in dtypes}
+        turn = tests.setdefault(str((item.path, item.originalname, others)), len(tests))
+        if dtypes and (sum(dtypes.values()) + turn) % len(DTYPES):
+            item.add_marker(pytest.mark.slow)
+
+
+def _parameters(item) -> dict:
+    return item.callspec.params if hasattr(item, "callspec") else {}
