@@ -122,7 +122,7 @@ def test_the_command_fails_for_a_fault():
 @pytest.mark.parametrize(
     "arguments, error",
     [
-        (["nope"], "target: got 'nope', needs one of bias_dropout_add"),
+        (["nope"], "target: got 'nope', needs one of attention, "),
         (["nope.py::add"], "file: got 'nope.py', needs a Python file"),
         ([f"{FILE}::nope"], "needs FILE.py::NAME of a @triton.jit function"),
         ([f"{FILE}::add"], "arguments: got none, needs x, y, out, n, BLOCK: constexpr"),
