@@ -14,6 +14,18 @@ import threading
 
 WATCHED = frozenset(
     {
+        "fla.modules.causal_conv1d.ops",
+        "fla.modules.conv.causal_conv1d",
+        "fla.modules.conv.triton.ops",
+        "fla.modules.fused_norm_gate",
+        "fla.modules.l2norm",
+        "fla.modules.layernorm_gated",
+        "fla.modules.norm.fused_norm_gate",
+        "fla.modules.norm.l2norm",
+        "fla.modules.norm.layernorm_gated",
+        "fla.ops.gated_delta_rule.backends",
+        "fla.ops.gated_delta_rule.fused_recurrent",
+        "fla.ops.gated_delta_rule.gate",
         "megatron.core.jit",
         "megatron.core.fusions.fused_bias_dropout",
         "megatron.core.models.common.embeddings.rope_utils",

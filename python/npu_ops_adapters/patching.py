@@ -10,23 +10,25 @@ import collections
 import dataclasses
 import functools
 import inspect
+import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from npu_ops.core import env, log
 
 Names = tuple[str, ...]
-Place = tuple[Any, str]  # a module or class, and the name of its attribute
+Place = tuple[Any, str]  # a module or class and the name of its attribute, or a dict and a key
 
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
     """One replacement.
 
-    target: "module:attribute" or "module:Class.attribute".
+    target: "module:attribute", "module:Class.attribute" or "module:dict.key", dots going further
+        in.
     op: what NPU_OPS_DISABLE calls it.
     make: called with what is there; returns what takes its place, and falls through to it.
     why: why the framework's own will not do.
@@ -35,7 +37,7 @@ class Patch:
     versions: of the framework, that it was tested with.
     remove_when: when this patch can go.
     rebind: replace it also in modules that imported it by value.
-    optional: the attribute may not be there; `make` is given None, and revert deletes it.
+    optional: the attribute or key may not be there; `make` is given None, and revert deletes it.
     also: modules that import it by value, for what cannot be recognised there: None or a bool.
     note: says more of an applied patch, e.g. a count.
     """
@@ -82,7 +84,7 @@ class _Applied:
     stale: bool = False  # its module ran again, so it has new attributes
 
     def here(self) -> Any:
-        return vars(self.owner).get(self.name)
+        return _names(self.owner).get(self.name)
 
     def status(self, state: str) -> Status:
         note = self.patch.note() if self.patch.note else ""
@@ -176,21 +178,26 @@ def _has_run(name: str, ready: str | None) -> bool:
 
 
 def _locate(patch: Patch) -> Place:
-    *classes, name = patch.attribute.split(".")
+    *owners, name = patch.attribute.split(".")
     owner = sys.modules[patch.module]
-    for part in classes:
-        owner = vars(owner)[part]
+    for part in owners:
+        owner = _names(owner)[part]
     return owner, name
+
+
+def _names(owner: Any) -> Mapping[str, Any]:
+    return owner if isinstance(owner, dict) else vars(owner)
 
 
 def _why_not(patch: Patch) -> str | None:
     """None, or a sentence on why what is there cannot be replaced."""
     try:
         owner, name = _locate(patch)
-        original = vars(owner)[name]
-    except KeyError as missing:
-        if patch.optional and missing.args[0] == name:
+        names = _names(owner)
+        if patch.optional and name not in names:
             return None
+        original = names[name]
+    except KeyError as missing:
         return f"{patch.module} has no {missing.args[0]}; it was there in {patch.versions}"
     if not patch.signatures:
         return None
@@ -222,12 +229,13 @@ def _whose(value: Any) -> str:
 def _try(patch: Patch, holders: _Holders) -> Status:
     """Apply all of a patch or nothing."""
     owner, name = _locate(patch)
-    original = vars(owner).get(name, _ABSENT)
+    original = _names(owner).get(name, _ABSENT)
     try:
         replacement = patch.make(None if original is _ABSENT else original)
         had = holders.of(replacement, name)
-        places = dict.fromkeys([(owner, name), *_importers(patch, original, name, holders)])
-        holders.replace(list(places), original, replacement)
+        others = dict.fromkeys(_importers(patch, original, name, holders))
+        places = [(owner, name), *(place for place in others if place != (owner, name))]
+        holders.replace(places, original, replacement)
     except Exception as error:  # what a framework does to its own modules is not for us to foresee
         reason = f"refused: it cannot be made: {type(error).__name__}: {error}"
         return Status(patch.target, patch.op, reason)
@@ -306,7 +314,10 @@ class _Holders:
 
 
 def _put(place: Place, value: Any) -> None:
+    owner, name = place
     if value is _ABSENT:
-        delattr(*place)
+        operator.delitem(owner, name) if isinstance(owner, dict) else delattr(owner, name)
+    elif isinstance(owner, dict):
+        owner[name] = value
     else:
-        setattr(*place, value)
+        setattr(owner, name, value)

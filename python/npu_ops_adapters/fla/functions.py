@@ -1,0 +1,73 @@
+"""Functions of fla that are replaced: each has a module, which changed with 0.6, and importers."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from npu_ops_adapters.patching import Names, Patch
+
+VERSIONS = "fla 0.5.2 and 0.6"
+WHY = "fla's needs a Triton that runs where the tensors are, and on NPUs launches more kernels"
+DEVICES = ("cpu", "npu")
+
+
+def replaced(modules: Names, name: str, op: str, ours: Callable, *signatures: Names) -> Patch:
+    """A patch of `name` in the first of `modules` that is imported.
+
+    ours: takes fla's arguments and returns a call, or raises TypeError or ValueError for what is
+        not ours.
+    """
+    module = next((module for module in modules if module in sys.modules), modules[-1])
+    return Patch(
+        target=f"{module}:{name}",
+        op=op,
+        make=functools.partial(_made, ours),
+        why=WHY,
+        signatures=signatures,
+        versions=VERSIONS,
+        remove_when="fla lets a backend be registered for it, in all versions in use",
+    )
+
+
+def _made(ours: Callable, original: Callable) -> Callable:
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_function(*args, **kwargs):
+        try:
+            call = ours(*args, **kwargs)
+        except (TypeError, ValueError):
+            return original(*args, **kwargs)
+        return call()
+
+    return npu_ops_function
+
+
+def check_device(x: torch.Tensor) -> None:
+    """Raise ValueError where fla's own kernels are at home."""
+    if x.device.type not in DEVICES:
+        raise ValueError(f"got device {x.device}, npu-ops takes {' and '.join(DEVICES)} from fla")
+
+
+def refuse(**given) -> None:
+    """Raise ValueError for an argument of fla's that we have no counterpart of, unless unused."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: got {type(value).__name__}, needs None")
+
+
+def v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
+    """Whether states have values first; the second argument is what fla once called the first."""
+    if transpose_state_layout is None:
+        return state_v_first
+    if state_v_first:
+        raise ValueError("transpose_state_layout: got one with state_v_first, needs one of them")
+    warnings.warn(
+        "transpose_state_layout is deprecated, and now called state_v_first",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return transpose_state_layout

@@ -1,0 +1,38 @@
+"""The decay of Gated Delta Net as a function of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+
+import npu_ops
+from npu_ops.core import check
+from npu_ops_adapters.fla import functions
+from npu_ops_adapters.patching import Patch
+
+
+def patches() -> Iterable[Patch]:
+    """`fused_gdn_gate`."""
+    yield functions.replaced(
+        ("fla.ops.gated_delta_rule.gate",),
+        "fused_gdn_gate",
+        "gdn_gate",
+        ours,
+        ("g", "A_log", "dt_bias", "output_dtype"),
+    )
+
+
+def ours(g, A_log, dt_bias=None, output_dtype=torch.float32) -> Callable:
+    """The call of ours that is this call of fla's, which has fp32 as we do unless asked."""
+    tensors = {"g": g, "A_log": A_log} | ({} if dt_bias is None else {"dt_bias": dt_bias})
+    for name, x in tensors.items():
+        check.floating(name, x)
+        check.one_of(f"{name}'s dtype", x.dtype, check.FLOATS[:3])
+        check.same_device(name, x, "g", g)
+        if x is not g and x.shape != g.shape[-1:]:
+            raise check.shape(name, x, f"{list(g.shape[-1:])}, one number for each head")
+    functions.check_device(g)
+    check.one_of("output_dtype", output_dtype, (torch.float32,))
+    return functools.partial(npu_ops.gdn_gate, g, A_log, dt_bias)

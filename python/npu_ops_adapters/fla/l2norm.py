@@ -1,0 +1,32 @@
+"""l2norm, which fla's layers call for queries and keys; its registry has the two halves alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import npu_ops
+from npu_ops.core import check
+from npu_ops_adapters.fla import functions
+from npu_ops_adapters.patching import Patch
+
+
+def patches() -> Iterable[Patch]:
+    """`l2norm`, also called `l2_norm`."""
+    yield functions.replaced(
+        ("fla.modules.norm.l2norm", "fla.modules.l2norm"),
+        "l2norm",
+        "l2norm",
+        ours,
+        ("x", "eps", "output_dtype"),
+    )
+
+
+def ours(x, eps=1e-6, output_dtype=None) -> Callable:
+    """The call of ours that is this call of fla's."""
+    check.floating("x", x)
+    functions.check_device(x)
+    if x.dim() == 0:
+        raise check.shape("x", x, "at least one dimension")
+    check.one_of("output_dtype", output_dtype, (None, *check.FLOATS))
+    return functools.partial(npu_ops.l2norm, x, eps, output_dtype)

@@ -1,0 +1,161 @@
+"""Runs flash-linear-attention's own tests with npu-ops as its backend.
+
+python tests/adapters/upstream_fla.py FLASH_LINEAR_ATTENTION [--device npu] [pytest arguments]
+
+The argument is a clone of upstream's repository; no file of it is changed or copied. On the CPU
+fla's own Triton kernels cannot run, so a test passes only if all that it needs of fla's kernels is
+ours. With `--device npu` the command starts itself again under `npu-ops emulate`, where fla's
+kernels run too. Calls that reach npu-ops are counted.
+
+The exit status is 1 if a test failed for a reason that is not in KNOWN, or none reached npu-ops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+FILES = (
+    "tests/ops/test_gdn.py",
+    "tests/modules/test_l2norm.py",
+    "tests/modules/test_conv.py",
+    "tests/modules/test_layernorm_gated.py",
+)
+OPERATORS = (
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "gdn_gate",
+    "l2norm",
+    "rms_norm_gated",
+)
+NO_DRIVER = "0 active drivers"
+# Part of a failure's message, and what it means.
+KNOWN = {NO_DRIVER: "needs a kernel of fla's that is not ours"}
+
+
+def import_fla(checkout: pathlib.Path, device: str) -> None:
+    sys.path.insert(0, str(checkout))
+    if device == "cpu":
+        without_triton_driver()
+    import fla.modules
+    import fla.ops.gated_delta_rule
+    import fla.utils
+
+    fla.utils.device = device
+    if device == "cpu":
+        fla.utils.device_torch_lib = torch.cpu
+        # On other devices the tests leave out grouped heads, for the sake of another backend.
+        fla.utils.IS_NPU = True
+
+
+def without_triton_driver() -> None:
+    """triton-ascend wants to know how to measure while fla is imported, though nothing runs."""
+    import triton
+
+    class NoDriver:
+        def __getattr__(self, name):
+            raise RuntimeError(NO_DRIVER)
+
+        def get_benchmarker(self):
+            return self.__getattr__
+
+    triton.runtime.driver.set_active(NoDriver())
+
+
+class Record:
+    """What became of each test, and which operators it called."""
+
+    def __init__(self):
+        self.outcomes: dict[str, tuple[str, str]] = {}
+        self.calls: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+        self._test = ""
+
+    def pytest_runtest_logstart(self, nodeid, location):
+        self._test = nodeid
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes[report.nodeid] = (report.outcome, reason(report))
+
+    def count_calls(self) -> None:
+        """The adapters look the operators up in `npu_ops` at each call."""
+        import npu_ops
+
+        for name in OPERATORS:
+            setattr(npu_ops, name, self._counted(name, getattr(npu_ops, name)))
+
+    def _counted(self, name, operator):
+        @functools.wraps(operator)
+        def call(*args, **kwargs):
+            self.calls[self._test][name] += 1
+            return operator(*args, **kwargs)
+
+        return call
+
+
+def reason(report) -> str:
+    if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+        return report.longrepr[2].removeprefix("Skipped: ")
+    if report.outcome != "failed":
+        return ""
+    message = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
+    first = message.partition("\n")[0]
+    return next((meaning for part, meaning in KNOWN.items() if part in message), first[:160])
+
+
+def show(record: Record) -> int:
+    tests = collections.defaultdict(collections.Counter)
+    ours = collections.defaultdict(collections.Counter)
+    for test, (outcome, _) in record.outcomes.items():
+        name = test.partition("[")[0]
+        tests[name][outcome] += 1
+        tests[name]["reached"] += bool(record.calls[test])
+        ours[name].update(record.calls[test])
+    print("\n| test | passed | failed | skipped | reached npu-ops | calls |")
+    print("|---|---|---|---|---|---|")
+    for name, counts in tests.items():
+        numbers = " | ".join(str(counts[k]) for k in ("passed", "failed", "skipped", "reached"))
+        calls = ", ".join(f"{op} {n}" for op, n in sorted(ours[name].items())) or "none"
+        print(f"| {name.removeprefix('tests/')} | {numbers} | {calls} |")
+    why = collections.Counter(
+        (outcome, text) for outcome, text in record.outcomes.values() if outcome != "passed"
+    )
+    print()
+    for (outcome, text), number in why.most_common():
+        print(f"{number} {outcome}: {text}")
+    unknown = any(o == "failed" and t not in KNOWN.values() for o, t in record.outcomes.values())
+    return int(unknown or not record.calls)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkout", type=pathlib.Path, help="a clone of flash-linear-attention")
+    parser.add_argument("--device", choices=("cpu", "npu"), default="cpu")
+    options, more = parser.parse_known_args()
+    checkout = options.checkout.resolve()
+    if options.device == "npu" and os.environ.get("NPU_OPS_EMULATOR") != "1":
+        # What CANN tells on an Ascend910B; without it fla takes 64 KiB and other tiles.
+        os.environ.setdefault("ASCEND_UB_CAPACITY_BITS", str(192 * 1024 * 8))
+        command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, *sys.argv]
+        return subprocess.run(command, check=False).returncode
+    import_fla(checkout, options.device)
+    record = Record()
+    record.count_calls()
+    files = [] if any(arg.startswith("tests/") for arg in more) else FILES
+    os.chdir(checkout)
+    pytest.main(["-q", "-p", "no:cacheprovider", "--tb=short", *files, *more], plugins=[record])
+    return show(record)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
