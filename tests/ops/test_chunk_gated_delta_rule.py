@@ -191,6 +191,18 @@ def test_a_decay_to_nothing(gate, implementation, device):
 
 
 @IMPLEMENTATIONS
+@pytest.mark.parametrize("gate", [-0.35, -40.0])
+def test_gradients_of_gates_do_not_drown(gate, implementation, device):
+    """They are small differences of what queries and keys get: as rounded there as here."""
+    inputs = qkv(1, 100, correlated=True, dtype=torch.bfloat16) | {"chunk_size": 64}
+    inputs["g"] = torch.full_like(inputs["g"], gate)
+    expected = run("reference", floats(inputs, torch.float64))["gradient of g"]
+    actual = run(implementation, on(device, inputs))["gradient of g"].cpu()
+    off = (actual - expected).norm()
+    assert off < 6e-3 * expected.norm() or off < 1e-8
+
+
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=named)
 def test_a_state_beyond_half(dtype, implementation, device):
     """The state is fp32: it holds what fp16 cannot, and o is finite where it can be."""

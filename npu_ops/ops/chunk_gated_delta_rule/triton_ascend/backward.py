@@ -180,29 +180,32 @@ def gradients_kernel(
             part = (tl.cast(block * number, tl.int64) * HV + place) * C + row
             d_beta = tl.sum(b_dwanted.to(tl.float32) * b_v, 1) * tl.where(block == 0, 1.0, 0.0)
 
-            decay = decays(b_g, C)
-            d_qk = tl.dot(b_do, tl.trans(b_written), input_precision="ieee") * decay * scale
-            d_qk = d_qk.to(wide)
+            # A token's own score weighs on no gate: what it is worth is kept out of their sums, in
+            # which it would have to cancel.
+            decay = tl.where(row[:, None] > row[None, :], decays(b_g, C), 0.0)
+            d_qk = tl.dot(b_do, tl.trans(b_written), input_precision="ieee") * scale
+            own = tl.sum(tl.where(row[:, None] == row[None, :], d_qk, 0.0), 1)[:, None]
+            d_qk = (d_qk * decay).to(wide)
             d_kk = tl.dot(b_dwanted, tl.trans(b_written), input_precision="ieee")
-            d_kk = tl.where(row[:, None] > row[None, :], (0.0 - d_kk) * decay, 0.0)
+            d_kk = (0.0 - d_kk) * decay
             kk = tl.dot(b_k, tl.trans(b_k), input_precision="ieee")
-            of_row = tl.sum(d_kk * kk, 1)
-            d_beta += of_row
-            d_g = 2.0 * of_row * b_beta
+            d_beta += tl.sum(d_kk * kk, 1)
+            # Rounded first, for `within` has it rounded, and the gates' sums are their difference.
             d_kk = (d_kk * b_beta[:, None]).to(wide)
+            d_g = 2.0 * tl.sum(d_kk.to(tl.float32) * kk, 1)
             within = tl.dot(tl.trans(d_qk), b_q, input_precision="ieee")
             within = tl.dot(d_kk, b_k, within, input_precision="ieee")
             within = tl.dot(tl.trans(d_kk), b_k, within, input_precision="ieee")
-            wide_k = b_k.to(tl.float32)
+            wide_k, wide_q = b_k.to(tl.float32), b_q.to(tl.float32)
             d_g -= tl.sum(within * wide_k, 1)
-            sum_k += within
+            sum_k += within + own * wide_q
 
             state = load_keys(states, place, key, K, V, BK, BV)
             asked = tl.dot(b_do, tl.trans(state), input_precision="ieee")
             asked = asked * (tl.exp(b_g) * scale)[:, None]
             asked += tl.dot(d_qk, b_k, input_precision="ieee")
-            d_g += tl.sum(asked * b_q.to(tl.float32), 1)
-            sum_q += asked
+            d_g += tl.sum(asked * wide_q, 1)
+            sum_q += asked + own * wide_k
 
             recalled = tl.dot(b_dwanted, tl.trans(state), input_precision="ieee")
             recalled = recalled * tl.exp(b_g)[:, None]
