@@ -39,10 +39,12 @@ test: check .cache/megatron/ready
 	$(INTERPRETED) -m "not slow" tests/interpreted
 	$(ON_NPU) -m "not slow" tests/ops
 
+# FLA: a clone of flash-linear-attention, whose own tests then run too: make FLA=... test-all
 test-all: check .cache/megatron/ready
 	$(ON_CPU)
 	$(INTERPRETED) tests/interpreted
 	$(ON_NPU) tests/ops
+	$(if $(FLA),$(BIN)/python tests/adapters/upstream_fla.py $(FLA))
 
 bench: $(VENV)/ready
 	$(BIN)/npu-ops bench --output benchmarks/results

@@ -62,12 +62,15 @@ def without_triton_driver() -> None:
     """triton-ascend wants to know how to measure while fla is imported, though nothing runs."""
     import triton
 
+    def none(*args, **kwargs):
+        raise RuntimeError(NO_DRIVER)
+
     class NoDriver:
         def __getattr__(self, name):
-            raise RuntimeError(NO_DRIVER)
+            none()
 
         def get_benchmarker(self):
-            return self.__getattr__
+            return none
 
     triton.runtime.driver.set_active(NoDriver())
 
@@ -144,8 +147,6 @@ def main() -> int:
     options, more = parser.parse_known_args()
     checkout = options.checkout.resolve()
     if options.device == "npu" and os.environ.get("NPU_OPS_EMULATOR") != "1":
-        # What CANN tells on an Ascend910B; without it fla takes 64 KiB and other tiles.
-        os.environ.setdefault("ASCEND_UB_CAPACITY_BITS", str(192 * 1024 * 8))
         command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, *sys.argv]
         return subprocess.run(command, check=False).returncode
     import_fla(checkout, options.device)

@@ -1020,6 +1020,7 @@ def main() -> int:
     parser.add_argument("-v", "--verbose", action="store_true", help="with tracebacks")
     options = parser.parse_args()
     if os.environ.get("NPU_OPS_EMULATOR") != "1":
+        os.environ["NPU_OPS_DISABLE"] = "all"  # fla's functions, not ours in their place
         command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, *sys.argv]
         return subprocess.run(command, check=False).returncode
     import_from(options.fla, options.sgl)
