@@ -187,7 +187,7 @@ def test_a_decay_to_nothing(gate, implementation, device):
     match = (inputs["q"] * inputs["k"]).sum(-1, keepdim=True)
     expected = match * inputs["beta"][..., None] * inputs["v"]
     assert_close("o", actual["output 0"].cpu(), expected, Tolerance(1e-6, 1e-6))
-    assert actual["gradient of g"].abs().max() < 1e-30
+    assert actual["gradient of g"].abs().max() < 1e-25
 
 
 @IMPLEMENTATIONS

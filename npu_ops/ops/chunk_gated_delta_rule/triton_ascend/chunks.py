@@ -68,7 +68,9 @@ def _gather_kernel(g, beta, spans, g_sums, betas, number, HV: tl.constexpr, BH: 
         mask = (row < rows)[:, None] & (head < HV)[None, :]
         to = tl.cast(chunk, tl.int64) * (HV * C) + head[:, None] * C + row[None, :]
         exists = (head < HV)[:, None] & (row < C)[None, :]
-        sums = tl.cumsum(tl.load(g + at, mask=mask, other=0.0), 0)
+        # A decay to 4e-28 is one to nothing. Further down, a gate only takes digits from the sums,
+        # and the decays of later tokens are their differences.
+        sums = tl.cumsum(tl.maximum(tl.load(g + at, mask=mask, other=0.0), -63.0), 0)
         tl.store(g_sums + to, tl.trans(sums), mask=exists)
         tl.store(betas + to, tl.trans(tl.load(beta + at, mask=mask, other=0.0)), mask=exists)
 
