@@ -1,291 +1,22 @@
 // causal_conv1d on the CPU. Definition: npu_ops/ops/causal_conv1d/reference.py
-#include <algorithm>
-#include <vector>
-
-#include "causal_conv1d/filter.h"
-#include "common/parallel.h"
+#include "causal_conv1d/walk.h"
 
 namespace npu_ops {
 namespace {
-
-constexpr int64_t kTokens = 128;  // of a piece
-
-// g0, the gradient of a row of the convolution, and with those of the rows before it the gradient
-// of the row W - 1 back, to which `extra` is added.
-template <class T, int W, bool SILU>
-NPU_OPS_CLONES void gradient_row(const T* x0, const T* x1, const T* x2, const T* x3,
-                                 const float* w0, const float* w1, const float* w2, const float* w3,
-                                 const float* bias, const T* grad, float* g0, const float* g1,
-                                 const float* g2, const float* g3, const T* extra, T* grad_x,
-                                 int64_t count) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) {
-    float g = load(grad[i]);
-    if constexpr (SILU) {
-      float z = bias[i] + load(x0[i]) * w0[i] + load(x1[i]) * w1[i];
-      if constexpr (W > 2) z += load(x2[i]) * w2[i];
-      if constexpr (W > 3) z += load(x3[i]) * w3[i];
-      const float gate = sigmoid(z);
-      g *= gate * (1.0f + z * (1.0f - gate));
-    }
-    g0[i] = g;
-    float value = load(extra[i]);
-    if constexpr (W == 2) value += g * w1[i] + g1[i] * w0[i];
-    if constexpr (W == 3) value += g * w2[i] + g1[i] * w1[i] + g2[i] * w0[i];
-    if constexpr (W == 4) value += g * w3[i] + g1[i] * w2[i] + g2[i] * w1[i] + g3[i] * w0[i];
-    store(grad_x + i, value);
-  }
-}
-
-// Adds a row's share to the gradients of the bias and of the taps.
-template <class T, int W>
-NPU_OPS_CLONES void add_to_sums(const float* g, const T* x0, const T* x1, const T* x2, const T* x3,
-                                float* bias, float* sum0, float* sum1, float* sum2, float* sum3,
-                                int64_t count) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) {
-    bias[i] += g[i];
-    sum0[i] += g[i] * load(x0[i]);
-    sum1[i] += g[i] * load(x1[i]);
-    if constexpr (W > 2) sum2[i] += g[i] * load(x2[i]);
-    if constexpr (W > 3) sum3[i] += g[i] * load(x3[i]);
-  }
-}
-
-// A sequence has tokens [start, stop) of batch element `batch`.
-struct Sequence {
-  int64_t index, batch, start, stop;
-};
-
-// Tokens [begin, end) of a sequence.
-struct Piece : Sequence {
-  int64_t begin, end;
-};
-
-std::vector<Sequence> sequences_of(const Tensor& x, const std::optional<Tensor>& cu_seqlens) {
-  std::vector<Sequence> sequences;
-  if (!cu_seqlens) {
-    for (int64_t b = 0; b < x.size(0); ++b) sequences.push_back({b, b, 0, x.size(1)});
-    return sequences;
-  }
-  const bool wide = cu_seqlens->scalar_type() == ScalarType::Long;
-  const auto at = [&](int64_t n) -> int64_t {
-    const int64_t index = n * cu_seqlens->stride(0);
-    return wide ? input<int64_t>(*cu_seqlens)[index] : input<int32_t>(*cu_seqlens)[index];
-  };
-  const int64_t count = cu_seqlens->size(0) - 1;
-  // Checked here too: a compiled caller has had no other check.
-  STD_TORCH_CHECK(at(0) == 0 && at(count) == x.size(1), "cu_seqlens: needs 0 first and ", x.size(1),
-                  " last");
-  for (int64_t n = 0; n < count; ++n) {
-    STD_TORCH_CHECK(at(n) <= at(n + 1), "cu_seqlens: needs starts that do not decrease");
-    sequences.push_back({n, 0, at(n), at(n + 1)});
-  }
-  return sequences;
-}
-
-std::vector<Piece> pieces_of(const std::vector<Sequence>& sequences) {
-  std::vector<Piece> pieces;
-  for (const Sequence& s : sequences)
-    for (int64_t begin = s.start; begin < s.stop; begin += kTokens)
-      pieces.push_back({s, begin, std::min(begin + kTokens, s.stop)});
-  return pieces;
-}
-
-// The rows of a [B, T, D] tensor, channels in one piece; or none.
-template <class T>
-struct Tokens {
-  explicit Tokens(const std::optional<Tensor>& x) {
-    if (!x) return;
-    data = const_cast<T*>(input<T>(*x));
-    batch_stride = x->stride(0), stride = x->stride(1);
-  }
-  T* row(const Sequence& s, int64_t t, int64_t c) const {
-    return data + s.batch * batch_stride + t * stride + c;
-  }
-  T* data = nullptr;
-  int64_t batch_stride = 0, stride = 0;
-};
-
-// The rows of a [N, D, W] state, channels in one piece; or none.
-template <class T>
-struct State {
-  explicit State(const std::optional<Tensor>& state) {
-    if (!state) return;
-    data = const_cast<T*>(input<T>(*state));
-    sequence_stride = state->stride(0), width = state->size(2), stride = state->stride(2);
-  }
-  T* row(const Sequence& s, int64_t column, int64_t c) const {
-    return data + s.index * sequence_stride + column * stride + c;
-  }
-  // What lies before the start, for t < s.start.
-  T* before(const Sequence& s, int64_t t, int64_t c) const {
-    return row(s, width + t - s.start, c);
-  }
-  // What a final state holds of row t, if it does.
-  T* after(const Sequence& s, int64_t t, int64_t c, T* none) const {
-    return data && t >= s.stop - width ? row(s, t - (s.stop - width), c) : none;
-  }
-  T* data = nullptr;
-  int64_t sequence_stride = 0, width = 0, stride = 0;
-};
-
-// Row t of a sequence, which lies in its tokens or before them.
-template <class T>
-const T* input_row(const Tokens<T>& x, const State<T>& state, const Sequence& s, int64_t t,
-                   int64_t c, const T* zeros) {
-  if (t >= s.stop) return zeros;
-  if (t >= s.start) return x.row(s, t, c);
-  return state.data ? state.before(s, t, c) : zeros;
-}
-
-template <class T>
-void copy_final_states(const Tokens<T>& x, const State<T>& state, const State<T>& final_state,
-                       const std::vector<Sequence>& sequences, int64_t channels) {
-  const std::vector<T> zeros(channels);
-  for (const Sequence& s : sequences)
-    for (int64_t t = s.stop - final_state.width; t < s.stop; ++t) {
-      const T* row = input_row(x, state, s, t, 0, zeros.data());
-      std::copy(row, row + channels, final_state.after(s, t, 0, nullptr));
-    }
-}
-
-template <class T, int W, bool SILU>
-void forward_piece(const Filter& filter, const Tokens<T>& x, const State<T>& state,
-                   const Tokens<T>& residual, const Tokens<T>& y, const Piece& piece, int64_t c,
-                   const T* zeros) {
-  const auto row = [&](int64_t t) { return input_row(x, state, piece, t, c, zeros); };
-  for (int64_t t = piece.begin; t < piece.end; ++t)
-    convolve_row<T, W, SILU>(row(t), row(t - 1), row(t - 2), row(t - 3), filter.tap(0, c),
-                             filter.tap(1, c), filter.tap(2, c), filter.tap(3, c), filter.bias(c),
-                             residual.data ? residual.row(piece, t, c) : zeros, y.row(piece, t, c),
-                             filter.count(c));
-}
 
 void forward(Tensor x, Tensor weight, std::optional<Tensor> bias, std::optional<Tensor> residual,
              std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens, bool silu,
              Tensor y, std::optional<Tensor> final_state) {
   const Filter filter(weight, bias);
   const auto sequences = sequences_of(x, cu_seqlens);
-  const auto pieces = pieces_of(sequences);
-  const int64_t blocks = filter.blocks();
   prefer_huge_pages(y);
   dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
-    const Tokens<T> rows(x), added(residual), to(y);
-    const State<T> state(initial_state), last(final_state);
-    const std::vector<T> zeros(kChannels);
-    dispatch_filter(filter.width, silu, [&]<int W, bool SILU>() {
-      const int64_t items = static_cast<int64_t>(pieces.size()) * blocks;
-      parallel(items, x.numel() / std::max<int64_t>(1, items), [&](int64_t begin, int64_t end) {
-        for (int64_t item = begin; item < end; ++item)
-          forward_piece<T, W, SILU>(filter, rows, state, added, to, pieces[item / blocks],
-                                    item % blocks * kChannels, zeros.data());
-      });
-    });
-    if (final_state) copy_final_states(rows, state, last, sequences, filter.channels);
+    const Inputs<T> in{Tokens<T>(x), Tokens<T>(residual), State<T>(initial_state)};
+    std::vector<Block<T>> blocks;
+    add_blocks(blocks, 0, filter.channels, Tokens<T>(y));
+    walk(filter, in, blocks, sequences, silu);
+    copy_final_states(in.x, in.state, State<T>(final_state), sequences, filter.channels);
   });
-}
-
-// The gradients of taps and bias are summed over a fixed number of groups of pieces, whatever the
-// number of threads, so that they are the same on every machine.
-constexpr int64_t kGroups = 32;
-
-struct Sums {
-  Sums(const Filter& filter, int64_t pieces)
-      : filter(filter),
-        pieces(pieces),
-        groups(std::min(kGroups, pieces)),
-        size((filter.width + 1) * filter.channels),
-        values(groups * size, 0.0f) {}
-
-  int64_t first_piece(int64_t group) const { return group * pieces / groups; }
-  // Row j of a group's sums from channel c on: the tap that meets the token j back; W is the bias.
-  float* row(int64_t group, int64_t j, int64_t c) {
-    return values.data() + group * size + std::min(j, filter.width) * filter.channels + c;
-  }
-
-  void total(const Tensor& grad_weight, const std::optional<Tensor>& grad_bias) {
-    for (int64_t group = 1; group < groups; ++group)
-      for (int64_t i = 0; i < size; ++i) values[i] += values[group * size + i];
-    for (int64_t j = 0; j < filter.width; ++j)
-      narrow(row(0, j, 0), grad_weight, (filter.width - 1 - j) * grad_weight.stride(1));
-    if (grad_bias) narrow(row(0, filter.width, 0), *grad_bias, 0);
-  }
-
-  void narrow(const float* from, const Tensor& to, int64_t offset) const {
-    dispatch(to.scalar_type(), "weight", [&]<class T>(T*) {
-      for (int64_t i = 0; i < filter.channels; ++i)
-        store(output<T>(to) + offset + i * to.stride(0), from[i]);
-    });
-  }
-
-  const Filter& filter;
-  int64_t pieces, groups, size;
-  std::vector<float> values;
-};
-
-// What the backward of one element type reads and writes.
-template <class T>
-struct Gradients {
-  Tokens<T> grad, x, grad_x;
-  State<T> grad_final, state, grad_state;
-};
-
-// Rows of one block of channels: zeros to read, a place for what nobody wants, and the gradients of
-// the last W rows of the convolution.
-template <class T>
-struct Scratch {
-  std::vector<T> zeros = std::vector<T>(kChannels), unwanted = zeros;
-  std::vector<float> g = std::vector<float>(4 * kChannels);
-  float* gradient(int64_t t) { return g.data() + (t & 3) * kChannels; }
-};
-
-// The gradient of row p needs those of the convolution of rows p to p + W - 1: the walk is at row t
-// = p + W - 1 when it has them, so it ends W - 1 rows behind the piece. At the start of a sequence
-// its first W - 1 rows p are those of the state.
-template <class T, int W, bool SILU>
-void backward_piece(const Filter& filter, const Gradients<T>& all, Sums& sums, int64_t group,
-                    const Piece& piece, int64_t c, Scratch<T>& scratch) {
-  const int64_t count = filter.count(c);
-  const T* zeros = scratch.zeros.data();
-  const auto row = [&](int64_t t) { return input_row(all.x, all.state, piece, t, c, zeros); };
-  const auto target = [&](int64_t p) {
-    if (p >= piece.begin && p < piece.end) return all.grad_x.row(piece, p, c);
-    const bool before = p < piece.begin && piece.begin == piece.start && all.grad_state.data;
-    return before ? all.grad_state.before(piece, p, c) : scratch.unwanted.data();
-  };
-  std::fill(scratch.g.begin(), scratch.g.end(), 0.0f);
-  for (int64_t t = piece.begin; t < piece.end + W - 1; ++t) {
-    const T* grad = t < piece.stop ? all.grad.row(piece, t, c) : zeros;
-    const int64_t p = t - (W - 1);
-    gradient_row<T, W, SILU>(
-        row(t), row(t - 1), row(t - 2), row(t - 3), filter.tap(0, c), filter.tap(1, c),
-        filter.tap(2, c), filter.tap(3, c), filter.bias(c), grad, scratch.gradient(t),
-        scratch.gradient(t - 1), scratch.gradient(t - 2), scratch.gradient(t - 3),
-        all.grad_final.after(piece, p, c, const_cast<T*>(zeros)), target(p), count);
-    if (t < piece.end)
-      add_to_sums<T, W>(scratch.gradient(t), row(t), row(t - 1), row(t - 2), row(t - 3),
-                        sums.row(group, W, c), sums.row(group, 0, c), sums.row(group, 1, c),
-                        sums.row(group, 2, c), sums.row(group, 3, c), count);
-  }
-}
-
-// The columns that the walk does not reach: the first, and all of a sequence without tokens.
-template <class T>
-void fill_state_gradient(const State<T>& grad_state, const State<T>& grad_final,
-                         const std::vector<Sequence>& sequences, int64_t channels) {
-  for (const Sequence& s : sequences) {
-    const bool empty = s.start == s.stop;
-    for (int64_t column = 0; column < (empty ? grad_state.width : 1); ++column) {
-      T* to = grad_state.row(s, column, 0);
-      if (empty && grad_final.data) {
-        const T* from = grad_final.row(s, column, 0);
-        std::copy(from, from + channels, to);
-      } else {
-        std::fill(to, to + channels, T{});
-      }
-    }
-  }
 }
 
 void backward(Tensor grad, std::optional<Tensor> grad_final, Tensor x, Tensor weight,
@@ -294,26 +25,14 @@ void backward(Tensor grad, std::optional<Tensor> grad_final, Tensor x, Tensor we
               std::optional<Tensor> grad_bias, std::optional<Tensor> grad_state) {
   const Filter filter(weight, bias);
   const auto sequences = sequences_of(x, cu_seqlens);
-  const auto pieces = pieces_of(sequences);
-  const int64_t blocks = filter.blocks();
-  Sums sums(filter, static_cast<int64_t>(pieces.size()));
+  Sums sums(filter, sequences);
   prefer_huge_pages(grad_x);
   dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
-    const Gradients<T> all{Tokens<T>(grad),         Tokens<T>(x),
-                           Tokens<T>(grad_x),       State<T>(grad_final),
+    const Gradients<T> all{Tokens<T>(x), Tokens<T>(grad_x), State<T>(grad_final),
                            State<T>(initial_state), State<T>(grad_state)};
-    if (grad_state) fill_state_gradient(all.grad_state, all.grad_final, sequences, filter.channels);
-    dispatch_filter(filter.width, silu, [&]<int W, bool SILU>() {
-      const int64_t items = sums.groups * blocks;
-      parallel(items, x.numel() / std::max<int64_t>(1, items), [&](int64_t begin, int64_t end) {
-        Scratch<T> scratch;
-        for (int64_t item = begin; item < end; ++item)
-          for (int64_t index = sums.first_piece(item / blocks);
-               index < sums.first_piece(item / blocks + 1); ++index)
-            backward_piece<T, W, SILU>(filter, all, sums, item / blocks, pieces[index],
-                                       item % blocks * kChannels, scratch);
-      });
-    });
+    std::vector<Block<T>> blocks;
+    add_blocks(blocks, 0, filter.channels, Tokens<T>(grad));
+    walk_backward(filter, all, sums, blocks, sequences, silu);
   });
   sums.total(grad_weight, grad_bias);
 }

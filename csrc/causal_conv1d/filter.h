@@ -13,10 +13,10 @@ namespace npu_ops {
 constexpr int64_t kChannels = 2048;  // of a block: the rows that a filter needs stay in L1
 
 // y = act(convolution) + residual for a row of channels. `y` overlaps nothing, hence ivdep.
-template <class T, int W, bool SILU>
+template <class T, int W, bool SILU, class Y>
 NPU_OPS_CLONES void convolve_row(const T* x0, const T* x1, const T* x2, const T* x3,
                                  const float* w0, const float* w1, const float* w2, const float* w3,
-                                 const float* bias, const T* residual, T* y, int64_t count) {
+                                 const float* bias, const T* residual, Y* y, int64_t count) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
     float z = bias[i] + load(x0[i]) * w0[i] + load(x1[i]) * w1[i];

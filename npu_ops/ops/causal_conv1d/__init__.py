@@ -74,15 +74,8 @@ def _prepare(
     activation=None, cu_seqlens=None, cp_group=None,
 ):  # fmt: skip
     """Check the public arguments; return them as the operator takes them."""
-    check.floating("x", x)
-    if x.dim() != 3:
-        raise check.shape("x", x, "[B, T, D]")
-    arguments.check_filter(weight, bias, activation, x)
+    arguments.check_rows(x, weight, bias, activation, cu_seqlens)
     arguments.check_like_x("residual", residual, x, x.shape, "x's shape")
-    if cu_seqlens is not None:
-        if x.shape[0] != 1:
-            raise check.shape("x", x, "a batch of 1 with cu_seqlens")
-        arguments.check_starts("cu_seqlens", cu_seqlens, x, x.shape[1])
     shape = torch.Size((op.sequences(x, cu_seqlens), *weight.shape))
     arguments.check_like_x("initial_state", initial_state, x, shape, "[N, D, W], here")
     if cp_group is not None:

@@ -10,8 +10,20 @@ WIDTHS = (2, 3, 4)
 ACTIVATIONS = (None, "silu", "swish")
 
 
+def check_rows(x, weight, bias, activation, cu_seqlens) -> None:
+    """Check `[B, T, D]` x and what both functions of whole sequences need besides."""
+    check.floating("x", x)
+    if x.dim() != 3:
+        raise check.shape("x", x, "[B, T, D]")
+    check_filter(weight, bias, activation, x)
+    if cu_seqlens is not None:
+        if x.shape[0] != 1:
+            raise check.shape("x", x, "a batch of 1 with cu_seqlens")
+        check_starts("cu_seqlens", cu_seqlens, x, x.shape[1])
+
+
 def check_filter(weight, bias, activation, x) -> None:
-    """Check what both functions need of a filter."""
+    """Check what all functions need of a filter."""
     _check_parameter("weight", weight, x)
     channels = x.shape[-1]
     if weight.dim() != 2 or weight.shape[0] != channels or weight.shape[1] not in WIDTHS:

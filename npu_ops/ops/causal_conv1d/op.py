@@ -9,7 +9,6 @@ from npu_ops.core.registry import Implementation, Table, from_module, from_nativ
 from npu_ops.ops.causal_conv1d import reference
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TRITON = "npu_ops.ops.causal_conv1d.triton_ascend"
 
 
 def _kernel_why_not(x) -> str | None:
@@ -28,12 +27,12 @@ def cpu_why_not(x, *rest) -> str | None:
     return library.build_info()["why_not"] or _kernel_why_not(x)
 
 
-def implementations(name: str, native_schema: str, run_reference) -> list[Implementation]:
-    """The implementations of one operator of this op, in order of preference."""
+def implementations(op: str, name: str, native_schema: str, run_reference) -> list[Implementation]:
+    """The implementations of `name`, an operator of `op`, in order of preference."""
     return [
         Implementation(
             "triton_ascend",
-            from_module(f"{_TRITON}:{name}"),
+            from_module(f"npu_ops.ops.{op}.triton_ascend:{name}"),
             frozenset({"npu", "cuda"}),
             triton_why_not,
         ),
@@ -66,6 +65,7 @@ forward_table = Table(
     "causal_conv1d",
     implementations(
         "causal_conv1d",
+        "causal_conv1d",
         "causal_conv1d_cpu(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, "
         "Tensor? initial_state, Tensor? cu_seqlens, bool silu, Tensor(a!) y, "
         "Tensor(b!)? final_state) -> ()",
@@ -75,6 +75,7 @@ forward_table = Table(
 backward_table = Table(
     "causal_conv1d_backward",
     implementations(
+        "causal_conv1d",
         "causal_conv1d_backward",
         "causal_conv1d_backward_cpu(Tensor grad, Tensor? grad_final, Tensor x, Tensor weight, "
         "Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, bool silu, Tensor(a!) grad_x, "
@@ -96,7 +97,7 @@ def channels_last(state):
     return state.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _new_state(new, x, count: int, width: int):
+def new_state(new, x, count: int, width: int):
     """A `[count, D, W]` state of x's dtype with D in one piece."""
     return new(x.new_empty((count, width, x.shape[-1]))).transpose(1, 2)
 
@@ -125,7 +126,7 @@ def _forward_fake(x, weight, bias, residual, initial_state, cu_seqlens, silu, ou
 def _forward_outputs(new, x, weight, cu_seqlens, output_final_state):
     """y, and the final state: empty where it is not wanted."""
     count = sequences(x, cu_seqlens) if output_final_state else 0
-    return new(x), _new_state(new, x, count, weight.shape[1])
+    return new(x), new_state(new, x, count, weight.shape[1])
 
 
 def _save(ctx, inputs, output):
@@ -154,7 +155,7 @@ def _gradients(ctx, grad, grad_final):
 def _backward(grad, grad_final, x, weight, bias, initial_state, cu_seqlens, silu):
     grad, x, grad_final = rows_of(grad), rows_of(x), channels_last(grad_final)
     initial_state = channels_last(initial_state)
-    outputs = _backward_outputs(library.new_output, x, weight, bias, initial_state)
+    outputs = backward_outputs(library.new_output, x, weight, bias, initial_state)
     wanted = (True, True, bias is not None, initial_state is not None)
     targets = [out if want else None for out, want in zip(outputs, wanted, strict=True)]
     arguments = (grad, grad_final, x, weight, bias, initial_state, cu_seqlens, silu)
@@ -164,14 +165,14 @@ def _backward(grad, grad_final, x, weight, bias, initial_state, cu_seqlens, silu
 
 
 def _backward_fake(grad, grad_final, x, weight, bias, initial_state, cu_seqlens, silu):
-    return _backward_outputs(torch.empty_like, rows_of(x), weight, bias, initial_state)
+    return backward_outputs(torch.empty_like, rows_of(x), weight, bias, initial_state)
 
 
-def _backward_outputs(new, x, weight, bias, initial_state):
+def backward_outputs(new, x, weight, bias, initial_state):
     """Like x, weight, bias and initial_state; empty where there is none."""
     grad_bias = new(x.new_empty(0) if bias is None else bias)
     count = 0 if initial_state is None else initial_state.shape[0]
-    return new(x), new(weight), grad_bias, _new_state(new, x, count, weight.shape[1])
+    return new(x), new(weight), grad_bias, new_state(new, x, count, weight.shape[1])
 
 
 library.operator(

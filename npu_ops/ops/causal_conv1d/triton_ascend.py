@@ -13,6 +13,7 @@ import triton.language as tl
 
 from npu_ops.core import hardware
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+from npu_ops.ops.l2norm.triton_ascend import normalise, normalise_backward
 
 # Bytes that a channel needs on chip at the most (fp32, W = 4), by the plan of the vendor's
 # compiler: the filter, the rows before, the row itself; backward also sums and gradients.
@@ -33,12 +34,12 @@ def load_row(row, column, limit):
 
 
 @triton.jit
-def load_taps(taps, column, width, W: tl.constexpr):
-    """The filter, [W, D] with the present last, as one vector a tap; zeros for taps it has not."""
-    w0 = load_row(taps + (W - 1) * width, column, width)
-    w1 = load_row(taps + (W - 2) * width, column, width)
-    w2 = load_row(taps + (W - 3) * width, column, width) if W > 2 else w0
-    w3 = load_row(taps, column, width) if W > 3 else w0
+def load_taps(taps, column, width, edge, W: tl.constexpr):
+    """The filter, [W, width] with the present last, as one vector a tap; zero from `edge` on."""
+    w0 = load_row(taps + (W - 1) * width, column, edge)
+    w1 = load_row(taps + (W - 2) * width, column, edge)
+    w2 = load_row(taps + (W - 3) * width, column, edge) if W > 2 else w0
+    w3 = load_row(taps, column, edge) if W > 3 else w0
     return w0, w1, w2, w3
 
 
@@ -100,11 +101,25 @@ def _rows_before(x, state, t, start, column, width, x_t, state_w, W: tl.constexp
 
 
 @triton.jit
-def _piece(item, cu_seqlens, sequences, length, chunk, blocks, BD: tl.constexpr,
-           PACKED: tl.constexpr, STARTS: tl.constexpr):  # fmt: skip
-    """Tokens [first, last) of batch element b, channels, and sequences [n_first, n_last]."""
+def _unit(y, eps, HEAD: tl.constexpr):
+    """Each HEAD channels of a row over their norm."""
+    heads = tl.reshape(y, (1, y.shape[0] // HEAD, HEAD))
+    return tl.reshape(normalise(heads, eps), (y.shape[0],))
+
+
+@triton.jit
+def _unit_backward(slope, y, eps, HEAD: tl.constexpr):
+    """The gradient of y."""
+    shape: tl.constexpr = (1, y.shape[0] // HEAD, HEAD)
+    slope = normalise_backward(tl.reshape(slope, shape), tl.reshape(y, shape), eps)
+    return tl.reshape(slope, (y.shape[0],))
+
+
+@triton.jit
+def _piece(item, cu_seqlens, sequences, length, chunk, blocks, PACKED: tl.constexpr,
+           STARTS: tl.constexpr):  # fmt: skip
+    """Tokens [first, last) of batch element b, and sequences [n_first, n_last]."""
     chunks = tl.cdiv(length, chunk)
-    column = (item % blocks) * BD + tl.arange(0, BD)
     b = item // blocks // chunks
     first = (item // blocks % chunks) * chunk
     last = tl.minimum(first + chunk, length)
@@ -112,49 +127,73 @@ def _piece(item, cu_seqlens, sequences, length, chunk, blocks, BD: tl.constexpr,
     if PACKED:
         n_first = _sequence_of(cu_seqlens, sequences, first, STARTS)
         n_last = _sequence_of(cu_seqlens, sequences, last - 1, STARTS)
-    return tl.cast(b, tl.int64), column, first, last, n_first, n_last
+    return tl.cast(b, tl.int64), first, last, n_first, n_last
 
 
-@triton.jit(do_not_specialize=["items", "sequences", "length", "chunk"])
-def _causal_conv1d_kernel(
-    x, taps, bias, residual, state, cu_seqlens, y, items, sequences, length, chunk, width, blocks,
-    x_b, x_t, residual_b, residual_t, state_n, state_w, y_b, y_t,
-    W: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr, UNROLLED: tl.constexpr,
-    STARTS: tl.constexpr,
+@triton.jit
+def convolve_channels(
+    x, taps, bias, residual, state, cu_seqlens, y, left, right, eps, batch, sequences, length,
+    chunk, width, x_b, x_t, residual_b, residual_t, state_n, state_w, y_b, y_t,
+    W: tl.constexpr, SILU: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
+    UNROLLED: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
+    """This program's share of the channels [left, right) of x, which are all that y has.
+
+    A block is STEP channels in BD lanes; HEAD, unless 0, are normalised together.
+    """
+    blocks = tl.cdiv(right - left, STEP)
+    items = batch * tl.cdiv(length, chunk) * blocks
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        b, column, first, last, n_first, n_last = _piece(
-            item, cu_seqlens, sequences, length, chunk, blocks, BD, cu_seqlens is not None, STARTS
+        b, first, last, n_first, n_last = _piece(
+            item, cu_seqlens, sequences, length, chunk, blocks, cu_seqlens is not None, STARTS
         )
-        x_at, y_at, residual_at = x + b * x_b, y + b * y_b, residual
+        column = left + (item % blocks) * STEP + tl.arange(0, BD)
+        edge = tl.minimum(left + (item % blocks) * STEP + STEP, right)
+        x_at, y_at, residual_at = x + b * x_b, y + b * y_b - left, residual
         if residual is not None:
             residual_at = residual + b * residual_b
-        w0, w1, w2, w3 = load_taps(taps, column, width, W)
+        w0, w1, w2, w3 = load_taps(taps, column, width, edge, W)
         if bias is not None:
-            offset = load_row(bias, column, width)
+            offset = load_row(bias, column, edge)
         for n in range(n_first, n_last + 1):
             start, stop = _bounds(cu_seqlens, n, length, cu_seqlens is not None)
             begin, end = tl.maximum(first, start), tl.minimum(last, stop)
             state_at = state
             if state is not None:
                 state_at = state + tl.cast(n, tl.int64) * state_n
-            x1, x2, x3 = _rows_before(x_at, state_at, begin, start, column, width, x_t, state_w, W,
+            x1, x2, x3 = _rows_before(x_at, state_at, begin, start, column, edge, x_t, state_w, W,
                                       state is not None)  # fmt: skip
             for turn in range(begin, end, UNROLLED):
                 for step in tl.static_range(UNROLLED):
                     t = tl.cast(turn + step, tl.int64)
-                    limit = tl.where(turn + step < end, width, 0)
+                    limit = tl.where(turn + step < end, edge, 0)
                     x0 = load_row(x_at + t * x_t, column, limit)
                     z = convolve(x0, x1, x2, x3, w0, w1, w2, w3, W)
                     if bias is not None:
                         z += offset
                     if SILU:
                         z = z / (1.0 + tl.exp(-z))
+                    if HEAD:
+                        z = _unit(z, eps, HEAD)
                     if residual is not None:
                         z += load_row(residual_at + t * residual_t, column, limit)
                     out = z.to(y.dtype.element_ty)
                     tl.store(y_at + t * y_t + column, out, mask=column < limit)
                     x3, x2, x1 = x2, x1, x0
+
+
+@triton.jit(do_not_specialize=["batch", "sequences", "length", "chunk"])
+def _causal_conv1d_kernel(
+    x, taps, bias, residual, state, cu_seqlens, y, batch, sequences, length, chunk, width,
+    x_b, x_t, residual_b, residual_t, state_n, state_w, y_b, y_t,
+    W: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr, UNROLLED: tl.constexpr,
+    STARTS: tl.constexpr,
+):  # fmt: skip
+    convolve_channels(
+        x, taps, bias, residual, state, cu_seqlens, y, 0, width, 0.0, batch, sequences, length,
+        chunk, width, x_b, x_t, residual_b, residual_t, state_n, state_w, y_b, y_t,
+        W, SILU, 0, BD, BD, UNROLLED, STARTS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["items", "length"])
@@ -185,47 +224,59 @@ def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu, y,
     batch, length, width = x.shape
     block = min(BLOCK, next_power_of_2(width))
     blocks = cdiv(width, block)
-    chunk = _chunk(batch, length, blocks, x.device)
+    chunk = tokens_of_a_piece(batch, length, blocks, x.device)
     items = batch * cdiv(length, chunk) * blocks
-    starts = _starts(cu_seqlens)
+    starts = int32_starts(cu_seqlens)
     sequences = batch if starts is None else len(starts) - 1
     _causal_conv1d_kernel[vector_grid(items, x.device)](
-        x, taps_first(weight), bias, residual, initial_state, starts, y, items, sequences, length,
-        chunk, width, blocks, *x.stride()[:2], *_strides(residual, 0, 1),
-        *_strides(initial_state, 0, 2), *y.stride()[:2],
-        W=weight.shape[1], SILU=silu, BD=block, UNROLLED=UNROLLED, STARTS=STARTS,
+        x, taps_first(weight), bias, residual, initial_state, starts, y, batch, sequences, length,
+        chunk, width, *x.stride()[:2], *strides(residual, 0, 1), *strides(initial_state, 0, 2),
+        *y.stride()[:2], W=weight.shape[1], SILU=silu, BD=block, UNROLLED=UNROLLED, STARTS=STARTS,
     )  # fmt: skip
-    if final_state is not None:
-        items = sequences * blocks
-        _final_state_kernel[vector_grid(items, x.device)](
-            x, initial_state, starts, final_state, items, length, width, blocks, *x.stride()[:2],
-            *_strides(initial_state, 0, 2), *_strides(final_state, 0, 2), W=weight.shape[1],
-            BD=block,
-        )  # fmt: skip
+    write_final_state(x, initial_state, starts, final_state)
 
 
-@triton.jit(do_not_specialize=["items", "sequences", "length", "chunk"])
-def _causal_conv1d_backward_kernel(
+def write_final_state(x, initial_state, starts, final_state):
+    """The last rows of each sequence, unless `final_state` is None."""
+    if final_state is None:
+        return
+    sequences, width, taps = final_state.shape
+    block = min(BLOCK, next_power_of_2(width))
+    blocks = cdiv(width, block)
+    items = sequences * blocks
+    _final_state_kernel[vector_grid(items, x.device)](
+        x, initial_state, starts, final_state, items, x.shape[1], width, blocks, *x.stride()[:2],
+        *strides(initial_state, 0, 2), *strides(final_state, 0, 2), W=taps, BD=block,
+    )  # fmt: skip
+
+
+@triton.jit
+def convolve_channels_backward(
     grad, grad_final, x, taps, bias, state, cu_seqlens, grad_x, grad_state, sums,
-    items, sequences, length, chunk, width, blocks,
+    left, right, eps, batch, sequences, length, chunk, width,
     grad_b, grad_t, final_n, final_w, x_b, x_t, state_n, state_w, grad_x_b, grad_x_t,
     grad_state_n, grad_state_w,
-    W: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr, STARTS: tl.constexpr,
+    W: tl.constexpr, SILU: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
+    STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the rows; `sums` gets a piece's share of those of the taps and the bias.
+    """Gradients of the channels [left, right); `sums` gets a piece's share of taps and bias.
 
     The gradient of row p needs g, the gradient of the convolution, of the rows p to p + W - 1. The
     walk is at row t = p + W - 1 when it has them, so it ends W - 1 rows behind the piece. At the
     start of a sequence its first W - 1 rows p are those of the state.
     """
+    blocks = tl.cdiv(right - left, STEP)
+    items = batch * tl.cdiv(length, chunk) * blocks
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        b, column, first, last, n_first, n_last = _piece(
-            item, cu_seqlens, sequences, length, chunk, blocks, BD, cu_seqlens is not None, STARTS
+        b, first, last, n_first, n_last = _piece(
+            item, cu_seqlens, sequences, length, chunk, blocks, cu_seqlens is not None, STARTS
         )
-        grad_at, x_at, grad_x_at = grad + b * grad_b, x + b * x_b, grad_x + b * grad_x_b
-        w0, w1, w2, w3 = load_taps(taps, column, width, W)
+        column = left + (item % blocks) * STEP + tl.arange(0, BD)
+        edge = tl.minimum(left + (item % blocks) * STEP + STEP, right)
+        grad_at, x_at, grad_x_at = grad + b * grad_b - left, x + b * x_b, grad_x + b * grad_x_b
+        w0, w1, w2, w3 = load_taps(taps, column, width, edge, W)
         if bias is not None:
-            offset = load_row(bias, column, width)
+            offset = load_row(bias, column, edge)
         zero = tl.zeros((BD,), tl.float32)
         sum0, sum1, sum2, sum3, sum_bias = zero, zero, zero, zero, zero
         for n in range(n_first, n_last + 1):
@@ -234,21 +285,24 @@ def _causal_conv1d_backward_kernel(
             state_at = state
             if state is not None:
                 state_at = state + tl.cast(n, tl.int64) * state_n
-            x1, x2, x3 = _rows_before(x_at, state_at, begin, start, column, width, x_t, state_w, W,
+            x1, x2, x3 = _rows_before(x_at, state_at, begin, start, column, edge, x_t, state_w, W,
                                       state is not None)  # fmt: skip
             g1, g2, g3 = zero, zero, zero
             walk_end = tl.where(begin < end, end + W - 1, begin)
             for row in range(begin, walk_end):
                 t = tl.cast(row, tl.int64)
-                limit = tl.where(row < stop, width, 0)
+                limit = tl.where(row < stop, edge, 0)
                 x0 = load_row(x_at + t * x_t, column, limit)
                 g0 = load_row(grad_at + t * grad_t, column, limit)
-                if SILU:
+                if SILU or HEAD:
                     z = convolve(x0, x1, x2, x3, w0, w1, w2, w3, W)
                     if bias is not None:
                         z += offset
-                    gate = 1.0 / (1.0 + tl.exp(-z))
-                    g0 = g0 * gate * (1.0 + z * (1.0 - gate))
+                    gate = 1.0 / (1.0 + tl.exp(-z)) if SILU else 1.0
+                    if HEAD:
+                        g0 = _unit_backward(g0, z * gate, eps, HEAD)
+                    if SILU:
+                        g0 = g0 * gate * (1.0 + z * (1.0 - gate))
                 own = g0 * tl.where(row < end, 1.0, 0.0)
                 sum_bias += own
                 sum0 += own * x0
@@ -269,25 +323,41 @@ def _causal_conv1d_backward_kernel(
                     at = (
                         grad_final + tl.cast(n, tl.int64) * final_n + tl.cast(k, tl.int64) * final_w
                     )
-                    value += load_row(at, column, tl.where((k >= 0) & (k < W), width, 0))
-                limit = tl.where((p >= begin) & (p < end), width, 0)
+                    value += load_row(at, column, tl.where((k >= 0) & (k < W), edge, 0))
+                limit = tl.where((p >= begin) & (p < end), edge, 0)
                 to = grad_x_at + tl.cast(p, tl.int64) * grad_x_t + column
                 tl.store(to, value.to(grad_x.dtype.element_ty), mask=column < limit)
                 if grad_state is not None:
-                    limit = tl.where((p < begin) & (begin == start), width, 0)
+                    limit = tl.where((p < begin) & (begin == start), edge, 0)
                     at = tl.cast(W + p - start, tl.int64) * grad_state_w
                     to = grad_state + tl.cast(n, tl.int64) * grad_state_n + at + column
                     tl.store(to, value.to(grad_state.dtype.element_ty), mask=column < limit)
                 x3, x2, x1 = x2, x1, x0
                 g3, g2, g1 = g2, g1, g0
         to = sums + tl.cast(item // blocks, tl.int64) * (W + 1) * width + column
-        tl.store(to, sum_bias, mask=column < width)
-        tl.store(to + W * width, sum0, mask=column < width)
-        tl.store(to + (W - 1) * width, sum1, mask=column < width)
+        tl.store(to, sum_bias, mask=column < edge)
+        tl.store(to + W * width, sum0, mask=column < edge)
+        tl.store(to + (W - 1) * width, sum1, mask=column < edge)
         if W > 2:
-            tl.store(to + (W - 2) * width, sum2, mask=column < width)
+            tl.store(to + (W - 2) * width, sum2, mask=column < edge)
         if W > 3:
-            tl.store(to + (W - 3) * width, sum3, mask=column < width)
+            tl.store(to + (W - 3) * width, sum3, mask=column < edge)
+
+
+@triton.jit(do_not_specialize=["batch", "sequences", "length", "chunk"])
+def _causal_conv1d_backward_kernel(
+    grad, grad_final, x, taps, bias, state, cu_seqlens, grad_x, grad_state, sums,
+    batch, sequences, length, chunk, width,
+    grad_b, grad_t, final_n, final_w, x_b, x_t, state_n, state_w, grad_x_b, grad_x_t,
+    grad_state_n, grad_state_w,
+    W: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr, STARTS: tl.constexpr,
+):  # fmt: skip
+    convolve_channels_backward(
+        grad, grad_final, x, taps, bias, state, cu_seqlens, grad_x, grad_state, sums,
+        0, width, 0.0, batch, sequences, length, chunk, width,
+        grad_b, grad_t, final_n, final_w, x_b, x_t, state_n, state_w, grad_x_b, grad_x_t,
+        grad_state_n, grad_state_w, W, SILU, 0, BD, BD, STARTS,
+    )  # fmt: skip
 
 
 def causal_conv1d_backward(
@@ -299,27 +369,32 @@ def causal_conv1d_backward(
     taps = weight.shape[1]
     block = min(BACKWARD_BLOCK, next_power_of_2(width))
     blocks = cdiv(width, block)
-    chunk = _chunk(batch, length, blocks, x.device)
+    chunk = tokens_of_a_piece(batch, length, blocks, x.device)
     pieces = batch * cdiv(length, chunk)
-    starts = _starts(cu_seqlens)
+    starts = int32_starts(cu_seqlens)
     sequences = batch if starts is None else len(starts) - 1
     if grad_state is not None:
-        _fill_state_gradient(grad_state, grad_final, starts)
+        fill_state_gradient(grad_state, grad_final, starts)
     sums = x.new_empty((pieces, taps + 1, width), dtype=torch.float32)
     _causal_conv1d_backward_kernel[vector_grid(pieces * blocks, x.device)](
         grad, grad_final, x, taps_first(weight), bias, initial_state, starts, grad_x, grad_state,
-        sums, pieces * blocks, sequences, length, chunk, width, blocks, *grad.stride()[:2],
-        *_strides(grad_final, 0, 2), *x.stride()[:2], *_strides(initial_state, 0, 2),
-        *grad_x.stride()[:2], *_strides(grad_state, 0, 2),
+        sums, batch, sequences, length, chunk, width, *grad.stride()[:2],
+        *strides(grad_final, 0, 2), *x.stride()[:2], *strides(initial_state, 0, 2),
+        *grad_x.stride()[:2], *strides(grad_state, 0, 2),
         W=taps, SILU=silu, BD=block, STARTS=STARTS,
     )  # fmt: skip
+    write_totals(sums, grad_weight, grad_bias)
+
+
+def write_totals(sums, grad_weight, grad_bias):
+    """Add up the shares of the pieces, in their order."""
     total = sums.sum(0)
     grad_weight.copy_(total[1:].t())
     if grad_bias is not None:
         grad_bias.copy_(total[0])
 
 
-def _fill_state_gradient(grad_state, grad_final, starts):
+def fill_state_gradient(grad_state, grad_final, starts):
     """What the kernel does not write: the first column, and sequences without tokens."""
     grad_state.zero_()
     if grad_final is not None and starts is not None:
@@ -332,16 +407,16 @@ def taps_first(weight):
     return weight.t().contiguous()
 
 
-def _starts(cu_seqlens):
+def int32_starts(cu_seqlens):
     """int32, for an NPU compares int64 one by one."""
     return None if cu_seqlens is None else cu_seqlens.to(torch.int32)
 
 
-def _strides(tensor, *dims: int) -> tuple[int, ...]:
+def strides(tensor, *dims: int) -> tuple[int, ...]:
     return tuple(0 if tensor is None else tensor.stride(dim) for dim in dims)
 
 
-def _chunk(batch: int, length: int, blocks: int, device: torch.device) -> int:
-    """Tokens of a piece: one piece of work a core, unless that makes them too short."""
+def tokens_of_a_piece(batch: int, length: int, blocks: int, device: torch.device) -> int:
+    """One piece of work a core, unless that makes them too short."""
     share = cdiv(batch * length * blocks, hardware.num_vector_cores(device))
     return min(length, max(SHORTEST, share))

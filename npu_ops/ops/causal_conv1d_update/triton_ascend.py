@@ -79,7 +79,7 @@ def _causal_conv1d_update_kernel(
             if W > 2:
                 _keep(state_at, x2, W - 3 - drop, columns, column, state_w, state_d, kept)
             _keep(state_at, x1, W - 2 - drop, columns, column, state_w, state_d, kept)
-        w0, w1, w2, w3 = load_taps(taps, column, width, W)
+        w0, w1, w2, w3 = load_taps(taps, column, width, width, W)
         if bias is not None:
             offset = load_row(bias, column, width)
         if window is not None:

@@ -29,6 +29,21 @@ def _reciprocal_norm(x, eps):
     return (1.0 / tl.sqrt(tl.sum(x * x, axis=2) + eps))[:, :, None]
 
 
+@triton.jit
+def normalise(value, eps):
+    """Rows of a tile, fp32 [BO, BI, BD], over their norm."""
+    return value * _reciprocal_norm(value, eps)
+
+
+@triton.jit
+def normalise_backward(slope, value, eps):
+    """The gradient of `value`, of whose rows over their norm `slope` is the gradient."""
+    rstd = _reciprocal_norm(value, eps)
+    value = value * rstd
+    along = tl.sum(slope * value, axis=2)[:, :, None]
+    return rstd * (slope - value * along)
+
+
 @triton.jit(do_not_specialize=["outer", "inner"])
 def _l2norm_kernel(
     x, out, outer, inner, eps, x_outer, x_inner, out_outer, out_inner,
@@ -41,8 +56,7 @@ def _l2norm_kernel(
         d = tl.arange(0, BD)[None, None, :]
         mask = (o < outer) & (i < inner) & (d < D)
         value = tl.load(x + _offsets(o, i, d, x_outer, x_inner), mask=mask, other=0.0)
-        value = value.to(tl.float32)
-        value = value * _reciprocal_norm(value, eps)
+        value = normalise(value.to(tl.float32), eps)
         to = out + _offsets(o, i, d, out_outer, out_inner)
         tl.store(to, value.to(out.dtype.element_ty), mask=mask)
 
@@ -62,11 +76,7 @@ def _l2norm_backward_kernel(
         value = tl.load(x + _offsets(o, i, d, x_outer, x_inner), mask=mask, other=0.0)
         value = value.to(tl.float32)
         slope = tl.load(grad + _offsets(o, i, d, grad_outer, grad_inner), mask=mask, other=0.0)
-        slope = slope.to(tl.float32)
-        rstd = _reciprocal_norm(value, eps)
-        value = value * rstd
-        along = tl.sum(slope * value, axis=2)[:, :, None]
-        slope = rstd * (slope - value * along)
+        slope = normalise_backward(slope.to(tl.float32), value, eps)
         to = grad_x + _offsets(o, i, d, out_outer, out_inner)
         tl.store(to, slope.to(grad_x.dtype.element_ty), mask=mask)
 

@@ -1,0 +1,116 @@
+"""What is before Gated Delta Net's delta rule: convolution, SiLU, split and l2norm in one pass."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import check
+from npu_ops.core.registry import explains
+from npu_ops.ops.causal_conv1d import arguments
+from npu_ops.ops.causal_conv1d.op import sequences
+from npu_ops.ops.causal_conv1d_qkv import op
+
+__all__ = ["causal_conv1d_qkv"]
+
+MAX_DIM = 256
+
+
+def causal_conv1d_qkv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    num_k_heads: int,
+    num_v_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = "silu",
+    cu_seqlens: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    use_qk_l2norm: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`causal_conv1d` of q, k and v side by side, the split, and `l2norm` of q and k.
+
+    Computed in fp32 whatever the dtypes and rounded once, where the three in a row round q and k
+    twice. x is read once and nothing is in memory in between. Gradients are the same each time.
+
+    Args:
+        x: `[B, T, D]` with D = 2 HK K + HV V, float32, bfloat16, float16 or float64. It may be
+            strided (a slice of a fused projection): it is read in place if channels are in one
+            piece.
+        weight: `[D, W]` with W 2, 3 or 4, of x's dtype or float32; the last column meets the token
+            itself.
+        bias: `[D]`, of x's dtype or float32; or None.
+        num_k_heads, num_v_heads, head_k_dim, head_v_dim: HK, HV, K and V. K and V are at most 256;
+            on an NPU, a K that is a power of two is fastest.
+        initial_state: `[N, D, W]` of x's dtype, as `causal_conv1d` takes it. None: zeros.
+        output_final_state: return the last W tokens of each sequence, as `causal_conv1d` does.
+        activation: "silu", "swish" (the same) or None.
+        cu_seqlens: `[N + 1]` int32 or int64, where packed sequences start and the last one ends,
+            for a B of 1; lengths may be 0. None: B sequences of T. On a device the values are
+            trusted.
+        eps: 0 or more; inside the root, as `l2norm`'s.
+        use_qk_l2norm: False leaves q and k as the activation does.
+
+    Returns:
+        q and k `[B, T, HK, K]`, v `[B, T, HV, V]`, contiguous, of x's dtype, and the final state
+        `[N, D, W]` or None. Differentiable in x, weight, bias and initial_state; once.
+
+    Raises:
+        TypeError: a dtype, or heads and dims that are not integers. ValueError: a shape, a device,
+            an activation, eps; cu_seqlens that decrease or do not span x (on the CPU).
+
+    Source: the layers of transformers `modeling_qwen3_next.py`, one after another.
+    """
+    *outputs, final_state = op.call(*_prepare(
+        x, weight, bias, num_k_heads=num_k_heads, num_v_heads=num_v_heads, head_k_dim=head_k_dim,
+        head_v_dim=head_v_dim, initial_state=initial_state, output_final_state=output_final_state,
+        activation=activation, cu_seqlens=cu_seqlens, eps=eps, use_qk_l2norm=use_qk_l2norm,
+    ))  # fmt: skip
+    return *outputs, final_state if output_final_state else None
+
+
+def _prepare(
+    x, weight, bias=None, *, num_k_heads, num_v_heads, head_k_dim, head_v_dim, initial_state=None,
+    output_final_state=False, activation="silu", cu_seqlens=None, eps=1e-6, use_qk_l2norm=True,
+):  # fmt: skip
+    """Check the public arguments; return them as the operator takes them."""
+    _check_count("num_k_heads", num_k_heads)
+    _check_count("num_v_heads", num_v_heads)
+    _check_count("head_k_dim", head_k_dim, MAX_DIM)
+    _check_count("head_v_dim", head_v_dim, MAX_DIM)
+    arguments.check_rows(x, weight, bias, activation, cu_seqlens)
+    channels = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
+    if x.shape[2] != channels:
+        raise check.shape("x", x, f"[B, T, 2 HK K + HV V], here [B, T, {channels}]")
+    shape = torch.Size((sequences(x, cu_seqlens), *weight.shape))
+    arguments.check_like_x("initial_state", initial_state, x, shape, "[N, D, W], here")
+    check.epsilon("eps", eps)
+    heads = [num_k_heads, num_v_heads, head_k_dim, head_v_dim]
+    eps = float(eps) if use_qk_l2norm else None
+    silu = activation is not None
+    return [
+        x, weight, bias, initial_state, cu_seqlens, silu, eps, heads, bool(output_final_state),
+    ]  # fmt: skip
+
+
+def _check_count(name: str, value, most: int | None = None) -> None:
+    """Raise unless `value` is an integer from 1 to `most`."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {type(value).__name__}, needs an int")
+    if value < 1 or (most is not None and value > most):
+        raise ValueError(
+            f"{name}: got {value}, needs {'1 or more' if most is None else f'1 to {most}'}"
+        )
+
+
+def _implementation_args(*args, **kwargs):
+    *inputs, heads, _ = _prepare(*args, **kwargs)
+    x = inputs[0]
+    parts = [x.new_empty((*x.shape[:2], *shape)) for shape in op.part_shapes(heads)]
+    return *inputs, *parts, None
+
+
+explains("causal_conv1d_qkv", op.forward_table, _implementation_args)

@@ -1,0 +1,86 @@
+"""Named shapes and tolerances of the fused front end, for tests, benchmarks and tools."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from npu_ops.core.compare import Tolerance
+from npu_ops.ops.causal_conv1d import cases as conv
+
+# Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
+TOLERANCES = {
+    torch.float64: Tolerance(ratio=4e-15, max_abs=4e-14),
+    torch.float32: Tolerance(ratio=1e-6, max_abs=4e-6),
+    torch.float16: Tolerance(ratio=4e-4, max_abs=1e-3),
+    torch.bfloat16: Tolerance(ratio=3e-3, max_abs=8e-3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """x is [batch, tokens, 2 HK K + HV V], or packed sequences if there are `lengths`.
+
+    heads: HK, HV, K, V.
+    lengths: as of causal_conv1d's cases.
+    large: takes seconds; for benchmarks and `make test-all`.
+    """
+
+    name: str
+    tokens: int
+    heads: tuple[int, int, int, int]
+    width: int = 4
+    batch: int = 1
+    bias: bool = False
+    state: bool = False
+    activation: str | None = "silu"
+    lengths: str = ""
+    normalised: bool = True
+    large: bool = False
+
+    def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
+        """Arguments of `causal_conv1d_qkv`: normal, the same on every device."""
+        key_heads, value_heads, key_dim, value_dim = self.heads
+        channels = 2 * key_heads * key_dim + value_heads * value_dim
+        inputs = conv.Case(
+            self.name, self.tokens, channels, self.width, self.batch, self.bias, state=self.state,
+            activation=self.activation, lengths=self.lengths,
+        ).inputs(dtype, device, seed)  # fmt: skip
+        return inputs | {
+            "num_k_heads": key_heads, "num_v_heads": value_heads, "head_k_dim": key_dim,
+            "head_v_dim": value_dim, "use_qk_l2norm": self.normalised,
+        }  # fmt: skip
+
+
+# 9B of Qwen3.5 and 80B of Qwen3-Next have these heads; the second, one of four ranks' share.
+QWEN, QWEN_TP4 = (16, 32, 128, 128), (4, 8, 128, 128)
+CASES = [
+    *(Case(f"qwen3-next-t{tokens}", tokens, QWEN, large=tokens > 64) for tokens in (1, 64, 4096)),
+    Case("qwen3-next-packed-8192", 8192, QWEN, lengths="even", state=True, large=True),
+    Case("qwen3-next-tp4-t64", 64, QWEN_TP4),
+    Case("qwen3-next-packed-128", 128, QWEN_TP4, lengths="even", state=True, bias=True),
+    *(
+        Case(f"odd-t{tokens}-w{width}-{kind}", tokens, heads, width, bias=width > 2,
+             lengths=lengths, state=state, batch=1 if lengths else 2,
+             activation=None if width == 2 else "silu")
+        for tokens, width, heads in (
+            (0, 2, (1, 1, 16, 16)), (1, 3, (1, 2, 16, 24)), (7, 2, (3, 3, 16, 20)),
+            (63, 3, (2, 2, 20, 16)), (65, 4, (3, 1, 24, 33)),
+        )
+        for kind, lengths, state in (
+            ("plain", "", False), ("packed-state", "odd", True),
+        )
+    ),
+    Case("odd-plain-keys", 33, (2, 3, 24, 16), lengths="odd", normalised=False),
+    Case("odd-dim-256", 9, (2, 1, 256, 256), batch=2),
+    Case("odd-dim-96", 9, (2, 3, 96, 96), state=True, lengths="odd"),
+]  # fmt: skip
+
+# What the function is differentiable in.
+DIFFERENTIABLE = ("x", "weight", "bias", "initial_state")
+# Across these, every branch of the Triton kernels.
+REPRESENTATIVE = (
+    "qwen3-next-packed-128", "odd-t65-w4-packed-state", "odd-t63-w3-plain", "odd-t7-w2-plain",
+    "odd-plain-keys",
+)  # fmt: skip

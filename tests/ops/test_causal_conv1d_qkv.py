@@ -1,0 +1,526 @@
+"""causal_conv1d_qkv: all implementations against the reference, its parts and Qwen3-Next."""
+
+import itertools
+
+import pytest
+import torch
+from support import (
+    assert_all_close,
+    copies,
+    evaluate,
+    floats,
+    forced,
+    implementations,
+    parametrize_cases,
+    parametrize_dtypes,
+    threads,
+    twice,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+import npu_ops
+from npu_ops.core import library
+from npu_ops.core.compare import Tolerance
+from npu_ops.ops.causal_conv1d_qkv import op
+from npu_ops.ops.causal_conv1d_qkv.cases import CASES, DIFFERENTIABLE, TOLERANCES
+
+OPS = ("causal_conv1d_qkv", "causal_conv1d_qkv_backward")
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation, device", implementations(op.forward_table)
+)
+FP64 = {torch.float64: Tolerance(ratio=1e-13, max_abs=1e-12)}
+# HK, HV, K, V
+HEADS = (2, 3, 24, 16)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """An element that no kernel wrote is NaN."""
+    monkeypatch.setattr(library, "poison_outputs", True)
+
+
+def run(implementation, inputs, wrt=DIFFERENTIABLE):
+    with forced(implementation, *OPS):
+        return evaluate(npu_ops.causal_conv1d_qkv, inputs, [n for n in wrt if n in inputs])
+
+
+def compare(case, dtype, implementation, device, wide=torch.float64):
+    expected = run("reference", floats(case.inputs(dtype), wide))
+    assert_all_close(run(implementation, case.inputs(dtype, device)), expected, TOLERANCES)
+
+
+def settings(heads, **rest):
+    names = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+    return dict(zip(names, heads, strict=True)) | rest
+
+
+def channels(heads):
+    return 2 * heads[0] * heads[2] + heads[1] * heads[3]
+
+
+def random_inputs(
+    tokens=9, heads=HEADS, width=4, lengths=None, batch=1, dtype=torch.float64, device="cpu"
+):  # fmt: skip
+    """Every argument; packed if there are lengths."""
+    starts = lengths and torch.tensor([0, *itertools.accumulate(lengths)], device=device)
+    tokens = sum(lengths) if lengths else tokens
+    count, width_of_x = len(lengths) if lengths else batch, channels(heads)
+    tensors = {
+        "x": torch.randn(batch, tokens, width_of_x), "weight": torch.randn(width_of_x, width),
+        "bias": torch.randn(width_of_x), "initial_state": torch.randn(count, width_of_x, width),
+    }  # fmt: skip
+    rest = settings(heads, output_final_state=True, cu_seqlens=starts)
+    return {name: t.to(device, dtype) for name, t in tensors.items()} | rest
+
+
+def by_parts(
+    x, weight, *, num_k_heads, num_v_heads, head_k_dim, head_v_dim, eps=1e-6, use_qk_l2norm=True,
+    activation="silu", norm=npu_ops.l2norm, **rest,
+):  # fmt: skip
+    """causal_conv1d, split, l2norm."""
+    y, state = npu_ops.causal_conv1d(x, weight, activation=activation, **rest)
+    keys = num_k_heads * head_k_dim
+    q, k, v = y.split([keys, keys, num_v_heads * head_v_dim], dim=-1)
+    q, k = (part.unflatten(-1, (num_k_heads, head_k_dim)) for part in (q, k))
+    if use_qk_l2norm:
+        q, k = norm(q, eps=eps), norm(k, eps=eps)
+    return q, k, v.unflatten(-1, (num_v_heads, head_v_dim)), state
+
+
+# The values
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if max(c.heads) < 128 and c.tokens], ids=str)
+def test_reference_is_the_parts(case):
+    """And the l2norm that of transformers."""
+    inputs = case.inputs(torch.float64)
+    wrt = [name for name in DIFFERENTIABLE if name in inputs]
+    actual = run("reference", inputs)
+    assert_all_close(actual, evaluate(by_parts, inputs, wrt), FP64)
+
+    def theirs(**inputs):
+        return by_parts(**inputs, norm=qwen3_next.l2norm)
+
+    assert_all_close(actual, evaluate(theirs, inputs, wrt), FP64)
+
+
+@parametrize_cases(CASES, large=False)
+@parametrize_dtypes()
+@IMPLEMENTATIONS
+def test_against_reference(case, dtype, implementation, device):
+    compare(case, dtype, implementation, device)
+
+
+@pytest.mark.slow
+@parametrize_cases(CASES, large=True)
+def test_large_against_reference(case):
+    compare(case, torch.bfloat16, "cpu", "cpu", wide=torch.float32)
+
+
+@IMPLEMENTATIONS
+@parametrize_dtypes()
+@pytest.mark.parametrize("lengths", [None, [3, 0, 1, 40]], ids=["batch", "packed"])
+def test_it_is_causal_conv1d_then_split_then_l2norm(lengths, dtype, implementation, device):
+    """v and the final state are the same; q and k differ by the rounding that they are spared."""
+    inputs = random_inputs(44, lengths=lengths, dtype=dtype, device=device)
+    ours = run(implementation, inputs)
+    both = (*OPS, "causal_conv1d", "l2norm")
+    with forced(implementation, *both):
+        parts = evaluate(by_parts, inputs, DIFFERENTIABLE)
+    assert torch.equal(ours["output 2"], parts["output 2"])
+    assert torch.equal(ours["output 3"], parts["output 3"])
+    # A gradient of the parts is rounded between them, four times larger than it ends up.
+    tolerances = twice(twice(TOLERANCES))
+    assert_all_close(ours, {name: value.double() for name, value in parts.items()}, tolerances)
+
+
+@IMPLEMENTATIONS
+def test_it_is_what_qwen3_next_gives_to_the_delta_rule(implementation, device, monkeypatch):
+    """The tensors inside the layer of transformers."""
+    config = qwen3_next.Qwen3NextConfig(
+        hidden_size=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=24,
+        linear_value_head_dim=16, num_hidden_layers=1, layer_types=["linear_attention"],
+    )  # fmt: skip
+    layer = qwen3_next.Qwen3NextGatedDeltaNet(config, 0)
+    seen = {}
+    convolve, rule = qwen3_next.causal_conv1d_fn, qwen3_next.torch_chunk_gated_delta_rule
+
+    def recorded_convolution(x, *rest, **options):
+        seen["x"] = x.detach().mT
+        return convolve(x, *rest, **options)
+
+    def recorded_rule(q, k, v, **options):
+        seen["qkv"] = qwen3_next.l2norm(q), qwen3_next.l2norm(k), v
+        return rule(q, k, v, **options)
+
+    monkeypatch.setattr(qwen3_next, "causal_conv1d_fn", recorded_convolution)
+    monkeypatch.setattr(qwen3_next, "torch_chunk_gated_delta_rule", recorded_rule)
+    layer(torch.randn(2, 21, 32))
+    weight = layer.conv1d.weight.squeeze(1)
+    with forced(implementation, *OPS):
+        *ours, _ = npu_ops.causal_conv1d_qkv(
+            seen["x"].to(device), weight.to(device), activation=layer.activation,
+            **settings((2, 4, 24, 16)),
+        )  # fmt: skip
+    for actual, expected in zip(ours, seen["qkv"], strict=True):
+        torch.testing.assert_close(actual.cpu(), expected)
+
+
+@IMPLEMENTATIONS
+@parametrize_dtypes()
+def test_heads_have_norm_one(dtype, implementation, device):
+    inputs = random_inputs(20, dtype=dtype, device=device)
+    with forced(implementation, *OPS):
+        q, k, _, _ = npu_ops.causal_conv1d_qkv(**inputs, eps=0.0)
+    norms = torch.stack([q, k]).double().norm(dim=-1)
+    torch.testing.assert_close(
+        norms, torch.ones_like(norms), rtol=0, atol=TOLERANCES[dtype].max_abs
+    )
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("value", [0.0, 1e-4, 300.0])
+def test_eps_is_inside_the_root(value, implementation, device):
+    """Rows of zeros, far below eps, and, in half precision, with squares that overflow it."""
+    dtype = torch.float16
+    x = torch.full((1, 5, channels(HEADS)), value, dtype=dtype, device=device)
+    weight = torch.ones(channels(HEADS), 2, dtype=dtype, device=device)
+    with forced(implementation, *OPS):
+        q, k, _, _ = npu_ops.causal_conv1d_qkv(
+            x, weight, activation=None, eps=0.01, **settings(HEADS)
+        )
+    wide = x.double() * torch.tensor([1.0, 2, 2, 2, 2], device=device)[:, None]
+    expected = wide * (24 * wide.square() + 0.01).rsqrt()
+    expected = expected[..., :48].unflatten(-1, (2, 24))
+    for part in (q, k):
+        torch.testing.assert_close(part.double(), expected, rtol=1e-3, atol=0)
+
+
+@IMPLEMENTATIONS
+def test_a_nan_stays_with_its_head_and_the_tokens_behind_it(implementation, device):
+    inputs = random_inputs(lengths=[6, 9], width=3, dtype=torch.float32, device=device)
+    inputs["x"][0, 4, 50] = float("nan")  # of the first key head
+    with forced(implementation, *OPS):
+        q, k, v, _ = npu_ops.causal_conv1d_qkv(**inputs)
+    expected = torch.zeros_like(k, dtype=torch.bool)
+    expected[0, 4:6, 0] = True
+    assert torch.equal(k.isnan(), expected) and not q.isnan().any() and not v.isnan().any()
+
+
+# Properties
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("lengths", [[3, 7, 1, 40], [0, 5, 0, 0, 2], [1] * 9], ids=str)
+def test_packed_equals_one_by_one(lengths, implementation, device):
+    inputs = random_inputs(lengths=lengths, width=3, dtype=torch.float32, device=device)
+    with forced(implementation, *OPS):
+        packed = npu_ops.causal_conv1d_qkv(**inputs)
+        parts = []
+        for n, (start, stop) in enumerate(itertools.pairwise(inputs["cu_seqlens"].tolist())):
+            state = inputs["initial_state"][n : n + 1]
+            one = {"x": inputs["x"][:, start:stop], "initial_state": state, "cu_seqlens": None}
+            parts.append(npu_ops.causal_conv1d_qkv(**inputs | one))
+    for number, whole in enumerate(packed):
+        alone = torch.cat([part[number] for part in parts], dim=0 if number == 3 else 1)
+        torch.testing.assert_close(whole, alone, rtol=1e-6, atol=1e-6)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("cut", [0, 2, 39])
+def test_a_carried_state_continues_the_sequence(cut, implementation, device):
+    inputs = random_inputs(tokens=40, batch=2, dtype=torch.bfloat16, device=device)
+    with forced(implementation, *OPS):
+        whole = npu_ops.causal_conv1d_qkv(**inputs)
+        state, parts = inputs["initial_state"], []
+        for span in (slice(cut), slice(cut, None)):
+            one = {"x": inputs["x"][:, span], "initial_state": state}
+            *qkv, state = npu_ops.causal_conv1d_qkv(**inputs | one)
+            parts.append(qkv)
+    for number in range(3):
+        assert torch.equal(torch.cat([part[number] for part in parts], dim=1), whole[number])
+    assert torch.equal(state, whole[3])
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("lengths", [None, [3, 0, 2, 30]], ids=["batch", "packed"])
+def test_strided_x_is_read_in_place(lengths, implementation, device):
+    """x as a slice of a fused projection; outputs and gradients are those of a copy."""
+    inputs = random_inputs(tokens=35, lengths=lengths, dtype=torch.float32, device=device)
+    width = channels(HEADS)
+    inputs["x"] = torch.randn(1, 35, 3 * width, device=device)[..., width : 2 * width]
+    in_place = inputs | {
+        "initial_state": None, "weight": torch.ones(4, width, device=device).t()
+    }  # fmt: skip
+    with copies() as seen, forced(implementation, *OPS):
+        npu_ops.causal_conv1d_qkv(**in_place)
+    if implementation == "cpu":
+        assert seen.operators == []
+    actual = run(implementation, inputs)
+    dense = run(implementation, inputs | {"x": inputs["x"].contiguous()})
+    for name, value in actual.items():
+        assert torch.equal(value, dense[name]), name
+
+
+@pytest.mark.parametrize("make", [
+    lambda d: torch.randn(7, 2, d).transpose(0, 1), lambda d: torch.randn(2, d, 7).transpose(1, 2),
+    lambda d: torch.randn(7, d).expand(2, 7, d),
+], ids=["TBD", "BDT", "expanded"])  # fmt: skip
+def test_any_strides(make):
+    x, weight = make(channels(HEADS)), torch.randn(2 * channels(HEADS), 4)[::2]
+    rest = settings(HEADS)
+    actual = run("cpu", {"x": x, "weight": weight} | rest)
+    wide = {"x": x.double().contiguous(), "weight": weight.double()}
+    assert_all_close(actual, run("reference", wide | rest), TOLERANCES)
+
+
+@IMPLEMENTATIONS
+def test_gradients_may_have_any_strides(implementation, device):
+    inputs = random_inputs(11, dtype=torch.float32, device=device)
+    x = inputs["x"].requires_grad_()
+    with forced(implementation, *OPS):
+        outputs = npu_ops.causal_conv1d_qkv(**inputs)[:3]
+        grads = [torch.randn_like(out) for out in outputs]
+        strided = [grad.transpose(1, 2).contiguous().transpose(1, 2) for grad in grads]
+        (expected,) = torch.autograd.grad(outputs, x, grads, retain_graph=True)
+        (actual,) = torch.autograd.grad(outputs, x, strided)
+    assert torch.equal(actual, expected)
+
+
+def test_empty():
+    inputs = random_inputs(lengths=[0, 0], dtype=torch.float32)
+    x, state = (inputs[name].requires_grad_() for name in ("x", "initial_state"))
+    q, k, v, last = npu_ops.causal_conv1d_qkv(**inputs)
+    assert q.shape == k.shape == (1, 0, 2, 24) and v.shape == (1, 0, 3, 16)
+    assert torch.equal(last, state)
+    (last * 3).sum().backward()
+    assert torch.equal(state.grad, torch.full_like(state, 3)) and x.grad.shape == x.shape
+
+
+# The gradients
+
+
+@pytest.mark.parametrize("lengths", [None, [1, 0, 4]], ids=["batch", "packed"])
+@pytest.mark.parametrize("activation", ["swish", None])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_gradcheck(lengths, activation, normalised):
+    inputs = random_inputs(5, (1, 2, 3, 2), 3, lengths)
+    inputs |= {"activation": activation, "use_qk_l2norm": normalised}
+    tensors = [inputs[name].requires_grad_() for name in DIFFERENTIABLE]
+
+    def function(*args):
+        return npu_ops.causal_conv1d_qkv(**inputs | dict(zip(DIFFERENTIABLE, args, strict=True)))
+
+    assert torch.autograd.gradcheck(function, tensors)
+
+
+@IMPLEMENTATIONS
+def test_gradients_are_the_same_each_time(implementation, device):
+    inputs = random_inputs(1000, dtype=torch.bfloat16, device=device)
+    results = []
+    for number in (1, 2, 3):
+        with threads(number):
+            results.append(run(implementation, inputs))
+    for result in results[1:]:
+        for name, value in result.items():
+            assert torch.equal(value, results[0][name]), name
+
+
+@pytest.mark.parametrize("number", range(4), ids=["q", "k", "v", "state"])
+def test_an_output_that_nobody_uses_has_no_gradient(number):
+    inputs = random_inputs(6, dtype=torch.float32)
+    leaves = {name: inputs[name].requires_grad_() for name in DIFFERENTIABLE}
+
+    def loss(function):
+        out = function(**inputs)[number]
+        return torch.autograd.grad(out.square().sum(), list(leaves.values()), allow_unused=True)
+
+    pairs = zip(loss(npu_ops.causal_conv1d_qkv), loss(by_parts), strict=True)
+    for actual, expected in pairs:
+        if expected is None:
+            assert actual is None or not actual.any()
+        else:
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_there_is_no_second_derivative():
+    inputs = random_inputs(5, dtype=torch.float32)
+    x = inputs["x"].requires_grad_()
+    (grad,) = torch.autograd.grad(
+        npu_ops.causal_conv1d_qkv(**inputs)[2].sum(), x, create_graph=True
+    )
+    with pytest.raises(NotImplementedError, match="a gradient of its gradient"):
+        grad.sum().backward()
+
+
+def test_memory_is_the_outputs_alone():
+    """Nothing in between is kept, forward or backward."""
+    heads = (4, 8, 32, 32)
+    inputs = settings(heads)
+    x = torch.randn(1, 512, channels(heads)).bfloat16().requires_grad_()
+    weight = torch.randn(channels(heads), 4).bfloat16()
+    size = x.numel() * 2
+    with copies() as forward:
+        outputs = npu_ops.causal_conv1d_qkv(x, weight, **inputs)[:3]
+    grads = [torch.randn_like(out) for out in outputs]
+    with copies() as backward:
+        torch.autograd.grad(outputs, x, grads)
+    assert size <= forward.allocated < size + 10_000
+    assert size <= backward.allocated < size + 20_000
+
+
+# torch's machinery
+
+
+@parametrize_dtypes(torch.float64)
+@pytest.mark.parametrize("lengths", [None, [3, 0, 4]], ids=["batch", "packed"])
+@pytest.mark.parametrize("everything", [True, False])
+def test_opcheck(dtype, lengths, everything):
+    inputs = random_inputs(7, lengths=lengths, dtype=dtype)
+    tensors = [inputs[name] for name in DIFFERENTIABLE]
+    if not everything:
+        tensors[2:] = None, None
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.requires_grad_()
+    eps = 1e-6 if everything else None
+    args = (*tensors, inputs["cu_seqlens"], True, eps, list(HEADS), everything)
+    torch.library.opcheck(torch.ops.npu_ops.causal_conv1d_qkv.default, args)
+
+
+@parametrize_dtypes(torch.float64)
+def test_opcheck_backward(dtype):
+    inputs = random_inputs(7, dtype=dtype)
+    x, weight, bias, state = (inputs[name] for name in DIFFERENTIABLE)
+    grads = [torch.randn_like(out) for out in npu_ops.causal_conv1d_qkv(**inputs)]
+    args = (*grads, x, weight, bias, state, None, True, 1e-6)
+    torch.library.opcheck(torch.ops.npu_ops.causal_conv1d_qkv_backward.default, args)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("lengths", [None, [3, 0, 4]], ids=["batch", "packed"])
+def test_compile(backend, lengths):
+    inputs = random_inputs(7, lengths=lengths, dtype=torch.float32)
+
+    def function(x, **rest):
+        q, k, v, state = npu_ops.causal_conv1d_qkv(x.sin(), **rest)
+        return q.cos(), k, v, state
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    actual, expected = (evaluate(f, inputs, DIFFERENTIABLE) for f in (compiled, function))
+    torch._dynamo.reset()
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name])
+
+
+def test_one_compilation_serves_all_lengths():
+    counter = CompileCounterWithBackend("aot_eager")
+    weight = torch.randn(channels(HEADS), 4)
+
+    def function(x):
+        return npu_ops.causal_conv1d_qkv(x, weight, **settings(HEADS))[:3]
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    frames = []
+    for tokens in (7, 64, 131):
+        x = torch.randn(1, tokens, channels(HEADS))
+        torch.testing.assert_close(compiled(x), function(x))
+        frames.append(counter.frame_count)
+    torch._dynamo.reset()
+    assert frames[0] == frames[-1]  # the first may have compiled twice, to make eps a constant
+
+
+@pytest.mark.parametrize("make", [
+    lambda d: torch.randn(2, 6, d), lambda d: torch.randn(6, 2, d).transpose(0, 1),
+    lambda d: torch.randn(2, d, 6).transpose(1, 2),
+    lambda d: torch.randn(2, 6, 3 * d)[..., d : 2 * d], lambda d: torch.randn(2, 0, d),
+], ids=["dense", "TBD", "BDT", "slice", "empty"])  # fmt: skip
+def test_fake_is_like_real(make):
+    """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
+
+    def function(x, weight, state):
+        leaves = [t.detach().requires_grad_() for t in (x, weight, state)]
+        outputs = npu_ops.causal_conv1d_qkv(
+            *leaves[:2], initial_state=leaves[2], output_final_state=True, **settings(HEADS)
+        )
+        return *outputs, *torch.autograd.grad(
+            outputs, leaves, [torch.ones_like(o) for o in outputs]
+        )
+
+    width = channels(HEADS)
+    real = make(width), torch.randn(width, 3), torch.randn(2, width, 3)
+    mode = FakeTensorMode()
+    with mode:
+        fake = function(*map(mode.from_tensor, real))
+    for actual, expected in zip(fake, function(*real), strict=True):
+        assert actual.dtype == expected.dtype
+        assert actual.shape == expected.shape and actual.stride() == expected.stride()
+
+
+# Wrong input
+
+
+WIDTH = channels(HEADS)
+X, WEIGHT = torch.randn(1, 6, WIDTH), torch.randn(WIDTH, 4)
+WRONG = {
+    "x: got list": {"x": [1.0]},
+    r"x: got shape \[6, 144\], needs \[B, T, D\]": {"x": X[0]},
+    "x: got int64": {"x": X.long()},
+    r"x: got shape \[1, 6, 144\], needs \[B, T, 2 HK K \+ HV V\], here \[B, T, 160\]": {
+        "num_v_heads": 4
+    },
+    "num_k_heads: got 0, needs 1 or more": {"num_k_heads": 0},
+    "num_k_heads: got float, needs an int": {"num_k_heads": 2.0},
+    "num_v_heads: got -3": {"num_v_heads": -3},
+    "num_v_heads: got bool": {"num_v_heads": True},
+    "head_k_dim: got 257, needs 1 to 256": {"head_k_dim": 257},
+    "head_v_dim: got 0": {"head_v_dim": 0},
+    "head_v_dim: got NoneType": {"head_v_dim": None},
+    "eps: got -1.0": {"eps": -1.0},
+    "eps: got nan": {"eps": float("nan")},
+    "eps: got '1'": {"eps": "1"},
+    r"weight: got shape \[144, 5\], needs \[144, W\]": {"weight": torch.randn(WIDTH, 5)},
+    "weight: got torch.float16, needs x's torch.float32": {"weight": WEIGHT.half()},
+    "weight: got device meta": {"weight": WEIGHT.to("meta")},
+    r"bias: got shape \[1\], needs \[144\]": {"bias": torch.ones(1)},
+    "activation: got 'gelu'": {"activation": "gelu"},
+    r"initial_state: got shape \[1, 144, 3\], needs \[N, D, W\], here \[1, 144, 4\]": {
+        "initial_state": torch.randn(1, WIDTH, 3)
+    },
+    "initial_state: got torch.bfloat16": {"initial_state": torch.randn(1, WIDTH, 4).bfloat16()},
+    "cu_seqlens: got list": {"cu_seqlens": [0, 6]},
+    "cu_seqlens: got 0 first and 5 last, needs 0 and 6": {"cu_seqlens": torch.tensor([0, 5])},
+    "cu_seqlens: got a negative length": {"cu_seqlens": torch.tensor([0, 4, 3, 6])},
+    r"x: got shape \[2, 6, 144\], needs a batch of 1 with cu_seqlens": {
+        "x": torch.cat([X, X]), "cu_seqlens": torch.tensor([0, 6])
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_input_is_named(message):
+    good = {"x": X, "weight": WEIGHT} | settings(HEADS)
+    with pytest.raises((TypeError, ValueError), match=message):
+        npu_ops.causal_conv1d_qkv(**good | WRONG[message])
+
+
+def test_an_unknown_argument_is_named():
+    with pytest.raises(TypeError, match="residual"):
+        npu_ops.causal_conv1d_qkv(X, WEIGHT, residual=X, **settings(HEADS))
+
+
+def test_the_kernel_checks_cu_seqlens_again():
+    """A compiled caller has had no other check."""
+    args = (X, WEIGHT, None, None, torch.tensor([0, 9]), False, None, list(HEADS), False)
+    with pytest.raises(RuntimeError, match="cu_seqlens: needs 0 first and 6 last"):
+        torch.ops.npu_ops.causal_conv1d_qkv(*args)
+
+
+def test_explain():
+    def chosen(x):
+        verdicts = npu_ops.explain("causal_conv1d_qkv", x, WEIGHT, **settings(HEADS))
+        return [v.implementation for v in verdicts if v.why_not is None]
+
+    assert chosen(X) == ["cpu"] and chosen(X.double()) == ["reference"]
