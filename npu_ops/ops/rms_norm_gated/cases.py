@@ -87,6 +87,6 @@ CASES = [
 DIFFERENTIABLE = ("x", "weight", "z")
 # Across these, every branch of the Triton kernels.
 REPRESENTATIVE = (
-    "qwen3-next-tp1-t64", "qwen3-next-fused-t8", "odd-t63-d60-after-silu", "mamba2-groups",
+    "qwen3-next-tp1-t64", "qwen3-next-fused-t8", "odd-t63-d60-after-sigmoid", "mamba2-groups",
     "wide-8192", "wide-9000-after-sigmoid", "wide-groups",
 )  # fmt: skip
