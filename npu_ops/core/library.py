@@ -27,7 +27,11 @@ def new_output(
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> torch.Tensor:
     """An uninitialised tensor with the shape and stride order of `like`: the kernels' allocator."""
-    out = torch.empty_like(like, dtype=dtype, memory_format=memory_format)
+    return poisoned(torch.empty_like(like, dtype=dtype, memory_format=memory_format))
+
+
+def poisoned(out: torch.Tensor) -> torch.Tensor:
+    """`out`, which is uninitialised, as kernels get it."""
     return out.fill_(float("nan")) if poison_outputs else out
 
 

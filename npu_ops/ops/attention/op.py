@@ -97,10 +97,6 @@ def _split(args) -> tuple[list[torch.Tensor], Extra, Rule]:
     return [_rows(x) for x in args[:3]], Extra(*args[3:_TENSORS]), Rule(*args[_TENSORS:])
 
 
-def _poisoned(x):
-    return x.fill_(float("nan")) if library.poison_outputs else x
-
-
 def outputs(q, k, v, *rest):
     """Uninitialised out and lse."""
     layout = rest[_TENSORS - 3]
@@ -114,7 +110,7 @@ def _has_keys(k, extra: Extra) -> bool:
 
 def _forward(*args):
     (q, k, v), extra, rule = _split(args)
-    out, lse = map(_poisoned, outputs(q, k, v, *args[3:]))
+    out, lse = map(library.poisoned, outputs(q, k, v, *args[3:]))
     if not _has_keys(k, extra):
         out.zero_()
         lse.copy_(lse.new_full((), -torch.inf) if extra.sinks is None else extra.sinks[:, None])
@@ -159,7 +155,7 @@ def _backward(dout, dlse, out, lse, bias_wanted, sinks_wanted, *args):
     found = _backward_outputs(dout, dlse, out, lse, *wanted, *args)
     if not (out.numel() and _has_keys(k, extra)):
         return tuple(x.zero_() for x in found)
-    *gradients, dbias, dsinks = found = tuple(map(_poisoned, found))
+    *gradients, dbias, dsinks = found = tuple(map(library.poisoned, found))
     gradients += [dbias if bias_wanted else None, dsinks if sinks_wanted else None]
     dlse = dlse if dlse is None else dlse.contiguous()
     backward_table.run(_rows(dout), dlse, q, k, v, extra, rule, out, lse, *gradients)

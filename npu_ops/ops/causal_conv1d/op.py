@@ -97,9 +97,9 @@ def channels_last(state):
     return state.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def new_state(new, x, count: int, width: int):
-    """A `[count, D, W]` state of x's dtype with D in one piece."""
-    return new(x.new_empty((count, width, x.shape[-1]))).transpose(1, 2)
+def new_state(x, count: int, width: int):
+    """An uninitialised `[count, D, W]` state of x's dtype with D in one piece."""
+    return x.new_empty((count, width, x.shape[-1])).transpose(1, 2)
 
 
 def sequences(x, cu_seqlens) -> int:
@@ -109,7 +109,8 @@ def sequences(x, cu_seqlens) -> int:
 
 def _forward(x, weight, bias, residual, initial_state, cu_seqlens, silu, output_final_state):
     x, residual, initial_state = rows_of(x), rows_of(residual), channels_last(initial_state)
-    y, state = _forward_outputs(library.new_output, x, weight, cu_seqlens, output_final_state)
+    outputs = _forward_outputs(x, weight, cu_seqlens, output_final_state)
+    y, state = map(library.poisoned, outputs)
     arguments = (x, weight, bias, residual, initial_state, cu_seqlens, silu)
     final_state = state if output_final_state else None
     if x.numel():
@@ -120,13 +121,13 @@ def _forward(x, weight, bias, residual, initial_state, cu_seqlens, silu, output_
 
 
 def _forward_fake(x, weight, bias, residual, initial_state, cu_seqlens, silu, output_final_state):
-    return _forward_outputs(torch.empty_like, rows_of(x), weight, cu_seqlens, output_final_state)
+    return _forward_outputs(rows_of(x), weight, cu_seqlens, output_final_state)
 
 
-def _forward_outputs(new, x, weight, cu_seqlens, output_final_state):
+def _forward_outputs(x, weight, cu_seqlens, output_final_state):
     """y, and the final state: empty where it is not wanted."""
     count = sequences(x, cu_seqlens) if output_final_state else 0
-    return new(x), new_state(new, x, count, weight.shape[1])
+    return torch.empty_like(x), new_state(x, count, weight.shape[1])
 
 
 def _save(ctx, inputs, output):
@@ -155,7 +156,7 @@ def _gradients(ctx, grad, grad_final):
 def _backward(grad, grad_final, x, weight, bias, initial_state, cu_seqlens, silu):
     grad, x, grad_final = rows_of(grad), rows_of(x), channels_last(grad_final)
     initial_state = channels_last(initial_state)
-    outputs = backward_outputs(library.new_output, x, weight, bias, initial_state)
+    outputs = tuple(map(library.poisoned, backward_outputs(x, weight, bias, initial_state)))
     wanted = (True, True, bias is not None, initial_state is not None)
     targets = [out if want else None for out, want in zip(outputs, wanted, strict=True)]
     arguments = (grad, grad_final, x, weight, bias, initial_state, cu_seqlens, silu)
@@ -165,14 +166,15 @@ def _backward(grad, grad_final, x, weight, bias, initial_state, cu_seqlens, silu
 
 
 def _backward_fake(grad, grad_final, x, weight, bias, initial_state, cu_seqlens, silu):
-    return backward_outputs(torch.empty_like, rows_of(x), weight, bias, initial_state)
+    return backward_outputs(rows_of(x), weight, bias, initial_state)
 
 
-def backward_outputs(new, x, weight, bias, initial_state):
-    """Like x, weight, bias and initial_state; empty where there is none."""
-    grad_bias = new(x.new_empty(0) if bias is None else bias)
+def backward_outputs(x, weight, bias, initial_state):
+    """Uninitialised: like x, weight, bias and initial_state; empty where there is none."""
+    grad_bias = x.new_empty(0) if bias is None else torch.empty_like(bias)
     count = 0 if initial_state is None else initial_state.shape[0]
-    return new(x), new(weight), grad_bias, new_state(new, x, count, weight.shape[1])
+    grad_state = new_state(x, count, weight.shape[1])
+    return torch.empty_like(x), torch.empty_like(weight), grad_bias, grad_state
 
 
 library.operator(

@@ -62,7 +62,8 @@ backward_table = Table(
 
 def _forward(x, weight, bias, initial_state, cu_seqlens, silu, eps, heads, output_final_state):
     x, initial_state = conv.rows_of(x), conv.channels_last(initial_state)
-    *outputs, state = _outputs(library.new_output, x, weight, cu_seqlens, heads, output_final_state)
+    made = _outputs(x, weight, cu_seqlens, heads, output_final_state)
+    *outputs, state = map(library.poisoned, made)
     final_state = state if output_final_state else None
     run = forward_table.run if x.numel() else _reference
     run(x, weight, bias, initial_state, cu_seqlens, silu, eps, *outputs, final_state)
@@ -72,18 +73,14 @@ def _forward(x, weight, bias, initial_state, cu_seqlens, silu, eps, heads, outpu
 def _forward_fake(
     x, weight, bias, initial_state, cu_seqlens, silu, eps, heads, output_final_state
 ):  # fmt: skip
-    return _outputs(torch.empty_like, x, weight, cu_seqlens, heads, output_final_state)
+    return _outputs(x, weight, cu_seqlens, heads, output_final_state)
 
 
-def _outputs(new, x, weight, cu_seqlens, heads, output_final_state):
-    """q, k, v and the final state: empty where it is not wanted."""
+def _outputs(x, weight, cu_seqlens, heads, output_final_state):
+    """Uninitialised q, k, v and final state: empty where it is not wanted."""
     count = conv.sequences(x, cu_seqlens) if output_final_state else 0
-    one = x.new_empty(1, 1, 1, 1)  # of which `new` takes the shape that it is expanded to
-    parts = (
-        new(one.expand(*x.shape[:2], *shape), memory_format=torch.contiguous_format)
-        for shape in part_shapes(heads)
-    )
-    return *parts, conv.new_state(new, x, count, weight.shape[1])
+    parts = (x.new_empty((*x.shape[:2], *shape)) for shape in part_shapes(heads))
+    return *parts, conv.new_state(x, count, weight.shape[1])
 
 
 def part_shapes(heads):
@@ -122,7 +119,7 @@ def _backward(
     grads = [_heads_in_one_piece(grad) for grad in (grad_q, grad_k, grad_v)]
     grad_final, initial_state = conv.channels_last(grad_final), conv.channels_last(initial_state)
     x = conv.rows_of(x)
-    outputs = conv.backward_outputs(library.new_output, x, weight, bias, initial_state)
+    outputs = tuple(map(library.poisoned, conv.backward_outputs(x, weight, bias, initial_state)))
     wanted = (True, True, bias is not None, initial_state is not None)
     targets = [out if want else None for out, want in zip(outputs, wanted, strict=True)]
     run = backward_table.run if x.numel() else _reference_backward
@@ -140,7 +137,7 @@ def _heads_in_one_piece(grad):
 def _backward_fake(
     grad_q, grad_k, grad_v, grad_final, x, weight, bias, initial_state, cu_seqlens, silu, eps
 ):  # fmt: skip
-    return conv.backward_outputs(torch.empty_like, conv.rows_of(x), weight, bias, initial_state)
+    return conv.backward_outputs(conv.rows_of(x), weight, bias, initial_state)
 
 
 library.operator(

@@ -121,7 +121,7 @@ def _forward(*args):
     *tensors, scale, chunk_size, state_v_first, wanted = args
     tensors = _contiguous(*tensors)
     settings = scale, chunk_size, state_v_first
-    o, states = map(library.new_output, outputs(*tensors, *settings, wanted))
+    o, states = map(library.poisoned, outputs(*tensors, *settings, wanted))
     final_state = states if wanted else None
     if o.numel():
         forward_table.run(*tensors, *settings, o, final_state)
@@ -154,7 +154,7 @@ def _backward_outputs(do, dht, q, k, v, g, beta, initial_state, *rest):
 def _backward(*args):
     *tensors, scale, chunk_size, state_v_first = args
     tensors = _contiguous(*tensors)
-    *gradients, dh0 = outputs = tuple(map(library.new_output, _backward_outputs(*tensors)))
+    *gradients, dh0 = outputs = tuple(map(library.poisoned, _backward_outputs(*tensors)))
     dh0 = None if tensors[7] is None else dh0
     if tensors[0].numel():
         settings = scale, chunk_size, state_v_first

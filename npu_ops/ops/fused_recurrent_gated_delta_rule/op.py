@@ -119,7 +119,7 @@ def _outputs(q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale, state_v
 def _forward(*args):
     *tensors, scale, state_v_first, wanted = args
     tensors = _contiguous(*tensors)
-    o, states = map(library.new_output, _outputs(*tensors, scale, state_v_first, wanted))
+    o, states = map(library.poisoned, _outputs(*tensors, scale, state_v_first, wanted))
     if o.shape[0]:
         forward_table.run(*tensors, scale, state_v_first, o, states if wanted else None)
     return o, states
