@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*/*)
 
-.PHONY: demo test test-all bench check format clean
+.PHONY: demo demo-serve test test-all bench check format clean
 
 # torch first and alone, so that nothing else chooses its build.
 $(VENV)/torch: 
@@ -23,8 +23,16 @@ $(VENV)/ready: $(VENV)/torch pyproject.toml setup.py $(SOURCES)
 .cache/megatron/0.16.1: $(VENV)/ready
 	$(BIN)/python tests/adapters/fetch_megatron.py 0.16.1
 
+# SGLang pins other packages than ours: a folder of its own, before .venv's on the path.
+.cache/sglang/ready: $(VENV)/ready tests/adapters/fetch_sglang.py tests/adapters/sglang_cpu/requirements.txt
+	$(BIN)/python tests/adapters/fetch_sglang.py
+	@touch $@
+
 demo: $(VENV)/ready .cache/megatron/0.16.1
 	$(BIN)/npu-ops demo --output report
+
+demo-serve: .cache/sglang/ready
+	$(BIN)/python tests/adapters/serve_sglang.py
 
 # The tests are many small tensors: two processes of one thread beat one of two threads.
 # Triton decides at import whether to interpret, and torch whether there is an NPU, so each of the
@@ -34,13 +42,13 @@ ON_CPU := OMP_NUM_THREADS=1 $(BIN)/$(PYTEST)
 ON_NPU := OMP_NUM_THREADS=1 $(BIN)/npu-ops emulate -- $(PYTEST) --dist worksteal --device npu
 INTERPRETED := TRITON_INTERPRET=1 $(ON_CPU)
 
-test: check .cache/megatron/ready
+test: check .cache/megatron/ready .cache/sglang/ready
 	$(ON_CPU) -m "not slow"
 	$(INTERPRETED) -m "not slow" tests/interpreted
 	$(ON_NPU) -m "not slow" tests/ops
 
 # FLA: a clone of flash-linear-attention, whose own tests then run too: make FLA=... test-all
-test-all: check .cache/megatron/ready
+test-all: check .cache/megatron/ready .cache/sglang/ready
 	$(ON_CPU)
 	$(INTERPRETED) tests/interpreted
 	$(ON_NPU) tests/ops

@@ -31,6 +31,22 @@ WATCHED = frozenset(
         "megatron.core.models.common.embeddings.rope_utils",
         "megatron.core.ssm.gated_delta_net",
         "megatron.core.ssm.gated_delta_net.common",
+        "sglang.kernels.ops.attention.fla.fused_norm_gate",
+        "sglang.kernels.ops.attention.fla.layernorm_gated",
+        "sglang.srt.hardware_backend.npu.attention.ascend_gdn_backend",
+        "sglang.srt.layers.attention.fla.fused_norm_gate",
+        "sglang.srt.layers.attention.fla.layernorm_gated",
+        "sglang.srt.layers.attention.hybrid_linear_attn_backend",
+        "sglang.srt.layers.attention.linear.gdn_backend",
+        "sglang.srt.layers.attention.torch_native_backend",
+        "sglang.srt.layers.attention.vision",
+        "sglang.srt.layers.rotary_embedding",
+        "sglang.srt.layers.rotary_embedding.base",
+        "sglang.srt.layers.rotary_embedding.mrope",
+        "sglang.srt.layers.rotary_embedding.utils",
+        "sglang.srt.models.qwen3",
+        "sglang.srt.models.qwen3_moe",
+        "sglang.srt.models.qwen3_vl",
     }
 )
 

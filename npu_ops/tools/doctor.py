@@ -73,6 +73,7 @@ def patches() -> list[dict]:
         return []
     adapters = importlib.import_module("npu_ops_adapters")
     failures = _import_frameworks(importlib.import_module("npu_ops_autoload").WATCHED)
+    adapters.load_plugins()
     rows = {(row.target, row.op): row for row in (*adapters.plan(), *adapters.verify())}
     return [
         dataclasses.asdict(row) | {"state": failures.get(row.target.partition(":")[0], row.state)}

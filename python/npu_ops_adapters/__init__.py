@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from types import ModuleType
 
 import npu_ops_autoload
 
@@ -24,18 +25,14 @@ __all__ = ["Patch", "Status", "apply", "patches", "plan", "revert", "verify"]
 
 def patches() -> list[Patch]:
     """What the adapters of all frameworks would replace, in the order they do."""
-    return [
-        patch
-        for module in pkgutil.iter_modules(__path__, f"{__name__}.")
-        if module.ispkg
-        for patch in importlib.import_module(module.name).patches()
-    ]
+    return [patch for framework in _frameworks() for patch in framework.patches()]
 
 
 def plan() -> list[Status]:
     """What `apply` would do. `state` is "apply", "applied", "module not imported yet",
-    "disabled by NPU_OPS_DISABLE" or "refused: " and a sentence.
+    "disabled by NPU_OPS_DISABLE", "refused: " and a sentence, or "left to " a framework's registry.
     """
+    _adopt()
     return patching.plan(patches())
 
 
@@ -46,6 +43,7 @@ def apply() -> list[Status]:
         As `plan`, afterwards. A refusal is also logged, once; the other patches are not affected.
     """
     npu_ops_autoload.watch()
+    _adopt()
     return patching.apply(patches())
 
 
@@ -53,6 +51,7 @@ def verify() -> list[Status]:
     """Whether each applied patch is still in place. `state` is "applied", "overwritten by ..." or
     "captured too early by ...": modules that still hold what was replaced.
     """
+    _adopt()
     return patching.verify()
 
 
@@ -64,10 +63,31 @@ def revert() -> list[Status]:
         was left in place.
     """
     npu_ops_autoload.unwatch()
+    _adopt()
     return patching.revert()
+
+
+def load_plugins() -> None:
+    """Have the frameworks that load us as a plugin do so, as they do when they start."""
+    for framework in _frameworks():
+        getattr(framework, "load_plugins", lambda: None)()
 
 
 def imported(module: str) -> None:
     """Called by the import hook when `module` has just run, for the first time or again."""
     patching.forget(module)
     patching.apply(patches(), ready=module)
+
+
+def _frameworks() -> list[ModuleType]:
+    return [
+        importlib.import_module(module.name)
+        for module in pkgutil.iter_modules(__path__, f"{__name__}.")
+        if module.ispkg
+    ]
+
+
+def _adopt() -> None:
+    """Look for what frameworks have applied in our place."""
+    for framework in _frameworks():
+        getattr(framework, "adopt", lambda: None)()

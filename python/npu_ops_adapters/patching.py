@@ -40,6 +40,7 @@ class Patch:
     optional: the attribute or key may not be there; `make` is given None, and revert deletes it.
     also: modules that import it by value, for what cannot be recognised there: None or a bool.
     note: says more of an applied patch, e.g. a count.
+    by: who applies it in this engine's place, and tells it by `adopt`; "" is the engine.
     """
 
     target: str
@@ -53,6 +54,7 @@ class Patch:
     optional: bool = False
     also: Names = ()
     note: Callable[[], str] | None = None
+    by: str = ""
 
     @property
     def module(self) -> str:
@@ -144,6 +146,14 @@ def revert() -> list[Status]:
         return [_revert(_applied.pop(), holders) for _ in range(len(_applied))]
 
 
+def adopt(patch: Patch, original: Any, replacement: Any) -> None:
+    """Someone else has put `replacement` in place: it is verified and reverted as if we had."""
+    with _lock:
+        if not any(applied.replacement is replacement for applied in _live()):
+            owner, name = _locate(patch)
+            _applied.append(_Applied(patch, owner, name, original, replacement, []))
+
+
 def forget(module: str) -> None:
     """`module` ran again and has new attributes. What others hold of the old can be reverted."""
     with _lock:
@@ -168,7 +178,9 @@ def _state(patch: Patch, ready: str | None) -> str:
     if not _has_run(patch.module, ready):
         return "module not imported yet"
     reason = _why_not(patch)
-    return f"refused: {reason}" if reason else "apply"
+    if reason:
+        return f"refused: {reason}"
+    return f"left to {patch.by}" if patch.by else "apply"
 
 
 def _has_run(name: str, ready: str | None) -> bool:
@@ -245,11 +257,19 @@ def _try(patch: Patch, holders: _Holders) -> Status:
 
 def _verified(applied: _Applied, top: _Applied, holders: _Holders) -> str:
     current = applied.here()
-    if current is not top.replacement:
+    within = wrapped(current) if applied.patch.by else (current,)
+    if not any(function is top.replacement for function in within):
         return f"overwritten by {_whose(current)}"
     importers = _importers(applied.patch, applied.original, applied.name, holders)
     captured = sorted({module.__name__ for module, _ in importers})
     return f"captured too early by {', '.join(captured)}" if captured else "applied"
+
+
+def wrapped(function: Any) -> Iterator[Any]:
+    """A function and what it wraps, outside in."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def _importers(patch: Patch, original: Any, name: str, holders: _Holders) -> list[Place]:

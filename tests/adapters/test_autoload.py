@@ -17,7 +17,10 @@ import types
 import npu_ops_adapters
 import npu_ops_autoload
 import pytest
+import torch
 from conftest import environment
+from npu_ops_adapters.sglang import functions
+from packaging.version import Version
 
 SOURCE = pathlib.Path(npu_ops_autoload.__file__)
 
@@ -266,8 +269,12 @@ def test_watching_twice_is_watching_once_and_can_be_undone(watched):
 
 
 def test_what_is_patched_is_watched(monkeypatch):
-    """Some patches depend on what is imported: on which of two names a module has."""
+    """Some depend on what is imported, and SGLang's on its version and on torch having an NPU."""
     watched = {patch.module for patch in npu_ops_adapters.patches()}
+    monkeypatch.setattr(torch, "npu", object(), raising=False)
+    for version in ("0.5.9", "0.5.10", "0.5.23"):
+        monkeypatch.setattr(functions, "version", lambda version=version: Version(version))
+        watched |= {patch.module for patch in npu_ops_adapters.patches()}
     for name in npu_ops_autoload.WATCHED:
         with monkeypatch.context() as context:
             context.setitem(sys.modules, name, types.ModuleType(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 
@@ -302,3 +303,32 @@ def test_a_note_is_shown(host):
     assert [row.note for row in patching.apply([patch(note=lambda: "3 functions")])] == [
         "3 functions"
     ]
+
+
+# Applied by someone else
+
+
+def left_to_the_host(host):
+    """A patch, and what the host's own registry has put in place for it."""
+    mine, replacement = patch(by="the host", rebind=False), made(host.double)
+    assert state(patching.apply([mine])) == "left to the host"
+    assert host.maths.double is host.double
+    host.maths.double = replacement
+    for _ in range(2):
+        patching.adopt(mine, host.double, replacement)
+    return mine, replacement
+
+
+def test_what_another_applied_is_verified_and_undone(host):
+    mine, _ = left_to_the_host(host)
+    assert state(patching.plan([mine])) == state(patching.verify()) == "applied"
+    assert [row.state for row in patching.revert()] == ["reverted"]
+    assert host.maths.double is host.double
+
+
+def test_what_another_applied_is_in_force_inside_further_wrappers(host):
+    _, replacement = left_to_the_host(host)
+    host.maths.double = functools.wraps(replacement)(lambda *args: replacement(*args))
+    assert state(patching.verify()) == "applied"
+    host.maths.double = host.double
+    assert state(patching.verify()).startswith("overwritten by")

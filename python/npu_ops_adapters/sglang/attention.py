@@ -1,0 +1,85 @@
+"""Attention over the cache of keys and values, by the backend `torch_native`.
+
+The backend for NPUs, `ascend`, keeps its own: it prepares its operators' arguments ahead of graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+import npu_ops
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.sglang import functions
+
+_MODULE = "sglang.srt.layers.attention.torch_native_backend"
+_CACHE = ("self", "query", "output", "k_cache", "v_cache", "req_to_token", "req_pool_indices")
+_RULE = ("scaling", "enable_gqa", "causal")
+
+
+def patches() -> Iterable[Patch]:
+    """What computes a prefill and what computes a decoding step, once the cache is written."""
+    for name, lengths, ours in (
+        ("extend", ("seq_lens", "extend_prefix_lens", "extend_seq_lens"), extend),
+        ("decode", ("seq_lens",), decode),
+    ):
+        yield functions.replaced(
+            f"{_MODULE}:TorchNativeAttnBackend._run_sdpa_forward_{name}",
+            "attention",
+            ours,
+            "it goes through sequences one by one, and computes a cached prefix's queries again",
+            (*_CACHE, *lengths, *_RULE),
+            (*_CACHE, *lengths, "encoder_lens", *_RULE, "is_cross_attn", "sliding_window_size"),
+        )
+
+
+def extend(
+    self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
+    extend_prefix_lens, extend_seq_lens, encoder_lens=None, scaling=None, enable_gqa=False,
+    causal=False, is_cross_attn=False, sliding_window_size=None,
+):  # fmt: skip
+    """New tokens `[T, heads, D]` of each sequence, behind those that the cache has already."""
+    functions.check_device(query)
+    functions.refuse(encoder_lens=encoder_lens, is_cross_attn=is_cross_attn)
+    starts = torch.nn.functional.pad(extend_seq_lens.cumsum(0), (1, 0)).to(torch.int32)
+    return _attend(
+        query, output, k_cache, v_cache, req_to_token[req_pool_indices], seq_lens, starts,
+        scaling, is_causal=causal, window=sliding_window_size,
+    )  # fmt: skip
+
+
+def decode(
+    self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
+    encoder_lens=None, scaling=None, enable_gqa=False, causal=False, is_cross_attn=False,
+    sliding_window_size=None,
+):  # fmt: skip
+    """One token of each sequence, the last: nothing behind it is to be masked."""
+    functions.check_device(query)
+    functions.refuse(encoder_lens=encoder_lens, is_cross_attn=is_cross_attn)
+    starts = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
+    return _attend(
+        query, output, k_cache, v_cache, req_to_token[req_pool_indices], seq_lens, starts,
+        scaling, is_causal=False, window=sliding_window_size,
+    )  # fmt: skip
+
+
+def _attend(query, output, k_cache, v_cache, slots, seq_lens, starts, scaling, is_causal, window):
+    """The cache has a slot for each token, in SGLang's order: blocks of one token."""
+    lengths = seq_lens.tolist()
+    result = npu_ops.attention(
+        query,
+        k_cache[:, None],
+        v_cache[:, None],
+        layout="TND",
+        is_causal=is_causal,
+        window=(window, 0) if window is not None and window >= 0 else None,
+        cu_seqlens_q=starts,
+        seqlens_k=seq_lens,
+        block_table=slots[:, : max(lengths)].to(torch.int32),
+        scale=scaling,
+        cu_seqlens_cpu=starts.tolist(),
+        seqlens_k_cpu=lengths,
+    )
+    output.copy_(result)
+    return output

@@ -1,0 +1,67 @@
+"""The short convolution before linear attention, over the tokens of a prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+import npu_ops
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.sglang import functions
+
+_HEAD = (
+    *("x", "weight", "bias", "conv_states", "query_start_loc", "seq_lens_cpu", "cache_indices"),
+    *("has_initial_state", "activation", "pad_slot_id", "validate_data"),
+)
+_ON_NPU = (
+    *("x", "weight", "bias", "query_start_loc", "cache_indices", "has_initial_state"),
+    *("conv_states", "activation", "pad_slot_id", "kwargs"),
+)
+
+
+def patches() -> Iterable[Patch]:
+    """`causal_conv1d_fn`, as the backend of Gated Delta Net holds it."""
+    yield functions.replaced(
+        f"{functions.gated_delta_net()}:causal_conv1d_fn",
+        "causal_conv1d",
+        ours,
+        "on NPUs it is a dozen kernels that pad every sequence to the longest, and it waits",
+        (*_HEAD, "kwargs"),
+        (*_HEAD, "block_table", "kwargs"),
+        _ON_NPU,
+    )
+
+
+def ours(
+    x, weight, bias=None, *arguments, conv_states=None, query_start_loc=None, seq_lens_cpu=None,
+    cache_indices=None, has_initial_state=None, activation="silu", pad_slot_id=-1,
+    validate_data=False, block_table=None, **options,
+):  # fmt: skip
+    """x is `[D, T]`; the pool `[slots, D, W - 1]` has the last tokens of each sequence.
+
+    The pool may be of another dtype. Where SGLang's launches its blocks is not needed.
+    """
+    functions.check_device(x)
+    if arguments or conv_states is None or query_start_loc is None or pad_slot_id != -1:
+        raise ValueError("got another call than those of SGLang's backends")
+    if conv_states.shape[2] != weight.shape[1] - 1:
+        raise ValueError(f"conv_states: got {list(conv_states.shape)}, needs W - 1 columns")
+    if cache_indices is None:
+        cache_indices = torch.arange(query_start_loc.shape[0] - 1, device=x.device)
+    x, tokens = functions.tokens_of_sequences(x.transpose(0, 1), query_start_loc)
+    before = functions.read_slots(conv_states, cache_indices).to(x.dtype)
+    if has_initial_state is not None:
+        before = before * has_initial_state[:, None, None]
+    y, after = npu_ops.causal_conv1d(
+        x[None],
+        weight,
+        bias,
+        # Ours also keeps the token before those that the filter reads.
+        initial_state=torch.nn.functional.pad(before, (1, 0)),
+        output_final_state=True,
+        activation="silu" if activation is True else activation or None,
+        cu_seqlens=query_start_loc,
+    )
+    functions.write_slots(conv_states, cache_indices, after[..., 1:])
+    return functions.padded(y[0], tokens).transpose(0, 1)

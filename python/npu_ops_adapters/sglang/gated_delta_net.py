@@ -1,0 +1,204 @@
+"""The delta rule of Gated Delta Net: the kernels that SGLang dispatches to.
+
+Its pool has a state for each running sequence. In which order a state's keys and values lie depends
+on SGLang and, on NPUs, on the kernels it takes from elsewhere: `state_v_first`. Nothing would show
+a mistake where there are as many keys as values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+
+import npu_ops
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.sglang import functions
+
+CHUNK = 64  # tokens; SGLang's prefix cache counts in it
+_PARAMETERS = ("self", "decode_backend", "prefill_backend")
+
+
+def patches() -> Iterable[Patch]:
+    """The dispatcher, once it has made its kernels; earlier ones had none."""
+    if functions.since("0.5.10"):
+        yield Patch(
+            target=f"{functions.gated_delta_net()}:GDNKernelDispatcher.__init__",
+            op="gated_delta_net",
+            make=_replace,
+            why="a server's states are fp32 in ours, and no kernel is launched for one half of it",
+            signatures=(_PARAMETERS, (*_PARAMETERS, "verify_backend")),
+            versions="SGLang 0.5.10 to 0.5.23",
+            remove_when="SGLang takes kernels of Gated Delta Net from plugins",
+            by=functions.hooks.who_applies(),
+        )
+
+
+def state_v_first() -> bool:
+    """Whether states of this SGLang, on this machine, are `[values, keys]`.
+
+    Raises:
+        ValueError: it depends on which sgl-kernel-npu there is.
+    """
+    if not functions.on_npu() or functions.since("0.5.23"):
+        return True
+    if functions.since("0.5.20"):
+        raise ValueError("SGLang 0.5.20 to 0.5.22 change the order of states with their kernels")
+    return False
+
+
+def _replace(original: Callable) -> Callable:
+    v_first = state_v_first()
+
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        ours = functools.cache(lambda kernel: Kernel(kernel, v_first))
+        for name in ("decode_kernel", "extend_kernel", "verify_kernel"):
+            kernel = vars(self).get(name)
+            if type(kernel).__name__ == "TritonGDNKernel":  # others were asked for by name
+                setattr(self, name, ours(kernel))
+        self.supports_packed_decode = getattr(self.decode_kernel, "supports_packed_decode", False)
+
+    return npu_ops_init
+
+
+class Kernel:
+    """Stands in for one of SGLang's kernels, which computes what is not ours."""
+
+    supports_packed_decode = True
+    supports_strided_target_verify_qkv = True
+
+    def __init__(self, theirs, v_first: bool):
+        self._theirs, self._v_first = theirs, v_first
+
+    def __getattr__(self, name):
+        if name.startswith("_"):  # a copy that is not initialised yet
+            raise AttributeError(name)
+        return getattr(self._theirs, name)
+
+    def packed_decode(self, *args, **kwargs):
+        return self._first_ours("packed_decode", self._packed_decode, args, kwargs)
+
+    def decode(self, *args, **kwargs):
+        return self._first_ours("decode", self._update, args, kwargs)
+
+    def target_verify(self, *args, **kwargs):
+        return self._first_ours("target_verify", self._verify, args, kwargs)
+
+    def extend(self, *args, **kwargs):
+        return self._first_ours("extend", self._extend, args, kwargs)
+
+    def _first_ours(self, name, ours, args, kwargs):
+        try:
+            return ours(*args, **kwargs)
+        except (TypeError, ValueError) as reason:
+            functions.fell_back(name, reason)
+        return getattr(self._theirs, name)(*args, **kwargs)
+
+    def _packed_decode(
+        self, mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, cache_indices, num_v_heads,
+        head_v_dim, **options,
+    ):  # fmt: skip
+        """One token of each sequence, its q, k and v in a row."""
+        functions.check_device(mixed_qkv)
+        functions.refuse(**options)  # what recent tokens are replayed from
+        o = npu_ops.gated_delta_rule_update(
+            mixed_qkv, a, b, A_log, dt_bias, ssm_states, cache_indices,
+            state_v_first=self._v_first, scale=scale,
+        )  # fmt: skip
+        return o[None]
+
+    def _update(
+        self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc,
+        **states,
+    ):  # fmt: skip
+        """A few tokens of each sequence; q, k and v are `[1, T, heads, ...]`."""
+        functions.check_device(q)
+        heads = v.shape[2]
+        o = npu_ops.gated_delta_rule_update(
+            (q[0], k[0], v[0]), a.reshape(-1, heads), b.reshape(-1, heads), A_log, dt_bias,
+            ssm_states, cache_indices[: query_start_loc.shape[0] - 1],
+            state_v_first=self._v_first, cu_seqlens=query_start_loc, **states,
+        )  # fmt: skip
+        return o[None]
+
+    def _verify(
+        self, A_log, dt_bias, q, k, v, a, b, *, intermediate_states_buffer,
+        intermediate_state_indices, cache_steps, retrieve_parent_token=None, stable_rows=False,
+        **arguments,
+    ):  # fmt: skip
+        """Drafted tokens: the pool stays, and the state after each of them is kept."""
+        functions.refuse(retrieve_parent_token=retrieve_parent_token, stable_rows=stable_rows)
+        sequences = arguments["query_start_loc"].shape[0] - 1
+        return self._update(
+            q, k, v, a, b, A_log=A_log, dt_bias=dt_bias,
+            intermediate_states=intermediate_states_buffer,
+            intermediate_state_indices=intermediate_state_indices[:sequences],
+            disable_state_update=True, **arguments,
+        )  # fmt: skip
+
+    def _extend(
+        self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, inplace_update=True,
+        **options,
+    ):  # fmt: skip
+        """New tokens of each sequence, packed: o, the last states, the states between chunks.
+
+        The backend for NPUs writes the last states itself; for others they are written here. What
+        options say is of kernels that keep states at checkpoints, which SGLang asks about first.
+        """
+        o, after, between = prefill(
+            self._v_first, q, k, v, g, beta, ssm_states, cache_indices, query_start_loc
+        )
+        if functions.on_npu():
+            return o, after, between
+        if inplace_update:
+            functions.write_slots(ssm_states, cache_indices, after)
+        return o, None, between
+
+
+def prefill(v_first, q, k, v, g, beta, pool, slots, starts):
+    """o of packed sequences, their last states and those between chunks; the pool is only read."""
+    functions.check_device(q)
+    before = functions.read_slots(pool, slots).float()
+    inputs, tokens = zip(
+        *(functions.tokens_of_sequences(x[0], starts) for x in (q, k, v, g, beta)), strict=True
+    )
+    rule = functools.partial(
+        npu_ops.chunk_gated_delta_rule, *(x[None] for x in inputs), output_final_state=True,
+        use_qk_l2norm_in_kernel=True, state_v_first=v_first,
+    )  # fmt: skip
+    o, after = rule(initial_state=before, cu_seqlens=starts)
+    return functions.padded(o[0], tokens[0])[None], after, ChunkStates(rule, before, starts)
+
+
+class ChunkStates:
+    """The states at the start of each chunk of each sequence, computed when one is asked for.
+
+    SGLang asks for at most one of a sequence, where its prefix is cached: the rule goes once more
+    over the tokens up to there.
+    """
+
+    def __init__(self, rule: Callable, before: torch.Tensor, starts: torch.Tensor):
+        self._rule, self._before, self._starts = rule, before, starts
+
+    def squeeze(self, dim: int) -> ChunkStates:
+        """The dimension of size 1 that SGLang expects first."""
+        return self
+
+    def __getitem__(self, chunks: torch.Tensor) -> torch.Tensor:
+        """The states of some chunks, counted through all sequences, one of a sequence at most."""
+        starts = self._starts.long()
+        last = ((starts.diff() + CHUNK - 1) // CHUNK).cumsum(0)
+        sequences = torch.searchsorted(last, chunks, right=True)
+        first = last - (starts.diff() + CHUNK - 1) // CHUNK
+        cut = starts[:-1].clone()
+        cut[sequences] += (chunks - first[sequences]) * CHUNK
+        # Each sequence as two: up to the cut, and a rest whose states nobody reads.
+        halves = torch.stack((starts[:-1], cut), dim=1).flatten()
+        state = torch.zeros_like(self._before).repeat_interleave(2, dim=0)
+        state[::2] = self._before
+        ends = torch.cat((halves, starts[-1:])).to(self._starts.dtype)
+        _, after = self._rule(initial_state=state, cu_seqlens=ends)
+        return after[::2][sequences]

@@ -1,0 +1,115 @@
+"""SGLang's HookRegistry: it applies our functions as hooks, and only logs where it could not.
+
+So once a model is about to be loaded each hook is looked for, and what is not in force is said.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+import npu_ops_adapters
+from npu_ops.core import log
+from npu_ops_adapters import patching
+from npu_ops_adapters.patching import Patch
+
+NAME = "SGLang's HookRegistry"
+_MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+_AT_REST = ("applied", "module not imported yet", "disabled by NPU_OPS_DISABLE")
+
+_registered: dict[tuple[str, str], tuple[Patch, Callable]] = {}
+_logger = logging.getLogger("npu_ops")
+
+
+def who_applies() -> str:
+    """`Patch.by`: the registry, where this SGLang has one."""
+    if "sglang.srt" not in sys.modules:
+        return ""
+    return NAME if importlib.util.find_spec("sglang.srt.plugins") is not None else ""
+
+
+def register(patches: Iterable[Patch]) -> None:
+    """Give the registry a hook for each patch that is its affair; it applies them all at once."""
+    registry = importlib.import_module("sglang.srt.plugins.hook_registry")
+    add, kinds = registry.HookRegistry.register, registry.HookType
+    for patch in patches:
+        key = patch.target, patch.op
+        if patch.by and key not in _registered and _is_there(patch):
+            _registered[key] = patch, _hook(patch)
+            add(_dotted(patch), _registered[key][1], kinds.AROUND)
+    add(_MODEL_RUNNER, _check, kinds.BEFORE)
+    npu_ops_adapters.apply()
+
+
+def load_plugins() -> None:
+    """Have SGLang load its plugins, if this version has any."""
+    if who_applies():
+        importlib.import_module("sglang.srt.plugins").load_plugins()
+
+
+def adopt() -> None:
+    """Tell the engine of the hooks that are in place."""
+    for patch, hook in _registered.values():
+        outermost = _here(patch)
+        for wrapper in patching.wrapped(outermost):
+            if _is_made_of(wrapper, hook):
+                patching.adopt(patch, wrapper.__wrapped__, wrapper)
+
+
+def _is_there(patch: Patch) -> bool:
+    """Whether it can be applied; the registry would log an exception instead of a sentence."""
+    try:
+        importlib.import_module(patch.module)
+    except ImportError as error:
+        log.once(f"{patch.target}: it does not import: {error}")
+        return False
+    (row,) = [row for row in patching.plan([patch]) if (row.target, row.op) == _key(patch)]
+    if row.state.startswith("refused"):
+        log.once(f"{row.target}: {row.state}")
+    return row.state == f"left to {patch.by}"
+
+
+def _key(patch: Patch) -> tuple[str, str]:
+    return patch.target, patch.op
+
+
+def _dotted(patch: Patch) -> str:
+    return patch.target.replace(":", ".")
+
+
+def _hook(patch: Patch) -> Callable:
+    made = functools.cache(patch.make)
+
+    def npu_ops_hook(original, *args, **kwargs):
+        return made(original)(*args, **kwargs)
+
+    return npu_ops_hook
+
+
+def _here(patch: Patch) -> Callable | None:
+    """What is at a patch's target now."""
+    place = sys.modules.get(patch.module)
+    for name in patch.attribute.split("."):
+        place = vars(place).get(name) if place is not None else None
+    return place
+
+
+def _is_made_of(wrapper: Callable, hook: Callable) -> bool:
+    cells: Iterator = (cell.cell_contents for cell in getattr(wrapper, "__closure__", None) or ())
+    return any(content is hook for content in cells)
+
+
+def _check(*args, **kwargs) -> None:
+    """Before a model is built: say which hooks are in force in this process."""
+    rows = {(row.target, row.op): row for row in npu_ops_adapters.plan()}
+    rows |= {(row.target, row.op): row for row in npu_ops_adapters.verify()}
+    ours = [row for row in rows.values() if row.target.startswith("sglang.")]
+    applied = [row for row in ours if row.state == "applied"]
+    _logger.info("npu-ops in SGLang: %d of %d hooks in force", len(applied), len(ours))
+    for row in ours:
+        if row.state not in _AT_REST:
+            log.once(f"npu-ops in SGLang: {row.target} is not in force: {row.state}")

@@ -1,0 +1,72 @@
+"""The gated norm of Gated Delta Net."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import npu_ops
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.sglang import functions
+
+_ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
+_IN_ORDER = (
+    *("x", "g", "weight", "bias", "activation", "residual", "prenorm", "residual_in_fp32", "eps"),
+)
+_BY_NAME = ("x", "weight", "bias", "z", "eps", "group_size", "norm_before_gate", "is_rms_norm")
+
+
+def patches() -> Iterable[Patch]:
+    """What `FusedRMSNormGated` and `RMSNorm` of SGLang's copy of fla call."""
+    home = "sglang.kernels.ops.attention.fla" if functions.since("0.5.18") else _HOME
+    why = "on NPUs it is another package's, and elsewhere needs a Triton that runs there"
+    yield functions.replaced(
+        f"{home}.fused_norm_gate:rms_norm_gated", "rms_norm_gated", ours, why, _IN_ORDER
+    )
+    yield functions.replaced(
+        f"{home}.layernorm_gated:rms_norm_gated",
+        "rms_norm_gated",
+        ours_by_name,
+        why,
+        _BY_NAME,
+        (*_BY_NAME, "activation"),
+    )
+
+
+_HOME = "sglang.srt.layers.attention.fla"
+
+
+def ours(
+    x, g, weight, bias, activation="swish", residual=None, prenorm=False, residual_in_fp32=False,
+    eps=1e-6,
+):  # fmt: skip
+    """residual_in_fp32 is of what prenorm returns."""
+    functions.check_device(x)
+    functions.refuse(bias=bias, residual=residual, prenorm=prenorm)
+    return npu_ops.rms_norm_gated(x, weight, g, eps, activation=_activation(activation))
+
+
+def ours_by_name(
+    *, x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True,
+    is_rms_norm=False, activation="swish",
+):  # fmt: skip
+    """z may have heads apart, `[T, H, D]`, while x has them together, `[T * H, D]`."""
+    functions.check_device(x)
+    functions.refuse(bias=bias, is_rms_norm=not is_rms_norm)
+    if z is None:
+        raise ValueError("z: got None, needs a gate")
+    out = npu_ops.rms_norm_gated(
+        x.reshape(z.shape),
+        weight,
+        z,
+        eps,
+        norm_before_gate=norm_before_gate,
+        activation=_activation(activation),
+        group_size=group_size,
+    )
+    return out.view(x.shape)
+
+
+def _activation(name: str) -> str:
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"activation: got {name!r}, needs one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]

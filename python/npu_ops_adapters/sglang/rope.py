@@ -1,0 +1,80 @@
+"""Rotary embedding: `RotaryEmbedding` on an NPU, and on a CPU without SGLang's own kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+import npu_ops
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.sglang import functions
+
+_PARAMETERS = ("self", "positions", "query", "key", "offsets", "fused_set_kv_buffer_arg")
+
+
+def patches() -> Iterable[Patch]:
+    """The methods that SGLang chooses from, an instance at a time."""
+    home = functions.rotary_embedding("base")
+    yield functions.replaced(
+        f"{home}:RotaryEmbedding.forward_npu",
+        "rope",
+        ours,
+        "torch_npu's operator takes no fp32 table with bf16 heads and no third dimension",
+        _PARAMETERS,
+    )
+    yield functions.replaced(
+        f"{home}:RotaryEmbedding.forward_native",
+        "rope",
+        ours_on_cpu,
+        "a dozen kernels, each rounding to the heads' dtype",
+        _PARAMETERS,
+    )
+
+
+def ours(self, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
+    """Heads are `[T, N * D]` or `[T, N, D]`; a row of the table is cosines, then sines."""
+    check_plain(self, query, "RotaryEmbedding")
+    functions.refuse(fused_set_kv_buffer_arg=fused_set_kv_buffer_arg)
+    positions = (positions if offsets is None else positions + offsets).flatten()
+    return rotate(self, positions, query, key)
+
+
+def ours_on_cpu(self, positions, query, *args, **kwargs):
+    """Elsewhere this method is what other ways to compute it are compared with."""
+    functions.check_device(query, ("cpu",))
+    return ours(self, positions, query, *args, **kwargs)
+
+
+def check_plain(embedding, query, home: str) -> None:
+    """Raise unless this computes what `home` does, and is asked to as fast as possible."""
+    functions.check_device(query)
+    if torch.compiler.is_compiling():
+        raise functions.NotOursError("SGLang has chosen what is compiled")
+    definer = next(c for c in type(embedding).__mro__ if "forward_native" in vars(c))
+    if definer.__name__ != home:
+        raise functions.NotOursError(f"{definer.__name__} rotates in its own way")
+    if getattr(embedding, "_force_native", False) or hasattr(embedding, "sin_cos_cache"):
+        raise functions.NotOursError("SGLang wants its own arithmetic here, bit by bit")
+
+
+def rotate(embedding, positions, query, key):
+    """By the angles of positions `[T]`."""
+    tokens, width = positions.shape[0], embedding.head_size
+    cos, sin = embedding.cos_sin_cache.chunk(2, dim=-1)
+    q, k = npu_ops.apply_rotary_pos_emb(
+        query.reshape(tokens, -1, width),
+        key.reshape(tokens, -1, width),
+        cos,
+        sin,
+        positions,
+        layout="TND",
+        pair_layout=pair_layout(embedding),
+        rotary_dim=embedding.rotary_dim,
+    )
+    return q.view(query.shape), k.view(key.shape)
+
+
+def pair_layout(embedding) -> str:
+    """GPT-NeoX or GPT-J."""
+    return "half" if embedding.is_neox_style else "interleaved"

@@ -1,0 +1,91 @@
+"""The projection of Qwen3's attention on NPUs: split, norms of q and k by head, rotary embedding.
+
+sgl-kernel-npu has one kernel for it, and changed the order of its arguments between two releases of
+one month. A call in either order reaches it, by name; what it cannot compute is computed here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+
+import torch
+
+import npu_ops
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.sglang import functions, hooks
+
+_SIZES, _WEIGHTS = ("q_hidden_size", "kv_hidden_size", "head_dim"), ("q_weight", "k_weight")
+_HEAD, _BIASES = ("input", "sin", "cos"), ("q_bias", "k_bias")
+WEIGHTS_FIRST = (*_HEAD, *_WEIGHTS, *_SIZES, "eps", *_BIASES)
+SIZES_FIRST = (*_HEAD, *_SIZES, "eps", *_WEIGHTS, *_BIASES)
+
+
+def patches() -> Iterable[Patch]:
+    """As the models look it up; other machines have no such name."""
+    if not functions.on_npu():
+        return
+    for model in ("qwen3", "qwen3_moe"):
+        yield Patch(
+            target=f"sglang.srt.models.{model}:split_qkv_rmsnorm_rope",
+            op="split_qkv_rmsnorm_rope",
+            make=replace,
+            why="its arguments changed places, and heads that are no power of two stop it",
+            signatures=(WEIGHTS_FIRST, SIZES_FIRST, (*SIZES_FIRST, "is_neox_style")),
+            versions=functions.VERSIONS,
+            remove_when="no sgl-kernel-npu of 2025 is in use",
+            by=hooks.who_applies(),
+        )
+
+
+def replace(original: Callable) -> Callable:
+    """A function that takes both orders and calls `original` by the names that it has."""
+    known = set(inspect.signature(original).parameters)
+
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_split_qkv_rmsnorm_rope(*args, **kwargs):
+        call = read(*args, **kwargs)
+        width = call["head_dim"]
+        if width & (width - 1) or not call.keys() <= known:
+            return compute(**call)
+        return original(**call)
+
+    return npu_ops_split_qkv_rmsnorm_rope
+
+
+def read(*args, **kwargs) -> dict:
+    """A call's arguments by name: the fourth is a weight in the one order, a size in the other."""
+    fourth = args[3] if len(args) > 3 else None
+    names = WEIGHTS_FIRST if isinstance(fourth, torch.Tensor) else SIZES_FIRST
+    return dict(zip((*names, "is_neox_style"), args, strict=False)) | kwargs
+
+
+def compute(
+    input, sin, cos, q_hidden_size, kv_hidden_size, head_dim, eps=None, q_weight=None,
+    k_weight=None, q_bias=None, k_bias=None, is_neox_style=True,
+):  # fmt: skip
+    """q, k and v of `[T, q + 2 kv]`; sin and cos are `[T, 1, 1, R]`, R up to head_dim."""
+    sizes = [q_hidden_size, kv_hidden_size, kv_hidden_size]
+    q, k, v = input.split(sizes, dim=-1)
+    q, k = (
+        _norm(x.unflatten(-1, (-1, head_dim)), weight, bias, eps)
+        for x, weight, bias in ((q, q_weight, q_bias), (k, k_weight, k_bias))
+    )
+    cos, sin = cos.flatten(1), sin.flatten(1)
+    if not is_neox_style:  # a pair's angle is where its halves would be
+        cos, sin = (x[:, : x.shape[1] // 2].repeat_interleave(2, dim=1) for x in (cos, sin))
+    npu_ops.apply_rotary_pos_emb(
+        q, k, cos, sin, layout="TND", inplace=True,
+        pair_layout="half" if is_neox_style else "interleaved",
+    )  # fmt: skip
+    return q.flatten(1), k.flatten(1), v.contiguous()
+
+
+def _norm(x, weight, bias, eps):
+    """In fp32, as the kernel does; a copy in any case."""
+    if eps is None:
+        return x.clone()
+    x32 = x.float()
+    x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (x32 if bias is None else x32 + bias.float()).to(x.dtype)

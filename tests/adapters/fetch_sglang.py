@@ -1,0 +1,68 @@
+"""Makes .cache/sglang: SGLang and what it needs on a CPU, in a folder that goes before .venv's.
+
+python tests/adapters/fetch_sglang.py
+
+Two packages are made for GPUs alone. torchvision's binary does not load beside a CPU build of
+torch; its Python does, once two operators are declared. And SGLang runs on a CPU through a platform
+that comes as a plugin: sglang_cpu, which is registered in this folder and nowhere else.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).parent
+FOLDER = HERE.parents[1] / ".cache" / "sglang"
+VERSION = "0.5.23"
+
+DECLARED = """
+with __import__("contextlib").suppress(RuntimeError):  # its binary is for CUDA
+    _library = torch.library.Library("torchvision", "FRAGMENT")
+    for _op in () if _has_ops() else ("nms", "qnms"):
+        _library.define(f"{_op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+PLUGIN = {
+    "METADATA": "Metadata-Version: 2.1\nName: sglang-cpu\nVersion: 1\n",
+    "entry_points.txt": "[sglang.srt.platforms]\nsglang_cpu = sglang_cpu:activate\n",
+}
+
+
+def tree(version: str = VERSION) -> pathlib.Path:
+    """The folder to put on PYTHONPATH.
+
+    Raises:
+        FileNotFoundError: it was not made.
+    """
+    folder = FOLDER / version
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder} is missing; run tests/adapters/fetch_sglang.py")
+    return folder
+
+
+def fetch(version: str = VERSION) -> None:
+    """Download it all, unless it is there."""
+    folder, partial = FOLDER / version, FOLDER / f"{version}.partial"
+    if folder.exists():
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    print(f"sglang {version}: downloads 0.3 GB, a minute", flush=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        + ["--no-deps", "--only-binary=:all:", "--no-compile", "--target", str(partial)]
+        + ["--requirement", str(HERE / "sglang_cpu" / "requirements.txt")],
+        check=True,
+    )
+    with open(partial / "torchvision" / "extension.py", "a") as extension:
+        extension.write(DECLARED)
+    plugin = partial / "sglang_cpu-1.dist-info"
+    plugin.mkdir()
+    for name, text in PLUGIN.items():
+        (plugin / name).write_text(text)
+    partial.rename(folder)
+
+
+if __name__ == "__main__":
+    fetch()

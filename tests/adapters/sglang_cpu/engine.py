@@ -1,0 +1,53 @@
+"""SGLang's engine on a tiny model of `tiny.py`: a line of JSON for each prompt, [name, tokens].
+
+python -m sglang_cpu.engine FOLDER [KEY=VALUE...]
+"""
+
+import json
+import pathlib
+import sys
+
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "attention_backend": "torch_native",
+    "mm_attention_backend": "sdpa",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_radix_cache": True,
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "chunked_prefill_size": -1,
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 2048,
+    "max_running_requests": 4,
+    "log_level": "info",
+}
+
+
+def serve(folder: pathlib.Path, **changes):
+    """Yield each prompt's name and the tokens that follow it."""
+    import sglang
+    import torch
+
+    expected = json.loads((folder / "expected.json").read_text())
+    engine = sglang.Engine(**SETTINGS | {"model_path": str(folder)} | changes)
+    try:
+        for prompt, (tokens, following) in expected.items():
+            inputs = {}
+            if prompt == "picture":
+                picture = torch.load(folder / "picture.pt")
+                picture |= {"format": "processor_output", "input_ids": torch.tensor([tokens])}
+                inputs["image_data"] = [picture]
+            sampling = {"temperature": 0, "max_new_tokens": len(following), "ignore_eos": True}
+            out = engine.generate(input_ids=tokens, sampling_params=sampling, **inputs)
+            yield prompt, (out[0] if isinstance(out, list) else out)["output_ids"]
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    changes = dict(argument.split("=") for argument in sys.argv[2:])
+    for row in serve(pathlib.Path(sys.argv[1]), **changes):
+        print(json.dumps(row), flush=True)

@@ -1,0 +1,36 @@
+"""SGLang's own kit of Gated Delta Net: a line of JSON for each case, [name, what went wrong].
+
+python -m sglang_cpu.gdn_kit
+
+It builds SGLang's backend and pools and compares with a recurrence in torch. It is meant for CUDA:
+here it runs in fp32, without a CUDA generator to save.
+"""
+
+import json
+import traceback
+import unittest
+
+import torch
+
+
+def run():
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    torch.cuda.manual_seed_all = lambda seed: None
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.test.kits.attention_unittest.attention_methods import gdn_attention as kit
+
+    for case in kit.make_gdn_cases("torch_native"):
+        error = None
+        try:
+            kit.run_gdn_attention_case(unittest.TestCase(), case, dtype=torch.float32, device="cpu")
+        except Exception:
+            error = traceback.format_exc()
+        yield case.name, error
+
+
+if __name__ == "__main__":
+    for row in run():
+        print(json.dumps(row), flush=True)

@@ -1,0 +1,126 @@
+"""Tiny random models, and what transformers generates with them.
+
+python -m sglang_cpu.tiny FOLDER [MODEL...]
+
+Writes FOLDER/MODEL with weights, configuration and `expected.json`: for each prompt its tokens and
+those that follow greedily.
+"""
+
+import json
+import pathlib
+import sys
+
+import torch
+import transformers
+
+TEXT = {
+    "vocab_size": 600,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}
+SPECIAL = {"<|image_pad|>": 590, "<|video_pad|>": 591, "<|vision_start|>": 592,
+           "<|vision_end|>": 593, "<|im_end|>": 599, "<unk>": 0}  # fmt: skip
+IMAGE = SPECIAL["<|image_pad|>"]
+GRID = [1, 4, 6]  # patches of one image, merged by 2 x 2 into six tokens
+FOLLOWING = 8
+
+
+def qwen3():
+    config = transformers.Qwen3Config(**TEXT, head_dim=64, num_hidden_layers=2)
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def qwen3next():
+    """Three layers of Gated Delta Net, with grouped value heads, and one of attention."""
+    config = transformers.Qwen3NextConfig(
+        **TEXT, head_dim=64, num_hidden_layers=4, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
+        linear_conv_kernel_dim=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+        shared_expert_intermediate_size=64, decoder_sparse_step=1,
+    )  # fmt: skip
+    return transformers.Qwen3NextForCausalLM(config)
+
+
+def qwen3vl():
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True,
+            "mrope_section": [6, 5, 5]}  # fmt: skip
+    vision = {
+        "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4,
+        "out_hidden_size": 128, "patch_size": 16, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }  # fmt: skip
+    config = transformers.Qwen3VLConfig(
+        text_config=TEXT | {"head_dim": 32, "num_hidden_layers": 3, "rope_parameters": rope},
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=SPECIAL["<|video_pad|>"],
+        vision_start_token_id=SPECIAL["<|vision_start|>"],
+        vision_end_token_id=SPECIAL["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+MODELS = {"qwen3": qwen3, "qwen3next": qwen3next, "qwen3vl": qwen3vl}
+PROMPTS = {"short": [1, 2, 3, 4, 5, 6, 7], "three chunks": [7 * i % 580 + 1 for i in range(150)]}
+PICTURE = [1, 2, 592, *[IMAGE] * 6, 593, 3, 4, 5]
+
+
+def write(name: str, folder: pathlib.Path) -> None:
+    """Everything that SGLang needs to serve the model, and what is right."""
+    torch.manual_seed(0)
+    model = MODELS[name]().float().eval()
+    model.save_pretrained(folder)
+    expected = {prompt: [tokens, greedy(model, tokens)] for prompt, tokens in PROMPTS.items()}
+    if name == "qwen3next":  # SGLang reads it; transformers does not write it
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"full_attention_interval": 4}))
+    if name == "qwen3vl":
+        picture = {"pixel_values": torch.randn(GRID[1] * GRID[2], 3 * 2 * 16 * 16),
+                   "image_grid_thw": torch.tensor([GRID])}  # fmt: skip
+        types = torch.tensor([[int(token == IMAGE) for token in PICTURE]])
+        following = greedy(model, PICTURE, mm_token_type_ids=types, **picture)
+        expected["picture"] = [PICTURE, following]
+        torch.save(picture, folder / "picture.pt")
+        write_processor(folder)
+    (folder / "expected.json").write_text(json.dumps(expected))
+
+
+def greedy(model, tokens, **inputs):
+    ids = torch.tensor([tokens])
+    out = model.generate(
+        ids, max_new_tokens=FOLLOWING, do_sample=False, eos_token_id=None, **inputs
+    )
+    return out[0, len(tokens) :].tolist()
+
+
+def write_processor(folder: pathlib.Path) -> None:
+    """SGLang loads a multimodal model's processor even where it gets tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = {number: name for name, number in SPECIAL.items()}
+    vocabulary = {names.get(i, f"t{i}"): i for i in range(TEXT["vocab_size"])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", pad_token="<unk>", eos_token="<|im_end|>",
+        additional_special_tokens=list(SPECIAL)[:4],
+    )  # fmt: skip
+    sizes = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
+    transformers.Qwen3VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(**sizes),
+        video_processor=transformers.Qwen3VLVideoProcessor(**sizes),
+        tokenizer=tokenizer,
+        chat_template="{{ messages }}",
+    ).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name in sys.argv[2:] or MODELS:
+        write(name, pathlib.Path(sys.argv[1]) / name)

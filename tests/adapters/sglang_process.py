@@ -1,0 +1,49 @@
+"""Runs a module of sglang_cpu in a process of its own, in SGLang's environment."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+
+import fetch_sglang
+
+# As NPU_OPS_LOG=calls says it, from whichever process: "rope(float32[7, 4, 64]@cpu, ...) -> cpu".
+CALL = re.compile(r"\b([a-z_0-9]+)\([a-z0-9]+\[.*\) -> (\w+)$", re.M)
+
+
+def environment(**changes) -> dict[str, str]:
+    """This process's, with SGLang before everything else on the path."""
+    path = [fetch_sglang.tree(), fetch_sglang.HERE, *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "SGLANG_PLATFORM": "sglang_cpu",
+        "OMP_NUM_THREADS": "1",
+    }
+    return os.environ | settings | changes
+
+
+def run(module: str, *arguments, **changes) -> tuple[list, str]:
+    """The lines of JSON that it prints, and all that it and its processes say.
+
+    Raises:
+        RuntimeError: it failed; the end of what it said.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", f"sglang_cpu.{module}", *map(str, arguments)],
+        env=environment(**changes),
+        capture_output=True,
+        text=True,
+    )
+    said = done.stdout + done.stderr
+    if done.returncode:
+        raise RuntimeError(f"sglang_cpu.{module} ended with {done.returncode}:\n{said[-6000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')], said
+
+
+def calls(said: str) -> collections.Counter:
+    """How often each (op, implementation) ran, with NPU_OPS_LOG=calls."""
+    return collections.Counter(CALL.findall(said))
