@@ -20,6 +20,10 @@ $(VENV)/ready: $(VENV)/torch pyproject.toml setup.py $(SOURCES)
 	$(BIN)/python tests/adapters/fetch_megatron.py
 	@touch $@
 
+.cache/frameworks/ready: $(VENV)/ready tests/adapters/fetch_frameworks.py
+	$(BIN)/python tests/adapters/fetch_frameworks.py
+	@touch $@
+
 .cache/megatron/0.16.1: $(VENV)/ready
 	$(BIN)/python tests/adapters/fetch_megatron.py 0.16.1
 
@@ -42,13 +46,13 @@ ON_CPU := OMP_NUM_THREADS=1 $(BIN)/$(PYTEST)
 ON_NPU := OMP_NUM_THREADS=1 $(BIN)/npu-ops emulate -- $(PYTEST) --dist worksteal --device npu
 INTERPRETED := TRITON_INTERPRET=1 $(ON_CPU)
 
-test: check .cache/megatron/ready .cache/sglang/ready
+test: check .cache/megatron/ready .cache/sglang/ready .cache/frameworks/ready
 	$(ON_CPU) -m "not slow"
 	$(INTERPRETED) -m "not slow" tests/interpreted
 	$(ON_NPU) -m "not slow" tests/ops
 
 # FLA: a clone of flash-linear-attention, whose own tests then run too: make FLA=... test-all
-test-all: check .cache/megatron/ready .cache/sglang/ready
+test-all: check .cache/megatron/ready .cache/sglang/ready .cache/frameworks/ready
 	$(ON_CPU)
 	$(INTERPRETED) tests/interpreted
 	$(ON_NPU) tests/ops

@@ -8,11 +8,12 @@ import importlib
 import pkgutil
 
 from npu_ops import ops
+from npu_ops.core.hardware import is_npu
 from npu_ops.core.library import build_info
 from npu_ops.core.registry import explain
 from npu_ops.version import __version__
 
-__all__ = ["__version__", "build_info", "explain"]
+__all__ = ["__version__", "build_info", "explain", "is_npu"]
 
 for _module in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
     _op = importlib.import_module(_module.name)

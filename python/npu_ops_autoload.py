@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import threading
+from importlib.machinery import ModuleSpec
 
 WATCHED = frozenset(
     {
@@ -47,6 +48,18 @@ WATCHED = frozenset(
         "sglang.srt.models.qwen3",
         "sglang.srt.models.qwen3_moe",
         "sglang.srt.models.qwen3_vl",
+        "transformers.masking_utils",
+        "transformers.modeling_utils",
+        "transformers.models.qwen2.modeling_qwen2",
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+        "transformers.models.qwen2_vl.modeling_qwen2_vl",
+        "transformers.models.qwen3.modeling_qwen3",
+        "transformers.models.qwen3_5.modeling_qwen3_5",
+        "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "transformers.models.qwen3_next.modeling_qwen3_next",
+        "transformers.models.qwen3_vl.modeling_qwen3_vl",
+        "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
     }
 )
 
@@ -61,6 +74,8 @@ def install() -> None:
         if "all" in os.environ.get("NPU_OPS_DISABLE", "").replace(" ", "").split(","):
             return
         watch()
+        for name in WATCHED & sys.modules.keys():
+            _tell_when_imported(sys.modules[name])
         if not WATCHED.isdisjoint(sys.modules):
             import npu_ops_adapters
 
@@ -132,6 +147,28 @@ class _Loader:
                 setattr(holder, name, self._loader)
         self._loader.exec_module(module)
         _imported(module)
+
+
+def _tell_when_imported(module) -> None:
+    """For a module that is being imported, and imports torch, which calls us: no finder of ours was
+    there when it was found. Python marks its spec when it has run.
+    """
+    spec = getattr(module, "__spec__", None)
+    if type(spec) is not ModuleSpec or not getattr(spec, "_initializing", False):
+        return
+
+    class Marked(ModuleSpec):
+        @property
+        def _initializing(self):
+            return True
+
+        @_initializing.setter
+        def _initializing(self, value):
+            self.__class__ = ModuleSpec
+            self._initializing = value
+            _imported(module)
+
+    spec.__class__ = Marked
 
 
 def _imported(module) -> None:

@@ -1,9 +1,13 @@
-"""What the kernels need to know of a device. Nothing is asked of a driver before it is needed."""
+"""What the kernels need to know of a device. Nothing is asked of a driver before it is needed.
+
+`is_npu` and what it rests on never raise: drivers of a cluster and actors without an NPU ask too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +19,59 @@ UB_BYTES = {"Ascend910B": 192 * 1024, "Ascend910_93": 192 * 1024, "Ascend950": 2
 _INTERPRETED_PROGRAMS = 3
 # Enough programs to keep every multiprocessor of an NVIDIA GPU busy with a memory-bound kernel.
 _PROGRAMS_PER_MULTIPROCESSOR = 8
+
+
+def is_npu() -> bool:
+    """Whether torch has an NPU to use here. Never raises, and starts none.
+
+    False where torch_npu is not installed, was not imported, or is broken, and where no device is
+    visible: on the driver of a cluster, without CANN. `npu_why_not` says which it is.
+    """
+    return npu_why_not() is None
+
+
+def npu_why_not() -> str | None:
+    """None, or a sentence on why there is no NPU to use. Never raises, and starts none."""
+    try:
+        if not hasattr(torch, "npu"):
+            if _has("torch_npu"):
+                return "torch_npu is installed and not imported (TORCH_DEVICE_BACKEND_AUTOLOAD=0?)"
+            return "torch_npu is not installed"
+        if torch.npu.is_available() and torch.npu.device_count():
+            return None
+    except Exception as error:  # a broken driver, a CANN of another version: anything
+        return f"torch_npu does not work: {type(error).__name__}: {first_line(error)}"
+    return "torch_npu sees no device (driver, container or ASCEND_RT_VISIBLE_DEVICES)"
+
+
+def npu_count() -> int:
+    """How many NPUs torch has here; 0 wherever `is_npu` is False. Never raises."""
+    try:
+        return int(torch.npu.device_count()) if is_npu() else 0
+    except Exception:
+        return 0
+
+
+def npu_name() -> str | None:
+    """The SoC, e.g. Ascend910B3; None without one, or if torch_npu cannot say. Never raises."""
+    if not is_npu():
+        return None
+    try:
+        return str(torch.npu.get_device_name(0))
+    except Exception:
+        return None
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the traceback that torch_npu puts behind it."""
+    return next(iter(str(error).splitlines()), "")
+
+
+def _has(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # half installed
+        return False
 
 
 def ub_bytes(soc: str) -> int:

@@ -67,10 +67,19 @@ def discover(ops: list[str] | None = None) -> dict[str, pathlib.Path]:
 
 def load(path: pathlib.Path) -> Callable[..., Iterator[Benchmark]]:
     """The `benchmarks(device, quick)` function of a benchmark file."""
+    _leave_frameworks_alone()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.benchmarks
+
+
+def _leave_frameworks_alone() -> None:
+    """A baseline is a framework's own function, not what the adapters put in its place."""
+    if "npu_ops_adapters" in sys.modules:
+        sys.modules["npu_ops_adapters"].revert()
+    if "npu_ops_autoload" in sys.modules:
+        sys.modules["npu_ops_autoload"].unwatch()
 
 
 def run(ops=None, quick: bool = False, device: str = "cpu", report=lambda row: None) -> list[dict]:

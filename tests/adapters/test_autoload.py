@@ -76,6 +76,27 @@ def test_torch_imports_when_a_watched_module_was_there_before_and_all_else_is_br
     assert "RuntimeError: broken" in done.stderr
 
 
+def test_a_framework_that_imports_torch_itself_is_told_of(broken):
+    """It was found before torch, and so before our finder was there."""
+    for name in ("npu_ops", "npu_ops_adapters"):
+        (broken / name / "__init__.py").unlink()
+        (broken / name).rmdir()
+    done = python(
+        "import megatron.core.jit, sys\n"
+        "assert megatron.core.jit.jit_fuser.__name__ == 'npu_ops_leave_uncompiled'\n"
+        "spec = megatron.core.jit.__spec__\n"
+        "assert type(spec).__name__ == 'ModuleSpec' and spec._initializing is False\n",
+        broken,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_framework_that_imports_torch_and_fails_is_not_told_of(broken):
+    (broken / "megatron/core/jit.py").write_text("import torch\nraise KeyError('its own')\n")
+    done = python("import megatron.core.jit", broken)
+    assert done.returncode == 1 and done.stderr.strip().endswith("KeyError: 'its own'")
+
+
 @pytest.mark.parametrize("disable", ["all", "rope, all"])
 def test_disabled_altogether_it_does_not_even_watch(broken, disable):
     done = python(

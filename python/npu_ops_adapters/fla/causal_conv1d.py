@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import npu_ops
 from npu_ops.core import check
 from npu_ops.ops.causal_conv1d import arguments
+from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.fla import functions
 from npu_ops_adapters.patching import Patch
 
@@ -39,7 +40,7 @@ def ours(
     check.one_of("backend", backend, ("triton",))
     check.floating("x", x)
     check.tensor("weight", weight)
-    functions.check_device(x)
+    check_device(x)
     if x.dim() < 3 or math.prod(x.shape[2:]) != weight.shape[0]:
         raise check.shape("x", x, f"[B, T, ...] of {weight.shape[0]} channels")
     rows = x.flatten(2)

@@ -10,6 +10,7 @@ import torch
 import npu_ops
 from npu_ops.core import check
 from npu_ops.ops.causal_conv1d import arguments
+from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.fla import functions
 from npu_ops_adapters.patching import Patch
 
@@ -32,7 +33,7 @@ def ours(x, cache, residual=None, weight=None, bias=None, activation=None) -> Ca
     """
     check.floating("x", x)
     check.tensor("weight", weight)
-    functions.check_device(x)
+    check_device(x)
     if x.dim() not in (2, 3) or (x.dim() == 3 and 1 not in x.shape[:2]):
         raise check.shape("x", x, "[N, D], [1, N, D] or [N, 1, D]")
     arguments.check_filter(weight, bias, activation, x)

@@ -19,6 +19,7 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule import (
     check_like,
     check_state,
 )
+from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.fla import functions
 from npu_ops_adapters.patching import Patch
 
@@ -91,7 +92,7 @@ def ours(
     A_log, dt_bias = (A_log, dt_bias) if use_gate_in_kernel else (None, None)
     state = as_fp32(initial_state)
     check_heads(q, k, v)
-    functions.check_device(q)
+    check_device(q)
     check.one_of("chunk_size", chunk_size, CHUNK_SIZES)
     for name, x in (("g", g), ("beta", beta)):
         check.tensor(name, x)

@@ -7,13 +7,11 @@ import sys
 import warnings
 from collections.abc import Callable
 
-import torch
-
+from npu_ops_adapters.calls import falling_through
 from npu_ops_adapters.patching import Names, Patch
 
 VERSIONS = "fla 0.5.2 and 0.6"
 WHY = "fla's needs a Triton that runs where the tensors are, and on NPUs launches more kernels"
-DEVICES = ("cpu", "npu")
 
 
 def replaced(modules: Names, name: str, op: str, ours: Callable, *signatures: Names) -> Patch:
@@ -26,30 +24,12 @@ def replaced(modules: Names, name: str, op: str, ours: Callable, *signatures: Na
     return Patch(
         target=f"{module}:{name}",
         op=op,
-        make=functools.partial(_made, ours),
+        make=functools.partial(falling_through, ours),
         why=WHY,
         signatures=signatures,
         versions=VERSIONS,
         remove_when="fla lets a backend be registered for it, in all versions in use",
     )
-
-
-def _made(ours: Callable, original: Callable) -> Callable:
-    @functools.wraps(original, assigned=(), updated=())
-    def npu_ops_function(*args, **kwargs):
-        try:
-            call = ours(*args, **kwargs)
-        except (TypeError, ValueError):
-            return original(*args, **kwargs)
-        return call()
-
-    return npu_ops_function
-
-
-def check_device(x: torch.Tensor) -> None:
-    """Raise ValueError where fla's own kernels are at home."""
-    if x.device.type not in DEVICES:
-        raise ValueError(f"got device {x.device}, npu-ops takes {' and '.join(DEVICES)} from fla")
 
 
 def refuse(**given) -> None:

@@ -16,6 +16,7 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule import (
     check_like,
     check_state,
 )
+from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.fla import functions
 from npu_ops_adapters.fla.chunk_gated_delta_rule import as_fp32
 from npu_ops_adapters.patching import Patch
@@ -61,7 +62,7 @@ def ours(
     if not q.dtype == k.dtype == v.dtype:
         q, k, v = (x.float() for x in (q, k, v))
     check_heads(q, k, v)
-    functions.check_device(q)
+    check_device(q)
     check_flags(
         g, beta, A_log, dt_bias, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, v
     )

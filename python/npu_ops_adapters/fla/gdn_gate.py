@@ -9,6 +9,7 @@ import torch
 
 import npu_ops
 from npu_ops.core import check
+from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.fla import functions
 from npu_ops_adapters.patching import Patch
 
@@ -33,6 +34,6 @@ def ours(g, A_log, dt_bias=None, output_dtype=torch.float32) -> Callable:
         check.same_device(name, x, "g", g)
         if x is not g and x.shape != g.shape[-1:]:
             raise check.shape(name, x, f"{list(g.shape[-1:])}, one number for each head")
-    functions.check_device(g)
+    check_device(g)
     check.one_of("output_dtype", output_dtype, (torch.float32,))
     return functools.partial(npu_ops.gdn_gate, g, A_log, dt_bias)

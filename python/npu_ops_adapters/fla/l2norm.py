@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import npu_ops
 from npu_ops.core import check
+from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.fla import functions
 from npu_ops_adapters.patching import Patch
 
@@ -25,7 +26,7 @@ def patches() -> Iterable[Patch]:
 def ours(x, eps=1e-6, output_dtype=None) -> Callable:
     """The call of ours that is this call of fla's."""
     check.floating("x", x)
-    functions.check_device(x)
+    check_device(x)
     if x.dim() == 0:
         raise check.shape("x", x, "at least one dimension")
     check.one_of("output_dtype", output_dtype, (None, *check.FLOATS))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import npu_ops
 from npu_ops.core import check
+from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.fla import functions
 from npu_ops_adapters.patching import Patch
 
@@ -64,7 +65,7 @@ def _check(x, weight, z) -> None:
     for name, tensor in (("x", x), ("weight", weight), ("z", z)):
         check.floating(name, tensor)
         check.same_device(name, tensor, "x", x)
-    functions.check_device(x)
+    check_device(x)
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise check.shape("weight", weight, "x's last dimension")
     if z.shape != x.shape:

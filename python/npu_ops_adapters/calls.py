@@ -1,0 +1,34 @@
+"""Replacing a function whose calls are ours in part: the rest goes to what was there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+DEVICES = ("cpu", "npu")
+
+
+def falling_through(ours: Callable, original: Callable) -> Callable:
+    """A function in the place of `original`.
+
+    ours: takes its arguments and returns a call, or raises TypeError or ValueError for what is not
+        ours.
+    """
+
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_function(*args, **kwargs):
+        try:
+            call = ours(*args, **kwargs)
+        except (TypeError, ValueError):
+            return original(*args, **kwargs)
+        return call()
+
+    return npu_ops_function
+
+
+def check_device(x: torch.Tensor) -> None:
+    """Raise ValueError where other kernels are at home."""
+    if x.device.type not in DEVICES:
+        raise ValueError(f"got device {x.device}, needs {' or '.join(DEVICES)}")

@@ -1,0 +1,157 @@
+"""Attention under the name `npu_ops`, which a model is loaded with: nothing else uses it.
+
+    model = AutoModel.from_pretrained(..., attn_implementation="npu_ops")
+
+Masks are made as for SDPA: boolean, or None where causal alone says it all. Vision towers pass the
+starts of their images as they do for flash attention, so all images are one call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+
+import npu_ops
+from npu_ops.core import check
+from npu_ops.core.memo import TensorCache
+from npu_ops_adapters.calls import DEVICES
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.transformers import models
+
+NAME = "npu_ops"
+_FUNCTIONS = "transformers.modeling_utils"
+_MASKS = "transformers.masking_utils"
+_WHY = "attn_implementation='npu_ops' is how a model asks for it"
+_host = TensorCache()
+
+
+def patches() -> Iterable[Patch]:
+    """The name among attention functions and among mask functions, and who gets packed images."""
+    yield _name(f"{_FUNCTIONS}:AttentionInterface._global_mapping.{NAME}", _function)
+    yield _name(f"{_MASKS}:AttentionMaskInterface._global_mapping.{NAME}", _mask)
+    asks = "is_flash_attention_requested"
+    imported = {model for model in models.VISION if models.home(model) in sys.modules}
+    for model in models.VISION:
+        if model not in imported or models.having((model,), asks):  # version 4 compares a name
+            yield models.patch(
+                f"{models.home(model)}:{asks}",
+                "attention",
+                _packs_images,
+                (("config", "requested_attention_implementation", "version"),),
+                why="without it images go one by one, and lengths come to the host in each layer",
+                rebind=False,
+            )
+
+
+def _name(target: str, make: Callable) -> Patch:
+    return models.patch(
+        target, "attention", make, (), why=_WHY, optional=True, rebind=False,
+        remove_when="transformers takes attention functions from entry points",
+    )  # fmt: skip
+
+
+def _mask(original: None) -> Callable:
+    return sys.modules[_MASKS].sdpa_mask
+
+
+def _packs_images(original: Callable) -> Callable:
+    def npu_ops_is_flash_attention_requested(
+        config=None, requested_attention_implementation=None, version=None
+    ):
+        given = config is not None and requested_attention_implementation is None
+        if given and version is None and config._attn_implementation == NAME:
+            return True
+        return original(config, requested_attention_implementation, version)
+
+    return npu_ops_is_flash_attention_requested
+
+
+def _function(original: None) -> Callable:
+    def npu_ops_attention(
+        module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, is_causal=None,
+        position_bias=None, cache=None, **options,
+    ):  # fmt: skip
+        if position_bias is not None or cache is not None or query.device.type not in DEVICES:
+            return sys.modules[_FUNCTIONS].sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
+                is_causal=is_causal, position_bias=position_bias, cache=cache, **options,
+            )  # fmt: skip
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        settings = {"scale": scaling, "dropout_p": dropout}
+        settings |= {"softcap": options.get("softcap"), "sinks": options.get("s_aux")}
+        starts = options.get("cu_seq_lens_q")
+        if starts is not None and attention_mask is None:
+            return _packed(query, key, value, starts, bool(is_causal), options, settings), None
+        if starts is not None:
+            attention_mask = _apart(attention_mask, starts, options.get("cu_seq_lens_k"), key)
+        return _dense(query, key, value, attention_mask, bool(is_causal), settings), None
+
+    return npu_ops_attention
+
+
+def _dense(query, key, value, mask, is_causal, settings):
+    """`[B, N, S, D]` in, `[B, S, N, D]` out.
+
+    Without a mask one query sees all keys, and of more keys than queries (a cache of fixed size
+    that was empty) only the first are there: as in transformers' SDPA.
+    """
+    length = query.shape[2]
+    is_causal = is_causal and mask is None and length > 1
+    if is_causal and key.shape[2] > length:
+        key, value = key[:, :, :length], value[:, :, :length]
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    return npu_ops.attention(
+        query, key, value, is_causal=is_causal, **_mask_arguments(mask, query, key), **settings
+    )
+
+
+def _mask_arguments(mask, query, key) -> dict:
+    """A boolean mask says what takes part, another one is added. Neither is ever left out."""
+    if mask is None:
+        return {}
+    check.tensor("attention_mask", mask)
+    if mask.dim() != 4 or mask.shape[3] < key.shape[1]:
+        shape = [*query.shape[:1], "1 or heads", query.shape[1], key.shape[1]]
+        raise check.shape("attention_mask", mask, f"[{', '.join(map(str, shape))}]")
+    mask = mask[..., : key.shape[1]]  # of a cache of fixed size
+    if mask.dtype == torch.bool:
+        return {"attn_mask": mask}
+    return {"bias": mask if mask.dtype in (query.dtype, torch.float32) else mask.to(query.dtype)}
+
+
+def _packed(query, key, value, starts, is_causal, options, settings):
+    """`[1, N, T, D]` in, `[1, T, N, D]` out. Lengths come to the host once for all layers."""
+    if query.shape[0] != 1:
+        raise check.shape("query", query, "a batch of 1 with cu_seq_lens_q")
+    key_starts = options.get("cu_seq_lens_k")
+    window = options.get("sliding_window")
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if query.device.type != "cpu":
+        on_host = tuple(_on_host(s) for s in (starts, key_starts) if s is not None)
+        settings["cu_seqlens_cpu"] = on_host if len(on_host) > 1 else on_host[0]
+    out = npu_ops.attention(
+        query, key, value, layout="TND", is_causal=is_causal, cu_seqlens_q=starts,
+        cu_seqlens_k=key_starts, max_seqlen_q=options.get("max_length_q"),
+        max_seqlen_k=options.get("max_length_k"),
+        window=None if window is None else (window - 1, window - 1), **settings,
+    )  # fmt: skip
+    return out[None]
+
+
+def _on_host(starts):
+    return _host.get(starts, "host", starts.cpu)
+
+
+def _apart(mask, starts, key_starts, key):
+    """The mask of packed sequences that were given both ways: what both let take part."""
+    if mask.dtype != torch.bool:
+        raise TypeError(f"attention_mask: got {mask.dtype} with cu_seq_lens_q, needs torch.bool")
+    key_starts = starts if key_starts is None else key_starts
+    rows, columns = (
+        torch.searchsorted(s, torch.arange(n, device=key.device, dtype=s.dtype), right=True)
+        for s, n in ((starts, mask.shape[2]), (key_starts, mask.shape[3]))
+    )
+    return mask & (rows[:, None] == columns)

@@ -1,0 +1,87 @@
+"""The short convolution before linear attention; packed sequences do not see each other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+
+import npu_ops
+from npu_ops.core import check
+from npu_ops.ops.causal_conv1d import arguments
+from npu_ops_adapters.calls import check_device, falling_through
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.transformers import models
+
+_PACKAGE = (
+    *("x", "weight", "bias", "seq_idx", "initial_states", "return_final_states"),
+    *("final_states_out", "activation"),
+)
+
+
+def patches() -> Iterable[Patch]:
+    """`causal_conv1d_fn`: a function; in version 4 that of the package causal-conv1d, or None."""
+    for model in models.DELTA_NET:
+        yield models.patch(
+            f"{models.home(model)}:causal_conv1d_fn",
+            "causal_conv1d",
+            _replace,
+            (("hidden_states", "weight", "bias", "activation", "kwargs"), _PACKAGE, None),
+        )
+
+
+def _replace(original: Callable | None) -> Callable:
+    return falling_through(ours, _plain if original is None else original)
+
+
+def ours(
+    hidden_states=None, weight=None, bias=None, activation=None, *, x=None, seq_idx=None,
+    cu_seq_lens_q=None, initial_states=None, return_final_states=False, final_states_out=None,
+    **unread,
+) -> Callable:  # fmt: skip
+    """The call of ours that is this call of transformers'. Channels come before tokens.
+
+    Packed sequences are told apart by cu_seq_lens_q, or by seq_idx alone: where that changes comes
+    to the host.
+    """
+    x = hidden_states if x is None else x
+    for name, value in (("initial_states", initial_states), ("out", final_states_out)):
+        if value is not None or return_final_states:
+            raise ValueError(f"{name}: got states, needs none")
+    check.floating("hidden_states", x)
+    check_device(x)
+    if x.dim() != 3:
+        raise check.shape("hidden_states", x, "[B, D, T]")
+    rows = x.transpose(1, 2)
+    if seq_idx is not None and cu_seq_lens_q is None:
+        cu_seq_lens_q = _starts(seq_idx, rows)
+    arguments.check_rows(rows, weight, bias, activation, cu_seq_lens_q)
+    return functools.partial(_by_channel, rows, weight, bias, activation, cu_seq_lens_q)
+
+
+def _starts(seq_idx, rows):
+    """cu_seqlens of a batch of one, from the number of each token's sequence."""
+    check.tensor("seq_idx", seq_idx)
+    if seq_idx.shape != (1, rows.shape[1]):
+        raise check.shape("seq_idx", seq_idx, f"[1, {rows.shape[1]}]")
+    check.same_device("seq_idx", seq_idx, "hidden_states", rows)
+    changes = (seq_idx[0].diff() != 0).nonzero().flatten() + 1
+    ends = [changes.new_full((1,), n) for n in (0, rows.shape[1])]
+    return torch.cat((ends[0], changes, ends[1]))
+
+
+def _by_channel(rows, weight, bias, activation, cu_seqlens):
+    y, _ = npu_ops.causal_conv1d(rows, weight, bias, activation=activation, cu_seqlens=cu_seqlens)
+    return y.transpose(1, 2)
+
+
+def _plain(x, weight, bias=None, activation=None, seq_idx=None):
+    """What version 4 does without the package."""
+    if seq_idx is not None:
+        raise ValueError("seq_idx: got one with a batch, needs the package causal-conv1d")
+    weight, length = weight[:, None], x.shape[2]
+    padding = weight.shape[2] - 1
+    y = torch.nn.functional.conv1d(x, weight, bias, padding=padding, groups=weight.shape[0])
+    y = y[..., :length]
+    return y if activation is None else torch.nn.functional.silu(y)

@@ -1,0 +1,55 @@
+"""The short convolution's decoding step with a cache, one token of each sequence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+
+import npu_ops
+from npu_ops.core import check
+from npu_ops.ops.causal_conv1d import arguments
+from npu_ops_adapters.calls import check_device
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.transformers import models
+
+_NAME, _NAME_4 = "causal_conv1d_update", "torch_causal_conv1d_update"
+
+
+def patches() -> Iterable[Patch]:
+    """`causal_conv1d_update`, which version 4 calls `torch_causal_conv1d_update`."""
+    names = ("hidden_states", "conv_state", "weight", "bias", "activation")
+    older = models.having(models.DELTA_NET, _NAME_4)
+    newer = tuple(model for model in models.DELTA_NET if model not in older)
+    yield from models.replaced(newer, _NAME, _NAME, ours, names)
+    yield from models.replaced(older, _NAME_4, _NAME, ours, names)
+
+
+def ours(hidden_states, conv_state, weight, bias=None, activation=None) -> Callable:
+    """The call of ours that is this call of transformers'; it has no gradient."""
+    x, state = hidden_states, conv_state
+    for name, tensor in (("hidden_states", x), ("conv_state", state), ("weight", weight)):
+        check.floating(name, tensor)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}: got one that requires a gradient, needs torch.no_grad()")
+    check_device(x)
+    if x.dim() != 3 or x.shape[2] != 1:
+        raise check.shape("hidden_states", x, "[B, D, 1]")
+    arguments.check_filter(weight, bias, activation, x[..., 0])
+    check.same_device("conv_state", state, "hidden_states", x)
+    check.one_of("conv_state's dtype", state.dtype, (x.dtype,))
+    width = weight.shape[1]
+    if state.shape not in ((*x.shape[:2], width), (*x.shape[:2], width - 1)):
+        raise check.shape("conv_state", state, f"[B, D, {width}]")
+    return functools.partial(_step, x, state, weight, bias, activation)
+
+
+@torch.no_grad()
+def _step(x, state, weight, bias, activation):
+    """A state may have one token more than the filter reads: it moves along with the others."""
+    if state.shape[2] == weight.shape[1]:
+        state[..., 0] = state[..., 1]
+        state = state[..., 1:]
+    y = npu_ops.causal_conv1d_update(x[..., 0], state, weight, bias, activation)
+    return y.unsqueeze(2)

@@ -1,0 +1,72 @@
+"""The gated delta rule by chunks: training and prefill, packed sequences too.
+
+transformers' own refuses packed sequences without flash-linear-attention.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+
+import npu_ops
+from npu_ops.core import check
+from npu_ops.ops.chunk_gated_delta_rule.op import CHUNK_SIZES
+from npu_ops.ops.fused_recurrent_gated_delta_rule import (
+    check_cu_seqlens,
+    check_heads,
+    check_like,
+    check_state,
+)
+from npu_ops_adapters.calls import check_device
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.transformers import models
+
+_HEAD = ("query", "key", "value", "g", "beta")
+_STATE = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+
+
+def patches() -> Iterable[Patch]:
+    """`torch_chunk_gated_delta_rule`, which calls fla's where that is installed."""
+    yield from models.replaced(
+        models.DELTA_NET,
+        "torch_chunk_gated_delta_rule",
+        "chunk_gated_delta_rule",
+        ours,
+        (*_HEAD, "chunk_size", *_STATE, "kwargs"),
+        (*_HEAD, "chunk_size", *_STATE),  # 4
+    )
+
+
+def ours(
+    query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, cu_seqlens=None, **unread,
+) -> Callable:  # fmt: skip
+    """The call of ours that is this call of transformers'. A model's other options are not read."""
+    check.one_of("chunk_size", chunk_size, CHUNK_SIZES)
+    arguments = checked(query, key, value, g, beta, initial_state, cu_seqlens)
+    return functools.partial(
+        npu_ops.chunk_gated_delta_rule, **arguments, chunk_size=chunk_size,
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+
+
+def checked(q, k, v, g, beta, initial_state, cu_seqlens) -> dict:
+    """The arguments by our names; a state that was kept in half precision in fp32, as theirs."""
+    check_heads(q, k, v)
+    check_device(q)
+    check.one_of("q's dtype", q.dtype, check.FLOATS[:3])  # theirs computes fp64 in fp32
+    for name, x in (("g", g), ("beta", beta)):
+        check.tensor(name, x)
+        check_like(name, x, v, v.shape[:3])
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, v)
+    if initial_state is not None:
+        check.floating("initial_state", initial_state)
+        initial_state = initial_state.to(torch.float32)
+    check_state(initial_state, v, q.shape[3], False, cu_seqlens)
+    return {
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state,
+        "cu_seqlens": cu_seqlens,
+    }  # fmt: skip

@@ -1,0 +1,40 @@
+"""Multimodal rotary embedding as transformers 4 has it: tables of three axes for each layer.
+
+From transformers 5 on tables are put together once for all layers, and `rope` takes the calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+
+import npu_ops
+from npu_ops.core import check
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.transformers import models, rope
+
+_NAME = "apply_multimodal_rotary_pos_emb"
+
+
+def patches() -> Iterable[Patch]:
+    """`apply_multimodal_rotary_pos_emb` of Qwen2-VL and Qwen2.5-VL."""
+    signature = ("q", "k", "cos", "sin", "mrope_section", "unsqueeze_dim")
+    yield from models.replaced(
+        models.having(models.QWEN2_VL, _NAME), _NAME, "mrope", ours, signature
+    )
+
+
+def ours(q, k, cos, sin, mrope_section, unsqueeze_dim=1) -> Callable:
+    """The call of ours that is this call of transformers'."""
+    check.tensor("cos", cos)
+    check.tensor("sin", sin)
+    if cos.dim() != 4 or cos.shape[0] != 3 or sin.dim() != 4:
+        raise check.shape("cos", cos, "[3, B, S, D]")
+    rope.ours_whole(q, k, cos[0], sin[0], unsqueeze_dim)
+    dtype = torch.promote_types(q.dtype, cos.dtype)
+    return functools.partial(
+        npu_ops.apply_multimodal_rotary_pos_emb, q.to(dtype), k.to(dtype), cos, sin,
+        list(mrope_section), unsqueeze_dim, section_layout="chunked", rotary_dim=cos.shape[-1],
+    )  # fmt: skip

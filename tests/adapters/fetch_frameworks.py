@@ -1,0 +1,60 @@
+"""Downloads frameworks of other versions than the environment has into .cache/frameworks.
+
+python tests/adapters/fetch_frameworks.py [NAME...]
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import subprocess
+import sys
+
+FOLDER = pathlib.Path(__file__).parents[2] / ".cache" / "frameworks"
+_REQUESTS = (
+    "requests==2.32.5", "urllib3==2.6.3", "idna==3.11", "certifi==2026.1.4",
+    "charset_normalizer==3.4.4",
+)  # fmt: skip
+# Each with what it wants that the environment has not, or not in that version.
+FRAMEWORKS = {
+    "transformers-4.57.6": ("tokenizers==0.22.2", "huggingface_hub==0.36.2", *_REQUESTS),
+    "ray-2.55.1": (
+        "jsonschema==4.26.0", "jsonschema-specifications==2025.9.1", "referencing==0.37.0",
+        "rpds-py==0.30.0", "msgpack==1.1.2", "protobuf==6.33.5", *_REQUESTS,
+    ),
+}  # fmt: skip
+
+
+def tree(name: str) -> pathlib.Path:
+    """The folder to put on PYTHONPATH.
+
+    Raises:
+        FileNotFoundError: it was not downloaded.
+    """
+    folder = FOLDER / name
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"{name} is not in {FOLDER}; run tests/adapters/fetch_frameworks.py"
+        )
+    return folder
+
+
+def fetch(name: str) -> None:
+    """Download one, unless it is there."""
+    folder, partial = FOLDER / name, FOLDER / f"{name}.partial"
+    if folder.exists():
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    print(name, flush=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        + ["--no-deps", "--only-binary=:all:", "--target", str(partial)]
+        + ["==".join(name.rsplit("-", 1)), *FRAMEWORKS[name]],
+        check=True,
+    )
+    partial.rename(folder)
+
+
+if __name__ == "__main__":
+    for framework in sys.argv[1:] or FRAMEWORKS:
+        fetch(framework)

@@ -1,0 +1,430 @@
+"""transformers' models with npu-ops in them: the same logits and gradients, by our operators."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+
+import fetch_frameworks
+import npu_ops_adapters
+import npu_ops_autoload
+import pytest
+import torch
+import transformers_models
+from conftest import HERE, environment
+from npu_ops_adapters.transformers import attention as adapter
+from npu_ops_adapters.transformers import models
+from transformers import DynamicCache, StaticCache, modeling_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
+
+import npu_ops
+from npu_ops.core import env
+from npu_ops.core.compare import Tolerance, assert_close
+
+ROUNDED = Tolerance(ratio=2e-2, max_abs=5e-2)
+
+
+def rows(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def states(status):
+    return {row.target: row.state for row in status if row.target.startswith("transformers.")}
+
+
+@pytest.fixture
+def applied():
+    """npu-ops in every model that is imported, until the test ends."""
+    npu_ops_adapters.revert()
+    npu_ops_adapters.apply()
+    yield
+    npu_ops_adapters.revert()
+
+
+# Models
+
+VISION_ROPES = dict.fromkeys(models.VISION, 2)
+
+
+def expected_calls(name: str, attention: bool) -> dict:
+    """Calls in one step: two layers of text and, where it has one, two of the vision tower."""
+    linear, vision = name in models.DELTA_NET, 2 * (name in models.VISION)
+    calls = {"rope": vision + (1 if linear else 2)}
+    if linear:
+        calls |= dict.fromkeys(("causal_conv1d", "chunk_gated_delta_rule", "l2norm"), 1)
+        calls |= {"rms_norm_gated": 1, "l2norm": 2}
+    if attention:
+        calls["attention"] = vision + (1 if linear else 2)
+    return calls
+
+
+@pytest.mark.parametrize("attention", [None, "npu_ops"])
+@pytest.mark.parametrize("name", transformers_models.MODELS)
+def test_same_logits_and_gradients(name, attention):
+    calls = transformers_models.compare(name, attention)
+    assert calls == expected_calls(name, bool(attention))
+
+
+@pytest.fixture(scope="module")
+def version_4():
+    """What each model did in a process with the older transformers."""
+    names = [name for name in transformers_models.MODELS if not name.startswith("qwen3_5")]
+    done = subprocess.run(
+        [sys.executable, HERE / "transformers_models.py", *names],
+        env=environment(HERE, fetch_frameworks.tree("transformers-4.57.6")),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(lines) == 2 * len(names), done.stderr[-3000:]
+    return dict(lines)
+
+
+@pytest.mark.parametrize("attention", [None, "npu_ops"])
+@pytest.mark.parametrize(
+    "name", [name for name in transformers_models.MODELS if not name.startswith("qwen3_5")]
+)
+def test_version_4(version_4, name, attention):
+    calls = version_4[f"{name} {attention}"]
+    assert isinstance(calls, dict), calls
+    expected = expected_calls(name, bool(attention))
+    if name in models.QWEN2_VL:
+        expected |= {"mrope": 2, "rope": 2}  # tables of three axes come to each layer
+    if attention and name in models.VISION:
+        expected["attention"] = 2 + 2 * 4  # four images, one by one
+        if name == "qwen2_5_vl":
+            expected["attention"] = calls["attention"]  # of windows, whose number is not ours
+    assert calls == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_generation_with_a_cache(name, padded):
+    """Prefill and decoding: the states are kept as before, token for token."""
+    model, inputs = transformers_models.built(name)
+    if padded:
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[0, :2] = 0
+        inputs["attention_mask"] = mask
+
+    def generate():
+        with torch.no_grad(), transformers_models.Counter() as counter:
+            found = model.generate(
+                **inputs, max_new_tokens=6, do_sample=False, output_logits=True,
+                return_dict_in_generate=True, pad_token_id=0,
+            )  # fmt: skip
+        return found, transformers_models.by_op(counter.calls)
+
+    npu_ops_adapters.revert()
+    expected, calls = generate()
+    assert calls == {}
+    npu_ops_adapters.apply()
+    try:
+        actual, calls = generate()
+    finally:
+        npu_ops_adapters.revert()
+    assert actual.sequences.equal(expected.sequences)
+    for ours, theirs in zip(actual.logits, expected.logits, strict=True):
+        assert_close("logits", ours, theirs, Tolerance(2e-5, 2e-5))
+    assert calls["causal_conv1d_update"] == calls["fused_recurrent_gated_delta_rule"] == 5
+    assert calls["chunk_gated_delta_rule"] == 1
+
+
+def test_decoding_goes_on_where_transformers_left_off():
+    """And the other way round: the convolution's cache, which has one token too many, is theirs."""
+    model, inputs = transformers_models.built("qwen3_next")
+    ids = inputs["input_ids"][:, :30]
+    with torch.no_grad():
+        npu_ops_adapters.revert()
+        whole = model(ids).logits
+        cache = DynamicCache(config=model.config)
+        parts = [model(ids[:, :20], past_key_values=cache).logits]
+        for n in range(20, 30):
+            npu_ops_adapters.apply() if n % 2 else npu_ops_adapters.revert()
+            parts.append(model(ids[:, n : n + 1], past_key_values=cache).logits)
+    npu_ops_adapters.revert()
+    assert_close("logits", torch.cat(parts, 1), whole, Tolerance(1e-4, 1e-4))
+
+
+def test_packed_sequences_need_no_fla(applied):
+    """transformers refuses them without it; a convolution does not look across either."""
+    model, _ = transformers_models.built("qwen3_next")
+    model.set_attn_implementation("npu_ops")
+    ids = transformers_models.text_inputs(1, 60)["input_ids"]
+    lengths = [20, 1, 39]
+    starts = torch.tensor([0, 20, 21, 60], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packing = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    packed = model(ids, position_ids=positions, use_cache=False, **packing).logits
+    alone = [model(part, use_cache=False).logits for part in ids.split(lengths, 1)]
+    assert_close("logits", packed, torch.cat(alone, 1), Tolerance(2e-5, 2e-5))
+    npu_ops_adapters.revert()
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        model(ids, position_ids=positions, use_cache=False, **packing)
+
+
+# Attention
+
+
+def attend(implementation, mask=None, module=None, shape=(2, 4, 7, 16), keys=7, **options):
+    """Output and gradients of an attention function of transformers."""
+    batch, heads, length, dim = shape
+    q = rows(*shape).requires_grad_()
+    k, v = (rows(batch, 2, keys, dim, seed=n).requires_grad_() for n in (1, 2))
+    module = module or types.SimpleNamespace(is_causal=True, num_key_value_groups=2)
+    out, weights = implementation(module, q, k, v, mask, **options)
+    assert weights is None
+    grads = torch.autograd.grad(out, (q, k, v), rows(*out.shape, seed=3))
+    return out, *grads
+
+
+def ours(*args, **options):
+    return modeling_utils.ALL_ATTENTION_FUNCTIONS["npu_ops"](*args, **options)
+
+
+def random_mask(*shape):
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(5)) < 0.6
+    mask[..., 0] = True
+    return mask
+
+
+MASKS = {
+    "none": None,
+    "boolean": random_mask(2, 1, 7, 7),
+    "by head": random_mask(2, 4, 7, 7),
+    "one row": random_mask(2, 1, 1, 7),
+    "added": rows(2, 1, 7, 7, seed=6),
+    "added, with -inf": torch.zeros(2, 1, 7, 7).masked_fill(~random_mask(2, 1, 7, 7), -torch.inf),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("causal", [None, True, False])
+def test_attention_is_sdpas(applied, mask, causal):
+    for options in ({}, {"scaling": 0.3}):
+        actual = attend(ours, mask, is_causal=causal, **options)
+        expected = attend(sdpa_attention_forward, mask, is_causal=causal, **options)
+        for a, e in zip(actual, expected, strict=True):
+            assert_close("attention", a, e, Tolerance(1e-5, 1e-5))
+
+
+@pytest.mark.parametrize("length, keys", [(1, 7), (1, 1), (7, 12)])
+def test_attention_with_a_cache_is_sdpas(applied, length, keys):
+    """More keys than queries, and no mask: one query sees them all, more see the first."""
+    arguments = {"shape": (2, 4, length, 16), "keys": keys}
+    actual, expected = attend(ours, **arguments), attend(sdpa_attention_forward, **arguments)
+    for a, e in zip(actual, expected, strict=True):
+        assert_close("attention", a, e, Tolerance(1e-5, 1e-5))
+
+
+def test_a_mask_longer_than_the_keys_is_of_keys_that_are_not_there(applied):
+    mask = random_mask(2, 1, 7, 9)
+    actual, expected = attend(ours, mask), attend(sdpa_attention_forward, mask[..., :7])
+    assert_close("attention", actual[0], expected[0], Tolerance(1e-5, 1e-5))
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.ones(7, 7, dtype=torch.bool), torch.ones(2, 1, 7, 5, dtype=torch.bool)]
+)
+def test_a_mask_that_is_not_understood_raises(applied, mask):
+    with pytest.raises(ValueError, match="attention_mask: got shape"):
+        attend(ours, mask)
+
+
+def test_images_of_a_vision_tower_are_one_call(applied):
+    module = types.SimpleNamespace(is_causal=False, num_key_value_groups=2)
+    starts = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "is_causal": False}
+    shape = (1, 4, 7, 16)
+    out = attend(ours, module=module, shape=shape, **packed, max_length_q=4, max_length_k=4)[0]
+    mask = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).bool()[None, None]
+    expected = attend(sdpa_attention_forward, mask, module, shape, is_causal=False)[0]
+    assert_close("attention", out, expected, Tolerance(1e-5, 1e-5))
+
+
+def test_a_mask_and_lengths_together_let_through_what_both_do(applied):
+    starts = torch.tensor([0, 3, 7])
+    mask = random_mask(1, 1, 7, 7) | torch.eye(7, dtype=torch.bool)
+    apart = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).bool()
+    shape = (1, 4, 7, 16)
+    actual = attend(ours, mask, shape=shape, cu_seq_lens_q=starts)
+    expected = attend(sdpa_attention_forward, mask & apart, shape=shape)
+    assert_close("attention", actual[0], expected[0], Tolerance(1e-5, 1e-5))
+    with pytest.raises(TypeError, match="attention_mask: got torch.float32 with cu_seq_lens_q"):
+        attend(ours, torch.zeros(1, 1, 7, 7), shape=shape, cu_seq_lens_q=starts)
+
+
+def test_what_is_not_ours_goes_to_sdpa(applied):
+    bias = rows(2, 4, 7, 7, seed=8)
+    actual = attend(ours, position_bias=bias)
+    expected = attend(sdpa_attention_forward, position_bias=bias)
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_sinks_and_soft_cap(applied):
+    q, k, v = (rows(2, n, 7, 16, seed=n) for n in (4, 2, 3))
+    v, sinks = k + 1, rows(4)
+    out, _ = ours(None, q, k, v, None, is_causal=True, softcap=5.0, s_aux=sinks)
+    expected = npu_ops.attention(
+        q, k, v, layout="BNSD", is_causal=True, softcap=5.0, sinks=sinks
+    ).transpose(1, 2)
+    assert_close("attention", out, expected, Tolerance(1e-6, 1e-6))
+
+
+def test_a_static_cache(applied):
+    model, inputs = transformers_models.built("qwen3")
+    ids = inputs["input_ids"][:, :12]
+    found = []
+    for name in ("sdpa", "npu_ops"):
+        model.set_attn_implementation(name)
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        with torch.no_grad():
+            first = model(ids[:, :10], past_key_values=cache).logits
+            positions = torch.tensor([[10], [10]])
+            then = model(ids[:, 10:11], past_key_values=cache, position_ids=positions).logits
+        found.append((first, then))
+    for actual, expected in zip(*found, strict=True):
+        assert_close("logits", actual, expected, Tolerance(2e-5, 2e-5))
+
+
+def test_lengths_come_to_the_host_once(monkeypatch):
+    """Of a device; here the CPU says that it is one."""
+    copies = []
+    monkeypatch.setattr(adapter, "_host", adapter.TensorCache())
+    starts = torch.tensor([0, 3, 7])
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copies.append(self) or self)
+    for _ in range(3):
+        adapter._on_host(starts)
+    assert len(copies) == 1
+
+
+# What is left to transformers
+
+
+def test_what_is_not_ours_falls_through(applied):
+    """Shapes and dtypes: the answer, or the error, is theirs."""
+    q, k = rows(1, 2, 5, 16), rows(1, 2, 5, 16)
+    narrow = rows(1, 5, 8)
+    with pytest.raises(RuntimeError, match="must match"):
+        qwen3_vl.apply_rotary_pos_emb(q, k, narrow, narrow)  # whole heads alone
+    cos = rows(1, 5, 16).requires_grad_()
+    out, _ = qwen3_vl.apply_rotary_pos_emb(q, k, cos, cos)
+    assert out.requires_grad
+    x, weight = rows(1, 6, 9), rows(6, 5)  # a filter of 5
+    original = qwen3_next.causal_conv1d_fn.__wrapped__
+    assert qwen3_next.causal_conv1d_fn(x, weight).equal(original(x, weight))
+    gated = qwen3_next.Qwen3NextRMSNormGated(6)
+    gated.activation = "gelu"
+    expected = type(gated).forward.__wrapped__(gated, x.mT, x.mT)
+    assert gated(x.mT, x.mT).equal(expected)
+    state = torch.zeros(1, 6, 4, requires_grad=True)
+    weight = rows(6, 4)
+    with pytest.raises(RuntimeError):  # a leaf that is written
+        qwen3_next.causal_conv1d_update(x[..., :1], state, weight)
+
+
+def test_under_autocast_the_tables_are_wider(applied):
+    """q and k are bf16 and the tables fp32: theirs returns fp32, and so do we."""
+    q, k = (rows(1, 2, 5, 16, dtype=torch.bfloat16, seed=n) for n in (0, 1))
+    cos, sin = rows(1, 5, 16, seed=2), rows(1, 5, 16, seed=3)
+    original = qwen3_vl.apply_rotary_pos_emb.__wrapped__
+    for a, e in zip(
+        qwen3_vl.apply_rotary_pos_emb(q, k, cos, sin), original(q, k, cos, sin), strict=True
+    ):
+        assert a.dtype == e.dtype == torch.float32
+        assert_close("rope", a, e, Tolerance(1e-6, 1e-6))
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_next"])
+def test_in_bf16(name):
+    """Rounded at other places, and more rarely."""
+    model, inputs = transformers_models.built(name)
+    model.bfloat16()
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        npu_ops_adapters.apply()
+        try:
+            actual = model(**inputs).logits
+        finally:
+            npu_ops_adapters.revert()
+        wide = model.float()(**inputs).logits
+    error = [torch.linalg.vector_norm(x - wide) for x in (actual, expected)]
+    assert error[0] < 1.2 * error[1] and actual.dtype == torch.bfloat16
+
+
+# In force, seen to be, and undone
+
+
+def test_every_patch_is_applied_verified_and_undone(applied):
+    for model in models.TEXT + models.VISION + models.DELTA_NET:
+        __import__(models.home(model))
+    npu_ops_adapters.apply()
+    planned, verified = states(npu_ops_adapters.plan()), states(npu_ops_adapters.verify())
+    assert set(planned.values()) == set(verified.values()) == {"applied"}
+    assert planned.keys() == verified.keys() and len(planned) == 39
+    assert qwen3_vl.apply_rotary_pos_emb.__name__ == "npu_ops_function"
+    assert set(states(npu_ops_adapters.revert()).values()) == {"reverted"}
+    assert qwen3_vl.apply_rotary_pos_emb.__module__ == qwen3_vl.__name__
+    assert "npu_ops" not in modeling_utils.ALL_ATTENTION_FUNCTIONS
+    assert "npu_ops" not in ALL_MASK_ATTENTION_FUNCTIONS
+
+
+@pytest.mark.parametrize("order", ["npu_ops first", "transformers first"])
+def test_either_may_be_imported_first(order):
+    imports = ["import torch", "from transformers.models.qwen3_vl import modeling_qwen3_vl as m"]
+    if order != "npu_ops first":
+        imports = ["import sys", *imports[1:], "import npu_ops_adapters; npu_ops_adapters.apply()"]
+    program = "\n".join([
+        *imports,
+        "from transformers import AttentionInterface",
+        "assert m.apply_rotary_pos_emb.__name__ == 'npu_ops_function'",
+        "assert 'npu_ops' in AttentionInterface()",
+        "import transformers; assert transformers.__file__.find('npu_ops_adapters') < 0",
+    ])  # fmt: skip
+    autoload = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if order == "npu_ops first" else "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment(**autoload), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_model_that_was_built_before_uses_it(applied):
+    npu_ops_adapters.revert()
+    model, inputs = transformers_models.built("qwen3_next")
+    npu_ops_adapters.apply()
+    _, calls = transformers_models.step(model, inputs)
+    assert calls == expected_calls("qwen3_next", False)
+
+
+@pytest.mark.parametrize("op, gone", [("rope", "rope"), ("rms_norm_gated", "rms_norm_gated")])
+def test_a_disabled_op_stays_transformers(op, gone):
+    npu_ops_adapters.revert()
+    with env.override(disable=frozenset({op})):
+        npu_ops_adapters.apply()
+    model, inputs = transformers_models.built("qwen3_next")
+    try:
+        _, calls = transformers_models.step(model, inputs)
+    finally:
+        npu_ops_adapters.revert()
+    assert gone not in calls and len(calls) == len(expected_calls("qwen3_next", False)) - 1
+
+
+def test_an_unknown_signature_is_refused_and_the_others_applied(monkeypatch):
+    npu_ops_adapters.revert()
+    monkeypatch.setattr(qwen3_vl, "apply_rotary_pos_emb", lambda x, angles: x)
+    found = states(npu_ops_adapters.apply())
+    npu_ops_adapters.revert()
+    refused = {target for target, state in found.items() if state.startswith("refused")}
+    assert refused == {f"{qwen3_vl.__name__}:apply_rotary_pos_emb"}
+
+
+def test_nothing_is_patched_in_this_process_but_where_a_test_asks():
+    """Other tests compare with transformers' functions, which must be transformers'."""
+    assert npu_ops_autoload._finder not in sys.meta_path
+    assert qwen3_vl.apply_rotary_pos_emb.__module__ == qwen3_vl.__name__
