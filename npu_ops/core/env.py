@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,9 +50,15 @@ def _flag(variable: str) -> Callable[[str], bool]:
 
 
 def _log_level(text: str) -> str:
-    if text not in ("off", "once", "calls"):
-        raise ValueError(f"NPU_OPS_LOG: got {text!r}, needs off, once or calls")
+    if text not in ("off", "once", "calls") and not _shadow(text):
+        raise ValueError(f"NPU_OPS_LOG: got {text!r}, needs off, once, calls or shadow:N")
     return text
+
+
+def _shadow(text: str) -> int:
+    """`shadow:100` -> 100; 0 for anything else."""
+    name, _, number = text.partition(":")
+    return int(number) if name == "shadow" and number.isascii() and number.isdigit() else 0
 
 
 SWITCHES = (
@@ -85,9 +92,11 @@ SWITCHES = (
         "log",
         _log_level,
         "once",
-        "`off`, `once`, `calls`",
+        "`off`, `once`, `calls`, `shadow:N`",
         "`once`: each fallback and each refused patch, once. `calls`: also every operator call "
-        "with shapes and the chosen implementation, before it runs, so that it survives a crash.",
+        "with shapes and the chosen implementation, before it runs, so that it survives a crash. "
+        "`shadow:N`: also compute every Nth call of an op by its reference and log the error "
+        "ratio; what is wrong is written to a file that `npu-ops replay FILE` computes again.",
     ),
 )
 
@@ -100,6 +109,11 @@ class Settings:
     strict: bool
     disable: frozenset[str]
     log: str
+
+    @functools.cached_property
+    def shadow(self) -> int:
+        """Every how many calls of an op are compared with the reference; 0: none."""
+        return _shadow(self.log)
 
 
 def read(environ=os.environ) -> Settings:

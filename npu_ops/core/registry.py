@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from npu_ops.core import env, library, log
+from npu_ops.core import env, library, log, shadow
 
 Launcher = Callable[..., None]
 
@@ -83,7 +83,11 @@ class Table:
 
     def run(self, *args) -> None:
         """Run the op on `args`; the first argument decides the device."""
-        self.select(*args).launcher(*args)
+        chosen = self.select(*args)
+        if env.settings.shadow and shadow.due(self.op):
+            shadow.run(self, chosen, args)
+        else:
+            chosen.launcher(*args)
 
     def select(self, *args) -> Implementation:
         """The implementation that runs `args`.

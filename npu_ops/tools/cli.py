@@ -33,6 +33,14 @@ class Device(str, enum.Enum):
     EMULATED = "npu-emulated"
 
 
+class Dtype(str, enum.Enum):
+    """What parity is compared in."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
 def version(wanted: bool) -> None:
     if wanted:
         console.print(npu_ops.__version__)
@@ -47,15 +55,22 @@ def options(
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    """What this machine has, which implementation each op takes and why, what is patched."""
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="Import this too, for what it does to our patches."),
+    ] = None,
+) -> None:
+    """What this machine has, what each op takes and why, what is patched, what is amiss.
+
+    The exit status is 1 when something that was asked for is not in force.
+    """
     from npu_ops.tools import doctor
 
-    found = doctor.collect()
-    if as_json:
-        print(json.dumps(found, indent=1))
-    else:
-        doctor.show(found, console)
+    found = doctor.collect(modules or ())
+    print(json.dumps(found, indent=1) if as_json else doctor.text(found))
+    raise typer.Exit(1 if found["not in force"] else 0)
 
 
 @app.command("list")
@@ -125,6 +140,53 @@ def demo(
         passed = demo.run(output, megatron, device and device.value, steps, seeds, console)
     except (FileNotFoundError, ImportError, RuntimeError) as error:
         fail(error)
+    raise typer.Exit(0 if passed else 1)
+
+
+@app.command()
+def parity(
+    ops: Ops = None,
+    model: Annotated[str, typer.Option(help="Its shapes: qwen3-vl-8b, qwen3.5-9b, ...")] = (
+        "qwen3-vl-8b"
+    ),
+    dtype: Dtype = Dtype.BFLOAT16,
+    device: str = "cpu",
+    tokens: Annotated[int, typer.Option(min=2)] = 64,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks: heads of one.")] = 1,
+) -> None:
+    """Compare every op with its reference at a model's shapes, forward and gradients."""
+    import torch
+
+    from npu_ops.tools import parity
+
+    rows = []
+    print(f"{model}, {dtype.value}, {device}: errors as parts of what is allowed, 1 at most")
+    try:
+        for row in parity.run(model, getattr(torch, dtype.value), device, tokens, tp, ops):
+            print(parity.line(row) if rows else f"{parity.HEAD}\n{parity.line(row)}", flush=True)
+            rows.append(row)
+    except (RuntimeError, ValueError) as error:
+        fail(error)
+    raise typer.Exit(0 if all(row.passed for row in rows) else 1)
+
+
+@app.command()
+def replay(
+    file: Annotated[pathlib.Path, typer.Argument(help="What NPU_OPS_LOG=shadow:N wrote.")],
+    device: Annotated[
+        str | None, typer.Option(help="Default: the one on which it was wrong.")
+    ] = None,
+) -> None:
+    """Compute again, and compare with the reference, what shadow mode found to be wrong."""
+    from npu_ops.core import shadow
+    from npu_ops.tools import replay
+
+    try:
+        what, errors = replay.replay(file, device)
+    except (FileNotFoundError, RuntimeError, ValueError) as error:
+        fail(error)
+    passed = all(ratio <= most for ratio, most in errors.values())
+    print(f"{'passed' if passed else 'WRONG'}: {what}: {shadow.shown(errors)}")
     raise typer.Exit(0 if passed else 1)
 
 

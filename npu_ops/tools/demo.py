@@ -80,7 +80,7 @@ def run(
     sys.path[:0] = [str(folder)] if folder else []
     console.rule("npu-ops doctor")
     found = doctor.collect()
-    doctor.show(found, console)
+    console.print(doctor.text(found), highlight=False, markup=False)
     device = device or ("npu" if found["machine"]["npu devices"] else "cpu")
     console.rule(f"training, device {device}")
     with prepared(folder, device, steps) as command:

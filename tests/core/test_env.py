@@ -34,6 +34,7 @@ def test_defaults():
         ("NPU_OPS_DISABLE", "all", "disable", frozenset({"all"})),
         ("NPU_OPS_LOG", "off", "log", "off"),
         ("NPU_OPS_LOG", "calls", "log", "calls"),
+        ("NPU_OPS_LOG", "shadow:20", "log", "shadow:20"),
     ],
 )
 def test_values(variable, text, field, value):
@@ -56,11 +57,20 @@ def test_values(variable, text, field, value):
         ("NPU_OPS_LOG", "debug"),
         ("NPU_OPS_LOG", "Once"),
         ("NPU_OPS_LOG", "1"),
+        ("NPU_OPS_LOG", "shadow"),
+        ("NPU_OPS_LOG", "shadow:0"),
+        ("NPU_OPS_LOG", "shadow:-1"),
+        ("NPU_OPS_LOG", "calls:2"),
     ],
 )
 def test_what_does_not_parse_is_an_error_that_names_the_variable(variable, text):
     with pytest.raises(ValueError, match=f"^{variable}: got "):
         env.read({variable: text})
+
+
+def test_shadow_is_a_number_of_calls():
+    assert env.read({"NPU_OPS_LOG": "shadow:20"}).shadow == 20
+    assert env.read({}).shadow == env.read({"NPU_OPS_LOG": "calls"}).shadow == 0
 
 
 def test_a_wrong_switch_stops_the_import():

@@ -48,11 +48,12 @@ def test_list_has_every_op_and_function():
 
 @pytest.mark.parametrize("name", ["mrope", "apply_multimodal_rotary_pos_emb"])
 def test_where(name):
-    rows = dict(line.rsplit(maxsplit=1) for line in call("where", name).splitlines())
-    assert rows["definition"] == "npu_ops/ops/mrope/reference.py"
-    assert rows["CPU kernel"] == "csrc/mrope/mrope_cpu.cpp"
-    assert rows["adapter"] == "python/npu_ops_adapters/megatron/mrope.py"
-    assert all((where.ROOT / path).exists() for path in rows.values())
+    rows = [line.rsplit(maxsplit=1) for line in call("where", name).splitlines()]
+    assert ["definition", "npu_ops/ops/mrope/reference.py"] in rows
+    assert ["CPU kernel", "csrc/mrope/mrope_cpu.cpp"] in rows
+    for framework in ("megatron", "transformers"):
+        assert ["adapter", f"python/npu_ops_adapters/{framework}/mrope.py"] in rows
+    assert all((where.ROOT / path).exists() for _, path in rows)
 
 
 def test_explain_attention():
@@ -97,16 +98,23 @@ def test_doctor_says_what_takes_each_op_and_what_is_patched():
 
 def test_doctor_without_frameworks():
     shown = command("doctor", COLUMNS="200")
-    assert "megatron is not installed" in shown and "takes it" in shown
+    assert "megatron is not installed" in shown and "nothing amiss" in shown
+    assert max(map(len, shown.splitlines())) <= 80  # whatever the terminal's width
 
 
 def test_doctor_shows_a_framework_that_does_not_import(tmp_path):
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("raise RuntimeError('half installed')")
-    found = json.loads(command("doctor", "--json", PYTHONPATH=str(tmp_path)))
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "npu_ops", "doctor", "--json"],
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
     states = {row["state"] for row in of_megatron(found)}
     assert states == {"it does not import: RuntimeError: half installed"}
+    assert done.returncode == 1 and len(found["not in force"]) == len(of_megatron(found))
 
 
 def test_bench_then_report(tmp_path):

@@ -1,0 +1,49 @@
+"""Computes again what NPU_OPS_LOG=shadow:N found to be wrong."""
+
+from __future__ import annotations
+
+import pathlib
+
+import torch
+
+from npu_ops.core import shadow
+from npu_ops.core.registry import Table
+
+
+def replay(path: pathlib.Path, device: str | None = None) -> tuple[str, dict]:
+    """What was computed, and the error of each tensor it wrote with the largest that passes.
+
+    device: None: the one it was found on.
+
+    Raises:
+        FileNotFoundError: no such file. ValueError: it is not one of shadow mode's, or the device
+            is not here. RuntimeError: the implementation cannot run there.
+    """
+    found = torch.load(path, weights_only=True, map_location="cpu")
+    if not isinstance(found, dict) or found.get("op") not in Table.tables:
+        raise ValueError(f"{path}: got something else, needs a file that shadow mode wrote")
+    table, device = Table.tables[found["op"]], device or found["device"]
+    args = _on(found, device)
+    implementation = _named(table, found["implementation"], args)
+    before = shadow.freeze(args)
+    with torch.no_grad():
+        implementation.launcher(*args)
+        errors = shadow.compare(table.implementations[-1].launcher, before, args)
+    return f"{table.op}: {implementation.name} on {device} against reference", errors
+
+
+def _on(found: dict, device: str) -> tuple:
+    try:
+        return shadow.thaw(found, device)
+    except RuntimeError as error:
+        raise ValueError(f"device: got {device!r}, which is not here ({error})") from None
+
+
+def _named(table: Table, name: str, args: tuple):
+    """The implementation that was wrong, if it runs here; else it says why not."""
+    reasons = {verdict.implementation: verdict.why_not for verdict in table.explain(*args)}
+    for implementation in table.implementations:
+        reason = reasons[implementation.name]
+        if implementation.name == name and (reason is None or reason.endswith("comes first")):
+            return implementation
+    raise RuntimeError(f"{table.op}: {name} cannot run it here: {reasons.get(name, 'no such one')}")

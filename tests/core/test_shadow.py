@@ -1,0 +1,155 @@
+"""Shadow mode: it changes no result, logs what it compares, and a mismatch can be replayed."""
+
+import importlib
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import npu_ops
+from npu_ops.core import env, shadow
+from npu_ops.core.registry import Table
+from npu_ops.tools.cli import app
+from npu_ops.tools.where import ops
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Files are written to a folder of the test's own, and every count starts again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shadow, "_calls", shadow.collections.Counter())
+    monkeypatch.setattr(shadow, "_written", shadow.itertools.count(1))
+
+
+def messages(caplog, level=logging.WARNING):
+    return [r.getMessage() for r in caplog.records if r.levelno == level]
+
+
+def break_kernel(monkeypatch, table, name, change):
+    """Make an implementation write `change` of its last output."""
+    (broken,) = [i for i in Table.tables[table].implementations if i.name == name]
+    right = broken.launcher
+
+    def wrong(*args):
+        right(*args)
+        args[-1].copy_(change(args[-1]))
+
+    monkeypatch.setitem(vars(broken), "launcher", wrong)
+
+
+@pytest.mark.parametrize("op", ops())
+def test_it_changes_nothing_and_finds_nothing(op, caplog):
+    cases = importlib.import_module(f"npu_ops.ops.{op}.cases")
+    function = getattr(npu_ops, ops()[op][0])
+    for case in (case for case in cases.CASES if case.name in cases.REPRESENTATIVE[:2]):
+        results = []
+        for log in ("once", "shadow:1"):
+            inputs = case.inputs(torch.bfloat16)
+            torch.manual_seed(0)
+            with env.override(log=log):
+                out = function(**inputs)
+            results.append(list(shadow._tensors((out, *inputs.values()))))
+        torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
+        said = messages(caplog)
+        assert any(s.startswith(f"shadow: {op}: ") and "against reference: " in s for s in said)
+        assert not any(s.endswith(": no output") for s in said), said
+    assert messages(caplog, logging.ERROR) == []
+
+
+def test_gradients_are_compared_too(caplog):
+    q = torch.randn(1, 2, 5, 16, requires_grad=True)
+    cos, sin = torch.randn(1, 5, 16), torch.randn(1, 5, 16)
+    with env.override(log="shadow:1"):
+        out, _ = npu_ops.apply_rotary_pos_emb(q, q, cos, sin)
+        out.sum().backward()
+    assert len(messages(caplog)) == 2
+
+
+def test_in_place_calls(caplog):
+    q = torch.randn(1, 2, 5, 16)
+    expected, _ = npu_ops.apply_rotary_pos_emb(q, None, *torch.ones(2, 1, 5, 16))
+    with env.override(log="shadow:1"):
+        npu_ops.apply_rotary_pos_emb(q, None, *torch.ones(2, 1, 5, 16), inplace=True)
+    assert torch.equal(q, expected)
+    assert "q_out" in messages(caplog)[-1] or "args" in messages(caplog)[-1]
+
+
+def test_every_nth_call(caplog):
+    with env.override(log="shadow:3"):
+        for _ in range(7):
+            npu_ops.l2norm(torch.ones(2, 4))
+            npu_ops.gdn_gate(torch.ones(2, 4), torch.ones(4))
+    said = [sentence.split(":")[1].strip() for sentence in messages(caplog)]
+    assert sorted(said) == ["gdn_gate"] * 2 + ["l2norm"] * 2
+
+
+def test_the_reference_is_not_compared_with_itself(caplog):
+    with env.override(log="shadow:1", impl={"l2norm": "reference"}):
+        npu_ops.l2norm(torch.ones(2, 4))
+    assert messages(caplog) == []
+
+
+def test_what_is_nan_or_infinite_in_both_is_equal(caplog):
+    x = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0], [3.0, 4.0]])
+    with env.override(log="shadow:1"):
+        npu_ops.l2norm(x)
+    assert messages(caplog, logging.ERROR) == [] and "nan" not in messages(caplog)[0]
+
+
+@pytest.mark.parametrize("change", [lambda y: y * 1.5, lambda y: y * float("nan")])
+def test_a_mismatch_is_dumped_and_its_command_repeats_it(monkeypatch, caplog, tmp_path, change):
+    break_kernel(monkeypatch, "l2norm", "cpu", change)
+    fused = torch.randn(6, 24)
+    with env.override(log="shadow:1"):
+        npu_ops.l2norm(fused[:, 4:12])  # a slice: as it lies in memory
+    (said,) = messages(caplog, logging.ERROR)
+    (path,) = tmp_path.glob("npu-ops-mismatch-l2norm-*.pt")
+    command = said.partition("repeat: ")[2]
+    assert command == f"npu-ops replay {path}" and said.startswith("shadow: WRONG: l2norm: cpu ")
+    again = CliRunner().invoke(app, command.split()[1:])
+    assert again.exit_code == 1 and again.output.startswith("WRONG: l2norm: cpu on cpu"), again
+    elsewhere = subprocess.run(  # where the kernel is right
+        [sys.executable, "-m", *command.replace("-", "_", 1).split()],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert elsewhere.returncode == 0, elsewhere.stderr
+    assert elsewhere.stdout.startswith("passed: l2norm: cpu on cpu against reference: ")
+
+
+def test_tuples_with_names_and_shared_memory_come_back(tmp_path):
+    from npu_ops.ops.attention.arguments import Extra
+
+    x = torch.arange(24.0).view(4, 6)
+    args = (x, x[1:3, ::2], Extra(bias=x.t()), [1, 2], "TND", None, torch.empty(0))
+    torch.save(shadow.freeze(args), tmp_path / "frozen")
+    frozen = torch.load(tmp_path / "frozen", weights_only=True)
+    back = shadow.thaw(frozen)
+    assert back[3:6] == ([1, 2], "TND", None) and isinstance(back[2], Extra)
+    for actual, expected in ((back[0], x), (back[1], args[1]), (back[2].bias, x.t())):
+        assert actual.equal(expected) and actual.stride() == expected.stride()
+    back[0][1, 0] = 77
+    assert back[1][0, 0] == back[2].bias[0, 1] == 77 and x[1, 0] == 6
+
+
+def test_a_class_of_others_is_not_made():
+    with pytest.raises(ValueError, match="file: got the class os.system, needs one of npu_ops"):
+        shadow.thaw({"args": {"named": ["os", "system", ["true"]]}, "storages": []})
+
+
+def test_files_are_few(monkeypatch, caplog, tmp_path):
+    break_kernel(monkeypatch, "l2norm", "cpu", lambda y: y + 1)
+    with env.override(log="shadow:1"):
+        for _ in range(12):
+            npu_ops.l2norm(torch.randn(2, 4))
+    assert len(list(tmp_path.glob("*.pt"))) == shadow.MOST_FILES
+    assert messages(caplog, logging.ERROR)[-1].endswith("10 files are written already")
+
+
+def test_replay_of_something_else(tmp_path):
+    torch.save({"op": "nope"}, tmp_path / "other.pt")
+    wrong = CliRunner().invoke(app, ["replay", str(tmp_path / "other.pt")])
+    assert wrong.exit_code == 2 and "needs a file that shadow mode wrote" in wrong.output
+    assert CliRunner().invoke(app, ["replay", str(tmp_path / "no.pt")]).exit_code == 2

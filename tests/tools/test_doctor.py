@@ -1,0 +1,235 @@
+"""npu-ops doctor: what it says of each state, in 80 columns, and when it is an error."""
+
+import sys
+
+import npu_ops_adapters
+import pytest
+import torch
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from typer.testing import CliRunner
+
+from npu_ops.core import env
+from npu_ops.tools import doctor, known_bad
+from npu_ops.tools.cli import app
+
+HOME = "transformers.models.qwen3.modeling_qwen3"
+ROPE = f"{HOME}:apply_rotary_pos_emb"
+SOUND = {"torch": "2.13.0+cpu", "triton-ascend": "3.2.0", "pybind11": "3.1.0"}
+CANN = {"ASCEND_TOOLKIT_HOME": "cann"}
+
+
+@pytest.fixture
+def applied():
+    """npu-ops in the frameworks that are imported, and no others are."""
+    npu_ops_adapters.revert()
+    npu_ops_adapters.apply()
+    yield
+    npu_ops_adapters.revert()
+
+
+@pytest.fixture
+def only_qwen3(monkeypatch):
+    """The doctor looks at one module of one framework alone."""
+    watched = frozenset({HOME})
+    monkeypatch.setattr(doctor.importlib.import_module("npu_ops_autoload"), "WATCHED", watched)
+    monkeypatch.setattr(npu_ops_adapters, "load_plugins", lambda: None)
+
+
+def rope(found):
+    (row,) = [row for row in found if row["target"] == ROPE]
+    return row
+
+
+def found_with(**changes):
+    """What `collect` returns, with patches that need no framework."""
+    return {
+        "machine": doctor.machine(), "packages": dict.fromkeys(doctor.PACKAGES), "known bad": [],
+        "build": {"why_not": None, "compiler": "g++"}, "switches": {}, "implementations": [],
+        "patches": [], "not in force": [],
+    } | changes  # fmt: skip
+
+
+# Patches
+
+
+def test_an_applied_patch(applied, only_qwen3):
+    row = rope(doctor.patches())
+    assert (row["state"], row["verdict"], row["removable"]) == ("applied", "applied", True)
+    assert row["why"] and row["remove_when"]
+
+
+def test_who_overwrote_it(applied, only_qwen3, tmp_path, monkeypatch):
+    (tmp_path / "rival.py").write_text(
+        f"import {HOME} as home\ndef rival(q, k, cos, sin): return q, k\n"
+        "home.apply_rotary_pos_emb = rival\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    ours = qwen3.apply_rotary_pos_emb
+    try:
+        row = rope(doctor.patches(["rival"]))
+    finally:
+        qwen3.apply_rotary_pos_emb = ours
+        del sys.modules["rival"]
+    assert row["state"] == "overwritten by rival.rival"
+    assert (row["verdict"], row["removable"]) == ("overwritten", False)
+    assert list(doctor.not_in_force(found_with(patches=[row]))) == [
+        f"{ROPE} (rope): overwritten by rival.rival"
+    ]
+
+
+def test_which_modules_were_too_early(applied, only_qwen3, tmp_path, monkeypatch):
+    (tmp_path / "early.py").write_text(
+        f"import {HOME} as home\nkept = home.apply_rotary_pos_emb.__wrapped__\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        row = rope(doctor.patches(["early"]))
+    finally:
+        del sys.modules["early"]
+    assert row["state"] == "captured too early by early"
+    assert (row["verdict"], row["removable"]) == ("too late", True)
+
+
+def test_one_that_is_refused(only_qwen3, monkeypatch):
+    npu_ops_adapters.revert()
+    monkeypatch.setattr(qwen3, "apply_rotary_pos_emb", lambda x, angles: x)
+    npu_ops_adapters.apply()
+    try:
+        row = rope(doctor.patches())
+    finally:
+        npu_ops_adapters.revert()
+    assert row["verdict"] == "refused" and "got (x, angles)" in row["state"]
+    assert not row["removable"]
+
+
+def test_adapters_that_were_not_registered(only_qwen3):
+    npu_ops_adapters.revert()
+    row = rope(doctor.patches())
+    assert (row["state"], row["verdict"]) == ("apply", "not registered")
+    (sentence,) = doctor.not_in_force(found_with(patches=[row]))
+    assert sentence.endswith("TORCH_DEVICE_BACKEND_AUTOLOAD=0?)")
+
+
+def test_what_is_switched_off_or_not_there_is_not_amiss(only_qwen3):
+    npu_ops_adapters.revert()
+    with env.override(disable=frozenset({"rope"})):
+        row = rope(doctor.patches())
+    absent = row | {"state": "this version has no such module", "verdict": "absent"}
+    assert row["verdict"] == "disabled"
+    assert list(doctor.not_in_force(found_with(patches=[row, absent]))) == []
+
+
+def test_a_module_that_this_version_has_not():
+    found = doctor._import_frameworks(["transformers.models.gone.modeling_gone", "no_such.thing"])
+    assert found == {
+        "transformers.models.gone.modeling_gone": "this version has no such module",
+        "no_such.thing": "no_such is not installed",
+    }
+
+
+# Implementations that were asked for
+
+
+@pytest.mark.parametrize(
+    "impl, sentence",
+    [
+        ({"rope": "cpu"}, None),
+        ({"rope_backward": "cpu"}, None),
+        ({"rope": "aclnn"}, "NPU_OPS_IMPL=rope=aclnn: it runs on no device here"),
+        ({"attention": "aclnn"}, "NPU_OPS_IMPL=attention=aclnn: it runs on no device here"),
+        ({"nope": "cpu"}, "NPU_OPS_IMPL=nope=cpu: there is no such op"),
+    ],
+)
+def test_an_implementation_that_was_asked_for(impl, sentence):
+    with env.override(impl=impl):
+        found = found_with(implementations=doctor.implementations())
+        assert list(doctor.not_in_force(found)) == ([sentence] if sentence else [])
+
+
+# Known-bad versions
+
+
+@pytest.mark.parametrize(
+    "versions, environ, what, fix",
+    [
+        ({"triton": "3.7.0"}, {}, "share one folder", "pip uninstall -y triton triton-ascend"),
+        ({"torch_npu": "2.8.0"}, CANN, "another torch than 2.13.0", "torch_npu==2.13.*"),
+        ({"torch_npu": "2.13.0"}, {}, "CANN is not in the environment", "set_env.sh"),
+        (
+            {"torch_npu": "2.13.0", "sglang": "0.5.23"}, CANN, "the server does not start",
+            "triton-ascend 3.2.1",
+        ),
+        ({"pybind11": None}, {}, "without pybind11", "pip install pybind11"),
+        ({}, {"TRITON_ALL_BLOCKS_PARALLEL": "1"}, "wait for each other", "unset TRITON_ALL"),
+    ],
+)  # fmt: skip
+def test_known_bad_combinations(versions, environ, what, fix):
+    (problem,) = known_bad.problems(SOUND | versions, environ)
+    assert what in problem["what"] and fix in problem["fix"] and problem["source"]
+
+
+@pytest.mark.parametrize("versions", [SOUND, SOUND | {"torch_npu": "2.13.0.post2"}, {}])
+def test_sound_combinations(versions):
+    assert list(known_bad.problems(versions, CANN)) == []
+
+
+def test_the_version_of_cann(monkeypatch, tmp_path):
+    (tmp_path / "compiler").mkdir()
+    (tmp_path / "compiler" / "version.info").write_text("package=compiler\nVersion=8.5.0\n")
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path))
+    assert doctor.machine()["CANN"] == f"8.5.0 ({tmp_path})"
+
+
+# As text
+
+
+STATES = {
+    "applied": "applied", "apply": "NOT REGISTERED",
+    "refused: expected (t, freqs, rotary_interleaved) (" + "versions, " * 30 + "), got (x)":
+        "REFUSED",
+    "overwritten by mindspeed.core.fusions.fused_rope.apply_rotary_pos_emb": "OVERWRITTEN",
+    "captured too early by " + ", ".join(f"a.b.module_{n}" for n in range(30)): "TOO LATE",
+    "disabled by NPU_OPS_DISABLE": "DISABLED", "this version has no such module": "ABSENT",
+    "it does not import: RuntimeError: half": "BROKEN",
+    "left to SGLang's plugins": "LEFT TO SGLANG'S",
+}  # fmt: skip
+
+
+def test_it_is_readable_in_80_columns():
+    rows = []
+    for state in STATES:
+        row = npu_ops_adapters.Status(f"host.{'deep.' * 9}modeling_x:{'long' * 14}", "rope", state)
+        rows.append(doctor._patch(row, None, state))
+    bad = [{"what": "word " * 40, "fix": "word " * 40, "source": "verl #4254"}]
+    reasons = [
+        {"op": "rope", "device": device, "implementation": name, "why_not": why}
+        for device in ("cpu", "npu")
+        for name, why in (("aclnn", "because " * 30), ("reference", None))
+    ]
+    found = found_with(patches=rows, implementations=reasons) | {"known bad": bad}
+    found["not in force"] = list(doctor.not_in_force(found))
+    text = doctor.text(found)
+    assert max(map(len, text.splitlines())) <= doctor.WIDTH == 80
+    for verdict in STATES.values():
+        assert any(line.endswith(f" {verdict}") for line in text.splitlines()), verdict
+    assert text.count("NOT IN FORCE: ") == 6 and "KNOWN BAD: word" in text
+    assert "2 can be undone" in text and "mindspeed.core.fusions.fused_rope" in text
+
+
+@pytest.mark.parametrize("amiss, code", [([], 0), (["rope: refused"], 1)])
+def test_the_exit_status_says_whether_something_is_amiss(monkeypatch, amiss, code):
+    found = found_with(**{"not in force": amiss})
+    monkeypatch.setattr(doctor, "collect", lambda modules: found)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == code
+    assert ("nothing amiss" in result.output) == (code == 0)
+
+
+def test_a_broken_torch_npu_is_said(monkeypatch):
+    def fails():
+        raise OSError("libascendcl.so: cannot open shared object file")
+
+    monkeypatch.setattr(torch, "npu", type("npu", (), {"is_available": fails}), raising=False)
+    machine = doctor.machine()
+    assert machine["npu devices"] == 0 and machine["SoC"] is None
+    assert machine["no npu because"].startswith("torch_npu does not work: OSError: libascendcl.so")
