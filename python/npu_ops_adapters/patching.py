@@ -41,6 +41,7 @@ class Patch:
     also: modules that import it by value, for what cannot be recognised there: None or a bool.
     note: says more of an applied patch, e.g. a count.
     by: who applies it in this engine's place, and tells it by `adopt`; "" is the engine.
+    joined, left: called once it is applied, and once it is reverted.
     """
 
     target: str
@@ -55,6 +56,12 @@ class Patch:
     also: Names = ()
     note: Callable[[], str] | None = None
     by: str = ""
+    joined: Callable[[], None] | None = None
+    left: Callable[[], None] | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.target, self.op
 
     @property
     def module(self) -> str:
@@ -95,18 +102,17 @@ class _Applied:
 
 _ABSENT = object()  # in place of an attribute that is not there
 _applied: list[_Applied] = []
+_handed_over: dict[tuple[str, str], Patch] = {}  # to a framework's own patch manager
 _lock = threading.RLock()  # modules may be imported by several threads
 
 
 def plan(patches: Iterable[Patch], ready: str | None = None) -> list[Status]:
     """What `apply` would do with each, and what is applied."""
     with _lock:
-        patches = {(patch.target, patch.op): patch for patch in patches}
+        patches = {patch.key: patch for patch in patches}
         rows = [_planned(patch, ready) for patch in patches.values()]
         return rows + [
-            applied.status("applied")
-            for applied in _live()
-            if (applied.patch.target, applied.patch.op) not in patches
+            applied.status("applied") for applied in _live() if applied.patch.key not in patches
         ]
 
 
@@ -123,7 +129,7 @@ def apply(patches: Iterable[Patch], ready: str | None = None) -> list[Status]:
             if row.state == "apply":
                 row = _try(patch, holders)
             if row.state.startswith("refused"):
-                refused[patch.target, patch.op] = row
+                refused[patch.key] = row
                 log.once(f"{patch.target}: {row.state}")
         return [refused.get((row.target, row.op), row) for row in plan(patches, ready)]
 
@@ -143,7 +149,63 @@ def revert() -> list[Status]:
     """Put everything back, the last first."""
     with _lock:
         holders = _Holders()
-        return [_revert(_applied.pop(), holders) for _ in range(len(_applied))]
+        _handed_over.clear()
+        rows = []
+        while _applied:
+            applied = _applied.pop()
+            rows.append(_revert(applied, holders))
+            if applied.patch.left:
+                applied.patch.left()
+        return rows
+
+
+def hand_over(patches: Iterable[Patch]) -> None:
+    """From now on a framework's own patch manager places these; each is put back for it first."""
+    with _lock:
+        new = {patch.key: patch for patch in patches if patch.key not in _handed_over}
+        _withdraw(new)
+        _handed_over.update(new)
+
+
+def take_back() -> None:
+    """End every `hand_over`: what the framework's patch manager placed is put back."""
+    with _lock:
+        _withdraw(_handed_over)
+        _handed_over.clear()
+
+
+def place(patch: Patch, original: Any) -> Any:
+    """What the framework's patch manager is to place for a patch that was handed over to it.
+
+    `original` is what its other patches make of the target: what ours falls through to. It comes
+    back as it is if ours is in it already, or cannot be made.
+    """
+    with _lock:
+        if env.settings.disable & {"all", patch.op} or patch.key not in _handed_over:
+            return original
+        known = [applied for applied in _live() if applied.patch.key == patch.key]
+        if any(applied.replacement is inner for applied in known for inner in wrapped(original)):
+            return original
+        reason = _mismatch(patch, original)
+        try:
+            replacement = original if reason else patch.make(original)
+        except Exception as error:
+            reason = _cannot(error)
+        if reason:
+            log.once(f"{patch.target}: refused: {reason}")
+            return original
+        for applied in known:
+            _applied.remove(applied)
+        adopt(patch, original, replacement)
+        return replacement
+
+
+def _withdraw(keys: Iterable[tuple[str, str]]) -> None:
+    chosen = [applied for applied in _applied if applied.patch.key in keys]
+    holders = _Holders() if chosen else None
+    for applied in reversed(chosen):
+        _applied.remove(applied)
+        _revert(applied, holders)
 
 
 def adopt(patch: Patch, original: Any, replacement: Any) -> None:
@@ -167,7 +229,7 @@ def _live() -> Iterator[_Applied]:
 
 def _planned(patch: Patch, ready: str | None) -> Status:
     for applied in _live():
-        if (applied.patch.target, applied.patch.op) == (patch.target, patch.op):
+        if applied.patch.key == patch.key:
             return applied.status("applied")
     return Status(patch.target, patch.op, _state(patch, ready))
 
@@ -177,6 +239,8 @@ def _state(patch: Patch, ready: str | None) -> str:
         return "disabled by NPU_OPS_DISABLE"
     if not _has_run(patch.module, ready):
         return "module not imported yet"
+    if patch.key in _handed_over:
+        return "left to the framework's patch manager"
     reason = _why_not(patch)
     if reason:
         return f"refused: {reason}"
@@ -211,6 +275,10 @@ def _why_not(patch: Patch) -> str | None:
         original = names[name]
     except KeyError as missing:
         return f"{patch.module} has no {missing.args[0]}; it was there in {patch.versions}"
+    return _mismatch(patch, original)
+
+
+def _mismatch(patch: Patch, original: Any) -> str | None:
     if not patch.signatures:
         return None
     parameters = _parameters(original)
@@ -249,16 +317,26 @@ def _try(patch: Patch, holders: _Holders) -> Status:
         places = [(owner, name), *(place for place in others if place != (owner, name))]
         holders.replace(places, original, replacement)
     except Exception as error:  # what a framework does to its own modules is not for us to foresee
-        reason = f"refused: it cannot be made: {type(error).__name__}: {error}"
-        return Status(patch.target, patch.op, reason)
-    _applied.append(_Applied(patch, owner, name, original, replacement, had))
-    return _applied[-1].status("applied")
+        return Status(patch.target, patch.op, f"refused: {_cannot(error)}")
+    applied = _Applied(patch, owner, name, original, replacement, had)
+    _applied.append(applied)
+    try:
+        if patch.joined:
+            patch.joined()
+    except Exception as error:
+        _applied.remove(applied)
+        _revert(applied, holders)
+        return Status(patch.target, patch.op, f"refused: {_cannot(error)}")
+    return applied.status("applied")
+
+
+def _cannot(error: Exception) -> str:
+    return f"it cannot be made: {type(error).__name__}: {error}"
 
 
 def _verified(applied: _Applied, top: _Applied, holders: _Holders) -> str:
     current = applied.here()
-    within = wrapped(current) if applied.patch.by else (current,)
-    if not any(function is top.replacement for function in within):
+    if not any(function is top.replacement for function in wrapped(current)):
         return f"overwritten by {_whose(current)}"
     importers = _importers(applied.patch, applied.original, applied.name, holders)
     captured = sorted({module.__name__ for module, _ in importers})
@@ -273,8 +351,11 @@ def wrapped(function: Any) -> Iterator[Any]:
 
 
 def _importers(patch: Patch, original: Any, name: str, holders: _Holders) -> list[Place]:
-    """Where else `original` is."""
+    """Where else `original` is; not in the module of another framework that it comes from."""
     found = holders.of(original, name) if patch.rebind else []
+    home = getattr(original, "__module__", None) or ""
+    if home.partition(".")[0] != patch.module.partition(".")[0]:
+        found = [(module, held) for module, held in found if module.__name__ != home]
     modules = filter(None, map(sys.modules.get, patch.also))
     return found + [(m, name) for m in modules if name in vars(m) and vars(m)[name] is original]
 

@@ -24,6 +24,7 @@ JIT = "megatron.core.jit"
 BDA = "megatron.core.fusions.fused_bias_dropout"
 ROPE = "megatron.core.models.common.embeddings.rope_utils"
 GDN = "megatron.core.ssm.gated_delta_net"
+TRANSFORMER = "megatron.core.transformer"
 TARGETS = {
     (f"{JIT}:jit_fuser", "jit_fuser"),
     (f"{BDA}:bias_dropout_add_fused_train", "bias_dropout_add"),
@@ -34,6 +35,8 @@ TARGETS = {
     (f"{ROPE}:_apply_rotary_pos_emb_thd", "rope"),
     (f"{ROPE}:fused_apply_rotary_pos_emb", "rope"),
     (f"{ROPE}:fused_apply_rotary_pos_emb_thd", "rope"),
+    (f"{TRANSFORMER}.attention:Attention.__init__", "attention"),
+    (f"{TRANSFORMER}.multi_latent_attention:MultiLatentAttention.__init__", "attention"),
 }
 CHECKS: dict[str, list] = {"early": [], "late": []}
 
@@ -129,6 +132,7 @@ def import_everything() -> None:
     for module in {JIT, BDA, ROPE, *fixed.values(), *local.values()}:
         importlib.import_module(module)
     importlib.import_module("megatron.core.models.gpt.gpt_model")
+    importlib.import_module(f"{TRANSFORMER}.multi_latent_attention")
     if importlib.util.find_spec(GDN):
         importlib.import_module(GDN)
 
@@ -164,6 +168,7 @@ CALLS = dict.fromkeys(
     (
         *("bias_dropout_add", "apply_rotary_pos_emb_freqs"),
         *("chunk_gated_delta_rule", "l2norm", "causal_conv1d", "gdn_gate", "rms_norm_gated"),
+        "attention",
     ),
     0,
 )
@@ -197,6 +202,7 @@ RESULTS: dict[str, dict] = {}
 
 def compute() -> dict:
     results = bias_dropout_add_results() | rope_results() | packed_rope_results()
+    results |= attention_results()
     return results | model_results() | gated_delta_net_results()
 
 
@@ -392,6 +398,49 @@ def packed(t, lengths, freqs, ranks, own, **options):
     finally:
         for name, value in zip(names, before, strict=True):
             setattr(parallel_state, name, value)
+
+
+def core_attention(mask_type="causal", **config):
+    """A core attention as a layer builds it: ours where the adapter is registered."""
+    import megatron_cpu
+    from megatron.core.transformer import enums
+
+    layer = megatron_cpu.gpt("rope", num_layers=1, **config).decoder.layers[0]
+    built = layer.self_attention.core_attention
+    built.attn_mask_type = enums.AttnMaskType[mask_type]
+    if hasattr(built, "scale_mask_softmax"):
+        built.scale_mask_softmax.attn_mask_type = built.attn_mask_type
+    return built
+
+
+def attention_results() -> dict:
+    import torch
+
+    results = {}
+    causal = torch.ones(1, 1, 24, 24, dtype=torch.bool).triu(1)
+    padding = torch.zeros(2, 1, 1, 24, dtype=torch.bool)
+    padding[0, ..., 19:] = True
+    documents = causal.clone()
+    documents[..., 9:, :9] = True
+    masks = {"none": None, "causal": causal, "documents": documents, "padding": padding}
+    kinds = [("causal", "none"), ("causal", "causal"), ("causal", "documents")]
+    kinds += [("padding", "padding"), ("padding", "none"), ("no_mask", "none")]
+    for (kind, name), heads, dtype in itertools.product(
+        kinds, (4, 2, 1), (torch.float32, torch.bfloat16)
+    ):
+        layer = core_attention(mask_type=kind, num_query_groups=heads)
+        q = leaf(24, 2, 4, 16, dtype=dtype)
+        k, v = (leaf(24, 2, heads, 16, dtype=dtype, seed=seed) for seed in (1, 2))
+        out = layer(q, k, v, masks[name])
+        results[f"attention, {kind}, mask {name}, {heads} groups, {dtype}"] = outcome(out, q, k, v)
+    for name, layer in (
+        ("scaled by layer", core_attention(apply_query_key_layer_scaling=True)),
+        ("one query", core_attention()),
+    ):
+        q = leaf(1 if name == "one query" else 24, 2, 4, 16, dtype=torch.float32)
+        k, v = (leaf(24, 2, 2, 16, dtype=torch.float32, seed=seed) for seed in (1, 2))
+        results[f"attention, {name}"] = outcome(layer(q, k, v, None), q, k, v)
+    return results
 
 
 def model_results() -> dict:
@@ -629,6 +678,90 @@ def gated_delta_net_keeps_packed_sequences_apart():
 
 
 @check("early")
+def attention_calls_reach_npu_ops():
+    """And what Megatron's own does not take: packed sequences, a bias, values of another width."""
+    import megatron_cpu
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    layer = core_attention()
+    assert not isinstance(layer, DotProductAttention) and layer.state_dict() == {}
+    q, k, v = (leaf(24, 2, n, 16, dtype=torch.float32, seed=n) for n in (4, 2, 2))
+    out, calls = calls_of("attention", layer, q, k, v, None)
+    assert calls == 1 and out.shape == (24, 2, 64)
+    starts = torch.tensor([0, 7, 24], dtype=torch.int32)
+    packing = {"qkv_format": "thd", "cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+    packing |= {"max_seqlen_q": 17, "max_seqlen_kv": 17}
+    q, k, v = (x[:, 0] for x in (q, k, v))
+    packed, calls = calls_of(
+        "attention", layer, q, k, v, None, packed_seq_params=PackedSeqParams(**packing)
+    )
+    assert calls == 1 and packed.shape == (24, 64)
+    for part in (slice(0, 7), slice(7, 24)):
+        alone = layer(*(x[part, None] for x in (q, k, v)), None)[:, 0]
+        assert (packed[part] - alone).abs().max() < 1e-5
+    padded = packing | {"cu_seqlens_q": starts - 1, "cu_seqlens_q_padded": starts}
+    padded |= {"cu_seqlens_kv_padded": starts}
+    assert layer(q, k, v, None, packed_seq_params=PackedSeqParams(**padded)).equal(packed)
+    bias = leaf(1, 4, 24, 24, dtype=torch.float32)
+    q, k, v = (x[:, None] for x in (q, k, v))
+    assert not layer(q, k, v, None, attention_bias=bias).equal(layer(q, k, v, None))
+    assert layer(q, k, v[..., :8], None).shape == (24, 1, 32)
+    model = megatron_cpu.gpt("rope")
+    assert calls_of("attention", megatron_cpu.step, model)[1] == 2
+
+
+@check("early")
+def attention_drops_weights_and_recomputes_them():
+    import megatron_cpu
+
+    steps = []
+    for recompute in ({}, {"recompute_granularity": "selective"}):
+        model = megatron_cpu.gpt("rope", attention_dropout=0.2, **recompute)
+        steps.append(megatron_cpu.step(model))
+    plain = megatron_cpu.step(megatron_cpu.gpt("rope"))
+    assert (plain["loss"] - steps[0]["loss"]).abs() > 1e-5
+    for name, value in steps[0].items():
+        assert (value - steps[1][name]).abs().max() < 1e-6, name
+    model.eval()
+    assert (plain["loss"] - megatron_cpu.step(model)["loss"]).abs() < 1e-6
+
+
+@check("early")
+def attention_of_what_it_does_not_do_is_megatrons():
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from npu_ops_adapters.megatron import attention
+
+    layer = core_attention()
+    q, k, v = (leaf(4, 1, n, 16, dtype=torch.float32, seed=n) for n in (4, 2, 2))
+    mask = torch.zeros(1, 1, 4, 4, dtype=torch.int32)  # masked_fill wants bool
+    try:
+        layer(q, k, v, mask)
+    except RuntimeError as error:
+        assert "masked_fill" in str(error) or "bool" in str(error).lower(), error
+    starts = torch.tensor([1, 4], dtype=torch.int32)  # MindSpeed's, without the leading zero
+    packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    try:
+        layer(q[:, 0], k[:, 0], v[:, 0], None, packed_seq_params=packing)
+    except AssertionError as error:
+        assert "Packed sequence is not supported by DotProductAttention" in str(error)
+    else:
+        raise AssertionError("it was taken")
+    config = types.SimpleNamespace(context_parallel_size=2)
+    sentence = "context_parallel_size: got 2, needs 1: keys of other ranks are not here"
+    assert attention.why_not(config) == sentence
+    try:
+        attention.npuify(DotProductAttention)(config, 1, None, "self")
+    except ValueError as error:
+        assert str(error) == sentence
+    else:
+        raise AssertionError("context parallelism was taken")
+
+
+@check("early")
 def lengths_that_are_no_tensor_are_left_to_others():
     """MindSpeed passes an object with position ids; its own function takes it."""
     import torch
@@ -765,12 +898,9 @@ def reverted():
     import npu_ops_adapters
     import torch
 
-    ours = [
-        vars(sys.modules[target.partition(":")[0]])[target.partition(":")[2]]
-        for target, _ in TARGETS
-    ]
+    ours = [held(target) for target, _ in TARGETS]
     originals = {target: inspect.unwrap(f) for (target, _), f in zip(TARGETS, ours, strict=True)}
-    ours += [gdn_function(target) for target, _ in gdn_targets() if "HAVE_FLA" not in target]
+    ours += [held(target) for target, _ in gdn_targets() if "HAVE_FLA" not in target]
     rows = npu_ops_adapters.revert()
     assert {row.state for row in rows} == {"reverted"} and len(rows) == len(targets())
     assert npu_ops_adapters.verify() == []
@@ -778,7 +908,7 @@ def reverted():
     assert holders == [], holders
     for target, original in originals.items():
         module, _, name = target.partition(":")
-        current = getattr(sys.modules[module], name)
+        current = held(target)
         if name == "jit_fuser":
             assert current is torch.compile
         elif name.startswith("fused_apply"):
@@ -786,7 +916,7 @@ def reverted():
         else:
             assert current is original and current.__module__ == module, target
     for target, op in gdn_targets():
-        value = gdn_function(target)
+        value = held(target)
         is_method = op in ("gdn_gate", "rms_norm_gated")
         assert value.__module__ == gdn().__name__ if is_method else not value, target
     for name, module in sys.modules.items():
@@ -814,6 +944,34 @@ def rope_equals_megatrons():
 @check("early")
 def packed_rope_equals_megatrons():
     compare("packed rope")
+
+
+@check("early")
+def attention_equals_megatrons():
+    compare("attention")
+
+
+@check("early")
+def a_spec_by_hand_has_our_attention():
+    """Nothing is registered here; a spec is not changed, and says the same twice."""
+    import megatron_cpu
+    import npu_ops_adapters.megatron
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from npu_ops.tools import demo_model
+
+    config = types.SimpleNamespace(normalization="LayerNorm")
+    spec = demo_model.layers(config)
+    ours = npu_ops_adapters.megatron.npuify(spec)
+    attention = spec.submodules.self_attention.submodules.core_attention
+    assert attention is DotProductAttention
+    assert npu_ops_adapters.megatron.npuify(ours) is ours
+    assert ours.submodules.mlp is spec.submodules.mlp
+    expected = megatron_cpu.step(megatron_cpu.gpt("rope"))
+    actual, calls = calls_of("attention", megatron_cpu.step, megatron_cpu.gpt("rope", spec=ours))
+    assert calls == 2
+    for name, value in expected.items():
+        assert (value - actual[name]).abs().max() < 1e-5, name
 
 
 @check("early")
@@ -873,7 +1031,7 @@ def changed_upstream(t, freqs, plan):
     return t
 
 
-def gdn_function(target: str):
+def held(target: str):
     module, _, path = target.partition(":")
     owner, name = sys.modules[module], path.rpartition(".")[2]
     for part in path.split(".")[:-1]:

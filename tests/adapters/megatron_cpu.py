@@ -26,8 +26,10 @@ def start() -> None:
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     from megatron.core import parallel_state
+    from megatron.core.fusions import fused_softmax
     from megatron.core.tensor_parallel import random
 
+    fused_softmax.get_default_causal_mask = causal_mask
     parallel_state.initialize_model_parallel(1, 1)
     random.initialize_rng_tracker()
     random._CUDA_RNG_STATE_TRACKER = NoTracker()
@@ -36,7 +38,12 @@ def start() -> None:
     random._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
-def gpt(position: str, **config):
+def causal_mask(length: int) -> torch.Tensor:
+    """Megatron's makes one on "cuda"."""
+    return torch.ones(length, length, dtype=torch.bool).triu(1)
+
+
+def gpt(position: str, spec=None, **config):
     """A two-layer GPTModel with rotary embedding on half of each head, in fp32."""
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -59,7 +66,7 @@ def gpt(position: str, **config):
     config = TransformerConfig(**(settings | config))
     model = GPTModel(
         config=config,
-        transformer_layer_spec=demo_model.layers(config),
+        transformer_layer_spec=spec or demo_model.layers(config),
         vocab_size=128,
         max_sequence_length=32,
         position_embedding_type=position,

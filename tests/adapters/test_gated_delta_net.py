@@ -43,13 +43,13 @@ def heads(width=16, queries=2, dtype=torch.float32):
     ids=["width", "heads", "dtype", "context parallel", "state", "chunk", "positional"],
 )
 def test_delta_rules_that_are_left_to_fla(arguments, options):
-    rule = chunk_gated_delta_rule._replace(theirs)
+    rule = chunk_gated_delta_rule.replace(theirs)
     assert rule(*arguments, **options) == ("theirs", arguments, options)
 
 
 def test_megatrons_delta_rule_is_ours():
     q, k, v, g, beta = heads()
-    rule = chunk_gated_delta_rule._replace(theirs)
+    rule = chunk_gated_delta_rule.replace(theirs)
     options = {"initial_state": None, "output_final_state": False, "cu_seqlens": None}
     o, state = rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=False, **options)
     assert state is None and o.equal(npu_ops.chunk_gated_delta_rule(q, k, v, g, beta)[0])
@@ -57,21 +57,21 @@ def test_megatrons_delta_rule_is_ours():
 
 def test_without_fla_our_errors_say_what_is_wrong():
     with pytest.raises(ValueError, match=r"q: got shape \[1, 5, 2, 512\]"):
-        chunk_gated_delta_rule._replace(None)(*heads(width=512))
+        chunk_gated_delta_rule.replace(None)(*heads(width=512))
     with pytest.raises(TypeError, match="x: got"):
-        l2norm._replace(None)(torch.arange(4))
+        l2norm.replace(None)(torch.arange(4))
 
 
 def test_what_l2norm_leaves_to_fla():
     x = torch.arange(4)
-    assert l2norm._replace(theirs)(x, 1e-5) == ("theirs", (x, 1e-5), {})
-    assert l2norm._replace(theirs)(rows(3, 8)).equal(npu_ops.l2norm(rows(3, 8)))
+    assert l2norm.replace(theirs)(x, 1e-5) == ("theirs", (x, 1e-5), {})
+    assert l2norm.replace(theirs)(rows(3, 8)).equal(npu_ops.l2norm(rows(3, 8)))
 
 
 @pytest.mark.parametrize("taps, options", [(5, {}), (4, {"residual": rows(2, 9, 6)})])
 def test_convolutions_that_are_left_to_fla(taps, options):
     x, weight = rows(2, 9, 6), rows(6, taps)
-    name, args, kwargs = causal_conv1d._replace(theirs)(x, weight, activation="silu", **options)
+    name, args, kwargs = causal_conv1d.replace(theirs)(x, weight, activation="silu", **options)
     assert name == "theirs" and args == (x, weight, None)
     assert kwargs == {"activation": "silu", "cu_seqlens": None} | options
 
@@ -101,14 +101,14 @@ def test_gates_in_float64_are_left_to_megatron():
     def original(self, A_log, dt_bias, alpha, beta):
         return "theirs"
 
-    gate, (A_log, dt_bias, alpha) = gdn_gate._replace(original), (rows(4), rows(4), rows(2, 3, 4))
+    gate, (A_log, dt_bias, alpha) = gdn_gate.replace(original), (rows(4), rows(4), rows(2, 3, 4))
     assert gate(None, A_log, dt_bias, alpha.double(), alpha) == "theirs"
     g, beta = gate(None, A_log, dt_bias, alpha, alpha)
     assert g.equal(npu_ops.gdn_gate(alpha, A_log, dt_bias)) and beta.shape == alpha.shape
 
 
 def test_norms_that_are_not_torchs_are_left_to_megatron():
-    norm = rms_norm_gated._replace(lambda self, x, gate: "theirs")
+    norm = rms_norm_gated.replace(lambda self, x, gate: "theirs")
     silu, x, gate = torch.nn.functional.silu, rows(2, 5, 3, 8), rows(2, 5, 3, 8)
 
     class Other(torch.nn.RMSNorm):

@@ -332,3 +332,92 @@ def test_what_another_applied_is_in_force_inside_further_wrappers(host):
     assert state(patching.verify()) == "applied"
     host.maths.double = host.double
     assert state(patching.verify()).startswith("overwritten by")
+
+
+# Patches that a framework's own patch manager places
+
+
+def handed_over(host, *patches):
+    patching.apply(patches)
+    patching.hand_over(patches)
+    assert host.maths.double is host.model.twice is host.double
+
+
+def test_what_is_handed_over_is_put_back_and_left(host):
+    handed_over(host, patch())
+    left = "left to the framework's patch manager"
+    assert state(patching.apply([patch()])) == state(patching.plan([patch()])) == left
+    assert host.maths.double is host.double
+    patching.take_back()
+    assert state(patching.apply([patch()])) == "applied"
+
+
+def test_what_the_manager_places_is_verified_and_reverted_as_ours(host):
+    handed_over(host, patch())
+    theirs = types.FunctionType(double.__code__, {}, "theirs", (2,))
+    host.maths.double = patching.place(patch(), theirs)  # the manager's part
+    assert host.maths.double(4) == ("ours", 8)
+    assert state(patching.verify()) == state(patching.plan([patch()])) == "applied"
+    assert patching.place(patch(), host.maths.double) is host.maths.double  # ours already
+    host.maths.double = patching.place(patch(), theirs)  # placed anew
+    assert len(patching.verify()) == 1
+    assert state(patching.revert()) == "reverted"
+    assert host.maths.double is theirs
+
+
+def test_taken_back_nothing_of_ours_stays_where_the_manager_had_put_it(host):
+    handed_over(host, patch())
+    host.model.twice = host.maths.double = patching.place(patch(), host.double)
+    patching.take_back()
+    assert host.maths.double is host.model.twice is host.double
+    assert patching.place(patch(), host.double) is host.double  # not handed over any more
+
+
+def test_what_cannot_be_adopted_stays_as_it_is(host, caplog):
+    handed_over(host, patch(), patch(op="other"))
+
+    def unknown(y):
+        return y
+
+    assert patching.place(patch(), unknown) is unknown
+    assert "refused: expected (x, scale)" in caplog.text
+    fails = patch(make=lambda original: 1 / 0)
+    assert patching.place(fails, host.double) is host.double
+    assert "it cannot be made: ZeroDivisionError" in caplog.text
+    with env.override(disable=frozenset({"double"})):
+        assert patching.place(patch(), host.double) is host.double
+
+
+def test_a_wrapper_over_ours_that_says_so_is_no_overwriting(host):
+    patching.apply([patch()])
+    ours = host.maths.double
+
+    @functools.wraps(ours)
+    def over(*args):
+        return ours(*args)
+
+    host.maths.double = over
+    assert state(patching.verify()) == "applied"
+    host.maths.double = ours
+
+
+def test_joining_and_leaving(host):
+    said = []
+    settings = {"joined": lambda: said.append("joined"), "left": lambda: said.append("left")}
+    patching.apply([patch(**settings)])
+    patching.revert()
+    assert said == ["joined", "left"]
+    rows = patching.apply([patch(joined=lambda: 1 / 0)])
+    assert state(rows) == "refused: it cannot be made: ZeroDivisionError: division by zero"
+    assert host.maths.double is host.double
+
+
+def test_what_another_framework_has_put_there_stays_in_its_own_module(host, monkeypatch):
+    other = types.ModuleType("other.maths")
+    other.faster = types.FunctionType(double.__code__, {}, "faster", (2,))
+    other.faster.__module__ = "other.maths"
+    monkeypatch.setitem(sys.modules, "other.maths", other)
+    host.maths.double = host.model.twice = theirs = other.faster
+    patching.apply([patch()])
+    assert host.model.twice is host.maths.double is not theirs
+    assert other.faster is theirs and state(patching.verify()) == "applied"

@@ -6,7 +6,10 @@ import importlib
 import pkgutil
 from collections.abc import Iterable
 
+from npu_ops_adapters.megatron.attention import npuify
 from npu_ops_adapters.patching import Patch
+
+__all__ = ["npuify", "patches"]
 
 
 def patches() -> Iterable[Patch]:

@@ -20,12 +20,14 @@ from npu_ops_adapters.patching import Patch
 
 _HEAD = ("x", "weight", "bias", "residual")
 _STATES = (*_HEAD, "initial_state", "output_final_state", "activation", "backend", "cu_seqlens")
-_SIGNATURES = (
+_MINDSPEED = ("x", "weight", "bias", "activation")
+SIGNATURES = (
     None,  # without fla
     (*_HEAD, "activation", "cu_seqlens"),  # fla 0.3
     (*_STATES, "kwargs"),  # 0.3.2
     (*_STATES, "chunk_indices", "kwargs"),  # 0.4.1
     (*_STATES, "cu_seqlens_cpu", "chunk_indices", "cp_context", "kwargs"),  # 0.4.2 to 0.6
+    (*_MINDSPEED, "initial_state", "output_final_state", "cu_seqlens"),
 )
 _CHANNELS_FIRST = (
     *("x", "weight", "bias", "seq_idx", "initial_states", "return_final_states"),
@@ -40,13 +42,13 @@ def patches() -> Iterable[Patch]:
     yield from gated_delta_net.replaced(
         name,
         "causal_conv1d",
-        _replace_channels_first if channels_first else _replace,
-        (None, _CHANNELS_FIRST) if channels_first else _SIGNATURES,
+        _replace_channels_first if channels_first else replace,
+        (None, _CHANNELS_FIRST) if channels_first else SIGNATURES,
         also=gated_delta_net.importers(),
     )
 
 
-def _replace(original: Callable | None) -> Callable:
+def replace(original: Callable | None) -> Callable:
     @functools.wraps(original or npu_ops.causal_conv1d, assigned=(), updated=())
     def npu_ops_convolution(x, weight, bias=None, activation=None, cu_seqlens=None, **options):
         settings = {"activation": activation, "cu_seqlens": cu_seqlens}

@@ -26,13 +26,14 @@ _HEAD = (
 )
 _BETA = ("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first")
 _PACKED = ("cu_seqlens", "cu_seqlens_cpu")
-_SIGNATURES = (
+SIGNATURES = (
     None,  # without fla
     (*_HEAD, "cu_seqlens", "head_first"),  # fla 0.3
     (*_HEAD, "cu_seqlens", "kwargs"),  # 0.4
     (*_HEAD, *_PACKED, "cp_context", "transpose_state_layout", "kwargs"),  # 0.4.2
     (*_HEAD, *_BETA, *_PACKED, "cp_context", "kwargs"),  # 0.5.1
     (*_HEAD, *_BETA, *_PACKED, "chunk_indices", "cp_context", "kwargs"),  # 0.6
+    (*_HEAD, "cu_seqlens", "chunk_size", "head_first"),  # MindSpeed
 )
 
 
@@ -41,13 +42,13 @@ def patches() -> Iterable[Patch]:
     yield from gated_delta_net.replaced(
         "chunk_gated_delta_rule",
         "chunk_gated_delta_rule",
-        _replace,
-        _SIGNATURES,
+        replace,
+        SIGNATURES,
         also=gated_delta_net.importers(),
     )
 
 
-def _replace(original: Callable | None) -> Callable:
+def replace(original: Callable | None) -> Callable:
     @functools.wraps(original or npu_ops.chunk_gated_delta_rule, assigned=(), updated=())
     def npu_ops_chunk(q, k, v, g, beta, *more, **options):
         if original is None or (not more and _is_ours(q, k, v, g, beta, **options)):

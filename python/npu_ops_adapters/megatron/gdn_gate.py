@@ -12,19 +12,21 @@ from npu_ops.core import check
 from npu_ops_adapters.megatron import gated_delta_net
 from npu_ops_adapters.patching import Patch
 
+PARAMETERS = ("A_log_local_cp", "dt_bias_local_cp", "alpha", "beta")
+
 
 def patches() -> Iterable[Patch]:
     """The method; before 0.18 `forward` has it inline."""
     yield from gated_delta_net.method(
         "_compute_g_and_beta",
         "gdn_gate",
-        _replace,
-        ("A_log_local_cp", "dt_bias_local_cp", "alpha", "beta"),
+        replace,
+        PARAMETERS,
         why="it is six kernels, and exp(A_log) is rounded to the parameter's dtype",
     )
 
 
-def _replace(original: Callable) -> Callable:
+def replace(original: Callable) -> Callable:
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_gate(self, A_log_local_cp, dt_bias_local_cp, alpha, beta):
         if _is_ours(A_log_local_cp, dt_bias_local_cp, alpha, beta):

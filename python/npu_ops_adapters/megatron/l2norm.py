@@ -12,20 +12,22 @@ from npu_ops.core import check
 from npu_ops_adapters.megatron import gated_delta_net
 from npu_ops_adapters.patching import Patch
 
+SIGNATURES = (None, ("x", "eps", "output_dtype"))
+
 
 def patches() -> Iterable[Patch]:
     """`l2norm`; before 0.18 it is not even None without fla."""
     yield from gated_delta_net.replaced(
         "l2norm",
         "l2norm",
-        _replace,
-        signatures=(None, ("x", "eps", "output_dtype")),
+        replace,
+        signatures=SIGNATURES,
         optional=True,
         also=gated_delta_net.importers(),
     )
 
 
-def _replace(original: Callable | None) -> Callable:
+def replace(original: Callable | None) -> Callable:
     @functools.wraps(original or npu_ops.l2norm, assigned=(), updated=())
     def npu_ops_l2norm(x, *args, **kwargs):
         if original is None or _is_ours(x):

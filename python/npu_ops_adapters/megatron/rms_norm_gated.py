@@ -12,19 +12,21 @@ from npu_ops.core import check
 from npu_ops_adapters.megatron import gated_delta_net
 from npu_ops_adapters.patching import Patch
 
+PARAMETERS = ("x", "gate")
+
 
 def patches() -> Iterable[Patch]:
     """The method that normalises, multiplies and rounds."""
     yield from gated_delta_net.method(
         "_apply_gated_norm",
         "rms_norm_gated",
-        _replace,
-        ("x", "gate"),
+        replace,
+        PARAMETERS,
         why="it is five kernels, and keeps what each of them computed for backward",
     )
 
 
-def _replace(original: Callable) -> Callable:
+def replace(original: Callable) -> Callable:
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_gated_norm(self, x, gate):
         if not _is_ours(self.out_norm, self.act_fn, x, gate):

@@ -74,13 +74,13 @@ def replace_sbnd(original: Callable, has_batch: bool) -> Callable:
 
     has_batch: take freqs `[s, b, 1, r]`, which are multimodal ones; else `[s, 1, 1, r]`.
     """
-    read = _reader(original)
+    read, fall_through = _reader(original), _tolerant(original)
 
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_rope(*args, **kwargs):
         call = read(args, kwargs)
         if call is None or not _is_ours(call, has_batch):
-            return original(*args, **kwargs)
+            return fall_through(*args, **kwargs)
         return _rotate(call, layout="SBND")
 
     return npu_ops_rope
@@ -91,7 +91,7 @@ def _replace_sbnd(original: Callable) -> Callable:
 
 
 def _replace_packed(original: Callable) -> Callable:
-    read = _reader(original)
+    read, fall_through = _reader(original), _tolerant(original)
     group_of = _context_parallel(original)
     knows_per_token = _knows_per_token()
 
@@ -100,7 +100,7 @@ def _replace_packed(original: Callable) -> Callable:
         call = read(args, kwargs)
         group = group_of(call) if call and _is_ours_packed(call) else None
         if group is None:
-            return original(*args, **kwargs)
+            return fall_through(*args, **kwargs)
         return _rotate_packed(call, *group, knows_per_token)
 
     return npu_ops_packed_rope
@@ -172,14 +172,22 @@ class _Call(NamedTuple):
     max_seqlen: int | None = None
 
 
+_ADDED = {*_Call._fields, "multi_latent_attention"}  # in some version or other
+
+
 def _reader(original: Callable) -> Callable[[tuple, dict], _Call | None]:
-    """Reads a call by the parameters of this version; None: leave it to the original."""
+    """Reads a call; None: leave it to the original.
+
+    Positions are those of this version, and keywords those of any: MindSpeed puts functions of
+    earlier versions into later ones.
+    """
     names = list(inspect.signature(original).parameters)
     renamed = {}
     if "mla_rotary_interleaved" not in names:  # it was called otherwise up to 0.18
         renamed = {"multi_latent_attention": "mla_rotary_interleaved"}
         names = [renamed.get(name, name) for name in names]
-    known = set(names) & set(_Call._fields)
+    packing = {"cu_seqlens", "cp_group", "max_seqlen"}
+    known = set(_Call._fields) - (set() if "cu_seqlens" in names else packing)
 
     def read(args, kwargs):
         given = dict(zip(names, args, strict=False))
@@ -191,6 +199,27 @@ def _reader(original: Callable) -> Callable[[tuple, dict], _Call | None]:
         return _Call(**given) if given.keys() <= known else None
 
     return read
+
+
+def _tolerant(original: Callable) -> Callable:
+    """Calls a function of an earlier version without what it lacks and does not need.
+
+    That is a default, a group, which it finds itself, and a bound, which it does without.
+    """
+    names = inspect.signature(original).parameters
+    needless = ("cp_group", "max_seqlen")
+
+    def call(*args, **kwargs):
+        if "mla_rotary_interleaved" not in names and "mla_rotary_interleaved" in kwargs:
+            kwargs["multi_latent_attention"] = kwargs.pop("mla_rotary_interleaved")
+        kwargs = {
+            name: value
+            for name, value in kwargs.items()
+            if name in names or name not in _ADDED or (value and name not in needless)
+        }
+        return original(*args, **kwargs)
+
+    return call
 
 
 def _is_ours(call: _Call, has_batch: bool) -> bool:
@@ -284,6 +313,6 @@ def _context_parallel(original: Callable) -> Callable[[_Call], tuple[int, int] |
         )
     state = sys.modules["megatron.core.parallel_state"]
     return lambda call: (
-        state.get_context_parallel_world_size(),
+        state.get_context_parallel_world_size() or 1,  # 0 before there are groups
         state.get_context_parallel_rank(),
     )

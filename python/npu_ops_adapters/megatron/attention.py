@@ -1,0 +1,372 @@
+"""Core attention: a module that takes the place of Megatron's in the specs of layers.
+
+It computes what `npu_ops.plan_attention` can plan, and builds what it took the place of for the
+rest. It does not derive from DotProductAttention: Megatron-Bridge goes round those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+import npu_ops
+from npu_ops.core import check
+from npu_ops.core.memo import TensorCache
+from npu_ops_adapters.patching import Patch
+
+_LOCAL = ("megatron.core.transformer.dot_product_attention", "DotProductAttention")
+_ENGINE = ("megatron.core.extensions.transformer_engine", "TEDotProductAttention")
+_BUILDERS = {
+    "megatron.core.transformer.attention": "Attention",
+    "megatron.core.transformer.multi_latent_attention": "MultiLatentAttention",
+}
+_cache = TensorCache(8)  # of masks and lengths, which all layers of a step share
+
+
+def patches() -> Iterable[Patch]:
+    """Where layers build their core attention, from whichever spec."""
+    for module, name in _BUILDERS.items():
+        yield Patch(
+            target=f"{module}:{name}.__init__",
+            op="attention",
+            make=_replace_init,
+            why="DotProductAttention has memory for every pair of tokens, and no packed sequences",
+            signatures=(),  # read by name: of its parameters only config and submodules matter
+            versions="Megatron-Core 0.12 to 0.19 and main",
+            remove_when="Megatron-Core's own attention has NPU kernels",
+        )
+
+
+def npuify(spec: Any) -> Any:
+    """A layer spec, or its submodules, with core attention computed by `npu_ops.attention`.
+
+    Only needed where the adapters are not registered: otherwise layers do so when they are built.
+
+    Args:
+        spec: ModuleSpecs, dataclasses of submodules, lists of them, in any depth. It is not
+            changed; parts without core attention are shared with what is returned.
+
+    Returns:
+        The same, with classes in place of DotProductAttention and TEDotProductAttention. Building
+        a layer from it raises ValueError for what they do not do, e.g. context parallelism.
+    """
+    if isinstance(spec, type):
+        return _module(spec) if spec in _theirs() else spec
+    if isinstance(spec, (list, tuple)):
+        parts = [npuify(part) for part in spec]
+        return spec if _same(parts, spec) else type(spec)(parts)
+    if isinstance(spec, functools.partial):
+        function, keywords = npuify(spec.func), {k: npuify(v) for k, v in spec.keywords.items()}
+        same = function is spec.func and _same(keywords.values(), spec.keywords.values())
+        return spec if same else functools.partial(function, *spec.args, **keywords)
+    if not dataclasses.is_dataclass(spec):
+        return spec
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    changes = {name: npuify(value) for name, value in fields.items()}
+    changes = {name: value for name, value in changes.items() if value is not fields[name]}
+    return dataclasses.replace(spec, **changes) if changes else spec
+
+
+def why_not(config: Any) -> str | None:
+    """None, or a sentence on what of a TransformerConfig the module does not do."""
+    context = getattr(config, "context_parallel_size", 1)
+    if context > 1:
+        return f"context_parallel_size: got {context}, needs 1: keys of other ranks are not here"
+    softmax = getattr(config, "softmax_type", "vanilla")
+    if softmax != "vanilla":
+        return f"softmax_type: got {softmax!r}, needs 'vanilla'"
+    for name in ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention"):
+        if getattr(config, name, False):
+            return f"{name}: got True, needs False: only Transformer Engine does it"
+    return None
+
+
+def _theirs() -> list[type]:
+    """Megatron's classes, or what MindSpeed has put in their place."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in (_LOCAL, _ENGINE))
+    return [value for value in found if isinstance(value, type)]
+
+
+def _same(values: Iterable, others: Iterable) -> bool:
+    return all(value is other for value, other in zip(values, others, strict=True))
+
+
+def _replace_init(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_init(*args, **kwargs):
+        with contextlib.suppress(TypeError):  # a wrong call: the original says how
+            call = signature.bind(*args, **kwargs)
+            if "submodules" in call.arguments and why_not(call.arguments.get("config")) is None:
+                call.arguments["submodules"] = npuify(call.arguments["submodules"])
+                args, kwargs = call.args, call.kwargs
+        return original(*args, **kwargs)
+
+    return npu_ops_init
+
+
+@functools.cache
+def _module(original: type) -> type:
+    """The class for a spec that has `original`; made here, for Megatron is not there earlier."""
+    base = sys.modules["megatron.core.transformer.module"].MegatronModule
+    by_type = original is not getattr(sys.modules.get(_LOCAL[0]), _LOCAL[1], None)
+
+    class NpuOpsAttention(base):
+        """`npu_ops.attention` as Megatron's core attention."""
+
+        def __init__(
+            self,
+            config,
+            layer_number,
+            attn_mask_type,
+            attention_type,
+            attention_dropout=None,
+            softmax_scale=None,
+            **more,
+        ):
+            reason = why_not(config)
+            if reason:
+                raise ValueError(reason)
+            super().__init__(config=config)
+            self.layer_number = max(1, layer_number)
+            self.attn_mask_type = attn_mask_type
+            dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+            self.attention_dropout = torch.nn.Dropout(dropout)
+            self.softmax_scale = softmax_scale
+            if softmax_scale is None:
+                self.softmax_scale = 1.0 / math.sqrt(config.kv_channels)
+            arguments = (config, layer_number, attn_mask_type, attention_type)
+            settings = {"attention_dropout": attention_dropout, "softmax_scale": softmax_scale}
+            self._build = functools.partial(original, *arguments, **settings, **more)
+            self._built = []  # a list: no module of ours, and not in checkpoints
+
+        def forward(
+            self,
+            query,
+            key,
+            value,
+            attention_mask=None,
+            attn_mask_type=None,
+            attention_bias=None,
+            packed_seq_params=None,
+            **more,
+        ):
+            call = (query, key, value, attention_mask, attn_mask_type, attention_bias)
+            plain = all(option is None for option in more.values())
+            out = attend(self, *call, packed_seq_params, by_type=by_type) if plain else None
+            if out is not None:
+                return out
+            return self._original()(*call, packed_seq_params, **more)
+
+        def _original(self):
+            if not self._built:
+                self._built.append(self._build())
+            return self._built[0].train(self.training)
+
+        def _load_from_state_dict(self, state_dict, prefix, *args):
+            state_dict.pop(f"{prefix}_extra_state", None)  # Transformer Engine's, of fp8
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    return NpuOpsAttention
+
+
+def attend(
+    layer, query, key, value, mask, mask_type, bias, packing, by_type: bool, scale=None
+) -> torch.Tensor | None:
+    """What a core attention returns for this call, `[s, b, h]` or `[t, h]`; None: not ours.
+
+    by_type: as Transformer Engine, a causal type is the whole mask; else a mask that is given is.
+    """
+    if not _fits(query, key, value, bias, packing):
+        return None
+    if packing is None:
+        given = _dense(layer, query, key, mask, mask_type, by_type)
+    else:
+        given = _packed(layer, query, key, mask_type, packing)
+    if given is None:
+        return None
+    config, dropout = layer.config, layer.attention_dropout.p if layer.training else 0.0
+    with _generator(config, dropout):
+        out = npu_ops.attention(
+            query,
+            key,
+            value,
+            bias=bias,
+            scale=layer.softmax_scale if scale is None else scale,
+            dropout_p=dropout,
+            deterministic=bool(getattr(config, "deterministic_mode", False)),
+            **given,
+        )
+    return out.flatten(-2)
+
+
+def _fits(query, key, value, bias, packing) -> bool:
+    tensors = [query, key, value, *([] if bias is None else [bias])]
+    return (
+        all(isinstance(x, torch.Tensor) and x.dtype in check.FLOATS for x in tensors)
+        and all(x.device == query.device for x in tensors)
+        and query.device.type in ("cpu", "npu")
+        and query.dtype == key.dtype == value.dtype
+        and (bias is None or bias.dtype in (query.dtype, torch.float32))
+        and query.dim() == key.dim() == value.dim() == (4 if packing is None else 3)
+        and key.shape[:-1] == value.shape[:-1]
+        and query.shape[-1] == key.shape[-1]
+        and 0 < key.shape[-2] <= query.shape[-2]
+        and query.shape[-2] % key.shape[-2] == 0
+    )
+
+
+@contextlib.contextmanager
+def _generator(config, dropout: float):
+    """As DotProductAttention: ranks of tensor parallelism draw different masks."""
+    if dropout and not config.sequence_parallel:
+        with sys.modules["megatron.core.tensor_parallel"].get_cuda_rng_tracker().fork():
+            yield
+    else:
+        yield
+
+
+# Masks
+
+
+def _dense(layer, query, key, mask, mask_type, by_type: bool) -> dict | None:
+    """The arguments of `npu_ops.attention` for `[s, b, n, d]`."""
+    given = {"layout": "SBND"}
+    lengths = query.shape[0], key.shape[0]
+    kind = (mask_type if by_type and mask_type is not None else layer.attn_mask_type).name
+    window = _window(layer)
+    if window is not None:  # the local one makes its mask from it, whatever it is given
+        if by_type and kind != "causal":
+            return None
+        return given | {"window": window, "is_causal": by_type}
+    if by_type and kind in ("causal", "causal_bottom_right", "no_mask"):
+        alignment = "top_left" if kind == "causal" else "bottom_right"
+        return given | {"is_causal": kind != "no_mask", "causal_alignment": alignment}
+    if mask is None:
+        if kind == "causal" and 1 < lengths[0] != lengths[1]:
+            return None
+        return given | {"is_causal": "causal" in kind and lengths[0] > 1}
+    if not _is_mask(mask, query, key):
+        return None
+    if kind == "causal" and lengths[0] == lengths[1] and _is_causal(mask):
+        return given | {"is_causal": True}
+    both = by_type and kind == "padding_causal"
+    return given | {"attn_mask": _takes_part(mask, lengths if both else None)}
+
+
+def _window(layer) -> tuple[int, int] | None:
+    size = getattr(layer.config, "window_size", None)
+    if size is None:
+        return None
+    utils = sys.modules["megatron.core.transformer.utils"]
+    windowed = getattr(utils, "is_layer_window_attention", None)  # 0.12 to 0.14: every layer
+    skip = getattr(layer.config, "window_attn_skip_freq", None)
+    return tuple(size) if windowed is None or windowed(size, skip, layer.layer_number) else None
+
+
+def _is_mask(mask, query, key) -> bool:
+    """Whether it is Megatron's: True leaves out, `[b, n, sq, sk]` where each may be 1."""
+    full = (query.shape[1], query.shape[2], query.shape[0], key.shape[0])
+    return (
+        isinstance(mask, torch.Tensor)
+        and mask.dtype == torch.bool
+        and mask.device == query.device
+        and (
+            (mask.dim() == 4 and all(m in (1, s) for m, s in zip(mask.shape, full, strict=True)))
+            or tuple(mask.shape) == full[2:]
+        )
+    )
+
+
+def _is_causal(mask: torch.Tensor) -> bool:
+    """Whether it is just the causal one. Read once for a mask, not once for a layer."""
+    if torch.compiler.is_compiling():
+        return False
+    rows = mask.shape[-1]
+    if mask.shape[-2] != rows or mask.numel() != rows * rows:
+        return False
+    return _cache.get(
+        mask, "causal", lambda: mask.reshape(rows, rows).equal(_above(rows, rows, mask))
+    )
+
+
+def _takes_part(mask: torch.Tensor, causal: tuple[int, int] | None) -> torch.Tensor:
+    """The mask as `npu_ops.attention` has it, made once for all layers."""
+
+    def make():
+        return ~mask if causal is None else ~(mask | _above(*causal, mask))
+
+    return _cache.get(mask, ("takes part", causal), make)
+
+
+def _above(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.ones(rows, columns, dtype=torch.bool, device=like.device).triu(1)
+
+
+def _packed(layer, query, key, mask_type, packing) -> dict | None:
+    """The arguments for `[t, n, d]`: each sequence by itself, padding at its end with it.
+
+    Padding is seen by no token before it, so with a causal mask it changes nothing.
+    """
+    kind = (mask_type or layer.attn_mask_type).name
+    padded = [getattr(packing, f"cu_seqlens_{x}_padded", None) for x in ("q", "kv")]
+    starts = [
+        getattr(packing, f"cu_seqlens_{x}", None) if p is None else p
+        for x, p in zip(("q", "kv"), padded, strict=True)
+    ]
+    if (
+        getattr(packing, "qkv_format", None) != "thd"
+        or (getattr(packing, "local_cp_size", None) or 1) > 1
+        or ("causal" not in kind and any(p is not None for p in padded))
+        or not all(_is_lengths(x, query) for x in starts)
+    ):
+        return None
+    # Lengths on the host, for the vendor's operators: read once for a batch, not for each layer.
+    queries, keys = (_cache.get(x, "lengths", lambda x=x: _lengths(x)) for x in starts)
+    if (queries.first, queries.last) != (0, query.shape[0]):
+        return None
+    if (keys.first, keys.last) != (0, key.shape[0]):
+        return None
+    given = {
+        "layout": "TND",
+        "is_causal": "causal" in kind,
+        "window": _window(layer),
+        "cu_seqlens_q": starts[0],
+        "max_seqlen_q": queries.longest,
+        "cu_seqlens_cpu": queries.ends,
+    }
+    if keys.ends.equal(queries.ends):
+        return given
+    both = {"cu_seqlens_cpu": (queries.ends, keys.ends)}
+    return given | both | {"cu_seqlens_k": starts[1], "max_seqlen_k": keys.longest}
+
+
+class _Lengths(NamedTuple):
+    ends: torch.Tensor
+    first: int
+    last: int
+    longest: int
+
+
+def _lengths(starts: torch.Tensor) -> _Lengths:
+    ends = starts.detach().cpu()
+    return _Lengths(ends, int(ends[0]), int(ends[-1]), int(ends.diff().max()))
+
+
+def _is_lengths(x, query) -> bool:
+    return (
+        isinstance(x, torch.Tensor)
+        and x.dtype in (torch.int32, torch.int64)
+        and x.dim() == 1
+        and x.numel() > 1
+        and x.device == query.device
+    )

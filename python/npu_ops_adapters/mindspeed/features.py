@@ -1,0 +1,219 @@
+"""One MindSpeedFeature: what MindSpeed's patch manager places for us, each time it places its own.
+
+What is set beside that manager is overwritten by it, and what is registered with it directly is
+forgotten in `repatch`. A feature is asked anew each time; ours goes last into the list of features
+just before the list is used, whoever has set or replaced the list. It registers wrappers, which
+the manager puts around MindSpeed's own functions, so that what is not ours falls through to these.
+
+While MindSpeed's patches are out, `remove_patches` leaves the adapter of Megatron in force.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import npu_ops_adapters
+from npu_ops.core import log
+from npu_ops_adapters import patching
+from npu_ops_adapters.megatron import attention as megatron_attention
+from npu_ops_adapters.megatron import bias_dropout_add
+from npu_ops_adapters.megatron import mrope as megatron_mrope
+from npu_ops_adapters.megatron import rope as megatron_rope
+from npu_ops_adapters.mindspeed import VERSIONS, arguments, attention, rope
+from npu_ops_adapters.patching import Patch
+
+# From core_r0.18 on MegatronAdaptor has a list of its own, which MindSpeed's may be.
+_MANAGERS = {
+    "mindspeed.features_manager.features_manager": "MindSpeedFeaturesManager",
+    "megatron_adaptor.features_manager.features_manager": "FeaturesManager",
+}
+_BASES = {
+    "mindspeed.features_manager.feature": "MindSpeedFeature",
+    "megatron_adaptor.features_manager.mindspeed_feature": "MindSpeedFeature",
+}
+_REGISTRY = "mindspeed.patch_utils"
+_USES = ("apply_features_pre_patches", "apply_features_patches")
+
+_features: list[Any] = []  # ours, once there is a base class for it
+_registries: list[Any] = []  # the patch managers that it was registered with
+_wrappers: dict[tuple[str, str], Callable] = {}
+
+
+def patches() -> Iterable[Patch]:
+    """Where the list of features is used, and where patches are removed."""
+    for module, name in _MANAGERS.items():
+        manager = _manager(module)
+        for method in _USES:
+            if manager is None or method in vars(manager):  # else it is the base class's
+                yield _patch(
+                    f"{module}:{name}.{method}",
+                    _replace_use,
+                    "the list of features is replaced by programs, and ours would not be in it",
+                    joined=_join_late if method == _USES[1] else None,
+                    left=_leave if method == _USES[1] else None,
+                )
+    yield _patch(
+        f"{_REGISTRY}:MindSpeedPatchesManager.remove_patches",
+        _replace_remove,
+        "without MindSpeed's patches those of Megatron's adapter are to be in force again",
+    )
+
+
+def _manager(module: str) -> type | None:
+    return getattr(sys.modules.get(module), _MANAGERS[module], None)
+
+
+def covered() -> list[Patch]:
+    """What MindSpeed's manager places for us: its own targets, and ours that it may come to have.
+
+    The slots of Megatron's fused rope stay ours alone: with MindSpeed nothing calls them.
+    """
+    modules = (megatron_attention, bias_dropout_add, megatron_mrope, megatron_rope)
+    found = [patch for module in modules for patch in module.patches() if patch.rebind]
+    return [*found, attention.forward(), rope.dispatcher()]
+
+
+def _patch(target: str, make: Callable, why: str, **changes) -> Patch:
+    return Patch(
+        target=target,
+        op="mindspeed",
+        make=make,
+        why=why,
+        signatures=(),  # a class or static method, of which inspect says nothing
+        versions=VERSIONS,
+        remove_when="MindSpeed asks packages for features of theirs",
+        **changes,
+    )
+
+
+def _replace_use(original: classmethod) -> classmethod:
+    use = original.__func__
+
+    @functools.wraps(use, assigned=(), updated=())
+    def npu_ops_use(cls, args, *more, **options):
+        args = arguments.complete(args, cls.FEATURES_LIST)
+        _join(cls)
+        patching.hand_over(covered())
+        return use(cls, args, *more, **options)
+
+    return classmethod(npu_ops_use)
+
+
+def _replace_remove(original: staticmethod) -> staticmethod:
+    remove = original.__func__
+
+    @functools.wraps(remove, assigned=(), updated=())
+    def npu_ops_remove(*args, **kwargs):
+        result = remove(*args, **kwargs)
+        patching.take_back()
+        npu_ops_adapters.apply()
+        return result
+
+    return type(original)(npu_ops_remove)
+
+
+def _join(manager: type) -> None:
+    """Put our feature last: wrappers registered last are outermost."""
+    features = manager.FEATURES_LIST
+    ours = _feature()
+    if ours in features:
+        features.remove(ours)
+        features.append(ours)
+    elif hasattr(manager, "add_feature"):
+        manager.add_feature(ours)
+    else:
+        features.append(ours)
+
+
+def _join_late() -> None:
+    """Where MindSpeed's patches are in already, add ours to them."""
+    manager = next(filter(None, map(_manager, _MANAGERS)))
+    registry = getattr(sys.modules.get(_REGISTRY), "MindSpeedPatchesManager", None)
+    if registry and any(patch.is_applied for patch in registry.patches_info.values()):
+        arguments.complete(
+            sys.modules["mindspeed.args_utils"].get_full_args(), manager.FEATURES_LIST
+        )
+        _join(manager)
+        patching.hand_over(covered())
+        _feature().register_patches(registry, None)
+        registry.apply_patches()
+
+
+def _leave() -> None:
+    """Take our feature out of the lists, and our wrappers out of the registries."""
+    for manager in filter(None, map(_manager, _MANAGERS)):
+        if _features and _features[0] in manager.FEATURES_LIST:
+            manager.FEATURES_LIST.remove(_features[0])
+    for registry in _registries:
+        for target, patch in list(registry.patches_info.items()):
+            _forget(registry, target, patch)
+    _registries.clear()
+
+
+def _forget(registry, target: str, patch) -> None:
+    """The functions themselves are back already; MindSpeed compares with the last it has placed."""
+    theirs = [wrapper for wrapper in patch.wrappers if wrapper not in _wrappers.values()]
+    if len(theirs) == len(patch.wrappers):
+        return
+    patch.wrappers[:] = theirs
+    if theirs or patch.patch_func is not None:
+        patch.final_patch_func = getattr(patch.orig_module, patch.orig_func_name, None)
+    else:
+        del registry.patches_info[target]
+
+
+def _feature() -> Any:
+    """The one of this process: lists are asked whether it is in them."""
+    if not _features:
+        base = next(vars(sys.modules[m])[name] for m, name in _BASES.items() if m in sys.modules)
+        _features.append(_class(base)())
+    return _features[0]
+
+
+def _class(base: type) -> type:
+    class NpuOpsFeature(base):
+        """npu-ops as the last layer over MindSpeed's features; NPU_OPS_DISABLE leaves ops out."""
+
+        def __init__(self):
+            super().__init__("npu-ops", optimization_level=0)
+
+        def is_need_apply(self, args):
+            return True
+
+        def register_patches(self, patch_manager, args):
+            _register(patch_manager)
+
+    return NpuOpsFeature
+
+
+def _register(registry) -> None:
+    if registry not in _registries:
+        _registries.append(registry)
+    for patch in covered():
+        if _exists(patch):  # the manager would make what is not there
+            registry.register_patch(patch.target.replace(":", "."), _wrapper(patch))
+
+
+def _exists(patch: Patch) -> bool:
+    try:
+        owner = importlib.import_module(patch.module)
+        for part in patch.attribute.split("."):
+            owner = getattr(owner, part)
+    except (ImportError, AttributeError) as error:
+        log.once(f"{patch.target}: left out of MindSpeed's patches: {error}")
+        return False
+    return True
+
+
+def _wrapper(patch: Patch) -> Callable:
+    """The same object each time, by which MindSpeed knows that it has it; its name says wrapper."""
+
+    def npu_ops_wrapper(function):
+        return patching.place(patch, function)
+
+    npu_ops_wrapper.__name__ = f"npu_ops_{patch.op}_wrapper"
+    return _wrappers.setdefault(patch.key, npu_ops_wrapper)

@@ -1,0 +1,79 @@
+"""Gated Delta Net over MindSpeed's: its layer, and the operators that it chooses for it.
+
+core_r0.16 has a layer of its own (for context parallelism and packed sequences), which imports
+operators by value; core_r0.18 has a subclass of Megatron's, which loads them when it is built.
+What MindSpeed puts under fla's names, Megatron's layer imports, and `megatron` replaces there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterable
+
+from npu_ops.core import env
+from npu_ops_adapters.megatron import (
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    gdn_gate,
+    l2norm,
+    rms_norm_gated,
+)
+from npu_ops_adapters.mindspeed import VERSIONS
+from npu_ops_adapters.patching import Patch
+
+_LAYER = "mindspeed.core.ssm.gated_delta_net"
+_WHY = "MindSpeed's kernels take bf16 alone, move more memory and wait for lengths on the host"
+_OPERATORS = {  # the names that a layer has for them, which are those of the ops
+    "causal_conv1d": (causal_conv1d.replace, causal_conv1d.SIGNATURES),
+    "chunk_gated_delta_rule": (chunk_gated_delta_rule.replace, chunk_gated_delta_rule.SIGNATURES),
+    "l2norm": (l2norm.replace, l2norm.SIGNATURES),
+}
+_METHODS = {
+    "_apply_gated_norm": ("rms_norm_gated", rms_norm_gated.replace, rms_norm_gated.PARAMETERS),
+    "_compute_g_and_beta": ("gdn_gate", gdn_gate.replace, gdn_gate.PARAMETERS),
+}
+
+
+def patches() -> Iterable[Patch]:
+    """The loader of operators, and what the module of the layer imports and defines."""
+    yield _patch(
+        "mindspeed.core.ssm.gdn_backend:load_gdn_operators", "gated_delta_net", _load, ((),)
+    )
+    module = vars(sys.modules.get(_LAYER, sys))
+    for name, (make, signatures) in _OPERATORS.items():
+        if name in module:
+            yield _patch(f"{_LAYER}:{name}", name, make, signatures)
+    layer = module.get("GatedDeltaNet")
+    for name, (op, make, parameters) in _METHODS.items():
+        if layer is None or name in vars(layer):  # else it is Megatron's
+            signatures = (("self", *parameters),)
+            yield _patch(f"{_LAYER}:GatedDeltaNet.{name}", op, make, signatures)
+
+
+def _patch(target: str, op: str, make: Callable, signatures) -> Patch:
+    return Patch(
+        target=target,
+        op=op,
+        make=make,
+        why=_WHY,
+        signatures=signatures,
+        versions=VERSIONS,
+        remove_when="MindSpeed's kernels take what ours take, as fast",
+    )
+
+
+def _load(original: Callable) -> Callable:
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_load():
+        theirs = original()
+        disabled = env.settings.disable
+        ours = {
+            name: make(getattr(theirs, name))
+            for name, (make, _) in _OPERATORS.items()
+            if name not in disabled
+        }
+        return dataclasses.replace(theirs, **ours)
+
+    return npu_ops_load

@@ -1,0 +1,118 @@
+"""Rotary embedding over MindSpeed's: arguments of all versions, and fused for mrope too.
+
+MindSpeed replaces Megatron's dispatcher by one of an earlier version, which does not know
+`mla_rotary_interleaved`, `inverse` and `max_seqlen`, and in some versions loses `cp_group`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+
+from npu_ops_adapters.megatron import rope
+from npu_ops_adapters.mindspeed import VERSIONS
+from npu_ops_adapters.patching import Patch
+
+_HEAD = ("t", "freqs", "config", "cu_seqlens", "mscale")
+_DISPATCHERS = (
+    _HEAD,
+    (*_HEAD, "cp_group"),
+    (*_HEAD, "cp_group", "mla_rotary_interleaved"),
+    (
+        *(*_HEAD, "cp_group", "mla_rotary_interleaved", "inverse"),
+        *("mla_output_remove_interleaving", "max_seqlen"),
+    ),
+)
+
+
+def patches() -> Iterable[Patch]:
+    """The check that allows --use-fused-rotary-pos-emb for plain rope alone."""
+    yield Patch(
+        target="mindspeed.features_manager.fusions.fused_rope:FusedRoPEFeature.validate_args",
+        op="mrope",
+        make=_replace_validate,
+        why="MindSpeed's kernel takes plain rope alone; ours takes multimodal freqs",
+        signatures=(("self", "args"),),
+        versions=VERSIONS,
+        remove_when="MindSpeed's fused rope takes multimodal freqs",
+    )
+
+
+def dispatcher() -> Patch:
+    """`apply_rotary_pos_emb`, which only MindSpeed replaces."""
+    return Patch(
+        target=f"{rope.MODULE}:apply_rotary_pos_emb",
+        op="rope",
+        make=_replace_dispatcher,
+        why="MindSpeed's has not all the arguments that later Megatrons pass",
+        signatures=_DISPATCHERS,
+        versions=f"{VERSIONS}, Megatron-Core 0.12 to 0.19 and main",
+        remove_when="MindSpeed's has the parameters of its Megatron's",
+    )
+
+
+def _replace_validate(original: Callable) -> Callable:
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_validate(self, args):
+        if not getattr(args, "use_fused_rotary_pos_emb", False):
+            return None
+        position = getattr(args, "position_embedding_type", "rope")
+        if position != "mrope":
+            return original(self, args)
+        args.position_embedding_type = "rope"
+        try:
+            return original(self, args)
+        finally:
+            args.position_embedding_type = position
+
+    return npu_ops_validate
+
+
+def _replace_dispatcher(original: Callable) -> Callable:
+    known = inspect.signature(original).parameters
+
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_apply_rotary_pos_emb(
+        t,
+        freqs,
+        config,
+        cu_seqlens=None,
+        mscale=1.0,
+        cp_group=None,
+        mla_rotary_interleaved=None,
+        inverse=False,
+        mla_output_remove_interleaving=False,
+        max_seqlen=None,
+    ):
+        given = {
+            "cp_group": cp_group,
+            "mla_rotary_interleaved": mla_rotary_interleaved,
+            "inverse": inverse or None,
+            "mla_output_remove_interleaving": mla_output_remove_interleaving or None,
+            "max_seqlen": max_seqlen,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        packed = isinstance(cu_seqlens, torch.Tensor)  # else reset_attention_mask's object
+        if not packed and given.keys() <= known.keys():
+            return original(t, freqs, config, cu_seqlens, mscale, **given)
+        given.setdefault("mla_rotary_interleaved", getattr(config, "multi_latent_attention", False))
+        given |= {"rotary_interleaved": config.rotary_interleaved, "mscale": mscale}
+        return _unfused(t, freqs, cu_seqlens, **given)
+
+    return npu_ops_apply_rotary_pos_emb
+
+
+def _unfused(t, freqs, cu_seqlens, cp_group=None, max_seqlen=None, **options):
+    """As MindSpeed's dispatcher goes on without apex: the functions that ours is around."""
+    module = sys.modules[rope.MODULE]
+    if cu_seqlens is None:
+        return module._apply_rotary_pos_emb_bshd(t, freqs, **options)
+    if cp_group is None:
+        state = sys.modules["megatron.core.parallel_state"]
+        cp_group = state.get_context_parallel_group(check_initialized=False)
+    options |= {"cp_group": cp_group, "max_seqlen": max_seqlen}
+    return module._apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, **options)

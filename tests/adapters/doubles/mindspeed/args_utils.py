@@ -1,0 +1,9 @@
+"""The arguments of this process, which `repatch` adds to."""
+
+import argparse
+
+_ARGS = argparse.Namespace(optimization_level=2)
+
+
+def get_full_args():
+    return _ARGS

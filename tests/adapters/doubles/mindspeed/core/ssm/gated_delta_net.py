@@ -1,0 +1,16 @@
+"""core_r0.16: a layer of its own, which imports its operators by value."""
+
+from mindspeed import CALLS
+from mindspeed.core.ssm.gdn_backend import chunk_gated_delta_rule, l2norm  # noqa: F401
+
+causal_conv1d = None  # without fla_npu
+
+
+class GatedDeltaNet:
+    def _apply_gated_norm(self, x, gate):
+        CALLS.append("_apply_gated_norm")
+        return x
+
+    def _compute_g_and_beta(self, A_log_local_cp, dt_bias_local_cp, alpha, beta):
+        CALLS.append("_compute_g_and_beta")
+        return alpha, beta

@@ -1,0 +1,84 @@
+"""The patch manager: one record for each dotted name, with one function and any wrappers."""
+
+import importlib
+import sys
+
+
+class Patch:
+    def __init__(self, name):
+        self.orig_module_name, _, self.orig_func_name = name.rpartition(".")
+        self.orig_module = self.orig_func = None
+        self.patch_func = self.final_patch_func = None
+        self.wrappers = []
+        self.is_applied = False
+
+    def set_patch_func(self, function, force_patch=False):
+        if function.__name__.endswith(("wrapper", "decorator")):
+            if function not in self.wrappers:
+                self.wrappers.append(function)
+        elif self.patch_func and not force_patch:
+            raise RuntimeError(f"the patch of {self.orig_func_name} exist !")
+        else:
+            self.patch_func = function
+        self.is_applied = False
+
+    def remove_patch(self):
+        for name, module in list(sys.modules.items()):
+            if "mindspeed" not in name:
+                self._swap(module, self.final_patch_func, self.orig_func)
+        self.patch_func = self.final_patch_func = None
+        self.is_applied = False
+
+    def remove_wrappers(self):
+        self.wrappers.clear()
+
+    def apply_patch(self):
+        if self.is_applied:
+            return
+        owner, current = self._locate()
+        if self.orig_module is None:
+            self.orig_module, self.orig_func = owner, current
+        final = self.patch_func or self.orig_func
+        for wrapper in self.wrappers:
+            final = wrapper(final)
+        setattr(self.orig_module, self.orig_func_name, final)
+        for module in list(sys.modules.values()):
+            self._swap(module, current, final)
+        self.is_applied, self.final_patch_func = True, final
+
+    def _swap(self, module, old, new):
+        """Any attribute of that name, in any module, that is the same object."""
+        if getattr(module, self.orig_func_name, self) is old:
+            setattr(module, self.orig_func_name, new)
+
+    def _locate(self):
+        """A module or a class in one; an attribute that is missing is made, as None."""
+        try:
+            owner = importlib.import_module(self.orig_module_name)
+        except ModuleNotFoundError:
+            module, _, name = self.orig_module_name.rpartition(".")
+            owner = getattr(importlib.import_module(module), name)
+        if not hasattr(owner, self.orig_func_name):
+            setattr(owner, self.orig_func_name, None)
+        return owner, getattr(owner, self.orig_func_name)
+
+
+class MindSpeedPatchesManager:
+    patches_info = {}
+
+    @staticmethod
+    def register_patch(orig_func_name, new_func=None, force_patch=False, create_dummy=False):
+        patches = MindSpeedPatchesManager.patches_info
+        patch = patches.setdefault(orig_func_name, Patch(orig_func_name))
+        patch.set_patch_func(new_func, force_patch)
+
+    @staticmethod
+    def apply_patches():
+        for patch in list(MindSpeedPatchesManager.patches_info.values()):
+            patch.apply_patch()
+
+    @staticmethod
+    def remove_patches():
+        for patch in MindSpeedPatchesManager.patches_info.values():
+            patch.remove_patch()
+            patch.remove_wrappers()

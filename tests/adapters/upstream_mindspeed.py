@@ -1,0 +1,96 @@
+"""Runs the checks of the layer over MindSpeed on MindSpeed's own sources, on the CPU.
+
+    git clone --branch core_r0.16.0 https://gitcode.com/Ascend/MindSpeed
+    python tests/adapters/upstream_mindspeed.py MindSpeed --megatron 0.16.1
+
+`--megatron` is a release that tests/adapters/fetch_megatron.py has fetched, or a folder. What
+MindSpeed imports and a machine without an NPU lacks (torch_npu, torchair, ...) is stood in for by
+modules whose every attribute is a stand-in; no file is changed. `--adaptor` is a clone of
+MegatronAdaptor, which core_r0.18 imports. The exit status is 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+from unittest import mock
+
+import fetch_megatron
+import mindspeed_checks
+from conftest import environment
+
+HERE = pathlib.Path(__file__).parent
+STANDS_IN = ("torch_npu", "torchair", "fla_npu_ops", "acl", "hccl", "apex", "pydantic", "tqdm")
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules of the names above that are not installed; an attribute is whatever is wanted."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] in STANDS_IN:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        module = mock.MagicMock(name=spec.name)
+        module.__path__, module.__spec__, module.__file__ = [], spec, spec.name
+        return module
+
+    def exec_module(self, module):
+        return None
+
+
+def run(order: str) -> None:
+    sys.meta_path.append(StandIns())  # last: what is installed is used
+    sys.argv[1:] = []  # which MindSpeed parses
+    for check in mindspeed_checks.OF_THE_DOUBLE:
+        mindspeed_checks.CHECKS.remove(check)
+    mindspeed_checks.run(order)
+
+
+def report(clone: pathlib.Path, megatron: pathlib.Path, adaptor, order: str) -> dict:
+    """What went wrong in each check, or None."""
+    folders = [HERE, clone, megatron, *([adaptor] if adaptor else [])]
+    early = "0" if order == "late" else "1"
+    done = subprocess.run(
+        [sys.executable, __file__, "--run", order],
+        env=environment(*folders, TORCH_DEVICE_BACKEND_AUTOLOAD=early),
+        capture_output=True,
+        text=True,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
+    missing = f"the process ended with {done.returncode}\n{done.stderr[-3000:]}"
+    names = [check.__name__ for check in mindspeed_checks.CHECKS]
+    return dict.fromkeys(names, missing) | dict(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("clone", nargs="?", type=pathlib.Path, help="a clone of MindSpeed")
+    parser.add_argument("--megatron", default="0.16.1", help="a release, or a folder")
+    parser.add_argument("--adaptor", type=pathlib.Path, help="a clone of MegatronAdaptor")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        run(options.run)
+        return 0
+    folder = pathlib.Path(options.megatron)
+    folder = folder if folder.exists() else fetch_megatron.tree(options.megatron)
+    failed = 0
+    for order in mindspeed_checks.ORDERS:
+        for name, error in report(options.clone, folder, options.adaptor, order).items():
+            failed += error is not None
+            print(f"{order:15} {name:60} {'passed' if error is None else 'FAILED'}")
+            if error:
+                print(error)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
