@@ -17,6 +17,7 @@ import sys
 HERE = pathlib.Path(__file__).parent
 FOLDER = HERE.parents[1] / ".cache" / "sglang"
 VERSION = "0.5.23"
+READ = ("0.5.9", "0.5.10", "0.5.11", "0.5.12", "0.5.15", "0.5.18", "0.5.20")
 
 DECLARED = """
 with __import__("contextlib").suppress(RuntimeError):  # its binary is for CUDA
@@ -64,5 +65,25 @@ def fetch(version: str = VERSION) -> None:
     partial.rename(folder)
 
 
+def wheel(version: str) -> pathlib.Path:
+    """A release as it is published, to be read: others need other packages to run."""
+    (found,) = (FOLDER / "wheels").glob(f"sglang-{version}-*.whl")
+    return found
+
+
+def fetch_wheels() -> None:
+    """Download those that are not there."""
+    folder = FOLDER / "wheels"
+    wanted = [version for version in READ if not list(folder.glob(f"sglang-{version}-*.whl"))]
+    for version in wanted:
+        print(f"sglang {version}, to be read", flush=True)
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+            + ["--no-deps", "--only-binary=:all:", "--dest", str(folder), f"sglang=={version}"],
+            check=True,
+        )
+
+
 if __name__ == "__main__":
     fetch()
+    fetch_wheels()

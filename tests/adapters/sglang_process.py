@@ -15,9 +15,10 @@ import fetch_sglang
 CALL = re.compile(r"\b([a-z_0-9]+)\([a-z0-9]+\[.*\) -> (\w+)$", re.M)
 
 
-def environment(**changes) -> dict[str, str]:
-    """This process's, with SGLang before everything else on the path."""
-    path = [fetch_sglang.tree(), fetch_sglang.HERE, *filter(None, [os.environ.get("PYTHONPATH")])]
+def environment(*first, **changes) -> dict[str, str]:
+    """This process's, with SGLang, or `first`, before everything else on the path."""
+    before = filter(None, [os.environ.get("PYTHONPATH")])
+    path = [*first, fetch_sglang.tree(), fetch_sglang.HERE, *before]
     settings = {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "SGLANG_PLATFORM": "sglang_cpu",
@@ -26,7 +27,7 @@ def environment(**changes) -> dict[str, str]:
     return os.environ | settings | changes
 
 
-def run(module: str, *arguments, **changes) -> tuple[list, str]:
+def run(module: str, *arguments, first=(), **changes) -> tuple[list, str]:
     """The lines of JSON that it prints, and all that it and its processes say.
 
     Raises:
@@ -34,7 +35,7 @@ def run(module: str, *arguments, **changes) -> tuple[list, str]:
     """
     done = subprocess.run(
         [sys.executable, "-m", f"sglang_cpu.{module}", *map(str, arguments)],
-        env=environment(**changes),
+        env=environment(*first, **changes),
         capture_output=True,
         text=True,
     )

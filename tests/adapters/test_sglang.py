@@ -95,6 +95,12 @@ def test_sglangs_own_kit_of_gated_delta_net():
     assert [f"{name}:\n{error}" for name, error in rows if error] == []
 
 
+def test_the_backend_for_npus_on_cpu_tensors():
+    checked, _ = sglang_process.run("ascend")
+    assert len(checked) == 4
+    assert [f"{name}:\n{error}" for name, error in checked if error] == []
+
+
 @pytest.mark.slow
 def test_doctor_names_each_hook_and_its_state():
     done = subprocess.run(

@@ -41,6 +41,8 @@ def state_v_first() -> bool:
     Raises:
         ValueError: it depends on which sgl-kernel-npu there is.
     """
+    if not functions.since("0.5.10"):
+        return False
     if not functions.on_npu() or functions.since("0.5.23"):
         return True
     if functions.since("0.5.20"):

@@ -17,11 +17,13 @@ _BY_NAME = ("x", "weight", "bias", "z", "eps", "group_size", "norm_before_gate",
 
 def patches() -> Iterable[Patch]:
     """What `FusedRMSNormGated` and `RMSNorm` of SGLang's copy of fla call."""
-    home = "sglang.kernels.ops.attention.fla" if functions.since("0.5.18") else _HOME
+    home = "sglang.kernels.ops" if functions.since("0.5.18") else "sglang.srt.layers"
+    home += ".attention.fla"
     why = "on NPUs it is another package's, and elsewhere needs a Triton that runs there"
-    yield functions.replaced(
-        f"{home}.fused_norm_gate:rms_norm_gated", "rms_norm_gated", ours, why, _IN_ORDER
-    )
+    if functions.since("0.5.10"):
+        yield functions.replaced(
+            f"{home}.fused_norm_gate:rms_norm_gated", "rms_norm_gated", ours, why, _IN_ORDER
+        )
     yield functions.replaced(
         f"{home}.layernorm_gated:rms_norm_gated",
         "rms_norm_gated",
@@ -30,9 +32,6 @@ def patches() -> Iterable[Patch]:
         _BY_NAME,
         (*_BY_NAME, "activation"),
     )
-
-
-_HOME = "sglang.srt.layers.attention.fla"
 
 
 def ours(

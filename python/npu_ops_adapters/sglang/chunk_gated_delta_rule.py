@@ -1,0 +1,46 @@
+"""The delta rule of a prefill in SGLang 0.5.9, called by name; later a dispatcher does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.sglang import functions, gated_delta_net
+
+_HEAD, _TAIL = ("q", "k", "v", "g", "beta", "scale", "initial_state"), ("cu_seqlens", "head_first")
+
+
+def patches() -> Iterable[Patch]:
+    """As the backend holds it."""
+    if not functions.since("0.5.10"):
+        yield functions.replaced(
+            f"{functions.gated_delta_net()}:chunk_gated_delta_rule",
+            "chunk_gated_delta_rule",
+            ours,
+            "on NPUs it is sgl-kernel-npu's, for 128 keys and values",
+            (*_HEAD, "initial_state_indices", *_TAIL, "use_qk_l2norm_in_kernel"),
+            (*_HEAD, "output_final_state", *_TAIL, "use_qk_l2norm_in_kernel"),
+        )
+
+
+def ours(
+    q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, cu_seqlens=None,
+    head_first=False, use_qk_l2norm_in_kernel=False, output_final_state=True,
+):  # fmt: skip
+    """o, the last states, and those between chunks. With indices the states are a pool."""
+    functions.check_device(q)
+    functions.refuse(scale=scale, head_first=head_first)
+    if not use_qk_l2norm_in_kernel or initial_state is None or cu_seqlens is None:
+        raise ValueError("got another call than that of SGLang's backend")
+    pooled = initial_state_indices is not None
+    slots = initial_state_indices if pooled else torch.arange(len(initial_state), device=q.device)
+    v_first = gated_delta_net.state_v_first()
+    o, after, between = gated_delta_net.prefill(
+        v_first, q, k, v, g, beta, initial_state, slots, cu_seqlens
+    )
+    if not pooled:
+        return o, after, between
+    functions.write_slots(initial_state, slots, after)
+    return o, None, between

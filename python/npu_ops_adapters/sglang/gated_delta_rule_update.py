@@ -1,0 +1,50 @@
+"""The delta rule of a decoding step in SGLang 0.5.9, called by name; later a dispatcher does it.
+
+Its verification of drafted tokens takes gates that are computed already: it stays SGLang's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import npu_ops
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.sglang import functions, gated_delta_net
+
+_PARAMETERS = (
+    *("A_log", "a", "dt_bias", "softplus_beta", "softplus_threshold", "q", "k", "v", "b"),
+    *("initial_state_source", "initial_state_indices", "scale", "use_qk_l2norm_in_kernel"),
+    "cu_seqlens",
+)
+
+
+def patches() -> Iterable[Patch]:
+    """As the backend holds it, which takes it when it is built."""
+    if not functions.since("0.5.10"):
+        yield functions.replaced(
+            f"{functions.gated_delta_net()}:fused_sigmoid_gating_delta_rule_update",
+            "gated_delta_rule_update",
+            ours,
+            "on NPUs it leaves out the last of an odd number of heads",
+            _PARAMETERS,
+            (*_PARAMETERS, "is_kda"),
+        )
+
+
+def ours(
+    A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source,
+    initial_state_indices, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False,
+):  # fmt: skip
+    """One token of each sequence; q, k and v are `[1, B, heads, ...]`, the states a pool."""
+    functions.check_device(q)
+    functions.refuse(is_kda=is_kda)
+    if softplus_beta != 1 or softplus_threshold < 20:
+        raise ValueError(f"softplus: got {softplus_beta}, {softplus_threshold}, needs 1 and 20")
+    heads = v.shape[2]
+    o = npu_ops.gated_delta_rule_update(
+        (q[0], k[0], v[0]), a.reshape(-1, heads), b.reshape(-1, heads), A_log, dt_bias,
+        initial_state_source, initial_state_indices, cu_seqlens=cu_seqlens, scale=scale,
+        state_v_first=gated_delta_net.state_v_first(),
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+    return o[None]

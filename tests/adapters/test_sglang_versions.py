@@ -1,0 +1,204 @@
+"""The patches of SGLang in the sources of its releases: that each finds what it knows."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import zipfile
+
+import fetch_sglang
+import pytest
+import sglang_process
+import torch
+from npu_ops_adapters import sglang
+from npu_ops_adapters.sglang import (
+    chunk_gated_delta_rule,
+    functions,
+    gated_delta_net,
+    gated_delta_rule_update,
+    split_qkv_rmsnorm_rope,
+)
+from packaging.version import Version
+from sglang_cpu import checks
+
+import npu_ops
+
+
+class Release:
+    """The Python files of a wheel."""
+
+    def __init__(self, version: str):
+        self._files = zipfile.ZipFile(fetch_sglang.wheel(version))
+
+    @functools.cache  # noqa: B019
+    def names(self, module: str) -> dict[str, ast.AST]:
+        """What a module defines, imports or assigns, by name; the last that says so."""
+        path = module.replace(".", "/")
+        known = set(self._files.namelist())
+        (file,) = {f"{path}.py", f"{path}/__init__.py"} & known or {None}
+        assert file, f"no module {module}"
+        return self._of(ast.parse(self._files.read(file)))
+
+    def _of(self, tree: ast.AST) -> dict[str, ast.AST]:
+        names = {}
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names[node.name] = node
+            elif isinstance(node, ast.ImportFrom):
+                names |= {
+                    alias.asname or alias.name: (node.module, alias.name) for alias in node.names
+                }
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                names[node.targets[0].id] = node.value
+            elif isinstance(node, ast.If):
+                # Names under a condition are another machine's, unless there is no other.
+                inside = self._of(node) | (
+                    self._of(ast.Module(node.orelse, [])) if node.orelse else {}
+                )
+                names = inside | names
+        return names
+
+    def find(self, module: str, attribute: str) -> ast.AST | None:
+        """The definition, through imports and other names; None: it is of another package."""
+        owner, _, method = attribute.partition(".")
+        found = self.names(module).get(owner)
+        assert found is not None, f"{module} has no {owner}"
+        if isinstance(found, tuple):
+            return self.find(found[0], found[1]) if found[0].startswith("sglang") else None
+        if isinstance(found, ast.Name):
+            return self.find(module, found.id)
+        return self._of(found)[method] if isinstance(found, ast.ClassDef) and method else found
+
+
+def parameters(function: ast.FunctionDef) -> tuple[str, ...]:
+    a = function.args
+    named = [*a.posonlyargs, *a.args, *([a.vararg] if a.vararg else []), *a.kwonlyargs]
+    return tuple(arg.arg for arg in [*named, *([a.kwarg] if a.kwarg else [])])
+
+
+@pytest.mark.parametrize("version", [*fetch_sglang.READ])
+def test_each_patch_knows_the_signature_it_finds(version, monkeypatch):
+    monkeypatch.setattr(functions, "version", lambda: Version(version))
+    monkeypatch.setattr(torch, "npu", object(), raising=False)
+    release, found = Release(version), 0
+    for patch in sglang.patches():
+        definition = release.find(patch.module, patch.attribute)
+        if definition is None:  # sgl-kernel-npu's
+            continue
+        if patch.attribute == "QKV_BACKEND_IMPL.ascend_attn":
+            assert "ascend_attn" in [key.value for key in definition.keys], patch.target
+        else:
+            assert parameters(definition) in patch.signatures, (
+                patch.target,
+                parameters(definition),
+            )
+        found += 1
+    assert found >= 13
+
+
+def test_a_version_without_plugins_by_the_import_hook(tmp_path):
+    zipfile.ZipFile(fetch_sglang.wheel("0.5.9")).extractall(tmp_path)
+    checked, _ = sglang_process.run("imported", first=[tmp_path])
+    assert len(checked) == 3
+    assert [f"{name}:\n{error}" for name, error in checked if error] == []
+
+
+def test_the_delta_rule_of_0_5_9_has_keys_first_in_its_states(monkeypatch):
+    """A prefill, then a decoding step, by the two functions that the dispatcher was made of."""
+    monkeypatch.setattr(functions, "version", lambda: Version("0.5.9"))
+    inputs, starts = checks.prefill((70, 9))
+    pool, slots = checks.pool(), torch.tensor([3, -1])
+    keys_first = pool.mT.contiguous()
+    o, last, between = chunk_gated_delta_rule.ours(
+        *inputs, initial_state=keys_first, initial_state_indices=slots, cu_seqlens=starts,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    right, after = checks.token_by_token(inputs, pool[3], 0, 70)
+    checks.close(o[:, :70], right, 2e-4)
+    checks.close(keys_first[3].mT, after[0], 2e-4)
+    assert last is None and keys_first[[0, 1, 2, 4, 5]].mT.equal(pool[[0, 1, 2, 4, 5]])
+    # On NPUs it takes the states of its sequences alone, and the backend writes the last ones.
+    given = pool[[3, 0]].mT.contiguous()
+    _, last, _ = chunk_gated_delta_rule.ours(
+        *inputs, initial_state=given, cu_seqlens=starts, use_qk_l2norm_in_kernel=True
+    )
+    checks.close(last[0].mT, after[0], 2e-4)
+    assert given.mT.equal(pool[[3, 0]])
+
+    q, k, v = (x[:, :2] for x in inputs[:3])
+    a, b = torch.randn(2, 4), torch.randn(2, 4)
+    parameters = {"A_log": torch.randn(4), "dt_bias": torch.randn(4)}
+    state = keys_first[3].mT.clone()
+    o = gated_delta_rule_update.ours(
+        a=a, softplus_beta=1.0, softplus_threshold=20.0, q=q, k=k, v=v, b=b, **parameters,
+        initial_state_source=keys_first, initial_state_indices=slots,
+        use_qk_l2norm_in_kernel=True, cu_seqlens=torch.tensor([0, 1, 2]),
+    )  # fmt: skip
+    g, beta = npu_ops.gdn_gate(a[None], parameters["A_log"], parameters["dt_bias"], b[None])
+    right, after = checks.token_by_token((q, k, v, g, beta), state, 0, 1)
+    checks.close(o[:, :1], right, 2e-4)
+    checks.close(keys_first[3].mT, after[0], 2e-4)
+
+
+@pytest.mark.parametrize(
+    "version, npu, first", [
+        ("0.5.9", False, False), ("0.5.9", True, False), ("0.5.10", False, True),
+        ("0.5.18", True, False), ("0.5.23", True, True), ("0.5.20", True, None),
+    ],
+)  # fmt: skip
+def test_the_order_of_a_state_is_known_or_refused(monkeypatch, version, npu, first):
+    monkeypatch.setattr(functions, "version", lambda: Version(version))
+    monkeypatch.setattr(functions, "on_npu", lambda: npu)
+    if first is None:
+        with pytest.raises(ValueError, match="change the order of states"):
+            gated_delta_net.state_v_first()
+    else:
+        assert gated_delta_net.state_v_first() == first
+
+
+# The one function that changed its arguments' places
+
+
+def call(width=32):
+    rows = torch.randn(5, 6 * width, generator=torch.Generator().manual_seed(0))
+    angles = torch.randn(5, 1, 1, width // 2).repeat(1, 1, 1, 2)
+    sizes = {"q_hidden_size": 4 * width, "kv_hidden_size": width, "head_dim": width}
+    weights = {"q_weight": torch.rand(width), "k_weight": torch.rand(width)}
+    common = {"input": rows, "sin": angles.sin(), "cos": angles.cos(), "eps": 1e-6}
+    return common | sizes | weights | {"q_bias": None, "k_bias": None}
+
+
+@pytest.mark.parametrize(
+    "known", [split_qkv_rmsnorm_rope.WEIGHTS_FIRST, split_qkv_rmsnorm_rope.SIZES_FIRST]
+)
+@pytest.mark.parametrize(
+    "given", [split_qkv_rmsnorm_rope.WEIGHTS_FIRST, split_qkv_rmsnorm_rope.SIZES_FIRST]
+)
+def test_a_call_in_either_order_reaches_the_kernel_by_name(known, given):
+    source = f"def kernel({', '.join(known)}): return locals()"
+    space = {}
+    exec(source, space)
+    arguments = call()
+    ours = split_qkv_rmsnorm_rope.replace(space["kernel"])
+    assert ours(*(arguments[name] for name in given)) == arguments
+    by_name = {name: arguments[name] for name in given[6:]}
+    if given is split_qkv_rmsnorm_rope.SIZES_FIRST:  # as SGLang calls it
+        assert ours(*(arguments[name] for name in given[:6]), **by_name) == arguments
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_what_the_kernel_cannot_is_computed(pairs):
+    """96 elements a head; against the definition, in fp64."""
+    arguments = call(96)
+    ours = split_qkv_rmsnorm_rope.replace(lambda **_: pytest.fail("not for the kernel"))
+    q, k, v = ours(**arguments, is_neox_style=pairs)
+    rows = arguments["input"]
+    assert v.equal(rows[:, 5 * 96 :])
+    for out, x, name in ((q, rows[:, : 4 * 96], "q"), (k, rows[:, 4 * 96 : 5 * 96], "k")):
+        x = x.double().unflatten(1, (-1, 96))
+        x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * arguments[f"{name}_weight"]
+        cos, sin = (arguments[table][:, 0, :, :48].double() for table in ("cos", "sin"))
+        a, b = (x[..., :48], x[..., 48:]) if pairs else (x[..., ::2], x[..., 1::2])
+        turned = a * cos - b * sin, b * cos + a * sin
+        right = torch.cat(turned, -1) if pairs else torch.stack(turned, -1).flatten(-2)
+        torch.testing.assert_close(out.double(), right.flatten(1), atol=1e-5, rtol=1e-5)
