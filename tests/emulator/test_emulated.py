@@ -62,6 +62,11 @@ def test_operators(name):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_models_of_transformers():
+    done = pytest_inside("transformers_qwen.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_triton_kernels_on_npu_tensors():
     done = pytest_inside("triton_kernels.py", "--check-bounds")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,50 @@
+"""transformers' Qwen models on NPU tensors, on our kernels alone: what they compute on the CPU.
+
+Nothing falls back (NPU_OPS_STRICT=1), and shadow mode, which copies all it is given, is content.
+"""
+
+import logging
+import pathlib
+import sys
+
+import npu_ops_adapters
+import pytest
+import torch
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "adapters"))
+
+import transformers_models
+
+from npu_ops.core import env
+from npu_ops.core.compare import Tolerance, assert_close
+
+OPERATORS = {
+    "qwen3_vl": {"rope": 4, "attention": 4},
+    "qwen3_5": {"rope": 3, "attention": 3, "causal_conv1d": 1, "chunk_gated_delta_rule": 1,
+                "l2norm": 2, "rms_norm_gated": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_model(name, caplog):
+    model, inputs = transformers_models.built(name)
+    model.bfloat16()
+    with torch.no_grad():
+        expected = model(**inputs, use_cache=False).logits
+        model.to("npu")
+        inputs = {name: tensor.to("npu") for name, tensor in inputs.items()}
+        npu_ops_adapters.apply()
+        model.set_attn_implementation("npu_ops")
+        try:
+            with transformers_models.Counter() as counter:
+                with env.override(strict=True, log="shadow:1"):
+                    actual = model(**inputs, use_cache=False).logits
+        finally:
+            npu_ops_adapters.revert()
+    assert (
+        actual.device.type == "npu" and transformers_models.by_op(counter.calls) == OPERATORS[name]
+    )
+    assert_close("logits", actual.cpu(), expected, Tolerance(ratio=3e-2, max_abs=1e-1))
+    shadows = [r for r in caplog.records if "against reference" in r.getMessage()]
+    assert len(shadows) == sum(OPERATORS[name].values())
+    assert all(record.levelno == logging.WARNING for record in shadows)
