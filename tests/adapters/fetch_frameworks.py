@@ -18,6 +18,10 @@ _REQUESTS = (
 # Each with what it wants that the environment has not, or not in that version.
 FRAMEWORKS = {
     "transformers-4.57.6": ("tokenizers==0.22.2", "huggingface_hub==0.36.2", *_REQUESTS),
+    "transformers-5.10.4": (
+        "tokenizers==0.22.2", "huggingface_hub==1.33.0", "httpx==0.28.1", "httpcore==1.0.9",
+        "h11==0.16.0", "anyio==4.16.0", "sniffio==1.3.1", "idna==3.11", "certifi==2026.1.4",
+    ),
     "ray-2.55.1": (
         "jsonschema==4.26.0", "jsonschema-specifications==2025.9.1", "referencing==0.37.0",
         "rpds-py==0.30.0", "msgpack==1.1.2", "protobuf==6.33.5", *_REQUESTS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -70,32 +71,36 @@ def test_same_logits_and_gradients(name, attention):
     assert calls == expected_calls(name, bool(attention))
 
 
-@pytest.fixture(scope="module")
-def version_4():
-    """What each model did in a process with the older transformers."""
-    names = [name for name in transformers_models.MODELS if not name.startswith("qwen3_5")]
+OLDER = {
+    "4.57.6": [name for name in transformers_models.MODELS if not name.startswith("qwen3_5")],
+    "5.10.4": ["qwen3", "qwen2_vl", "qwen3_vl", "qwen3_next", "qwen3_5"],
+}
+
+
+@functools.cache
+def older(version: str) -> dict:
+    """What each model did in a process with an older transformers."""
     done = subprocess.run(
-        [sys.executable, HERE / "transformers_models.py", *names],
-        env=environment(HERE, fetch_frameworks.tree("transformers-4.57.6")),
+        [sys.executable, HERE / "transformers_models.py", *OLDER[version]],
+        env=environment(HERE, fetch_frameworks.tree(f"transformers-{version}")),
         capture_output=True, text=True,
     )  # fmt: skip
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(lines) == 2 * len(names), done.stderr[-3000:]
+    assert len(lines) == 2 * len(OLDER[version]), done.stderr[-3000:]
     return dict(lines)
 
 
 @pytest.mark.parametrize("attention", [None, "npu_ops"])
-@pytest.mark.parametrize(
-    "name", [name for name in transformers_models.MODELS if not name.startswith("qwen3_5")]
-)
-def test_version_4(version_4, name, attention):
-    calls = version_4[f"{name} {attention}"]
+@pytest.mark.parametrize("version, name", [(v, name) for v in OLDER for name in OLDER[v]])
+def test_older_versions(version, name, attention):
+    """Up to 5.10 tables of three axes come to each layer of Qwen2-VL; in 4.57 images one by one."""
+    calls = older(version)[f"{name} {attention}"]
     assert isinstance(calls, dict), calls
     expected = expected_calls(name, bool(attention))
     if name in models.QWEN2_VL:
-        expected |= {"mrope": 2, "rope": 2}  # tables of three axes come to each layer
-    if attention and name in models.VISION:
-        expected["attention"] = 2 + 2 * 4  # four images, one by one
+        expected |= {"mrope": 2, "rope": 2}
+    if attention and name in models.VISION and version == "4.57.6":
+        expected["attention"] = 2 + 2 * 4
         if name == "qwen2_5_vl":
             expected["attention"] = calls["attention"]  # of windows, whose number is not ours
     assert calls == expected

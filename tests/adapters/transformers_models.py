@@ -216,8 +216,7 @@ def compare(name: str, attention: str | None = None) -> dict:
     assert calls == {}, calls
     npu_ops_adapters.apply()
     try:
-        if is_version_4():
-            model, inputs = built(name)  # its layers take functions when they are built
+        model, inputs = built(name)  # in older versions layers take functions when they are built
         if attention:
             model.set_attn_implementation(attention)
         actual, calls = step(model, inputs)

@@ -1,7 +1,8 @@
-"""transformers 4.57 and 5: one file for each op, which patches every model that has it.
+"""transformers 4.57 to 5.23: one file for each op, which patches every model that has it.
 
-A model looks these functions up in its own module at each call, so they are replaced there, before
-a model is built or after. Attention is a name besides: `attn_implementation="npu_ops"`.
+A model looks these functions up in its own module, so they are replaced there: at each call, and up
+to 5.10 those of Gated Delta Net when a layer is built. Attention is a name besides:
+`attn_implementation="npu_ops"`.
 """
 
 from __future__ import annotations

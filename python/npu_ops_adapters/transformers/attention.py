@@ -134,11 +134,16 @@ def _packed(query, key, value, starts, is_causal, options, settings):
         settings["cu_seqlens_cpu"] = on_host if len(on_host) > 1 else on_host[0]
     out = npu_ops.attention(
         query, key, value, layout="TND", is_causal=is_causal, cu_seqlens_q=starts,
-        cu_seqlens_k=key_starts, max_seqlen_q=options.get("max_length_q"),
-        max_seqlen_k=options.get("max_length_k"),
+        cu_seqlens_k=key_starts, max_seqlen_q=_number(options.get("max_length_q")),
+        max_seqlen_k=_number(options.get("max_length_k")),
         window=None if window is None else (window - 1, window - 1), **settings,
     )  # fmt: skip
     return out[None]
+
+
+def _number(length):
+    """A bound; some versions have it on the device, where it stays: all tokens bound it too."""
+    return length if isinstance(length, int) else None
 
 
 def _on_host(starts):

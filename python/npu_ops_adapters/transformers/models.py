@@ -16,7 +16,7 @@ QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
 VISION = (*QWEN2_VL, *QWEN3_VL, *QWEN3_5)
 DELTA_NET = ("qwen3_next", *QWEN3_5)
 
-VERSIONS = "transformers 4.57 and 5.23"
+VERSIONS = "transformers 4.57, 5.10 and 5.23"
 WHY = "it is several kernels, each of which reads and writes everything"
 
 
