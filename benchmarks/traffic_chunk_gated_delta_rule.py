@@ -5,11 +5,13 @@
 Global memory: what the kernels load and store, counted as they run on the emulated NPU, and the
 inputs and outputs of every torch operator between them; at 512 tokens less at 256, so that what
 does not grow with them cancels. Workspace: what the compiled kernels hand over between matrix unit
-and vector cores, written and read once, from the vendor compiler's output.
+and vector cores, written and read once, from the vendor compiler's output; and what the matrix unit
+keeps there for its own next product.
 """
 
 from __future__ import annotations
 
+import collections
 import csv
 import importlib
 import math
@@ -28,7 +30,7 @@ from npu_ops.ops.chunk_gated_delta_rule import op
 from npu_ops.tools.compile import hivm, vendor
 
 HEADS, VALUE_HEADS, DIM, CHUNK = 16, 32, 128, 64
-FIELDS = ("pass", "kernel", "loaded", "stored", "workspace")
+FIELDS = ("pass", "kernel", "loaded", "stored", "workspace", "matrix_unit")
 PER_KEY_HEAD = ("intra_kernel",)  # the others hand tiles over once for each value head
 RESULTS = pathlib.Path(__file__).parent / "results" / "traffic" / "npu-emulated.csv"
 
@@ -87,8 +89,8 @@ class counted:
         self.found[self.name, "torch operators"] = self.glue.loaded, self.glue.stored
 
 
-def workspaces() -> dict[str, float]:
-    """kernel -> bytes per token through the workspace."""
+def workspaces() -> dict[str, tuple[float, float]]:
+    """kernel -> bytes per token handed over, and of the matrix unit's own."""
     launches = importlib.import_module("npu_ops.tools.compile.launches")
     sizes = [(HEADS, DIM), (HEADS, DIM), (VALUE_HEADS, DIM)]
     inputs = [torch.randn(1, CHUNK, *s, dtype=torch.bfloat16) for s in sizes]
@@ -97,24 +99,36 @@ def workspaces() -> dict[str, float]:
     with launches.recorded("traffic") as found, registry.as_if_on("npu"):
         o, _ = npu_ops.chunk_gated_delta_rule(*inputs, chunk_size=CHUNK)
         torch.autograd.grad(o, inputs, torch.ones_like(o))
-    return {launch.name: 2 * _workspace(launch) / CHUNK for launch in found}
+    return {launch.name: tuple(2 * n / CHUNK for n in _workspace(launch)) for launch in found}
 
 
-def _workspace(launch) -> int:
-    """Bytes of workspace of all value heads of one chunk."""
+def _workspace(launch) -> tuple[int, int]:
+    """Bytes of all heads of one chunk: of what both halves of a kernel have, and of the rest."""
     options = dict(launch.options)
     signature, constants = dict(launch.signature), dict(launch.constants)
     text = vendor.lower(launch.kernel, signature, constants, vendor.SOCS[0], **options)
     made, _ = vendor.compile(launch.name, text, vendor.SOCS[0], **options)
-    cube = [f for f in hivm.functions(made) if f"@{launch.name}_mix_aic" in f]
-    views = re.findall(
-        r"memref\.view .*? to memref<((?:\d+x)+)(\w+), #hivm.address_space<gm>>", "".join(cube)
+    matrix, vector = (_tiles(launch.name, made, half) for half in ("aic", "aiv"))
+    heads = HEADS if launch.name in PER_KEY_HEAD else VALUE_HEADS
+    return tuple(heads * _size(tiles) for tiles in (matrix & vector, matrix - vector))
+
+
+def _tiles(kernel: str, made: str, half: str) -> collections.Counter:
+    """The tiles in the workspace of the matrix unit's or the vector cores' half of a kernel."""
+    functions = [f for f in hivm.functions(made) if f"@{kernel}_mix_{half}" in f]
+    return collections.Counter(
+        re.findall(
+            r"memref\.view .*? to memref<((?:\d+x)+)(\w+), #hivm.address_space<gm>>",
+            "".join(functions),
+        )
     )
-    tiles = sum(
-        hivm.BYTES[dtype] * math.prod(map(int, shape.split("x")[-3:-1]))  # [buffers,] rows, columns
-        for shape, dtype in views
+
+
+def _size(tiles: collections.Counter) -> int:
+    return sum(
+        count * hivm.BYTES[dtype] * math.prod(map(int, shape.split("x")[-3:-1]))  # no buffers
+        for (shape, dtype), count in tiles.items()
     )
-    return tiles * (HEADS if launch.name in PER_KEY_HEAD else VALUE_HEADS)
 
 
 def main() -> None:
@@ -124,7 +138,7 @@ def main() -> None:
     for (name, kernel), (loaded, stored) in large.items():
         before = small.get((name, kernel), (0, 0))
         rows.append([name, kernel, (loaded - before[0]) / 256, (stored - before[1]) / 256,
-                     through.get(kernel, 0)])  # fmt: skip
+                     *through.get(kernel, (0, 0))])  # fmt: skip
     for name in ("forward", "backward"):
         of_pass = [row[2:] for row in rows if row[0] == name]
         rows.append([name, "all", *map(sum, zip(*of_pass, strict=True))])

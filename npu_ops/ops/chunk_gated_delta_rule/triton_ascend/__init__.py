@@ -33,11 +33,11 @@ def chunk_gated_delta_rule(
     chunk_size = _chunk_size(q, v, chunk_size)
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
-    solved, scores = _within_chunks(q, k, gates, spans, scale)
+    solved, scores = _within_chunks(q, k, gates, spans, scale, weighed=True)
     constants = _constants(q, v, state_v_first, chunk_size)
     forward.forward_kernel[_grid(spans.sequences, v, constants)](
-        q, k, v, *gates, solved, scores, initial_state, spans.starts, spans.firsts, o, final_state,
-        scale, spans.sequences, **constants,
+        q, k, v, gates[0], solved, scores, initial_state, spans.starts, spans.firsts, o,
+        final_state, scale, spans.sequences, **constants,
     )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def chunk_gated_delta_rule_backward(
     chunk_size = _chunk_size(q, v, chunk_size)
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
-    solved, scores = _within_chunks(q, k, gates, spans, scale)
+    solved, scores = _within_chunks(q, k, gates, spans, scale, weighed=False)
     constants = _constants(q, v, state_v_first, chunk_size)
     grid = _grid(spans.sequences, v, constants)
     per_chunk = (spans.number, v.shape[2], q.shape[3], v.shape[3])
@@ -59,16 +59,17 @@ def chunk_gated_delta_rule_backward(
         k, v, *gates, solved, initial_state, spans.starts, spans.firsts, states, written, 1.0,
         spans.sequences, **constants,
     )  # fmt: skip
+    of_values = gates[0].new_empty((cdiv(v.shape[3], constants["BV"]), *gates[0].shape))
     backward.state_gradients_kernel[grid](
-        do, dht, q, k, *gates, solved, scores, spans.starts, spans.firsts, dstates, dwanted, dv,
-        dh0, scale, 1.0, spans.sequences, **constants,
+        do, dht, q, k, v, *gates, solved, scores, spans.starts, spans.firsts, dstates, dwanted, dv,
+        of_values, dh0, scale, spans.number, spans.sequences, **constants,
     )  # fmt: skip
     del solved, scores
-    sums = _gradients(
+    dg_sums, kept_sums, dbetas = _gradients(
         do, q, k, v, gates, spans, states, written, dstates, dwanted, dq, dk, scale, constants
     )
     totals = _inner_products(states, dstates, gates[0])
-    chunks.scatter(*sums[:2], totals, sums[2], spans, dg, dbeta)
+    chunks.scatter(dg_sums, kept_sums, totals, dbetas + _sum(of_values), spans, dg, dbeta)
 
 
 def _gradients(
@@ -85,7 +86,7 @@ def _gradients(
     grid = _cube_grid(spans.number * q.shape[2] * blocks, q.device)
     kernel = backward.gradients_kernel
     kernel[grid](
-        do, q, k, v, *gates, spans.spans, states, written, dstates, dwanted, dq, dk, *sums, scale,
+        do, q, k, *gates, spans.spans, states, written, dstates, dwanted, dq, dk, *sums, scale,
         spans.number, H=q.shape[2], HV=v.shape[2], K=q.shape[3], V=v.shape[3], BK=keys, BV=values,
         C=constants["C"],
         # Two buffers for what it loads; there is no room for two of what the matrix unit hands it.
@@ -93,7 +94,11 @@ def _gradients(
             kernel, q.device, limit_auto_multi_buffer_only_for_local_buffer=True
         ),
     )  # fmt: skip
-    return [part[0] if blocks == 1 else part.sum(0) for part in sums]
+    return map(_sum, sums)
+
+
+def _sum(parts):
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
 
 
 def _inner_products(states, dstates, g_sums):
@@ -113,8 +118,8 @@ def _chunk_size(q, v, size: int) -> int:
     return max(_narrowest(q.device), min(size, 32) if wide else size)
 
 
-def _within_chunks(q, k, gates, spans, scale):
-    """The inverse and the scores of each chunk and value head."""
+def _within_chunks(q, k, gates, spans, scale, weighed: bool):
+    """The inverse, weighed by betas or not, and the scores of each chunk and value head."""
     number, value_heads, size = gates[0].shape
     # fp16 cannot hold what a state may grow to, so its products are fp32.
     wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
@@ -124,7 +129,7 @@ def _within_chunks(q, k, gates, spans, scale):
     heads, keys = q.shape[2:]
     intra.intra_kernel[_cube_grid(number * heads, q.device)](
         q, k, *gates, spans.spans, solved, scores, scale, number, H=heads, HV=value_heads, K=keys,
-        BK=_width(keys, q.device), C=size,
+        BK=_width(keys, q.device), C=size, WEIGHED=weighed,
     )  # fmt: skip
     return solved, scores
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.forward import (
+    dot_in_two,
     load_square,
     load_state,
     store_state,
@@ -55,22 +56,26 @@ def states_kernel(
             b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(tl.float32)
             recalled = tl.dot(b_k, operand, input_precision="ieee").to(wide).to(tl.float32)
             wanted = (b_v - tl.exp(b_g)[:, None] * recalled) * b_beta[:, None]
-            b_written = tl.dot(load_square(solved, place, C), wanted.to(wide),
-                               input_precision="ieee").to(wide)  # fmt: skip
+            b_written = dot_in_two(load_square(solved, place, C), wanted,
+                                   tl.zeros((C, BV), tl.float32)).to(wide)  # fmt: skip
             store_product(written, b_written, one, first, rows, HV, head, V, BV, C, column)
-            kept = (b_k.to(tl.float32) * tl.exp(last - b_g)[:, None]).to(wide)
-            added = tl.dot(tl.trans(kept), b_written, input_precision="ieee")
+            kept = b_k.to(tl.float32) * tl.exp(last - b_g)[:, None]
+            added = dot_in_two(kept, b_written, tl.zeros((BK, BV), tl.float32), True)
             state = state * tl.exp(last) + added
 
 
-@triton.jit(do_not_specialize=["sequences", "scale", "one"])
+@triton.jit(do_not_specialize=["sequences", "scale", "number"])
 def state_gradients_kernel(
-    do, dht, q, k, g_sums, betas, solved, scores, starts, firsts, dstates, dwanted, dv, dh0, scale,
-    one, sequences, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    do, dht, q, k, v, g_sums, betas, solved, scores, starts, firsts, dstates, dwanted, dv, dbetas,
+    dh0, scale, number, sequences, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dstates: the gradient of the state after each chunk [chunks, HV, K, V]; dwanted: of what
-    A is multiplied with, like v, as dv is."""
+    A is multiplied with, like v, as dv is; dbetas: what v adds to the gradient of betas, a part for
+    each block of its columns [blocks, chunks, HV, C], of which there are `number`.
+
+    Gates weigh on rows of A, do and dwanted, not on those of q and k, which are as they were given.
+    """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
     blocks: tl.constexpr = (V + BV - 1) // BV
@@ -91,23 +96,27 @@ def state_gradients_kernel(
             store_state(dstates, operand, place, value, K, V, BK, BV, False)
             b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
             last = tl.load(g_sums + place * C + C - 1)
-            gamma = tl.exp(b_g)[:, None]
-            b_q = load_rows(q, first, rows, H, head // (HV // H), K, BK, C).to(tl.float32)
-            b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(tl.float32)
+            b_q = load_rows(q, first, rows, H, head // (HV // H), K, BK, C).to(wide)
+            b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
+            b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(tl.float32)
             b_do = load_rows(do, first, rows, HV, head, V, BV, C, column).to(wide)
-            kept = (b_k * tl.exp(last - b_g)[:, None]).to(wide)
-            dwritten = tl.dot(kept, operand, input_precision="ieee")
-            dwritten = tl.dot(tl.trans(load_square(scores, place, C)), b_do, dwritten,
-                              input_precision="ieee").to(wide)  # fmt: skip
-            b_dwanted = tl.dot(tl.trans(load_square(solved, place, C)), dwritten,
+            b_solved = load_square(solved, place, C)
+            of_scores = tl.dot(tl.trans(load_square(scores, place, C)), b_do,
                                input_precision="ieee").to(wide)  # fmt: skip
-            store_product(dwanted, b_dwanted, one, first, rows, HV, head, V, BV, C, column)
-            b_dv = b_dwanted.to(tl.float32) * b_beta[:, None]
+            of_state = tl.dot(b_k, operand, input_precision="ieee").to(wide)
+            faded = b_solved.to(tl.float32) * tl.exp(last - b_g)[:, None]
+            b_dwanted = tl.dot(tl.trans(b_solved), of_scores, input_precision="ieee")
+            b_dwanted = dot_in_two(faded, of_state, b_dwanted, True)
+            store_rows(dwanted, b_dwanted, first, rows, HV, head, V, BV, C, column)
+            part = tl.cast(item % blocks, tl.int64) * number * HV + place
+            tl.store(dbetas + part * C + row, tl.sum(b_dwanted * b_v, 1))
+            b_dv = b_dwanted * b_beta[:, None]
             store_rows(dv, b_dv, first, rows, HV, head, V, BV, C, column)
-            asked = (b_q * gamma * scale).to(wide)
-            recalling = (b_k * gamma * (0.0 - b_beta)[:, None]).to(wide)
-            more = tl.dot(tl.trans(asked), b_do, input_precision="ieee")
-            more = tl.dot(tl.trans(recalling), b_dwanted, more, input_precision="ieee")
+            gamma = tl.exp(b_g)[:, None]
+            asked = b_do.to(tl.float32) * gamma * scale
+            recalled = (b_dv * (0.0 - gamma)).to(wide)
+            more = tl.dot(tl.trans(b_k), recalled, input_precision="ieee")
+            more = dot_in_two(tl.trans(b_q), asked, more)
             dstate = dstate * tl.exp(last) + more
         store_state(dh0, dstate, here, value, K, V, BK, BV, V_FIRST)
 
@@ -147,7 +156,7 @@ def load_keys(states, place, key, K: tl.constexpr, V: tl.constexpr, BK: tl.const
 
 @triton.jit(do_not_specialize=["number", "scale"])
 def gradients_kernel(
-    do, q, k, v, g_sums, betas, spans, states, written, dstates, dwanted, dq, dk, dg_sums,
+    do, q, k, g_sums, betas, spans, states, written, dstates, dwanted, dq, dk, dg_sums,
     kept_sums, dbetas, scale, number, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -174,11 +183,9 @@ def gradients_kernel(
             b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
             last = tl.load(g_sums + place * C + C - 1)
             b_do = load_rows(do, first, rows, HV, value_head, V, BV, C).to(wide)
-            b_v = load_rows(v, first, rows, HV, value_head, V, BV, C).to(tl.float32)
             b_written = load_rows(written, first, rows, HV, value_head, V, BV, C)
             b_dwanted = load_rows(dwanted, first, rows, HV, value_head, V, BV, C)
             part = (tl.cast(block * number, tl.int64) * HV + place) * C + row
-            d_beta = tl.sum(b_dwanted.to(tl.float32) * b_v, 1) * tl.where(block == 0, 1.0, 0.0)
 
             # A token's own score weighs on no gate: what it is worth is kept out of their sums, in
             # which it would have to cancel.
@@ -189,7 +196,7 @@ def gradients_kernel(
             d_kk = tl.dot(b_dwanted, tl.trans(b_written), input_precision="ieee")
             d_kk = (0.0 - d_kk) * decay
             kk = tl.dot(b_k, tl.trans(b_k), input_precision="ieee")
-            d_beta += tl.sum(d_kk * kk, 1)
+            d_beta = tl.sum(d_kk * kk, 1)
             # Rounded first, for `within` has it rounded, and the gates' sums are their difference.
             d_kk = (d_kk * b_beta[:, None]).to(wide)
             d_g = 2.0 * tl.sum(d_kk.to(tl.float32) * kk, 1)

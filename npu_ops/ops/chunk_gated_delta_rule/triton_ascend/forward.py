@@ -65,16 +65,36 @@ def load_square(squares, place, C: tl.constexpr):
     return tl.load(squares + place * (C * C) + row[:, None] * C + row[None, :])
 
 
+@triton.jit
+def dot_in_two(x, y, product, TURNED: tl.constexpr = False):
+    """product + x y, or x^T y where TURNED, of which one is in fp32. Beside one in bf16 it comes as
+    the sum of two: rounded, and what that leaves."""
+    if x.dtype == y.dtype:
+        return tl.dot(tl.trans(x) if TURNED else x, y, product, input_precision="ieee")
+    elif y.dtype == tl.float32:
+        rounded = y.to(x.dtype)
+        left = (y - rounded.to(tl.float32)).to(x.dtype)
+        product = tl.dot(x, rounded, product, input_precision="ieee")
+        return tl.dot(x, left, product, input_precision="ieee")
+    else:
+        rounded = x.to(y.dtype)
+        left = (x - rounded.to(tl.float32)).to(y.dtype)
+        product = tl.dot(tl.trans(rounded) if TURNED else rounded, y, product,
+                         input_precision="ieee")  # fmt: skip
+        return tl.dot(tl.trans(left) if TURNED else left, y, product, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["sequences", "scale"])
 def forward_kernel(
-    q, k, v, g_sums, betas, solved, scores, initial_state, starts, firsts, o, final_state, scale,
+    q, k, v, g_sums, solved, scores, initial_state, starts, firsts, o, final_state, scale,
     sequences, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A program takes BV columns of one head's state through a sequence.
 
-    The state is fp32; what is multiplied has the dtype of `solved`. Each product is rounded where
-    it becomes the next one's operand, and `written` never leaves the matrix unit in between.
+    The state is fp32; what is multiplied has the dtype of `solved`, whose columns have been
+    multiplied by betas. What is written is solved (v - gamma k S), of which v is as it was given
+    and k S never leaves the matrix unit.
     """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
@@ -89,22 +109,22 @@ def forward_kernel(
         for first in range(begin, end, C):
             rows = end - first
             place = tl.cast(chunk + (first - begin) // C, tl.int64) * HV + head
-            b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
-            last = tl.load(g_sums + place * C + C - 1)
-            gamma = tl.exp(b_g)[:, None]
+            b_g, last = tl.load(g_sums + place * C + row), tl.load(g_sums + place * C + C - 1)
+            gamma = tl.exp(b_g)
             b_q = load_rows(q, first, rows, H, head // (HV // H), K, BK, C).to(wide)
             b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
-            b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(tl.float32)
+            b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(wide)
+            b_solved = load_square(solved, place, C)
             operand = state.to(wide)
-            recalled = tl.dot(b_k, operand, input_precision="ieee").to(wide).to(tl.float32)
-            wanted = ((b_v - gamma * recalled) * b_beta[:, None]).to(wide)
-            written = tl.dot(load_square(solved, place, C), wanted, input_precision="ieee")
-            written = written.to(wide)
-            asked = (b_q.to(tl.float32) * gamma * scale).to(wide)
+            recalled = tl.dot(b_k, operand, input_precision="ieee").to(wide)
+            written = tl.dot(b_solved, b_v, input_precision="ieee")
+            forgets = b_solved.to(tl.float32) * (0.0 - gamma)[None, :]
+            written = dot_in_two(forgets, recalled, written).to(wide)
+            asked = (b_q.to(tl.float32) * (gamma * scale)[:, None]).to(wide)
             read = tl.dot(asked, operand, input_precision="ieee")
             read = tl.dot(load_square(scores, place, C), written, read, input_precision="ieee")
             store_rows(o, read, first, rows, HV, head, V, BV, C, column)
-            kept = (b_k.to(tl.float32) * tl.exp(last - b_g)[:, None]).to(wide)
-            added = tl.dot(tl.trans(kept), written, input_precision="ieee")
+            kept = b_k.to(tl.float32) * tl.exp(last - b_g)[:, None]
+            added = dot_in_two(kept, written, tl.zeros((BK, BV), tl.float32), True)
             state = state * tl.exp(last) + added
         store_state(final_state, state, here, value, K, V, BK, BV, V_FIRST)

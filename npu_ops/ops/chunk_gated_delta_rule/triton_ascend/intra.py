@@ -50,8 +50,12 @@ def inverse(lower, C: tl.constexpr):
 def intra_kernel(
     q, k, g_sums, betas, spans, solved, scores, scale, number,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """solved: (1 + tril(beta k k^T decay, -1))^-1; scores: tril(scale q k^T decay); [.., C, C]."""
+    """solved: (1 + tril(beta k k^T decay, -1))^-1; scores: tril(scale q k^T decay); [.., C, C].
+
+    WEIGHED: the columns of solved are multiplied by betas.
+    """
     row = tl.arange(0, C)
     for item in range(tl.program_id(0), number * H, tl.num_programs(0)):
         chunk, head = item // H, item % H
@@ -68,4 +72,7 @@ def intra_kernel(
             at = place * C + row[:, None] * C + row[None, :]
             tl.store(scores + at, (qk * decay * scale).to(wide))
             lower = tl.where(row[:, None] > row[None, :], kk * decay * b_beta[:, None], 0.0)
-            tl.store(solved + at, inverse(lower, C).to(wide))
+            found = inverse(lower, C)
+            if WEIGHED:
+                found = found * b_beta[None, :]
+            tl.store(solved + at, found.to(wide))
