@@ -19,12 +19,11 @@ class NoTracker(demo_model.NoTracker):
         return None
 
 
-def start() -> None:
-    """A process group of one, and the CPU where Megatron asks for the current CUDA device."""
+def start(store=None, rank: int = 0, ranks: int = 1) -> None:
+    """A process group, and the CPU where Megatron asks for the current CUDA device."""
     torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
+    store = store or torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     from megatron.core import parallel_state
     from megatron.core.fusions import fused_softmax
     from megatron.core.tensor_parallel import random
@@ -43,12 +42,39 @@ def causal_mask(length: int) -> torch.Tensor:
     return torch.ones(length, length, dtype=torch.bool).triu(1)
 
 
-def gpt(position: str, spec=None, **config):
+def gpt(position: str, spec=None, config=None, **changes):
     """A two-layer GPTModel with rotary embedding on half of each head, in fp32."""
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     torch.manual_seed(0)
+    config = config or transformer_config(position, **changes)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec or demo_model.layers(config),
+        vocab_size=128,
+        max_sequence_length=32,
+        position_embedding_type=position,
+        rotary_percent=0.5,
+    )
+    return randomise_biases(model)
+
+
+def multi_latent():
+    """Multi-latent attention: heads of 24 for queries and keys, and of 16 for values."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_head_dim": 16, "v_head_dim": 16}
+    settings = {"qk_pos_emb_head_dim": 8, "rope_type": "rope", "normalization": "RMSNorm"}
+    settings |= {"num_query_groups": 4, "multi_latent_attention": True} | latent
+    config = transformer_config("rope", MLATransformerConfig, **settings)
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
+    return gpt("rope", spec, config)
+
+
+def transformer_config(position: str, kind=None, **config):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     settings = {
         "num_layers": 2,
         "hidden_size": 64,
@@ -63,16 +89,7 @@ def gpt(position: str, spec=None, **config):
         "masked_softmax_fusion": False,
         "mrope_section": [2, 1, 1] if position == "mrope" else None,
     }
-    config = TransformerConfig(**(settings | config))
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec or demo_model.layers(config),
-        vocab_size=128,
-        max_sequence_length=32,
-        position_embedding_type=position,
-        rotary_percent=0.5,
-    )
-    return randomise_biases(model)
+    return (kind or TransformerConfig)(**(settings | config))
 
 
 def hybrid(**config):

@@ -1,9 +1,15 @@
 """What the adapters of Gated Delta Net leave to fla, where it is installed."""
 
+import json
+import pathlib
+import subprocess
+import sys
 import types
 
+import fetch_megatron
 import pytest
 import torch
+from conftest import environment
 from npu_ops_adapters.megatron import (
     causal_conv1d,
     chunk_gated_delta_rule,
@@ -13,6 +19,29 @@ from npu_ops_adapters.megatron import (
 )
 
 import npu_ops
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])  # a module, and a package
+def test_two_ranks_equal_one(tmp_path, version):
+    """Tensor parallelism with gloo: the heads of a layer, cut from the same weights."""
+    path = environment(HERE, fetch_megatron.tree(version), OMP_NUM_THREADS="1")
+    command = [sys.executable, str(HERE / "gdn_ranks.py"), str(tmp_path / "store")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank)], env=path, **pipes) for rank in range(2)]
+    for done in ranks:
+        out, err = done.communicate(timeout=300)
+        assert done.returncode == 0, err[-3000:]
+        report = json.loads(out.splitlines()[-1])
+        plain, packed = report["errors"]["plain"], report["errors"]["packed"]
+        assert len(plain) == 8 and max(plain.values()) < 1e-5, plain
+        if version == "0.16.1":
+            assert packed == "refused"
+        else:
+            assert len(packed) == 8 and max(packed.values()) < 1e-5, packed
+        assert report["calls"]["npu_ops.chunk_gated_delta_rule.default"] == 2
+        assert report["calls"]["npu_ops.chunk_gated_delta_rule_backward.default"] == 2
 
 
 def rows(*shape, dtype=torch.float32):

@@ -13,6 +13,7 @@ import fetch_megatron
 import mindspeed_checks
 import pytest
 from conftest import environment
+from npu_ops_adapters.mindspeed import attention
 
 HERE = pathlib.Path(__file__).parent
 BRANCHES = {"core_r0.12": "0.12.3", "core_r0.16": "0.16.1", "core_r0.18": "0.18.2"}
@@ -37,6 +38,19 @@ def run(branch: str, order: str) -> dict[str, str | None]:
 def reports():
     with ThreadPoolExecutor(2) as pool:
         yield {key: pool.submit(run, *key) for key in RUNS}
+
+
+def test_mindspeeds_engine_is_not_passed_fields_it_does_not_have():
+    """Which a later Megatron's PackedSeqParams has; one that says something is an error still."""
+
+    def forward(self, query, cu_seqlens_q=None):
+        return query, cu_seqlens_q
+
+    ours = attention._replace_engine(forward)
+    fields = {"cu_seqlens_q": 2, "local_cp_size": None, "cp_group": None, "total_tokens": 7}
+    assert ours(None, 1, **fields) == (1, 2)
+    with pytest.raises(TypeError, match="local_cp_size"):
+        ours(None, 1, local_cp_size=2)
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in mindspeed_checks.CHECKS])

@@ -86,6 +86,13 @@ def replace_sbnd(original: Callable, has_batch: bool) -> Callable:
     return npu_ops_rope
 
 
+def rotated(t, freqs, rotary_interleaved: bool):
+    """`[s, b, h, d]` by freqs `[s, 1 or b, 1, r]`; None: not ours."""
+    call = _Call(t, freqs, rotary_interleaved)
+    ours = any(_is_ours(call, has_batch) for has_batch in (False, True))
+    return _rotate(call, layout="SBND") if ours else None
+
+
 def _replace_sbnd(original: Callable) -> Callable:
     return replace_sbnd(original, has_batch=False)
 

@@ -1,0 +1,107 @@
+"""Gated Delta Net on two ranks with gloo, against the same layer on one.
+
+python gdn_ranks.py STORE RANK    in two processes
+
+Each rank builds the whole layer in a group of its own, and its share of it, cut from the same
+weights. Prints the largest error of outputs and gradients, of the largest number of each, and the
+operators of npu-ops that a step calls.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import megatron_cpu
+import torch
+import torch.distributed as dist
+
+from npu_ops.tools import demo_model
+
+SECTIONS = (64, 64, 128, 128, 4, 4)  # of in_proj: q, k, v, gate, beta, alpha; the first 3 of conv
+
+
+def layer(shared: bool):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    config = megatron_cpu.transformer_config("rope", **demo_model.HYBRID)
+    spec = demo_model.gated_delta_net(get_gpt_layer_local_spec(normalization="RMSNorm"))
+    spec = spec.submodules.self_attention
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    groups = types.SimpleNamespace(tp=dist.group.WORLD if shared else alone, cp=alone)
+    return spec.module(config, spec.submodules, layer_number=1, pg_collection=groups)
+
+
+def cut(name: str, weight: torch.Tensor, rank: int) -> torch.Tensor:
+    """A rank's half: of each section of rows, or of out_proj's columns; norms are whole."""
+    if name.startswith("out_norm"):
+        return weight
+    if name.startswith("out_proj"):
+        return weight.chunk(2, 1)[rank]
+    if name.startswith(("in_proj", "conv1d")):
+        rows = weight.split(SECTIONS if name.startswith("in_proj") else SECTIONS[:3])
+        return torch.cat([section.chunk(2)[rank] for section in rows])
+    return weight.chunk(2)[rank]
+
+
+def step(module, hidden, **packing):
+    hidden = hidden.clone().requires_grad_()
+    out, _ = module(hidden, None, **packing)
+    module.zero_grad()
+    out.square().sum().backward()
+    found = {name: p.grad for name, p in module.named_parameters()}
+    return {"output": out.detach(), "hidden": hidden.grad} | found
+
+
+def randomise(module) -> None:
+    """Weights of the size of trained ones, and a state that lasts: all gradients count."""
+    for name, p in module.named_parameters():
+        p.normal_(std=p[0].numel() ** -0.5 if p.dim() > 1 else 0.5)
+        p += {"A_log": -2, "out_norm.weight": 1}.get(name, 0)
+
+
+@torch.no_grad()
+def layers(rank: int):
+    torch.manual_seed(0)
+    whole, shared = layer(shared=False), layer(shared=True)
+    randomise(whole)
+    weights = dict(whole.named_parameters())
+    for name, p in shared.named_parameters():
+        p.copy_(cut(name, weights[name], rank))
+    return whole, shared
+
+
+def errors(rank: int, whole, shared, hidden, **packing) -> dict[str, float]:
+    expected, actual = step(whole, hidden, **packing), step(shared, hidden, **packing)
+    dist.all_reduce(actual["out_norm.weight"])  # each rank has that of its heads
+    found = {}
+    for name, value in actual.items():
+        wanted = expected[name]
+        wanted = wanted if name in ("output", "hidden") else cut(name, wanted, rank)
+        found[name] = ((value - wanted).abs().max() / wanted.abs().max()).item()
+    return found
+
+
+def main() -> None:
+    store, rank = sys.argv[1], int(sys.argv[2])
+    torch.set_num_threads(1)
+    megatron_cpu.start(dist.FileStore(store, 2), rank, 2)
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    whole, shared = layers(rank)
+    hidden = torch.randn(80, 1, 64, generator=torch.Generator().manual_seed(1))
+    starts = torch.tensor([0, 7, 77, 80], dtype=torch.int32)
+    packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    with demo_model.Counter() as counter:
+        found = {"plain": errors(rank, whole, shared, hidden)}
+    try:
+        found["packed"] = errors(rank, whole, shared, hidden, packed_seq_params=packing)
+    except NotImplementedError:
+        found["packed"] = "refused"  # by Megatron up to 0.17
+    print(json.dumps({"errors": found, "calls": counter.calls}), flush=True)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
