@@ -19,7 +19,7 @@ from npu_ops_adapters.transformers import attention as adapter
 from npu_ops_adapters.transformers import models
 from transformers import DynamicCache, StaticCache, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
@@ -264,6 +264,58 @@ def test_a_mask_and_lengths_together_let_through_what_both_do(applied):
         attend(ours, torch.zeros(1, 1, 7, 7), shape=shape, cu_seq_lens_q=starts)
 
 
+def packed_mask(*lengths):
+    """The mask that transformers makes from positions that restart."""
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    config = types.SimpleNamespace(_attn_implementation="npu_ops")
+    embeddings = torch.zeros(1, sum(lengths), 1)
+    return create_causal_mask(config, embeddings, None, None, positions)
+
+
+def test_packed_text_is_known_by_its_mask(applied, monkeypatch):
+    calls = []
+    attention = npu_ops.attention
+    monkeypatch.setattr(npu_ops, "attention", lambda *a, **k: calls.append(k) or attention(*a, **k))
+    mask, shape = packed_mask(2, 1, 4), (1, 4, 7, 16)
+    starts, apart = torch.tensor([0, 2, 3, 7]), torch.tensor([0, 3, 7])
+    expected = attend(sdpa_attention_forward, mask, shape=shape)
+    for given in ({}, {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}):
+        actual = attend(ours, mask, shape=shape, **given)
+        for a, e in zip(actual, expected, strict=True):
+            assert_close("attention", a, e, Tolerance(1e-5, 1e-5))
+    attend(ours, mask, shape=shape, cu_seq_lens_q=apart)  # other sequences: what both let through
+    attend(ours, mask.clone(), shape=shape)
+    mask[0, 0, 6, 0] = True  # it says more now
+    attend(ours, mask, shape=shape)
+    assert [call.get("layout") for call in calls] == ["TND", "TND", None, None, None]
+    assert calls[0]["cu_seqlens_q"].tolist() == [0, 2, 3, 7]
+
+
+def test_packed_text_in_inference_mode(applied):
+    with torch.inference_mode():
+        mask, starts = packed_mask(2, 1, 4), torch.tensor([0, 2, 3, 7])
+        q, k, v = rows(1, 4, 7, 16), rows(1, 2, 7, 16, seed=1), rows(1, 2, 7, 16, seed=2)
+        module = types.SimpleNamespace(is_causal=True, num_key_value_groups=2)
+        expected, _ = sdpa_attention_forward(module, q, k, v, mask)
+        for given in ({}, {"cu_seq_lens_q": starts}):
+            actual, _ = ours(module, q, k, v, mask, **given)
+            assert_close("attention", actual, expected, Tolerance(1e-5, 1e-5))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(1, 1, 5, 5, dtype=torch.bool),  # not causal
+        torch.ones(1, 1, 5, 5, dtype=torch.bool).tril().triu(-2),  # a window
+        torch.ones(1, 1, 5, 7, dtype=torch.bool).tril(2),
+        torch.ones(2, 1, 5, 5, dtype=torch.bool).tril(),
+    ],
+)
+def test_a_mask_that_says_more_is_not_packing(mask):
+    adapter._note_packing(mask)
+    assert adapter._packing(mask) is None
+
+
 def test_what_is_not_ours_goes_to_sdpa(applied):
     bias = rows(2, 4, 7, 7, seed=8)
     actual = attend(ours, position_bias=bias)
@@ -405,6 +457,26 @@ def test_a_model_that_was_built_before_uses_it(applied):
     npu_ops_adapters.apply()
     _, calls = transformers_models.step(model, inputs)
     assert calls == expected_calls("qwen3_next", False)
+
+
+def test_a_model_compiles_in_one_graph_with_our_operators(applied):
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(str(module.graph))
+        return module
+
+    model, inputs = transformers_models.built("qwen3_next")
+    model.set_attn_implementation("npu_ops")
+    with torch.no_grad():
+        expected = model(**inputs, use_cache=False).logits
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        actual = compiled(**inputs, use_cache=False).logits
+    assert_close("logits", actual, expected, Tolerance(1e-5, 1e-5))
+    (graph,) = graphs
+    for op in expected_calls("qwen3_next", True):
+        assert f"npu_ops.{op}" in graph or f"npu_ops_{op}" in graph, op
 
 
 @pytest.mark.parametrize("op, gone", [("rope", "rope"), ("rms_norm_gated", "rms_norm_gated")])

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import os
 import subprocess
 import sys
 
@@ -57,6 +58,14 @@ def test_it_changes_nothing_and_finds_nothing(op, caplog):
         assert any(s.startswith(f"shadow: {op}: ") and "against reference: " in s for s in said)
         assert not any(s.endswith(": no output") for s in said), said
     assert messages(caplog, logging.ERROR) == []
+
+
+def test_it_is_switched_on_by_the_environment():
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch, npu_ops; npu_ops.l2norm(torch.ones(2, 4))"],
+        env=os.environ | {"NPU_OPS_LOG": "shadow:1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stderr.startswith("shadow: l2norm: "), done.stderr
 
 
 def test_gradients_are_compared_too(caplog):

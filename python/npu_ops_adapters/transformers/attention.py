@@ -3,7 +3,8 @@
     model = AutoModel.from_pretrained(..., attn_implementation="npu_ops")
 
 Masks are made as for SDPA: boolean, or None where causal alone says it all. Vision towers pass the
-starts of their images as they do for flash attention, so all images are one call.
+starts of their images as they do for flash attention, so all images are one call. A mask that says
+no more than that tokens are packed and causal is known by what it says, once for all layers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 import npu_ops
 from npu_ops.core import check
+from npu_ops.core.library import is_plain
 from npu_ops.core.memo import TensorCache
 from npu_ops_adapters.calls import DEVICES
 from npu_ops_adapters.patching import Patch
@@ -53,7 +55,36 @@ def _name(target: str, make: Callable) -> Patch:
 
 
 def _mask(original: None) -> Callable:
-    return sys.modules[_MASKS].sdpa_mask
+    def npu_ops_mask(*args, **options):
+        mask = sys.modules[_MASKS].sdpa_mask(*args, **options)
+        if mask is not None:
+            _note_packing(mask)
+        return mask
+
+    return npu_ops_mask
+
+
+def _note_packing(mask) -> None:
+    """Where sequences start, on a mask that is packed and causal; it is lost as the mask changes.
+
+    The values come to the host, so neither a trace nor a decoding step is asked.
+    """
+    square = mask.shape[0] == 1 and mask.shape[2] == mask.shape[3]
+    if not square or not is_plain(mask) or mask.is_inference():
+        return
+    rows = mask[0, 0]
+    starts = torch.nn.functional.pad(~rows.diagonal(-1), (1, 0), value=True)
+    number = starts.cumsum(0)
+    if torch.equal(rows, (number[:, None] == number).tril_()):
+        starts = starts.nonzero().flatten().to(torch.int32)
+        starts = torch.cat((starts, starts.new_full((1,), rows.shape[0])))
+        mask.npu_ops_packing = (starts, mask._version)
+
+
+def _packing(mask):
+    """What `_note_packing` noted, unless the mask was written since."""
+    starts, version = getattr(mask, "npu_ops_packing", (None, None))
+    return starts if starts is not None and version == mask._version else None
 
 
 def _packs_images(original: Callable) -> Callable:
@@ -82,9 +113,12 @@ def _function(original: None) -> Callable:
             is_causal = getattr(module, "is_causal", True)
         settings = {"scale": scaling, "dropout_p": dropout}
         settings |= {"softcap": options.get("softcap"), "sinks": options.get("s_aux")}
-        starts = options.get("cu_seq_lens_q")
+        starts, known = options.get("cu_seq_lens_q"), _packing(attention_mask)
+        if known is not None and key.shape[2] == query.shape[2] and _agree(known, starts):
+            packing = {"cu_seq_lens_q": known}
+            return _packed(query, key, value, True, packing, settings), None
         if starts is not None and attention_mask is None:
-            return _packed(query, key, value, starts, bool(is_causal), options, settings), None
+            return _packed(query, key, value, bool(is_causal), options, settings), None
         if starts is not None:
             attention_mask = _apart(attention_mask, starts, options.get("cu_seq_lens_k"), key)
         return _dense(query, key, value, attention_mask, bool(is_causal), settings), None
@@ -122,11 +156,19 @@ def _mask_arguments(mask, query, key) -> dict:
     return {"bias": mask if mask.dtype in (query.dtype, torch.float32) else mask.to(query.dtype)}
 
 
-def _packed(query, key, value, starts, is_causal, options, settings):
+def _agree(known, starts) -> bool:
+    """Whether lengths that were given besides a mask are the mask's; asked once for all layers."""
+    if starts is None:
+        return True
+    key = (starts.data_ptr(), 0 if starts.is_inference() else starts._version)
+    return _host.get(known, key, lambda: torch.equal(known, starts.to(known.dtype)))
+
+
+def _packed(query, key, value, is_causal, options, settings):
     """`[1, N, T, D]` in, `[1, T, N, D]` out. Lengths come to the host once for all layers."""
     if query.shape[0] != 1:
         raise check.shape("query", query, "a batch of 1 with cu_seq_lens_q")
-    key_starts = options.get("cu_seq_lens_k")
+    starts, key_starts = options["cu_seq_lens_q"], options.get("cu_seq_lens_k")
     window = options.get("sliding_window")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if query.device.type != "cpu":
