@@ -101,6 +101,14 @@ def test_the_reference_is_not_compared_with_itself(caplog):
     assert messages(caplog) == []
 
 
+def test_a_graph_that_is_captured_is_left_alone(caplog, monkeypatch):
+    """Here the CPU says that it captures one."""
+    monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
+    with env.override(log="shadow:1"):
+        npu_ops.l2norm(torch.ones(2, 4))
+    assert messages(caplog) == []
+
+
 def test_what_is_nan_or_infinite_in_both_is_equal(caplog):
     x = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0], [3.0, 4.0]])
     with env.override(log="shadow:1"):
