@@ -71,8 +71,8 @@ def test_where_of_something_else():
 
 
 def of_megatron(found):
-    """The patches of the one framework that these tests have."""
-    return [row for row in found["patches"] if row["target"].startswith("megatron.")]
+    """The patches of the one framework that these tests have; Megatron-Bridge is another."""
+    return [row for row in found["patches"] if row["target"].startswith("megatron.core.")]
 
 
 def test_doctor_says_what_takes_each_op_and_what_is_patched():
@@ -91,7 +91,8 @@ def test_doctor_says_what_takes_each_op_and_what_is_patched():
     adapted = [op for op in where.ops() if (adapters / f"{op}.py").exists()]
     patches = of_megatron(found)
     assert {row["state"] for row in patches} == {"applied"}
-    expected = {*adapted, "jit_fuser", "gated_delta_net"} - {"gdn_gate"}  # inline in this version
+    others = {"jit_fuser", "gated_delta_net", "checkpoint"}
+    expected = {*adapted, *others} - {"gdn_gate"}  # inline in this version
     assert {row["op"] for row in patches} == expected
     assert found["packages"]["torch"] == torch.__version__
 
