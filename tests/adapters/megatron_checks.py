@@ -723,6 +723,42 @@ def attention_calls_reach_npu_ops():
 
 
 @check("early")
+def attention_in_place_of_transformer_engines_goes_by_the_type_of_mask():
+    """Unless MindSpeed's arguments say that masks are general: then one that is given counts."""
+    import megatron_cpu
+    import torch
+    from megatron.core.transformer import enums
+    from npu_ops_adapters.megatron import attention
+
+    engine = type("TEDotProductAttention", (torch.nn.Module,), {})
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).triu(1)
+    mask[..., 4:, :4] = True  # two documents
+    q, k, v = (leaf(6, 1, n, 16, dtype=torch.float32, seed=n) for n in (4, 2, 2))
+    kinds = enums.AttnMaskType
+
+    def compute(given, kind, built=kinds.causal, **settings):
+        config = megatron_cpu.transformer_config("rope")
+        vars(config).update(settings)
+        layer = attention._module(engine)(config, 1, built, "self")
+        return layer(q, k, v, given, attn_mask_type=kind)
+
+    causal = compute(None, kinds.causal)
+    assert compute(mask, kinds.causal).equal(causal)
+    assert compute(torch.ones(1, 6, dtype=torch.bool), kinds.causal).equal(causal)  # Bridge's
+    general = compute(mask, kinds.causal, attention_mask_type="general")
+    assert not general.equal(causal)
+    assert general.equal(compute(mask, kinds.arbitrary))
+    everything = compute(None, kinds.no_mask)
+    assert compute(mask, kinds.no_mask).equal(everything) and not everything.equal(causal)
+    padding = torch.zeros(1, 1, 1, 6, dtype=torch.bool)
+    padding[..., 5:] = True
+    both = compute(padding, kinds.padding_causal)
+    assert both[:5].equal(causal[:5]) and not both[5:].equal(causal[5:])
+    windowed = compute(None, kinds.causal, window_size=(2, 0))
+    assert windowed[:3].equal(causal[:3]) and not windowed[3:].equal(causal[3:])
+
+
+@check("early")
 def multi_latent_attention_trains():
     """Without Transformer Engine, which Megatron's own DotProductAttention does not."""
     import megatron_cpu

@@ -401,6 +401,15 @@ def test_a_wrapper_over_ours_that_says_so_is_no_overwriting(host):
     host.maths.double = ours
 
 
+def test_another_function_of_ours_is_no_overwriting_and_is_reverted(host):
+    patching.apply([patch()])
+    host.maths.double = another = made(double)
+    another.__module__ = "npu_ops_adapters.host"
+    assert state(patching.verify()) == "applied"
+    assert state(patching.revert()) == "reverted"
+    assert host.maths.double is host.model.twice is host.double
+
+
 def test_joining_and_leaving(host):
     said = []
     settings = {"joined": lambda: said.append("joined"), "left": lambda: said.append("left")}

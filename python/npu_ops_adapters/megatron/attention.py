@@ -118,7 +118,7 @@ def _replace_init(original: Callable) -> Callable:
 def _module(original: type) -> type:
     """The class for a spec that has `original`; made here, for Megatron is not there earlier."""
     base = sys.modules["megatron.core.transformer.module"].MegatronModule
-    by_type = original is not getattr(sys.modules.get(_LOCAL[0]), _LOCAL[1], None)
+    is_engine = original is not getattr(sys.modules.get(_LOCAL[0]), _LOCAL[1], None)
 
     class NpuOpsAttention(base):
         """`npu_ops.attention` as Megatron's core attention."""
@@ -148,6 +148,9 @@ def _module(original: type) -> type:
             settings = {"attention_dropout": attention_dropout, "softmax_scale": softmax_scale}
             self._build = functools.partial(original, *arguments, **settings, **more)
             self._built = []  # a list: no module of ours, and not in checkpoints
+            # MindSpeed's takes the mask that it is given where its arguments say "general".
+            general = getattr(config, "attention_mask_type", "causal") == "general"
+            self._by_type = is_engine and not general
 
         def forward(
             self,
@@ -162,9 +165,10 @@ def _module(original: type) -> type:
         ):
             call = (query, key, value, attention_mask, attn_mask_type, attention_bias)
             plain = all(option is None for option in more.values())
-            out = attend(self, *call, packed_seq_params, by_type=by_type) if plain else None
-            if out is not None:
-                return out
+            if plain:
+                out = attend(self, *call, packed_seq_params, by_type=self._by_type)
+                if out is not None:
+                    return out
             return self._original()(*call, packed_seq_params, **more)
 
         def _original(self):
