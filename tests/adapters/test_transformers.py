@@ -477,8 +477,8 @@ def test_a_model_compiles_in_one_graph_with_our_operators(applied):
         assert f"npu_ops.{op}" in graph or f"npu_ops_{op}" in graph, op
 
 
-@pytest.mark.parametrize("op, gone", [("rope", "rope"), ("rms_norm_gated", "rms_norm_gated")])
-def test_a_disabled_op_stays_transformers(op, gone):
+@pytest.mark.parametrize("op", ["rope", "rms_norm_gated"])
+def test_a_disabled_op_stays_transformers(op):
     npu_ops_adapters.revert()
     with env.override(disable=frozenset({op})):
         npu_ops_adapters.apply()
@@ -487,7 +487,7 @@ def test_a_disabled_op_stays_transformers(op, gone):
         _, calls = transformers_models.step(model, inputs)
     finally:
         npu_ops_adapters.revert()
-    assert gone not in calls and len(calls) == len(expected_calls("qwen3_next", False)) - 1
+    assert op not in calls and len(calls) == len(expected_calls("qwen3_next", False)) - 1
 
 
 def test_an_unknown_signature_is_refused_and_the_others_applied(monkeypatch):
