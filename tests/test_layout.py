@@ -50,8 +50,6 @@ def test_there_are_ops():
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", ["__init__", "op", "reference", "triton_ascend", "cases"])
 def test_an_op_has_its_files(op, name):
-    if (op, name) == ("attention", "triton_ascend"):
-        name = "aclnn"  # the vendor has operators for it, and Triton no kernels yet
     folder = ROOT / "npu_ops" / "ops" / op
     assert (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists()
 

@@ -58,7 +58,7 @@ def test_where(name):
 
 def test_explain_attention():
     said = call("explain", "attention", "layout=TND", "keys=packed", "heads=16", "head_dim=72")
-    assert said.startswith("reference runs it") and "pass cu_seqlens_cpu" in said
+    assert said.startswith("our flash attention runs it") and "pass cu_seqlens_cpu" in said
     plan = json.loads(call("explain", "attention", "is_causal=true", "training=true", "--json"))
     assert plan["operator"] == "npu_fusion_attention" and plan["sparse_mode"] == 3
     wrong = command("explain", "attention", "heads=x", code=2)
@@ -85,8 +85,7 @@ def test_doctor_says_what_takes_each_op_and_what_is_patched():
     native = "cpu" if npu_ops.build_info()["native"] else "reference"
     for op in where.ops():
         assert taken[op, "cpu"] == native
-        # Attention's kernels are torch_npu's, which is not there.
-        assert taken[op, "npu"] == ("reference" if op == "attention" else "triton_ascend")
+        assert taken[op, "npu"] == "triton_ascend"
     adapters = where.ROOT / "python" / "npu_ops_adapters" / "megatron"
     adapted = [op for op in where.ops() if (adapters / f"{op}.py").exists()]
     patches = of_megatron(found)

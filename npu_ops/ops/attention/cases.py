@@ -181,5 +181,16 @@ CASES = [
 ]
 
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
-# Across these, every branch of the Triton kernels: there are none yet.
-REPRESENTATIVE = ()
+# Across these, every branch of the Triton kernels.
+REPRESENTATIVE = (
+    "qwen3-vl-vision-200",
+    "qwen3.5-9b-prefill-90",
+    "mla-192-128",
+    "window-3-5-top-left",
+    "bias-row",
+    "bias-full-mask",
+    "softcap",
+    "packed-window",
+    "padded",
+    "paged-packed",
+)

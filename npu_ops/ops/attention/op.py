@@ -8,6 +8,7 @@ from npu_ops.core import library
 from npu_ops.core.registry import Implementation, Table, from_module
 from npu_ops.ops.attention import reference
 from npu_ops.ops.attention.arguments import Extra, Rule, normal, shape_in_layout
+from npu_ops.ops.attention.limits import triton_why_not
 from npu_ops.ops.attention.routing import plan_of
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -56,6 +57,12 @@ forward_table = Table(
             ),
         ),
         Implementation(
+            "triton_ascend",
+            from_module(f"{_FOLDER}.triton_ascend:attention"),
+            frozenset({"npu", "cuda"}),
+            lambda q, k, v, extra, rule, *rest: triton_why_not(q, k, v, extra, rule),
+        ),
+        Implementation(
             "cpu",
             from_module(f"{_FOLDER}.cpu:attention"),
             frozenset({"cpu"}),
@@ -75,6 +82,12 @@ backward_table = Table(
             lambda dout, dlse, q, k, v, extra, rule, *rest: plan_of(
                 q, k, v, extra, rule, "npu", dlse is not None
             ).why_not("aclnn"),
+        ),
+        Implementation(
+            "triton_ascend",
+            from_module(f"{_FOLDER}.triton_ascend:attention_backward"),
+            frozenset({"npu", "cuda"}),
+            lambda dout, dlse, q, k, v, extra, rule, *rest: triton_why_not(q, k, v, extra, rule),
         ),
         Implementation(
             "cpu",

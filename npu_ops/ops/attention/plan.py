@@ -248,6 +248,8 @@ def _why_not(operator: Operator, spec: AttentionSpec) -> str | None:
         return _LACKS.get((vendor, spec.mask_kind), f"it has no mask {spec.mask_kind}")
     if spec.lse_gradient and "lse gradient" not in operator.takes:
         return "its backward takes no gradient of the log-sum-exp"
+    if operator.runs == "triton_ascend" and spec.keys == "paged" and spec.block_size % 16:
+        return f"blocks of {spec.block_size} keys are not a multiple of 16"
     return _dims_why_not(operator, spec) or (_vendor_why_not(operator, spec) if vendor else None)
 
 

@@ -158,6 +158,17 @@ OPERATORS = (
         multiple_of=16,
     ),
     Operator(
+        "our flash attention",
+        "triton_ascend",
+        ("npu", "cuda"),
+        _BOTH,
+        _FLOATS,
+        _ALL_KEYS,
+        _EVERY_MASK,
+        takes=("bias", "softcap", "sinks", "lse gradient"),
+        largest=256,
+    ),
+    Operator(
         "torch flash attention",
         "cpu",
         ("cpu",),

@@ -1,0 +1,173 @@
+"""Flash attention in Triton, for Ascend and NVIDIA. Definition: reference.py
+
+A program takes a block of queries of one head through the keys in its window (forward.py), or a
+block of keys through its queries and a block of queries through its keys (backward.py). Which
+blocks there are in packed sequences is found on the device (blocks.py).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import hardware
+from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
+from npu_ops.ops.attention.triton_ascend import backward
+from npu_ops.ops.attention.triton_ascend.blocks import blocks_of
+from npu_ops.ops.attention.triton_ascend.forward import forward_kernel
+
+# Rows of queries that a group of heads may have for a sequence to share one tile, as in decoding.
+SHARED_ROWS = 128
+SMALL_TILE = 32
+# Queries and keys in a tile. What of the scores fits the unified buffer of a vector core, which has
+# half of a tile, depends on the wider head dimension in the forward kernel ...
+FORWARD_TILES = {128: (128, 64), 256: (64, 32)}
+# ... and what fits beside the matrix unit, where gradients are summed, on the bytes of rows of q
+# and v in the backward kernels.
+KEYS_TILES = {512: (64, 64), 1024: (32, 32), 2048: (16, 32)}
+QUERIES_TILES = {1024: (64, 32), 2048: (32, 32)}
+DELTA_BYTES = 32 * 1024
+
+
+def attention(q, k, v, extra, rule, out, lse):
+    """Write out and lse; the arguments are the operator's."""
+    step, max_queries = q.shape[1] // k.shape[1], rule.max_seqlen_q
+    if not _shares_rows(extra, rule, step):
+        return _forward(q, k, v, extra, rule, extra.sinks, out, lse)
+    sinks = extra.sinks
+    if sinks is not None and step > 1:  # one for each row of a sequence
+        sinks = sinks.view(-1, 1, step).repeat(1, max_queries, 1).flatten(1)
+    starts = None if extra.cu_seqlens_q is None else extra.cu_seqlens_q * step
+    extra = extra._replace(cu_seqlens_q=starts)
+    shared_q, shared_out, shared_lse = (_shared(x, step) for x in (q, out, lse[..., None]))
+    rows = max_queries * step
+    _forward(shared_q, k, v, extra, rule, sinks, shared_out, shared_lse, rows, step)
+    for x, shared in ((out, shared_out), (lse[..., None], shared_lse)):
+        if shared.data_ptr() != x.data_ptr():
+            x.copy_(shared.unflatten(2, (-1, step)).transpose(2, 3).flatten(1, 2))
+
+
+def attention_backward(
+    dout, dlse, q, k, v, extra, rule, out, lse, dq, dk, dv, dbias, dsinks
+):  # fmt: skip
+    """Write the gradients; dbias and dsinks may be None. The arguments are the operator's."""
+    delta = _delta(dout, dlse, out)
+    constants = _constants(q, k, v, rule)
+    numbers = _numbers(rule)
+    given, strides = _with_strides(q, (dout, q, k, v, extra.bias, extra.mask))
+
+    row_bytes = (constants["BD"] + constants["BDV"]) * q.element_size()
+    size_q, size_k = _tile(KEYS_TILES, row_bytes)
+    blocks = blocks_of(k, extra.cu_seqlens_k, size_k)
+    lengths = extra.cu_seqlens_q, extra.cu_seqlens_k, extra.seqlens_k, lse, delta
+    backward.keys_kernel[_cube_grid(blocks.number * k.shape[1], q.device)](
+        *given, blocks.table, *lengths, dk, dv, *strides, *dk.stride()[:3], *dv.stride()[:3],
+        *numbers, blocks.number, blocks.across, k.shape[1], q.shape[2], k.shape[2],
+        BQ=size_q, BK=size_k, **constants,
+    )  # fmt: skip
+
+    size_q, size_k = _tile(QUERIES_TILES, row_bytes)
+    blocks = blocks_of(q, extra.cu_seqlens_q, size_q)
+    dpairs = None
+    if dbias is not None:  # also for pairs that no tile has
+        dpairs = dbias.new_zeros((*q.shape[:3], k.shape[2]))
+    backward.queries_kernel[_cube_grid(blocks.number * q.shape[1], q.device)](
+        *given, blocks.table, *lengths, dq, dpairs, *strides, *dq.stride()[:3],
+        *numbers, blocks.number, blocks.across, q.shape[1], q.shape[2], k.shape[2],
+        BQ=size_q, BK=size_k, **constants,
+    )  # fmt: skip
+    if dbias is not None:
+        dbias.copy_(dpairs.sum_to_size(dbias.shape))
+    if dsinks is not None:
+        weights = (extra.sinks[:, None] - lse).exp()
+        torch.sum(weights * -delta, (0, 2), out=dsinks)
+
+
+def _forward(q, k, v, extra, rule, sinks, out, lse, rows=None, step=1):
+    """`attention`, where each position has `step` rows of q and a sequence has at most `rows`."""
+    constants = _constants(q, k, v, rule)
+    size_q, size_k = _tile(FORWARD_TILES, max(constants["BD"], constants["BDV"]))
+    if rows is not None and rows <= SMALL_TILE:
+        size_q = SMALL_TILE
+    if constants["CAPPED"] and extra.bias is not None:
+        size_k = min(size_k, SMALL_TILE)
+    page, pages_stride = 1, 0
+    if extra.block_table is not None:
+        page, pages_stride = k.shape[2], extra.block_table.stride(0)
+        size_k = min(size_k, page & -page)  # which divides a block
+    blocks = blocks_of(q, extra.cu_seqlens_q, size_q)
+    given, strides = _with_strides(q, (q, k, v, extra.bias, extra.mask))
+    forward_kernel[_cube_grid(blocks.number * q.shape[1], q.device)](
+        *given, sinks, blocks.table, extra.cu_seqlens_q, extra.cu_seqlens_k, extra.seqlens_k,
+        extra.block_table, out, lse, *strides, *out.stride()[:3], pages_stride,
+        rows or 0, *_numbers(rule), blocks.number, blocks.across, q.shape[1], q.shape[2],
+        k.shape[2], BQ=size_q, BK=size_k, PAGE=page, STEP=step, **constants,
+    )  # fmt: skip
+
+
+def _delta(dout, dlse, out):
+    """The inner products of rows of out and of its gradient, less dlse; fp32 [B, N, Sq]."""
+    batch, heads, queries, dim = out.shape
+    delta = out.new_empty((batch, heads, queries), dtype=torch.float32)
+    width = max(16, next_power_of_2(dim))
+    size = DELTA_BYTES // 4 // width
+    across = cdiv(queries, size)
+    backward.delta_kernel[vector_grid(batch * across * heads, out.device)](
+        dout, dlse, out, delta, *dout.stride()[:3], *out.stride()[:3], batch * across, across,
+        heads, queries, DV=dim, BDV=width, BQ=size,
+    )  # fmt: skip
+    return delta
+
+
+def _shares_rows(extra, rule, step: int) -> bool:
+    """Whether the heads of a group go through the keys as rows of one tile."""
+    decodes = extra.seqlens_k is not None or rule.max_seqlen_q == 1
+    plain = extra.bias is None and extra.mask is None
+    return decodes and plain and rule.max_seqlen_q * step <= SHARED_ROWS
+
+
+def _shared(x, step: int):
+    """`[batch, heads, tokens, dim]` as `[batch, heads / step, tokens * step, dim]`; where that is
+    no view, a copy."""
+    return x.unflatten(1, (-1, step)).transpose(2, 3).flatten(2, 3)
+
+
+def _constants(q, k, v, rule) -> dict:
+    """The compile-time constants that all kernels have."""
+    width, columns = (max(16, next_power_of_2(x.shape[3])) for x in (q, v))
+    return {
+        "GROUP": q.shape[1] // k.shape[1], "D": q.shape[3], "DV": v.shape[3], "BD": width,
+        "BDV": columns, "LEFT": rule.window_left >= 0, "RIGHT": rule.window_right >= 0,
+        "BOTTOM_RIGHT": rule.bottom_right, "CAPPED": rule.softcap > 0,
+    }  # fmt: skip
+
+
+def _numbers(rule) -> tuple:
+    return rule.scale, rule.softcap, rule.window_left, rule.window_right
+
+
+def _tile(tiles: dict, size: int) -> tuple[int, int]:
+    return next(tile for most, tile in tiles.items() if size <= most)
+
+
+def _with_strides(q, given):
+    """Tensors, and the strides of all but their last dimensions; masks as bytes, for each query."""
+    tensors, strides = [], []
+    for x in given:
+        if x is not None and x.dtype == torch.bool:
+            x = x.view(torch.uint8)
+        if x is not None and x.stride(3) != 1:
+            x = x.contiguous()
+        tensors.append(x)
+        strides += _strides(x, q)
+    return tensors, strides
+
+
+def _strides(x, q) -> tuple[int, ...]:
+    if x is None:
+        return 0, 0, 0
+    broadcast = (n if m == 1 else 1 for m, n in zip(x.shape[:3], q.shape[:3], strict=True))
+    return tuple(0 if n != 1 else s for n, s in zip(broadcast, x.stride(), strict=False))
+
+
+def _cube_grid(items: int, device) -> tuple[int]:
+    return (min(items, hardware.num_cube_cores(device)),)

@@ -1,0 +1,96 @@
+"""Which blocks of tokens there are, on the device, and which of the other side each one meets.
+
+A block is a piece of one sequence. Of dense tensors a sequence is an entry of the batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from npu_ops.core.grid import cdiv
+
+
+class Blocks(NamedTuple):
+    """The blocks of a tensor's tokens; made without waiting for the device.
+
+    number: of blocks at the most; what is beyond the last has no rows.
+    across: blocks of each sequence, where all have as many.
+    table: int32 [number, 2]: the sequence of each block and which of its blocks it is; None where
+        that follows from `across`.
+    """
+
+    number: int
+    across: int
+    table: torch.Tensor | None
+
+
+def blocks_of(x, starts, size: int) -> Blocks:
+    """Blocks of `size` tokens of x `[batch, heads, tokens, dim]`."""
+    batch, _, tokens, _ = x.shape
+    if starts is None:
+        across = cdiv(tokens, size)
+        return Blocks(batch * across, across, None)
+    sequences = starts.shape[0] - 1
+    number = tokens // size + sequences
+    counts = (starts.diff() + (size - 1)) // size
+    ends = counts.cumsum(0)
+    index = torch.arange(number, device=x.device, dtype=ends.dtype)
+    sequence = torch.searchsorted(ends, index, right=True).clamp(max=sequences - 1)
+    within = index - (ends - counts)[sequence]
+    return Blocks(number, 1, torch.stack((sequence, within), 1).int())
+
+
+@triton.jit
+def find(block, table, across, starts_q, starts_k, lengths_k, queries, keys):
+    """The sequence of a block and which of its blocks that is; the entry of the batch; the first
+    token and the number of its queries, and of its keys."""
+    if table is None:
+        sequence, within = block // across, block % across
+    else:
+        sequence, within = tl.load(table + 2 * block), tl.load(table + 2 * block + 1)
+    batch, first_q, first_k = sequence, 0, 0
+    if starts_q is not None:
+        batch = 0
+        first_q = tl.load(starts_q + sequence).to(tl.int32)
+        queries = tl.load(starts_q + sequence + 1).to(tl.int32) - first_q
+    if starts_k is not None:
+        first_k = tl.load(starts_k + sequence).to(tl.int32)
+        keys = tl.load(starts_k + sequence + 1).to(tl.int32) - first_k
+    if lengths_k is not None:
+        keys = tl.load(lengths_k + sequence).to(tl.int32)
+    return sequence, within, batch, first_q, queries, first_k, keys
+
+
+@triton.jit
+def partners(first, last, behind, ahead, length, SIZE: tl.constexpr, BEHIND: tl.constexpr,
+             AHEAD: tl.constexpr, WHOLE: tl.constexpr = True):  # fmt: skip
+    """Blocks of the other side that tokens first..last meet, if token x meets those from
+    x - behind (where BEHIND) to x + ahead (where AHEAD) of `length`.
+
+    Returns begin, whole, split, end: of blocks begin..end those in whole..split need no mask, of
+    which there are none unless WHOLE.
+    """
+    low, high, inner_low, inner_high = 0, length, 0, length
+    if BEHIND:
+        low = tl.maximum(first - behind, 0)
+        inner_low = tl.maximum(last - behind, 0)
+    if AHEAD:
+        high = tl.maximum(tl.minimum(last + ahead + 1, length), 0)
+        inner_high = tl.maximum(tl.minimum(first + ahead + 1, length), 0)
+    begin = low // SIZE
+    end = tl.maximum((high + SIZE - 1) // SIZE, begin)
+    whole, split = begin, begin
+    if WHOLE:
+        whole = tl.minimum((inner_low + SIZE - 1) // SIZE, end)
+        split = tl.maximum(tl.minimum(inner_high // SIZE, end), whole)
+    return begin, whole, split, end
+
+
+@triton.jit
+def edge_block(index, whole, split):
+    """Block `index` of those that need a mask, counted from `begin`."""
+    return tl.where(index < whole, index, index + (split - whole))
