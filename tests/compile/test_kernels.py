@@ -43,7 +43,7 @@ def check(rows):
         assert row["vector"] > 0 and row["loaded"] > 0 and row["stored"] > 0
 
 
-# Every branch through the compiler of the chip that the emulated NPU is; of the others, and of fp32,
+# Every branch through the compiler of the chip that the emulated NPU is; of the others and of fp32,
 # which it has judged too, one case. `make test-all` takes all of everything.
 @pytest.mark.parametrize(
     "soc, dtype, number",
