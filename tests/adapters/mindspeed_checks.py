@@ -439,6 +439,25 @@ def an_op_that_is_disabled_is_left_to_mindspeed():
 
 
 @check
+def an_error_of_ours_is_none_of_mindspeeds():
+    """It is said; Megatron has MindSpeed's functions then."""
+    import npu_ops_adapters
+    from npu_ops_adapters.mindspeed import features
+
+    covered = features.covered
+    features.covered = lambda: 1 / 0
+    try:
+        sys.modules["mindspeed.megatron_adaptor"].repatch({})
+        found = value(f"{ROPE}:apply_rotary_pos_emb")
+        assert found is theirs(f"{ROPE}:apply_rotary_pos_emb")
+    finally:
+        features.covered = covered
+    sys.modules["mindspeed.megatron_adaptor"].repatch({})
+    in_force()
+    assert npu_ops_adapters.verify()
+
+
+@check
 def reverted_nothing_of_ours_is_left():
     import npu_ops_adapters
 

@@ -10,10 +10,11 @@ While MindSpeed's patches are out, `remove_patches` leaves the adapter of Megatr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import npu_ops_adapters
@@ -36,6 +37,7 @@ _BASES = {
     "megatron_adaptor.features_manager.mindspeed_feature": "MindSpeedFeature",
 }
 _REGISTRY = "mindspeed.patch_utils"
+_ARGUMENTS = "mindspeed.args_utils"
 _USES = ("apply_features_pre_patches", "apply_features_patches")
 
 _features: list[Any] = []  # ours, once there is a base class for it
@@ -95,9 +97,10 @@ def _replace_use(original: classmethod) -> classmethod:
 
     @functools.wraps(use, assigned=(), updated=())
     def npu_ops_use(cls, args, *more, **options):
-        args = arguments.complete(args, cls.FEATURES_LIST)
-        _join(cls)
-        patching.hand_over(covered())
+        with _only_said("is not among MindSpeed's features"):
+            args = arguments.complete(args, cls.FEATURES_LIST)
+            _join(cls)
+            patching.hand_over(covered())
         return use(cls, args, *more, **options)
 
     return classmethod(npu_ops_use)
@@ -109,11 +112,21 @@ def _replace_remove(original: staticmethod) -> staticmethod:
     @functools.wraps(remove, assigned=(), updated=())
     def npu_ops_remove(*args, **kwargs):
         result = remove(*args, **kwargs)
-        patching.take_back()
-        npu_ops_adapters.apply()
+        with _only_said("is not back in Megatron"):
+            patching.take_back()
+            npu_ops_adapters.apply()
         return result
 
     return type(original)(npu_ops_remove)
+
+
+@contextlib.contextmanager
+def _only_said(consequence: str) -> Iterator[None]:
+    """An error of ours is no error of MindSpeed's."""
+    try:
+        yield
+    except Exception as error:
+        log.once(f"npu-ops {consequence}: {type(error).__name__}: {error}")
 
 
 def _join(manager: type) -> None:
@@ -134,9 +147,9 @@ def _join_late() -> None:
     manager = next(filter(None, map(_manager, _MANAGERS)))
     registry = getattr(sys.modules.get(_REGISTRY), "MindSpeedPatchesManager", None)
     if registry and any(patch.is_applied for patch in registry.patches_info.values()):
-        arguments.complete(
-            sys.modules["mindspeed.args_utils"].get_full_args(), manager.FEATURES_LIST
-        )
+        of_this_process = getattr(sys.modules.get(_ARGUMENTS), "get_full_args", None)
+        if of_this_process:
+            arguments.complete(of_this_process(), manager.FEATURES_LIST)
         _join(manager)
         patching.hand_over(covered())
         _feature().register_patches(registry, None)
@@ -185,7 +198,8 @@ def _class(base: type) -> type:
             return True
 
         def register_patches(self, patch_manager, args):
-            _register(patch_manager)
+            with _only_said("is not among MindSpeed's patches"):
+                _register(patch_manager)
 
     return NpuOpsFeature
 
@@ -203,7 +217,7 @@ def _exists(patch: Patch) -> bool:
         owner = importlib.import_module(patch.module)
         for part in patch.attribute.split("."):
             owner = getattr(owner, part)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # modules of Megatron's own may not import
         log.once(f"{patch.target}: left out of MindSpeed's patches: {error}")
         return False
     return True
