@@ -201,4 +201,15 @@ int npu_ops_launch(Program program, const int64_t* slots, const int32_t* grid, A
   return launch.end < total;
 }
 
+// What LLVM calls to round to bfloat16, which GCC's library has from 13 on. The result comes back
+// in the low half of the register that a float does.
+float __truncsfbf2(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const bool is_nan = value != value;
+  bits = is_nan ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 }  // extern "C"

@@ -173,6 +173,25 @@ def test_gather_and_scatter(dtype):
 
 
 @triton.jit
+def copy_blocks(out, x, index, count, stride, D: tl.constexpr, N: tl.constexpr):
+    """Elements that the compiler moves one at a time."""
+    for i in range(tl.program_id(0), count, tl.num_programs(0)):
+        row, at = tl.load(index + i).to(tl.int64), tl.arange(0, N)
+        rest = at % (D * D)
+        place = row * N + at // (D * D) * stride + rest // D * D + rest % D
+        value = tl.load(x + place, mask=row >= 0, other=0.0)
+        tl.store(out + place, value, mask=row >= 0)
+
+
+@dtypes
+@emulated
+def test_elements_one_at_a_time(dtype):
+    x, out = torch.randn(4, 64).to(dtype), torch.zeros(4, 64, dtype=dtype)
+    copy_blocks[(3,)](out, x, torch.tensor([2, -1, 0], dtype=torch.int32), 3, 16, D=4, N=64)
+    close(out, x * torch.tensor([[1], [0], [1], [0]]))
+
+
+@triton.jit
 def shapes(x, out, N: tl.constexpr):
     at = tl.arange(0, N)
     v = tl.load(x + at)
