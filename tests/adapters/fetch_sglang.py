@@ -3,8 +3,8 @@
 python tests/adapters/fetch_sglang.py
 
 Two packages are made for GPUs alone. torchvision's binary does not load beside a CPU build of
-torch; its Python does, once two operators are declared. And SGLang runs on a CPU through a platform
-that comes as a plugin: sglang_cpu, which is registered in this folder and nowhere else.
+torch; its Python does, once two operators are declared. And SGLang runs on a CPU, and on the
+emulated NPU, through platforms that come as plugins, which are registered in this folder alone.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ with __import__("contextlib").suppress(RuntimeError):  # its binary is for CUDA
     for _op in () if _has_ops() else ("nms", "qnms"):
         _library.define(f"{_op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
-PLUGIN = {
-    "METADATA": "Metadata-Version: 2.1\nName: sglang-cpu\nVersion: 1\n",
-    "entry_points.txt": "[sglang.srt.platforms]\nsglang_cpu = sglang_cpu:activate\n",
+PLUGINS = {
+    "sglang_cpu": "[sglang.srt.platforms]\nsglang_cpu = sglang_cpu:activate\n",
+    "sglang_npu": "[sglang.srt.platforms]\nsglang_npu = sglang_npu:activate\n"
+    "[sglang.srt.plugins]\nsglang_npu_hooks = sglang_npu:register\n",
 }
 
 
@@ -58,11 +59,17 @@ def fetch(version: str = VERSION) -> None:
     )
     with open(partial / "torchvision" / "extension.py", "a") as extension:
         extension.write(DECLARED)
-    plugin = partial / "sglang_cpu-1.dist-info"
-    plugin.mkdir()
-    for name, text in PLUGIN.items():
-        (plugin / name).write_text(text)
     partial.rename(folder)
+
+
+def register(folder: pathlib.Path) -> None:
+    """Our platforms as two distributions, whose modules lie beside this file."""
+    for name, points in PLUGINS.items():
+        plugin = folder / f"{name}-1.dist-info"
+        plugin.mkdir(exist_ok=True)
+        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"
+        (plugin / "METADATA").write_text(about)
+        (plugin / "entry_points.txt").write_text(points)
 
 
 def wheel(version: str) -> pathlib.Path:
@@ -86,4 +93,5 @@ def fetch_wheels() -> None:
 
 if __name__ == "__main__":
     fetch()
+    register(tree())
     fetch_wheels()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import importlib.util
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -27,14 +29,26 @@ def environment(*first, **changes) -> dict[str, str]:
     return os.environ | settings | changes
 
 
-def run(module: str, *arguments, first=(), **changes) -> tuple[list, str]:
+def on_npu(folder: pathlib.Path) -> dict:
+    """What `run` takes to run on the emulated NPU: SGLang's platform and our Triton.
+
+    folder: for a link to the triton of triton-ascend, which SGLang's environment hides.
+    """
+    triton = importlib.util.find_spec("triton").submodule_search_locations[0]
+    (folder / "triton").symlink_to(triton)
+    settings = {"SGLANG_PLATFORM": "sglang_npu", "ASCEND_USE_FIA": "1"}
+    emulated = [sys.executable, "-m", "npu_ops", "emulate", "--", "python"]
+    return {"first": [folder, fetch_sglang.tree()], "command": emulated} | settings
+
+
+def run(module: str, *arguments, first=(), command=(sys.executable,), **changes):
     """The lines of JSON that it prints, and all that it and its processes say.
 
     Raises:
         RuntimeError: it failed; the end of what it said.
     """
     done = subprocess.run(
-        [sys.executable, "-m", f"sglang_cpu.{module}", *map(str, arguments)],
+        [*command, "-m", f"sglang_cpu.{module}", *map(str, arguments)],
         env=environment(*first, **changes),
         capture_output=True,
         text=True,

@@ -69,6 +69,24 @@ def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, mode
     assert "SGLang's own" not in said  # nothing fell back
 
 
+# There the towers rotate by `rope`, and so does the fused entry point of Qwen3's attention.
+ON_NPU = {"qwen3": {"rope"}, "qwen3vl": {"rope", "attention"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ON_NPU)
+def test_sglangs_own_platform_for_npus_on_the_emulated_one(tiny, tmp_path, model):
+    """Its attention by torch_npu's operators, ours compiled by the vendor's compiler."""
+    rows, said = sglang_process.run(
+        "engine", tiny / model, NPU_OPS_LOG="calls", **sglang_process.on_npu(tmp_path)
+    )
+    assert dict(rows) == expected(tiny / model)
+    calls = sglang_process.calls(said)
+    assert {op for op, _ in calls} == ON_NPU[model], calls
+    assert {implementation for _, implementation in calls} <= {"triton_ascend", "aclnn"}, calls
+    assert "is not in force" not in said and "SGLang's own" not in said
+
+
 @pytest.mark.slow
 def test_disabled_the_engine_runs_its_own(tiny):
     changes = {"NPU_OPS_LOG": "calls", "NPU_OPS_DISABLE": "rope"}

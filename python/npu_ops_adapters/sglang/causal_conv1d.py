@@ -30,6 +30,7 @@ def patches() -> Iterable[Patch]:
         (*_HEAD, "kwargs"),
         (*_HEAD, "block_table", "kwargs"),
         _ON_NPU,
+        rebind=False,  # its module may have it under a second name
     )
 
 

@@ -4,6 +4,7 @@ python -m sglang_cpu.engine FOLDER [KEY=VALUE...]
 """
 
 import json
+import os
 import pathlib
 import sys
 
@@ -26,13 +27,24 @@ SETTINGS = {
 }
 
 
+ON_NPU = {
+    "device": "npu",
+    "dtype": "float16",
+    "attention_backend": "ascend",
+    "mm_attention_backend": "ascend_attn",
+    "sampling_backend": "ascend",
+    "page_size": 128,
+}
+
+
 def serve(folder: pathlib.Path, **changes):
     """Yield each prompt's name and the tokens that follow it."""
     import sglang
     import torch
 
     expected = json.loads((folder / "expected.json").read_text())
-    engine = sglang.Engine(**SETTINGS | {"model_path": str(folder)} | changes)
+    npu = ON_NPU if os.environ.get("SGLANG_PLATFORM") == "sglang_npu" else {}
+    engine = sglang.Engine(**SETTINGS | npu | {"model_path": str(folder)} | changes)
     try:
         for prompt, (tokens, following) in expected.items():
             inputs = {}

@@ -1,0 +1,47 @@
+"""SGLang's own platform for NPUs on the emulated one, with doubles of packages for real NPUs alone.
+
+sgl-kernel-npu is not on PyPI. torchair is part of torch_npu and needs CANN's graph engine: SGLang
+asks it for a compiler as it is imported, and compiles nothing with it here.
+"""
+
+import os
+import pathlib
+import sys
+import types
+
+
+def activate() -> str | None:
+    """Put the doubles in place in a process that asked for them, then it is SGLang's platform."""
+    if os.environ.get("SGLANG_PLATFORM") != "sglang_npu":
+        return None
+    sys.path.insert(0, str(pathlib.Path(__file__).parent / "doubles"))
+    import torch_npu  # noqa: F401  it registers the torchair that is replaced
+
+    _replace_torchair()
+    return "sglang.srt.platforms.npu:NPUSRTPlatform"
+
+
+def register() -> None:
+    """A hook for what the emulator cannot execute: a kernel that SGLang has in torch too."""
+    if os.environ.get("SGLANG_PLATFORM") == "sglang_npu":
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        target = "sglang.srt.mem_cache.allocation.support_triton"
+        HookRegistry.register(target, lambda backend: False, HookType.REPLACE)
+
+
+def _replace_torchair() -> None:
+    """As much of it as SGLang names."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchair"]:
+        del sys.modules[name]
+    patch = "ge_concrete_graph.ge_converter.experimental.patch_for_hcom_allreduce"
+    for path in (patch, "configs.compiler_config"):
+        name = ["torchair"]
+        for part in [*path.split("."), None]:
+            module = sys.modules.setdefault(".".join(name), types.ModuleType(".".join(name)))
+            if len(name) > 1:
+                setattr(sys.modules[".".join(name[:-1])], name[-1], module)
+            name.append(part)
+    sys.modules["torchair"].get_npu_backend = lambda compiler_config=None: "eager"
+    settings = types.SimpleNamespace(mode=None, debug=types.SimpleNamespace())
+    sys.modules["torchair.configs.compiler_config"].CompilerConfig = lambda: settings

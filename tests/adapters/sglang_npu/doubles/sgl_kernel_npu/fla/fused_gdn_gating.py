@@ -1,0 +1,11 @@
+"""The parameters; npu-ops computes."""
+
+from sgl_kernel_npu import absent as __getattr__  # noqa: F401
+
+
+def fused_gdn_gating_npu(A_log, a, b, dt_bias, beta=1.0, threshold=20.0):
+    raise NotImplementedError("npu-ops takes its place")
+
+
+def fused_gdn_gating_kernel_without_sigmoid(A_log, a, b, dt_bias, beta=1.0, threshold=20.0):
+    raise NotImplementedError("npu-ops takes its place")

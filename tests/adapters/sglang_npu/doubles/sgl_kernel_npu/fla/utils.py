@@ -1,0 +1,23 @@
+"""Taking a fused projection apart, in torch."""
+
+import torch
+
+from sgl_kernel_npu import absent as __getattr__  # noqa: F401
+
+
+def fused_qkvzba_split_reshape_cat(qkvz, ba, key_heads, value_heads, keys, values):
+    """Of each key head: q, k, and v and z of its value heads; b and a likewise."""
+    tokens, group = qkvz.shape[0], value_heads // key_heads
+    wide, narrow = qkvz.view(tokens, key_heads, -1), ba.view(tokens, key_heads, -1)
+    q, k, v, z = wide.split([keys, keys, group * values, group * values], dim=-1)
+    b, a = narrow.split([group, group], dim=-1)
+    qkv = torch.cat([x.reshape(tokens, -1) for x in (q, k, v)], dim=-1)
+    return (
+        qkv,
+        z.reshape(tokens, value_heads, values),
+        *(x.reshape(tokens, value_heads) for x in (b, a)),
+    )
+
+
+def prepare_chunk_indices(*args):
+    raise NotImplementedError("npu-ops takes its place")
