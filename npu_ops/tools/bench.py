@@ -30,6 +30,9 @@ FIELDS = (
     "timestamp", "repro",
 )  # fmt: skip
 
+# Of one benchmark, in seconds and turns.
+LONGEST, FEWEST = 30.0, 3
+
 
 @dataclasses.dataclass
 class Benchmark:
@@ -103,17 +106,15 @@ def run(ops=None, quick: bool = False, device: str = "cpu", report=lambda row: N
 def measure(benchmark: Benchmark, device: str, seconds: float, turns: int = 5) -> list[dict]:
     """Time every provider of one benchmark, turn by turn, so that all see the same noise.
 
-    For so many seconds and turns at least. What a virtual machine has not used for a while is slow
-    to touch, so each provider runs a few times before.
+    For so many seconds and turns at least, or LONGEST and FEWEST. What a virtual machine has not used
+    for a while is slow to touch, so each provider runs a few times before.
     """
     error = check(benchmark)
     times = {name: [] for name in benchmark.providers}
     peaks = {name: peak_mb(run) for name, run in benchmark.providers.items()}
     repeats = {name: _repeats(run, device) for name, run in benchmark.providers.items()}
-    for run in (*benchmark.providers.values(),) * 3:
-        run()
-    deadline = time.perf_counter() + seconds
-    while time.perf_counter() < deadline or len(times[benchmark.baseline]) < turns:
+    start = time.perf_counter()
+    while _goes_on(time.perf_counter() - start, len(times[benchmark.baseline]), seconds, turns):
         for name, run in benchmark.providers.items():
             times[name].append(_time(run, repeats[name], device))
     baseline = _percentile(times[benchmark.baseline], 50)
@@ -121,6 +122,12 @@ def measure(benchmark: Benchmark, device: str, seconds: float, turns: int = 5) -
         _row(benchmark, name, times[name], peaks[name], baseline, device, error)
         for name in benchmark.providers
     ]
+
+
+def _goes_on(spent: float, turn: int, seconds: float, turns: int) -> bool:
+    if spent > LONGEST:
+        return turn < FEWEST
+    return spent < seconds or turn < turns
 
 
 def check(benchmark: Benchmark) -> float | None:

@@ -46,6 +46,14 @@ def test_rows(tmp_path):
     assert list(csv.DictReader(path.open()))[0]["op"] == "double"
 
 
+def test_a_long_benchmark_ends_after_a_few_turns(monkeypatch):
+    monkeypatch.setattr(bench, "LONGEST", 0.0)
+    monkeypatch.setattr(bench, "_repeats", lambda run, device: 1)
+    calls = []
+    bench.measure(benchmark(lambda: calls.append(1) or (2 * X,)), "cpu", seconds=60, turns=1000)
+    assert len(calls) == 1 + 2 + bench.FEWEST  # checked, its memory measured, timed
+
+
 def test_memory_beyond_the_inputs_is_seen():
     peak = bench.peak_mb(lambda: torch.ones(64, 2**18))
     assert 64 <= peak < 80
