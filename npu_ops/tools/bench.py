@@ -106,8 +106,8 @@ def run(ops=None, quick: bool = False, device: str = "cpu", report=lambda row: N
 def measure(benchmark: Benchmark, device: str, seconds: float, turns: int = 5) -> list[dict]:
     """Time every provider of one benchmark, turn by turn, so that all see the same noise.
 
-    For so many seconds and turns at least, or LONGEST and FEWEST. What a virtual machine has not used
-    for a while is slow to touch, so each provider runs a few times before.
+    For so many seconds and turns at least, or LONGEST and FEWEST. What a virtual machine has not
+    used for a while is slow to touch, so each provider runs a few times before.
     """
     error = check(benchmark)
     times = {name: [] for name in benchmark.providers}
