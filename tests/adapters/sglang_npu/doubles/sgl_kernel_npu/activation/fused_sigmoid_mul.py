@@ -1,0 +1,8 @@
+"""Gates, in torch."""
+
+from sgl_kernel_npu import absent as __getattr__  # noqa: F401
+
+
+def fused_sigmoid_mul_broadcast(x, gate):
+    """One gate for each row."""
+    return x * gate.sigmoid()
