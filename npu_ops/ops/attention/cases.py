@@ -142,7 +142,7 @@ CASES = [
     Case("qwen3-8b-train-packed-100", 100, **_PACKED, **_QWEN3_8B),
     Case("qwen3.5-9b-prefill-90", 90, 16, 4, 256, sequences=1, causal=True),
     Case("qwen3-8b-decode", 1, more=300, keys="paged", block_size=128, **_QWEN3_8B),
-    Case("qwen3-8b-verify-4", 4, more=60, keys="paged", **_QWEN3_8B),
+    Case("qwen3-8b-verify-4", 4, more=60, keys="paged", block_size=64, **_QWEN3_8B),
     *(Case(f"layout-{layout}", 33, layout=layout, causal=True) for layout in ("BNSD", "SBND")),
     *(Case(f"dim-{dim}", 17, dim=dim, causal=True) for dim in (1, 40, 80, 96, 192, 256)),
     Case("mla-192-128", 19, 4, 4, dim=192, value_dim=128, causal=True),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import library
+from npu_ops.core import hardware, library
+from npu_ops.ops.attention.plan import page_why_not
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 256
-_PAGE = 16  # the fewest keys that the matrix unit takes
 
 
 def triton_why_not(q, k, v, extra, rule) -> str | None:
@@ -20,6 +20,7 @@ def triton_why_not(q, k, v, extra, rule) -> str | None:
         return f"it has no {str(q.dtype).removeprefix('torch.')} kernel"
     if rule.dropout_p:
         return "it has no dropout"
-    if extra.block_table is not None and k.shape[2] % _PAGE:
-        return f"blocks of {k.shape[2]} keys are not a multiple of {_PAGE}"
-    return library.triton_why_not()
+    why_not = library.triton_why_not()
+    if why_not is None and extra.block_table is not None:
+        return page_why_not(k.shape[2], hardware.is_ascend950(q.device))
+    return why_not

@@ -248,9 +248,18 @@ def _why_not(operator: Operator, spec: AttentionSpec) -> str | None:
         return _LACKS.get((vendor, spec.mask_kind), f"it has no mask {spec.mask_kind}")
     if spec.lse_gradient and "lse gradient" not in operator.takes:
         return "its backward takes no gradient of the log-sum-exp"
-    if operator.runs == "triton_ascend" and spec.keys == "paged" and spec.block_size % 16:
-        return f"blocks of {spec.block_size} keys are not a multiple of 16"
+    if operator.runs == "triton_ascend" and spec.keys == "paged":
+        is_ascend950 = spec.device == "npu" and spec.soc.startswith("Ascend950")
+        if why := page_why_not(spec.block_size, is_ascend950):
+            return why
     return _dims_why_not(operator, spec) or (_vendor_why_not(operator, spec) if vendor else None)
+
+
+def page_why_not(size: int, is_ascend950: bool) -> str | None:
+    """What our kernels have against blocks of a cache, which tiles of keys divide: the matrix unit
+    takes 16, and the compiler for Ascend950 32."""
+    fewest = 32 if is_ascend950 else 16
+    return f"blocks of {size} keys are not a multiple of {fewest}" if size % fewest else None
 
 
 _LACKS = {
