@@ -40,9 +40,10 @@ demo-serve: .cache/sglang/ready
 
 # The tests are many small tensors: two processes of one thread beat one of two threads.
 # Triton decides at import whether to interpret, and torch whether there is an NPU, so each of the
-# three ways to run has processes of its own. Neighbours launch the same kernels: they stay together.
+# three ways to run has processes of its own. Checks that one process of a framework makes stay
+# together, and neighbours, which launch the same kernels, do on an NPU.
 PYTEST := python -m pytest --numprocesses 2
-ON_CPU := OMP_NUM_THREADS=1 $(BIN)/$(PYTEST)
+ON_CPU := OMP_NUM_THREADS=1 $(BIN)/$(PYTEST) --dist loadgroup
 ON_NPU := OMP_NUM_THREADS=1 $(BIN)/npu-ops emulate -- $(PYTEST) --dist worksteal --device npu
 INTERPRETED := TRITON_INTERPRET=1 $(ON_CPU)
 

@@ -1,16 +1,15 @@
-"""Runs the checks of one megatron-core release in a process of its own, two at a time."""
+"""Runs the checks of one megatron-core release in a process of its own."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import fetch_megatron
-import pytest
 
 HERE = pathlib.Path(__file__).parent
 
@@ -22,6 +21,7 @@ def environment(*folders, **changes) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)} | changes
 
 
+@functools.cache
 def run_checks(version: str, mode: str) -> dict[str, str | None]:
     """What went wrong in each check, or None."""
     autoload = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if mode == "early" else "0"}
@@ -34,15 +34,3 @@ def run_checks(version: str, mode: str) -> dict[str, str | None]:
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     stopped = f"not reached: the process ended with {done.returncode}\n{done.stderr[-3000:]}"
     return {"stopped": stopped} | dict(lines)
-
-
-@pytest.fixture(scope="session")
-def megatron_reports(request):
-    """{(version, mode): future of `run_checks`} for the tests that were selected."""
-    wanted = dict.fromkeys(
-        (item.callspec.params["version"], item.callspec.params["mode"])
-        for item in request.session.items
-        if "megatron_reports" in getattr(item, "fixturenames", ())
-    )
-    with ThreadPoolExecutor(2) as pool:
-        yield {run: pool.submit(run_checks, *run) for run in wanted}

@@ -3,9 +3,16 @@
 import fetch_megatron
 import megatron_checks
 import pytest
+from conftest import run_checks
 
 RUNS = [
-    pytest.param(version, mode, check, id=f"{version}-{mode}-{check}")
+    pytest.param(
+        version,
+        mode,
+        check,
+        id=f"{version}-{mode}-{check}",
+        marks=pytest.mark.xdist_group(f"megatron-{version}-{mode}"),
+    )  # fmt: skip
     for version in fetch_megatron.VERSIONS
     for mode in megatron_checks.CHECKS
     for check in megatron_checks.names(mode, version)
@@ -13,7 +20,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize("version, mode, check", RUNS)
-def test_megatron(megatron_reports, version, mode, check):
-    report = megatron_reports[version, mode].result()
+def test_megatron(version, mode, check):
+    report = run_checks(version, mode)
     error = report.get(check, report["stopped"])
     assert error is None, f"megatron-core {version}, {mode}:\n{error}"

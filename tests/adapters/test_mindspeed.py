@@ -3,11 +3,11 @@
 `upstream_mindspeed.py` runs the same checks on MindSpeed's own sources.
 """
 
+import functools
 import json
 import pathlib
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import fetch_megatron
 import mindspeed_checks
@@ -17,9 +17,14 @@ from npu_ops_adapters.mindspeed import attention
 
 HERE = pathlib.Path(__file__).parent
 BRANCHES = {"core_r0.12": "0.12.3", "core_r0.16": "0.16.1", "core_r0.18": "0.18.2"}
-RUNS = [(branch, order) for branch in BRANCHES for order in mindspeed_checks.ORDERS]
+RUNS = [
+    pytest.param(branch, order, marks=pytest.mark.xdist_group(f"mindspeed-{branch}-{order}"))
+    for branch in BRANCHES
+    for order in mindspeed_checks.ORDERS
+]
 
 
+@functools.cache
 def run(branch: str, order: str) -> dict[str, str | None]:
     """What went wrong in each check, or None."""
     folders = (HERE, HERE / "doubles", fetch_megatron.tree(BRANCHES[branch]))
@@ -32,12 +37,6 @@ def run(branch: str, order: str) -> dict[str, str | None]:
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     return {"stopped": f"the process ended with {done.returncode}\n{done.stderr}"} | dict(lines)
-
-
-@pytest.fixture(scope="module")
-def reports():
-    with ThreadPoolExecutor(2) as pool:
-        yield {key: pool.submit(run, *key) for key in RUNS}
 
 
 def test_mindspeeds_engine_is_not_passed_fields_it_does_not_have():
@@ -55,7 +54,7 @@ def test_mindspeeds_engine_is_not_passed_fields_it_does_not_have():
 
 @pytest.mark.parametrize("check", [check.__name__ for check in mindspeed_checks.CHECKS])
 @pytest.mark.parametrize("branch, order", RUNS)
-def test_mindspeed(reports, branch, order, check):
-    report = reports[branch, order].result()
+def test_mindspeed(branch, order, check):
+    report = run(branch, order)
     error = report.get(check, report["stopped"])
     assert error is None, f"{branch}, {order}:\n{error}"
