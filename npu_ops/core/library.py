@@ -16,6 +16,7 @@ import torch
 LIBRARY = torch.library.Library("npu_ops", "DEF")
 _BUILD_INFO = pathlib.Path(__file__).parent.parent / "_build_info.json"
 _NATIVE = "_native.abi3.so"
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Tests set this to fill every output with NaN first, so that an element no kernel wrote shows.
 poison_outputs = False
@@ -94,6 +95,15 @@ def triton_why_not() -> str | None:
     """None, or a sentence on why there are no Triton kernels. Does not import triton."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (for Ascend: pip install triton-ascend)"
+    return None
+
+
+def dtype_why_not(*args) -> str | None:
+    """None, or which floating dtype among the arguments the kernels are not compiled for."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and arg.is_floating_point():
+            if arg.dtype not in _KERNEL_DTYPES:
+                return f"it has no {str(arg.dtype).removeprefix('torch.')} kernel"
     return None
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from npu_ops.core import hardware, library
 from npu_ops.ops.attention.plan import page_why_not
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 256
 
 
@@ -16,8 +13,8 @@ def triton_why_not(q, k, v, extra, rule) -> str | None:
     for name, x in (("q", q), ("v", v)):
         if x.shape[3] > _WIDEST:
             return f"the head dimension of {name} is {x.shape[3]}, above {_WIDEST}"
-    if q.dtype not in _DTYPES:
-        return f"it has no {str(q.dtype).removeprefix('torch.')} kernel"
+    if why_not := library.dtype_why_not(q):
+        return why_not
     if rule.dropout_p:
         return "it has no dropout"
     why_not = library.triton_why_not()

@@ -11,7 +11,6 @@ from npu_ops.ops.attention.arguments import Extra, Rule, normal, shape_in_layout
 from npu_ops.ops.attention.limits import triton_why_not
 from npu_ops.ops.attention.routing import plan_of
 
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FOLDER = "npu_ops.ops.attention"
 _TENSORS = 3 + len(Extra._fields)
 _INPUTS = (
@@ -21,12 +20,6 @@ _INPUTS = (
     "SymInt window_right, bool bottom_right, float softcap, float dropout_p, bool deterministic, "
     "bool training"
 )
-
-
-def _cpu_why_not(q) -> str | None:
-    if q.dtype not in _KERNEL_DTYPES:
-        return f"it has no {str(q.dtype).removeprefix('torch.')} kernel"
-    return None
 
 
 def _reference(q, k, v, extra, rule, out, lse):
@@ -66,7 +59,7 @@ forward_table = Table(
             "cpu",
             from_module(f"{_FOLDER}.cpu:attention"),
             frozenset({"cpu"}),
-            lambda q, *rest: _cpu_why_not(q),
+            lambda q, *rest: library.dtype_why_not(q),
         ),
         Implementation("reference", lambda: _reference, frozenset(), lambda *args: None),
     ],
@@ -93,7 +86,7 @@ backward_table = Table(
             "cpu",
             from_module(f"{_FOLDER}.cpu:attention_backward"),
             frozenset({"cpu"}),
-            lambda dout, dlse, q, *rest: _cpu_why_not(q),
+            lambda dout, dlse, q, *rest: library.dtype_why_not(q),
         ),
         Implementation("reference", lambda: _reference_backward, frozenset(), lambda *args: None),
     ],

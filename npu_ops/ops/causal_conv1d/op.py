@@ -8,23 +8,15 @@ from npu_ops.core import library
 from npu_ops.core.registry import Implementation, Table, from_module, from_native
 from npu_ops.ops.causal_conv1d import reference
 
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _kernel_why_not(x) -> str | None:
-    if x.dtype not in _KERNEL_DTYPES:
-        return f"it has no {str(x.dtype).removeprefix('torch.')} kernel"
-    return None
-
 
 def triton_why_not(x, *rest) -> str | None:
     """None, or what the Triton kernels have against a call."""
-    return library.triton_why_not() or _kernel_why_not(x)
+    return library.triton_why_not() or library.dtype_why_not(x)
 
 
 def cpu_why_not(x, *rest) -> str | None:
     """None, or what the native kernels have against a call."""
-    return library.build_info()["why_not"] or _kernel_why_not(x)
+    return library.build_info()["why_not"] or library.dtype_why_not(x)
 
 
 def implementations(op: str, name: str, native_schema: str, run_reference) -> list[Implementation]:

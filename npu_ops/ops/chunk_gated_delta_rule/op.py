@@ -9,7 +9,6 @@ from npu_ops.core.registry import Implementation, Table, from_module
 from npu_ops.ops.chunk_gated_delta_rule import reference
 
 CHUNK_SIZES = (16, 32, 64)
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TRITON_WIDEST = 256
 _FOLDER = "npu_ops.ops.chunk_gated_delta_rule"
 _INPUTS = (
@@ -18,23 +17,17 @@ _INPUTS = (
 )
 
 
-def _dtype_why_not(dtype) -> str | None:
-    if dtype not in _KERNEL_DTYPES:
-        return f"it has no {str(dtype).removeprefix('torch.')} kernel"
-    return None
-
-
 def _triton_why_not(q, k, v, chunk_size) -> str | None:
     for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
         if size > _TRITON_WIDEST:
             return f"{name} is {size}, above {_TRITON_WIDEST}"
     if chunk_size not in CHUNK_SIZES:
         return f"it has no kernel for chunks of {chunk_size}"
-    return library.triton_why_not() or _dtype_why_not(q.dtype)
+    return library.triton_why_not() or library.dtype_why_not(q)
 
 
 def _cpu_why_not(q) -> str | None:
-    return library.build_info()["why_not"] or _dtype_why_not(q.dtype)
+    return library.build_info()["why_not"] or library.dtype_why_not(q)
 
 
 def _reference(*args):

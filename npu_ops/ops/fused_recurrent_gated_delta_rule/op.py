@@ -8,7 +8,6 @@ from npu_ops.core import library
 from npu_ops.core.registry import Implementation, Table, from_module, from_native
 from npu_ops.ops.fused_recurrent_gated_delta_rule import reference
 
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gk, Tensor? gv, Tensor beta, "
     "Tensor? initial_state, Tensor? cu_seqlens, float scale, bool state_v_first"
@@ -20,20 +19,12 @@ _GRADIENTS = (
 _TRITON = "npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend"
 
 
-def _dtype_why_not(*args) -> str | None:
-    for arg in args:
-        floating = isinstance(arg, torch.Tensor) and arg.is_floating_point()
-        if floating and arg.dtype not in _KERNEL_DTYPES:
-            return f"it has no {str(arg.dtype).removeprefix('torch.')} kernel"
-    return None
-
-
 def _triton_why_not(*args) -> str | None:
-    return library.triton_why_not() or _dtype_why_not(*args)
+    return library.triton_why_not() or library.dtype_why_not(*args)
 
 
 def _cpu_why_not(*args) -> str | None:
-    return library.build_info()["why_not"] or _dtype_why_not(*args)
+    return library.build_info()["why_not"] or library.dtype_why_not(*args)
 
 
 def _reference(*args):

@@ -8,7 +8,6 @@ from npu_ops.core import library
 from npu_ops.core.registry import Implementation, Table, from_module, from_native
 from npu_ops.ops.gated_delta_rule_update import reference
 
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, "
     "Tensor(a!) state, Tensor state_indices, Tensor? cu_seqlens, Tensor? num_accepted_tokens, "
@@ -17,20 +16,12 @@ _ARGUMENTS = (
 )
 
 
-def _dtype_why_not(*args) -> str | None:
-    for arg in args:
-        floating = isinstance(arg, torch.Tensor) and arg.is_floating_point()
-        if floating and arg.dtype not in _KERNEL_DTYPES:
-            return f"it has no {str(arg.dtype).removeprefix('torch.')} kernel"
-    return None
-
-
 def _triton_why_not(*args) -> str | None:
-    return library.triton_why_not() or _dtype_why_not(*args)
+    return library.triton_why_not() or library.dtype_why_not(*args)
 
 
 def _cpu_why_not(*args) -> str | None:
-    return library.build_info()["why_not"] or _dtype_why_not(*args)
+    return library.build_info()["why_not"] or library.dtype_why_not(*args)
 
 
 def _reference(*args):

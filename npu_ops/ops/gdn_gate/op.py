@@ -9,22 +9,13 @@ from npu_ops.core.registry import Implementation, Table, from_module, from_nativ
 from npu_ops.core.rows import as_matrix
 from npu_ops.ops.gdn_gate import reference
 
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _kernel_why_not(*tensors) -> str | None:
-    for tensor in tensors:
-        if tensor is not None and tensor.dtype not in _KERNEL_DTYPES:
-            return f"it has no {str(tensor.dtype).removeprefix('torch.')} kernel"
-    return None
-
 
 def _triton_why_not(*tensors) -> str | None:
-    return library.triton_why_not() or _kernel_why_not(*tensors)
+    return library.triton_why_not() or library.dtype_why_not(*tensors)
 
 
 def _cpu_why_not(*tensors) -> str | None:
-    return library.build_info()["why_not"] or _kernel_why_not(*tensors)
+    return library.build_info()["why_not"] or library.dtype_why_not(*tensors)
 
 
 def _reference(a, A_log, dt_bias, b, scale, g, beta):

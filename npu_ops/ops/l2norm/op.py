@@ -9,27 +9,19 @@ from npu_ops.core.registry import Implementation, Table, from_module, from_nativ
 from npu_ops.core.rows import as_rows
 from npu_ops.ops.l2norm import reference
 
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The longest row that fits a vector core's memory, forward and backward.
 _TRITON_WIDEST = 4096
-
-
-def _kernel_why_not(*tensors) -> str | None:
-    for tensor in tensors:
-        if tensor.dtype not in _KERNEL_DTYPES:
-            return f"it has no {str(tensor.dtype).removeprefix('torch.')} kernel"
-    return None
 
 
 def _triton_why_not(*tensors) -> str | None:
     width = tensors[0].shape[-1]
     if width > _TRITON_WIDEST:
         return f"rows of {width} elements are longer than {_TRITON_WIDEST}"
-    return library.triton_why_not() or _kernel_why_not(*tensors)
+    return library.triton_why_not() or library.dtype_why_not(*tensors)
 
 
 def _cpu_why_not(*tensors) -> str | None:
-    return library.build_info()["why_not"] or _kernel_why_not(*tensors)
+    return library.build_info()["why_not"] or library.dtype_why_not(*tensors)
 
 
 def _reference(x, eps, out):
