@@ -6,11 +6,11 @@ python tests/adapters/fetch_frameworks.py [NAME...]
 from __future__ import annotations
 
 import pathlib
-import shutil
-import subprocess
 import sys
 
-FOLDER = pathlib.Path(__file__).parents[2] / ".cache" / "frameworks"
+import fetching
+
+FOLDER = fetching.CACHE / "frameworks"
 _REQUESTS = (
     "requests==2.32.5", "urllib3==2.6.3", "idna==3.11", "certifi==2026.1.4",
     "charset_normalizer==3.4.4",
@@ -30,33 +30,13 @@ FRAMEWORKS = {
 
 
 def tree(name: str) -> pathlib.Path:
-    """The folder to put on PYTHONPATH.
-
-    Raises:
-        FileNotFoundError: it was not downloaded.
-    """
-    folder = FOLDER / name
-    if not folder.exists():
-        raise FileNotFoundError(
-            f"{name} is not in {FOLDER}; run tests/adapters/fetch_frameworks.py"
-        )
-    return folder
+    """The folder to put on PYTHONPATH; FileNotFoundError if it was not downloaded."""
+    return fetching.tree(FOLDER / name, "tests/adapters/fetch_frameworks.py")
 
 
 def fetch(name: str) -> None:
     """Download one, unless it is there."""
-    folder, partial = FOLDER / name, FOLDER / f"{name}.partial"
-    if folder.exists():
-        return
-    shutil.rmtree(partial, ignore_errors=True)
-    print(name, flush=True)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        + ["--no-deps", "--only-binary=:all:", "--target", str(partial)]
-        + ["==".join(name.rsplit("-", 1)), *FRAMEWORKS[name]],
-        check=True,
-    )
-    partial.rename(folder)
+    fetching.install(FOLDER / name, "==".join(name.rsplit("-", 1)), *FRAMEWORKS[name])
 
 
 if __name__ == "__main__":

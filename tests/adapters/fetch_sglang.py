@@ -10,12 +10,11 @@ emulated NPU, through platforms that come as plugins, which are registered in th
 from __future__ import annotations
 
 import pathlib
-import shutil
-import subprocess
-import sys
+
+import fetching
 
 HERE = pathlib.Path(__file__).parent
-FOLDER = HERE.parents[1] / ".cache" / "sglang"
+FOLDER = fetching.CACHE / "sglang"
 VERSION = "0.5.23"
 READ = ("0.5.9", "0.5.10", "0.5.11", "0.5.12", "0.5.15", "0.5.18", "0.5.20")
 
@@ -33,33 +32,22 @@ PLUGINS = {
 
 
 def tree(version: str = VERSION) -> pathlib.Path:
-    """The folder to put on PYTHONPATH.
-
-    Raises:
-        FileNotFoundError: it was not made.
-    """
-    folder = FOLDER / version
-    if not folder.exists():
-        raise FileNotFoundError(f"{folder} is missing; run tests/adapters/fetch_sglang.py")
-    return folder
+    """The folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
+    return fetching.tree(FOLDER / version, "tests/adapters/fetch_sglang.py")
 
 
 def fetch(version: str = VERSION) -> None:
     """Download it all, unless it is there."""
-    folder, partial = FOLDER / version, FOLDER / f"{version}.partial"
-    if folder.exists():
+    if (FOLDER / version).exists():
         return
-    shutil.rmtree(partial, ignore_errors=True)
-    print(f"sglang {version}: downloads 0.3 GB, a minute", flush=True)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        + ["--no-deps", "--only-binary=:all:", "--no-compile", "--target", str(partial)]
-        + ["--requirement", str(HERE / "sglang_cpu" / "requirements.txt")],
-        check=True,
-    )
-    with open(partial / "torchvision" / "extension.py", "a") as extension:
-        extension.write(DECLARED)
-    partial.rename(folder)
+    print("0.3 GB, a minute", flush=True)
+    requirements = str(HERE / "sglang_cpu" / "requirements.txt")
+    with fetching.whole(FOLDER / version) as partial:
+        fetching.pip(
+            "install", "--no-compile", "--target", str(partial), "--requirement", requirements
+        )
+        with open(partial / "torchvision" / "extension.py", "a") as extension:
+            extension.write(DECLARED)
 
 
 def register(folder: pathlib.Path) -> None:
@@ -84,11 +72,7 @@ def fetch_wheels() -> None:
     wanted = [version for version in READ if not list(folder.glob(f"sglang-{version}-*.whl"))]
     for version in wanted:
         print(f"sglang {version}, to be read", flush=True)
-        subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-            + ["--no-deps", "--only-binary=:all:", "--dest", str(folder), f"sglang=={version}"],
-            check=True,
-        )
+        fetching.pip("download", "--dest", str(folder), f"sglang=={version}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""Folders of packages under .cache, which tests put on PYTHONPATH: made whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+CACHE = pathlib.Path(__file__).parents[2] / ".cache"
+
+
+def tree(folder: pathlib.Path, script: str) -> pathlib.Path:
+    """The folder that `script` makes.
+
+    Raises:
+        FileNotFoundError: it did not.
+    """
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder} is missing; run {script}")
+    return folder
+
+
+def install(folder: pathlib.Path, *packages: str) -> None:
+    """Install `packages`, pip's arguments, and nothing that they need, unless that was done."""
+    if not folder.exists():
+        with whole(folder) as partial:
+            pip("install", "--target", str(partial), *packages)
+
+
+@contextlib.contextmanager
+def whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder to fill, which becomes `folder` if nothing is raised."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    print(f"{folder.parent.name} {folder.name}", flush=True)
+    yield partial
+    partial.rename(folder)
+
+
+def pip(command: str, *arguments: str) -> None:
+    """Wheels alone, and without what they need."""
+    subprocess.run(
+        [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check"]
+        + ["--no-deps", "--only-binary=:all:", *arguments],
+        check=True,
+    )
