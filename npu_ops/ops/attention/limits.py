@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from npu_ops.core import hardware, library
 from npu_ops.ops.attention.plan import page_why_not
+from npu_ops.ops.attention.table import OPERATORS
 
-_WIDEST = 256
+_WIDEST = next(row.largest for row in OPERATORS if row.runs == "triton_ascend")
 
 
 def triton_why_not(q, k, v, extra, rule) -> str | None:
