@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import hardware
+from npu_ops.core import hardware, socs
 
 
 def vector_grid(items: int, device: torch.device) -> tuple[int]:
@@ -32,5 +32,5 @@ def tile_elements(bytes_per_element: int) -> int:
     bytes_per_element: all that a kernel keeps on chip for an element, double buffers included.
     """
     # The smallest buffer of the SoCs, so that one tile serves all.
-    fits = min(hardware.UB_BYTES.values()) // bytes_per_element
+    fits = min(socs.UB_BYTES.values()) // bytes_per_element
     return 1 << (fits.bit_length() - 1)

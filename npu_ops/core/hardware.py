@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-# Unified buffer of one vector core, from the vendor's target description.
-UB_BYTES = {"Ascend910B": 192 * 1024, "Ascend910_93": 192 * 1024, "Ascend950": 248 * 1024}
+from npu_ops.core import socs
 
 # Programs of an interpreted launch: more than one, so that the loop over them is exercised.
 _INTERPRETED_PROGRAMS = 3
@@ -74,18 +73,6 @@ def _has(package: str) -> bool:
         return False
 
 
-def ub_bytes(soc: str) -> int:
-    """Bytes of on-chip memory that one vector core's tiles share.
-
-    Raises:
-        ValueError: an SoC that is not known.
-    """
-    for family, size in UB_BYTES.items():
-        if soc.startswith(family):
-            return size
-    raise ValueError(f"soc: got {soc!r}, needs one of {', '.join(UB_BYTES)}...")
-
-
 @functools.cache
 def num_vector_cores(device: torch.device) -> int:
     """How many programs of a vector kernel run at once on `device`."""
@@ -112,15 +99,15 @@ def as_if_soc(soc: str) -> Iterator[None]:
         _assumed_soc = before
 
 
-def is_ascend950(device: torch.device) -> bool:
-    """Whether it is the generation that has a compiler of its own."""
-    return (_assumed_soc or _soc(device)).startswith(("Ascend950", "Ascend910_95"))
+def soc(device: torch.device) -> str:
+    """The SoC to choose for: that of `device`, an NPU, or the assumed one; else ""."""
+    return _assumed_soc or _soc(device)
 
 
 def cores_of_a_tile(device: torch.device) -> int:
     """How many vector cores share out what the matrix unit hands them, each in a buffer of its own:
     two, but the compiler for Ascend950 gives all to one."""
-    return 1 if is_ascend950(device) else 2
+    return 1 if socs.is_ascend950(soc(device)) else 2
 
 
 def ascend_options(kernel, device: torch.device, **options) -> dict:
@@ -131,11 +118,7 @@ def ascend_options(kernel, device: torch.device, **options) -> dict:
 
 @functools.cache
 def _soc(device: torch.device) -> str:
-    if device.type != "npu":
-        return ""
-    from triton.runtime import driver
-
-    return driver.active.get_current_target().arch
+    return str(torch.npu.get_device_name(device)) if device.type == "npu" else ""
 
 
 def _cores(device: torch.device, kind: str) -> int:

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from npu_ops import ops
-from npu_ops.core.hardware import ub_bytes
+from npu_ops.core.socs import ub_bytes
 from npu_ops.tools.compile import SOCS
 
 OPS = [

@@ -29,9 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 import npu_ops
 from npu_ops import AttentionSpec, plan_attention
-from npu_ops.core import env, rng
+from npu_ops.core import env, hardware, rng
 from npu_ops.core.compare import assert_close
-from npu_ops.ops.attention import op, reference, routing
+from npu_ops.ops.attention import limits, op, reference, routing
 from npu_ops.ops.attention.cases import CASES, DIFFERENTIABLE, TOLERANCES
 from npu_ops.ops.attention.table import OPERATORS
 from npu_ops.tools import where
@@ -968,6 +968,21 @@ print(plan_attention(AttentionSpec(is_causal=True)).operator, "torch" in sys.mod
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout.split() == [f"{FIA}_v2", "False"], done.stderr
+
+
+def test_a_call_is_planned_for_the_chip_it_is_on():
+    """A cache's blocks of 16 keys are too small for the compiler of one of them."""
+    q, cache = torch.zeros(1, 1, 2, 64), torch.zeros(4, 16, 2, 64)
+    call = {"seqlens_k": torch.tensor([20]), "block_table": torch.tensor([[0, 1]]).int()}
+    for soc, why_not in (
+        ("Ascend910B3", None),
+        ("Ascend950PR_9579", "blocks of 16 keys are not a multiple of 32"),
+    ):
+        with hardware.as_if_soc(soc):
+            q_, k_, v_, extra, rule, _ = npu_ops.ops.attention._prepare(q, cache, cache, **call)
+            plan = routing.plan_of(q_, k_, v_, extra, rule, "npu")
+            assert dict(plan.refused).get(TRITON) == why_not
+            assert limits.triton_why_not(q_, k_, v_, extra, rule) == why_not
 
 
 def test_the_table_and_the_op_name_the_same_implementations():

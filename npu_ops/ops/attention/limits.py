@@ -20,5 +20,5 @@ def triton_why_not(q, k, v, extra, rule) -> str | None:
         return "it has no dropout"
     why_not = library.triton_why_not()
     if why_not is None and extra.block_table is not None:
-        return page_why_not(k.shape[2], hardware.is_ascend950(q.device))
+        return page_why_not(k.shape[2], hardware.soc(q.device))
     return why_not

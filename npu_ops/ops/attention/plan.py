@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from npu_ops.core import socs
 from npu_ops.ops.attention.table import COMPRESSED, MASKS, OPERATORS, UNBOUNDED, Mask, Operator
 
-SOCS = ("Ascend910B", "Ascend910_93", "Ascend950")
 _LAYOUTS = ("BSND", "BNSD", "SBND", "TND", "BSH", "SBH")
 _KEYS = ("dense", "packed", "padded", "paged")
 
@@ -102,8 +102,8 @@ class AttentionSpec:
             raise ValueError(f"block_size: got {self.block_size}, needs 1 or more for paged keys")
         if self.keys == "paged" and self.training:
             raise ValueError("training: got True, needs False for paged keys, without a gradient")
-        if self.device == "npu" and not self.soc.startswith(SOCS):
-            raise ValueError(f"soc: got {self.soc!r}, needs one of {', '.join(SOCS)}...")
+        if self.device == "npu":
+            socs.ub_bytes(self.soc)  # raises for one that is not known
 
     @property
     def mask_kind(self) -> str:
@@ -249,16 +249,15 @@ def _why_not(operator: Operator, spec: AttentionSpec) -> str | None:
     if spec.lse_gradient and "lse gradient" not in operator.takes:
         return "its backward takes no gradient of the log-sum-exp"
     if operator.runs == "triton_ascend" and spec.keys == "paged":
-        is_ascend950 = spec.device == "npu" and spec.soc.startswith("Ascend950")
-        if why := page_why_not(spec.block_size, is_ascend950):
+        if why := page_why_not(spec.block_size, spec.soc if spec.device == "npu" else ""):
             return why
     return _dims_why_not(operator, spec) or (_vendor_why_not(operator, spec) if vendor else None)
 
 
-def page_why_not(size: int, is_ascend950: bool) -> str | None:
+def page_why_not(size: int, soc: str) -> str | None:
     """What our kernels have against blocks of a cache, which tiles of keys divide: the matrix unit
     takes 16, and the compiler for Ascend950 32."""
-    fewest = 32 if is_ascend950 else 16
+    fewest = 32 if socs.is_ascend950(soc) else 16
     return f"blocks of {size} keys are not a multiple of {fewest}" if size % fewest else None
 
 

@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from npu_ops.core import hardware
 from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.plan import AttentionPlan, AttentionSpec, plan_attention
 
@@ -61,6 +62,7 @@ def spec_of(q, k, v, extra: Extra, rule: Rule, device: str, lse_gradient: bool) 
         deterministic=rule.deterministic and not torch.are_deterministic_algorithms_enabled(),
         graph_capture=device == "npu" and _capturing(),
         device=device,
+        soc=hardware.soc(q.device) or AttentionSpec.soc,
         operators=_operators() if device == "npu" else (),
     )
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from npu_ops.core import hardware
+from npu_ops.core import hardware, socs
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 
 # Bytes that a pair needs on chip at the most (fp32, with a tail to copy), by the plan of the
@@ -178,7 +178,7 @@ def tile_constants(
     pairs = rotary_dim // 2
     interleaved = pair_layout == "interleaved"
     padded = max(NARROWEST, next_power_of_2(pairs))
-    if interleaved and padded == 32 and hardware.is_ascend950(q.device):
+    if interleaved and padded == 32 and socs.is_ascend950(hardware.soc(q.device)):
         padded = 64  # that compiler stops at an assertion of its own where a row has 32 pairs
     fits = max(1, TILE[interleaved] // padded)  # heads of tokens in a tile
     q_heads = min(fits, next_power_of_2(heads(q, layout)))

@@ -10,7 +10,7 @@ import pathlib
 import sys
 from collections.abc import Iterable, Iterator
 
-from npu_ops.core import hardware
+from npu_ops.core.socs import ub_bytes
 from npu_ops.tools.compile import vendor
 from npu_ops.tools.compile.launches import FLOATS, Launch, cases_of, from_file, launches
 from npu_ops.tools.compile.report import CompileReport, compile_launch
@@ -102,7 +102,7 @@ def _file(text: str) -> pathlib.Path:
 def _rows(options) -> Iterator[Row]:
     targets, socs = options.targets or ops(), options.soc or vendor.SOCS[:1]
     for soc in socs:
-        hardware.ub_bytes(soc)  # refuses what is none
+        ub_bytes(soc)  # refuses what is none
     _check_cases(targets, options.case or ())
     for target in targets:
         for soc in socs:
