@@ -130,7 +130,7 @@ class Table:
         for implementation in candidates:
             reason = implementation.why_not(*args)
             if reason is None:
-                if declined:
+                if declined and not implementation.devices:  # it is not made for this device
                     self._fell_back(implementation.name, declined)
                 return implementation
             declined.append(f"{implementation.name}: {reason}")

@@ -203,6 +203,15 @@ def test_strict_makes_a_fallback_an_error():
     assert ran == []
 
 
+def test_another_kernel_of_the_device_is_no_fallback(caplog):
+    """Two kernels may share a device's calls out between them."""
+    kernels = [implementation("vendor", reason="too wide"), implementation("ours", ["cpu"])]
+    table = Table("op", [*kernels, implementation("reference")])
+    with env.override(strict=True):
+        assert table.select(X).name == "ours"
+    assert caplog.records == []
+
+
 def test_strict_leaves_a_forced_implementation_alone():
     table = Table("op", [implementation("cpu", reason="too wide"), implementation("reference")])
     with env.override(strict=True, impl={"op": "reference"}):

@@ -1,4 +1,5 @@
-"""On NPU tensors every op takes its Triton kernels, unasked, forward and backward.
+"""On NPU tensors every op takes its Triton kernels, unasked, forward and backward: attention where
+the vendor's operators refuse a call, and those where they take it.
 
 What they compute is tested by `pytest --device npu tests/ops`.
 """
@@ -21,10 +22,12 @@ OPS = [
     for module in pkgutil.iter_modules(ops.__path__)
     if importlib.import_module(f"npu_ops.ops.{module.name}.cases").REPRESENTATIVE
 ]
+CALLS = [(op, None, "triton_ascend") for op in OPS if op != "attention"]
+CALLS += [("attention", "mla-192-128", "aclnn"), ("attention", "softcap", "triton_ascend")]
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_the_kernels_are_triton_s(op, monkeypatch):
+@pytest.mark.parametrize("op, name, expected", CALLS)
+def test_every_op_takes_a_kernel(op, name, expected, monkeypatch):
     used = []
 
     def run(table, *args):
@@ -34,14 +37,14 @@ def test_the_kernels_are_triton_s(op, monkeypatch):
 
     monkeypatch.setattr(Table, "run", run)
     package, cases = (importlib.import_module(f"npu_ops.ops.{op}{of}") for of in ("", ".cases"))
-    case = next(case for case in cases.CASES if case.name == cases.REPRESENTATIVE[0])
+    case = next(case for case in cases.CASES if case.name == (name or cases.REPRESENTATIVE[0]))
     inputs = dataclasses.replace(case, tokens=min(case.tokens, 8)).inputs(torch.bfloat16, "npu")
     wrt = getattr(case, "differentiable", cases.DIFFERENTIABLE)
     wrt = tuple(name for name in wrt if inputs.get(name) is not None)
     function = getattr(package, getattr(case, "function", package.__all__[0]))
     with env.override(strict=True):
         found = evaluate(function, inputs, wrt)
-    assert set(used) == {"triton_ascend"}
+    assert set(used) == {expected}
     assert all(value.device.type == "npu" and value.isfinite().all() for value in found.values())
 
 
