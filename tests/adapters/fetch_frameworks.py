@@ -17,6 +17,8 @@ _REQUESTS = (
 )  # fmt: skip
 # Each with what it wants that the environment has not, or not in that version.
 FRAMEWORKS = {
+    "fla-core-0.5.2": (),
+    "fla-core-0.6.0": (),
     "transformers-4.57.6": ("tokenizers==0.22.2", "huggingface_hub==0.36.2", *_REQUESTS),
     "transformers-5.10.4": (
         "tokenizers==0.22.2", "huggingface_hub==1.33.0", "httpx==0.28.1", "httpcore==1.0.9",

@@ -1,0 +1,72 @@
+"""Real fla, with npu-ops in force, against its own naive functions on the CPU. Prints JSON.
+
+python tests/adapters/fla_process.py FOLDER, where fla-core is installed
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import torch
+import upstream_fla
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    """Two sequences of a chunk and a bit, with a state, and two value heads for a key head."""
+    draw = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 2, 70, 2, 32, generator=draw)
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    v = torch.randn(2, 70, 4, 16, generator=draw)
+    g, beta = -torch.rand(2, 70, 4, generator=draw), torch.rand(2, 70, 4, generator=draw)
+    state = torch.randn(2, 4, 32, 16, generator=draw)
+    return dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=state)
+
+
+def evaluate(function) -> dict[str, torch.Tensor]:
+    """The output, the final state and the gradient of each input."""
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs().items()}
+    o, state = function(**leaves, output_final_state=True)
+    loss = o.sin().sum() + state.cos().sum()
+    gradients = torch.autograd.grad(loss, tuple(leaves.values()))
+    return {"o": o, "state": state} | {
+        f"d{name}": x for name, x in zip(leaves, gradients, strict=True)
+    }
+
+
+def with_a_query_for_each_value_head(naive):
+    """fla's naive functions have no groups of value heads."""
+
+    def call(q, k, **more):
+        return naive(q.repeat_interleave(2, dim=2), k.repeat_interleave(2, dim=2), **more)
+
+    return call
+
+
+def error(actual, expected) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def main() -> None:
+    upstream_fla.import_fla(pathlib.Path(sys.argv[1]), "cpu")
+    record = upstream_fla.Record()
+    record.count_calls()
+    import npu_ops_adapters
+    from fla.ops import gated_delta_rule as theirs
+    from fla.ops.gated_delta_rule import naive
+
+    errors = {}
+    for name in ("chunk", "recurrent"):
+        function = {"chunk": "chunk", "recurrent": "fused_recurrent"}[name]
+        actual = evaluate(getattr(theirs, f"{function}_gated_delta_rule"))
+        plain = with_a_query_for_each_value_head(getattr(naive, f"naive_{name}_gated_delta_rule"))
+        expected = evaluate(plain)
+        errors |= {f"{name} {of}": error(actual[of], expected[of]) for of in expected}
+    states = {row.target: row.state for row in npu_ops_adapters.verify()}
+    reverted = {row.target: row.state for row in npu_ops_adapters.revert()}
+    print(json.dumps([dict(record.calls[""]), errors, states, reverted]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""npu-ops in real releases of fla: fla's own naive functions on the CPU are what it must equal."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import fetch_frameworks
+import pytest
+from conftest import environment
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.mark.parametrize("release", ["fla-core-0.5.2", "fla-core-0.6.0"])
+def test_a_release_computes_by_npu_ops_what_its_naive_functions_do(release):
+    done = subprocess.run(
+        [sys.executable, HERE / "fla_process.py", fetch_frameworks.tree(release)],
+        env=environment(HERE),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    calls, errors, states, reverted = json.loads(done.stdout.splitlines()[-1])
+    assert calls == {"chunk_gated_delta_rule": 1, "fused_recurrent_gated_delta_rule": 1}
+    assert len(errors) == 16 and max(errors.values()) < 2e-6, errors
+    states = {target: state for target, state in states.items() if target.startswith("fla.")}
+    assert len(states) >= 7 and set(states.values()) == {"applied"}
+    assert {reverted[target] for target in states} == {"reverted"}
