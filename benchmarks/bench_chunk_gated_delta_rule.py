@@ -1,16 +1,35 @@
-"""The chunked gated delta rule against transformers' chunks."""
+"""The chunked gated delta rule against transformers' chunks, and fla's naive ones in fp32.
+
+fla needs `python tests/adapters/fetch_frameworks.py fla-core-0.6.0`; without it they are left out.
+"""
+
+import importlib.util
 
 import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 import npu_ops
 from npu_ops.ops.chunk_gated_delta_rule import cases
+from npu_ops.tools import where
 from npu_ops.tools.bench import Benchmark
 
 chunk = getattr(
     qwen3_5.torch_chunk_gated_delta_rule, "__wrapped__", qwen3_5.torch_chunk_gated_delta_rule
 )
 LEAVES = ("q", "k", "v", "g", "beta", "initial_state")
+# The package asks for a GPU as it is imported; this file of it does not.
+NAIVE = ".cache/frameworks/fla-core-0.6.0/fla/ops/gated_delta_rule/naive.py"
+
+
+def naive(q, k, v, g, beta, initial_state):
+    spec = importlib.util.spec_from_file_location("fla_naive", where.ROOT / NAIVE)
+    fla = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fla)
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
+    return fla.naive_chunk_gated_delta_rule(
+        q, k, v, g, beta, initial_state=initial_state, output_final_state=True
+    )
 
 
 def eager(q, k, v, g, beta, initial_state):
@@ -55,6 +74,8 @@ def run(model, tokens, dtype, backward, device):
         return step(eager, {name: x.float() for name, x in inputs.items()})
 
     providers = {"npu_ops": lambda: step(ours), "eager": lambda: step(eager)}
+    if dtype == torch.float32 and (where.ROOT / NAIVE).exists():
+        providers["fla naive"] = lambda: step(naive)
     moved = sum(x.nbytes for x in inputs.values()) + given["v"].nbytes
     return Benchmark(
         "chunk_gated_delta_rule", f"{model.removesuffix('-tp1')}-t{tokens}",
