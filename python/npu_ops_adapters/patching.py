@@ -6,7 +6,6 @@ only then touched. Modules that imported the same object by value are given the 
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import inspect
@@ -382,27 +381,30 @@ class _Holders:
     """Which modules hold which functions and classes; one sweep, when first asked."""
 
     @functools.cached_property
-    def _places(self) -> dict[int, list[Place]]:
-        places = collections.defaultdict(list)
-        for module in list(sys.modules.values()):
-            if isinstance(module, types.ModuleType):
-                for name, value in list(vars(module).items()):
-                    # Not isinstance: that asks the object, and some warn or import when asked.
-                    if issubclass(type(value), (types.FunctionType, type)):
-                        places[id(value)].append((module, name))
-        return places
+    def _ids(self) -> dict[int, tuple[types.ModuleType, set[int]]]:
+        """Of all that each module holds: thousands of modules, so it loops in C."""
+        return {
+            id(module): (module, set(map(id, list(vars(module).values()))))
+            for module in list(sys.modules.values())
+            if isinstance(module, types.ModuleType)
+        }
 
     def of(self, value: Any, name: str) -> list[Place]:
         """The modules that hold `value`, and under which name.
 
         What a framework only borrowed (`torch.compile`) is known by `name` alone.
         """
+        # Not isinstance: that asks the object, and some warn or import when asked.
+        if not issubclass(type(value), (types.FunctionType, type)):
+            return []
         home = getattr(value, "__module__", None) or ""
         own = home.partition(".")[0] not in ("", "builtins", "torch")
         return [
             (module, held)
-            for module, held in self._places.get(id(value), ())
-            if vars(module).get(held) is value and (own or held == name)
+            for module, ids in self._ids.values()
+            if id(value) in ids
+            for held, x in list(vars(module).items())
+            if x is value and (own or held == name)
         ]
 
     def replace(self, places: list[Place], old: Any, new: Any) -> None:
@@ -416,7 +418,9 @@ class _Holders:
             for place in done:
                 _put(place, old)
             raise
-        self._places[id(new)] += [p for p in places if isinstance(p[0], types.ModuleType)]
+        for owner, _ in places:
+            if isinstance(owner, types.ModuleType):
+                self._ids.setdefault(id(owner), (owner, set()))[1].add(id(new))
 
 
 def _put(place: Place, value: Any) -> None:
