@@ -70,13 +70,13 @@ def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, mode
 
 
 # There the towers rotate by `rope`, and so does the fused entry point of Qwen3's attention.
-ON_NPU = {"qwen3": {"rope"}, "qwen3vl": {"rope", "attention"}}
+ON_NPU = {"qwen3": TEXT, "qwen3vl": TEXT}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ON_NPU)
 def test_sglangs_own_platform_for_npus_on_the_emulated_one(tiny, tmp_path, model):
-    """Its attention by torch_npu's operators, ours compiled by the vendor's compiler."""
+    """Our kernels compiled by the vendor's compiler, and torch_npu's operators, emulated."""
     rows, said = sglang_process.run(
         "engine", tiny / model, NPU_OPS_LOG="calls", **sglang_process.on_npu(tmp_path)
     )
@@ -113,9 +113,10 @@ def test_sglangs_own_kit_of_gated_delta_net():
     assert [f"{name}:\n{error}" for name, error in rows if error] == []
 
 
-def test_the_backend_for_npus_on_cpu_tensors():
-    checked, _ = sglang_process.run("ascend")
-    assert len(checked) == 4
+@pytest.mark.parametrize("module, checks", [("ascend", 4), ("ascend_attention", 11)])
+def test_the_backends_for_npus_on_cpu_tensors(module, checks):
+    checked, _ = sglang_process.run(module)
+    assert len(checked) == checks
     assert [f"{name}:\n{error}" for name, error in checked if error] == []
 
 

@@ -1,7 +1,4 @@
-"""Attention over the cache of keys and values, by the backend `torch_native`.
-
-The backend for NPUs, `ascend`, keeps its own: it prepares its operators' arguments ahead of graphs.
-"""
+"""Attention over the cache of keys and values, by the backend `torch_native`."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ and that are published for NPUs alone; what the doubles hold is never called.
 """
 
 import importlib
+import importlib.machinery
 import json
 import sys
 import traceback
@@ -24,6 +25,10 @@ NAMES = {
     ),
     f"{SGL}.fla.l2norm": ("l2norm_fwd",),
     f"{SGL}.fla.utils": ("prepare_chunk_indices",),
+    f"{SGL}.attention.sinks_attention": (
+        *("attention_sinks_prefill_triton", "attention_sinks_triton"),
+    ),
+    "torch_npu": (),
     f"{SGL}.mamba.mamba_state_update_triton": ("conv_state_rollback", "move_intermediate_cache"),
 }
 WIDTH, DRAFTED = 4, 3
@@ -39,7 +44,9 @@ def doubles() -> None:
     for name, functions in NAMES.items():
         parts = name.split(".")
         for n in range(1, len(parts) + 1):
-            sys.modules.setdefault(".".join(parts[:n]), types.ModuleType(".".join(parts[:n])))
+            part = ".".join(parts[:n])
+            module = sys.modules.setdefault(part, types.ModuleType(part))
+            module.__spec__ = importlib.machinery.ModuleSpec(part, None)
         for function in functions:
             setattr(sys.modules[name], function, None)
 

@@ -34,6 +34,7 @@ ON_NPU = {
     "mm_attention_backend": "ascend_attn",
     "sampling_backend": "ascend",
     "page_size": 128,
+    "chunked_prefill_size": 128,  # the second part of the long prompt reads the first's cache
 }
 
 
