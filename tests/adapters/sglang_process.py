@@ -36,7 +36,11 @@ def on_npu(folder: pathlib.Path) -> dict:
     """
     triton = importlib.util.find_spec("triton").submodule_search_locations[0]
     (folder / "triton").symlink_to(triton)
-    settings = {"SGLANG_PLATFORM": "sglang_npu", "ASCEND_USE_FIA": "1"}
+    settings = {
+        "SGLANG_PLATFORM": "sglang_npu",
+        "ASCEND_USE_FIA": "1",
+        "SGLANG_MAMBA_CONV_DTYPE": "float16",  # as SGLang asks for with fp16 models
+    }
     emulated = [sys.executable, "-m", "npu_ops", "emulate", "--", "python"]
     return {"first": [folder, fetch_sglang.tree()], "command": emulated} | settings
 

@@ -15,16 +15,18 @@ from sglang_cpu.checks import CHECKS
 
 HOOKS = re.compile(r"npu-ops in SGLang: (\d+) of (\d+) hooks in force")
 TEXT = {"rope", "attention"}
+GATED_DELTA_NET = {
+    *("causal_conv1d", "causal_conv1d_update", "gdn_gate", "rms_norm_gated", "l2norm"),
+    *("chunk_gated_delta_rule", "gated_delta_rule_update"),
+}
 OPS = {
     "qwen3": TEXT,
-    "qwen3next": {
-        *(*TEXT, "causal_conv1d", "causal_conv1d_update", "gdn_gate"),
-        *("chunk_gated_delta_rule", "gated_delta_rule_update", "l2norm"),
-        "rms_norm_gated",
-    },
+    "qwen3next": TEXT | GATED_DELTA_NET,
     "qwen3vl": {*TEXT, "mrope"},
+    "qwen3_5": {*TEXT, "mrope"} | GATED_DELTA_NET,
 }
-MORE = {"qwen3vl": ["mm_attention_backend=ascend_attn"]}
+MORE = {name: ["mm_attention_backend=ascend_attn"] for name in ("qwen3vl", "qwen3_5")}
+_SELDOM = ("qwen3", "qwen3_5")
 
 
 def once(tmp_path_factory, name: str, make):
@@ -55,7 +57,8 @@ def expected(folder) -> dict:
 
 
 @pytest.mark.parametrize(
-    "model", ["qwen3next", "qwen3vl", pytest.param("qwen3", marks=pytest.mark.slow)]
+    "model",
+    ["qwen3next", "qwen3vl", *(pytest.param(m, marks=pytest.mark.slow) for m in _SELDOM)],
 )
 def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, model):
     arguments = (tiny / model, *MORE.get(model, ()))
@@ -69,8 +72,8 @@ def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, mode
     assert "SGLang's own" not in said  # nothing fell back
 
 
-# There the towers rotate by `rope`, and so does the fused entry point of Qwen3's attention.
-ON_NPU = {"qwen3": TEXT, "qwen3vl": TEXT}
+# There the towers rotate by `rope`, and so does a decoding step's fused entry point.
+ON_NPU = {"qwen3": TEXT, "qwen3vl": TEXT, "qwen3_5": OPS["qwen3_5"]}
 
 
 @pytest.mark.slow

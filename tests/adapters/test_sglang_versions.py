@@ -16,6 +16,7 @@ from npu_ops_adapters.sglang import (
     functions,
     gated_delta_net,
     gated_delta_rule_update,
+    split_gated_qkv,
     split_qkv_rmsnorm_rope,
 )
 from packaging.version import Version
@@ -202,3 +203,86 @@ def test_what_the_kernel_cannot_is_computed(pairs):
         turned = a * cos - b * sin, b * cos + a * sin
         right = torch.cat(turned, -1) if pairs else torch.stack(turned, -1).flatten(-2)
         torch.testing.assert_close(out.double(), right.flatten(1), atol=1e-5, rtol=1e-5)
+
+
+# Its gated kin, and that of three axes
+
+
+def gated(width, rotated, gate=True):
+    """A call in SGLang's names, and q, k, v and the gate in fp64, q and k not yet rotated."""
+    rows = torch.randn(5, (4 * (1 + gate) + 2) * width, generator=torch.Generator().manual_seed(0))
+    weights = {"q_weight": torch.rand(width), "k_weight": torch.rand(width)}
+    fused, k, v = rows.double().split([4 * (1 + gate) * width, width, width], dim=1)
+    q, g = fused.view(5, 4, 1 + gate, width).unbind(2) if gate else (fused.view(5, 4, -1), None)
+    heads = [
+        x
+        * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        * (weights[f"{name}_weight"] + beside)
+        for beside in [int(gate)]
+        for name, x in (("q", q), ("k", k.view(5, 1, width)))
+    ]
+    return rows, weights, heads, v, g
+
+
+def turned(x, cos, sin):
+    """The first elements of heads `[T, N, D]`, by cos and sin `[T, R / 2]`."""
+    cos, sin = cos.double()[:, None], sin.double()[:, None]
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).flatten(1)
+
+
+@pytest.mark.parametrize("width, rotated", [(96, 24), (64, 64)])
+def test_a_gated_step_that_the_kernel_cannot_is_computed(width, rotated):
+    rows, weights, heads, v, gate = gated(width, rotated)
+    angles = torch.randn(5, rotated // 2)
+    tables = [f(angles).repeat(1, 2)[:, None, None] for f in (torch.sin, torch.cos)]
+    ours = split_gated_qkv.replace_step(lambda **_: pytest.fail("not for the kernel"))
+    out = ours(rows, *tables, 4 * width, width, width, rotated, eps=1e-6, **weights)
+    right = [turned(x, angles.cos(), angles.sin()) for x in heads] + [v, gate.flatten(1)]
+    for x, y in zip(out, right, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("gate", [True, False])
+def test_three_axes_that_the_kernel_cannot_are_computed(gate):
+    rows, weights, heads, v, g = gated(96, 24, gate)
+    if gate:  # its weights are whole
+        weights = {name: 1 + weight for name, weight in weights.items()}
+    angles = torch.randn(3, 5, 12)
+    ours = split_gated_qkv.replace_prefill(lambda **_: pytest.fail("not for the kernel"))
+    out = ours(
+        qkv=rows, **weights, cos_sin=torch.cat((angles.cos(), angles.sin()), -1), num_q_heads=4,
+        num_kv_heads=1, head_size=96, eps=1e-6, mrope_section=[6, 3, 3], is_interleaved=True,
+        rope_dim=24, has_gate=gate,
+    )  # fmt: skip
+    axis = torch.tensor([0, 1, 2] * 3 + [0] * 3)  # the first three of each, then time
+    own = angles[axis, :, torch.arange(12)].T
+    right = [turned(x, own.cos(), own.sin()) for x in heads] + [v]
+    for x, y in zip(out, right, strict=False):
+        torch.testing.assert_close(x.double(), y, atol=1e-5, rtol=1e-5)
+    assert out[3].numel() == (5 * 4 * 96 if gate else 0)
+    assert not gate or out[3].double().equal(g.flatten(1))
+
+
+def test_what_the_gated_kernels_can_is_theirs():
+    step = {name: torch.zeros(1, 1, 1, 16) for name in split_gated_qkv.STEP}
+    step |= {"q_hidden_size": 256, "kv_hidden_size": 64, "head_dim": 64, "rope_dim": 16}
+    assert split_gated_qkv.replace_step(lambda **call: call)(*step.values()) == step
+    rest = {"head_size": 64, "mrope_section": [4, 2, 2], "rope_dim": 16}
+    assert split_gated_qkv.replace_prefill(lambda **call: call)(**rest) == rest
+
+
+def test_a_call_without_norms_does_not_reach_a_kernel_that_needs_them():
+    """Llama's, on an sgl-kernel-npu of 2025."""
+
+    def kernel(input, sin, cos, q_weight, k_weight, q_hidden_size, kv_hidden_size, head_dim, eps):
+        pytest.fail("it has no norms")
+
+    arguments = call()
+    names = ("input", "sin", "cos", "q_hidden_size", "kv_hidden_size", "head_dim")
+    q, k, v = split_qkv_rmsnorm_rope.replace(kernel)(*(arguments[name] for name in names))
+    cos, sin = (arguments[name][:, 0, 0, :16] for name in ("cos", "sin"))
+    heads = arguments["input"].double().unflatten(1, (6, 32))
+    torch.testing.assert_close(q.double(), turned(heads[:, :4], cos, sin), atol=1e-5, rtol=1e-5)
+    assert v.equal(arguments["input"][:, 5 * 32 :])

@@ -1,4 +1,4 @@
-"""The projection of Qwen3's attention on NPUs: split, norms of q and k by head, rotary embedding.
+"""The projection of attention on NPUs, Qwen3's and Llama's: split, norms by head, rotary embedding.
 
 sgl-kernel-npu has one kernel for it, and changed the order of its arguments between two releases of
 one month. A call in either order reaches it, by name; what it cannot compute is computed here.
@@ -26,7 +26,8 @@ def patches() -> Iterable[Patch]:
     """As the models look it up; other machines have no such name."""
     if not functions.on_npu():
         return
-    for model in ("qwen3", "qwen3_moe"):
+    newer = ["dflash"] if functions.since("0.5.15") else []
+    for model in ("llama", "qwen3", "qwen3_moe", *newer):
         yield Patch(
             target=f"sglang.srt.models.{model}:split_qkv_rmsnorm_rope",
             op="split_qkv_rmsnorm_rope",
@@ -41,13 +42,15 @@ def patches() -> Iterable[Patch]:
 
 def replace(original: Callable) -> Callable:
     """A function that takes both orders and calls `original` by the names that it has."""
-    known = set(inspect.signature(original).parameters)
+    parameters = inspect.signature(original).parameters.values()
+    known = {parameter.name for parameter in parameters}
+    needed = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
 
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_split_qkv_rmsnorm_rope(*args, **kwargs):
         call = read(*args, **kwargs)
         width = call["head_dim"]
-        if width & (width - 1) or not call.keys() <= known:
+        if width & (width - 1) or not needed <= call.keys() <= known:
             return compute(**call)
         return original(**call)
 
@@ -69,7 +72,7 @@ def compute(
     sizes = [q_hidden_size, kv_hidden_size, kv_hidden_size]
     q, k, v = input.split(sizes, dim=-1)
     q, k = (
-        _norm(x.unflatten(-1, (-1, head_dim)), weight, bias, eps)
+        norm(x.unflatten(-1, (-1, head_dim)), weight, bias, eps)
         for x, weight, bias in ((q, q_weight, q_bias), (k, k_weight, k_bias))
     )
     cos, sin = cos.flatten(1), sin.flatten(1)
@@ -82,7 +85,7 @@ def compute(
     return q.flatten(1), k.flatten(1), v.contiguous()
 
 
-def _norm(x, weight, bias, eps):
+def norm(x, weight, bias, eps):
     """In fp32, as the kernel does; a copy in any case."""
     if eps is None:
         return x.clone()

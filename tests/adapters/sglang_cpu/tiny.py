@@ -25,6 +25,17 @@ TEXT = {
 SPECIAL = {"<|image_pad|>": 590, "<|video_pad|>": 591, "<|vision_start|>": 592,
            "<|vision_end|>": 593, "<|im_end|>": 599, "<unk>": 0}  # fmt: skip
 IMAGE = SPECIAL["<|image_pad|>"]
+TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": SPECIAL["<|video_pad|>"],
+    "vision_start_token_id": SPECIAL["<|vision_start|>"],
+    "vision_end_token_id": SPECIAL["<|vision_end|>"],
+}
+TOWER = {
+    "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4,
+    "out_hidden_size": 128, "patch_size": 16, "spatial_merge_size": 2,
+    "temporal_patch_size": 2, "num_position_embeddings": 64,
+}  # fmt: skip
 GRID = [1, 4, 6]  # patches of one image, merged by 2 x 2 into six tokens
 FOLLOWING = 8
 
@@ -48,26 +59,33 @@ def qwen3next():
 def qwen3vl():
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True,
             "mrope_section": [6, 5, 5]}  # fmt: skip
-    vision = {
-        "depth": 3, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4,
-        "out_hidden_size": 128, "patch_size": 16, "spatial_merge_size": 2,
-        "temporal_patch_size": 2, "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1],
-    }  # fmt: skip
     config = transformers.Qwen3VLConfig(
         text_config=TEXT | {"head_dim": 32, "num_hidden_layers": 3, "rope_parameters": rope},
-        vision_config=vision,
-        image_token_id=IMAGE,
-        video_token_id=SPECIAL["<|video_pad|>"],
-        vision_start_token_id=SPECIAL["<|vision_start|>"],
-        vision_end_token_id=SPECIAL["<|vision_end|>"],
+        vision_config=TOWER | {"deepstack_visual_indexes": [0, 1]},
+        **TOKENS,
         tie_word_embeddings=False,
     )
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
-MODELS = {"qwen3": qwen3, "qwen3next": qwen3next, "qwen3vl": qwen3vl}
+def qwen3_5():
+    """Three layers of Gated Delta Net and one of attention, without experts, and a tower."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True,
+            "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}  # fmt: skip
+    text = {
+        "head_dim": 64, "num_hidden_layers": 4, "rope_parameters": rope,
+        "partial_rotary_factor": 0.25, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
+    }  # fmt: skip
+    config = transformers.Qwen3_5Config(
+        text_config=TEXT | text, vision_config=TOWER, **TOKENS, tie_word_embeddings=False
+    )
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+MODELS = {"qwen3": qwen3, "qwen3next": qwen3next, "qwen3vl": qwen3vl, "qwen3_5": qwen3_5}
 PROMPTS = {"short": [1, 2, 3, 4, 5, 6, 7], "three chunks": [7 * i % 580 + 1 for i in range(150)]}
+PICTURED, HYBRID = ("qwen3vl", "qwen3_5"), ("qwen3next", "qwen3_5")
 PICTURE = [1, 2, 592, *[IMAGE] * 6, 593, 3, 4, 5]
 
 
@@ -77,10 +95,13 @@ def write(name: str, folder: pathlib.Path) -> None:
     model = MODELS[name]().float().eval()
     model.save_pretrained(folder)
     expected = {prompt: [tokens, greedy(model, tokens)] for prompt, tokens in PROMPTS.items()}
-    if name == "qwen3next":  # SGLang reads it; transformers does not write it
+    if name in HYBRID:  # SGLang reads these; transformers does not write them
         path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"full_attention_interval": 4}))
-    if name == "qwen3vl":
+        config = json.loads(path.read_text())
+        config.get("text_config", config)["full_attention_interval"] = 4
+        config.get("vision_config", {})["deepstack_visual_indexes"] = []
+        path.write_text(json.dumps(config))
+    if name in PICTURED:
         picture = {"pixel_values": torch.randn(GRID[1] * GRID[2], 3 * 2 * 16 * 16),
                    "image_grid_thw": torch.tensor([GRID])}  # fmt: skip
         types = torch.tensor([[int(token == IMAGE) for token in PICTURE]])

@@ -3,6 +3,11 @@
 from sgl_kernel_npu import absent as __getattr__  # noqa: F401
 
 
+def fused_sigmoid_mul(x, gate):
+    """As many gates as elements."""
+    return x * gate.sigmoid()
+
+
 def fused_sigmoid_mul_broadcast(x, gate):
     """One gate for each row."""
     return x * gate.sigmoid()

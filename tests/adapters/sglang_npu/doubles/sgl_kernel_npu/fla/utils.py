@@ -19,5 +19,13 @@ def fused_qkvzba_split_reshape_cat(qkvz, ba, key_heads, value_heads, keys, value
     )
 
 
+def fused_qkvzba_split_reshape_cat_contiguous(qkvz, ba, key_heads, value_heads, keys, values):
+    """Of all heads q, then k, v and z; b and a likewise."""
+    wide, narrow = [key_heads * keys] * 2 + [value_heads * values] * 2, [value_heads] * 2
+    q, k, v, z = qkvz.split(wide, dim=-1)
+    b, a = (x.contiguous() for x in ba.split(narrow, dim=-1))
+    return torch.cat((q, k, v), dim=-1), z.unflatten(-1, (value_heads, values)), b, a
+
+
 def prepare_chunk_indices(*args):
     raise NotImplementedError("npu-ops takes its place")

@@ -1,0 +1,118 @@
+"""The projection of Qwen3-Next's and Qwen3.5's attention on NPUs, in which queries have gates.
+
+sgl-kernel-npu splits, normalises and rotates in one kernel for a decoding step and in another, by
+sections of three axes, for Qwen3.5's prefill. They take heads that are a power of two, and the
+first no rotation of whole heads; what they cannot compute is computed here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import npu_ops
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.sglang import functions, hooks
+from npu_ops_adapters.sglang.split_qkv_rmsnorm_rope import norm
+
+STEP = (
+    *("input", "sin", "cos", "q_hidden_size", "kv_hidden_size", "head_dim", "rope_dim", "eps"),
+    *("q_weight", "k_weight"),
+)
+PREFILL = (
+    *("qkv", "q_weight", "k_weight", "cos_sin", "num_q_heads", "num_kv_heads", "head_size", "eps"),
+    *("mrope_section", "is_interleaved", "rope_dim", "q_bias", "k_bias", "has_gate"),
+)
+
+
+def patches() -> Iterable[Patch]:
+    """As the models look them up; other machines have no such names."""
+    if not functions.on_npu() or not functions.since("0.5.15"):
+        return
+    for model in ("qwen3_next", "qwen3_5"):
+        yield _patch(model, "split_qkvgate_gemma_rmsnorm_rope", replace_step, STEP)
+    if functions.since("0.5.23"):
+        yield _patch("qwen3_5", "triton_split_qkv_rmsnorm_mrope", replace_prefill, PREFILL)
+
+
+def _patch(model: str, name: str, make: Callable, parameters: tuple[str, ...]) -> Patch:
+    return Patch(
+        target=f"sglang.srt.models.{model}:{name}",
+        op="split_qkv_rmsnorm_rope",
+        make=make,
+        why="heads that are no power of two stop it, and it reads another rotary dimension wrong",
+        signatures=(parameters,),
+        versions="SGLang 0.5.15 to 0.5.23",
+        remove_when="sgl-kernel-npu takes every head",
+        by=hooks.who_applies(),
+    )
+
+
+def replace_step(original: Callable) -> Callable:
+    """A function that calls `original` for what its kernel computes right."""
+
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_split_qkvgate(*args, **kwargs):
+        call = dict(zip(STEP, args, strict=False)) | kwargs
+        width, rotated = call["head_dim"], call["rope_dim"]
+        whole = width & (width - 1) == 0 and call["q_hidden_size"] % call["kv_hidden_size"] == 0
+        if whole and rotated < width and call["sin"].shape[-1] == rotated:
+            return original(**call)
+        return step(**call)
+
+    return npu_ops_split_qkvgate
+
+
+def replace_prefill(original: Callable) -> Callable:
+    """The same for three axes, whose sections have to fill the rotary dimension."""
+
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_split_qkv_mrope(*args, **kwargs):
+        call = dict(zip(PREFILL, args, strict=False)) | kwargs
+        width, rotated = call["head_size"], call.get("rope_dim") or call["head_size"]
+        if width & (width - 1) == 0 and 2 * sum(call["mrope_section"]) == rotated:
+            return original(**call)
+        return prefill(**call)
+
+    return npu_ops_split_qkv_mrope
+
+
+def step(
+    input, sin, cos, q_hidden_size, kv_hidden_size, head_dim, rope_dim, eps, q_weight, k_weight
+):
+    """q, k, v and the gate of `[T, 2 q + 2 kv]`; sin and cos are `[T, 1, 1, R]`.
+
+    A head's query has its gate behind it, and weights are beside 1. The first rope_dim elements of
+    a head are rotated.
+    """
+    weights = 1 + q_weight.float(), 1 + k_weight.float()
+    q, k, v, gate = _split(input, q_hidden_size, kv_hidden_size, head_dim, True, weights, eps)
+    npu_ops.apply_rotary_pos_emb(
+        q, k, cos.flatten(1), sin.flatten(1), layout="TND", inplace=True, rotary_dim=rope_dim
+    )
+    return q.flatten(1), k.flatten(1), v, gate
+
+
+def prefill(
+    qkv, q_weight, k_weight, cos_sin, num_q_heads, num_kv_heads, head_size, eps, mrope_section,
+    is_interleaved, rope_dim=None, q_bias=None, k_bias=None, has_gate=False,
+):  # fmt: skip
+    """The same of three axes, cos_sin `[3, T, R]`; weights are whole, and a gate may be missing."""
+    sizes, weights = (num_q_heads * head_size, num_kv_heads * head_size), (q_weight, k_weight)
+    q, k, v, gate = _split(qkv, *sizes, head_size, has_gate, weights, eps, (q_bias, k_bias))
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    npu_ops.apply_multimodal_rotary_pos_emb(
+        q, k, cos, sin, mrope_section, layout="TND", inplace=True, rotary_dim=rope_dim,
+        section_layout="interleaved" if is_interleaved else "chunked",
+    )  # fmt: skip
+    return q.flatten(1), k.flatten(1), v, gate
+
+
+def _split(x, queries, keys, width, gated, weights, eps, biases=(None, None)):
+    """q and k `[T, N, D]`, normalised; v and the gate `[T, ..]`."""
+    fused, k, v = x.split([queries * (1 + gated), keys, keys], dim=-1)
+    q, *gate = fused.unflatten(-1, (-1, 1 + gated, width)).unbind(2)
+    heads = zip((q, k.unflatten(-1, (-1, width))), weights, biases, strict=True)
+    q, k = (norm(y, weight, bias, eps) for y, weight, bias in heads)
+    gate = gate[0].flatten(1) if gated else x.new_empty(x.shape[0], 0)
+    return q, k, v.contiguous(), gate
