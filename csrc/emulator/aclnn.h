@@ -108,6 +108,8 @@ class Scalar {
 
 class Tensors {
  public:
+  // Whether any was passed.
+  explicit operator bool() const { return pointer_ && !pointer_->value.empty(); }
   std::vector<at::Tensor> operator*() const {
     std::vector<at::Tensor> all;
     for (const aclTensor* tensor : pointer_->value) all.push_back(tensor->value);

@@ -56,7 +56,7 @@ def test_aten(queue):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["rope", "norm", "attention", "delta", "npu_ops_calls"])
+@pytest.mark.parametrize("name", ["rope", "norm", "attention", "delta", "moe", "npu_ops_calls"])
 def test_operators(name):
     done = pytest_inside(f"{name}.py")
     assert done.returncode == 0, done.stdout + done.stderr
