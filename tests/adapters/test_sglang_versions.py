@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import sys
 import zipfile
 
 import fetch_sglang
@@ -151,10 +152,48 @@ def test_the_order_of_a_state_is_known_or_refused(monkeypatch, version, npu, fir
     monkeypatch.setattr(functions, "version", lambda: Version(version))
     monkeypatch.setattr(functions, "on_npu", lambda: npu)
     if first is None:
-        with pytest.raises(ValueError, match="change the order of states"):
+        with pytest.raises(ValueError, match="does not say which that is"):
             gated_delta_net.state_v_first()
     else:
         assert gated_delta_net.state_v_first() == first
+
+
+STATE = "p_h0 = (h0 + idx * HV * K * V + i_hv * K * V\n    + {}[:, None] * {} + {}[None, :])"
+
+
+@pytest.mark.parametrize(
+    "source, first",
+    [
+        (STATE.format("o_k", "V", "o_v"), False),
+        (STATE.format("o_v", "K", "o_k"), True),
+        ("+ o_v[None, :] * K + o_k[:, None]", True),
+        (STATE.format("o_k", "V", "o_v") + STATE.format("o_v", "K", "o_k"), None),
+        ("p_v = v + (bos * HV + i_hv) * V + o_v", None),
+    ],
+)
+@pytest.mark.parametrize("version", ["0.5.18", "0.5.20"])
+def test_the_order_of_a_state_is_that_of_the_kernels(version, source, first, monkeypatch, tmp_path):
+    """Of sgl-kernel-npu's decoding step, which another file may then call."""
+    folder = tmp_path / "sgl_kernel_npu" / "fla"
+    folder.mkdir(parents=True)
+    for package in (folder.parent, folder):
+        (package / "__init__.py").touch()
+    (folder / "fused_sigmoid_gating_recurrent.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("sgl_kernel_npu", "sgl_kernel_npu.fla"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(functions, "version", lambda: Version(version))
+    monkeypatch.setattr(functions, "on_npu", lambda: True)
+    gated_delta_net._order_of_kernels.cache_clear()
+    try:
+        if first is None and version == "0.5.20":
+            with pytest.raises(ValueError, match="does not say which that is"):
+                gated_delta_net.state_v_first()
+        else:
+            assert gated_delta_net.state_v_first() == bool(first)
+    finally:
+        gated_delta_net._order_of_kernels.cache_clear()
 
 
 # The one function that changed its arguments' places

@@ -2,11 +2,14 @@
 
 From 0.5.23 on the dispatcher has its decoding step alone; the rest is called where it is needed.
 Convolution states lie `[slots, rows, D]` there: rows are the last W - 1 tokens, and before them
-those that drafted tokens need. States of the delta rule are `[values, keys]`.
+those that drafted tokens need. States of the delta rule are `[values, keys]`; before 0.5.23 they
+are as sgl-kernel-npu's kernels want them: `v_first`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -21,18 +24,26 @@ _PARAMETERS = ("self", "layer", "forward_batch", "mixed_qkv", "a", "b", "kwargs"
 
 def patches() -> Iterable[Patch]:
     """Its two methods, where there is an NPU."""
-    if functions.on_npu() and functions.since("0.5.23"):
+    if functions.on_npu() and functions.since("0.5.20"):
         for name, ours in (("forward_decode", decode), ("forward_extend", extend)):
-            yield functions.replaced(
-                f"{MODULE}:AscendGDNAttnBackend.{name}",
+            target = f"{MODULE}:AscendGDNAttnBackend.{name}"
+            patch = functions.replaced(
+                target,
                 "gated_delta_net",
                 ours,
                 "it needs sgl-kernel-npu, whose kernels are for 128 keys and values",
                 _PARAMETERS,
             )
+            yield dataclasses.replace(patch, make=functools.partial(_made, ours, target))
 
 
-def decode(self, layer, forward_batch, mixed_qkv, a, b, **options):
+def _made(ours, target, original):
+    """Refused where it is not known in which order the states are."""
+    v_first = gated_delta_net.state_v_first()
+    return functions.made(functools.partial(ours, v_first=v_first), target, original)
+
+
+def decode(self, layer, forward_batch, mixed_qkv, a, b, *, v_first, **options):
     """One token of each sequence."""
     functions.check_device(mixed_qkv)
     cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
@@ -42,19 +53,19 @@ def decode(self, layer, forward_batch, mixed_qkv, a, b, **options):
     )
     with functions.committed():
         o = npu_ops.gated_delta_rule_update(
-            qkv, a, b, layer.A_log, layer.dt_bias, cache.temporal, slots, state_v_first=True,
+            qkv, a, b, layer.A_log, layer.dt_bias, cache.temporal, slots, state_v_first=v_first,
             scale=layer.head_k_dim**-0.5,
         )  # fmt: skip
     self._track_mamba_state_decode(forward_batch, cache.conv[0], cache.temporal, slots)
     return o[None]
 
 
-def extend(self, layer, forward_batch, mixed_qkv, a, b, **options):
+def extend(self, layer, forward_batch, mixed_qkv, a, b, *, v_first, **options):
     """New tokens of each sequence, or drafted ones."""
     functions.check_device(mixed_qkv)
     cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     if forward_batch.forward_mode.is_target_verify():
-        return _verify(self, layer, forward_batch, cache, mixed_qkv, a, b)
+        return _verify(self, layer, forward_batch, cache, mixed_qkv, a, b, v_first)
     metadata = self.forward_metadata
     starts, slots = metadata.query_start_loc, metadata.mamba_cache_indices
     if metadata.has_mamba_track_mask:
@@ -69,7 +80,7 @@ def extend(self, layer, forward_batch, mixed_qkv, a, b, **options):
         q, k, v = (x[None] for x in _heads(layer, qkv))
         g, beta = gdn_gate.ours(layer.A_log, a, b, layer.dt_bias)
         o, after, between = gated_delta_net.prefill(
-            True, q, k, v, g, beta, cache.temporal, slots, starts
+            v_first, q, k, v, g, beta, cache.temporal, slots, starts
         )
         functions.write_slots(cache.temporal, slots, after)
     if metadata.has_mamba_track_mask:
@@ -77,7 +88,7 @@ def extend(self, layer, forward_batch, mixed_qkv, a, b, **options):
     return o
 
 
-def _verify(self, layer, forward_batch, cache, mixed_qkv, a, b):
+def _verify(self, layer, forward_batch, cache, mixed_qkv, a, b, v_first):
     """As many drafted tokens of each sequence; SGLang then rolls both states back.
 
     It keeps convolution states as if all of the last step's tokens had been accepted.
@@ -93,7 +104,7 @@ def _verify(self, layer, forward_batch, cache, mixed_qkv, a, b):
     with functions.committed():
         o = npu_ops.gated_delta_rule_update(
             _heads(layer, qkv), a[:tokens], b[:tokens], layer.A_log, layer.dt_bias, cache.temporal,
-            slots, state_v_first=True, intermediate_states=cache.intermediate_ssm,
+            slots, state_v_first=v_first, intermediate_states=cache.intermediate_ssm,
             disable_state_update=True,
         )  # fmt: skip
     return functions.padded(o, mixed_qkv.shape[0])

@@ -61,7 +61,7 @@ def replaced(
     return Patch(
         target=target,
         op=op,
-        make=functools.partial(_made, ours, target),
+        make=functools.partial(made, ours, target),
         why=why,
         signatures=signatures,
         versions=VERSIONS,
@@ -70,7 +70,9 @@ def replaced(
     )
 
 
-def _made(ours: Callable, target: str, original: Callable) -> Callable:
+def made(ours: Callable, target: str, original: Callable) -> Callable:
+    """`ours`, and `original` for what is not ours."""
+
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_function(*args, **kwargs):
         try:

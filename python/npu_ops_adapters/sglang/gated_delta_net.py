@@ -8,6 +8,9 @@ a mistake where there are as many keys as values.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import pathlib
+import re
 from collections.abc import Callable, Iterable
 
 import torch
@@ -18,6 +21,7 @@ from npu_ops_adapters.sglang import functions
 
 CHUNK = 64  # tokens; SGLang's prefix cache counts in it
 _PARAMETERS = ("self", "decode_backend", "prefill_backend")
+_KERNELS = "sgl_kernel_npu.fla.fused_sigmoid_gating_recurrent"
 
 
 def patches() -> Iterable[Patch]:
@@ -45,9 +49,28 @@ def state_v_first() -> bool:
         return False
     if not functions.on_npu() or functions.since("0.5.23"):
         return True
-    if functions.since("0.5.20"):
-        raise ValueError("SGLang 0.5.20 to 0.5.22 change the order of states with their kernels")
-    return False
+    found = _order_of_kernels()
+    if found is None and functions.since("0.5.20"):
+        raise ValueError(
+            "SGLang 0.5.20 to 0.5.22 have states in the order of sgl-kernel-npu's kernels, and "
+            f"{_KERNELS} does not say which that is"
+        )
+    return bool(found)
+
+
+@functools.cache
+def _order_of_kernels() -> bool | None:
+    """Whether sgl-kernel-npu's decoding step counts a state's values in rows of K, else its keys in
+    rows of V: it went from one to the other in August 2026. None: its source does neither."""
+    try:
+        source = pathlib.Path(importlib.util.find_spec(_KERNELS).origin).read_text()
+    except (ImportError, AttributeError, TypeError, OSError):
+        return None
+    source = "".join(source.split())
+    v_first, k_first = (
+        re.search(rf"o_{row}(\[[:,None]*])?\*{width}", source) for row, width in ("vK", "kV")
+    )
+    return None if bool(v_first) == bool(k_first) else bool(v_first)
 
 
 def _replace(original: Callable) -> Callable:

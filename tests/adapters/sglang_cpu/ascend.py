@@ -163,6 +163,29 @@ def a_verification_of_drafted_tokens(module):
 
 
 @check
+def before_0_5_23_keys_may_come_first(module):
+    """The same by the other order of states, which is then an argument."""
+    from npu_ops_adapters.sglang import ascend_gated_delta_net as ours
+
+    slots = torch.tensor([3, 1], dtype=torch.int32)
+    for function, lengths, verify in (
+        (ours.decode, (1, 1), False), (ours.extend, (70, 5), False),
+        (ours.extend, (DRAFTED, DRAFTED), True),
+    ):  # fmt: skip
+        starts = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
+        tokens = sum(lengths)
+        call = layer(), forward_batch(verify, (9, 9)), rows(tokens, 256)
+        a, b = rows(tokens, 4, seed=5), rows(tokens, 4, seed=6)
+        values, keys = Backend(module, starts, slots), Backend(module, starts, slots)
+        keys.states = keys.states.mT.contiguous()
+        first = function(values, *call, a, b, v_first=True)
+        close(function(keys, *call, a, b, v_first=False), first)
+        close(keys.states.mT, values.states)
+        close(keys.kept.mT, values.kept)
+        assert keys.conv.equal(values.conv)
+
+
+@check
 def the_dispatchers_prefill_leaves_the_pool_to_the_backend(module):
     """Which writes it; and before 0.5.20 a state's keys came first."""
     from npu_ops_adapters.sglang import gated_delta_net
