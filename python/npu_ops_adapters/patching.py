@@ -199,6 +199,24 @@ def place(patch: Patch, original: Any) -> Any:
         return replacement
 
 
+def renew(patches: Iterable[Patch]) -> list[Status]:
+    """`apply`, after a framework's patch manager has put its own in place: over what it overwrote
+    too, and where it gave modules what ours is around.
+    """
+    with _lock:
+        holders = _Holders()
+        top = {(id(applied.owner), applied.name): applied for applied in _live()}
+        for applied in list(_live()):
+            places = _importers(applied.patch, applied.original, applied.name, holders)
+            if _overwritten(applied, top[id(applied.owner), applied.name]):
+                if applied.here() is not applied.original:
+                    _applied.remove(applied)
+                    continue
+                places.append((applied.owner, applied.name))
+            holders.replace(places, applied.original, applied.replacement)
+        return apply(patches)
+
+
 def _withdraw(keys: Iterable[tuple[str, str]]) -> None:
     chosen = [applied for applied in _applied if applied.patch.key in keys]
     holders = _Holders() if chosen else None
@@ -339,12 +357,16 @@ def _is_ours(value: Any) -> bool:
 
 
 def _verified(applied: _Applied, top: _Applied, holders: _Holders) -> str:
-    current = applied.here()
-    if not _is_ours(current) and all(f is not top.replacement for f in wrapped(current)):
-        return f"overwritten by {_whose(current)}"
+    if _overwritten(applied, top):
+        return f"overwritten by {_whose(applied.here())}"
     importers = _importers(applied.patch, applied.original, applied.name, holders)
     captured = sorted({module.__name__ for module, _ in importers})
     return f"captured too early by {', '.join(captured)}" if captured else "applied"
+
+
+def _overwritten(applied: _Applied, top: _Applied) -> bool:
+    current = applied.here()
+    return not _is_ours(current) and all(f is not top.replacement for f in wrapped(current))
 
 
 def wrapped(function: Any) -> Iterator[Any]:
@@ -355,13 +377,24 @@ def wrapped(function: Any) -> Iterator[Any]:
 
 
 def _importers(patch: Patch, original: Any, name: str, holders: _Holders) -> list[Place]:
-    """Where else `original` is; not in the module of another framework that it comes from."""
+    """Where else `original` is. One that comes from another framework may stand there, and in
+    others, for something else: outside of the patch's own it is known by `name` alone.
+    """
     found = holders.of(original, name) if patch.rebind else []
     home = getattr(original, "__module__", None) or ""
-    if home.partition(".")[0] != patch.module.partition(".")[0]:
-        found = [(module, held) for module, held in found if module.__name__ != home]
+    own = _framework(patch.module)
+    if _framework(home) != own:
+        found = [
+            (module, held)
+            for module, held in found
+            if _framework(module.__name__) == own or (held == name and module.__name__ != home)
+        ]
     modules = filter(None, map(sys.modules.get, patch.also))
     return found + [(m, name) for m in modules if name in vars(m) and vars(m)[name] is original]
+
+
+def _framework(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _revert(applied: _Applied, holders: _Holders) -> Status:

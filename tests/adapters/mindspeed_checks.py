@@ -91,8 +91,10 @@ def states() -> dict:
 
 
 def in_force() -> None:
-    """Each op once, outermost, over MindSpeed's function or Megatron's."""
+    """Each op once, outermost, over MindSpeed's function or Megatron's; the rest is there too."""
     found = states()
+    lost = {key: state for key, state in found.items() if state != "applied"}
+    assert lost == {}, lost
     for key in COVERED:
         assert found.get(key) == "applied", (key, found.get(key))
     for target, _ in COVERED:
@@ -211,6 +213,26 @@ def plain_and_multimodal_rope_are_ours_and_the_rest_is_mindspeeds():
     freqs = angles(6, 2, 3, 16)  # for each head
     out, calls = calls_of(leaf, t, freqs)
     assert calls == 0 and out.equal(theirs(f"{ROPE}:_apply_rotary_pos_emb_bshd")(t, freqs))
+
+
+@check
+def the_scale_of_yarn_is_mindspeeds():
+    """Which its function takes from the arguments, whatever it is passed."""
+    t, freqs = heads(6, 2, 3, 16), angles(6, 1, 1, 16)
+    leaf = value(f"{ROPE}:_apply_rotary_pos_emb_bshd")
+    args = sys.modules["mindspeed.args_utils"].get_full_args()
+    settings = {"rope_scaling_type": "yarn", "yarn_scaling_factor": 4.0, "rope_scaling_mscale": 2.0}
+    settings |= {"rope_scaling_mscale_all_dim": 1.0, "yarn_scale": 2.0}
+    plain, before = leaf(t, freqs), dict(vars(args))
+    vars(args).update(settings)
+    try:
+        out, calls = calls_of(leaf, t, freqs, mscale=3.0)
+        assert calls == 0 and out.equal(theirs(f"{ROPE}:_apply_rotary_pos_emb_bshd")(t, freqs))
+        assert (out - plain).abs().max() > 0.1
+    finally:
+        vars(args).clear()
+        vars(args).update(before)
+    assert leaf(t, freqs).equal(plain)
 
 
 @check

@@ -430,3 +430,20 @@ def test_what_another_framework_has_put_there_stays_in_its_own_module(host, monk
     patching.apply([patch()])
     assert host.model.twice is host.maths.double is not theirs
     assert other.faster is theirs and state(patching.verify()) == "applied"
+
+
+def test_what_another_framework_has_put_there_is_known_elsewhere_by_name_alone(host, monkeypatch):
+    """MindSpeed puts one function in the place of torch.compile and of torch.jit.script, and what
+    Megatron then takes for its decorator is that one too.
+    """
+    third, user = types.ModuleType("third.compiler"), types.ModuleType("user.layers")
+    theirs = types.FunctionType(double.__code__, {}, "nothing", (2,))
+    theirs.__module__ = "other.maths"
+    host.maths.double = host.model.twice = third.compile = user.double = theirs
+    for module in (third, user):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    patching.apply([patch()])
+    assert host.model.twice is host.maths.double is user.double is not theirs
+    assert third.compile is theirs and state(patching.verify()) == "applied"
+    patching.revert()
+    assert host.maths.double is host.model.twice is user.double is theirs

@@ -131,6 +131,10 @@ class NoTriton:
         return NoTriton.launch
 
     @staticmethod
+    def get_current_target():
+        return types.SimpleNamespace(backend="cpu", arch="none")
+
+    @staticmethod
     def launch(*args, **kwargs):
         pytest.skip("launches a Triton kernel, which needs a GPU")
 

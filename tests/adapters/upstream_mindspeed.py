@@ -3,15 +3,18 @@
     git clone --branch core_r0.16.0 https://gitcode.com/Ascend/MindSpeed
     python tests/adapters/upstream_mindspeed.py MindSpeed --megatron 0.16.1
 
-`--megatron` is a release that tests/adapters/fetch_megatron.py has fetched, or a folder. What
-MindSpeed imports and a machine without an NPU lacks (torch_npu, torchair, ...) is stood in for by
-modules whose every attribute is a stand-in; no file is changed. `--adaptor` is a clone of
-MegatronAdaptor, which core_r0.18 imports. The exit status is 1 if a check fails.
+`--megatron` is a release that tests/adapters/fetch_megatron.py has fetched, or a folder: a clone of
+Megatron-LM for branches that need megatron.training. What MindSpeed imports and a machine without
+an NPU lacks (torch_npu, torchair, ...) is stood in for by modules whose every attribute is a
+stand-in; no file is changed. core_r0.18 imports MegatronAdaptor, which gives Megatron Transformer
+Engine's names: without `--adaptor`, a clone of it, both are stood in for, Transformer Engine by
+classes that do nothing. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -19,25 +22,51 @@ import json
 import pathlib
 import subprocess
 import sys
+import types
 from unittest import mock
 
 import fetch_megatron
 import mindspeed_checks
+import torch
+import upstream_megatron
 from conftest import environment
 
 HERE = pathlib.Path(__file__).parent
-STANDS_IN = ("torch_npu", "torchair", "fla_npu_ops", "acl", "hccl", "apex", "pydantic", "tqdm")
+STANDS_IN = ("torch_npu", "torchair", "acl", "hccl", "pydantic", "six", "tqdm")
+OF_ADAPTOR = (
+    "megatron_adaptor",
+    "transformer_engine",
+)  # its names; before, MindSpeed made them
+
+
+class Classes(types.ModuleType):
+    """A module of classes, from which Megatron's layers can derive; the rest are modules like it,
+    once they are imported.
+    """
+
+    __version__, __path__, __file__ = "2.2.0", (), "transformer_engine"
+
+    def __getattr__(self, name):
+        if not name.lstrip("_")[:1].isupper():
+            raise AttributeError(name)
+        setattr(self, name, type(name, (torch.nn.Module,), {}))
+        return vars(self)[name]
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules of the names above that are not installed; an attribute is whatever is wanted."""
+    """Modules of some names that are not installed; an attribute is whatever is wanted."""
+
+    def __init__(self, names: tuple[str, ...]):
+        self._names = names
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname.partition(".")[0] in STANDS_IN:
+        if fullname.partition(".")[0] in self._names:
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
     def create_module(self, spec):
+        if spec.name.startswith("transformer_engine"):
+            return Classes(spec.name)
         module = mock.MagicMock(name=spec.name)
         module.__path__, module.__spec__, module.__file__ = [], spec, spec.name
         return module
@@ -46,9 +75,22 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
 
-def run(order: str) -> None:
-    sys.meta_path.append(StandIns())  # last: what is installed is used
+def stand_in() -> None:
+    """For what MindSpeed and Megatron import, and is not here."""
+    upstream_megatron.without_triton()
+    upstream_megatron.without_python_312()
+    source = pathlib.Path(importlib.util.find_spec("mindspeed").origin).read_text()
+    on_adaptor = "import megatron_adaptor" in source
+    # Last: what is installed is used.
+    sys.meta_path.append(StandIns(STANDS_IN + (OF_ADAPTOR if on_adaptor else ())))
+    if on_adaptor:
+        importlib.import_module("transformer_engine.common.recipe")
+    torch.npu = mock.MagicMock(**{"is_available.return_value": False})
     sys.argv[1:] = []  # which MindSpeed parses
+
+
+def run(order: str) -> None:
+    stand_in()
     for check in mindspeed_checks.OF_THE_DOUBLE:
         mindspeed_checks.CHECKS.remove(check)
     mindspeed_checks.run(order)
@@ -65,9 +107,9 @@ def report(clone: pathlib.Path, megatron: pathlib.Path, adaptor, order: str) -> 
         text=True,
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
-    missing = f"the process ended with {done.returncode}\n{done.stderr[-3000:]}"
-    names = [check.__name__ for check in mindspeed_checks.CHECKS]
-    return dict.fromkeys(names, missing) | dict(lines)
+    if done.returncode:
+        lines.append(("stopped", f"with {done.returncode}\n{done.stderr[-3000:]}"))
+    return dict(lines)
 
 
 def main() -> int:

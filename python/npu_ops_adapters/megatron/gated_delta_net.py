@@ -45,6 +45,7 @@ def replaced(name: str, op: str, make: Callable, signatures, **changes) -> Itera
         make=make,
         signatures=signatures,
         versions=VERSIONS,
+        rebind=False,  # fla's own modules have it too; `also` says who else of Megatron's
         **(settings | changes),
     )
 

@@ -2,7 +2,9 @@
 
 Each of them would need an inductor backend and a C++ toolchain on the NPU, and is compiled again
 for new shapes. Functions decorated before us are replaced by what was decorated, wherever modules
-hold them. Configs built before that still hold the compiled ones: build them afterwards.
+hold them, also where MindSpeed has put a decorator in torch.compile's place that does not compile:
+what it makes has no signature. Configs built before that still hold the compiled ones: build them
+afterwards.
 """
 
 from __future__ import annotations
@@ -61,11 +63,12 @@ def _replace(original: Callable) -> Callable:
     return npu_ops_leave_uncompiled
 
 
-def _unwrap(compiled):
+def _unwrap(decorated):
     """The function that was decorated, as the static or class method that it was."""
-    original = _function(compiled)._torchdynamo_orig_callable
+    original = _original(decorated)
     _note(original)
-    return original if type(compiled) is types.FunctionType else type(compiled)(original)
+    kind = type(decorated)
+    return original if kind is types.FunctionType else kind(original)
 
 
 def _note(function: Callable) -> None:
@@ -77,25 +80,41 @@ def _decorated() -> Iterable[str]:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "megatron" and isinstance(module, types.ModuleType):
             for attribute, value in list(vars(module).items()):
-                if _is_decorated(value) and value.__module__ == name:
+                original = _original(value)
+                if original is not None and original.__module__ == name:
                     yield f"{name}:{attribute}"
                 elif issubclass(type(value), type) and value.__module__ == name:
                     for method, raw in list(vars(value).items()):
-                        if _is_decorated(raw):
+                        if _original(raw) is not None:
                             yield f"{name}:{attribute}.{method}"
 
 
-def _is_decorated(value) -> bool:
-    function = _function(value)
+def _original(value) -> Callable | None:
+    """What jit_fuser was given to make this of; None: it did not."""
+    function = value.__func__ if type(value) in (staticmethod, classmethod) else value
     if type(function) is not types.FunctionType:
-        return False
+        return None
+    original = _compiled_from(function) or _passed_on_to(function)
+    return original if original is not None and _by_jit_fuser(original) else None
+
+
+def _compiled_from(function: types.FunctionType) -> Callable | None:
+    """What torch.compile was given."""
     marks = vars(function)
-    return (
-        "_torchdynamo_orig_callable" in marks
-        and "_torchdynamo_disable" not in marks  # torch.compiler.disable
+    is_compiled = (
+        "_torchdynamo_disable" not in marks  # torch.compiler.disable
         and marks.get("_torchdynamo_wrapper_id", id(function)) == id(function)  # copied marks
-        and _by_jit_fuser(marks["_torchdynamo_orig_callable"])
     )
+    return marks.get("_torchdynamo_orig_callable") if is_compiled else None
+
+
+def _passed_on_to(function: types.FunctionType) -> Callable | None:
+    """What MindSpeed's decorator was given: the one argument, which its wrapper calls."""
+    if not function.__qualname__.startswith("dummy_compile.<locals>."):
+        return None
+    held = inspect.getclosurevars(function).nonlocals.get("args", ())
+    original = held[0] if len(held) == 1 else None
+    return original if type(original) is types.FunctionType else None
 
 
 def _by_jit_fuser(original: Callable) -> bool:
@@ -105,7 +124,3 @@ def _by_jit_fuser(original: Callable) -> bool:
     except (OSError, TypeError):
         return hasattr(sys.modules.get(original.__module__), "jit_fuser")
     return re.match(r"(\s*@.*\n)*?\s*@(\w+\.)*jit_fuser\b", source) is not None
-
-
-def _function(value):
-    return value.__func__ if type(value) in (staticmethod, classmethod) else value

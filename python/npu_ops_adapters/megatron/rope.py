@@ -74,7 +74,7 @@ def replace_sbnd(original: Callable, has_batch: bool) -> Callable:
 
     has_batch: take freqs `[s, b, 1, r]`, which are multimodal ones; else `[s, 1, 1, r]`.
     """
-    read, fall_through = _reader(original), _tolerant(original)
+    read, fall_through = _reader(original), tolerant(original)
 
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_rope(*args, **kwargs):
@@ -98,7 +98,7 @@ def _replace_sbnd(original: Callable) -> Callable:
 
 
 def _replace_packed(original: Callable) -> Callable:
-    read, fall_through = _reader(original), _tolerant(original)
+    read, fall_through = _reader(original), tolerant(original)
     group_of = _context_parallel(original)
     knows_per_token = _knows_per_token()
 
@@ -208,7 +208,7 @@ def _reader(original: Callable) -> Callable[[tuple, dict], _Call | None]:
     return read
 
 
-def _tolerant(original: Callable) -> Callable:
+def tolerant(original: Callable) -> Callable:
     """Calls a function of an earlier version without what it lacks and does not need.
 
     That is a default, a group, which it finds itself, and a bound, which it does without.

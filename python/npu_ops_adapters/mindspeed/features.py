@@ -76,7 +76,7 @@ def covered() -> list[Patch]:
     """
     modules = (megatron_attention, bias_dropout_add, megatron_mrope, megatron_rope)
     found = [patch for module in modules for patch in module.patches() if patch.rebind]
-    return [*found, attention.forward(), rope.dispatcher()]
+    return [*map(rope.scaled, found), attention.forward(), rope.dispatcher()]
 
 
 def _patch(target: str, make: Callable, why: str, **changes) -> Patch:
@@ -101,7 +101,10 @@ def _replace_use(original: classmethod) -> classmethod:
             args = arguments.complete(args, cls.FEATURES_LIST)
             _join(cls)
             patching.hand_over(covered())
-        return use(cls, args, *more, **options)
+        result = use(cls, args, *more, **options)
+        with _only_said("is not all back in place"):
+            patching.renew(npu_ops_adapters.patches())
+        return result
 
     return classmethod(npu_ops_use)
 

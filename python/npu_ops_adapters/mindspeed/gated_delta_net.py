@@ -1,8 +1,9 @@
 """Gated Delta Net over MindSpeed's: its layer, and the operators that it chooses for it.
 
 core_r0.16 has a layer of its own (for context parallelism and packed sequences), which imports
-operators by value; core_r0.18 has a subclass of Megatron's, which loads them when it is built.
-What MindSpeed puts under fla's names, Megatron's layer imports, and `megatron` replaces there.
+operators by value; core_r0.18 has a subclass of Megatron's, which imports two of them under names
+of its own, and later loads them when it is built. What MindSpeed puts under fla's names, Megatron's
+layer imports, and `megatron` replaces there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from npu_ops_adapters.patching import Patch
 
 _LAYER = "mindspeed.core.ssm.gated_delta_net"
 _WHY = "MindSpeed's kernels take bf16 alone, move more memory and wait for lengths on the host"
-_OPERATORS = {  # the names that a layer has for them, which are those of the ops
+_OPERATORS = {  # the names that a layer has for them, also with _ms_ before, which are the ops'
     "causal_conv1d": (causal_conv1d.replace, causal_conv1d.SIGNATURES),
     "chunk_gated_delta_rule": (chunk_gated_delta_rule.replace, chunk_gated_delta_rule.SIGNATURES),
     "l2norm": (l2norm.replace, l2norm.SIGNATURES),
@@ -43,8 +44,9 @@ def patches() -> Iterable[Patch]:
     )
     module = vars(sys.modules.get(_LAYER, sys))
     for name, (make, signatures) in _OPERATORS.items():
-        if name in module:
-            yield _patch(f"{_LAYER}:{name}", name, make, signatures)
+        for held in {name, f"_ms_{name}"} & module.keys():
+            # MindSpeed's own modules are left alone, from which it fills fla's names anew.
+            yield _patch(f"{_LAYER}:{held}", name, make, signatures, rebind=False)
     layer = module.get("GatedDeltaNet")
     for name, (op, make, parameters) in _METHODS.items():
         if layer is None or name in vars(layer):  # else it is Megatron's
@@ -52,7 +54,7 @@ def patches() -> Iterable[Patch]:
             yield _patch(f"{_LAYER}:GatedDeltaNet.{name}", op, make, signatures)
 
 
-def _patch(target: str, op: str, make: Callable, signatures) -> Patch:
+def _patch(target: str, op: str, make: Callable, signatures, **changes) -> Patch:
     return Patch(
         target=target,
         op=op,
@@ -61,6 +63,7 @@ def _patch(target: str, op: str, make: Callable, signatures) -> Patch:
         signatures=signatures,
         versions=VERSIONS,
         remove_when="MindSpeed's kernels take what ours take, as fast",
+        **changes,
     )
 
 

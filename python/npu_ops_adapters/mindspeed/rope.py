@@ -6,6 +6,7 @@ MindSpeed replaces Megatron's dispatcher by one of an earlier version, which doe
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -53,6 +54,30 @@ def dispatcher() -> Patch:
         versions=f"{VERSIONS}, Megatron-Core 0.12 to 0.19 and main",
         remove_when="MindSpeed's has the parameters of its Megatron's",
     )
+
+
+def scaled(patch: Patch) -> Patch:
+    """A patch of `_apply_rotary_pos_emb_bshd` that leaves yarn to MindSpeed, whose function takes
+    the scale from its arguments then, whatever it is passed. Other patches are as they were.
+    """
+    if patch.attribute != "_apply_rotary_pos_emb_bshd":
+        return patch
+
+    def make(original: Callable) -> Callable:
+        ours, theirs = patch.make(original), rope.tolerant(original)
+
+        @functools.wraps(original, assigned=(), updated=())
+        def npu_ops_rope(*args, **kwargs):
+            return (theirs if _is_yarn() else ours)(*args, **kwargs)
+
+        return npu_ops_rope
+
+    return dataclasses.replace(patch, make=make)
+
+
+def _is_yarn() -> bool:
+    args = sys.modules["mindspeed.args_utils"].get_full_args()
+    return getattr(args, "rope_scaling_type", None) == "yarn"
 
 
 def _replace_validate(original: Callable) -> Callable:

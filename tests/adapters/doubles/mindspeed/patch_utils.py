@@ -1,11 +1,14 @@
 """The patch manager: one record for each dotted name, with one function and any wrappers."""
 
 import importlib
+import importlib.machinery
 import sys
+import types
 
 
 class Patch:
-    def __init__(self, name):
+    def __init__(self, name, create_dummy=False):
+        self.create_dummy = create_dummy
         self.orig_module_name, _, self.orig_func_name = name.rpartition(".")
         self.orig_module = self.orig_func = None
         self.patch_func = self.final_patch_func = None
@@ -53,6 +56,8 @@ class Patch:
 
     def _locate(self):
         """A module or a class in one; an attribute that is missing is made, as None."""
+        if self.create_dummy:
+            self._make_modules()
         try:
             owner = importlib.import_module(self.orig_module_name)
         except ModuleNotFoundError:
@@ -62,6 +67,18 @@ class Patch:
             setattr(owner, self.orig_func_name, None)
         return owner, getattr(owner, self.orig_func_name)
 
+    def _make_modules(self):
+        """Packages that are not installed."""
+        path = self.orig_module_name.split(".")
+        for name in (".".join(path[: i + 1]) for i in range(len(path))):
+            if name not in sys.modules:
+                sys.modules[name] = module = types.ModuleType(name)
+                module.__file__ = "mindspeed.dummy_module.py"
+                module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+                parent, _, last = name.rpartition(".")
+                if parent:
+                    setattr(sys.modules[parent], last, module)
+
 
 class MindSpeedPatchesManager:
     patches_info = {}
@@ -69,7 +86,7 @@ class MindSpeedPatchesManager:
     @staticmethod
     def register_patch(orig_func_name, new_func=None, force_patch=False, create_dummy=False):
         patches = MindSpeedPatchesManager.patches_info
-        patch = patches.setdefault(orig_func_name, Patch(orig_func_name))
+        patch = patches.setdefault(orig_func_name, Patch(orig_func_name, create_dummy))
         patch.set_patch_func(new_func, force_patch)
 
     @staticmethod

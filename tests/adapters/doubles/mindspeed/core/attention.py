@@ -2,6 +2,8 @@
 
 import functools
 
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb  # noqa: F401
+
 from mindspeed import CALLS
 
 

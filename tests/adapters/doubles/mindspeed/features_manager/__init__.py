@@ -1,8 +1,29 @@
 """The default features."""
 
+from mindspeed import BRANCH
 from mindspeed.features_manager.feature import MindSpeedFeature
 from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
 from mindspeed.features_manager.fusions.fused_rope import FusedRoPEFeature
+
+
+class RequirementsBasicFeature(MindSpeedFeature):
+    """What Megatron finds when it is imported; from core_r0.18 on that is MegatronAdaptor's."""
+
+    def __init__(self):
+        super().__init__("requirements-basic", 0)
+
+    def pre_register_patches(self, patch_manager, args):
+        from mindspeed.core.requirements_basic import dummy_compile
+        from mindspeed.core.ssm.gdn_backend import chunk_gated_delta_rule, l2norm
+
+        register = patch_manager.register_patch
+        if BRANCH != "core_r0.18":
+            register("torch.compile", dummy_compile)
+            register("torch.jit.script", dummy_compile)
+        if BRANCH == "core_r0.16":
+            rule = "fla.ops.gated_delta_rule.chunk_gated_delta_rule"
+            register(rule, chunk_gated_delta_rule, create_dummy=True)
+            register("fla.modules.l2norm.l2norm", l2norm, create_dummy=True)
 
 
 class FlashAttentionFeature(MindSpeedFeature):
@@ -44,8 +65,8 @@ class ResetAttentionMaskFeature(MindSpeedFeature):
 
 
 def create_features_list():
-    features = [FusedRoPEFeature(), FlashAttentionFeature(), GenerateMaskFeature()]
-    return [*features, ResetAttentionMaskFeature()]
+    features = [RequirementsBasicFeature(), FusedRoPEFeature(), FlashAttentionFeature()]
+    return [*features, GenerateMaskFeature(), ResetAttentionMaskFeature()]
 
 
 def set_default_features_list():

@@ -14,6 +14,8 @@ def apply_rotary_pos_emb_bshd(
     assert getattr(get_full_args(), "use_fused_rotary_pos_emb") in (False, True)  # noqa: B009
     if multi_latent_attention:
         t = torch.cat((t[..., 0::2], t[..., 1::2]), dim=-1)
+    if getattr(get_full_args(), "rope_scaling_type", None) == "yarn":
+        mscale = get_full_args().yarn_scale  # whatever it was passed
     width = freqs.shape[-1]
     t, rest = t[..., :width], t[..., width:]
     cos, sin = ((f(freqs) * mscale).to(t.dtype) for f in (torch.cos, torch.sin))
