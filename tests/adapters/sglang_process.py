@@ -38,7 +38,6 @@ def on_npu(folder: pathlib.Path) -> dict:
     (folder / "triton").symlink_to(triton)
     settings = {
         "SGLANG_PLATFORM": "sglang_npu",
-        "ASCEND_USE_FIA": "1",
         "SGLANG_MAMBA_CONV_DTYPE": "float16",  # as SGLang asks for with fp16 models
         "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1",  # the emulator converts no formats
     }

@@ -80,8 +80,9 @@ ON_NPU = OPS | {"qwen3vl": TEXT}
 @pytest.mark.parametrize("model", ON_NPU)
 def test_sglangs_own_platform_for_npus_on_the_emulated_one(tiny, tmp_path, model):
     """Our kernels compiled by the vendor's compiler, and torch_npu's operators, emulated."""
+    settings = {"NPU_OPS_LOG": "calls", "ASCEND_USE_FIA": "0" if model == "qwen3" else "1"}
     rows, said = sglang_process.run(
-        "engine", tiny / model, NPU_OPS_LOG="calls", **sglang_process.on_npu(tmp_path)
+        "engine", tiny / model, **sglang_process.on_npu(tmp_path) | settings
     )
     assert dict(rows) == expected(tiny / model)
     calls = sglang_process.calls(said)

@@ -142,6 +142,8 @@ class Call:
             ASCEND_USE_FA=getattr(backend, "use_fa", False),
             encoder_lens=batch.encoder_lens,
             is_cross_attention=layer.is_cross_attention,
+            use_irope=getattr(layer, "use_irope", False),
+            xai_temperature_len=getattr(layer, "xai_temperature_len", -1) > 0,
             attn_cp_metadata=getattr(batch, "attn_cp_metadata", None),
             dcp_block_tables=getattr(backend.forward_metadata, "dcp_block_tables", None),
             dcp_spec_block_tables=getattr(backend.forward_metadata, "dcp_spec_block_tables", None),

@@ -244,6 +244,8 @@ def what_is_not_ours_is_left_before_anything_is_written():
         (lambda case: setattr(case.backend, "use_alibi", True), "use_alibi"),
         (lambda case: setattr(case.layer, "is_cross_attention", True), "is_cross_attention"),
         (lambda case: setattr(case.batch, "encoder_lens", torch.ones(3)), "encoder_lens"),
+        (lambda case: setattr(case.layer, "use_irope", True), "use_irope"),
+        (lambda case: setattr(case.layer, "xai_temperature_len", 8), "xai_temperature_len"),
         (lambda case: setattr(case.batch, "attn_cp_metadata", object()), "attn_cp_metadata"),
         (lambda case: setattr(case.pool, "keys", case.pool.keys.to(torch.float8_e5m2)), "cache"),
         (lambda case: setattr(case.layer, "logit_capping_method", "sigmoid"), "sigmoid"),
