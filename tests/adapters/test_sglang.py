@@ -117,10 +117,9 @@ def test_sglangs_own_kit_of_gated_delta_net():
     assert [f"{name}:\n{error}" for name, error in rows if error] == []
 
 
-@pytest.mark.parametrize("module, checks", [("ascend", 5), ("ascend_attention", 11)])
-def test_the_backends_for_npus_on_cpu_tensors(module, checks):
-    checked, _ = sglang_process.run(module)
-    assert len(checked) == checks
+def test_the_backends_for_npus_on_cpu_tensors():
+    checked, _ = sglang_process.run("ascend")
+    assert len(checked) == 16
     assert [f"{name}:\n{error}" for name, error in checked if error] == []
 
 

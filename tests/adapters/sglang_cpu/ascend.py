@@ -2,8 +2,8 @@
 
 python -m sglang_cpu.ascend
 
-SGLang's backend of Gated Delta Net for NPUs is imported with doubles of the packages that it needs
-and that are published for NPUs alone; what the doubles hold is never called.
+SGLang's backends for NPUs, of Gated Delta Net and of attention, are imported with doubles of what
+they need and what is published for NPUs alone; what the doubles hold is never called.
 """
 
 import importlib
@@ -206,13 +206,16 @@ def the_dispatchers_prefill_leaves_the_pool_to_the_backend(module):
 
 def run():
     doubles()
-    module = importlib.import_module("sglang.srt.hardware_backend.npu.attention.ascend_gdn_backend")
+    home = "sglang.srt.hardware_backend.npu.attention"
+    module = importlib.import_module(f"{home}.ascend_gdn_backend")
+    importlib.import_module(f"{home}.ascend_backend")
     torch.npu = types.SimpleNamespace()  # an NPU, as far as the adapter asks
     importlib.import_module("sglang.srt.plugins").load_plugins()
-    for function in CHECKS:
+    attention = importlib.import_module("sglang_cpu.ascend_attention")
+    for function in (*CHECKS, *attention.CHECKS):
         error = None
         try:
-            function(module)
+            function(*[module] * (function in CHECKS))
         except Exception:
             error = traceback.format_exc()
         yield function.__name__, error

@@ -1,20 +1,14 @@
-"""Attention by SGLang's backend for NPUs, on CPU tensors: a line of JSON for each check.
-
-python -m sglang_cpu.ascend_attention
+"""Attention by SGLang's backend for NPUs, on CPU tensors: checks that `ascend` runs.
 
 The real class's methods, after our hooks, are given as much of a backend as they ask for; what is
 right is written out sequence by sequence, in fp64.
 """
 
-import importlib
-import json
 import sys
-import traceback
 import types
 
 import torch
 
-from sglang_cpu.ascend import doubles
 from sglang_cpu.checks import calls_of, close, rows
 
 MODULE = "sglang.srt.hardware_backend.npu.attention.ascend_backend"
@@ -274,24 +268,3 @@ def left(name, case) -> str:
         assert case.pool.written == []
         return str(reason)
     raise AssertionError(f"{name} took it")
-
-
-def run():
-    doubles()
-    importlib.import_module(MODULE)
-    torch.npu = types.SimpleNamespace()  # an NPU, as far as the adapter asks
-    importlib.import_module("sglang.srt.plugins").load_plugins()
-    for function in CHECKS:
-        error = None
-        try:
-            function()
-        except Exception:
-            error = traceback.format_exc()
-        yield function.__name__, error
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for row in run():
-        print(json.dumps(row), flush=True)
-    sys.stdout.flush()
