@@ -8,6 +8,7 @@ import sys
 import types
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_cpu.checks import calls_of, close, rows
 
@@ -229,6 +230,23 @@ def a_captured_call_that_is_updated_by_name_stays():
         case.qkv = q, k, v
         reason = left(name, case)
         assert "actual_seq_lengths_kv of npu_fused_infer_attention_score" in reason, reason
+
+
+@check
+def a_mode_over_dispatch_sees_ours_and_nothing_inside():
+    """By such a mode torch_npu finds the operators whose lengths a replay may change."""
+    seen = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            seen.append(str(operator))
+            return operator(*args, **kwargs or {})
+
+    case = Case((1, 1, 1), graph=True, logit_cap=2.0)
+    with torch.inference_mode(), Recorded():
+        case.run("forward_decode_graph")
+    inside = [name for name in seen if "attention" in name or "softmax" in name]
+    assert inside == ["npu_ops.attention.default"], seen
 
 
 @check
