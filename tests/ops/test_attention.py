@@ -817,7 +817,7 @@ SQUARE = {"query_length": 9, "key_length": 9}
         (TRAIN | {"head_dim": 192, "value_dim": 128}, {"operator": FA, "pad_head_dim": 0}),
         (TRAIN | {"head_dim": 100, "value_dim": 90}, {"pad_head_dim": 112}),
         (TRAIN | {"deterministic": True}, {"operator": TRITON}),
-        (TRAIN | {"dropout": True}, {"operator": "reference"}),
+        (TRAIN | {"dropout": True}, {"operator": TRITON}),
         (TRAIN | {"softcap": True}, {"operator": TRITON}),
         ({"is_causal": True}, {"operator": f"{FIA}_v2", "sparse_mode": 3}),
         ({"is_causal": True, "dtype": "float32"}, {"operator": FA}),

@@ -190,6 +190,7 @@ REPRESENTATIVE = (
     "bias-row",
     "bias-full-mask",
     "softcap",
+    "dropout",
     "packed-window",
     "padded",
     "paged-packed",

@@ -16,8 +16,6 @@ def triton_why_not(q, k, v, extra, rule) -> str | None:
             return f"the head dimension of {name} is {x.shape[3]}, above {_WIDEST}"
     if why_not := library.dtype_why_not(q):
         return why_not
-    if rule.dropout_p:
-        return "it has no dropout"
     why_not = library.triton_why_not()
     if why_not is None and extra.block_table is not None:
         return page_why_not(k.shape[2], hardware.soc(q.device))

@@ -165,7 +165,7 @@ OPERATORS = (
         _FLOATS,
         _ALL_KEYS,
         _EVERY_MASK,
-        takes=("bias", "softcap", "sinks", "lse gradient"),
+        takes=_EVERYTHING,
         largest=256,
     ),
     Operator(

@@ -47,7 +47,7 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def _draw(rng_state, row, column, BR: tl.constexpr, BJ: tl.constexpr):
+def draw(rng_state, row, column, BR: tl.constexpr, BJ: tl.constexpr):
     """The four words of a tile, uint32 [BR, BJ]; the state is (seed, offset), int64."""
     seed, offset = tl.load(rng_state), tl.load(rng_state + 1)
     zero = tl.zeros((BR, BJ), tl.uint32)
@@ -104,7 +104,7 @@ def _bias_dropout_add_kernel(
         column = (tile % across) * BJ + tl.arange(0, BJ)
         word0, word1, word2, word3 = 0, 0, 0, 0
         if DROPS:
-            word0, word1, word2, word3 = _draw(rng_state, row, column, BR, BJ)
+            word0, word1, word2, word3 = draw(rng_state, row, column, BR, BJ)
         for lane in tl.static_range(8):
             word = word0 if lane < 2 else word1 if lane < 4 else word2 if lane < 6 else word3
             _add_lane(x, bias, residual, out, row, column, rows, width, lane_width, word, threshold,
@@ -166,7 +166,7 @@ def _bias_dropout_add_backward_kernel(
             row = (piece * row_tiles + tile) * BR + tl.arange(0, BR)
             word0, word1, word2, word3 = 0, 0, 0, 0
             if DROPS:
-                word0, word1, word2, word3 = _draw(rng_state, row, column, BR, BJ)
+                word0, word1, word2, word3 = draw(rng_state, row, column, BR, BJ)
             sum0 += _lane_gradient(grad, grad_x, row, column, rows, width, lane_width, word0,
                                    threshold, scale, 0, DROPS)  # fmt: skip
             sum1 += _lane_gradient(grad, grad_x, row, column, rows, width, lane_width, word0,

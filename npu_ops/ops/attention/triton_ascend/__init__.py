@@ -13,6 +13,7 @@ from npu_ops.core import hardware
 from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 from npu_ops.ops.attention.triton_ascend import backward
 from npu_ops.ops.attention.triton_ascend.blocks import blocks_of
+from npu_ops.ops.attention.triton_ascend.dropout import keep_bits
 from npu_ops.ops.attention.triton_ascend.forward import forward_kernel
 
 # Rows of queries that a group of heads may have for a sequence to share one tile, as in decoding.
@@ -52,15 +53,17 @@ def attention_backward(
     """Write the gradients; dbias and dsinks may be None. The arguments are the operator's."""
     delta = _delta(dout, dlse, out)
     constants = _constants(q, k, v, rule)
-    numbers = _numbers(rule)
+    keep, *numbers = _keep_and_numbers(k, extra, rule, lse)
     given, strides = _with_strides(q, (dout, q, k, v, extra.bias, extra.mask))
 
     row_bytes = (constants["BD"] + constants["BDV"]) * q.element_size()
     size_q, size_k = _tile(KEYS_TILES, row_bytes)
+    if rule.dropout_p:
+        size_q, size_k = min(size_q, SMALL_TILE), min(size_k, SMALL_TILE)
     blocks = blocks_of(k, extra.cu_seqlens_k, size_k)
     lengths = extra.cu_seqlens_q, extra.cu_seqlens_k, extra.seqlens_k, lse, delta
     backward.keys_kernel[_cube_grid(blocks.number * k.shape[1], q.device)](
-        *given, blocks.table, *lengths, dk, dv, *strides, *dk.stride()[:3], *dv.stride()[:3],
+        *given, keep, blocks.table, *lengths, dk, dv, *strides, *dk.stride()[:3], *dv.stride()[:3],
         *numbers, blocks.number, blocks.across, k.shape[1], q.shape[2], k.shape[2],
         BQ=size_q, BK=size_k, **constants,
     )  # fmt: skip
@@ -71,7 +74,7 @@ def attention_backward(
     if dbias is not None:  # also for pairs that no tile has
         dpairs = dbias.new_zeros((*q.shape[:3], k.shape[2]))
     backward.queries_kernel[_cube_grid(blocks.number * q.shape[1], q.device)](
-        *given, blocks.table, *lengths, dq, dpairs, *strides, *dq.stride()[:3],
+        *given, keep, blocks.table, *lengths, dq, dpairs, *strides, *dq.stride()[:3],
         *numbers, blocks.number, blocks.across, q.shape[1], q.shape[2], k.shape[2],
         BQ=size_q, BK=size_k, **constants,
     )  # fmt: skip
@@ -90,16 +93,19 @@ def _forward(q, k, v, extra, rule, sinks, out, lse, rows=None, step=1):
         size_q = SMALL_TILE
     if constants["CAPPED"] and extra.bias is not None:
         size_k = min(size_k, SMALL_TILE)
+    if rule.dropout_p:  # its bits take the place of half of a tile
+        size_q //= 2
     page, pages_stride = 1, 0
     if extra.block_table is not None:
         page, pages_stride = k.shape[2], extra.block_table.stride(0)
         size_k = min(size_k, page & -page)  # which divides a block
     blocks = blocks_of(q, extra.cu_seqlens_q, size_q)
     given, strides = _with_strides(q, (q, k, v, extra.bias, extra.mask))
+    keep, *numbers = _keep_and_numbers(k, extra, rule, lse)
     forward_kernel[_cube_grid(blocks.number * q.shape[1], q.device)](
-        *given, sinks, blocks.table, extra.cu_seqlens_q, extra.cu_seqlens_k, extra.seqlens_k,
+        *given, keep, sinks, blocks.table, extra.cu_seqlens_q, extra.cu_seqlens_k, extra.seqlens_k,
         extra.block_table, out, lse, *strides, *out.stride()[:3], pages_stride,
-        rows or 0, *_numbers(rule), blocks.number, blocks.across, q.shape[1], q.shape[2],
+        rows or 0, *numbers, blocks.number, blocks.across, q.shape[1], q.shape[2],
         k.shape[2], BQ=size_q, BK=size_k, PAGE=page, STEP=step, **constants,
     )  # fmt: skip
 
@@ -122,7 +128,7 @@ def _shares_rows(extra, rule, step: int) -> bool:
     """Whether the heads of a group go through the keys as rows of one tile."""
     decodes = extra.seqlens_k is not None or rule.max_seqlen_q == 1
     plain = extra.bias is None and extra.mask is None
-    return decodes and plain and rule.max_seqlen_q * step <= SHARED_ROWS
+    return decodes and plain and not rule.dropout_p and rule.max_seqlen_q * step <= SHARED_ROWS
 
 
 def _shared(x, step: int):
@@ -141,8 +147,15 @@ def _constants(q, k, v, rule) -> dict:
     }  # fmt: skip
 
 
-def _numbers(rule) -> tuple:
-    return rule.scale, rule.softcap, rule.window_left, rule.window_right
+def _keep_and_numbers(k, extra, rule, lse) -> tuple:
+    """The bits of dropout, or None, and the kernels' numbers: theirs are the last two."""
+    numbers = rule.scale, rule.softcap, rule.window_left, rule.window_right
+    if not rule.dropout_p:
+        return None, *numbers, 0, 1.0
+    in_sequences = extra.cu_seqlens_q is not None or extra.block_table is not None
+    keys = rule.max_seqlen_k if in_sequences else k.shape[2]
+    keep = keep_bits(lse.numel(), keys, rule.dropout_p, extra.rng_state)
+    return keep, *numbers, keep.stride(0), 1.0 / (1.0 - rule.dropout_p)
 
 
 def _tile(tiles: dict, size: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from npu_ops.ops.attention.triton_ascend.blocks import edge_block, find, partners
+from npu_ops.ops.attention.triton_ascend.dropout import load_keep
 from npu_ops.ops.attention.triton_ascend.tiles import (
     LOWEST,
     load_rows,
@@ -43,20 +44,26 @@ def delta_kernel(
 
 
 @triton.jit
-def _gradient_of_scores(scores, b_lse, b_delta, b_dout, b_v):
-    """The weights, and the gradients of scores."""
+def _gradient_of_scores(scores, b_lse, b_delta, b_dout, b_v, keep, keep_stride, kept_scale, row0,
+                        rows, key0, BQ: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """The weights that dropout leaves, yet to be scaled, and the gradients of scores."""
     weights = tl.exp(scores - tl.maximum(b_lse, LOWEST)[:, None])
     dweights = tl.dot(b_dout, tl.trans(b_v), input_precision="ieee")
-    return weights, weights * (dweights - b_delta[:, None])
+    dropped = weights
+    if keep is not None:
+        kept = load_keep(keep, keep_stride, row0, rows, key0, BQ, BK)
+        dropped = weights * kept
+        dweights = dweights * (kept * kept_scale)
+    return dropped, weights * (dweights - b_delta[:, None])
 
 
 @triton.jit
 def _of_queries(
-    dk, dv, b_k, b_v, q, dout, lse, delta, bias, mask, q_stride, dout_stride, bias_stride,
+    dk, dv, b_k, b_v, q, dout, lse, delta, bias, mask, keep, q_stride, dout_stride, bias_stride,
     mask_stride, place, first_q, query0, key0, lq, lk, shift, left, right, scale, softcap,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BQ: tl.constexpr,
-    BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr,
-    MASKED: tl.constexpr,
+    keep_stride, kept_scale, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of BK keys and values with BQ more queries."""
     rows, row = lq - query0, tl.arange(0, BQ)
@@ -68,7 +75,10 @@ def _of_queries(
         b_q, b_k, bias, mask, bias_stride, mask_stride, query0, key0, lq, lk, shift, left, right,
         scale, softcap, BQ, BK, 1, LEFT, RIGHT, CAPPED, MASKED,
     )  # fmt: skip
-    weights, dscores = _gradient_of_scores(scores, b_lse, b_delta, b_dout, b_v)
+    weights, dscores = _gradient_of_scores(
+        scores, b_lse, b_delta, b_dout, b_v, keep, keep_stride, kept_scale, place + query0, rows,
+        key0, BQ, BK,
+    )  # fmt: skip
     dv += tl.dot(tl.trans(weights.to(b_dout.dtype)), b_dout, input_precision="ieee")
     dproduct = (dscores * slope).to(b_q.dtype)
     dk += tl.dot(tl.trans(dproduct), b_q, input_precision="ieee")
@@ -77,18 +87,20 @@ def _of_queries(
 
 @triton.jit(
     do_not_specialize=[
-        "scale", "softcap", "left", "right", "number", "across", "heads", "queries", "keys",
-        "bias_batch", "bias_head", "bias_stride", "mask_batch", "mask_head", "mask_stride",
+        "scale", "softcap", "left", "right", "keep_stride", "kept_scale", "number", "across",
+        "heads", "queries", "keys", "bias_batch", "bias_head", "bias_stride", "mask_batch",
+        "mask_head", "mask_stride",
     ]
 )  # fmt: skip
 def keys_kernel(
-    dout, q, k, v, bias, mask, table, starts_q, starts_k, lengths_k, lse, delta, dk, dv,
+    dout, q, k, v, bias, mask, keep, table, starts_q, starts_k, lengths_k, lse, delta, dk, dv,
     dout_batch, dout_head, dout_stride, q_batch, q_head, q_stride, k_batch, k_head, k_stride,
     v_batch, v_head, v_stride, bias_batch, bias_head, bias_stride, mask_batch, mask_head,
     mask_stride, dk_batch, dk_head, dk_stride, dv_batch, dv_head, dv_stride, scale, softcap, left,
-    right, number, across, heads, queries, keys, GROUP: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
+    right, keep_stride, kept_scale, number, across, heads, queries, keys, GROUP: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BK keys of one of `heads` key heads, summed over its GROUP query heads."""
     for item in range(tl.program_id(0), number * heads, tl.num_programs(0)):
@@ -123,18 +135,18 @@ def keys_kernel(
             if mask is None:
                 for query0 in range(whole * BQ, split * BQ, BQ):
                     sum_k, sum_v = _of_queries(
-                        sum_k, sum_v, b_k, b_v, from_q, from_dout, lse, delta, of_bias, None,
+                        sum_k, sum_v, b_k, b_v, from_q, from_dout, lse, delta, of_bias, None, keep,
                         q_stride, dout_stride, bias_stride, mask_stride, place, first_q, query0,
-                        key0, lq, lk, shift, left, right, scale, softcap, D, DV, BD, BDV, BQ, BK,
-                        LEFT, RIGHT, CAPPED, False,
+                        key0, lq, lk, shift, left, right, scale, softcap, keep_stride, kept_scale,
+                        D, DV, BD, BDV, BQ, BK, LEFT, RIGHT, CAPPED, False,
                     )  # fmt: skip
             for edge in range(begin, end - (split - whole)):
                 query0 = edge_block(edge, whole, split) * BQ
                 sum_k, sum_v = _of_queries(
-                    sum_k, sum_v, b_k, b_v, from_q, from_dout, lse, delta, of_bias, of_mask,
+                    sum_k, sum_v, b_k, b_v, from_q, from_dout, lse, delta, of_bias, of_mask, keep,
                     q_stride, dout_stride, bias_stride, mask_stride, place, first_q, query0, key0,
-                    lq, lk, shift, left, right, scale, softcap, D, DV, BD, BDV, BQ, BK, LEFT, RIGHT,
-                    CAPPED, True,
+                    lq, lk, shift, left, right, scale, softcap, keep_stride, kept_scale, D, DV, BD,
+                    BDV, BQ, BK, LEFT, RIGHT, CAPPED, True,
                 )  # fmt: skip
         written = rows
         if lengths_k is not None:  # keys that do not exist have gradients, too
@@ -144,16 +156,18 @@ def keys_kernel(
         to_k = of_head(dk, batch, key_head, dk_batch, dk_head)
         to_v = of_head(dv, batch, key_head, dv_batch, dv_head)
         store_rows(to_k, sum_k * scale, dk_stride, first_k + key0, written, D, BD, BK)
+        if keep is not None:
+            sum_v = sum_v * kept_scale
         store_rows(to_v, sum_v, dv_stride, first_k + key0, written, DV, BDV, BK)
 
 
 @triton.jit
 def _of_keys(
-    dq, dbias, b_q, b_dout, b_lse, b_delta, k, v, bias, mask, k_stride, v_stride, bias_stride,
-    mask_stride, first_k, query0, key0, lq, lk, bias_keys, shift, left, right, scale, softcap, D:
-    tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BQ: tl.constexpr, BK:
-    tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr, MASKED:
-    tl.constexpr,
+    dq, dbias, b_q, b_dout, b_lse, b_delta, k, v, bias, mask, keep, k_stride, v_stride, bias_stride,
+    mask_stride, first_k, row0, query0, key0, lq, lk, bias_keys, shift, left, right, scale, softcap,
+    keep_stride, kept_scale, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of BQ queries with BK more keys."""
     b_k = load_rows(k, k_stride, first_k + key0, lk - key0, D, BD, BK, MASKED)
@@ -162,7 +176,10 @@ def _of_keys(
         b_q, b_k, bias, mask, bias_stride, mask_stride, query0, key0, lq, lk, shift, left, right,
         scale, softcap, BQ, BK, 1, LEFT, RIGHT, CAPPED, MASKED,
     )  # fmt: skip
-    _, dscores = _gradient_of_scores(scores, b_lse, b_delta, b_dout, b_v)
+    _, dscores = _gradient_of_scores(
+        scores, b_lse, b_delta, b_dout, b_v, keep, keep_stride, kept_scale, row0, lq - query0, key0,
+        BQ, BK,
+    )  # fmt: skip
     if dbias is not None:
         store_pairs(dbias, dscores, bias_keys, query0, key0, lq, lk, BQ, BK)
     return dq + tl.dot((dscores * slope).to(b_k.dtype), b_k, input_precision="ieee")
@@ -170,18 +187,19 @@ def _of_keys(
 
 @triton.jit(
     do_not_specialize=[
-        "scale", "softcap", "left", "right", "number", "across", "heads", "queries", "keys",
-        "bias_batch", "bias_head", "bias_stride", "mask_batch", "mask_head", "mask_stride",
+        "scale", "softcap", "left", "right", "keep_stride", "kept_scale", "number", "across",
+        "heads", "queries", "keys", "bias_batch", "bias_head", "bias_stride", "mask_batch",
+        "mask_head", "mask_stride",
     ]
 )  # fmt: skip
 def queries_kernel(
-    dout, q, k, v, bias, mask, table, starts_q, starts_k, lengths_k, lse, delta, dq, dbias,
+    dout, q, k, v, bias, mask, keep, table, starts_q, starts_k, lengths_k, lse, delta, dq, dbias,
     dout_batch, dout_head, dout_stride, q_batch, q_head, q_stride, k_batch, k_head, k_stride,
     v_batch, v_head, v_stride, bias_batch, bias_head, bias_stride, mask_batch, mask_head,
-    mask_stride, dq_batch, dq_head, dq_stride, scale, softcap, left, right, number, across, heads,
-    queries, keys, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    BDV: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    BOTTOM_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
+    mask_stride, dq_batch, dq_head, dq_stride, scale, softcap, left, right, keep_stride, kept_scale,
+    number, across, heads, queries, keys, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """dq of BQ queries of a head, and dbias [batch, heads, queries, keys] of keys they meet."""
     row = tl.arange(0, BQ)
@@ -222,17 +240,17 @@ def queries_kernel(
             for key0 in range(whole * BK, split * BK, BK):
                 total = _of_keys(
                     total, of_dbias, b_q, b_dout, b_lse, b_delta, from_k, from_v, of_bias, None,
-                    k_stride, v_stride, bias_stride, mask_stride, first_k, query0, key0, lq, lk,
-                    keys, shift, left, right, scale, softcap, D, DV, BD, BDV, BQ, BK, LEFT, RIGHT,
-                    CAPPED, False,
+                    keep, k_stride, v_stride, bias_stride, mask_stride, first_k, place, query0,
+                    key0, lq, lk, keys, shift, left, right, scale, softcap, keep_stride, kept_scale,
+                    D, DV, BD, BDV, BQ, BK, LEFT, RIGHT, CAPPED, False,
                 )  # fmt: skip
         for edge in range(begin, end - (split - whole)):
             key0 = edge_block(edge, whole, split) * BK
             total = _of_keys(
                 total, of_dbias, b_q, b_dout, b_lse, b_delta, from_k, from_v, of_bias, of_mask,
-                k_stride, v_stride, bias_stride, mask_stride, first_k, query0, key0, lq, lk, keys,
-                shift, left, right, scale, softcap, D, DV, BD, BDV, BQ, BK, LEFT, RIGHT, CAPPED,
-                True,
+                keep, k_stride, v_stride, bias_stride, mask_stride, first_k, place, query0, key0,
+                lq, lk, keys, shift, left, right, scale, softcap, keep_stride, kept_scale, D, DV,
+                BD, BDV, BQ, BK, LEFT, RIGHT, CAPPED, True,
             )  # fmt: skip
         to = of_head(dq, batch, head, dq_batch, dq_head)
         store_rows(to, total * scale, dq_stride, first_q + query0, rows, D, BD, BQ)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from npu_ops.ops.attention.triton_ascend.blocks import edge_block, find, partners
+from npu_ops.ops.attention.triton_ascend.dropout import load_keep
 from npu_ops.ops.attention.triton_ascend.tiles import (
     LOWEST,
     load_rows,
@@ -17,11 +18,11 @@ from npu_ops.ops.attention.triton_ascend.tiles import (
 
 @triton.jit
 def _absorb(
-    total, weight, highest, b_q, k, v, bias, mask, pages, k_batch, v_batch, k_stride, v_stride,
-    bias_stride, mask_stride, first_k, query0, key0, queries, keys, shift, left, right, scale,
-    softcap, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    total, weight, highest, b_q, k, v, bias, mask, pages, keep, k_batch, v_batch, k_stride,
+    v_stride, bias_stride, mask_stride, first_k, row0, query0, key0, queries, keys, shift, left,
+    right, scale, softcap, keep_stride, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    BDV: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """What the softmax's numerator and denominator are with BK more keys."""
     place = first_k + key0
@@ -39,25 +40,28 @@ def _absorb(
     weights = tl.exp(scores - higher[:, None])
     faded = tl.exp(highest - higher)
     weight = weight * faded + tl.sum(weights, 1)
+    if keep is not None:
+        weights = weights * load_keep(keep, keep_stride, row0, queries - query0, key0, BQ, BK)
     more = tl.dot(weights.to(b_v.dtype), b_v, input_precision="ieee")
     return total * faded[:, None] + more, weight, higher
 
 
 @triton.jit(
     do_not_specialize=[
-        "scale", "softcap", "left", "right", "number", "across", "heads", "queries", "keys",
-        "pages_stride", "sinks_stride", "bias_batch", "bias_head", "bias_stride", "mask_batch",
-        "mask_head", "mask_stride",
+        "scale", "softcap", "left", "right", "keep_stride", "kept_scale", "number", "across",
+        "heads", "queries", "keys", "pages_stride", "sinks_stride", "bias_batch", "bias_head",
+        "bias_stride", "mask_batch", "mask_head", "mask_stride",
     ]
 )  # fmt: skip
 def forward_kernel(
-    q, k, v, bias, mask, sinks, table, starts_q, starts_k, lengths_k, pages, out, lse, q_batch,
-    q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride, bias_batch, bias_head,
-    bias_stride, mask_batch, mask_head, mask_stride, out_batch, out_head, out_stride, pages_stride,
-    sinks_stride, scale, softcap, left, right, number, across, heads, queries, keys, GROUP:
-    tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BQ:
-    tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
+    q, k, v, bias, mask, keep, sinks, table, starts_q, starts_k, lengths_k, pages, out, lse,
+    q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride, bias_batch,
+    bias_head, bias_stride, mask_batch, mask_head, mask_stride, out_batch, out_head, out_stride,
+    pages_stride, sinks_stride, scale, softcap, left, right, keep_stride, kept_scale, number,
+    across, heads, queries, keys, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr,
+    STEP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BQ queries of one head.
 
@@ -107,20 +111,22 @@ def forward_kernel(
         if mask is None:
             for key0 in range(whole * BK, split * BK, BK):
                 total, weight, highest = _absorb(
-                    total, weight, highest, b_q, from_k, from_v, of_bias, None, of_pages, k_batch,
-                    v_batch, k_stride, v_stride, bias_stride, mask_stride, first_k, query0, key0,
-                    lq, lk, shift, left, right, scale, softcap, D, DV, BD, BDV, BQ, BK, PAGE, STEP,
-                    LEFT, RIGHT, CAPPED, False,
+                    total, weight, highest, b_q, from_k, from_v, of_bias, None, of_pages, keep,
+                    k_batch, v_batch, k_stride, v_stride, bias_stride, mask_stride, first_k, row0,
+                    query0, key0, lq, lk, shift, left, right, scale, softcap, keep_stride, D, DV,
+                    BD, BDV, BQ, BK, PAGE, STEP, LEFT, RIGHT, CAPPED, False,
                 )  # fmt: skip
         for edge in range(begin, end - (split - whole)):
             key0 = edge_block(edge, whole, split) * BK
             total, weight, highest = _absorb(
-                total, weight, highest, b_q, from_k, from_v, of_bias, of_mask, of_pages, k_batch,
-                v_batch, k_stride, v_stride, bias_stride, mask_stride, first_k, query0, key0, lq,
-                lk, shift, left, right, scale, softcap, D, DV, BD, BDV, BQ, BK, PAGE, STEP, LEFT,
-                RIGHT, CAPPED, True,
+                total, weight, highest, b_q, from_k, from_v, of_bias, of_mask, of_pages, keep,
+                k_batch, v_batch, k_stride, v_stride, bias_stride, mask_stride, first_k, row0,
+                query0, key0, lq, lk, shift, left, right, scale, softcap, keep_stride, D, DV, BD,
+                BDV, BQ, BK, PAGE, STEP, LEFT, RIGHT, CAPPED, True,
             )  # fmt: skip
         some = tl.where(weight > 0.0, weight, 1.0)
+        if keep is not None:
+            total = total * kept_scale
         to = of_head(out, batch, head, out_batch, out_head)
         store_rows(to, total / some[:, None], out_stride, first_q + query0, rows, DV, BDV, BQ)
         tl.store(lse + row0 + row, highest + tl.log(weight), mask=row < rows)
