@@ -214,7 +214,7 @@ def bench(
 
 def show_row(row: dict) -> None:
     print(
-        f"{row['op']:17}{row['case']:24}{row['mode']:24}{row['dtype']:10}{row['impl']:10}"
+        f"{row['op']:16} {row['case']:23} {row['mode']:23} {row['dtype']:9} {row['impl']:9} "
         f"{row['ms_p50']:>10} ms {row['gbps']:>7} GB/s {row['speedup']:>8} x {row['ref_impl']}",
         flush=True,
     )

@@ -102,7 +102,8 @@ def command(*arguments):
 
 def test_the_command(tmp_path):
     done = command(
-        f"{FILE}::add", "--signature", _pairs(ADD), "--constexpr", "BLOCK=4096", "--bodies",
+        f"{FILE}::add", "--signature", "x=*fp32,y=*fp32", "--signature", "out=*fp32,n=i32",
+        "--constexpr", "BLOCK=4096", "--bodies",
         "--json", tmp_path / "r.json", "--csv", tmp_path / "r.csv",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

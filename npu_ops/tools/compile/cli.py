@@ -83,8 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--soc", action="append", help=f"default {vendor.SOCS[0]}; may be repeated")
     add("--case", action="append", help="a case's name; may be repeated")
     add("--dtype", action="append", choices=FLOATS, help="default all; may be repeated")
-    add("--signature", default="", help='of FILE.py::KERNEL: "x=*bf16,n=i32"')
-    add("--constexpr", default="", help='of FILE.py::KERNEL: "BLOCK=1024"')
+    of_kernel = {"action": "append", "default": []}
+    add("--signature", **of_kernel, help='of FILE.py::KERNEL: "x=*bf16,n=i32"; may be repeated')
+    add("--constexpr", **of_kernel, help='of FILE.py::KERNEL: "BLOCK=1024"; may be repeated')
     add("--bodies", action="store_true", help="also show each loop's body")
     add("--json", type=_file, metavar="FILE", help="write the reports to FILE")
     add("--csv", type=_file, metavar="FILE", help="write a row for each kernel to FILE")
@@ -114,7 +115,7 @@ def _launches(target: str, soc: str, options) -> Iterable[Launch]:
     import torch
 
     if "::" in target:
-        return [from_file(target, options.signature, options.constexpr)]
+        return [from_file(target, ",".join(options.signature), ",".join(options.constexpr))]
     dtypes = [getattr(torch, name) for name in options.dtype or FLOATS]
     return launches(target, options.case, dtypes, soc)
 
