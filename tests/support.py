@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from npu_ops.core import env
 from npu_ops.core.compare import Tolerance, assert_close
@@ -134,6 +135,16 @@ def assert_all_close(
     for name, value in actual.items():
         by_dtype = (special or {}).get(name, tolerances)
         assert_close(name, value, expected[name].to(value.device), by_dtype[value.dtype])
+
+
+def assert_fake_is_like_real(function, *tensors: torch.Tensor) -> None:
+    """Under FakeTensorMode, the results have the shapes, strides and dtypes of real ones."""
+    mode = FakeTensorMode()
+    with mode:
+        fake = function(*map(mode.from_tensor, tensors))
+    for actual, expected in zip(fake, function(*tensors), strict=True):
+        assert actual.dtype == expected.dtype
+        assert actual.shape == expected.shape and actual.stride() == expected.stride()
 
 
 def train_step(model, **inputs) -> dict:

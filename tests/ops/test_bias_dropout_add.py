@@ -8,6 +8,7 @@ import torch
 from support import (
     DTYPES,
     assert_all_close,
+    assert_fake_is_like_real,
     copies,
     evaluate,
     exact,
@@ -20,7 +21,6 @@ from support import (
     threads,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import npu_ops
@@ -548,9 +548,4 @@ def test_fake_is_like_real(make, dtype):
         return out, *torch.autograd.grad(out, (x, residual), torch.ones_like(out))
 
     real = make(), make().bfloat16()
-    mode = FakeTensorMode()
-    with mode:
-        fake = function(*map(mode.from_tensor, real))
-    for actual, expected in zip(fake, function(*real), strict=True):
-        assert actual.dtype == expected.dtype
-        assert actual.shape == expected.shape and actual.stride() == expected.stride()
+    assert_fake_is_like_real(function, *real)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from support import (
     assert_all_close,
+    assert_fake_is_like_real,
     copies,
     evaluate,
     floats,
@@ -18,7 +19,6 @@ from support import (
     threads,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import npu_ops
@@ -399,12 +399,7 @@ def test_fake_is_like_real(make):
         )
 
     real = make(), torch.randn(8, 3), torch.randn(2, 8, 3)
-    mode = FakeTensorMode()
-    with mode:
-        fake = function(*map(mode.from_tensor, real))
-    for actual, expected in zip(fake, function(*real), strict=True):
-        assert actual.dtype == expected.dtype
-        assert actual.shape == expected.shape and actual.stride() == expected.stride()
+    assert_fake_is_like_real(function, *real)
 
 
 # Wrong input

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import (
     assert_all_close,
+    assert_fake_is_like_real,
     copies,
     evaluate,
     floats,
@@ -17,7 +18,6 @@ from support import (
     twice,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import npu_ops
@@ -451,12 +451,7 @@ def test_fake_is_like_real(make):
 
     width = channels(HEADS)
     real = make(width), torch.randn(width, 3), torch.randn(2, width, 3)
-    mode = FakeTensorMode()
-    with mode:
-        fake = function(*map(mode.from_tensor, real))
-    for actual, expected in zip(fake, function(*real), strict=True):
-        assert actual.dtype == expected.dtype
-        assert actual.shape == expected.shape and actual.stride() == expected.stride()
+    assert_fake_is_like_real(function, *real)
 
 
 # Wrong input

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from support import (
     assert_all_close,
+    assert_fake_is_like_real,
     copies,
     floats,
     forced,
@@ -13,7 +14,6 @@ from support import (
     parametrize_cases,
     parametrize_dtypes,
 )
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import npu_ops
@@ -272,15 +272,9 @@ def test_compile(case):
 ], ids=["dense", "BDT", "slice", "one token"])  # fmt: skip
 def test_fake_is_like_real(make):
     def function(x, state, weight):
-        return npu_ops.causal_conv1d_update(x, state, weight)
+        return (npu_ops.causal_conv1d_update(x, state, weight),)
 
-    real = make(), torch.randn(2, 8, 3), torch.randn(8, 4)
-    mode = FakeTensorMode()
-    with mode:
-        fake = function(*map(mode.from_tensor, real))
-    actual = function(*real)
-    assert fake.shape == actual.shape and fake.stride() == actual.stride()
-    assert fake.dtype == actual.dtype
+    assert_fake_is_like_real(function, make(), torch.randn(2, 8, 3), torch.randn(8, 4))
 
 
 def test_the_version_counts_the_write():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import (
     assert_all_close,
+    assert_fake_is_like_real,
     assert_same_steps,
     evaluate,
     exact,
@@ -22,7 +23,6 @@ from support import (
     train_step,
     twice,
 )
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
@@ -448,20 +448,13 @@ def test_compile(name):
 def test_fake_is_like_real(name):
     inputs = case_named(name).inputs(torch.bfloat16)
     wrt = tuple(n for n in DIFFERENTIABLE if inputs[n] is not None)
-    mode = FakeTensorMode()
-    real = evaluate(delta_rule, inputs, wrt)
-    with mode:
-        leaves = {
-            n: mode.from_tensor(x).requires_grad_(n in wrt) if isinstance(x, torch.Tensor) else x
-            for n, x in inputs.items()
-        }
-        outputs = [x for x in delta_rule(**leaves) if x is not None]
-        grads = torch.autograd.grad(
-            outputs, [leaves[n] for n in wrt], [torch.ones_like(o) for o in outputs]
-        )
-    for fake, value in zip((*outputs, *grads), real.values(), strict=True):
-        assert fake.dtype == value.dtype
-        assert fake.shape == value.shape and fake.stride() == value.stride()
+    names = [name for name, x in inputs.items() if isinstance(x, torch.Tensor)]
+
+    def function(*tensors):
+        given = inputs | dict(zip(names, tensors, strict=True))
+        return evaluate(delta_rule, given, wrt).values()
+
+    assert_fake_is_like_real(function, *(inputs[name] for name in names))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

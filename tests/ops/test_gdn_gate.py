@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support import (
     DTYPES,
     assert_all_close,
+    assert_fake_is_like_real,
     copies,
     evaluate,
     floats,
@@ -22,7 +23,6 @@ from support import (
     twice,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
@@ -251,12 +251,7 @@ def test_fake_is_like_real(make, beta):
         out = out if beta else (out,)
         return *out, *torch.autograd.grad(out, leaves, [torch.ones_like(o) for o in out])
 
-    real, mode = (make(), make().bfloat16(), torch.randn(make().shape[-1])), FakeTensorMode()
-    with mode:
-        fake = function(*map(mode.from_tensor, real))
-    for actual, expected in zip(fake, function(*real), strict=True):
-        assert actual.dtype == expected.dtype
-        assert actual.shape == expected.shape and actual.stride() == expected.stride()
+    assert_fake_is_like_real(function, make(), make().bfloat16(), torch.randn(make().shape[-1]))
 
 
 def test_slices_of_a_projection_are_not_copied():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import (
     assert_all_close,
+    assert_fake_is_like_real,
     copies,
     evaluate,
     exact,
@@ -21,7 +22,6 @@ from support import (
     twice,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_next.modeling_qwen3_next import l2norm as hugging_face
 
@@ -209,12 +209,7 @@ def test_fake_is_like_real(make, dtype):
         out = npu_ops.l2norm(x, output_dtype=dtype)
         return out, *torch.autograd.grad(out, x, torch.ones_like(out))
 
-    real, mode = make(), FakeTensorMode()
-    with mode:
-        fake = function(mode.from_tensor(real))
-    for actual, expected in zip(fake, function(real), strict=True):
-        assert actual.dtype == expected.dtype
-        assert actual.shape == expected.shape and actual.stride() == expected.stride()
+    assert_fake_is_like_real(function, make())
 
 
 def test_a_slice_of_a_fused_projection_is_not_copied():

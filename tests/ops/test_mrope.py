@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import (
     assert_all_close,
+    assert_fake_is_like_real,
     assert_same_steps,
     copies,
     evaluate,
@@ -22,7 +23,6 @@ from support import (
     twice,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
@@ -722,12 +722,7 @@ def test_fake_is_like_real(call, strides):
         )
 
     real = [STRIDED[strides](heads) for heads in (4, 2)]
-    mode = FakeTensorMode()
-    with mode:
-        fake = function(*map(mode.from_tensor, real))
-    for actual, expected in zip(fake, function(*real), strict=True):
-        assert actual.dtype == expected.dtype
-        assert actual.shape == expected.shape and actual.stride() == expected.stride()
+    assert_fake_is_like_real(function, *real)
 
 
 # Models

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support import (
     DTYPES,
     assert_all_close,
+    assert_fake_is_like_real,
     copies,
     evaluate,
     floats,
@@ -20,7 +21,6 @@ from support import (
     twice,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
@@ -272,12 +272,7 @@ def test_fake_is_like_real(make, groups):
         out = norm(*leaves, group_size=group_size)
         return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
 
-    real, mode = (inputs["x"].bfloat16(), inputs["weight"], inputs["z"]), FakeTensorMode()
-    with mode:
-        fake = function(*map(mode.from_tensor, real))
-    for actual, expected in zip(fake, function(*real), strict=True):
-        assert actual.dtype == expected.dtype
-        assert actual.shape == expected.shape and actual.stride() == expected.stride()
+    assert_fake_is_like_real(function, inputs["x"].bfloat16(), inputs["weight"], inputs["z"])
 
 
 def test_a_slice_of_a_fused_projection_is_not_copied():

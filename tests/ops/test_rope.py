@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import (
     assert_all_close,
+    assert_fake_is_like_real,
     assert_same_steps,
     copies,
     evaluate,
@@ -22,7 +23,6 @@ from support import (
     twice,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers.models.cohere.modeling_cohere import rotate_half as rotate_pairs
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj
@@ -934,12 +934,7 @@ def test_fake_is_like_real(call, strides):
 
     real = [STRIDED[strides](heads) for heads in (4, 2)]
     for _ in range(2):  # a cache must not carry a fake tensor from one mode into another
-        mode = FakeTensorMode()
-        with mode:
-            fake = function(*map(mode.from_tensor, real))
-    for actual, expected in zip(fake, function(*real), strict=True):
-        assert actual.dtype == expected.dtype
-        assert actual.shape == expected.shape and actual.stride() == expected.stride()
+        assert_fake_is_like_real(function, *real)
 
 
 # Models
