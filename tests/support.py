@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from npu_ops.core import env
 from npu_ops.core.compare import Tolerance, assert_close
@@ -145,6 +147,19 @@ def assert_fake_is_like_real(function, *tensors: torch.Tensor) -> None:
     for actual, expected in zip(fake, function(*tensors), strict=True):
         assert actual.dtype == expected.dtype
         assert actual.shape == expected.shape and actual.stride() == expected.stride()
+
+
+def assert_checkpointing_changes_nothing(block, tensors, use_reentrant: bool) -> None:
+    """Bit for bit the same gradients when `block(*tensors)`, one tensor, is computed again."""
+
+    def step(block):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        block(*leaves).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    again = step(functools.partial(checkpoint, block, use_reentrant=use_reentrant))
+    for actual, expected in zip(again, step(block), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def train_step(model, **inputs) -> dict:
