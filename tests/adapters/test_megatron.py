@@ -1,9 +1,13 @@
 """The adapters in every supported release of megatron-core: see megatron_checks.py."""
 
+import sys
+import types
+
 import fetch_megatron
 import megatron_checks
 import pytest
 from conftest import run_checks
+from npu_ops_adapters.megatron import qwen3_vl
 
 RUNS = [
     pytest.param(
@@ -24,3 +28,14 @@ def test_megatron(version, mode, check):
     report = run_checks(version, mode)
     error = report.get(check, report["stopped"])
     assert error is None, f"megatron-core {version}, {mode}:\n{error}"
+
+
+def test_classes_that_a_later_bridge_has_not_are_not_asked_for(monkeypatch):
+    name = f"{qwen3_vl._MODELLING}.text_model"
+    before = [patch.target for patch in qwen3_vl.patches()]
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    targets = [patch.target for patch in qwen3_vl.patches()]
+    assert [target for target in before if target not in targets] == [
+        f"{name}:Qwen3VLTextRotaryEmbedding.forward",
+        f"{name}:Qwen3VLMoETextRotaryEmbedding.forward",
+    ]

@@ -9,6 +9,10 @@ an NPU lacks (torch_npu, torchair, ...) is stood in for by modules whose every a
 stand-in; no file is changed. core_r0.18 imports MegatronAdaptor, which gives Megatron Transformer
 Engine's names: without `--adaptor`, a clone of it, both are stood in for, Transformer Engine by
 classes that do nothing. The exit status is 1 if a check fails.
+
+`--train` goes on to train a small GPTModel through what MindSpeed makes of Megatron, after
+`repatch`, without npu-ops and with it, on the emulated NPU and its real torch_npu, which
+`npu-ops emulate --status` speaks of. Losses must agree, and npu-ops must have computed them.
 """
 
 from __future__ import annotations
@@ -28,8 +32,11 @@ from unittest import mock
 import fetch_megatron
 import mindspeed_checks
 import torch
+import upstream_bridge
 import upstream_megatron
 from conftest import environment
+
+from npu_ops.tools import demo_model
 
 HERE = pathlib.Path(__file__).parent
 STANDS_IN = ("torch_npu", "torchair", "acl", "hccl", "pydantic", "six", "tqdm")
@@ -77,7 +84,6 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def stand_in() -> None:
     """For what MindSpeed and Megatron import, and is not here."""
-    upstream_megatron.without_triton()
     upstream_megatron.without_python_312()
     source = pathlib.Path(importlib.util.find_spec("mindspeed").origin).read_text()
     on_adaptor = "import megatron_adaptor" in source
@@ -85,15 +91,65 @@ def stand_in() -> None:
     sys.meta_path.append(StandIns(STANDS_IN + (OF_ADAPTOR if on_adaptor else ())))
     if on_adaptor:
         importlib.import_module("transformer_engine.common.recipe")
-    torch.npu = mock.MagicMock(**{"is_available.return_value": False})
     sys.argv[1:] = []  # which MindSpeed parses
 
 
 def run(order: str) -> None:
+    upstream_megatron.without_triton()
     stand_in()
+    torch.npu = mock.MagicMock(**{"is_available.return_value": False})
     for check in mindspeed_checks.OF_THE_DOUBLE:
         mindspeed_checks.CHECKS.remove(check)
     mindspeed_checks.run(order)
+
+
+def train() -> None:
+    """Three steps on an NPU; prints the losses and the calls to npu_ops' operators."""
+    importlib.import_module("torch_npu.dynamo")  # a torchair of its own, without what that needs
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchair"]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, StandIns(("torchair",)))
+    importlib.import_module("torchair")
+    stand_in()
+    importlib.import_module("mindspeed.megatron_adaptor").repatch({"context_parallel_size": 1})
+    calls = upstream_bridge.count_calls()
+    demo_model.start("npu")
+    model = demo_model.build("gpt", vocabulary=64, length=16, dropout=0.0).npu()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 64, (2, 16), generator=draw).npu()
+    positions = torch.randint(0, 16, (3, 2, 16), generator=draw).npu()
+    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1).npu()
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(tokens, positions, mask, labels=tokens).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    print(json.dumps(["losses", losses, calls]), flush=True)
+
+
+def trained(clone: pathlib.Path, megatron: pathlib.Path, disabled: str) -> tuple[list, dict]:
+    """The losses, and the calls."""
+    done = subprocess.run(
+        [sys.executable, "-m", "npu_ops_emulator", "--", "python", __file__, "--run", "train"],
+        env=environment(HERE, clone, megatron, NPU_OPS_DISABLE=disabled),
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith('["losses"')]
+    if not lines:
+        sys.exit(f"the process ended with {done.returncode}\n{done.stderr[-3000:]}")
+    return tuple(json.loads(lines[0])[1:])
+
+
+def compare_training(clone: pathlib.Path, megatron: pathlib.Path) -> bool:
+    theirs, none = trained(clone, megatron, "all")
+    ours, calls = trained(clone, megatron, "")
+    same = all(abs(a - b) < 1e-5 for a, b in zip(theirs, ours, strict=True))
+    print(f"losses without npu-ops {theirs}, with it {ours}; calls {calls}")
+    return same and not none and all(calls.get(name) for name in upstream_bridge.OPERATORS)
 
 
 def report(clone: pathlib.Path, megatron: pathlib.Path, adaptor, order: str) -> dict:
@@ -117,10 +173,11 @@ def main() -> int:
     parser.add_argument("clone", nargs="?", type=pathlib.Path, help="a clone of MindSpeed")
     parser.add_argument("--megatron", default="0.16.1", help="a release, or a folder")
     parser.add_argument("--adaptor", type=pathlib.Path, help="a clone of MegatronAdaptor")
+    parser.add_argument("--train", action="store_true", help="on the emulated NPU too")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        run(options.run)
+        train() if options.run == "train" else run(options.run)
         return 0
     folder = pathlib.Path(options.megatron)
     folder = folder if folder.exists() else fetch_megatron.tree(options.megatron)
@@ -131,6 +188,8 @@ def main() -> int:
             print(f"{order:15} {name:60} {'passed' if error is None else 'FAILED'}")
             if error:
                 print(error)
+    if options.train:
+        failed += not compare_training(options.clone, folder)
     return int(failed > 0)
 
 

@@ -38,8 +38,7 @@ def patches() -> Iterable[Patch]:
 
     for (module, name), argument in _NEEDLESS.items():
         module = f"{_MODELLING}.{module}"
-        owner = vars(sys.modules.get(module, sys)).get(name)
-        if owner is None or _lacks(vars(owner).get("forward"), argument):
+        if module not in sys.modules or _lacks(vars(sys.modules[module]).get(name), argument):
             yield Patch(
                 target=f"{module}:{name}.forward",
                 op="mrope",
@@ -51,7 +50,9 @@ def patches() -> Iterable[Patch]:
             )
 
 
-def _lacks(forward: Callable | None, argument: str) -> bool:
+def _lacks(owner: type | None, argument: str) -> bool:
+    """Whether a class's own forward does not take it; other versions have not the class."""
+    forward = vars(owner).get("forward") if owner else None
     if forward is None:
         return False
     parameters = inspect.signature(forward).parameters
