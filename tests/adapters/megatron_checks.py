@@ -422,6 +422,7 @@ def core_attention(mask_type="causal", **config):
 
 
 def attention_results() -> dict:
+    import megatron_cpu
     import torch
 
     results = {}
@@ -441,10 +442,13 @@ def attention_results() -> dict:
         k, v = (leaf(24, 2, heads, 16, dtype=dtype, seed=seed) for seed in (1, 2))
         out = layer(q, k, v, masks[name])
         results[f"attention, {kind}, mask {name}, {heads} groups, {dtype}"] = outcome(out, q, k, v)
-    for name, layer in (
-        ("scaled by layer", core_attention(apply_query_key_layer_scaling=True)),
-        ("one query", core_attention()),
-    ):
+    others = {
+        "scaled by layer": core_attention(apply_query_key_layer_scaling=True),
+        "one query": core_attention(),
+    }
+    if hasattr(megatron_cpu.transformer_config("rope"), "softmax_type"):  # from 0.15 on
+        others["off by one"] = core_attention(softmax_type="off-by-one")
+    for name, layer in others.items():
         q = leaf(1 if name == "one query" else 24, 2, 4, 16, dtype=torch.float32)
         k, v = (leaf(24, 2, 2, 16, dtype=torch.float32, seed=seed) for seed in (1, 2))
         results[f"attention, {name}"] = outcome(layer(q, k, v, None), q, k, v)

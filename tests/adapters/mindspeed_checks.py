@@ -370,6 +370,10 @@ def gated_delta_net_is_ours_over_mindspeeds():
         assert calls == [] and state is None and not o.equal(v) and not y.equal(x)
         assert names.chunk_gated_delta_rule(q, q, v, **settings, head_first=True)[0] is v
         assert calls == ["chunk_gated_delta_rule"], calls
+    for name in ("chunk_gated_delta_rule", "l2norm"):
+        held = vars(gated_delta_net)
+        assert is_ours(held[name]) and is_ours(held[f"_ms_{name}"]), name
+        assert not is_ours(getattr(gdn_backend, name)), name  # which fla's names are filled from
     layer = gated_delta_net.GatedDeltaNet()
     g, beta = layer._compute_g_and_beta(torch.zeros(2), torch.zeros(2), gate, gate)
     assert (g + torch.nn.functional.softplus(gate)).abs().max() < 1e-6

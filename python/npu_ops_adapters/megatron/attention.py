@@ -81,8 +81,8 @@ def why_not(config: Any) -> str | None:
     if context > 1:
         return f"context_parallel_size: got {context}, needs 1: keys of other ranks are not here"
     softmax = getattr(config, "softmax_type", "vanilla")
-    if softmax != "vanilla":
-        return f"softmax_type: got {softmax!r}, needs 'vanilla'"
+    if softmax not in ("vanilla", "off-by-one"):  # a parameter of theirs, with its checkpoints
+        return f"softmax_type: got {softmax!r}, needs 'vanilla' or 'off-by-one'"
     for name in ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention"):
         if getattr(config, name, False):
             return f"{name}: got True, needs False: only Transformer Engine does it"
@@ -208,9 +208,17 @@ def attend(
             scale=layer.softmax_scale if scale is None else scale,
             dropout_p=dropout,
             deterministic=bool(getattr(config, "deterministic_mode", False)),
+            sinks=_sinks(config, query),
             **given,
         )
     return out.flatten(-2)
+
+
+def _sinks(config, query) -> torch.Tensor | None:
+    """One more score in each head's denominator, where the softmax is off by one: of zero."""
+    if getattr(config, "softmax_type", "vanilla") == "vanilla":
+        return None
+    return query.new_zeros(query.shape[-2], dtype=torch.float32)
 
 
 def _fits(query, key, value, bias, packing) -> bool:
