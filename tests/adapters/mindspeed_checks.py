@@ -378,6 +378,19 @@ def gated_delta_net_is_ours_over_mindspeeds():
     g, beta = layer._compute_g_and_beta(torch.zeros(2), torch.zeros(2), gate, gate)
     assert (g + torch.nn.functional.softplus(gate)).abs().max() < 1e-6
     assert (beta - gate.sigmoid()).abs().max() < 1e-6 and calls == ["chunk_gated_delta_rule"]
+    from mindspeed.core.fusions.fused_rms_norm import RMSNorm
+
+    layer.act_fn = torch.nn.functional.silu
+    for zero_centered in (False, True):
+        norm_config = types.SimpleNamespace(layernorm_zero_centered_gamma=zero_centered)
+        layer.out_norm = RMSNorm(16, config=norm_config)
+        calls.clear()
+        y = layer._apply_gated_norm(x[0], x[0])
+        assert calls == ["_apply_gated_norm"] * zero_centered, calls
+        if not zero_centered:
+            expected = torch.nn.functional.rms_norm(x[0], (16,), eps=1e-6)
+            expected = expected * torch.nn.functional.silu(x[0])
+            assert (y - expected).abs().max() < 1e-5
 
 
 @check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 
 import torch
@@ -39,11 +40,8 @@ def replace(original: Callable) -> Callable:
 
 
 def _is_ours(norm, activation, x, gate) -> bool:
-    """Only torch's norm: of others it is not known what `weight` means, and what hooks do."""
     return (
-        type(norm) is torch.nn.RMSNorm
-        and norm.weight is not None
-        and norm.eps is not None
+        _is_plain(norm)
         and activation is torch.nn.functional.silu
         and all(isinstance(tensor, torch.Tensor) for tensor in (x, gate))
         and all(tensor.dtype in check.FLOATS for tensor in (x, gate, norm.weight))
@@ -52,3 +50,11 @@ def _is_ours(norm, activation, x, gate) -> bool:
         and norm.weight.shape == x.shape[-1:]
         and x.shape == gate.shape
     )
+
+
+def _is_plain(norm) -> bool:
+    """Torch's norm or MindSpeed's: of others it is not known what `weight` means, or hooks do."""
+    if type(norm) is torch.nn.RMSNorm:
+        return norm.weight is not None and norm.eps is not None
+    mindspeed = getattr(sys.modules.get("mindspeed.core.fusions.fused_rms_norm"), "RMSNorm", None)
+    return type(norm) is mindspeed and not norm.config.layernorm_zero_centered_gamma
