@@ -40,7 +40,8 @@ def check(rows):
         assert row["faults"] == [], f"{row['kernel']} {row['case']} {row['soc']}"
         assert row["scalar_loops"] == [] and row["multi_buffer"]
         assert 0 < row["ub_bytes"] <= ub_bytes(row["soc"])
-        assert row["vector"] > 0 and row["loaded"] > 0 and row["stored"] > 0
+        draws = row["kernel"] == "_keep_kernel"  # all that it stores
+        assert row["vector"] > 0 and (row["loaded"] > 0 or draws) and row["stored"] > 0
 
 
 # Every branch through the compiler of the chip that the emulated NPU is; of the others and of fp32,
