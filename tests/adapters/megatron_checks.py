@@ -20,6 +20,8 @@ import sys
 import traceback
 import types
 
+import counting
+
 JIT = "megatron.core.jit"
 BDA = "megatron.core.fusions.fused_bias_dropout"
 ROPE = "megatron.core.models.common.embeddings.rope_utils"
@@ -182,19 +184,8 @@ CALLS = dict.fromkeys(
 )
 
 
-def count_calls() -> None:
-    import npu_ops
-
-    for name in CALLS:
-        setattr(npu_ops, name, counted(name, getattr(npu_ops, name)))
-
-
-def counted(name, function):
-    def call(*args, **kwargs):
-        CALLS[name] += 1
-        return function(*args, **kwargs)
-
-    return call
+def note_call(name: str) -> None:
+    CALLS[name] += 1
 
 
 def calls_of(name, function, *args, **kwargs):
@@ -1327,7 +1318,7 @@ def run(mode: str) -> None:
                 import megatron_cpu
 
                 megatron_cpu.start()
-                count_calls()
+                counting.on_calls(CALLS, note_call)
                 started = True
             error = None
         except Exception:

@@ -17,7 +17,6 @@ if npu-ops did not compute it.
 from __future__ import annotations
 
 import argparse
-import collections
 import functools
 import importlib
 import importlib.abc
@@ -28,6 +27,7 @@ import sys
 import tempfile
 import types
 
+import counting
 import fetch_megatron
 import megatron_cpu
 import torch
@@ -183,7 +183,7 @@ def run(clone: pathlib.Path, ours: bool, output: str) -> None:
     megatron_cpu.start()
     if not ours:
         without_packed_attention()
-    calls = count_calls()
+    calls = counting.count_calls(OPERATORS)
     results = {}
     for case in CASES:
         calls.clear()
@@ -203,25 +203,6 @@ def in_force() -> None:
     for name in ("rope", "attention"):
         function = importlib.import_module(f"{MODELLING}.{name}").apply_rotary_pos_emb_absolute
         assert function.__name__ == "npu_ops_rope", function
-
-
-def count_calls(names: tuple[str, ...] = OPERATORS) -> collections.Counter:
-    """The adapters look the operators up in `npu_ops` at each call."""
-    import npu_ops
-
-    calls = collections.Counter()
-
-    def counted(name, operator):
-        @functools.wraps(operator)
-        def call(*args, **kwargs):
-            calls[name] += 1
-            return operator(*args, **kwargs)
-
-        return call
-
-    for name in names:
-        setattr(npu_ops, name, counted(name, getattr(npu_ops, name)))
-    return calls
 
 
 def results(clone: pathlib.Path, megatron: pathlib.Path, ours: bool) -> dict:

@@ -30,6 +30,7 @@ import sys
 import types
 from unittest import mock
 
+import counting
 import fetch_megatron
 import mindspeed_checks
 import torch
@@ -124,7 +125,7 @@ def train(name: str) -> None:
     importlib.import_module("mindspeed.megatron_adaptor").repatch({"context_parallel_size": 1})
     if env.settings.disable:  # MindSpeed's own delta rule takes bf16 alone; Megatron's, fp32 too
         demo_model.lacks_kernels = lambda: True
-    calls = upstream_bridge.count_calls(OPERATORS[name])
+    calls = counting.count_calls(OPERATORS[name])
     demo_model.start("npu")
     model = demo_model.build(name, vocabulary=64, length=16, dropout=0.0).npu()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
