@@ -57,7 +57,7 @@ def load_keep(keep, stride, row0, rows, key0, BQ: tl.constexpr, BK: tl.constexpr
     """
     row, byte = tl.arange(0, BQ), tl.arange(0, 16)
     at = keep + (row0 + row).to(tl.int64)[:, None] * stride + (key0 // 128 * 16 + byte)[None, :]
-    bits = tl.load(at, mask=(row < rows)[:, None] & (byte < 16)[None, :], other=0).to(tl.int32)
+    bits = tl.load(at, mask=(row < rows)[:, None], other=0).to(tl.int32)
     lane = tl.arange(0, BK // 16)
     first = 1 << (key0 % 128 // 16)
     # No vector of them is shifted by another: the compiler would do that element by element.
