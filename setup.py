@@ -83,7 +83,8 @@ setuptools.setup(
     ],
     py_modules=["npu_ops_autoload"],
     package_data={
-        "npu_ops": ["_build_info.json", "tools/templates/*"],
+        "npu_ops": ["_build_info.json"],
+        "npu_ops_tools": ["templates/*"],
         "npu_ops_emulator": ["startup/*"],
         EMULATOR_SOURCES: ["*"],
     },

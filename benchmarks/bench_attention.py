@@ -2,10 +2,10 @@
 
 import torch
 import torch.nn.functional as F
+from npu_ops_tools.bench import Benchmark
 
 import npu_ops
 from npu_ops.ops.attention import cases
-from npu_ops.tools.bench import Benchmark
 
 # Images of Qwen3-VL's vision tower, in patches.
 IMAGES = (1024, 2048, 1296, 1024, 1600, 1024, 1296, 1024)

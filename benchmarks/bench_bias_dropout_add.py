@@ -2,11 +2,11 @@
 
 import torch
 import torch.nn.functional as F
+from npu_ops_tools.bench import Benchmark, by_reference, into
 
 import npu_ops
 from npu_ops.core import rng
 from npu_ops.ops.bias_dropout_add import cases, reference
-from npu_ops.tools.bench import Benchmark, by_reference, into
 
 LARGE = cases.Case("megatron-train-8192", 8192, 4096)
 SMALL = cases.Case("qwen3-vl-8b-decode-64", 64, 4096)

@@ -2,10 +2,10 @@
 
 import torch
 import torch.nn.functional as F
+from npu_ops_tools.bench import Benchmark, by_reference, into
 
 import npu_ops
 from npu_ops.ops.causal_conv1d import cases
-from npu_ops.tools.bench import Benchmark, by_reference, into
 
 
 def benchmarks(device, quick):

@@ -1,11 +1,11 @@
 """The convolution's decoding step against Hugging Face's, and a copy of the states."""
 
 import torch
+from npu_ops_tools.bench import Benchmark, into
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import npu_ops
 from npu_ops.ops.causal_conv1d_update import cases, reference
-from npu_ops.tools.bench import Benchmark, into
 
 
 def benchmarks(device, quick):

@@ -6,12 +6,12 @@ fla needs `python tests/adapters/fetch_frameworks.py fla-core-0.6.0`; without it
 import importlib.util
 
 import torch
+from npu_ops_tools import where
+from npu_ops_tools.bench import Benchmark
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 import npu_ops
 from npu_ops.ops.chunk_gated_delta_rule import cases
-from npu_ops.tools import where
-from npu_ops.tools.bench import Benchmark
 
 chunk = getattr(
     qwen3_5.torch_chunk_gated_delta_rule, "__wrapped__", qwen3_5.torch_chunk_gated_delta_rule

@@ -1,11 +1,11 @@
 """The recurrent gated delta rule against transformers' recurrence."""
 
 import torch
+from npu_ops_tools.bench import Benchmark, by_reference
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 import npu_ops
 from npu_ops.ops.fused_recurrent_gated_delta_rule import cases
-from npu_ops.tools.bench import Benchmark, by_reference
 
 recurrent = getattr(
     qwen3_5.torch_recurrent_gated_delta_rule,

@@ -1,11 +1,11 @@
 """The decoding step against transformers' recurrence and a copy of the states."""
 
 import torch
+from npu_ops_tools.bench import Benchmark, by_reference, into
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 import npu_ops
 from npu_ops.ops.gated_delta_rule_update import cases
-from npu_ops.tools.bench import Benchmark, by_reference, into
 
 recurrent = getattr(
     qwen3_5.torch_recurrent_gated_delta_rule,

@@ -2,10 +2,10 @@
 
 import torch
 import torch.nn.functional as F
+from npu_ops_tools.bench import Benchmark, by_reference
 
 import npu_ops
 from npu_ops.ops.gdn_gate import cases, reference
-from npu_ops.tools.bench import Benchmark, by_reference
 
 # Qwen3-Next's 32 value heads.
 LARGE = cases.Case("qwen3-next-8192", 8192, 32)

@@ -1,11 +1,11 @@
 """l2norm against transformers' eager function, torch.compile and a copy of the same bytes."""
 
 import torch
+from npu_ops_tools.bench import Benchmark, by_reference, into
 from transformers.models.qwen3_next.modeling_qwen3_next import l2norm as hugging_face
 
 import npu_ops
 from npu_ops.ops.l2norm import cases
-from npu_ops.tools.bench import Benchmark, by_reference, into
 
 # Qwen3-Next's queries, or keys: 16 heads of 128.
 LARGE = cases.Case("qwen3-next-8192", 8192, 16, 128)

@@ -1,11 +1,11 @@
 """Multimodal rotary embedding against the eager formula, torch.compile and a copy of the bytes."""
 
 import torch
+from npu_ops_tools.bench import Benchmark, into
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb as hugging_face
 
 import npu_ops
 from npu_ops.ops.mrope import cases, reference
-from npu_ops.tools.bench import Benchmark, into
 
 SECTION = [24, 20, 20]
 

@@ -1,11 +1,11 @@
 """rms_norm_gated against transformers' eager module, torch.compile and a copy of the same bytes."""
 
 import torch
+from npu_ops_tools.bench import Benchmark, by_reference, into
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 import npu_ops
 from npu_ops.ops.rms_norm_gated import cases, reference
-from npu_ops.tools.bench import Benchmark, by_reference, into
 
 # Qwen3-Next's 32 value heads of 128.
 LARGE = cases.Case("qwen3-next-8192", 8192, 32, 128)

@@ -1,11 +1,11 @@
 """Rotary embedding against Hugging Face's eager function, torch.compile and a copy of the bytes."""
 
 import torch
+from npu_ops_tools.bench import Benchmark, by_reference, into
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb as hugging_face
 
 import npu_ops
 from npu_ops.ops.rope import cases, reference
-from npu_ops.tools.bench import Benchmark, by_reference, into
 
 
 def benchmarks(device, quick):

@@ -1,10 +1,10 @@
 """What choosing an implementation costs, beside a cheap call of torch: an add of one element."""
 
 import torch
+from npu_ops_tools.bench import Benchmark
 
 from npu_ops.core.registry import Table
 from npu_ops.ops.rope import cases
-from npu_ops.tools.bench import Benchmark
 
 
 def benchmarks(device, quick):

@@ -21,13 +21,13 @@ import sys
 
 import torch
 import triton  # noqa: F401, I001  (first: the emulated NPU joins it as it is imported)
-from npu_ops_emulator import triton_driver
+from npu_ops_emulator import triton_driver, vendor
+from npu_ops_tools.compile import hivm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import npu_ops
 from npu_ops.core import registry
 from npu_ops.ops.chunk_gated_delta_rule import op
-from npu_ops.tools.compile import hivm, vendor
 
 HEADS, VALUE_HEADS, DIM, CHUNK = 16, 32, 128, 64
 FIELDS = ("pass", "kernel", "loaded", "stored", "workspace", "matrix_unit")
@@ -91,7 +91,7 @@ class counted:
 
 def workspaces() -> dict[str, tuple[float, float]]:
     """kernel -> bytes per token handed over, and of the matrix unit's own."""
-    launches = importlib.import_module("npu_ops.tools.compile.launches")
+    launches = importlib.import_module("npu_ops_tools.compile.launches")
     sizes = [(HEADS, DIM), (HEADS, DIM), (VALUE_HEADS, DIM)]
     inputs = [torch.randn(1, CHUNK, *s, dtype=torch.bfloat16) for s in sizes]
     inputs += [-torch.rand(1, CHUNK, VALUE_HEADS), torch.rand(1, CHUNK, VALUE_HEADS)]

@@ -31,9 +31,9 @@ except ImportError as error:
         f'Triton kernels need triton-ascend ({error}): pip install "triton-ascend==3.2.0"'
     ) from error
 
-from npu_ops.tools.compile import vendor as tools
 from npu_ops_emulator import triton_launch as launch
 from npu_ops_emulator import triton_lowering as lowering
+from npu_ops_emulator import vendor as tools
 from npu_ops_emulator.errors import EmulatorError
 from npu_ops_emulator.settings import Settings
 from npu_ops_emulator.triton_launch import GridTooLarge, OutOfBounds, Statistics

@@ -19,8 +19,8 @@ import re
 import subprocess
 import tempfile
 
-from npu_ops.tools.compile import vendor
 from npu_ops_emulator import build as sources
+from npu_ops_emulator import vendor
 from npu_ops_emulator.triton_rewrite import HOOK, Kernel, Unsupported
 
 compiled: list[str] = []  # names of the kernels this process compiled: not those from the cache

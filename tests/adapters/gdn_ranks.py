@@ -16,8 +16,7 @@ import types
 import megatron_cpu
 import torch
 import torch.distributed as dist
-
-from npu_ops.tools import demo_model
+from npu_ops_tools import demo_model
 
 SECTIONS = (64, 64, 128, 128, 4, 4)  # of in_proj: q, k, v, gate, beta, alpha; the first 3 of conv
 

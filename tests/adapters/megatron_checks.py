@@ -640,8 +640,7 @@ def calls_reach_npu_ops():
 def gated_delta_net_calls_reach_npu_ops():
     """Forward and backward, in each of the three layers."""
     import megatron_cpu
-
-    from npu_ops.tools import demo_model
+    from npu_ops_tools import demo_model
 
     assert not demo_model.lacks_kernels()
     before, model = dict(CALLS), megatron_cpu.hybrid()
@@ -1099,8 +1098,7 @@ def a_spec_by_hand_has_our_attention():
     import megatron_cpu
     import npu_ops_adapters.megatron
     from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    from npu_ops.tools import demo_model
+    from npu_ops_tools import demo_model
 
     config = types.SimpleNamespace(normalization="LayerNorm")
     spec = demo_model.layers(config)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 
 import torch
-
-from npu_ops.tools import demo_model
+from npu_ops_tools import demo_model
 
 
 class NoTracker(demo_model.NoTracker):

@@ -41,7 +41,7 @@ def on_npu(folder: pathlib.Path) -> dict:
         "SGLANG_MAMBA_CONV_DTYPE": "float16",  # as SGLang asks for with fp16 models
         "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1",  # the emulator converts no formats
     }
-    emulated = [sys.executable, "-m", "npu_ops", "emulate", "--", "python"]
+    emulated = [sys.executable, "-m", "npu_ops_tools", "emulate", "--", "python"]
     return {"first": [folder, fetch_sglang.tree()], "command": emulated} | settings
 
 

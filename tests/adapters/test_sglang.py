@@ -126,7 +126,7 @@ def test_the_backends_for_npus_on_cpu_tensors():
 @pytest.mark.slow
 def test_doctor_names_each_hook_and_its_state():
     done = subprocess.run(
-        [sys.executable, "-m", "npu_ops", "doctor", "--json"],
+        [sys.executable, "-m", "npu_ops_tools", "doctor", "--json"],
         env=sglang_process.environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -13,9 +13,9 @@ import traceback
 import npu_ops_adapters
 import npu_ops_autoload
 import torch
+from npu_ops_tools.demo_model import Counter
 
 from npu_ops.core.compare import Tolerance, assert_close
-from npu_ops.tools.demo_model import Counter
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 48, "intermediate_size": 32, "num_hidden_layers": 2,

@@ -37,9 +37,9 @@ import torch
 import upstream_bridge
 import upstream_megatron
 from conftest import environment
+from npu_ops_tools import demo_model
 
 from npu_ops.core import env
-from npu_ops.tools import demo_model
 
 HERE = pathlib.Path(__file__).parent
 STANDS_IN = ("torch_npu", "torchair", "acl", "hccl", "pydantic", "six", "tqdm")

@@ -8,10 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from npu_ops_tools.compile import SOCS
 
 from npu_ops import ops
 from npu_ops.core.socs import ub_bytes
-from npu_ops.tools.compile import SOCS
 
 OPS = [
     module.name
@@ -28,7 +28,7 @@ def compile_reports(tmp_path, *arguments):
     """The rows of `npu-ops compile`, in a process that does not interpret Triton."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = tmp_path / "reports.json"
-    command = [sys.executable, "-m", "npu_ops.tools.compile", *arguments, "--json", str(path)]
+    command = [sys.executable, "-m", "npu_ops_tools.compile", *arguments, "--json", str(path)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert path.exists(), result.stderr
     return json.loads(path.read_text()), result

@@ -8,10 +8,9 @@ import subprocess
 import sys
 
 import pytest
-
-from npu_ops.tools import compile as tool
-from npu_ops.tools.compile import vendor
-from npu_ops.tools.compile.launches import from_file
+from npu_ops_emulator import vendor
+from npu_ops_tools import compile as tool
+from npu_ops_tools.compile.launches import from_file
 
 FILE = pathlib.Path(__file__).with_name("kernels.py")
 ADD = {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}
@@ -94,7 +93,7 @@ def test_a_kept_report_is_the_same(tmp_path, monkeypatch):
 
 def command(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "npu_ops.tools.compile", *map(str, arguments)],
+        [sys.executable, "-m", "npu_ops_tools.compile", *map(str, arguments)],
         capture_output=True,
         text=True,
     )

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 import torch
+from npu_ops_tools.cli import app
+from npu_ops_tools.where import ops
 from typer.testing import CliRunner
 
 import npu_ops
 from npu_ops.core import env, shadow
 from npu_ops.core.registry import Table
-from npu_ops.tools.cli import app
-from npu_ops.tools.where import ops
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from npu_ops_tools import where
 from support import (
     assert_all_close,
     copies,
@@ -34,7 +35,6 @@ from npu_ops.core.compare import assert_close
 from npu_ops.ops.attention import limits, op, reference, routing
 from npu_ops.ops.attention.cases import CASES, DIFFERENTIABLE, TOLERANCES
 from npu_ops.ops.attention.table import OPERATORS
-from npu_ops.tools import where
 
 OPS = ("attention", "attention_backward")
 CLOSE = TOLERANCES[torch.float32]
@@ -1061,7 +1061,7 @@ def test_fp64_falls_back():
 
 
 def test_settings_of_the_command():
-    from npu_ops.tools.explain import explain
+    from npu_ops_tools.explain import explain
 
     settings = "layout=TND keys=packed heads=16 head_dim=72 host_lengths=true window=(3,0)"
     plan = explain("attention", [*settings.split(), f"operators={FA}"])

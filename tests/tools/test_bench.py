@@ -4,9 +4,8 @@ import csv
 
 import pytest
 import torch
-
-from npu_ops.tools import bench
-from npu_ops.tools.bench import Benchmark
+from npu_ops_tools import bench
+from npu_ops_tools.bench import Benchmark
 
 X = torch.ones(64, 64)
 

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
+from npu_ops_tools import where
+from npu_ops_tools.cli import app
 from typer.testing import CliRunner
 
 import npu_ops
-from npu_ops.tools import where
-from npu_ops.tools.cli import app
 
 MEGATRON = where.ROOT / ".cache" / "megatron" / "0.16.1"
 
@@ -26,7 +26,7 @@ def call(*arguments, code=0):
 def command(*arguments, code=0, **changes):
     """In a process of its own, for what changes a process."""
     done = subprocess.run(
-        [sys.executable, "-m", "npu_ops", *map(str, arguments)],
+        [sys.executable, "-m", "npu_ops_tools", *map(str, arguments)],
         env=os.environ | changes,
         capture_output=True,
         text=True,
@@ -108,7 +108,7 @@ def test_doctor_shows_a_framework_that_does_not_import(tmp_path):
     (core / "__init__.py").write_text("raise RuntimeError('half installed')")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-m", "npu_ops", "doctor", "--json"],
+        [sys.executable, "-m", "npu_ops_tools", "doctor", "--json"],
         env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
     )  # fmt: skip
     found = json.loads(done.stdout)

@@ -4,11 +4,10 @@ import sys
 
 import pytest
 import torch
+from npu_ops_tools import demo, demo_data
+from npu_ops_tools.demo import Side
 from transformers import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
-
-from npu_ops.tools import demo, demo_data
-from npu_ops.tools.demo import Side
 
 FALLING = [3.0 - 0.1 * step for step in range(20)]
 

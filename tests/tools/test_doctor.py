@@ -5,12 +5,12 @@ import sys
 import npu_ops_adapters
 import pytest
 import torch
+from npu_ops_tools import doctor, known_bad
+from npu_ops_tools.cli import app
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from typer.testing import CliRunner
 
 from npu_ops.core import env
-from npu_ops.tools import doctor, known_bad
-from npu_ops.tools.cli import app
 
 HOME = "transformers.models.qwen3.modeling_qwen3"
 ROPE = f"{HOME}:apply_rotary_pos_emb"

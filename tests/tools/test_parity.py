@@ -4,12 +4,12 @@ import re
 
 import pytest
 import torch
+from npu_ops_tools import parity
+from npu_ops_tools.cli import app
+from npu_ops_tools.where import ops
 from typer.testing import CliRunner
 
 from npu_ops.core.registry import Table
-from npu_ops.tools import parity
-from npu_ops.tools.cli import app
-from npu_ops.tools.where import ops
 
 
 def call(*arguments, code=0):

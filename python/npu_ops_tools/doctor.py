@@ -17,8 +17,8 @@ import torch
 import npu_ops
 from npu_ops.core import env, hardware
 from npu_ops.core.registry import as_if_on
-from npu_ops.tools import known_bad
-from npu_ops.tools.where import ops
+from npu_ops_tools import known_bad
+from npu_ops_tools.where import ops
 
 PACKAGES = (
     "torch", "torch_npu", "triton", "triton-ascend", "pybind11", "ascendnpu-ir", "megatron-core",

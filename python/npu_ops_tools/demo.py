@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from npu_ops.tools import bench, demo_data, demo_model, doctor, report, where
+from npu_ops_tools import bench, demo_data, demo_model, doctor, report, where
 
 BATCH, LENGTH, DROPOUT = 4, 512, 0.1
 VERSION = "0.16.1"

@@ -10,11 +10,12 @@ import pathlib
 import sys
 from collections.abc import Iterable, Iterator
 
+from npu_ops_emulator import vendor
+
 from npu_ops.core.socs import ub_bytes
-from npu_ops.tools.compile import vendor
-from npu_ops.tools.compile.launches import FLOATS, Launch, cases_of, from_file, launches
-from npu_ops.tools.compile.report import CompileReport, compile_launch
-from npu_ops.tools.where import ops
+from npu_ops_tools.compile.launches import FLOATS, Launch, cases_of, from_file, launches
+from npu_ops_tools.compile.report import CompileReport, compile_launch
+from npu_ops_tools.where import ops
 
 EXAMPLES = """
 npu-ops compile                                  every kernel of every op, for the models' shapes

@@ -13,9 +13,11 @@ import re
 import tempfile
 import time
 
-from npu_ops.tools.compile import hivm, vendor
-from npu_ops.tools.compile.hivm import LoopBody
-from npu_ops.tools.compile.launches import Launch
+from npu_ops_emulator import vendor
+
+from npu_ops_tools.compile import hivm
+from npu_ops_tools.compile.hivm import LoopBody
+from npu_ops_tools.compile.launches import Launch
 
 
 @dataclasses.dataclass(frozen=True)

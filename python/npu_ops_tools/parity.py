@@ -15,7 +15,7 @@ import npu_ops
 from npu_ops.core import env
 from npu_ops.core.compare import error_ratio
 from npu_ops.core.registry import Table, explain
-from npu_ops.tools.where import ops
+from npu_ops_tools.where import ops
 
 
 @dataclasses.dataclass(frozen=True)

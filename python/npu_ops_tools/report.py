@@ -9,7 +9,7 @@ import io
 import pathlib
 
 import npu_ops
-from npu_ops.tools.bench import FIELDS
+from npu_ops_tools.bench import FIELDS
 
 
 @dataclasses.dataclass
@@ -38,11 +38,11 @@ def read_timings(path: pathlib.Path) -> Timings:
 def write(folder: pathlib.Path, **parts) -> pathlib.Path:
     """Render index.html from those parts of the template that are given.
 
-    timings: list of `Timings`. comparison, found: see `npu_ops.tools.demo` and `doctor`.
+    timings: list of `Timings`. comparison, found: see `npu_ops_tools.demo` and `doctor`.
     """
     import jinja2
 
-    source = importlib.resources.files("npu_ops.tools").joinpath("templates/report.html")
+    source = importlib.resources.files("npu_ops_tools").joinpath("templates/report.html")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     defaults = {"timings": [], "comparison": None, "found": None, "version": npu_ops.__version__}
     timings = parts.pop("timings", [])

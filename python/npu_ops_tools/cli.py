@@ -66,7 +66,7 @@ def doctor(
 
     The exit status is 1 when something that was asked for is not in force.
     """
-    from npu_ops.tools import doctor
+    from npu_ops_tools import doctor
 
     found = doctor.collect(modules or ())
     print(json.dumps(found, indent=1) if as_json else doctor.text(found))
@@ -76,7 +76,7 @@ def doctor(
 @app.command("list")
 def list_ops() -> None:
     """The ops, their public functions and their implementations."""
-    from npu_ops.tools import where
+    from npu_ops_tools import where
 
     for op, functions in where.ops().items():
         console.print(f"[bold]{op}[/] ({', '.join(where.implementations(op))})")
@@ -88,7 +88,7 @@ def list_ops() -> None:
 @app.command()
 def where(op: Annotated[str, typer.Argument(help="An op or one of its functions.")]) -> None:
     """Where an op is: definition, kernels, tests, benchmark, adapters."""
-    from npu_ops.tools import where
+    from npu_ops_tools import where
 
     try:
         found = where.where(op)
@@ -109,7 +109,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Which operator of an NPU computes a call, how it is told, and why nothing better does."""
-    from npu_ops.tools import explain
+    from npu_ops_tools import explain
 
     try:
         plan = explain.explain(op, settings or [])
@@ -134,7 +134,7 @@ def demo(
     seeds: Annotated[int, typer.Option(min=2, help="Runs with dropout, each with its seed.")] = 4,
 ) -> None:
     """Train real megatron-core models without and with npu-ops, and compare."""
-    from npu_ops.tools import demo
+    from npu_ops_tools import demo
 
     try:
         passed = demo.run(output, megatron, device and device.value, steps, seeds, console)
@@ -157,7 +157,7 @@ def parity(
     """Compare every op with its reference at a model's shapes, forward and gradients."""
     import torch
 
-    from npu_ops.tools import parity
+    from npu_ops_tools import parity
 
     rows = []
     print(f"{model}, {dtype.value}, {device}: errors as parts of what is allowed, 1 at most")
@@ -179,7 +179,7 @@ def replay(
 ) -> None:
     """Compute again, and compare with the reference, what shadow mode found to be wrong."""
     from npu_ops.core import shadow
-    from npu_ops.tools import replay
+    from npu_ops_tools import replay
 
     try:
         what, errors = replay.replay(file, device)
@@ -201,7 +201,7 @@ def bench(
     device: str = "cpu",
 ) -> None:
     """Time the ops against what they replace, after checking that they are right."""
-    from npu_ops.tools import bench
+    from npu_ops_tools import bench
 
     try:
         rows = bench.run(ops, quick, device, report=show_row)
@@ -228,7 +228,7 @@ def report(
     ),
 ) -> None:
     """Make a page of benchmark results."""
-    from npu_ops.tools import report
+    from npu_ops_tools import report
 
     try:
         path = report.write(output, timings=[report.read_timings(path) for path in csv])
@@ -240,7 +240,7 @@ def report(
 @app.command(context_settings=PASSED_ON)
 def compile(context: typer.Context) -> None:
     """Compile the Triton kernels with the vendor's compiler and check what it made of them."""
-    from npu_ops.tools import compile
+    from npu_ops_tools import compile
 
     raise typer.Exit(compile.main(context.args))
 
@@ -248,9 +248,9 @@ def compile(context: typer.Context) -> None:
 @app.command(context_settings=PASSED_ON)
 def emulate(context: typer.Context) -> None:
     """Run a command as if this machine had NPUs: the real torch_npu, in host memory."""
-    from npu_ops.tools import emulate
+    from npu_ops_emulator.__main__ import main
 
-    raise typer.Exit(emulate.main(context.args))
+    raise typer.Exit(main(context.args))
 
 
 def fail(error: Exception) -> None:

@@ -9,11 +9,12 @@ The command: `npu-ops compile --help`.
 
 from __future__ import annotations
 
-from npu_ops.tools.compile.cli import main
-from npu_ops.tools.compile.hivm import LoopBody
-from npu_ops.tools.compile.launches import Launch, launches
-from npu_ops.tools.compile.report import CompileReport, compile_kernel, compile_launch
-from npu_ops.tools.compile.vendor import SOCS, CompileError, versions
+from npu_ops_emulator.vendor import SOCS, CompileError, versions
+
+from npu_ops_tools.compile.cli import main
+from npu_ops_tools.compile.hivm import LoopBody
+from npu_ops_tools.compile.launches import Launch, launches
+from npu_ops_tools.compile.report import CompileReport, compile_kernel, compile_launch
 
 __all__ = [
     "SOCS",

@@ -11,7 +11,7 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
-from npu_ops.tools.compile import vendor
+from npu_ops_emulator import vendor
 
 DTYPES = {
     "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int64": "i64", "int32": "i32",
