@@ -102,7 +102,8 @@ def floats(inputs: dict, dtype: torch.dtype) -> dict:
 def exact(like: torch.Tensor, seed: int = 0) -> torch.Tensor:
     """Random sixteenths in [-4, 4]: the same numbers in every dtype."""
     draw = torch.Generator().manual_seed(seed)
-    return (torch.randint(-64, 65, like.shape, generator=draw) / 16).to(like)
+    drawn = torch.randint(-64, 65, like.shape, generator=draw, dtype=torch.float32, device="cpu")
+    return (drawn / 16).to(like)
 
 
 def evaluate(function, inputs: dict, wrt: tuple[str, ...], grad_seed: int = 7) -> dict:

@@ -191,6 +191,47 @@ def test_custom_op_is_not_used():
             assert not used, f"{relative(path)}:{node.lineno}"
 
 
+# What makes a tensor of no other: torch gives it default dtypes and devices, which loaders change.
+MAKERS = {
+    "arange", "as_tensor", "asarray", "complex", "empty", "empty_permuted", "empty_strided", "eye",
+    "frombuffer", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn",
+    "randperm", "range", "scalar_tensor", "sparse_coo_tensor", "tensor", "tril_indices",
+    "triu_indices", "zeros",
+}  # fmt: skip
+
+
+def allocations_by_default(source):
+    """The lines that call one of torch's makers without dtype and device."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        owner, given = node.func.value, {keyword.arg for keyword in node.keywords}
+        of_torch = isinstance(owner, ast.Name) and owner.id == "torch"
+        if of_torch and node.func.attr in MAKERS and not {"dtype", "device"} <= given:
+            yield node.lineno
+
+
+@pytest.mark.parametrize("tree", ["npu_ops", "python/npu_ops_adapters"])
+def test_allocations_name_dtype_and_device(tree):
+    found = [
+        f"{relative(path)}:{line}"
+        for path in files(f"{tree}/**/*.py")
+        for line in allocations_by_default(path.read_text())
+    ]
+    assert found == []
+
+
+def test_the_check_of_allocations_finds_them():
+    wrong = """
+torch.empty(3)
+torch.zeros(3, dtype=torch.int32)
+x = [torch.arange(n, device=x.device) for n in y]
+torch.full((3,), 1.0, device="cpu", dtype=torch.int64).sum()
+x.new_empty(3), torch.empty_like(x)
+"""
+    assert list(allocations_by_default(wrong)) == [2, 3, 4]
+
+
 # Text
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from npu_ops.core import make
+
 LANES = 8  # elements served by one Philox call, 16 bits each
 
 
@@ -18,7 +20,8 @@ def new_state(device: torch.device, generator: torch.Generator | None) -> torch.
     The state stays on the device, so nothing waits for it, and whatever restores the generator
     (activation checkpointing, fork_rng) restores the mask.
     """
-    return torch.randint(2**63 - 1, (2,), device=device, generator=generator)
+    most = 2**63 - 1
+    return torch.randint(most, (2,), dtype=torch.int64, device=device, generator=generator)
 
 
 def threshold(p: float) -> int:
@@ -39,8 +42,8 @@ def keep_mask(rows: int, width: int, p: float, state: torch.Tensor) -> torch.Ten
     """
     lane = lane_width(width)
     seed, offset = state.unbind()
-    column = torch.arange(lane, device=state.device).expand(rows, lane)
-    row = torch.arange(rows, device=state.device)[:, None].expand(rows, lane)
+    column = make.counted(lane, device=state.device).expand(rows, lane)
+    row = make.counted(rows, device=state.device)[:, None].expand(rows, lane)
     counter = (column, row, _low(offset), _high(offset))
     words = philox4x32(counter, (_low(seed), _high(seed)))
     draws = torch.cat([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
@@ -49,8 +52,11 @@ def keep_mask(rows: int, width: int, p: float, state: torch.Tensor) -> torch.Ten
 
 def philox4x32(counter, key, rounds: int = 10) -> tuple[torch.Tensor, ...]:
     """Philox4x32: four 32-bit words from a 4-word counter and a 2-word key, as int64 tensors."""
-    c0, c1, c2, c3 = (torch.as_tensor(word, dtype=torch.int64) for word in counter)
-    k0, k1 = (torch.as_tensor(word, dtype=torch.int64) for word in key)
+    words = (*counter, *key)
+    device = next((word.device for word in words if isinstance(word, torch.Tensor)), "cpu")
+    c0, c1, c2, c3, k0, k1 = (
+        torch.as_tensor(word, dtype=torch.int64, device=device) for word in words
+    )
     for _ in range(rounds):
         high0, low0 = _multiply(c0, 0xD2511F53)
         high1, low1 = _multiply(c2, 0xCD9E8D57)

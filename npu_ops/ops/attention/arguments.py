@@ -220,7 +220,7 @@ def on_host(name: str, x) -> torch.Tensor | None:
     if not isinstance(x, torch.Tensor):
         if not all(isinstance(n, int) for n in x):
             raise TypeError(f"{name}: got {x!r}, needs ints")
-        x = torch.tensor(x, dtype=torch.int64)
+        x = torch.tensor(x, dtype=torch.int64, device="cpu")
     if x.device.type != "cpu":
         raise ValueError(f"{name}: got device {x.device}, needs cpu")
     return x

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from npu_ops.core import make
 from npu_ops.ops.attention.arguments import Rule
 from npu_ops.ops.attention.reference import keep_mask
 
@@ -102,8 +103,8 @@ def blocks(queries: int, keys: int, size: int, rule: Rule) -> Iterator[Block]:
 
 def in_window(block: Block, shift: int, rule: Rule):
     """bool `[queries, keys]` of a block; the diagonal is `shift` keys ahead."""
-    key = torch.arange(block.key, block.key_end)
-    ahead = key - torch.arange(block.first, block.end)[:, None] - shift
+    key = make.counted(block.key, block.key_end)
+    ahead = key - make.counted(block.first, block.end)[:, None] - shift
     inside = torch.ones_like(ahead, dtype=torch.bool)
     if rule.window_left >= 0:
         inside &= ahead >= -rule.window_left

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from npu_ops.core import make
 from npu_ops.core.compare import Tolerance
 
 # Against fp64 on the same inputs: fp32 arithmetic; with bf16 and fp16 also weights that are rounded
@@ -59,7 +60,7 @@ class Case:
         draw = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
-            return torch.randn(shape, generator=draw).to(device, dtype)
+            return make.normal(shape, draw).to(device, dtype)
 
         keys = max(self.tokens + self.more, 0)
         dims = (self.kv_heads, self.dim), (self.kv_heads, self.value_dim or self.dim)
@@ -86,9 +87,12 @@ class Case:
             inputs |= self._starts(keys, device)
         if self.keys == "padded":
             lengths = [max(keys - b, 0) for b in range(self.sequences)]
-            inputs |= {"seqlens_k": torch.tensor(lengths, device=device), "seqlens_k_cpu": lengths}
+            inputs |= {
+                "seqlens_k": torch.tensor(lengths, device=device, dtype=torch.int64),
+                "seqlens_k_cpu": lengths,
+            }
         if self.mask:
-            mask = torch.rand(self.sequences, 1, self.tokens, keys, generator=draw) < 0.6
+            mask = make.uniform((self.sequences, 1, self.tokens, keys), draw) < 0.6
             inputs["attn_mask"] = mask.to(device)
         if self.bias != "none":
             rows = 1 if self.bias == "row" else self.tokens
@@ -119,7 +123,7 @@ class Case:
         lengths = [max(keys - 3 * b, 0) for b in range(self.sequences)]
         width = -(-max(keys, 1) // self.block_size)
         blocks = width * self.sequences + 1
-        table = torch.randperm(blocks, generator=draw)[: width * self.sequences]
+        table = make.shuffled(blocks, draw)[: width * self.sequences]
         return {
             "k": normal(blocks, self.block_size, *dims[0]),
             "v": normal(blocks, self.block_size, *dims[1]),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from npu_ops.core import make
 from npu_ops.ops.attention import blocks
 from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.routing import plan_of
@@ -79,7 +80,7 @@ def attention_backward(
 
 def _rows(lse, rule: Rule):
     """The number of each row for dropout's random numbers, in lse's form."""
-    return torch.arange(lse.numel()).view(lse.shape) if rule.dropout_p else None
+    return make.counted(lse.numel()).view(lse.shape) if rule.dropout_p else None
 
 
 def _of_piece(piece: Piece, extra: Extra, rows) -> blocks.Pairs:
@@ -209,7 +210,9 @@ def _backward(dout, out, lse, q, k, v, mask, rule: Rule, dq, dk, dv) -> None:
     lse = lse.masked_fill(lse == -torch.inf, 0)  # and weights of 0, not exp(-inf + inf)
     dq.zero_()
     overlap = rule.window_left >= 0 or rule.window_right > 0
-    sums = [torch.zeros(x.shape) if overlap else x for x in (dk, dv)]
+    sums = [
+        torch.zeros(x.shape, dtype=torch.float32, device="cpu") if overlap else x for x in (dk, dv)
+    ]
     for block, causal, part, more in _spans(q.shape[2], k.shape[2], mask, rule):
         rows, columns = block.rows, block.columns
         found = _flash_backward(
@@ -228,7 +231,7 @@ def _added(mask, q):
     """A mask as flash attention takes it."""
     if mask is None:
         return None
-    return torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+    return torch.zeros(mask.shape, dtype=q.dtype, device="cpu").masked_fill_(~mask, -torch.inf)
 
 
 def _merge(out, lse, found, log_sum) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import rng
+from npu_ops.core import make, rng
 from npu_ops.ops.attention.arguments import Extra, Rule
 
 _TILE = 128  # keys that share Philox calls
@@ -84,7 +84,7 @@ class Pairs:
         if not self.p:
             return weights
         batch, heads, queries, _ = weights.shape
-        row = torch.arange(batch * heads * queries, device=weights.device)
+        row = make.counted(batch * heads * queries, device=weights.device)
         keep = keep_mask(
             row.view(batch, heads, queries), self.positions.longest, self.p, self.state
         )
@@ -95,7 +95,7 @@ class Positions:
     """Which sequence each query and key is of, and where in it it is."""
 
     def __init__(self, queries: int, keys: int, extra: Extra, device):
-        token_q, token_k = (torch.arange(n, device=device) for n in (queries, keys))
+        token_q, token_k = (make.counted(n, device=device) for n in (queries, keys))
         self.longest, starts = keys, extra.cu_seqlens_q
         if starts is None:  # a sequence for each entry of the batch
             self.query, self.key, self.same = token_q, token_k, True
@@ -143,7 +143,7 @@ def keep_mask(row: torch.Tensor, columns: int, p: float, state: torch.Tensor) ->
     """
     seed, offset = state.unbind()
     tiles = -(-columns // _TILE)
-    calls = torch.arange(tiles * 16, device=row.device)
+    calls = make.counted(tiles * 16, device=row.device)
     low, high = (lambda word: word & 0xFFFFFFFF), (lambda word: (word >> 32) & 0xFFFFFFFF)
     counter = (calls, row[..., None] & 0xFFFFFFFF, low(offset), high(offset))
     words = rng.philox4x32(counter, (low(seed), high(seed)))

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from npu_ops.core import make
 from npu_ops.core.compare import Tolerance
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
@@ -56,7 +57,7 @@ class Case:
         bias_shape = {"none": None, "row": shape[-1:], "full": shape}[self.bias]
 
         def normal(shape):
-            return torch.randn(shape, generator=draw).to(device, dtype)
+            return make.normal(shape, draw).to(device, dtype)
 
         return {
             "x": normal(shape),

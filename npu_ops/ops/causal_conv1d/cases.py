@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from npu_ops.core import make
 from npu_ops.core.compare import Tolerance
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
@@ -46,7 +47,7 @@ class Case:
         draw = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
-            return torch.randn(shape, generator=draw).to(device, dtype)
+            return make.normal(shape, draw).to(device, dtype)
 
         starts = self.starts()
         count = self.batch if starts is None else len(starts) - 1
@@ -73,7 +74,7 @@ class Case:
         cut = [0, 0, 1, 2, 2, 5, 5] if self.lengths == "odd" else [0, 1, 2, 3]
         step = 1 if self.lengths == "odd" else self.tokens // 4
         starts = [min(step * n, self.tokens) for n in cut]
-        return torch.tensor([*starts, self.tokens], dtype=torch.int32)
+        return torch.tensor([*starts, self.tokens], dtype=torch.int32, device="cpu")
 
 
 CASES = [

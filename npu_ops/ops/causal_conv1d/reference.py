@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from npu_ops.core import make
+
 
 def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu):
     """y_t = act(sum_j weight[:, W - 1 - j] * x_{t - j} + bias) + residual_t, in fp32.
@@ -72,7 +74,7 @@ def all_rows(x, initial_state, cu_seqlens, width, dtype):
 def indices(x, cu_seqlens, width, back):
     """For each token, the row that is `back` before it in its sequence, [B * T]."""
     starts, _ = bounds(x, cu_seqlens)
-    token = torch.arange(x.shape[0] * x.shape[1], device=x.device)
+    token = make.counted(x.shape[0] * x.shape[1], device=x.device)
     sequence = torch.searchsorted(starts, token, right=True) - 1
     return row_index(starts, width, sequence, token - back)
 
@@ -80,8 +82,8 @@ def indices(x, cu_seqlens, width, back):
 def last_indices(x, cu_seqlens, width):
     """The last W rows of each sequence, [N, W]."""
     starts, stops = bounds(x, cu_seqlens)
-    sequence = torch.arange(len(starts), device=x.device)[:, None]
-    token = stops[:, None] + torch.arange(-width, 0, device=x.device)
+    sequence = make.counted(len(starts), device=x.device)[:, None]
+    token = stops[:, None] + make.counted(-width, 0, device=x.device)
     return row_index(starts, width, sequence, token)
 
 
@@ -95,7 +97,7 @@ def bounds(x, cu_seqlens):
     """Where each sequence starts and stops in the list of all tokens, [N] each."""
     if cu_seqlens is not None:
         return cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    starts = torch.arange(x.shape[0], device=x.device) * x.shape[1]
+    starts = make.counted(x.shape[0], device=x.device) * x.shape[1]
     return starts, starts + x.shape[1]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from npu_ops.core import make
 from npu_ops.ops.causal_conv1d.cases import CHANNELS, TOLERANCES
 
 __all__ = ["CASES", "DIFFERENTIABLE", "REPRESENTATIVE", "TOLERANCES", "Case"]
@@ -35,13 +36,13 @@ class Case:
         draw = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
-            return torch.randn(shape, generator=draw).to(device, dtype)
+            return make.normal(shape, draw).to(device, dtype)
 
         slots, columns = self.sequences + 3, self.width - 1
         if self.mode == "vllm":
             columns += max(self.tokens, 1)
         state = normal(slots, columns, self.channels).transpose(1, 2)
-        indices = torch.randperm(slots, generator=draw)[: self.sequences].int()
+        indices = make.shuffled(slots, draw)[: self.sequences].int()
         indices[1::3] = -1
         inputs = {
             "x": normal(*self._shape(), self.channels),
@@ -55,7 +56,7 @@ class Case:
         if self.packed:
             inputs["query_start_loc"] = self._starts().to(device)
         if self.mode == "vllm":
-            accepted = torch.arange(self.sequences) % max(self.tokens, 1) + 1
+            accepted = make.counted(self.sequences) % max(self.tokens, 1) + 1
             inputs["num_accepted_tokens"] = accepted.int().to(device)
         if self.mode == "sglang":
             window = normal(self.sequences, self.tokens, self.width - 1, self.channels)
@@ -69,8 +70,8 @@ class Case:
         return (self.sequences, self.tokens)
 
     def _starts(self) -> torch.Tensor:
-        lengths = torch.arange(self.sequences).flip(0) % (self.tokens + 1)
-        return torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+        lengths = make.counted(self.sequences).flip(0) % (self.tokens + 1)
+        return torch.cat([torch.zeros(1, dtype=torch.int32, device="cpu"), lengths.cumsum(0).int()])
 
 
 CASES = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from npu_ops.core import make
 from npu_ops.ops.causal_conv1d import reference as conv
 
 
@@ -19,7 +20,7 @@ def causal_conv1d_update(
     """
     width, (slots, _, columns) = weight.shape[1], conv_state.shape
     begins, ends = conv.bounds(x, starts)
-    lengths, sequence = ends - begins, torch.arange(len(begins), device=x.device)
+    lengths, sequence = ends - begins, make.counted(len(begins), device=x.device)
     slot = sequence if indices is None else indices.long()
     first = torch.zeros_like(slot) if accepted is None else accepted.long() - 1
     good = (slot >= 0) & (slot < slots) & (slot != pad)
@@ -27,7 +28,7 @@ def causal_conv1d_update(
 
     pool = F.pad(conv_state, (0, 0, 0, 0, 0, 1))  # one slot more, for what goes nowhere
     place = torch.where(good, slot, slots)
-    column = torch.where(good, first, 0)[:, None] + torch.arange(width - 1, device=x.device)
+    column = torch.where(good, first, 0)[:, None] + make.counted(width - 1, device=x.device)
     history = pool[place[:, None], :, column].transpose(1, 2)
     state = F.pad(history, (1, 0))  # the training op's state has a column that it does not read
     rows = conv.all_rows(x, state, starts, width, x.dtype)
@@ -41,7 +42,7 @@ def causal_conv1d_update(
 
     if update:
         drop = lengths if accepted is None else torch.ones_like(lengths)
-        number = drop[:, None] + torch.arange(columns, device=x.device)
+        number = drop[:, None] + make.counted(columns, device=x.device)
         kept = (number < (width - 1 + lengths)[:, None]) & (lengths > 0)[:, None]
         new = torch.where(kept[..., None], rows_at(number), pool[place].transpose(1, 2))
         pool[place] = new.transpose(1, 2)
@@ -55,9 +56,9 @@ def causal_conv1d_update(
 def _keep_windows(window, window_indices, good, rows_at, tokens, width):
     """Write the W - 1 rows up to each token."""
     device = good.device
-    place = torch.arange(len(good), device=device) if window_indices is None else window_indices
+    place = make.counted(len(good), device=device) if window_indices is None else window_indices
     place = torch.where(good & (place >= 0) & (place < len(window)), place, len(window)).long()
-    number = torch.arange(1, width, device=device) + torch.arange(tokens, device=device)[:, None]
+    number = make.counted(1, width, device=device) + make.counted(tokens, device=device)[:, None]
     padded = F.pad(window, (0, 0) * 3 + (0, 1))
     padded[place, :tokens] = rows_at(number[None]).transpose(2, 3)
     window.copy_(padded[:-1])
@@ -65,7 +66,7 @@ def _keep_windows(window, window_indices, good, rows_at, tokens, width):
 
 def _without_bad(y, good, skipped, begins, ends):
     """0 where a sequence is skipped or a token is of none, NaN where its numbers are wrong."""
-    token = torch.arange(y.shape[0] * y.shape[1], device=y.device)
+    token = make.counted(y.shape[0] * y.shape[1], device=y.device)
     sequence = torch.searchsorted(begins, token, right=True) - 1
     zero = skipped[sequence] | (token >= ends[sequence])
     fill = torch.where(zero, 0.0, float("nan")).to(y.dtype)

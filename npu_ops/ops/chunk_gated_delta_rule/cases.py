@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from npu_ops.core import make
 from npu_ops.core.compare import Tolerance
 from npu_ops.ops.fused_recurrent_gated_delta_rule.cases import MODELS
 
@@ -50,10 +51,10 @@ class Case:
         tokens = (self.batch, self.tokens)
 
         def normal(*shape):
-            return torch.randn(shape, generator=draw).to(device)
+            return make.normal(shape, draw).to(device)
 
         def key():
-            x = torch.rand((*tokens, self.heads, self.keys), generator=draw).to(device)
+            x = make.uniform((*tokens, self.heads, self.keys), draw).to(device)
             return (x if self.flags else torch.nn.functional.normalize(x, dim=-1)).to(dtype)
 
         g, beta = (normal(*tokens, self.value_heads) for _ in range(2))
@@ -83,7 +84,7 @@ class Case:
     def _cu_seqlens(self, device):
         if not self.sequences:
             return None
-        lengths = torch.zeros(self.sequences, dtype=torch.int64)
+        lengths = torch.zeros(self.sequences, dtype=torch.int64, device="cpu")
         kept = [n for n in range(self.sequences) if n % 3 != 1]
         for token in range(self.tokens):
             lengths[kept[token * token % len(kept)]] += 1

@@ -60,7 +60,7 @@ class _Scratch:
     def __call__(self, name, *shape):
         size = math.prod(shape)
         if name not in self._memory or self._memory[name].numel() < size:
-            self._memory[name] = torch.empty(size)
+            self._memory[name] = torch.empty(size, dtype=torch.float32, device="cpu")
         return self._memory[name][:size].view(shape)
 
 

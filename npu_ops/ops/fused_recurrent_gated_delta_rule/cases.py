@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from npu_ops.core import make
 from npu_ops.core.compare import Tolerance
 
 # Against fp64 on the same inputs: fp32 arithmetic, then one rounding. The gradient
@@ -56,10 +57,10 @@ class Case:
         tokens = (self.batch, self.tokens)
 
         def normal(*shape):
-            return torch.randn(shape, generator=draw).to(device)
+            return make.normal(shape, draw).to(device)
 
         def key(heads):
-            x = torch.rand((*tokens, heads, self.keys), generator=draw).to(device)
+            x = make.uniform((*tokens, heads, self.keys), draw).to(device)
             return (x if self.flags else torch.nn.functional.normalize(x, dim=-1)).to(dtype)
 
         def gate(name, *width):
@@ -97,7 +98,7 @@ class Case:
     def _cu_seqlens(self, device):
         if not self.sequences:
             return None
-        lengths = torch.zeros(self.sequences, dtype=torch.int64)
+        lengths = torch.zeros(self.sequences, dtype=torch.int64, device="cpu")
         kept = [n for n in range(self.sequences) if n % 3 != 1]
         for token in range(self.tokens):
             lengths[kept[token * token % len(kept)]] += 1

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from npu_ops.core import make
 from npu_ops.ops.fused_recurrent_gated_delta_rule import cases as recurrent
 
 TOLERANCES = recurrent.TOLERANCES  # the same arithmetic
@@ -48,13 +49,13 @@ class Case:
         slots = rows * (steps if self.mode == "vllm" else 1)
 
         def normal(*shape):
-            return torch.randn(shape, generator=draw).to(device)
+            return make.normal(shape, draw).to(device)
 
         def states(*shape):
             return normal(*shape, self.value_heads, *matrix).to(self.pool or torch.float32)
 
         def indices(count):
-            chosen = torch.randperm(slots, generator=draw)[:count].int()
+            chosen = make.shuffled(slots, draw)[:count].int()
             return chosen.to(device)
 
         heads = (self.heads, self.keys), (self.heads, self.keys), (self.value_heads, self.values)
@@ -63,7 +64,7 @@ class Case:
         if self.mode == "vllm":
             taken = taken.view(self.sequences, steps)
         taken[1::3] = -1
-        accepted = (torch.arange(self.sequences) % steps).int().to(device)
+        accepted = (make.counted(self.sequences) % steps).int().to(device)
         given = {
             "qkv": torch.cat([x.flatten(1) for x in (q, k, v)], 1) if self.packed else (q, k, v),
             "a": normal(tokens, self.value_heads).to(dtype),
@@ -82,7 +83,7 @@ class Case:
             given["num_accepted_tokens"] = accepted
             given["intermediate_states"] = states(rows, steps)
             given["intermediate_state_indices"] = (
-                torch.arange(self.sequences).flip(0).int().to(device)
+                make.counted(self.sequences).flip(0).int().to(device)
             )
         return given
 
@@ -106,7 +107,8 @@ class Case:
         """The first sequence is empty, and the last token is of none."""
         if not self.ragged:
             return None
-        starts = torch.linspace(0, max(0, self.tokens - 1), self.sequences).int()
+        last = max(0, self.tokens - 1)
+        starts = (make.counted(self.sequences) * last // max(1, self.sequences - 1)).int()
         return torch.cat([starts[:1], starts]).to(device)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from npu_ops.core import make
 from npu_ops.core.compare import Tolerance
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. fp32 also
@@ -37,13 +38,13 @@ class Case:
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
         """Arguments of `gdn_gate`: normal a and b, A_log and dt_bias as models start with."""
         draw = torch.Generator().manual_seed(seed)
-        ba = torch.randn((self.tokens, 2 * self.heads), generator=draw) * 3
+        ba = make.normal((self.tokens, 2 * self.heads), draw) * 3
         b, a = ba.to(device, dtype).chunk(2, dim=-1)
-        decay = torch.rand((self.heads,), generator=draw) * 16
+        decay = make.uniform((self.heads,), draw) * 16
         return {
             "a": a,
             "A_log": decay.clamp(0.01).log().to(device),
-            "dt_bias": torch.randn((self.heads,), generator=draw).to(device) if self.bias else None,
+            "dt_bias": make.normal((self.heads,), draw).to(device) if self.bias else None,
             "b": b if self.beta else None,
             "allow_neg_eigval": self.allow_neg_eigval,
         }

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from npu_ops.core import make
 from npu_ops.core.compare import Tolerance
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. In fp32 the
@@ -38,7 +39,7 @@ class Case:
         """Arguments of `l2norm`: normal, the same on every device."""
         draw = torch.Generator().manual_seed(seed)
         width = self.heads * self.dim
-        x = torch.randn((self.tokens, width + self.behind), generator=draw).to(device, dtype)
+        x = make.normal((self.tokens, width + self.behind), draw).to(device, dtype)
         return {"x": x[:, :width].unflatten(1, (self.heads, self.dim)), "eps": self.eps}
 
 

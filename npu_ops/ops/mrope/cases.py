@@ -7,6 +7,7 @@ import itertools
 
 import torch
 
+from npu_ops.core import make
 from npu_ops.ops.rope import cases as rope
 
 TOLERANCES = rope.TOLERANCES  # the same arithmetic
@@ -30,7 +31,7 @@ class Case(rope.Case):
         """Arguments of `apply_multimodal_rotary_pos_emb`, with random positions on each axis."""
         draw = torch.Generator().manual_seed(seed + 1)
         shape = () if self.layout == "TND" else (self.batch,)
-        positions = torch.randint(32768, (3, *shape, self.tokens), generator=draw)
+        positions = make.integers(32768, (3, *shape, self.tokens), draw)
         cos, sin = rope.tables(
             positions, self.rotary_dim, self.theta, self.pair_layout, self.half_table
         )
@@ -45,11 +46,11 @@ class Case(rope.Case):
         """Arguments of `apply_multimodal_rotary_pos_emb_cached` (layout TND); the cache is fp32."""
         draw = torch.Generator().manual_seed(seed + 1)
         cache = torch.cat(
-            rope.tables(torch.arange(4096), self.rotary_dim, self.theta, self.pair_layout, True), -1
+            rope.tables(make.counted(4096), self.rotary_dim, self.theta, self.pair_layout, True), -1
         )
         qk = super().inputs(dtype, device, seed)
         return {
-            "positions": torch.randint(4096, (3, self.tokens), generator=draw).to(device),
+            "positions": make.integers(4096, (3, self.tokens), draw).to(device),
             "q": qk["q"],
             "k": qk["k"],
             "cos_sin_cache": cache.to(device),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from npu_ops.core import make
 from npu_ops.ops.rope import reference as rope
 
 
@@ -20,14 +21,14 @@ def mrope(
     return tuple(rope.rotate(x, cos, sin, layout, pair_layout, inverse, rotary_dim) for x in (q, k))
 
 
-def axis_of_frequency(mrope_section, section_layout, device=None):
+def axis_of_frequency(mrope_section, section_layout, device="cpu"):
     """0, 1 or 2 (T, H, W) for each frequency.
 
     chunked (Qwen2-VL): T...TH...HW...W. interleaved (Qwen3-VL): THWTHW...T...T, where H and W stop
     after their number of frequencies and T has the rest.
     """
     t, h, w = mrope_section
-    frequency = torch.arange(t + h + w, device=device)
+    frequency = make.counted(t + h + w, device=device)
     if section_layout == "chunked":
         return (frequency >= t).long() + (frequency >= t + h).long()
     is_h = (frequency % 3 == 1) & (frequency < 3 * h)

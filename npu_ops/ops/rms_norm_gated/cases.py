@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from npu_ops.core import make
 from npu_ops.core.compare import Tolerance
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. The gradient
@@ -42,9 +43,9 @@ class Case:
         """Arguments of `rms_norm_gated`: normal, weight around 1, the same on every device."""
         draw = torch.Generator().manual_seed(seed)
         shape, width = (self.tokens, self.heads, self.dim), self.heads * self.dim
-        x = torch.randn(shape, generator=draw).to(device, dtype)
-        weight = 1 + torch.randn((self.dim,), generator=draw) / 4
-        z = torch.randn((self.tokens, width + self.behind), generator=draw).to(device, dtype)
+        x = make.normal(shape, draw).to(device, dtype)
+        weight = 1 + make.normal((self.dim,), draw) / 4
+        z = make.normal((self.tokens, width + self.behind), draw).to(device, dtype)
         return {
             "x": x,
             "weight": weight.to(device, self.weight_dtype or dtype),

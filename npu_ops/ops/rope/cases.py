@@ -7,6 +7,7 @@ import itertools
 
 import torch
 
+from npu_ops.core import make
 from npu_ops.core.compare import Tolerance
 from npu_ops.ops.rope.arguments import PAIR_LAYOUTS
 
@@ -57,11 +58,11 @@ class Case:
         """
         draw = torch.Generator().manual_seed(seed)
         shape = () if self.layout == "TND" else (self.batch,)
-        positions = torch.randint(32768, (*shape, self.tokens), generator=draw)
+        positions = make.integers(32768, (*shape, self.tokens), draw)
         cos, sin = tables(positions, self.rotary_dim, self.theta, self.pair_layout, self.half_table)
         return {
-            "q": torch.randn(self.shape(self.q_heads), generator=draw).to(device, dtype),
-            "k": torch.randn(self.shape(self.k_heads), generator=draw).to(device, dtype),
+            "q": make.normal(self.shape(self.q_heads), draw).to(device, dtype),
+            "k": make.normal(self.shape(self.k_heads), draw).to(device, dtype),
             "cos": cos.to(device),
             "sin": sin.to(device),
             "layout": self.layout,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import check
+from npu_ops.core import check, make
 from npu_ops.core.memo import TensorCache
 from npu_ops.core.registry import explains
 from npu_ops.ops.rope import arguments, op
@@ -117,7 +117,7 @@ def _packed_rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank):
     starts = cu_seqlens.long()
     lengths = starts.diff() // cp_size
     local_starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    token = torch.arange(tokens, device=starts.device)
+    token = make.counted(tokens, device=starts.device)
     sequence = torch.searchsorted(local_starts, token, right=True) - 1
     sequence = sequence.clamp(max=lengths.numel() - 1)
     position = token - local_starts[sequence]

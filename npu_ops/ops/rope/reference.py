@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from npu_ops.core import make
+
 
 def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim):
     """Rotate q and k; see `rotate`. cos, sin: [Bc, rows, W]; positions: None or [Bp, S] rows."""
@@ -15,7 +17,7 @@ def gather(table, positions):
     """The table's row of each token: [Bc, rows, W] -> [B, S, W]."""
     if positions is None:
         return table
-    batch = torch.arange(table.shape[0], device=table.device)[:, None]
+    batch = make.counted(table.shape[0], device=table.device)[:, None]
     return table[batch, positions.long()]
 
 

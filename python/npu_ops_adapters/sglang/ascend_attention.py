@@ -186,7 +186,7 @@ class Call:
         if keys is None or len(keys) != len(starts) - 1 or starts[-1] > self.q.shape[0]:
             raise ValueError("seq_lens_cpu: got none or others, needs one for each sequence")
         self.write(k, v, save_kv_cache)
-        starts = torch.tensor(starts, dtype=torch.int32)
+        starts = torch.tensor(starts, dtype=torch.int32, device="cpu")
         longest = int(starts.diff().max())
         on_device = self.on_device(starts), longest, self.on_device(keys)
         return self.several_each(*on_device, int(starts[-1]), starts, keys)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 import npu_ops
+from npu_ops.core import make
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.sglang import functions
 
@@ -49,7 +50,7 @@ def ours(
     if conv_states.shape[2] != weight.shape[1] - 1:
         raise ValueError(f"conv_states: got {list(conv_states.shape)}, needs W - 1 columns")
     if cache_indices is None:
-        cache_indices = torch.arange(query_start_loc.shape[0] - 1, device=x.device)
+        cache_indices = make.counted(query_start_loc.shape[0] - 1, device=x.device)
     x, tokens = functions.tokens_of_sequences(x.transpose(0, 1), query_start_loc)
     before = functions.read_slots(conv_states, cache_indices).to(x.dtype)
     if has_initial_state is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 import npu_ops
+from npu_ops.core import make
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.sglang import functions
 
@@ -67,7 +68,7 @@ def ours(
 
 def _converted(update: Callable, dtype: torch.dtype, pool, slots):
     states = functions.read_slots(pool, slots).to(dtype)
-    rows = torch.arange(slots.shape[0], device=slots.device)
+    rows = make.counted(slots.shape[0], device=slots.device)
     y = update(conv_state=states, conv_state_indices=torch.where(slots < 0, -1, rows))
     functions.write_slots(pool, slots, states)
     return y

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
+from npu_ops.core import make
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.sglang import functions, gated_delta_net
 
@@ -35,7 +34,7 @@ def ours(
     if not use_qk_l2norm_in_kernel or initial_state is None or cu_seqlens is None:
         raise ValueError("got another call than that of SGLang's backend")
     pooled = initial_state_indices is not None
-    slots = initial_state_indices if pooled else torch.arange(len(initial_state), device=q.device)
+    slots = initial_state_indices if pooled else make.counted(len(initial_state), device=q.device)
     v_first = gated_delta_net.state_v_first()
     o, after, between = gated_delta_net.prefill(
         v_first, q, k, v, g, beta, initial_state, slots, cu_seqlens

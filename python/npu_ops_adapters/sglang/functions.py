@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from packaging.version import Version
 
-from npu_ops.core import log
+from npu_ops.core import log, make
 from npu_ops_adapters.patching import Names, Patch
 from npu_ops_adapters.sglang import hooks
 
@@ -134,7 +134,7 @@ def write_slots(pool: torch.Tensor, indices: torch.Tensor, values: torch.Tensor)
         return
     real = indices >= 0
     first = real.int().argmax()
-    rows = torch.where(real, torch.arange(real.numel(), device=real.device), first)
+    rows = torch.where(real, make.counted(real.numel(), device=real.device), first)
     slots = indices[rows].clamp(min=0).long()
     values = values[rows].to(pool.dtype)
     pool[slots] = torch.where(real[first], values, pool[slots])

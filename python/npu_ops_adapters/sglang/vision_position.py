@@ -75,7 +75,7 @@ def _corners(height, width, side, merge, frames):
 
 def _between(count, side):
     """For points spread evenly over a side: the index before and after, each with its weight."""
-    points = torch.linspace(0, side - 1, count, dtype=torch.float64)
+    points = torch.linspace(0, side - 1, count, dtype=torch.float64, device="cpu")
     before = points.long()
     share = points - before
     return (before, 1 - share), ((before + 1).clamp(max=side - 1), share)
