@@ -1,69 +1,94 @@
-"""`python -m npu_ops_emulator [options] -- COMMAND...`: run a command on the emulated NPU."""
+"""`npu-ops emulate`, and `python -m npu_ops_emulator`: run a command on the emulated NPU."""
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import shutil
 import sys
+from typing import Annotated
+
+import typer
 
 import npu_ops_emulator
 from npu_ops_emulator import EmulatorError, Settings
 
+# Options behind the name of the command are the command's.
+CONTEXT = {"allow_interspersed_args": False}
+DEFAULT = Settings()
 
-def main(arguments: list[str] | None = None) -> int:
-    """Replaces this process by the command; returns only if it cannot."""
-    options = _parse(arguments)
-    try:
-        if options.status:
-            for name, value in npu_ops_emulator.status().items():
-                print(f"{name}: {value}")
-            return 0
-        variables = npu_ops_emulator.environment(_settings(options), options.torch_npu)
-    except (EmulatorError, ValueError) as error:
-        print(f"npu-ops emulate: {error}", file=sys.stderr)
-        return 1
+
+def emulate(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[--] COMMAND...", help="The command and its arguments."),
+    ] = None,
+    devices: Annotated[int, typer.Option(help="How many NPUs.")] = DEFAULT.devices,
+    soc: Annotated[str, typer.Option(help="Which chip.")] = DEFAULT.soc,
+    memory_gib: Annotated[float, typer.Option(help="Memory of each NPU.")] = DEFAULT.memory_gib,
+    check_bounds: Annotated[
+        bool, typer.Option("--check-bounds", help="Report Triton kernels that leave a tensor.")
+    ] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Print every operator that runs.")] = False,
+    torch_npu: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The torch_npu wheel, or its folder.")
+    ] = None,
+    status: Annotated[
+        bool, typer.Option("--status", help="Say what is built and what is missing; run nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --status: print JSON.")] = False,
+) -> None:
+    """Run a command as if this machine had NPUs: the real torch_npu, on a runtime in host memory.
+
+    It shows that code is right, not that it is fast.
+    """
+    if status:
+        _print_status(as_json)
+    elif not command:
+        fail("needs a command after --", 2)
+    else:
+        settings = _or_fail(lambda: Settings(devices, soc, memory_gib, check_bounds, trace))
+        _run(command, _or_fail(lambda: npu_ops_emulator.environment(settings, torch_npu)))
+
+
+def _print_status(as_json: bool) -> None:
+    found = npu_ops_emulator.status()
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        print("\n".join(f"{name}: {value}" for name, value in found.items()))
+
+
+def _run(command: list[str], variables: dict[str, str]) -> None:
+    """Replace this process by the command."""
     # `python`, `pytest` and `torchrun` are those of the environment that the emulator belongs to.
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-    program = shutil.which(options.command[0], path=path)
+    program = shutil.which(command[0], path=path)
     if program is None:
-        print(f"npu-ops emulate: {options.command[0]!r} was not found", file=sys.stderr)
-        return 127
+        fail(f"{command[0]!r} was not found", 127)
     sys.stdout.flush()
-    os.execve(program, options.command, os.environ | variables | {"PATH": path})
+    os.execve(program, command, os.environ | variables | {"PATH": path})
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    default = Settings()
-    parser = argparse.ArgumentParser(
-        prog="npu-ops emulate",
-        usage="%(prog)s [options] -- COMMAND...",
-        description="Run a command as if this machine had NPUs: the real torch_npu on a runtime in "
-        "host memory. It shows that code is right, not that it is fast.",
-    )
-    parser.add_argument("--devices", type=int, default=default.devices, help="NPUs (%(default)s)")
-    parser.add_argument("--soc", default=default.soc, help="chip (%(default)s)")
-    parser.add_argument("--memory-gib", type=float, default=default.memory_gib,
-                        help="memory of each NPU (%(default)s)")  # fmt: skip
-    parser.add_argument("--check-bounds", action="store_true",
-                        help="report Triton kernels that leave a tensor")  # fmt: skip
-    parser.add_argument("--trace", action="store_true", help="print every operator that runs")
-    parser.add_argument("--torch-npu", metavar="PATH", help="the torch_npu wheel, or its folder")
-    parser.add_argument("--status", action="store_true", help="say what is built, run nothing")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    # The `--` may be left out, and command lines that pass arguments on often take it away.
-    options.command = options.command[options.command[:1] == ["--"] :]
-    if not options.command and not options.status:
-        parser.error("needs a command after --")
-    return options
+def _or_fail(make):
+    try:
+        return make()
+    except (EmulatorError, ValueError) as error:
+        fail(str(error), 1)
 
 
-def _settings(options: argparse.Namespace) -> Settings:
-    return Settings(
-        options.devices, options.soc, options.memory_gib, options.check_bounds, options.trace
-    )
+def fail(sentence: str, code: int) -> None:
+    """Say on stderr what is wrong, and end."""
+    print(f"npu-ops emulate: {sentence}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """`python -m npu_ops_emulator`."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(context_settings=CONTEXT)(emulate)
+    app()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

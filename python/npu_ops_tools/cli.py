@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-import json
 import pathlib
-import sys
 from typing import Annotated
 
 import typer
+from npu_ops_emulator import __main__ as emulator
 from rich.console import Console
 
 import npu_ops
+from npu_ops_tools.compile.cli import compile_command
+from npu_ops_tools.options import AsJson, Device, Dtype, Ops, fail, print_json
 
 app = typer.Typer(
     help="Operators for Qwen3-VL, Qwen3-Next and Qwen3.5 class models on Ascend NPUs.",
@@ -20,25 +22,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console()
-# The rest of the line goes to a parser of its own.
-PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-Ops = Annotated[list[str] | None, typer.Argument(help="Some ops; default: all.")]
 
 
-class Device(str, enum.Enum):
+class DemoDevice(str, enum.Enum):
     """Where the demo trains."""
 
     CPU = "cpu"
     NPU = "npu"
     EMULATED = "npu-emulated"
-
-
-class Dtype(str, enum.Enum):
-    """What parity is compared in."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    FLOAT32 = "float32"
 
 
 def version(wanted: bool) -> None:
@@ -49,14 +40,17 @@ def version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=version, is_eager=True)] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=version, is_eager=True, help="Print the version."),
+    ] = False,
 ) -> None:
     """Nothing of its own."""
 
 
 @app.command()
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_json: AsJson = False,
     modules: Annotated[
         list[str] | None,
         typer.Option("--import", help="Import this too, for what it does to our patches."),
@@ -69,24 +63,30 @@ def doctor(
     from npu_ops_tools import doctor
 
     found = doctor.collect(modules or ())
-    print(json.dumps(found, indent=1) if as_json else doctor.text(found))
+    print_json(found) if as_json else print(doctor.text(found))
     raise typer.Exit(1 if found["not in force"] else 0)
 
 
 @app.command("list")
-def list_ops() -> None:
+def list_ops(as_json: AsJson = False) -> None:
     """The ops, their public functions and their implementations."""
     from npu_ops_tools import where
 
-    for op, functions in where.ops().items():
-        console.print(f"[bold]{op}[/] ({', '.join(where.implementations(op))})")
-        for function in functions:
-            summary = getattr(npu_ops, function).__doc__.partition("\n")[0]
+    found = where.summaries()
+    if as_json:
+        print_json(found)
+        return
+    for op, about in found.items():
+        console.print(f"[bold]{op}[/] ({', '.join(about['implementations'])})")
+        for function, summary in about["functions"].items():
             console.print(f"  {function}: {summary}", highlight=False)
 
 
 @app.command()
-def where(op: Annotated[str, typer.Argument(help="An op or one of its functions.")]) -> None:
+def where(
+    op: Annotated[str, typer.Argument(help="An op or one of its functions.")],
+    as_json: AsJson = False,
+) -> None:
     """Where an op is: definition, kernels, tests, benchmark, adapters."""
     from npu_ops_tools import where
 
@@ -94,9 +94,13 @@ def where(op: Annotated[str, typer.Argument(help="An op or one of its functions.
         found = where.where(op)
     except ValueError as error:
         fail(error)
-    for what, paths in found.items():
+    shown = {what: [str(path.relative_to(where.ROOT)) for path in found[what]] for what in found}
+    if as_json:
+        print_json(shown)
+        return
+    for what, paths in shown.items():
         for path in paths:
-            print(f"{what:16}{path.relative_to(where.ROOT)}")
+            print(f"{what:16}{path}")
 
 
 @app.command()
@@ -106,7 +110,7 @@ def explain(
         list[str] | None,
         typer.Argument(help="Fields of AttentionSpec, as heads=16 head_dim=72 keys=packed."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Which operator of an NPU computes a call, how it is told, and why nothing better does."""
     from npu_ops_tools import explain
@@ -115,7 +119,7 @@ def explain(
         plan = explain.explain(op, settings or [])
     except ValueError as error:
         fail(error)
-    print(json.dumps(plan.as_dict(), indent=1) if as_json else plan)
+    print_json(plan.as_dict()) if as_json else print(plan)
 
 
 @app.command()
@@ -128,7 +132,7 @@ def demo(
         typer.Option(help="Folder that megatron-core is in, if it is not installed."),
     ] = None,
     device: Annotated[
-        Device | None, typer.Option(help="Default: an NPU if there is one, else the CPU.")
+        DemoDevice | None, typer.Option(help="Default: an NPU if there is one, else the CPU.")
     ] = None,
     steps: Annotated[int, typer.Option(min=10, help="Training steps.")] = 30,
     seeds: Annotated[int, typer.Option(min=2, help="Runs with dropout, each with its seed.")] = 4,
@@ -149,24 +153,28 @@ def parity(
     model: Annotated[str, typer.Option(help="Its shapes: qwen3-vl-8b, qwen3.5-9b, ...")] = (
         "qwen3-vl-8b"
     ),
-    dtype: Dtype = Dtype.BFLOAT16,
-    device: str = "cpu",
-    tokens: Annotated[int, typer.Option(min=2)] = 64,
+    dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = Dtype.BFLOAT16,
+    device: Device = "cpu",
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens in a sequence.")] = 64,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks: heads of one.")] = 1,
+    as_json: AsJson = False,
 ) -> None:
     """Compare every op with its reference at a model's shapes, forward and gradients."""
     import torch
 
     from npu_ops_tools import parity
 
-    rows = []
-    print(f"{model}, {dtype.value}, {device}: errors as parts of what is allowed, 1 at most")
+    rows, show = [], (lambda line: None) if as_json else print
+    show(f"{model}, {dtype.value}, {device}: errors as parts of what is allowed, 1 at most")
+    show(parity.HEAD)
     try:
         for row in parity.run(model, getattr(torch, dtype.value), device, tokens, tp, ops):
-            print(parity.line(row) if rows else f"{parity.HEAD}\n{parity.line(row)}", flush=True)
+            show(parity.line(row))
             rows.append(row)
     except (RuntimeError, ValueError) as error:
         fail(error)
+    if as_json:
+        print_json([dataclasses.asdict(row) for row in rows])
     raise typer.Exit(0 if all(row.passed for row in rows) else 1)
 
 
@@ -176,6 +184,7 @@ def replay(
     device: Annotated[
         str | None, typer.Option(help="Default: the one on which it was wrong.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compute again, and compare with the reference, what shadow mode found to be wrong."""
     from npu_ops.core import shadow
@@ -186,7 +195,11 @@ def replay(
     except (FileNotFoundError, RuntimeError, ValueError) as error:
         fail(error)
     passed = all(ratio <= most for ratio, most in errors.values())
-    print(f"{'passed' if passed else 'WRONG'}: {what}: {shadow.shown(errors)}")
+    if as_json:
+        limits = {name: {"error": e, "allowed": most} for name, (e, most) in errors.items()}
+        print_json({"passed": passed, "what": what, "tensors": limits})
+    else:
+        print(f"{'passed' if passed else 'WRONG'}: {what}: {shadow.shown(errors)}")
     raise typer.Exit(0 if passed else 1)
 
 
@@ -197,19 +210,23 @@ def bench(
         pathlib.Path | None,
         typer.Option(help="Folder for the CSV, named after the device."),
     ] = None,
-    quick: Annotated[bool, typer.Option(help="Few small cases.")] = False,
-    device: str = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Few small cases.")] = False,
+    device: Device = "cpu",
+    as_json: AsJson = False,
 ) -> None:
     """Time the ops against what they replace, after checking that they are right."""
     from npu_ops_tools import bench
 
     try:
-        rows = bench.run(ops, quick, device, report=show_row)
+        rows = bench.run(ops, quick, device, report=(lambda row: None) if as_json else show_row)
     except (FileNotFoundError, ValueError, AssertionError) as error:
         fail(error)
     if output:
         path = bench.write(rows, output)
-        console.print(f"{len(rows)} rows in {path}")
+    if as_json:
+        print_json(rows)
+    elif output:
+        print(f"{len(rows)} rows in {path}")
 
 
 def show_row(row: dict) -> None:
@@ -237,26 +254,8 @@ def report(
     console.print(f"written: {path}")
 
 
-@app.command(context_settings=PASSED_ON)
-def compile(context: typer.Context) -> None:
-    """Compile the Triton kernels with the vendor's compiler and check what it made of them."""
-    from npu_ops_tools import compile
-
-    raise typer.Exit(compile.main(context.args))
-
-
-@app.command(context_settings=PASSED_ON)
-def emulate(context: typer.Context) -> None:
-    """Run a command as if this machine had NPUs: the real torch_npu, in host memory."""
-    from npu_ops_emulator.__main__ import main
-
-    raise typer.Exit(main(context.args))
-
-
-def fail(error: Exception) -> None:
-    """Say what is wrong in one line, and end."""
-    print(f"npu-ops: {error}", file=sys.stderr)
-    raise typer.Exit(2)
+app.command("compile")(compile_command)
+app.command(context_settings=emulator.CONTEXT)(emulator.emulate)
 
 
 def main() -> None:

@@ -36,6 +36,19 @@ def implementations(op: str) -> list[str]:
     return [implementation.name for implementation in Table.tables[op].implementations]
 
 
+def summaries() -> dict[str, dict]:
+    """Of each op: the implementations, and the first line of each public function's docstring."""
+    return {
+        op: {
+            "implementations": implementations(op),
+            "functions": {
+                name: getattr(npu_ops, name).__doc__.partition("\n")[0] for name in functions
+            },
+        }
+        for op, functions in ops().items()
+    }
+
+
 def resolve(name: str) -> str:
     """The op that `name` is, or whose public function it is.
 

@@ -93,21 +93,22 @@ def test_a_kept_report_is_the_same(tmp_path, monkeypatch):
 
 def command(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "npu_ops_tools.compile", *map(str, arguments)],
+        [sys.executable, "-m", "npu_ops_tools", "compile", *map(str, arguments)],
         capture_output=True,
         text=True,
     )
 
 
 def test_the_command(tmp_path):
-    done = command(
+    arguments = (
         f"{FILE}::add", "--signature", "x=*fp32,y=*fp32", "--signature", "out=*fp32,n=i32",
-        "--constexpr", "BLOCK=4096", "--bodies",
-        "--json", tmp_path / "r.json", "--csv", tmp_path / "r.csv",
+        "--constexpr", "BLOCK=4096",
     )  # fmt: skip
+    done = command(*arguments, "--bodies")
     assert done.returncode == 0, done.stderr
     assert "1 kernels, 0 with faults (triton-ascend 3.2.0, ascendnpu-ir 1.2.0)" in done.stdout
-    (row,) = json.loads((tmp_path / "r.json").read_text())
+    assert "loop 1 kernels.py:" in done.stdout
+    (row,) = json.loads(command(*arguments, "--json", "--csv", tmp_path / "r.csv").stdout)
     (line,) = csv.DictReader((tmp_path / "r.csv").open())
     assert row["kernel"] == line["kernel"] == "add"
     assert row["loaded"] == int(line["loaded"]) == 2 * 4096 * 4
@@ -130,8 +131,8 @@ def test_the_command_fails_for_a_fault():
         ([f"{FILE}::add", "--signature", "x=*bf17"], "signature: got x=*bf17, needs a type of"),
         (["rope", "--case", "nope"], "case: got 'nope', needs one of few-pairs-interleaved, "),
         (["rope", "--soc", "nope"], "soc: got 'nope', needs one of Ascend910B, "),
-        (["rope", "--dtype", "nope"], "argument --dtype: invalid choice: 'nope'"),
-        (["rope", "--json", "nope/r.json"], "--json: got 'nope/r.json', needs a folder that exi"),
+        (["rope", "--dtype", "nope"], "'nope' is not one of 'float32', "),
+        (["rope", "--csv", "nope/r.csv"], "--csv: got 'nope/r.csv', needs a folder that exists"),
     ],
 )
 def test_mistakes(arguments, error):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import typer
 from npu_ops_tools import where
 from npu_ops_tools.cli import app
 from typer.testing import CliRunner
@@ -157,5 +158,46 @@ def test_demo_without_megatron(tmp_path):
     assert "megatron: got" in error and "pip install --no-deps" in error
 
 
-def test_compile_passes_its_arguments_on():
-    assert "--soc" in command("compile", "--help")
+# The command line as a whole
+
+
+VERBS = typer.main.get_command(app).commands
+# Their results are pages, files or another program.
+WITHOUT_A_TABLE = {"demo", "report"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_has_a_help_text(verb):
+    assert VERBS[verb].help
+    missing = [p.name for p in VERBS[verb].params if not getattr(p, "help", None)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS.keys() - WITHOUT_A_TABLE))
+def test_what_prints_a_table_prints_json_too(verb):
+    assert any("--json" in option.opts for option in VERBS[verb].params)
+
+
+def test_json_of_ops_and_places():
+    listed = json.loads(call("list", "--json"))
+    assert listed.keys() == where.ops().keys()
+    assert listed["rope"]["implementations"] == where.implementations("rope")
+    places = json.loads(call("where", "rope", "--json"))
+    assert places["definition"] == ["npu_ops/ops/rope/reference.py"]
+
+
+def test_json_of_parity_and_bench():
+    (row, *_) = json.loads(call("parity", "rope", "--tokens", 8, "--json"))
+    assert row["op"] == "rope" and row["passed"] is True and row["forward"] <= 1
+    rows = json.loads(call("bench", "select", "--quick", "--json"))
+    assert {row["op"] for row in rows} == {"select"} and float(rows[0]["ms_p50"]) > 0
+
+
+def test_json_of_what_the_emulator_has():
+    found = json.loads(command("emulate", "--status", "--json"))
+    assert found["torch"] == torch.__version__
+
+
+def test_the_rest_of_the_line_is_the_commands():
+    wrong = command("emulate", "--devices", 0, "no-such-program", "--devices", "x", code=1)
+    assert wrong == "npu-ops emulate: devices: got 0, needs 1 to 64\n"

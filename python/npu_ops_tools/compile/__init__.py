@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from npu_ops_emulator.vendor import SOCS, CompileError, versions
 
-from npu_ops_tools.compile.cli import main
 from npu_ops_tools.compile.hivm import LoopBody
 from npu_ops_tools.compile.launches import Launch, launches
 from npu_ops_tools.compile.report import CompileReport, compile_kernel, compile_launch
@@ -25,6 +24,5 @@ __all__ = [
     "compile_kernel",
     "compile_launch",
     "launches",
-    "main",
     "versions",
 ]

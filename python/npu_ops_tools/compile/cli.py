@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
-import csv
+import csv as csv_files
 import dataclasses
-import json
 import pathlib
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from typing import Annotated
 
+import torch
+import typer
 from npu_ops_emulator import vendor
 
 from npu_ops.core.socs import ub_bytes
-from npu_ops_tools.compile.launches import FLOATS, Launch, cases_of, from_file, launches
+from npu_ops_tools.compile.launches import Launch, cases_of, from_file, launches
 from npu_ops_tools.compile.report import CompileReport, compile_launch
+from npu_ops_tools.options import AsJson, Dtype, fail, print_json
 from npu_ops_tools.where import ops
 
-EXAMPLES = """
-npu-ops compile                                  every kernel of every op, for the models' shapes
-npu-ops compile rope --soc Ascend910_9391        one op, another SoC
-npu-ops compile mine.py::add_kernel --signature "x=*bf16,y=*bf16,n=i32" --constexpr BLOCK=4096
-
-The exit status is 1 if a kernel does not compile, has a scalar loop, or lost multi-buffering.
-"""
 TOTALS = ("vector", "cube", "loads", "stores", "loaded", "stored")
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """The parameters of FILE.py::KERNEL, as `from_file` takes them."""
+
+    arguments: str
+    constants: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,78 +49,78 @@ class Row:
         return known | dataclasses.asdict(self.report) | totals
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compile and print a table; 1 if a kernel does not compile or has a fault."""
-    parser = _parser()
-    options = parser.parse_args(argv)
+def compile_command(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="OP", help="Ops, or FILE.py::KERNEL; default: all ops."),
+    ] = None,
+    soc: Annotated[
+        list[str] | None, typer.Option(help=f"May be repeated; default: {vendor.SOCS[0]}.")
+    ] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="A case's name; may be repeated; default: all.")
+    ] = None,
+    dtype: Annotated[
+        list[Dtype] | None, typer.Option(help="May be repeated; default: all.")
+    ] = None,
+    signature: Annotated[
+        list[str] | None,
+        typer.Option(help='Of FILE.py::KERNEL: "x=*bf16,n=i32"; may be repeated.'),
+    ] = None,
+    constexpr: Annotated[
+        list[str] | None, typer.Option(help='Of FILE.py::KERNEL: "BLOCK=1024"; may be repeated.')
+    ] = None,
+    bodies: Annotated[bool, typer.Option("--bodies", help="Also show each loop's body.")] = False,
+    as_json: AsJson = False,
+    csv: Annotated[
+        pathlib.Path | None, typer.Option(help="Write a row for each kernel to this file.")
+    ] = None,
+) -> None:
+    """Compile Triton kernels with the vendor's compiler, without an NPU, and check the result.
+
+    The exit status is 1 if a kernel does not compile, has a scalar loop, or lost multi-buffering.
+
+    \b
+    npu-ops compile                            every kernel of every op
+    npu-ops compile rope --soc Ascend910_9391  one op, another SoC
+    npu-ops compile mine.py::add --signature "x=*bf16,n=i32" --constexpr N=4096
+    """
+    # Compiling takes minutes, and then it is too late to say no.
+    if csv and not csv.parent.is_dir():
+        fail(f"--csv: got '{csv}', needs a folder that exists")
+    given = Signature(",".join(signature or ()), ",".join(constexpr or ()))
+    dtypes = [name.value for name in dtype or Dtype]
     try:
-        rows = list(_rows(options))
-    except ValueError as error:
-        parser.error(str(error))
-    except (FileNotFoundError, RuntimeError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    if options.json:
-        options.json.write_text(json.dumps([row.fields() for row in rows], indent=1, default=str))
-    if options.csv:
-        _write_csv(rows, options.csv)
-    _print(rows, options.bodies)
-    faulty = [row for row in rows if row.faults]
-    for row in faulty:
-        what = "\n  ".join(row.faults)
-        print(f"FAULT {row.launch.name} {row.launch.case} {row.soc}:\n  {what}")
-    print(f"{len(rows)} kernels, {len(faulty)} with faults ({vendor.versions()})")
-    return 1 if faulty or not rows else 0
+        rows = list(_rows(targets or list(ops()), soc or vendor.SOCS[:1], case, dtypes, given))
+    except (FileNotFoundError, RuntimeError, ValueError) as error:
+        fail(error)
+    if csv:
+        _write_csv(rows, csv)
+    if as_json:
+        print_json([row.fields() for row in rows])
+    else:
+        _print(rows, bodies)
+    raise typer.Exit(1 if not rows or any(row.faults for row in rows) else 0)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "npu-ops compile",
-        description="Compile Triton kernels with the vendor's compiler, without an NPU.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    known = ", ".join(ops())
-    add = parser.add_argument
-    add("targets", nargs="*", metavar="OP", help=f"{known}, or FILE.py::KERNEL; default: all ops")
-    add("--soc", action="append", help=f"default {vendor.SOCS[0]}; may be repeated")
-    add("--case", action="append", help="a case's name; may be repeated")
-    add("--dtype", action="append", choices=FLOATS, help="default all; may be repeated")
-    of_kernel = {"action": "append", "default": []}
-    add("--signature", **of_kernel, help='of FILE.py::KERNEL: "x=*bf16,n=i32"; may be repeated')
-    add("--constexpr", **of_kernel, help='of FILE.py::KERNEL: "BLOCK=1024"; may be repeated')
-    add("--bodies", action="store_true", help="also show each loop's body")
-    add("--json", type=_file, metavar="FILE", help="write the reports to FILE")
-    add("--csv", type=_file, metavar="FILE", help="write a row for each kernel to FILE")
-    return parser
-
-
-def _file(text: str) -> pathlib.Path:
-    """A file that can be written: compiling takes minutes, and then it is too late to say no."""
-    path = pathlib.Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"got {text!r}, needs a folder that exists")
-    return path
-
-
-def _rows(options) -> Iterator[Row]:
-    targets, socs = options.targets or ops(), options.soc or vendor.SOCS[:1]
+def _rows(
+    targets: list[str],
+    socs: Sequence[str],
+    cases: list[str] | None,
+    dtypes: list[str],
+    given: Signature,
+) -> Iterator[Row]:
     for soc in socs:
-        ub_bytes(soc)  # refuses what is none
-    _check_cases(targets, options.case or ())
+        ub_bytes(soc)  # raises for an unknown SoC
+    _check_cases(targets, cases or ())
     for target in targets:
         for soc in socs:
-            for launch in _launches(target, soc, options):
+            if "::" in target:
+                found = [from_file(target, given.arguments, given.constants)]
+            else:
+                found = launches(target, cases, [getattr(torch, name) for name in dtypes], soc)
+            for launch in found:
                 yield _row(target, launch, soc)
-
-
-def _launches(target: str, soc: str, options) -> Iterable[Launch]:
-    import torch
-
-    if "::" in target:
-        return [from_file(target, ",".join(options.signature), ",".join(options.constexpr))]
-    dtypes = [getattr(torch, name) for name in options.dtype or FLOATS]
-    return launches(target, options.case, dtypes, soc)
 
 
 def _check_cases(targets: list[str], names: list[str]) -> None:
@@ -153,7 +155,7 @@ def _write_csv(rows: list[Row], path: pathlib.Path) -> None:
     fields = [row.fields() for row in rows]
     names = [name for name in max(fields, key=len, default={}) if name != "bodies"]
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names, extrasaction="ignore")
+        writer = csv_files.DictWriter(file, names, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(fields)
 
@@ -178,3 +180,8 @@ def _print(rows: list[Row], bodies: bool) -> None:
             counts = (getattr(body, name) for name in TOTALS)
             table.add_row(f"  loop {body.depth} {body.source}", *[""] * 7, *map(str, counts))
     Console(width=180).print(table)
+    faulty = [row for row in rows if row.faults]
+    for row in faulty:
+        what = "\n  ".join(row.faults)
+        print(f"FAULT {row.launch.name} {row.launch.case} {row.soc}:\n  {what}")
+    print(f"{len(rows)} kernels, {len(faulty)} with faults ({vendor.versions()})")

@@ -1,0 +1,33 @@
+"""What the verbs of the command line share: common options, and how a verb ends."""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Ops = Annotated[list[str] | None, typer.Argument(help="Some ops; default: all.")]
+Device = Annotated[str, typer.Option(help="A torch device: cpu, cuda, npu, npu:1, ...")]
+
+
+class Dtype(str, enum.Enum):
+    """The floating-point types of the kernels."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+def fail(error: Exception | str) -> NoReturn:
+    """Say on stderr what is wrong, and end with 2."""
+    print(f"npu-ops: {error}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def print_json(found: Any) -> None:
+    """Print plain data; what JSON does not know is printed as its text."""
+    print(json.dumps(found, indent=1, default=str))
