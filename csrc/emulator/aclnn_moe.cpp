@@ -1,6 +1,7 @@
 // Mixtures of experts: choosing experts, sorting tokens by them, a product for each, and back.
 // Formulas and constraints: torch_npu's documentation of npu_moe_gating_top_k_softmax,
-// npu_moe_init_routing_v2, npu_grouped_matmul and npu_moe_finalize_routing.
+// npu_moe_init_routing_v2, npu_grouped_matmul, npu_moe_finalize_routing, npu_moe_token_permute and
+// npu_moe_token_unpermute, and the vendor's of aclnnGroupedMatmulV5 and aclnnMoeToken....
 #include <ATen/ops/arange.h>
 #include <ATen/ops/bincount.h>
 #include <ATen/ops/empty_like.h>
@@ -71,37 +72,157 @@ void route(const at::Tensor& x, const at::Tensor& experts, int64_t expert_num, i
   tokens.copy_(tokens_type == kCount ? each : each.cumsum(0));
 }
 
+constexpr int64_t kByTokens = 0, kByReduced = 2;  // group_type: the axis that groups divide
+
+// As the vendor tells it: the strides of a transposed matrix, and not of one that lies as it reads.
+bool transposed(const at::Tensor& matrix) {
+  return matrix.stride(-2) == 1 && matrix.stride(-1) == matrix.size(-2) && !matrix.is_contiguous();
+}
+
+void check_by_tokens(const at::Tensor& x, const at::Tensor& weight) {
+  need(x.dim() == 2 && weight.dim() == 3, "x, weight: got ", x.dim(), " and ", weight.dim(),
+       " dimensions, needs 2 and 3 with group_type 0");
+  need(weight.size(1) == x.size(1), "weight: got ", weight.sizes(), " for x ", x.sizes());
+  need(!transposed(x), "x: got a transposed tensor, needs one that is not with group_type 0");
+}
+
+void check_by_reduced(const at::Tensor& x, const at::Tensor& weight) {
+  need(x.dim() == 2 && weight.dim() == 2, "x, weight: got ", x.dim(), " and ", weight.dim(),
+       " dimensions, needs 2 and 2 with group_type 2");
+  need(weight.size(0) == x.size(1), "weight: got ", weight.sizes(), " for x ", x.sizes());
+  need(transposed(x) || x.size(0) == 1 || x.size(1) == 1,
+       "x: got a tensor that is not transposed, needs one with group_type 2");
+  need(!transposed(weight),
+       "weight: got a transposed tensor, needs one that is not with "
+       "group_type 2");
+}
+
 void check_grouped(const std::vector<at::Tensor>& x, const std::vector<at::Tensor>& weight,
-                   bool others, bool groups, int64_t split_item, int64_t group_type,
+                   bool others, const Tensor& groups, int64_t split_item, int64_t group_type,
                    int64_t list_type, int64_t act_type) {
-  need(x.size() == 1 && weight.size() == 1 && weight[0].dim() == 3, "x, weight: got lists of ",
-       x.size(), " and ", weight.size(),
-       "; one of each, the weights of all groups together, is emulated");
+  need(x.size() == 1 && weight.size() == 1, "x, weight: got lists of ", x.size(), " and ",
+       weight.size(), "; one of each, all groups together, is emulated");
   check_half_or_float("x", x[0]);
   need(weight[0].scalar_type() == x[0].scalar_type(), "weight: got ", weight[0].scalar_type(),
        ", needs x's ", x[0].scalar_type());
-  need(weight[0].size(1) == x[0].size(-1), "weight: got ", weight[0].sizes(), " for x ",
-       x[0].sizes());
+  need(group_type == kByTokens || group_type == kByReduced, "group_type: got ", group_type,
+       "; 0 and 2 are emulated");
+  group_type == kByTokens ? check_by_tokens(x[0], weight[0]) : check_by_reduced(x[0], weight[0]);
   need(!others, "bias, scale, offset: got one, which is not emulated");
-  need(groups, "group_list: got none, needs the rows of each group");
-  need((split_item == 2 || split_item == 3) && group_type == 0 && act_type == 0,
-       "split_item, group_type, act_type: got ", split_item, ", ", group_type, ", ", act_type,
-       "; 2 or 3, 0 and 0 are emulated");
-  need(list_type == 0 || list_type == 1, "group_list_type: got ", list_type,
+  need(bool(groups), "group_list: got none, needs the size of each group");
+  need(groups->scalar_type() == at::kLong && groups->dim() == 1 && groups->size(0) <= 1024,
+       "group_list: got ", groups->scalar_type(), groups->sizes(),
+       ", needs int64 of 1 dimension and at most 1024 groups");
+  need(group_type == kByReduced || groups->size(0) == weight[0].size(0), "group_list: got ",
+       groups->size(0), " groups for weight ", weight[0].sizes());
+  need((split_item == 2 || split_item == 3) && act_type == 0, "split_item, act_type: got ",
+       split_item, ", ", act_type, "; 2 or 3 and 0 are emulated");
+  need(list_type == kCumulative || list_type == kCount, "group_list_type: got ", list_type,
        "; 0 and 1 are emulated");
 }
 
-// Row i of x by the weight of its group; rows behind the last group stay as they are.
+// Of group_type 0, row i of x by the weight of its group; rows behind the last group stay as they
+// are. Of group_type 2, the columns of x that are a group's by its rows of weight.
 void grouped(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& groups,
-             int64_t list_type, const at::Tensor& out) {
-  const at::Tensor ends = list_type == 0 ? groups : groups.cumsum(0);
+             int64_t group_type, int64_t list_type, const at::Tensor& out) {
+  const at::Tensor ends = list_type == kCumulative ? groups : groups.cumsum(0);
+  const int64_t axis = group_type == kByTokens ? 0 : 1;
   int64_t start = 0;
   for (int64_t group = 0; group < ends.numel(); ++group) {
     const int64_t end = ends[group].item<int64_t>();
-    const at::Tensor rows = to_float(x.slice(0, start, end));
-    out.slice(0, start, end).copy_(rows.matmul(to_float(weight[group])));
+    need(start <= end && end <= x.size(axis), "group_list: got a group that ends at ", end,
+         " after one that ends at ", start, ", needs ", start, " to ", x.size(axis));
+    const at::Tensor part = to_float(x.slice(axis, start, end));
+    if (group_type == kByTokens) {
+      out.slice(0, start, end).copy_(part.matmul(to_float(weight[group])));
+    } else {
+      out[group].copy_(part.matmul(to_float(weight.slice(0, start, end))));
+    }
     start = end;
   }
+}
+
+constexpr int64_t kMostChosen = 512, kMostIndices = 16777215;
+
+void check_chosen(const at::Tensor& sorted, int64_t rows, int64_t k, bool padded) {
+  need(!padded, "padded_mode: got True, needs False");
+  need(k > 0 && k <= kMostChosen, "top_k: got ", k, ", needs 1 to ", kMostChosen);
+  need(sorted.scalar_type() == at::kInt && sorted.dim() == 1 && sorted.size(0) == rows &&
+           rows % k == 0,
+       "sorted_indices: got ", sorted.scalar_type(), sorted.sizes(), ", needs int32 [", rows,
+       "], one for each row and ", k, " for each token");
+}
+
+void check_permute(const at::Tensor& tokens, const at::Tensor& indices, bool padded) {
+  need(is_float(tokens) || tokens.scalar_type() == at::kChar, "tokens: got ", tokens.scalar_type(),
+       ", needs float32, float16, bfloat16 or int8");
+  need(indices.scalar_type() == at::kInt || indices.scalar_type() == at::kLong, "indices: got ",
+       indices.scalar_type(), ", needs int32 or int64");
+  need(indices.dim() > 0 && indices.dim() < 3 && indices.size(0) == tokens.size(0), "indices: got ",
+       indices.sizes(), " for tokens ", tokens.sizes());
+  need(indices.numel() < kMostIndices, "indices: got ", indices.numel(), ", needs fewer than ",
+       kMostIndices);
+  need(!padded, "padded_mode: got True, needs False");
+  const int64_t k = indices.dim() == 1 ? 1 : indices.size(1);
+  need(k <= kMostChosen, "indices: got ", k, " for each token, needs at most ", kMostChosen);
+}
+
+// Each token as often as it has indices, sorted by them; and where its copies went.
+void permute(const at::Tensor& tokens, const at::Tensor& indices, const at::Tensor& out,
+             const at::Tensor& sorted) {
+  const at::Tensor flat = indices.flatten().to(at::kLong);
+  need((flat >= 0).logical_and(flat < kMostIndices).all().item<bool>(),
+       "indices: got one outside [0, ", kMostIndices, "), which is sorted wrong");
+  const at::Tensor order = flat.argsort(/*stable=*/true);
+  const int64_t k = indices.numel() / indices.size(0);
+  out.copy_(tokens.index_select(0, order.floor_divide(k).narrow(0, 0, out.size(0))));
+  sorted.index_copy_(0, order, at::arange(order.numel(), sorted.options()));
+}
+
+void check_permute_grad(const at::Tensor& grad, const at::Tensor& sorted, int64_t k, bool padded) {
+  check_half_or_float("permuted_tokens' gradient", grad);
+  check_chosen(sorted, grad.size(0), k, padded);
+}
+
+at::Tensor each_token(const at::Tensor& permuted, const at::Tensor& sorted, int64_t k) {
+  return to_float(permuted).index_select(0, sorted.to(at::kLong)).view({-1, k, permuted.size(1)});
+}
+
+int64_t chosen(const Tensor& probs) { return probs ? probs->size(1) : 1; }
+
+void check_unpermute(const at::Tensor& permuted, const at::Tensor& sorted, const Tensor& probs,
+                     bool padded) {
+  check_half_or_float("permuted_tokens", permuted);
+  if (probs) check_half_or_float("probs", probs);
+  check_chosen(sorted, permuted.size(0), chosen(probs), padded);
+  need(!probs || probs->numel() == sorted.numel(), "probs: got ", probs ? probs->numel() : 0,
+       " for ", sorted.numel(), " rows");
+}
+
+// The sum of each token's copies, weighted.
+void unpermute(const at::Tensor& permuted, const at::Tensor& sorted, const Tensor& probs,
+               const at::Tensor& out) {
+  at::Tensor each = each_token(permuted, sorted, chosen(probs));
+  if (probs) each = each * to_float(probs).unsqueeze(-1);
+  out.copy_(each.sum(1));
+}
+
+void check_unpermute_grad(const Tensor& permuted, const at::Tensor& grad, const at::Tensor& sorted,
+                          const Tensor& probs, bool padded) {
+  check_half_or_float("unpermuted_tokens' gradient", grad);
+  need(!probs || bool(permuted), "permuted_tokens: got none, needs it for the gradient of probs");
+  check_chosen(sorted, grad.size(0) * chosen(probs), chosen(probs), padded);
+}
+
+void unpermute_grad(const Tensor& permuted, const at::Tensor& grad, const at::Tensor& sorted,
+                    const Tensor& probs, const at::Tensor& out, const Tensor& probs_out) {
+  at::Tensor each = to_float(grad).unsqueeze(1);
+  if (probs) {
+    probs_out->copy_((each_token(permuted, sorted, chosen(probs)) * each).sum(-1));
+    each = each * to_float(probs).unsqueeze(-1);
+  }
+  const at::Tensor rows = each.reshape({-1, grad.size(1)}).to(out.scalar_type());
+  out.index_copy_(0, sorted.to(at::kLong), rows);
 }
 
 void check_finalize(const at::Tensor& rows, const at::Tensor& where, const Tensor& scales,
@@ -156,8 +277,8 @@ ACLNN(MoeInitRoutingV3,
          int64_t split_item, int64_t group_type, int64_t list_type,                                \
          int64_t act_type NPU_OPS_UNPACK TUNING, Tensors out, Tensors act_out, Tensors scale_out), \
         check_grouped(*x, *weight, bias || scale || offset || antiquant_scale || per_token_scale,  \
-                      bool(groups), split_item, group_type, list_type, act_type),                  \
-        grouped((*x)[0], (*weight)[0], groups, list_type, (*out)[0]))
+                      groups, split_item, group_type, list_type, act_type),                        \
+        grouped((*x)[0], (*weight)[0], groups, group_type, list_type, (*out)[0]))
 GROUPED_MATMUL(GroupedMatmulV4, ())
 GROUPED_MATMUL(GroupedMatmulV5, (, Ints tuning))
 ACLNN(MoeFinalizeRoutingV2,
@@ -165,3 +286,16 @@ ACLNN(MoeFinalizeRoutingV2,
        Tensor experts, int64_t mode, Tensor out),
       check_finalize(rows, where, scales, mode),
       finalize(rows, where, skip1, skip2, bias, scales, experts, mode, out))
+ACLNN(MoeTokenPermute,
+      (Tensor tokens, Tensor indices, int64_t, bool padded, Tensor out, Tensor sorted),
+      check_permute(tokens, indices, padded), permute(tokens, indices, out, sorted))
+ACLNN(MoeTokenPermuteGrad, (Tensor grad, Tensor sorted, int64_t k, bool padded, Tensor out),
+      check_permute_grad(grad, sorted, k, padded), out->copy_(each_token(grad, sorted, k).sum(1)))
+ACLNN(MoeTokenUnpermute,
+      (Tensor permuted, Tensor sorted, Tensor probs, bool padded, Ints shape, Tensor out),
+      check_unpermute(permuted, sorted, probs, padded), unpermute(permuted, sorted, probs, out))
+ACLNN(MoeTokenUnpermuteGrad,
+      (Tensor permuted, Tensor grad, Tensor sorted, Tensor probs, bool padded, Ints shape,
+       Tensor out, Tensor probs_out),
+      check_unpermute_grad(permuted, grad, sorted, probs, padded),
+      unpermute_grad(permuted, grad, sorted, probs, out, probs_out))

@@ -78,6 +78,12 @@ const std::unordered_set<std::string>& mixed() {
   return names;
 }
 
+// Operators whose CPU kernel takes no integers, where the vendor's does. Counts are exact in fp64.
+const std::unordered_set<std::string>& without_integers() {
+  static const std::unordered_set<std::string> names = {"histc"};
+  return names;
+}
+
 // Host memory under a device tensor's address, and the tensor it belongs to.
 struct Alias {
   at::Tensor npu;
@@ -95,6 +101,7 @@ class Call {
     arguments_.assign(stack_->begin() + first, stack_->end());
     find_device();
     check_devices();
+    find_integers();
     c10::OptionalDeviceGuard guard;
     if (device_) {
       guard.reset_device(*device_);
@@ -108,7 +115,7 @@ class Call {
     }
     write_back();
     const size_t results = schema_.returns().size(), begin = stack_->size() - results;
-    for (size_t i = 0; i < results; ++i) (*stack_)[begin + i] = to_npu((*stack_)[begin + i], i);
+    for (size_t i = 0; i < results; ++i) (*stack_)[begin + i] = to_npu((*stack_)[begin + i]);
   }
 
  private:
@@ -200,6 +207,13 @@ class Call {
                   *device_, " and ", *other_, "! (aten::", name_, ")");
   }
 
+  void find_integers() {
+    const bool functional = schema_.overload_name().empty();
+    if (!functional || !without_integers().count(name_) || !arguments_[0].isTensor()) return;
+    const auto type = arguments_[0].toTensor().scalar_type();
+    if (c10::isIntegralType(type, /*includeBool=*/false)) integers_ = type;
+  }
+
   // A CPU tensor over the memory of an NPU tensor: the whole storage, so that views stay views.
   at::Tensor alias(const at::Tensor& tensor) {
     if (!tensor.defined() || tensor.device().type() != kNpu) return tensor;
@@ -226,8 +240,11 @@ class Call {
     return cpu;
   }
 
-  c10::IValue to_cpu(const c10::IValue& value, size_t) {
-    if (value.isTensor()) return alias(value.toTensor());
+  c10::IValue to_cpu(const c10::IValue& value, size_t index) {
+    if (value.isTensor()) {
+      const at::Tensor cpu = alias(value.toTensor());
+      return integers_ && index == 0 ? cpu.to(at::kDouble) : cpu;
+    }
     if (value.isTensorList()) {
       c10::List<at::Tensor> list;
       for (const at::Tensor& tensor : value.toTensorList()) list.push_back(alias(tensor));
@@ -272,8 +289,11 @@ class Call {
     return npu;
   }
 
-  c10::IValue to_npu(const c10::IValue& value, size_t) {
-    if (value.isTensor()) return to_npu(value.toTensor());
+  c10::IValue to_npu(const c10::IValue& value) {
+    if (value.isTensor()) {
+      const at::Tensor cpu = value.toTensor();
+      return to_npu(integers_ ? cpu.to(*integers_) : cpu);
+    }
     if (value.isTensorList()) {
       c10::List<at::Tensor> list;
       for (const at::Tensor& tensor : value.toTensorList()) list.push_back(to_npu(tensor));
@@ -289,6 +309,7 @@ class Call {
   std::vector<c10::IValue> arguments_;
   std::vector<Alias> aliases_;
   std::optional<c10::Device> device_, other_;
+  std::optional<at::ScalarType> integers_;
   bool cpu_ = false;
 };
 

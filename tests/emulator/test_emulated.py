@@ -56,7 +56,9 @@ def test_aten(queue):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["rope", "norm", "attention", "delta", "moe", "npu_ops_calls"])
+@pytest.mark.parametrize(
+    "name", ["rope", "norm", "attention", "delta", "moe", "loss", "npu_ops_calls"]
+)
 def test_operators(name):
     done = pytest_inside(f"{name}.py")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -198,6 +200,34 @@ def test_failure_in_the_task_queue_ends_the_process():
     assert done.returncode not in (0, -signal.SIGSEGV)
     assert "not reached" not in done.stdout
     assert "aclnnSwiGlu: x: dimension -1 is 3, needs an even size" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "call, sentence",
+    [
+        # torch ignores this label; on a device it is an address before the row.
+        ("npu_cross_entropy_loss(x, torch.tensor([0, 2, -100]).npu())", "a label outside [0, 4)"),
+        ("npu_moe_token_permute(x, torch.tensor([0, -1, 2]).npu())", "indices: got one outside"),
+        ("npu_grouped_matmul([x.t()], [x], group_list=torch.tensor([2, 4]).npu(), split_item=3,"
+         "group_type=2)", "a group that ends at 4 after one that ends at 2, needs 2 to 3"),
+        ("npu_grouped_matmul([x], [x.t()[None].contiguous()], group_list=torch.tensor([4]).npu(),"
+         "split_item=3, group_type=0)", "a group that ends at 4 after one that ends at 0"),
+    ],
+)  # fmt: skip
+def test_values_that_read_other_memory(call, sentence):
+    """A device does not look at them before it computes, so nor does the first phase."""
+    done = python(
+        f"""
+        import torch, torch_npu
+        x = torch.ones(3, 4).npu()
+        try:
+            torch_npu.{call}
+        except RuntimeError as error:
+            print(error)
+        """,
+        TASK_QUEUE_ENABLE="0",
+    )
+    assert sentence in done.stdout, done.stdout + done.stderr
 
 
 def test_operator_that_is_not_emulated():

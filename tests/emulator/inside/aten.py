@@ -63,6 +63,14 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_histc_counts_integers(dtype):
+    """As verl and transformers count the tokens of each expert; torch's CPU kernel refuses them."""
+    x = torch.tensor([0, 3, 3, 1, 0, 3, 5, 6], dtype=dtype, device=NPU)
+    counts = torch.histc(x, bins=6, min=0, max=5)
+    assert counts.device == NPU and counts.dtype == dtype and counts.tolist() == [2, 1, 0, 3, 0, 1]
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_call_equals_cpu(name):
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))

@@ -74,6 +74,65 @@ def test_a_product_for_each_group(dtype, cumulative):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_the_gradient_of_weights_for_each_group(dtype, cumulative):
+    """group_type 2: the axis that is summed over is divided; a group of nothing is zero."""
+    x, grad = torch.randn(9, HIDDEN).to(dtype), torch.randn(9, 4).to(dtype)
+    ends = torch.tensor([2, 2, 8])
+    groups = ends if cumulative else ends.diff(prepend=torch.tensor([0]))
+    (out,) = torch_npu.npu_grouped_matmul(
+        [x.npu().t()], [grad.npu()], group_list=groups.npu(), split_item=3, group_type=2,
+        group_list_type=0 if cumulative else 1,
+    )  # fmt: skip
+    rows = (slice(0, 2), slice(2, 2), slice(2, 8))
+    close(out, torch.stack([x[r].float().T @ grad[r].float() for r in rows]), dtype)
+    assert out.dtype == dtype and not out[1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chosen", [1, CHOSEN])
+def test_tokens_to_experts_and_back(dtype, chosen):
+    """As verl's patches train a mixture of experts, with the gradients of tokens and of weights."""
+    torch.manual_seed(0)
+    experts = choices()[:, :chosen]
+    x, probs = torch.randn(TOKENS, HIDDEN).to(dtype), torch.rand(TOKENS, chosen).to(dtype)
+    ours, weights = x.npu().requires_grad_(), probs.npu().requires_grad_()
+    rows, where = torch_npu.npu_moe_token_permute(ours, experts.npu())
+    order = experts.flatten().argsort(stable=True)
+    close(rows.detach(), x[order // chosen].float(), dtype)
+    assert where.dtype == torch.int32 and where.cpu().equal(order.argsort().int())
+    out = torch_npu.npu_moe_token_unpermute(rows * 2, where, probs=weights)
+    theirs, chances = x.float().requires_grad_(), probs.float().requires_grad_()
+    right = (theirs[:, None] * 2 * chances[..., None]).sum(1)
+    chain = torch.randn(TOKENS, HIDDEN).to(dtype)
+    out.backward(chain.npu())
+    right.backward(chain.float())
+    for actual, expected in ((out, right), (ours.grad, theirs.grad), (weights.grad, chances.grad)):
+        torch.testing.assert_close(
+            actual.detach().cpu().float(), expected.detach(), atol=8 * CLOSE[dtype],
+            rtol=2 * CLOSE[dtype],
+        )  # fmt: skip
+
+
+def test_tokens_of_one_expert_come_back_without_weights():
+    experts = torch.tensor([3, 1, 1, 0, 4, 3, 2])
+    x = torch.randn(TOKENS, HIDDEN)
+    ours = x.npu().requires_grad_()
+    out = torch_npu.npu_moe_token_unpermute(*torch_npu.npu_moe_token_permute(ours, experts.npu()))
+    out.backward(2 * x.npu())
+    assert out.detach().cpu().equal(x) and ours.grad.cpu().equal(2 * x)
+
+
+def test_tokens_behind_a_number_are_dropped():
+    experts, x = choices(), torch.randn(TOKENS, HIDDEN)
+    order = experts.flatten().argsort(stable=True)
+    rows, where = torch_npu.npu_moe_token_permute(x.npu(), experts.npu(), num_out_tokens=5)
+    assert rows.cpu().equal(x[order[:5] // CHOSEN]) and where.shape == (TOKENS * CHOSEN,)
+    with pytest.raises(RuntimeError, match="sorted_indices: got Int.14., needs int32 .5."):
+        torch_npu.npu_moe_token_unpermute(rows, where, probs=torch.rand(TOKENS, CHOSEN).npu())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer(dtype):
     """All four, one after the other, as SGLang serves a mixture of experts."""
     torch.manual_seed(0)
@@ -127,3 +186,49 @@ def test_what_is_not_emulated_is_rejected():
             [x.npu()], [torch.ones(2, HIDDEN, 4).half().npu()], split_item=2, group_type=0,
             group_list=torch.tensor([3, 7]).npu(), group_list_type=0,
         )  # fmt: skip
+
+
+def matmul(x, weight, groups, **options):
+    return torch_npu.npu_grouped_matmul(
+        [x.npu()], [weight.npu()],
+        **{"group_list": torch.tensor(groups).npu(), "split_item": 2, "group_type": 0}
+        | {"group_list_type": 1} | options,
+    )  # fmt: skip
+
+
+def test_groups_that_the_vendor_refuses():
+    x, grad = torch.randn(9, HIDDEN), torch.randn(9, 4)
+    weight = torch.randn(3, HIDDEN, 4)
+    reduced = {"split_item": 3, "group_type": 2}
+    with pytest.raises(RuntimeError, match="got 2 and 2 dimensions, needs 2 and 3 with"):
+        matmul(x, weight[0], [9])
+    with pytest.raises(RuntimeError, match="got a transposed tensor, .* group_type 0"):
+        matmul(torch.randn(HIDDEN, 9).npu().t(), weight, [2, 3, 4])
+    with pytest.raises(RuntimeError, match="group_list: got 2 groups for weight"):
+        matmul(x, weight, [2, 7])
+    with pytest.raises(RuntimeError, match="group_list: got Int"):
+        matmul(x, weight, [], group_list=torch.tensor([2, 3, 4]).int().npu())
+    with pytest.raises(RuntimeError, match="got 2 and 3 dimensions, needs 2 and 2 with"):
+        matmul(x.npu().t(), torch.randn(1, 9, 4), [9], **reduced)
+    with pytest.raises(RuntimeError, match="x: got a tensor that is not transposed"):
+        matmul(x.t().contiguous(), grad, [9], **reduced)
+    with pytest.raises(RuntimeError, match="weight: got a transposed tensor"):
+        matmul(x.npu().t(), grad.t().contiguous().npu().t(), [9], **reduced)
+
+
+def test_permutations_that_the_vendor_refuses():
+    x, experts = torch.randn(TOKENS, HIDDEN).npu(), choices().npu()
+    permute, unpermute = torch_npu.npu_moe_token_permute, torch_npu.npu_moe_token_unpermute
+    with pytest.raises(RuntimeError, match=r"(?s)error code is 161002.*indices: got Float"):
+        permute(x, experts.float())
+    with pytest.raises(RuntimeError, match=r"(?s)error code is 161002.*tokens: got Int"):
+        permute(x.int(), experts)
+    with pytest.raises(RuntimeError, match=r"(?s)error code is 161002.*padded_mode: got True"):
+        permute(x, experts, padded_mode=True)
+    with pytest.raises(RuntimeError, match="indices: got 513 for each token"):
+        permute(x, torch.zeros(TOKENS, 513).int().npu())
+    rows, where = permute(x, experts)
+    with pytest.raises(RuntimeError, match="sorted_indices: got Long"):
+        unpermute(rows, where.long(), probs=torch.rand(TOKENS, CHOSEN).npu())
+    with pytest.raises(RuntimeError, match="probs: got 7 for 14 rows"):
+        unpermute(rows, where, probs=torch.rand(TOKENS, 1).npu())
