@@ -6,21 +6,51 @@ import math
 
 import torch
 
+from npu_ops.core import library, memory
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FLOATS_TEXT = "float32, bfloat16, float16 or float64"
 
 
 def tensor(name: str, value) -> None:
-    """Raise TypeError unless `value` is a tensor."""
+    """Raise TypeError unless `value` is a dense tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, needs a tensor")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else short(value.layout)
+        raise TypeError(f"{name}: got a tensor of layout {kind}, needs a dense one")
 
 
 def floating(name: str, value: torch.Tensor) -> None:
     """Raise TypeError unless `value` is a tensor of a floating dtype that the ops take."""
     tensor(name, value)
     if value.dtype not in FLOATS:
-        raise TypeError(f"{name}: got {_short(value.dtype)}, needs {_FLOATS_TEXT}")
+        raise TypeError(f"{name}: got {short(value.dtype)}, needs {_FLOATS_TEXT}")
+
+
+def dtype(name: str, value: torch.Tensor, *allowed: torch.dtype, whose: str = "") -> None:
+    """Raise TypeError unless `value` has one of the `allowed` dtypes; `whose` says of what."""
+    if value.dtype not in allowed:
+        needs = " or ".join(dict.fromkeys(map(short, allowed)))
+        raise TypeError(f"{name}: got {short(value.dtype)}, needs {whose}{needs}")
+
+
+def same_dtype(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raise TypeError unless both have one dtype."""
+    dtype(name, value, other.dtype, whose=f"{other_name}'s ")
+
+
+def indices(name: str, value) -> None:
+    """Raise TypeError unless `value` is a tensor of int32 or int64."""
+    tensor(name, value)
+    dtype(name, value, torch.int32, torch.int64)
+
+
+def float_dtype(name: str, value) -> None:
+    """Raise TypeError unless `value` is a floating dtype that the ops take."""
+    if value not in FLOATS:
+        got = short(value) if isinstance(value, torch.dtype) else repr(value)
+        raise TypeError(f"{name}: got {got}, needs {_FLOATS_TEXT}")
 
 
 def same_device(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
@@ -53,25 +83,45 @@ def epsilon(name: str, value) -> None:
         raise ValueError(f"{name}: got {value!r}, needs a finite number, 0 or more")
 
 
-def writable(name: str, value: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
-    """Raise ValueError unless `value` may be overwritten in place.
-
-    That needs memory of its own for every element, and no gradient of it or of `others`.
-    """
-    if any(
-        size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)
-    ):
-        raise ValueError(
-            f"{name}: got an expanded tensor, inplace=True needs memory for each element"
-        )
+def inplace(written: dict[str, torch.Tensor], read: dict, elementwise: bool = False) -> None:
+    """Raise ValueError unless a function may do without new memory: `writable`, and no gradient."""
+    writable(written, read, elementwise)
     if not torch.is_grad_enabled():
         return
-    for other_name, other in ({name: value} | others).items():
-        if other is not None and other.requires_grad:
+    for name, value in (written | read).items():
+        if value is not None and value.requires_grad:
+            raise ValueError(f"inplace: got True, needs False because {name} requires a gradient")
+
+
+def writable(written: dict, read: dict, elementwise: bool = False) -> None:
+    """Raise ValueError unless the tensors `written` may be overwritten. None is no tensor.
+
+    That needs memory of its own for each of their elements, apart from all of `read`.
+
+    elementwise: an element is read before it is written, so one of `read` may be a written tensor
+        as a whole.
+    """
+    # Of a compiler's tensors, the operator's fake kernel looks at the memory.
+    traced = library.is_traced()
+    for name, value in written.items():
+        if value is None:
+            continue
+        if not value.is_contiguous() and _expanded(value):
+            raise ValueError(f"{name}: got an expanded tensor, needs memory for each element")
+        if not traced and value.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError(
-                f"inplace: got True, needs False because {other_name} requires a gradient"
+                f"{name}: got an inference tensor, needs torch.inference_mode() to be written to"
             )
+        if not traced and memory.overlaps_itself(value):
+            raise ValueError(f"{name}: got elements that overlap, needs memory for each element")
+    if not traced:
+        memory.apart(written, read, elementwise)
 
 
-def _short(dtype: torch.dtype) -> str:
+def _expanded(x: torch.Tensor) -> bool:
+    return any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def short(dtype: torch.dtype | torch.layout) -> str:
+    """A dtype as messages spell it."""
     return str(dtype).removeprefix("torch.")

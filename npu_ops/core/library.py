@@ -13,6 +13,8 @@ import pathlib
 
 import torch
 
+from npu_ops.core import memory
+
 LIBRARY = torch.library.Library("npu_ops", "DEF")
 _BUILD_INFO = pathlib.Path(__file__).parent.parent / "_build_info.json"
 _NATIVE = "_native.abi3.so"
@@ -47,21 +49,45 @@ def define(schema: str) -> str:
     return schema.partition("(")[0]
 
 
-def operator(schema: str, run, fake, backward=None, save=None) -> None:
+def operator(schema: str, run, fake, backward=None, save=None, elementwise: bool = False) -> None:
     """Define `npu_ops::<schema>` with everything torch wants of an operator.
 
     run: computes it on any device. fake: the output's shape and dtype alone. backward, save: its
-    gradient, as `torch.library.register_autograd` takes them.
+    gradient, as `torch.library.register_autograd` takes them. elementwise: of one that
+    writes to its arguments, see `memory.apart`.
 
     Not `torch.library.custom_op`: that costs four times as much a call.
     """
     name = define(schema)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"npu_ops::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(
+        f"npu_ops::{name}", _where_apart(name, fake, elementwise), lib=LIBRARY
+    )
     if backward:
         torch.library.register_autograd(
             f"npu_ops::{name}", backward, setup_context=save, lib=LIBRARY
         )
+
+
+def _where_apart(name: str, fake, elementwise: bool):
+    """`fake`, which for an operator that writes to arguments looks at their memory first.
+
+    A compiler sees the arguments here alone, and turns what shares memory into what does not.
+    """
+    arguments = getattr(torch.ops.npu_ops, name).default._schema.arguments
+    names = [argument.name for argument in arguments]
+    changed = [argument.name for argument in arguments if argument.is_write]
+    if not changed:
+        return fake
+
+    def checked(*args):
+        given = dict(zip(names, args, strict=True))
+        tensors = {n: x for n, x in given.items() if isinstance(x, torch.Tensor)}
+        written = {n: tensors.pop(n) for n in changed if n in tensors}
+        memory.apart(written, tensors, elementwise)
+        return fake(*args)
+
+    return checked
 
 
 def no_gradient(name: str):
@@ -73,18 +99,26 @@ def no_gradient(name: str):
     return backward
 
 
+def is_traced() -> bool:
+    """Whether tensors are a compiler's or a functorch transform's, which have no memory."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_plain(*tensors: torch.Tensor) -> bool:
     """Whether an operator on these may skip torch's dispatcher, which costs 13 us.
 
     True in eager mode on ordinary tensors: no gradient to record, nothing watching (a compiler,
-    fake tensors, a dispatch mode, a functorch transform).
+    fake tensors, a dispatch mode, a functorch transform), and memory to compute with (not meta).
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     grad = torch.is_grad_enabled()
-    return all(t is None or (type(t) in _PLAIN and not (grad and t.requires_grad)) for t in tensors)
+    return all(
+        t is None or (type(t) in _PLAIN and not t.is_meta and not (grad and t.requires_grad))
+        for t in tensors
+    )
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -185,8 +185,10 @@ def _heads(q, k, v, layout, num_heads, num_key_value_heads, paged):
     (k, key_layout), (v, _) = (
         split_heads(n, x, key_layout, key_heads) for n, x in zip("kv", (k, v), strict=True)
     )
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(q.device.type)  # as torch's own attention does
+    device = q.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    if autocast and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)  # as torch's own attention does
         q, k, v = (x.to(dtype) for x in (q, k, v))
     q, k, v = normal(q, unfolded), normal(k, key_layout), normal(v, key_layout)
     check_heads(q, k, v, paged)
@@ -238,8 +240,7 @@ def _check_extra(q, k, v, extra: Extra) -> int:
 def _check_blocks(block_table, q, k, v, sequences: int) -> int:
     """Check a block_table; return how many blocks a sequence may have."""
     check.tensor("block_table", block_table)
-    if block_table.dtype != torch.int32:
-        raise TypeError(f"block_table: got {block_table.dtype}, needs int32")
+    check.dtype("block_table", block_table, torch.int32)
     check.same_device("block_table", block_table, "q", q)
     if block_table.dim() != 2 or block_table.shape[0] != sequences:
         raise check.shape("block_table", block_table, f"[{sequences}, blocks]")
@@ -256,8 +257,8 @@ def _longest(name, given, starts, bound: int) -> int:
 
 def _bias(bias, q, k):
     bias = dense("bias", bias, q, k)
-    if bias is not None and bias.dtype not in (q.dtype, compute_dtype(q)):
-        raise TypeError(f"bias: got {bias.dtype}, needs {q.dtype} or {compute_dtype(q)}")
+    if bias is not None:
+        check.dtype("bias", bias, q.dtype, compute_dtype(q))
     return bias
 
 
@@ -265,7 +266,8 @@ def _mask(mask, q, k):
     mask = dense("attn_mask", mask, q, k)
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(
-            f"attn_mask: got {mask.dtype}, needs bool, True takes part (what is added is a bias)"
+            f"attn_mask: got {check.short(mask.dtype)}, needs bool, True takes part (what is added "
+            "is a bias)"
         )
     return mask
 

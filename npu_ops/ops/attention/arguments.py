@@ -111,8 +111,7 @@ def split_heads(name: str, x, layout: str, heads: int | None) -> tuple[torch.Ten
 def check_heads(q, k, v, paged: bool) -> None:
     """Check q, k and v, in normal form, against each other."""
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: got {x.dtype}, needs q's {q.dtype}")
+        check.same_dtype(name, x, "q", q)
         check.same_device(name, x, "q", q)
     if not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"k: got {k.shape[1]} heads, needs a divisor of q's {q.shape[1]}")
@@ -148,9 +147,7 @@ def check_lengths(name: str, x, q, entries: int | None, total: int | None = None
 
     Values only where reading them waits for no device and breaks no trace.
     """
-    check.tensor(name, x)
-    if x.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: got {x.dtype}, needs int32 or int64")
+    check.indices(name, x)
     if q is not None:
         check.same_device(name, x, "q", q)
     if x.dim() != 1 or (x.numel() < 2 if entries is None else x.numel() != entries):

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from npu_ops.core import hardware
+from npu_ops.core import check, hardware
 from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.plan import AttentionPlan, AttentionSpec, plan_attention
 
@@ -40,7 +40,7 @@ def spec_of(q, k, v, extra: Extra, rule: Rule, device: str, lse_gradient: bool) 
         kv_heads=k.shape[1],
         head_dim=q.shape[3],
         value_dim=v.shape[3],
-        dtype=str(q.dtype).removeprefix("torch."),
+        dtype=check.short(q.dtype),
         query_length=rule.max_seqlen_q if packed else q.shape[2],
         key_length=rule.max_seqlen_k if packed or paged else k.shape[2],
         same_lengths=packed and extra.cu_seqlens_k is extra.cu_seqlens_q,

@@ -70,8 +70,7 @@ def _prepare(x, bias, residual, p, training, dtype=None, inplace=False, generato
     _check_bias(bias, x)
     _check_p(p)
     dtype = residual.dtype if dtype is None else dtype
-    if dtype not in check.FLOATS:
-        raise TypeError(f"dtype: got {dtype}, needs a floating dtype")
+    check.float_dtype("dtype", dtype)
     if inplace:
         _check_inplace(x, bias, residual, dtype)
     if not isinstance(generator, torch.Generator | None):
@@ -97,10 +96,13 @@ def _check_p(p):
 
 def _check_inplace(x, bias, residual, dtype):
     if dtype != x.dtype:
-        raise ValueError(f"inplace: got True, needs x of the result's dtype {dtype}, not {x.dtype}")
+        raise ValueError(
+            f"inplace: got True, needs x of the result's dtype {check.short(dtype)}, not "
+            f"{check.short(x.dtype)}"
+        )
     if not x.is_contiguous():
         raise ValueError("inplace: got True, needs a contiguous x")
-    check.writable("x", x, {"bias": bias, "residual": residual})
+    check.inplace({"x": x}, {"bias": bias, "residual": residual}, elementwise=True)
 
 
 def _implementation_args(*args, **kwargs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import library
+from npu_ops.core import check, library
 from npu_ops.core.registry import Implementation, Table, from_module, from_native
 from npu_ops.ops.bias_dropout_add import reference
 
@@ -14,7 +14,7 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def _kernel_why_not(*tensors) -> str | None:
     for tensor in tensors:
         if tensor is not None and tensor.dtype not in _KERNEL_DTYPES:
-            return f"it has no {str(tensor.dtype).removeprefix('torch.')} kernel"
+            return f"it has no {check.short(tensor.dtype)} kernel"
         if tensor is not None and not tensor.is_contiguous():
             return "a tensor is not contiguous"
     return None
@@ -208,6 +208,7 @@ library.operator(
     "-> ()",
     _in_place,
     lambda x, bias, residual, rng_state, p: None,
+    elementwise=True,
 )
 
 

@@ -38,8 +38,7 @@ def check_filter(weight, bias, activation, x) -> None:
 def _check_parameter(name, value, x) -> None:
     check.floating(name, value)
     check.same_device(name, value, "x", x)
-    if value.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"{name}: got {value.dtype}, needs x's {x.dtype} or torch.float32")
+    check.dtype(name, value, x.dtype, torch.float32, whose="x's ")
 
 
 def check_like_x(name, value, x, shape, form: str) -> None:
@@ -48,17 +47,14 @@ def check_like_x(name, value, x, shape, form: str) -> None:
         return
     check.floating(name, value)
     check.same_device(name, value, "x", x)
-    if value.dtype != x.dtype:
-        raise TypeError(f"{name}: got {value.dtype}, needs x's {x.dtype}")
+    check.same_dtype(name, value, "x", x)
     if value.shape != shape:
         raise check.shape(name, value, f"{form} {list(shape)}")
 
 
 def check_integers(name, value, x, length: int | None = None) -> None:
     """Check an int32 or int64 vector on x's device, with `length` elements unless None."""
-    check.tensor(name, value)
-    if value.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: got {value.dtype}, needs torch.int32 or torch.int64")
+    check.indices(name, value)
     check.same_device(name, value, "x", x)
     if value.dim() != 1 or length not in (None, value.shape[0]):
         raise check.shape(name, value, "one dimension" if length is None else f"[{length}]")

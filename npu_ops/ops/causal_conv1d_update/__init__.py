@@ -109,6 +109,13 @@ def _prepare(
                     f"{name}: got a tensor that requires a gradient, needs torch.no_grad(), for "
                     "causal_conv1d_update has none"
                 )
+    written = {"conv_state": conv_state, "intermediate_conv_window": intermediate_conv_window}
+    read = {
+        "x": x, "weight": weight, "bias": bias, "conv_state_indices": conv_state_indices,
+        "num_accepted_tokens": num_accepted_tokens, "query_start_loc": query_start_loc,
+        "intermediate_state_indices": intermediate_state_indices,
+    }  # fmt: skip
+    check.writable(written, read)
     return (
         rows, conv_state, weight, bias, conv_state_indices, num_accepted_tokens, query_start_loc,
         intermediate_conv_window, intermediate_state_indices, pad_slot_id, activation is not None,
@@ -134,13 +141,11 @@ def _tokens(x, query_start_loc):
 def _check_state(conv_state, x, width, extra):
     """The pool's shape; `extra` columns are needed besides W - 1."""
     check.same_device("conv_state", conv_state, "x", x)
-    if conv_state.dtype != x.dtype:
-        raise TypeError(f"conv_state: got {conv_state.dtype}, needs x's {x.dtype}")
+    check.same_dtype("conv_state", conv_state, "x", x)
     channels, columns = x.shape[-1], width - 1 + extra
     if conv_state.dim() != 3 or conv_state.shape[1] != channels or conv_state.shape[2] < columns:
         needs = f"[slots, {channels}, L] with L {columns} or more"
         raise check.shape("conv_state", conv_state, needs)
-    check.writable("conv_state", conv_state, {})
 
 
 def _check_numbers(conv_state, width, batch, indices, accepted, starts, pad_slot_id, x):
@@ -197,8 +202,7 @@ def _check_window(window, window_indices, rows, width, batch, starts):
         raise ValueError("intermediate_conv_window: got one, needs no query_start_loc")
     check.floating("intermediate_conv_window", window)
     check.same_device("intermediate_conv_window", window, "x", rows)
-    if window.dtype != rows.dtype:
-        raise TypeError(f"intermediate_conv_window: got {window.dtype}, needs x's {rows.dtype}")
+    check.same_dtype("intermediate_conv_window", window, "x", rows)
     _, tokens, channels = rows.shape
     shape = window.shape
     if len(shape) != 4 or shape[1] < tokens or shape[2:] != (channels, width - 1):

@@ -119,8 +119,7 @@ def check_heads(q, k, v) -> None:
     """Check q, k `[..., H, K]` and v `[..., HV, V]`."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check.floating(name, x)
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: got {x.dtype}, needs q's {q.dtype}")
+        check.same_dtype(name, x, "q", q)
         check.same_device(name, x, "q", q)
     for name, x in (("q", q), ("v", v)):
         if x.dim() != 4 or not (0 < x.shape[3] <= MAX_DIM and x.shape[2]):
@@ -144,9 +143,7 @@ def check_like(name, x, like, *shapes) -> None:
 
 def check_cu_seqlens(cu_seqlens, v) -> None:
     """Check packed lengths; their values only where reading them waits for no device."""
-    check.tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens: got {cu_seqlens.dtype}, needs int32 or int64")
+    check.indices("cu_seqlens", cu_seqlens)
     check.same_device("cu_seqlens", cu_seqlens, "v", v)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise check.shape("cu_seqlens", cu_seqlens, "[sequences + 1]")
@@ -183,9 +180,7 @@ def check_state(state, v, keys, v_first, cu_seqlens) -> None:
     if state is None:
         return
     check.floating("initial_state", state)
-    wide = compute_dtype(v)
-    if state.dtype != wide:
-        raise TypeError(f"initial_state: got {state.dtype}, needs {wide}")
+    check.dtype("initial_state", state, compute_dtype(v))
     check.same_device("initial_state", state, "v", v)
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     matrix = (v.shape[3], keys) if v_first else (keys, v.shape[3])

@@ -11,8 +11,6 @@ from npu_ops.ops.gated_delta_rule_update import op
 
 __all__ = ["gated_delta_rule_update"]
 
-_INDICES = (torch.int32, torch.int64)
-
 
 def gated_delta_rule_update(
     qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -112,7 +110,7 @@ def _prepare(
         check.floating(name, x)
         _check_shape(name, x, shape)
     _check_state_dtype("state", state, v)
-    _check_indices("state_indices", state_indices)
+    check.indices("state_indices", state_indices)
     if state_indices.dim() not in (1, 2) or 0 in state_indices.shape[1:]:
         raise check.shape("state_indices", state_indices, "[N] or [N, S]")
     count = state_indices.shape[0]
@@ -126,7 +124,7 @@ def _prepare(
         ("intermediate_state_indices", intermediate_state_indices, count),
     ):
         if x is not None:
-            _check_indices(name, x)
+            check.indices(name, x)
             _check_shape(name, x, (length,))
     _check_kept(
         intermediate_states, intermediate_state_indices, num_accepted_tokens, state, state_indices
@@ -142,6 +140,8 @@ def _prepare(
             check.same_device(name, x, "qkv", q)
             if torch.is_grad_enabled() and x.requires_grad:
                 raise ValueError(f"{name}: got one that requires a gradient, needs torch.no_grad()")
+    written = {name: tensors[name] for name in ("state", "intermediate_states")}
+    check.writable(written, {name: x for name, x in tensors.items() if name not in written})
     lengths = state_indices, cu_seqlens, num_accepted_tokens
     kept = intermediate_states, intermediate_state_indices
     if state_indices.device.type == "cpu" and library.is_plain(*lengths, *kept):
@@ -176,9 +176,7 @@ def _check_memory(name, x, leading: int) -> None:
 def _check_state_dtype(name, x, v) -> None:
     wide = v.dtype == torch.float64
     allowed = (torch.float64,) if wide else (torch.float32, torch.bfloat16)
-    if x.dtype not in allowed:
-        needs = " or ".join(str(dtype) for dtype in allowed)
-        raise TypeError(f"{name}: got {x.dtype}, needs {needs}")
+    check.dtype(name, x, *allowed)
 
 
 def _split(qkv, value_heads, keys, values):
@@ -200,8 +198,7 @@ def _split(qkv, value_heads, keys, values):
 def _check_heads(q, k, v, value_heads, keys, values):
     for name, x in (("q", q), ("k", k), ("v", v)):
         check.floating(name, x)
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: got {x.dtype}, needs q's {q.dtype}")
+        check.same_dtype(name, x, "q", q)
     if q.dim() != 3 or q.shape[2] != keys or not q.shape[1] or value_heads % q.shape[1]:
         raise check.shape("q", q, f"[tokens, H, {keys}], H a divisor of {value_heads}")
     _check_shape("k", k, q.shape)
@@ -212,12 +209,6 @@ def _check_heads(q, k, v, value_heads, keys, values):
 def _check_shape(name, x, needs) -> None:
     if tuple(x.shape) != tuple(needs):
         raise check.shape(name, x, str(list(needs)))
-
-
-def _check_indices(name, x) -> None:
-    check.tensor(name, x)
-    if x.dtype not in _INDICES:
-        raise TypeError(f"{name}: got {x.dtype}, needs int32 or int64")
 
 
 def _check_kept(kept, rows, accepted, state, state_indices) -> None:
@@ -233,8 +224,7 @@ def _check_kept(kept, rows, accepted, state, state_indices) -> None:
     check.tensor("intermediate_states", kept)
     if state_indices.dim() == 2:
         raise ValueError("intermediate_states: got a tensor, needs None with state_indices [N, S]")
-    if kept.dtype != state.dtype:
-        raise TypeError(f"intermediate_states: got {kept.dtype}, needs state's {state.dtype}")
+    check.same_dtype("intermediate_states", kept, "state", state)
     if kept.dim() != 5 or kept.shape[2:] != state.shape[1:] or not kept.shape[1]:
         raise check.shape("intermediate_states", kept, f"[rows, T, *{list(state.shape[1:])}]")
     if rows is None and kept.shape[0] < state_indices.shape[0]:

@@ -53,8 +53,7 @@ def _prepare(x, eps=1e-6, output_dtype=None, *, dim=-1):
     check.one_of("dim", dim, (-1, x.dim() - 1))
     check.epsilon("eps", eps)
     dtype = x.dtype if output_dtype is None else output_dtype
-    if dtype not in check.FLOATS:
-        raise TypeError(f"output_dtype: got {dtype}, needs a floating dtype")
+    check.float_dtype("output_dtype", dtype)
     return x, float(eps), dtype
 
 

@@ -79,7 +79,7 @@ def _prepare(
     batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")
     arguments.check_table_size("cos", cos, 2, 1, batch, length, False)
     if inplace:
-        arguments.check_inplace(q, k)
+        check.inplace({"q": q, "k": k}, {"cos": cos, "sin": sin})
     settings = (section, section_layout, layout, pair_layout, bool(inverse), rotary_dim)
     return q, k, cos, sin, None, *settings
 
@@ -150,7 +150,8 @@ def _prepare_cached(
     arguments.check_positions("positions", positions, shapes, cos_sin_cache.shape[0], q)
     positions = positions.expand(3, -1)[:, None]
     if inplace:
-        arguments.check_inplace(q, k)
+        read = {"positions": positions, "cos_sin_cache": cos_sin_cache}
+        check.inplace({"q": q, "k": k}, read)
     settings = (section, section_layout, "TND", pair_layout, bool(inverse), width)
     return q, k, cos, sin, positions, *settings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import library
+from npu_ops.core import check, library
 from npu_ops.core.registry import Implementation, Table, from_module, from_native
 from npu_ops.core.rows import as_matrix, as_rows
 from npu_ops.ops.rms_norm_gated import reference
@@ -15,12 +15,8 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def _kernel_why_not(*tensors) -> str | None:
     for tensor in tensors:
         if tensor.dtype not in _KERNEL_DTYPES:
-            return f"it has no {_name(tensor.dtype)} kernel"
+            return f"it has no {check.short(tensor.dtype)} kernel"
     return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _triton_why_not(x, weight, z, *rest) -> str | None:
@@ -29,7 +25,7 @@ def _triton_why_not(x, weight, z, *rest) -> str | None:
 
 def _cpu_why_not(x, weight, z, *rest) -> str | None:
     if z.dtype != x.dtype:
-        return f"x is {_name(x.dtype)} and z is {_name(z.dtype)}"
+        return f"x is {check.short(x.dtype)} and z is {check.short(z.dtype)}"
     return library.build_info()["why_not"] or _kernel_why_not(x, weight)
 
 

@@ -91,7 +91,8 @@ def _prepare(
     batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")
     arguments.check_table_size("cos", cos, 1, 0, batch, length, positions is not None)
     if inplace:
-        arguments.check_inplace(q, k)
+        read = {"cos": cos, "sin": sin, "position_ids": positions}
+        check.inplace({"q": q, "k": k}, read)
     return q, k, cos, sin, positions, layout, pair_layout, bool(inverse), rotary_dim
 
 

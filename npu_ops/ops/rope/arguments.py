@@ -33,12 +33,12 @@ def size(x, layout: str, axis: str) -> int:
 
 def check_heads(q, k, layout: str):
     """Check k against q; a missing k becomes one with no heads, which costs nothing to rotate."""
-    if k is None:
-        return q.detach().narrow(layout.index("N"), 0, 0)
+    if k is None:  # memory of its own: what is written in place may share none
+        heads = layout.index("N")
+        return q.new_empty([0 if i == heads else n for i, n in enumerate(q.shape)])
     check.floating("k", k)
     check.same_device("k", k, "q", q)
-    if k.dtype != q.dtype:
-        raise TypeError(f"k: got {k.dtype}, needs q's {q.dtype}")
+    check.same_dtype("k", k, "q", q)
     heads = layout.index("N")
     needs = (
         [k.shape[i] if i == heads else n for i, n in enumerate(q.shape)]
@@ -87,8 +87,7 @@ def check_tables(cos, sin, q) -> None:
     check_table("sin", sin, q)
     if sin.shape != cos.shape:
         raise check.shape("sin", sin, f"cos's shape {list(cos.shape)}")
-    if sin.dtype != cos.dtype:
-        raise TypeError(f"sin: got {sin.dtype}, needs cos's {cos.dtype}")
+    check.same_dtype("sin", sin, "cos", cos)
 
 
 def check_table_size(name, table, rows_dim, batch_dim, batch, length, indexed: bool) -> None:
@@ -105,9 +104,7 @@ def check_positions(name: str, positions, shapes: tuple[tuple[int, ...], ...], r
     On the CPU the values are checked too. On a device that would wait for it: there a row outside
     the table gives NaN.
     """
-    check.tensor(name, positions)
-    if positions.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: got {positions.dtype}, needs int32 or int64")
+    check.indices(name, positions)
     check.same_device(name, positions, "q", q)
     if tuple(positions.shape) not in shapes:
         raise check.shape(name, positions, " or ".join(str(list(s)) for s in shapes))
@@ -122,19 +119,9 @@ def _readable(tensor) -> bool:
     return tensor.device.type == "cpu" and library.is_plain(tensor)
 
 
-def check_inplace(q, k) -> None:
-    """Check that q and k may be overwritten."""
-    if library.is_plain(q, k) and q.numel() and k.numel() and q.data_ptr() == k.data_ptr():
-        raise ValueError("inplace: got q and k in the same memory, which would be rotated twice")
-    check.writable("q", q, {"k": k})
-    check.writable("k", k, {})
-
-
 def check_cu_seqlens(cu_seqlens, q) -> None:
     """Check what can be checked of packed lengths without reading them."""
-    check.tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens: got {cu_seqlens.dtype}, needs int32 or int64")
+    check.indices("cu_seqlens", cu_seqlens)
     check.same_device("cu_seqlens", cu_seqlens, "q", q)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise check.shape("cu_seqlens", cu_seqlens, "[sequences + 1]")

@@ -83,7 +83,7 @@ def _prepare(
     batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")
     arguments.check_table_size("freqs", freqs, 0, 1, batch, length, positions is not None)
     if inplace:
-        arguments.check_inplace(q, k)
+        check.inplace({"q": q, "k": k}, {"freqs": freqs})
     return q, k, cos, sin, positions, layout, pair_layout, bool(inverse), freqs.shape[-1]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import library
+from npu_ops.core import check, library
 from npu_ops.core.registry import Implementation, Table, from_module, from_native
 from npu_ops.ops.rope import reference
 
@@ -14,18 +14,14 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def kernel_why_not(q, k, cos, sin) -> str | None:
     """What the compiled kernels have against these tensors; the same for rope and mrope."""
     if q.dtype not in KERNEL_DTYPES:
-        return f"it has no {_name(q.dtype)} kernel"
+        return f"it has no {check.short(q.dtype)} kernel"
     if k.dtype != q.dtype:
-        return f"q is {_name(q.dtype)} and k is {_name(k.dtype)}"
+        return f"q is {check.short(q.dtype)} and k is {check.short(k.dtype)}"
     if cos.dtype not in KERNEL_DTYPES or sin.dtype != cos.dtype:
-        return f"cos is {_name(cos.dtype)} and sin is {_name(sin.dtype)}"
+        return f"cos is {check.short(cos.dtype)} and sin is {check.short(sin.dtype)}"
     if q.stride(-1) != 1 or k.stride(-1) != 1 or cos.stride(-1) != 1 or sin.stride(-1) != 1:
         return "the last dimension of q, k, cos or sin is not contiguous"
     return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def triton_why_not(q, k, cos, sin, *rest) -> str | None:

@@ -1,0 +1,236 @@
+"""What holds for every public function: the calls are `tests/calls.py`'s."""
+
+import contextlib
+import inspect
+import re
+
+import calls
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import npu_ops
+from npu_ops.core import memory
+
+every_call = pytest.mark.parametrize("call", calls.FUNCTIONS, ids=lambda call: call.__name__)
+every_tensor = pytest.mark.parametrize(
+    "call, name",
+    [(call, name) for call in calls.FUNCTIONS for name in calls.tensors(call)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+every_written = pytest.mark.parametrize(
+    "call, name",
+    [(call, name) for call, names in calls.IN_PLACE.items() for name in names],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+
+
+def as_tuple(outputs):
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [x for x in outputs if x is not None]
+
+
+def test_every_function_has_a_call():
+    functions = {
+        function
+        for name in npu_ops.__all__
+        if inspect.isfunction(function := getattr(npu_ops, name))
+        and any("Tensor" in str(p) for p in inspect.signature(function).parameters.values())
+    }
+    assert functions == set(calls.FUNCTIONS.values())
+
+
+@every_tensor
+def test_a_sparse_tensor_is_refused(call, name):
+    value = calls.arguments(call)[name].to_sparse()
+    with pytest.raises(TypeError, match=f"^{name}: got a tensor of layout sparse_coo, needs a"):
+        calls.FUNCTIONS[call](**calls.arguments(call, **{name: value}))
+
+
+@every_tensor
+def test_a_message_spells_a_dtype_in_one_way(call, name):
+    for dtype in (torch.int16, torch.complex64, torch.float64, torch.float16):
+        value = calls.arguments(call)[name].to(dtype)
+        try:
+            calls.FUNCTIONS[call](**calls.arguments(call, **{name: value}))
+        except (TypeError, ValueError) as error:
+            assert not re.search(r"torch\.(\w*(int|float)\d|bool|complex)", str(error)), error
+
+
+@every_call
+def test_meta_tensors_have_the_shapes_of_real_ones(call):
+    real = as_tuple(calls.FUNCTIONS[call](**calls.arguments(call)))
+    on_meta = {
+        name: value.to("meta") if isinstance(value, torch.Tensor) else value
+        for name, value in calls.arguments(call).items()
+    }
+    for meta, expected in zip(as_tuple(calls.FUNCTIONS[call](**on_meta)), real, strict=True):
+        assert meta.device.type == "meta" and meta.dtype == expected.dtype
+        assert meta.shape == expected.shape and meta.stride() == expected.stride()
+
+
+# In place
+
+
+WITHOUT_K = [call for call, names in calls.IN_PLACE.items() if "k" in names]
+
+
+@pytest.mark.parametrize(
+    "call, with_k",
+    [(call, True) for call in calls.IN_PLACE] + [(call, False) for call in WITHOUT_K],
+    ids=lambda value: getattr(value, "__name__", "" if value else "k is None"),
+)
+def test_compiled_in_place_is_eager_in_place(call, with_k):
+    """No tensor that an operator is given besides the caller's may share memory with these."""
+    changes = {} if with_k else {"k": None}
+    if call is calls.bias_dropout_add:
+        changes = {"training": False}  # another seed would be drawn
+    eager, compiled = (calls.arguments(call, True, **changes) for _ in range(2))
+    torch._dynamo.reset()
+    expected = calls.FUNCTIONS[call](**eager)
+    function = torch.compile(calls.FUNCTIONS[call], backend="aot_eager", fullgraph=True)
+    actual = function(**compiled)
+    for mine, theirs in zip(as_tuple(actual), as_tuple(expected), strict=True):
+        assert torch.equal(mine, theirs)
+    for name in calls.IN_PLACE[call]:
+        if eager[name] is not None:
+            assert torch.equal(compiled[name], eager[name])
+            assert not torch.equal(eager[name], calls.arguments(call)[name])
+
+
+@every_written
+def test_an_inference_tensor_is_written_in_inference_mode_alone(call, name):
+    with torch.inference_mode():
+        value = calls.arguments(call)[name].clone()
+        calls.FUNCTIONS[call](**calls.arguments(call, True, **{name: value}))
+    before = value.clone()
+    with pytest.raises(ValueError, match=f"^{name}: got an inference tensor"):
+        calls.FUNCTIONS[call](**calls.arguments(call, True, **{name: value}))
+    assert torch.equal(value, before)
+
+
+def sharing(call, name, other):
+    """`name` and `other` of a call as parts of one memory, which they share an element of."""
+    arguments = calls.arguments(call, True)
+    sizes = [arguments[n].numel() for n in (name, other)]
+    memory = torch.cat([arguments[n].float().flatten() for n in (name, other)])
+    arguments[name] = memory[: sizes[0]].view(arguments[name].shape)
+    arguments[other] = memory[sizes[0] - 1 :][: sizes[1]].view(arguments[other].shape)
+    return arguments
+
+
+SHARING = [
+    (call, name, other)
+    for call, names in calls.IN_PLACE.items()
+    for name in names
+    for other in calls.tensors(call)
+    if other != name and calls.arguments(call)[other].is_floating_point()
+]
+every_pair = pytest.mark.parametrize(
+    "call, name, other", SHARING, ids=lambda value: getattr(value, "__name__", value)
+)
+
+
+@every_pair
+def test_memory_that_is_written_is_no_other_argument_s(call, name, other):
+    arguments = sharing(call, name, other)
+    before = {n: x.clone() for n, x in arguments.items() if isinstance(x, torch.Tensor)}
+    with pytest.raises(ValueError, match=r"^\w+: got memory that \w+ has too, needs its own"):
+        calls.FUNCTIONS[call](**arguments)
+    assert all(torch.equal(arguments[n], x) for n, x in before.items())
+
+
+@pytest.mark.parametrize("call", calls.IN_PLACE, ids=lambda call: call.__name__)
+def test_compiled_too(call):
+    name = calls.IN_PLACE[call][0]
+    other = next(o for c, n, o in SHARING if (c, n) == (call, name))
+    torch._dynamo.reset()
+    function = torch.compile(calls.FUNCTIONS[call], backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"got memory that \w+ has too, needs its own"):
+        function(**sharing(call, name, other))
+
+
+@every_written
+def test_elements_that_overlap_are_not_written(call, name):
+    value = calls.arguments(call)[name]
+    wide = torch.randn(value.numel() * 2)
+    strides = (*value.stride()[:-2], max(1, value.stride(-2) // 2), 1)
+    overlapping = wide.as_strided(value.shape, strides)
+    with pytest.raises(ValueError):
+        calls.FUNCTIONS[call](**calls.arguments(call, True, **{name: overlapping}))
+
+
+def test_parts_of_one_tensor_that_share_nothing_are_written():
+    """Heads of a fused projection; the residual of bias-dropout-add may be x."""
+    fused = torch.randn(2, 5, 7, 8)
+    arguments = calls.arguments(calls.rope)
+    q, k = fused.clone(), fused.clone()
+    expected = npu_ops.apply_rotary_pos_emb(**arguments | {"q": q[:, :, :4], "k": k[:, :, 4:]})
+    changes = {"q": fused[:, :, :4], "k": fused[:, :, 4:], "inplace": True}
+    actual = npu_ops.apply_rotary_pos_emb(**arguments | changes)
+    assert all(map(torch.equal, actual, expected))
+    x = torch.randn(3, 4)
+    expected = 2 * x
+    assert torch.equal(npu_ops.bias_dropout_add(x, None, x, 0.0, False, inplace=True), expected)
+
+
+# Which memory tensors share, against every address one by one
+
+
+@pytest.mark.parametrize("parts", [(slice(4), slice(4, None)), (slice(4), slice(3, None))])
+def test_memory_is_looked_at_in_graphs_for_any_length(parts):
+    """Without a graph for each length; and parts that overlap are seen."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        npu_ops.apply_rotary_pos_emb, backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    cos, sin = torch.randn(2, 9, 8)
+    apart = parts[1].start == 4
+    with contextlib.nullcontext() if apart else pytest.raises(Exception, match="has too"):
+        for length in (5, 6, 7):
+            fused = torch.randn(2, length, 7, 8)
+            q, k = (fused[:, :, part] for part in parts)
+            torch._dynamo.maybe_mark_dynamic(fused, 1)
+            with torch.compiler.set_stance("default" if length == 5 else "fail_on_recompile"):
+                compiled(q, k, cos[:length], sin[:length], layout="BSND", inplace=True)
+
+
+def addresses(x):
+    first = torch.zeros(x.shape, dtype=torch.long) + x.storage_offset()
+    for dim, (n, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        first += (torch.arange(n) * stride).view([-1 if i == dim else 1 for i in range(x.dim())])
+    return (first[..., None] * x.element_size() + torch.arange(x.element_size())).flatten()
+
+
+def strided(draw, dtype=torch.int32):
+    rank = int(torch.randint(1, 4, (), generator=draw))
+    shape = torch.randint(1, 5, (rank,), generator=draw).tolist()
+    strides = torch.randint(0, 9, (rank,), generator=draw).tolist()
+    offset = int(torch.randint(0, 40, (), generator=draw))
+    return torch.empty(400, dtype=torch.int32).view(dtype).as_strided(shape, strides, offset)
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_shared_memory_is_what_addresses_say(fake):
+    draw = torch.Generator().manual_seed(0)
+    found = {True: 0, False: 0}
+    for _ in range(100 if fake else 500):
+        x, y = strided(draw), strided(draw, torch.int16)
+        y = x.new_empty(0).set_(x.untyped_storage()).view(torch.int16).as_strided(
+            y.shape, y.stride(), y.storage_offset()
+        )  # fmt: skip
+        expected = bool(set(addresses(x).tolist()) & set(addresses(y).tolist()))
+        mine, other = x, y
+        if fake:
+            mode = FakeTensorMode()
+            mine, other = mode.from_tensor(x), mode.from_tensor(y)
+        try:
+            memory.apart({"x": mine}, {"y": other})
+        except ValueError:
+            assert expected
+        else:
+            assert not expected
+        found[expected] += 1
+        repeated = len(addresses(x).unique()) < len(addresses(x))
+        assert memory.overlaps_itself(x) == repeated
+    assert min(found.values()) > 20
