@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "causal_conv1d/filter.h"
+#include "common/indices.h"
 #include "common/parallel.h"
 #include "l2norm/normalize.h"
 
@@ -71,19 +72,9 @@ inline std::vector<Sequence> sequences_of(const Tensor& x,
     for (int64_t b = 0; b < x.size(0); ++b) sequences.push_back({b, b, 0, x.size(1)});
     return sequences;
   }
-  const bool wide = cu_seqlens->scalar_type() == ScalarType::Long;
-  const auto at = [&](int64_t n) -> int64_t {
-    const int64_t index = n * cu_seqlens->stride(0);
-    return wide ? input<int64_t>(*cu_seqlens)[index] : input<int32_t>(*cu_seqlens)[index];
-  };
-  const int64_t count = cu_seqlens->size(0) - 1;
-  // Checked here too: a compiled caller has had no other check.
-  STD_TORCH_CHECK(at(0) == 0 && at(count) == x.size(1), "cu_seqlens: needs 0 first and ", x.size(1),
-                  " last");
-  for (int64_t n = 0; n < count; ++n) {
-    STD_TORCH_CHECK(at(n) <= at(n + 1), "cu_seqlens: needs starts that do not decrease");
-    sequences.push_back({n, 0, at(n), at(n + 1)});
-  }
+  const auto starts = starts_of("cu_seqlens", *cu_seqlens, x.size(1), Ends::kAtLast);
+  for (int64_t n = 0; n + 1 < static_cast<int64_t>(starts.size()); ++n)
+    sequences.push_back({n, 0, starts[n], starts[n + 1]});
   return sequences;
 }
 

@@ -1,50 +1,55 @@
 // causal_conv1d_update on the CPU. Definition: npu_ops/ops/causal_conv1d_update/reference.py
-#include <limits>
-
 #include "causal_conv1d/filter.h"
+#include "common/indices.h"
 #include "common/parallel.h"
 
 namespace npu_ops {
 namespace {
 
-// An optional vector of int32 or int64.
-struct Integers {
-  explicit Integers(const std::optional<Tensor>& tensor)
-      : tensor(tensor), wide(tensor && tensor->scalar_type() == ScalarType::Long) {}
-  int64_t at(int64_t index, int64_t otherwise) const {
-    if (!tensor) return otherwise;
-    const int64_t offset = index * tensor->stride(0);
-    return wide ? input<int64_t>(*tensor)[offset] : input<int32_t>(*tensor)[offset];
-  }
-  const std::optional<Tensor>& tensor;
-  bool wide;
-};
-
-// Where a sequence's tokens, state and windows are; `good` unless it is skipped or wrong.
+// Where a sequence's tokens, state and windows are.
 struct Sequence {
   int64_t batch, begin, end, slot, first, window;
-  bool good, skipped;
+  bool skipped;
 };
 
 struct Arguments {
   const Tensor &x, &state, &y;
   const std::optional<Tensor>& window;
-  Integers indices, accepted, starts, window_indices;
   int64_t pad, width;
-  bool update;
-
-  int64_t count() const { return starts.tensor ? starts.tensor->size(0) - 1 : x.size(0); }
-
-  Sequence sequence(int64_t n) const {
-    const int64_t first = accepted.at(n, 1) - 1, slot = indices.at(n, n);
-    const int64_t begin = std::max<int64_t>(starts.at(n, 0), 0);
-    const int64_t end = std::min(starts.at(n + 1, x.size(1)), x.size(1));
-    const bool good = slot != pad && slot >= 0 && slot < state.size(0) && first >= 0 &&
-                      first + width - 1 <= state.size(2);
-    return {starts.tensor ? 0 : n,   begin, end,        slot, first,
-            window_indices.at(n, n), good,  slot == pad};
-  }
+  bool counted, update;  // counted: accepted tokens are
 };
+
+// Checked all at once: an error changes nothing.
+std::vector<Sequence> find_sequences(const Arguments& all, const Indices& indices,
+                                     const Indices& accepted, const std::optional<Tensor>& starts,
+                                     const Indices& window_indices) {
+  const int64_t length = all.x.size(1), most = all.state.size(2) - all.width + 2;
+  std::vector<int64_t> bounds, slots, windows;
+  if (starts) bounds = starts_of("query_start_loc", *starts, length, Ends::kAnywhere);
+  const int64_t count = starts ? static_cast<int64_t>(bounds.size()) - 1 : all.x.size(0);
+  std::vector<Sequence> found;
+  for (int64_t n = 0; n < count; ++n) {
+    Sequence one{starts ? 0 : n, starts ? bounds[n] : 0, starts ? bounds[n + 1] : length};
+    one.slot = indices.at_or(n, n);
+    one.skipped = indices && one.slot == all.pad;
+    if (!one.skipped) {
+      slots.push_back(within("conv_state_indices", one.slot, 0, all.state.size(0) - 1));
+      if (accepted) {
+        one.first = within("num_accepted_tokens", accepted.at(n), 1, most) - 1;
+        within("query_start_loc (a length)", one.end - one.begin, 0, most);
+      }
+    }
+    if (all.window) {
+      one.window = within("intermediate_state_indices", window_indices.at_or(n, n), -1,
+                          all.window->size(0) - 1);
+      if (one.window >= 0 && !one.skipped) windows.push_back(one.window);
+    }
+    found.push_back(one);
+  }
+  if (all.update) check_distinct("conv_state_indices", std::move(slots));
+  check_distinct("intermediate_state_indices", std::move(windows));
+  return found;
+}
 
 // A row whose channels may lie apart.
 template <class T>
@@ -54,12 +59,10 @@ void copy_row(const T* from, int64_t from_stride, T* to, int64_t to_stride, int6
 }
 
 template <class T>
-void fill_outputs(const Arguments& all, const Sequence& s, int64_t c, int64_t count) {
-  T value;
-  store(&value, s.skipped ? 0.0f : std::numeric_limits<float>::quiet_NaN());
+void skip_outputs(const Arguments& all, const Sequence& s, int64_t c, int64_t count) {
   for (int64_t t = s.begin; t < s.end; ++t) {
     T* row = output<T>(all.y) + s.batch * all.y.stride(0) + t * all.y.stride(1) + c;
-    std::fill(row, row + count, value);
+    std::fill(row, row + count, T{});
   }
 }
 
@@ -90,7 +93,7 @@ struct Rows {
 template <class T>
 void write_state(const Arguments& all, const Sequence& s, const Rows<T>& rows, int64_t c,
                  int64_t count) {
-  const int64_t tokens = s.end - s.begin, drop = all.accepted.tensor ? 1 : tokens;
+  const int64_t tokens = s.end - s.begin, drop = all.counted ? 1 : tokens;
   const int64_t columns = std::min(all.state.size(2), all.width - 1 + tokens - drop);
   T* to = output<T>(all.state) + s.slot * all.state.stride(0) + c * all.state.stride(1);
   for (int64_t j = 0; tokens && j < columns; ++j)
@@ -101,7 +104,7 @@ template <class T>
 void write_windows(const Arguments& all, const Sequence& s, const Rows<T>& rows, int64_t c,
                    int64_t count) {
   const Tensor& window = *all.window;
-  if (s.window < 0 || s.window >= window.size(0)) return;
+  if (s.window < 0) return;
   T* to = output<T>(window) + s.window * window.stride(0) + c * window.stride(2);
   for (int64_t t = 0; t < s.end - s.begin; ++t)
     for (int64_t j = 0; j < all.width - 1; ++j)
@@ -113,7 +116,7 @@ template <class T, int W, bool SILU>
 void update_sequence(const Arguments& all, const Filter& filter, const Sequence& s, int64_t c,
                      const T* zeros) {
   const int64_t count = filter.count(c);
-  if (!s.good) return fill_outputs<T>(all, s, c, count);
+  if (s.skipped) return skip_outputs<T>(all, s, c, count);
   const Rows<T> rows(all, s, c, count);
   for (int64_t t = 0; t < s.end - s.begin; ++t) {
     const int64_t row = t + W - 1;
@@ -131,24 +134,17 @@ void update(Tensor x, Tensor conv_state, Tensor weight, std::optional<Tensor> bi
             std::optional<Tensor> starts, std::optional<Tensor> window,
             std::optional<Tensor> window_indices, int64_t pad, bool silu, bool update, Tensor y) {
   const Filter filter(weight, bias);
-  const Arguments all{x,
-                      conv_state,
-                      y,
-                      window,
-                      Integers(indices),
-                      Integers(accepted),
-                      Integers(starts),
-                      Integers(window_indices),
-                      pad,
-                      filter.width,
-                      update};
-  const int64_t blocks = filter.blocks(), items = all.count() * blocks;
+  const Arguments all{x, conv_state, y, window, pad, filter.width, accepted.has_value(), update};
+  const auto sequences =
+      find_sequences(all, Indices(indices), Indices(accepted), starts, Indices(window_indices));
+  const int64_t blocks = filter.blocks();
+  const int64_t items = static_cast<int64_t>(sequences.size()) * blocks;
   dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
     const std::vector<T> zeros(kChannels);
     dispatch_filter(filter.width, silu, [&]<int W, bool SILU>() {
       parallel(items, x.numel() / std::max<int64_t>(1, items), [&](int64_t begin, int64_t end) {
         for (int64_t item = begin; item < end; ++item)
-          update_sequence<T, W, SILU>(all, filter, all.sequence(item / blocks),
+          update_sequence<T, W, SILU>(all, filter, sequences[item / blocks],
                                       item % blocks * kChannels, zeros.data());
       });
     });

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/check.h"
+#include "common/indices.h"
 #include "common/parallel.h"
 
 namespace npu_ops {
@@ -112,17 +113,13 @@ struct StateLayout {
 // Where sequence n begins and ends in the tokens: by `cu_seqlens`, or all have `length` tokens.
 class Spans {
  public:
-  Spans(const std::optional<Tensor>& cu_seqlens, int64_t batch, int64_t length, int64_t tokens) {
-    const int64_t count = cu_seqlens ? cu_seqlens->numel() - 1 : batch;
-    for (int64_t n = 0; n <= count; ++n)
-      starts_.push_back(!cu_seqlens ? n * length
-                        : cu_seqlens->scalar_type() == ScalarType::Long
-                            ? input<int64_t>(*cu_seqlens)[n]
-                            : input<int32_t>(*cu_seqlens)[n]);
-    for (int64_t n = 0; n < count; ++n)  // a compiled caller has had no other check
-      STD_TORCH_CHECK(starts_[n] >= 0 && starts_[n] <= starts_[n + 1] && starts_[n + 1] <= tokens,
-                      "cu_seqlens: got a sequence from ", starts_[n], " to ", starts_[n + 1],
-                      ", needs 0 to ", tokens, " and no negative length");
+  Spans(const std::optional<Tensor>& cu_seqlens, int64_t batch, int64_t length, int64_t tokens,
+        Ends ends) {
+    if (cu_seqlens) {
+      starts_ = starts_of("cu_seqlens", *cu_seqlens, tokens, ends);
+      return;
+    }
+    for (int64_t n = 0; n <= batch; ++n) starts_.push_back(n * length);
   }
   int64_t count() const { return static_cast<int64_t>(starts_.size()) - 1; }
   int64_t begin(int64_t n) const { return starts_[n]; }

@@ -19,7 +19,7 @@ struct Inputs {
         beta_width(beta.size(3)),
         layout{q.size(3), v.size(3), v_first},
         blocks((v.size(3) + kBlock - 1) / kBlock),
-        spans(cu_seqlens, q.size(0), q.size(1), q.size(0) * q.size(1)),
+        spans(cu_seqlens, q.size(0), q.size(1), q.size(0) * q.size(1), Ends::kAtLast),
         q(q, q.size(3)),
         k(k, q.size(3)),
         v(v, v.size(3)),

@@ -5,30 +5,6 @@
 namespace npu_ops {
 namespace {
 
-// int32 or int64 indices [rows, columns], or none.
-class Indices {
- public:
-  explicit Indices(const std::optional<Tensor>& tensor) : tensor_(tensor) {}
-  explicit operator bool() const { return tensor_.has_value(); }
-  bool by_token() const { return tensor_->dim() == 2; }
-  int64_t columns() const { return by_token() ? tensor_->size(1) : 1; }
-  int64_t at(int64_t row, int64_t column = 0) const {
-    const int64_t index = row * tensor_->stride(0) + (by_token() ? column * tensor_->stride(1) : 0);
-    return tensor_->scalar_type() == ScalarType::Long ? input<int64_t>(*tensor_)[index]
-                                                      : input<int32_t>(*tensor_)[index];
-  }
-
- private:
-  const std::optional<Tensor> tensor_;
-};
-
-// A compiled caller has had no other check.
-int64_t within(const char* name, int64_t index, int64_t low, int64_t high) {
-  STD_TORCH_CHECK(low <= index && index <= high, name, ": got ", index, ", needs ", low, " to ",
-                  high);
-  return index;
-}
-
 // A sequence that is not skipped: its tokens, where its state is and where its states go.
 struct Sequence {
   int64_t n, begin, end;
@@ -71,27 +47,41 @@ struct Call {
   bool normalize, v_first, update;
 };
 
+// Checks the slots of sequence n and adds those that are; one may stand twice among its own.
+void add_slots(const Indices& slots, int64_t n, int64_t last, std::vector<int64_t>& all) {
+  const auto begin = static_cast<std::ptrdiff_t>(all.size());
+  for (int64_t i = 0; i < slots.columns(); ++i) {
+    const int64_t slot = within("state_indices", slots.at(n, i), -1, last);
+    if (slot >= 0 && std::find(all.begin() + begin, all.end(), slot) == all.end())
+      all.push_back(slot);
+  }
+}
+
 std::vector<Sequence> find_sequences(const Call& call, const Spans& spans, const Indices& accepted,
                                      const Indices& rows) {
   std::vector<Sequence> found;
+  std::vector<int64_t> slots_written, rows_written;
   const int64_t last_slot = call.state.size(0) - 1, columns = call.slots.columns();
-  const bool by_token = call.slots.by_token();
+  const bool by_token = call.slots.by_column();
   const int64_t steps = call.kept ? call.kept->size(1) : columns;
+  within("cu_seqlens", spans.count(), call.slots.rows(), call.slots.rows());
   for (int64_t n = 0; n < spans.count(); ++n) {
     const int64_t count = spans.end(n) - spans.begin(n);
     if (call.kept || by_token) within("tokens of a sequence", count, 0, steps);
     int64_t done = 0;
     if (accepted) done = within("num_accepted_tokens", accepted.at(n), by_token ? 1 : 0, steps);
-    for (int64_t i = 0; i < columns; ++i)
-      within("state_indices", call.slots.at(n, i), -1, last_slot);
+    add_slots(call.slots, n, last_slot, slots_written);
     Sequence one{n, spans.begin(n), spans.end(n), !by_token && done > 0, 0, -1, done - 1};
     one.slot = call.slots.at(n, by_token ? std::max<int64_t>(0, one.step) : 0);
     if (count == 0 || one.slot < 0) continue;
     if (call.kept)
       one.row = within("intermediate_state_indices", rows ? rows.at(n) : n,
                        one.starts_kept ? 0 : -1, call.kept->size(0) - 1);
+    if (one.row >= 0) rows_written.push_back(one.row);
     found.push_back(one);
   }
+  if (call.update) check_distinct("state_indices", std::move(slots_written));
+  check_distinct("intermediate_state_indices", std::move(rows_written));
   return found;
 }
 
@@ -247,10 +237,10 @@ void walk(const Call& call, const Sequence& one, int64_t head, Head& scratch) {
     scratch.advance_token(token, head);
     scratch.store_output(token, head);
     if (one.row >= 0) scratch.store_state(kept(i));
-    const int64_t own = call.slots.by_token() ? call.slots.at(one.n, i) : -1;
+    const int64_t own = call.slots.by_column() ? call.slots.at(one.n, i) : -1;
     if (call.update && own >= 0) scratch.store_state(slot(own));
   }
-  if (call.update && !call.slots.by_token()) scratch.store_state(slot(one.slot));
+  if (call.update && !call.slots.by_column()) scratch.store_state(slot(one.slot));
 }
 
 void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
@@ -261,7 +251,7 @@ void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tens
   const Call call(q, k, v, a, b, A_log, dt_bias, state, state_indices, intermediate_states, scale,
                   normalize, v_first, update, o);
   const int64_t count = state_indices.size(0);
-  const Spans spans(cu_seqlens, count, count ? q.size(0) / count : 0, q.size(0));
+  const Spans spans(cu_seqlens, count, count ? q.size(0) / count : 0, q.size(0), Ends::kAnywhere);
   const auto sequences = find_sequences(call, spans, Indices(num_accepted_tokens),
                                         Indices(intermediate_state_indices));
   dispatch(o.scalar_type(), "o", [&]<class T>(T*) { std::fill_n(output<T>(o), o.numel(), T{}); });

@@ -206,7 +206,7 @@ def test_skipped_sequences(pad, implementation, device):
 
 @IMPLEMENTATIONS
 def test_wrong_numbers_that_nobody_saw(implementation, device):
-    """As on a device: NaN for that sequence, its state left, the others right."""
+    """On a device NaN for that sequence, its state left, the others right; on the CPU an error."""
     x, weight = torch.randn(4, 2, 8, device=device), torch.randn(8, 4, device=device)
     pool = torch.randn(4, 8, 5, device=device)
     before = pool.clone()
@@ -214,6 +214,11 @@ def test_wrong_numbers_that_nobody_saw(implementation, device):
     accepted = torch.tensor([1, 1, 4, 2], device=device)
     args = (x, pool, weight, None, indices, accepted, None, None, None, -1, True, True)
     with forced(implementation, "causal_conv1d_update"):
+        if implementation == "cpu":
+            with pytest.raises(RuntimeError, match="conv_state_indices: got 4, needs 0 to 3"):
+                torch.ops.npu_ops.causal_conv1d_update(*args)
+            assert torch.equal(pool, before)
+            return
         y = torch.ops.npu_ops.causal_conv1d_update(*args)
     assert y[:3].isnan().all() and y[3].isfinite().all()
     assert torch.equal(pool[[0, 2, 3]], before[[0, 2, 3]])

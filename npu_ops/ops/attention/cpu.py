@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from npu_ops.core import make
+from npu_ops.core import indices, make
 from npu_ops.ops.attention import blocks
 from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.routing import plan_of
@@ -33,7 +33,7 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
     """Write out and lse."""
     rows = _rows(lse, rule)
     by_blocks = plan_of(q, k, v, extra, rule, "cpu").operator != "torch flash attention"
-    for piece in _pieces(q, extra):
+    for piece in _pieces(q, k, extra):
         mine = piece.queries(q), piece.keys(k), piece.keys(v)
         to = piece.queries(out), piece.queries(lse)
         if not mine[0].numel():
@@ -60,7 +60,7 @@ def attention_backward(
         if gradient is not None:
             gradient.zero_()
     rows = _rows(lse, rule)
-    for piece in _pieces(q, extra):
+    for piece in _pieces(q, k, extra):
         mine = piece.queries(q), piece.keys(k), piece.keys(v)
         saved = [None if x is None else piece.queries(x) for x in (dout, dlse, out, lse)]
         to = piece.queries(dq), piece.keys(dk), piece.keys(dv)
@@ -91,27 +91,36 @@ def _of_piece(piece: Piece, extra: Extra, rows) -> blocks.Pairs:
 # Which sequences there are
 
 
-def _pieces(q, extra: Extra) -> Iterator[Piece]:
+def _pieces(q, k, extra: Extra) -> Iterator[Piece]:
     if extra.block_table is not None:
-        yield from _paged(extra)
+        yield from _paged(q, k, extra)
     elif extra.cu_seqlens_q is not None:
-        yield from _packed(extra)
+        yield from _packed(q, k, extra)
     elif extra.seqlens_k is not None:
-        yield from _padded(extra)
+        yield from _padded(k, extra)
     else:
         yield Piece(*[lambda x: x] * 3)
 
 
-def _packed(extra: Extra) -> Iterator[Piece]:
+def _starts_of_queries(q, extra: Extra) -> list[int]:
+    return indices.starts_of("cu_seqlens_q", extra.cu_seqlens_q, q.shape[2])
+
+
+def _packed(q, k, extra: Extra) -> Iterator[Piece]:
     """Neighbours of equal lengths are a batch."""
-    lengths = zip(
-        extra.cu_seqlens_q.diff().tolist(), extra.cu_seqlens_k.diff().tolist(), strict=True
-    )
+    starts_q = starts_k = _starts_of_queries(q, extra)
+    if extra.cu_seqlens_k is not extra.cu_seqlens_q or k.shape[2] != q.shape[2]:
+        starts_k = indices.starts_of("cu_seqlens_k", extra.cu_seqlens_k, k.shape[2])
+    lengths = zip(_lengths(starts_q), _lengths(starts_k), strict=True)
     at_q = at_k = 0
     for (queries, keys), run in itertools.groupby(lengths):
         count = len(list(run))
         yield Piece(_folded(at_q, count, queries), _folded(at_k, count, keys), lambda x: x)
         at_q, at_k = at_q + count * queries, at_k + count * keys
+
+
+def _lengths(starts: list[int]) -> list[int]:
+    return [end - start for start, end in itertools.pairwise(starts)]
 
 
 def _folded(begin: int, count: int, length: int):
@@ -124,8 +133,8 @@ def _folded(begin: int, count: int, length: int):
     return view
 
 
-def _padded(extra: Extra) -> Iterator[Piece]:
-    for b, length in enumerate(extra.seqlens_k.tolist()):
+def _padded(k, extra: Extra) -> Iterator[Piece]:
+    for b, length in enumerate(indices.within("seqlens_k", extra.seqlens_k, 0, k.shape[2])):
         own = slice(b, b + 1)
         yield Piece(
             lambda x, own=own: x[own],
@@ -134,22 +143,24 @@ def _padded(extra: Extra) -> Iterator[Piece]:
         )
 
 
-def _paged(extra: Extra) -> Iterator[Piece]:
-    lengths = extra.seqlens_k.tolist()
-    starts = None if extra.cu_seqlens_q is None else extra.cu_seqlens_q.tolist()
+def _paged(q, k, extra: Extra) -> Iterator[Piece]:
+    table, size = extra.block_table, k.shape[2]
+    lengths = indices.within("seqlens_k", extra.seqlens_k, 0, table.shape[1] * size)
+    starts = None if extra.cu_seqlens_q is None else _starts_of_queries(q, extra)
+    blocks = [table[b, : -(-length // size)] for b, length in enumerate(lengths)]
+    indices.within("block_table", torch.cat(blocks), 0, k.shape[0] - 1)
     for b, length in enumerate(lengths):
         if starts is None:
             queries = lambda x, b=b: x[b : b + 1]  # noqa: E731
         else:
             queries = _folded(starts[b], 1, starts[b + 1] - starts[b])
-        yield Piece(queries, _gathered(extra.block_table[b], length), lambda x: x)
+        yield Piece(queries, _gathered(blocks[b].long(), length), lambda x: x)
 
 
-def _gathered(block_table, length: int):
-    """A function to the `[1, heads, length, dim]` that a sequence has in a cache of blocks."""
+def _gathered(used, length: int):
+    """A function to the `[1, heads, length, dim]` that a sequence has in the blocks `used`."""
 
     def keys(cache):
-        used = block_table[: -(-length // cache.shape[2])].long()
         return cache[used].transpose(0, 1).flatten(1, 2)[None, :, :length]
 
     return keys

@@ -21,6 +21,7 @@ import math
 
 import torch
 
+from npu_ops.core import indices
 from npu_ops.core.registry import from_native
 
 _gates = from_native(
@@ -86,9 +87,7 @@ class _Inputs:
         if self.cu_seqlens is None:
             batch, length = self.q.shape[:2]
             return [(b, self._spans(0, length)) for b in range(batch)]
-        starts, tokens = self.cu_seqlens.tolist(), self.q.shape[1]
-        if starts[0] < 0 or starts[-1] > tokens or starts != sorted(starts):
-            raise RuntimeError(f"cu_seqlens: got {starts}, needs starts from 0 to {tokens}, rising")
+        starts = indices.starts_of("cu_seqlens", self.cu_seqlens, self.q.shape[1])
         return [(0, self._spans(*ends)) for ends in zip(starts, starts[1:], strict=False)]
 
     def _spans(self, begin, end):

@@ -6,7 +6,7 @@ import torch
 
 from npu_ops.core import check
 from npu_ops.core.registry import explains
-from npu_ops.ops.rope import arguments, op
+from npu_ops.ops.rope import arguments, op, packing
 from npu_ops.ops.rope.freqs import apply_rotary_pos_emb_freqs
 
 __all__ = ["apply_rotary_pos_emb", "apply_rotary_pos_emb_freqs"]
@@ -101,7 +101,8 @@ def _positions(q, cos, position_ids, cu_seqlens, layout):
     if cu_seqlens is not None:
         if layout != "TND" or position_ids is not None:
             raise ValueError("cu_seqlens: got one, needs layout TND and no position_ids")
-        return arguments.packed_positions(cu_seqlens, q, cos.shape[0])
+        arguments.check_cu_seqlens(cu_seqlens, q)
+        return packing.packed_positions(cu_seqlens, q.shape[0], cos.shape[0])
     if position_ids is None or cos.dim() == 3:
         return None
     batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")

@@ -125,32 +125,3 @@ def check_cu_seqlens(cu_seqlens, q) -> None:
     check.same_device("cu_seqlens", cu_seqlens, "q", q)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise check.shape("cu_seqlens", cu_seqlens, "[sequences + 1]")
-
-
-def packed_positions(cu_seqlens, q, rows: int):
-    """The position of each packed token within its sequence, [1, T], made on the device.
-
-    cu_seqlens: [n + 1], the sequences' starts and their end: 0 first, the tokens of q last. On the
-    CPU the values are checked too, against a table of `rows`.
-    """
-    check_cu_seqlens(cu_seqlens, q)
-    if _readable(cu_seqlens):
-        _check_lengths(cu_seqlens, q.shape[0], rows)
-    token = torch.arange(q.shape[0], device=q.device, dtype=cu_seqlens.dtype)
-    sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
-    return (token - cu_seqlens[sequence])[None]
-
-
-def _check_lengths(cu_seqlens, tokens: int, rows: int) -> None:
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    if first != 0 or last != tokens:
-        raise ValueError(
-            f"cu_seqlens: got {first} first and {last} last, needs 0 and {tokens}, the tokens of q"
-        )
-    lengths = cu_seqlens.diff()
-    if (lengths < 0).any():
-        raise ValueError("cu_seqlens: got a negative length, needs starts that do not decrease")
-    if lengths.max() > rows:
-        raise ValueError(
-            f"cu_seqlens: got length {int(lengths.max())}, needs at most cos's {rows} rows"
-        )

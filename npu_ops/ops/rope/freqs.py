@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import check, make
+from npu_ops.core import check
 from npu_ops.core.memo import TensorCache
 from npu_ops.core.registry import explains
-from npu_ops.ops.rope import arguments, op
+from npu_ops.ops.rope import arguments, op, packing
 
 _tables = TensorCache()
 _positions = TensorCache()
@@ -79,7 +79,7 @@ def _prepare(
     if cu_seqlens is not None:
         _check_packing(cu_seqlens, q, layout, cp_size, cp_rank)
         key = (q.shape[0], freqs.shape[0], max_seqlen, cp_size, cp_rank)
-        positions = _positions.get(cu_seqlens, key, lambda: _packed_rows(cu_seqlens, *key))
+        positions = _positions.get(cu_seqlens, key, lambda: packing.packed_rows(cu_seqlens, *key))
     batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")
     arguments.check_table_size("freqs", freqs, 0, 1, batch, length, positions is not None)
     if inplace:
@@ -110,27 +110,6 @@ def _check_packing(cu_seqlens, q, layout, cp_size, cp_rank):
     arguments.check_cu_seqlens(cu_seqlens, q)
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank: got {cp_rank}, needs 0 <= cp_rank < cp_size {cp_size}")
-
-
-def _packed_rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank):
-    """The row of freqs of each local token, [1, T], made on the device."""
-    starts = cu_seqlens.long()
-    lengths = starts.diff() // cp_size
-    local_starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    token = make.counted(tokens, device=starts.device)
-    sequence = torch.searchsorted(local_starts, token, right=True) - 1
-    sequence = sequence.clamp(max=lengths.numel() - 1)
-    position = token - local_starts[sequence]
-    if cp_size > 1:
-        chunk = lengths[sequence] // 2
-        behind = (
-            2 * (cp_size - 1 - cp_rank) * chunk
-        )  # from the end of the first chunk to the second
-        position = cp_rank * chunk + position + torch.where(position < chunk, 0, behind)
-    per_token = rows == tokens * cp_size if max_seqlen is None else rows > max_seqlen
-    if per_token:
-        position = position + starts[sequence]
-    return position.clamp(0, rows - 1)[None]
 
 
 def _implementation_args(*args, **kwargs):
