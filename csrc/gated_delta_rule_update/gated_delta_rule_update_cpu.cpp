@@ -152,6 +152,8 @@ class Head {
   template <class S>
   void load_state(const S* from) {
     if (call_.v_first) {
+      // What fills up a row would keep a NaN or inf of the sequence before, times a key of 0.
+      if (width_ > call_.keys) std::fill(state_.begin(), state_.end(), 0.0f);
       convert(from, call_.keys, state_.data(), width_, call_.values, call_.keys);
       return;
     }

@@ -183,6 +183,18 @@ def test_padding_and_other_slots_are_untouched(pool, v_first, implementation, de
     assert state[[7, 2, 3]].isfinite().all()
 
 
+@LAYOUTS
+@IMPLEMENTATIONS
+def test_a_broken_state_stays_with_its_sequence(v_first, implementation, device):
+    """Keys of 8 leave room in a kernel's rows, where another sequence's NaN must not stay."""
+    inputs = arguments(v_first=v_first)
+    right, *_ = run(implementation, device, inputs)
+    inputs["state"][7] = torch.nan  # of the first sequence
+    o, pool, _ = run(implementation, device, inputs)
+    assert o[0].isnan().all() and torch.equal(o[1:], right[1:])
+    assert pool[[0, 2, 5, 8, 3]].isfinite().all()
+
+
 @IMPLEMENTATIONS
 def test_without_update_the_pool_is_untouched(implementation, device):
     inputs = arguments(disable_state_update=True)
