@@ -6,7 +6,7 @@ is imported (`npu_ops_autoload`). By hand, before or after the framework is impo
     import npu_ops_adapters
     npu_ops_adapters.apply()
 
-Every folder here is a framework. Its `patches()` says what is replaced and why.
+Every folder here but `patching` is a framework. Its `patches()` says what is replaced and why.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from types import ModuleType
 import npu_ops_autoload
 
 from npu_ops_adapters import patching
-from npu_ops_adapters.patching import Patch, Status
+from npu_ops_adapters.patching import Patch, State, Status, Statuses
 
-__all__ = ["Patch", "Status", "apply", "patches", "plan", "revert", "verify"]
+__all__ = ["Patch", "State", "Status", "apply", "patches", "plan", "revert", "verify"]
 
 
 def patches() -> list[Patch]:
@@ -28,15 +28,17 @@ def patches() -> list[Patch]:
     return [patch for framework in _frameworks() for patch in framework.patches()]
 
 
-def plan() -> list[Status]:
-    """What `apply` would do. `state` is "apply", "applied", "module not imported yet",
-    "disabled by NPU_OPS_DISABLE", "refused: " and a sentence, or "left to " a framework's registry.
+def plan() -> Statuses:
+    """What `apply` would do with each patch: a list that prints as a table.
+
+    A row's `state` is READY, APPLIED, WAITING for its module, DISABLED, REFUSED or LEFT to a
+    framework's registry; see `npu_ops_adapters.patching`.
     """
     _adopt()
     return patching.plan(patches())
 
 
-def apply() -> list[Status]:
+def apply() -> Statuses:
     """Apply what can be applied now, and the rest when its module is imported. Once is enough.
 
     Returns:
@@ -47,20 +49,22 @@ def apply() -> list[Status]:
     return patching.apply(patches())
 
 
-def verify() -> list[Status]:
-    """Whether each applied patch is still in place. `state` is "applied", "overwritten by ..." or
-    "captured too early by ...": modules that still hold what was replaced.
+def verify() -> Statuses:
+    """Whether each applied patch is still in place.
+
+    A row's `state` is APPLIED, OVERWRITTEN, with what is there now as its `detail`, or CAPTURED by
+    the modules in its `detail`, which still hold what was replaced.
     """
     _adopt()
     return patching.verify()
 
 
-def revert() -> list[Status]:
+def revert() -> Statuses:
     """Put back every object that was replaced, and stop watching imports.
 
     Returns:
-        One row for each patch: "reverted", or "overwritten by ..." where someone else's replacement
-        was left in place.
+        One row for each patch: REVERTED, or OVERWRITTEN where someone else's replacement was left
+        in place.
     """
     npu_ops_autoload.unwatch()
     _adopt()
@@ -83,7 +87,7 @@ def _frameworks() -> list[ModuleType]:
     return [
         importlib.import_module(module.name)
         for module in pkgutil.iter_modules(__path__, f"{__name__}.")
-        if module.ispkg
+        if module.ispkg and module.name != patching.__name__
     ]
 
 

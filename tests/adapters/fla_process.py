@@ -62,8 +62,8 @@ def main() -> None:
         plain = with_a_query_for_each_value_head(getattr(naive, f"naive_{name}_gated_delta_rule"))
         expected = evaluate(plain)
         errors |= {f"{name} {of}": error(actual[of], expected[of]) for of in expected}
-    states = {row.target: row.state for row in npu_ops_adapters.verify()}
-    reverted = {row.target: row.state for row in npu_ops_adapters.revert()}
+    states = {row.target: row.sentence for row in npu_ops_adapters.verify()}
+    reverted = {row.target: row.sentence for row in npu_ops_adapters.revert()}
     print(json.dumps([calls, errors, states, reverted]))
 
 

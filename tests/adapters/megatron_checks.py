@@ -169,7 +169,7 @@ def changed(before: dict, after: dict) -> list:
 def states(rows) -> dict:
     """Of what is replaced in Megatron; other frameworks are not imported here."""
     megatron = [row for row in rows if row.target.startswith("megatron.")]
-    return {(row.target, row.op): row.state for row in megatron}
+    return {(row.target, row.op): row.sentence for row in megatron}
 
 
 # Counting the calls that reach npu_ops
@@ -1038,7 +1038,7 @@ def reverted():
     originals = {target: inspect.unwrap(f) for (target, _), f in zip(TARGETS, ours, strict=True)}
     ours += [held(target) for target, _ in gdn_targets() if "HAVE_FLA" not in target]
     rows = npu_ops_adapters.revert()
-    assert {row.state for row in rows} == {"reverted"} and len(rows) == len(targets())
+    assert {row.sentence for row in rows} == {"reverted"} and len(rows) == len(targets())
     assert npu_ops_adapters.verify() == []
     holders = [key for key, value in snapshot().items() if any(value is f for f in ours)]
     assert holders == [], holders
@@ -1272,7 +1272,7 @@ def a_model_trains_uncompiled():
 def every_object_is_put_back():
     import npu_ops_adapters
 
-    assert {row.state for row in npu_ops_adapters.revert()} == {"reverted"}
+    assert {row.sentence for row in npu_ops_adapters.revert()} == {"reverted"}
     assert changed(RESULTS["before"], snapshot()) == []
 
 

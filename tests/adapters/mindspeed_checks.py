@@ -87,7 +87,7 @@ def theirs(target: str):
 def states() -> dict:
     import npu_ops_adapters
 
-    return {(row.target, row.op): row.state for row in npu_ops_adapters.verify()}
+    return {(row.target, row.op): row.sentence for row in npu_ops_adapters.verify()}
 
 
 def in_force() -> None:
@@ -501,7 +501,7 @@ def reverted_nothing_of_ours_is_left():
     import npu_ops_adapters
 
     rows = npu_ops_adapters.revert()
-    assert {row.state for row in rows} == {"reverted"}, rows
+    assert {row.sentence for row in rows} == {"reverted"}, rows
     left = [key for key, held in snapshot().items() if is_ours(held)]
     assert left == [], left
     for target, _ in COVERED:

@@ -52,7 +52,7 @@ def layers(form):
 
 
 def fla_rows(status):
-    return {row.target: row.state for row in status if row.target.startswith("fla.")}
+    return {row.target: row.sentence for row in status if row.target.startswith("fla.")}
 
 
 def registry(form):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
 import sys
 import types
 
 import pytest
 from npu_ops_adapters import patching
-from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.patching import Patch, State, Status, Statuses, engine
 
 from npu_ops.core import env, log
 
@@ -34,7 +36,7 @@ def patch(target=TARGET, make=made, signatures=(("x", "scale"),), op="double", *
 
 
 def state(rows, target=TARGET):
-    (found,) = [row.state for row in rows if row.target == target]
+    (found,) = [row.sentence for row in rows if row.target == target]
     return found
 
 
@@ -61,12 +63,12 @@ def host(monkeypatch):
     monkeypatch.setattr(log, "_said", set())
     yield types.SimpleNamespace(maths=maths, model=model, double=maths.double)
     patching.revert()
-    assert patching._applied == []
+    assert engine.ledger == []
 
 
 def test_nothing_is_planned_for_a_module_that_is_not_imported():
     rows = patching.apply([patch("host.elsewhere:double")])
-    assert [row.state for row in rows] == ["module not imported yet"]
+    assert [row.sentence for row in rows] == ["module not imported yet"]
     assert "host.elsewhere" not in sys.modules
 
 
@@ -244,7 +246,7 @@ def test_two_ops_may_share_a_target(host):
     inner, outer = patch(op="inner"), patch(op="outer", make=wrapping)
     patching.apply([inner, outer])
     assert host.maths.double(1) == ("outer", ("ours", 2))
-    assert [row.state for row in patching.verify()] == ["applied", "applied"]
+    assert [row.sentence for row in patching.verify()] == ["applied", "applied"]
     patching.revert()
     assert host.maths.double is host.model.twice is host.double
 
@@ -295,13 +297,48 @@ def test_a_module_that_ran_again_is_patched_again(host):
     patching.forget("host.maths")
     assert state(patching.apply([patch()])) == "applied"
     assert host.maths.double is not first and host.model.twice is first
-    assert [row.state for row in patching.revert()] == ["reverted", "reverted"]
+    assert [row.sentence for row in patching.revert()] == ["reverted", "reverted"]
     assert host.maths.double is again and host.model.twice is host.double
 
 
 def test_a_note_is_shown(host):
     assert [row.note for row in patching.apply([patch(note=lambda: "3 functions")])] == [
         "3 functions"
+    ]
+
+
+# What the user is shown
+
+
+def test_a_state_is_one_of_a_kind_with_a_detail(host):
+    renamed = patch("host.maths:gone")
+    (refused, applied) = patching.apply([renamed, patch()])
+    assert (refused.state, applied.state) == (State.REFUSED, State.APPLIED)
+    assert refused.detail == "host.maths has no gone; it was there in host 1 to 3"
+    host.maths.double = double
+    (overwritten,) = patching.verify()
+    assert overwritten.state is State.OVERWRITTEN
+    assert overwritten.detail == "test_patching.double"
+    assert f"{overwritten.state}" == "overwritten by" and json.dumps(State.APPLIED) == '"applied"'
+
+
+def test_every_state_is_in_the_diagram():
+    shown = set(re.findall(r"[A-Z]{2,}", patching.__doc__))
+    assert {state.name for state in State} <= shown
+
+
+def test_a_plan_prints_as_a_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    rows = Statuses(
+        [
+            Status(TARGET, "double", State.APPLIED, note="3 functions"),
+            Status("host.maths:other", "other", State.OVERWRITTEN, "rival.[odd]"),
+        ]
+    )
+    assert [line.split(maxsplit=2) for line in str(rows).splitlines()] == [
+        ["target", "op", "state"],
+        ["host.maths:double", "double", "applied; 3 functions"],
+        ["host.maths:other", "other", "overwritten by rival.[odd]"],
     ]
 
 
@@ -322,7 +359,7 @@ def left_to_the_host(host):
 def test_what_another_applied_is_verified_and_undone(host):
     mine, _ = left_to_the_host(host)
     assert state(patching.plan([mine])) == state(patching.verify()) == "applied"
-    assert [row.state for row in patching.revert()] == ["reverted"]
+    assert [row.sentence for row in patching.revert()] == ["reverted"]
     assert host.maths.double is host.double
 
 

@@ -34,7 +34,7 @@ def rows(*shape, dtype=torch.float32, seed=0):
 
 
 def states(status):
-    return {row.target: row.state for row in status if row.target.startswith("transformers.")}
+    return {row.target: row.sentence for row in status if row.target.startswith("transformers.")}
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ def worker():
     name = qwen3_vl.apply_rotary_pos_emb.__name__
     import os
     import npu_ops, npu_ops_adapters
-    states = {row.state for row in npu_ops_adapters.verify()}
+    states = {row.sentence for row in npu_ops_adapters.verify()}
     return name, sorted(states), npu_ops.is_npu(), os.getpid()
 """
 

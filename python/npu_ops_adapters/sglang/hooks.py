@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 import npu_ops_adapters
 from npu_ops.core import log
 from npu_ops_adapters import patching
-from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.patching import Patch, State
 
 NAME = "SGLang's HookRegistry"
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
-_AT_REST = ("applied", "module not imported yet", "disabled by NPU_OPS_DISABLE")
+_AT_REST = (State.APPLIED, State.WAITING, State.DISABLED)
 
 _registered: dict[tuple[str, str], tuple[Patch, Callable]] = {}
 _logger = logging.getLogger("npu_ops")
@@ -37,10 +37,9 @@ def register(patches: Iterable[Patch]) -> None:
     registry = importlib.import_module("sglang.srt.plugins.hook_registry")
     add, kinds = registry.HookRegistry.register, registry.HookType
     for patch in patches:
-        key = patch.target, patch.op
-        if patch.by and key not in _registered and _is_there(patch):
-            _registered[key] = patch, _hook(patch)
-            add(_dotted(patch), _registered[key][1], kinds.AROUND)
+        if patch.by and patch.key not in _registered and _is_there(patch):
+            _registered[patch.key] = patch, _hook(patch)
+            add(_dotted(patch), _registered[patch.key][1], kinds.AROUND)
     add(_MODEL_RUNNER, _check, kinds.BEFORE)
     npu_ops_adapters.apply()
 
@@ -67,14 +66,10 @@ def _is_there(patch: Patch) -> bool:
     except ImportError as error:
         log.once(f"{patch.target}: it does not import: {error}")
         return False
-    (row,) = [row for row in patching.plan([patch]) if (row.target, row.op) == _key(patch)]
-    if row.state.startswith("refused"):
-        log.once(f"{row.target}: {row.state}")
-    return row.state == f"left to {patch.by}"
-
-
-def _key(patch: Patch) -> tuple[str, str]:
-    return patch.target, patch.op
+    (row,) = [row for row in patching.plan([patch]) if row.key == patch.key]
+    if row.state is State.REFUSED:
+        log.once(f"{row.target}: {row.sentence}")
+    return row.state is State.LEFT and row.detail == patch.by
 
 
 def _dotted(patch: Patch) -> str:
@@ -105,11 +100,10 @@ def _is_made_of(wrapper: Callable, hook: Callable) -> bool:
 
 def _check(*args, **kwargs) -> None:
     """Before a model is built: say which hooks are in force in this process."""
-    rows = {(row.target, row.op): row for row in npu_ops_adapters.plan()}
-    rows |= {(row.target, row.op): row for row in npu_ops_adapters.verify()}
+    rows = {row.key: row for row in (*npu_ops_adapters.plan(), *npu_ops_adapters.verify())}
     ours = [row for row in rows.values() if row.target.startswith("sglang.")]
-    applied = [row for row in ours if row.state == "applied"]
+    applied = [row for row in ours if row.state is State.APPLIED]
     _logger.info("npu-ops in SGLang: %d of %d hooks in force", len(applied), len(ours))
     for row in ours:
         if row.state not in _AT_REST:
-            log.once(f"npu-ops in SGLang: {row.target} is not in force: {row.state}")
+            log.once(f"npu-ops in SGLang: {row.target} is not in force: {row.sentence}")

@@ -64,7 +64,7 @@ def states(rows=None):
     import npu_ops_adapters
 
     rows = {
-        (row.target, row.op): row.state
+        (row.target, row.op): row.sentence
         for row in rows or (*npu_ops_adapters.plan(), *npu_ops_adapters.verify())
     }
     return {key: state for key, state in rows.items() if key[0].startswith("sglang.")}

@@ -1,0 +1,76 @@
+"""Patches that a framework's own patch manager places: what is set beside it, it overwrites.
+
+`hand_over` puts ours back and leaves its places to the manager, which asks `place` for what it is
+to put there each time. `renew` follows once it is done. `take_back` ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from npu_ops.core import env, log
+from npu_ops_adapters.patching import engine
+from npu_ops_adapters.patching.holders import Holders
+from npu_ops_adapters.patching.records import Patch, Statuses
+from npu_ops_adapters.patching.signatures import cannot, mismatch, wrapped
+
+
+def hand_over(patches: Iterable[Patch]) -> None:
+    """From now on a framework's own patch manager places these; each is put back for it first."""
+    with engine.lock:
+        new = {patch.key: patch for patch in patches if patch.key not in engine.handed_over}
+        engine.withdraw(new)
+        engine.handed_over.update(new)
+
+
+def take_back() -> None:
+    """End every `hand_over`: what the framework's patch manager placed is put back."""
+    with engine.lock:
+        engine.withdraw(engine.handed_over)
+        engine.handed_over.clear()
+
+
+def place(patch: Patch, original: Any) -> Any:
+    """What the framework's patch manager is to place for a patch that was handed over to it.
+
+    `original` is what its other patches make of the target: what ours falls through to. It comes
+    back as it is if ours is in it already, or cannot be made.
+    """
+    with engine.lock:
+        if env.settings.disable & {"all", patch.op} or patch.key not in engine.handed_over:
+            return original
+        known = [applied for applied in engine.live() if applied.patch.key == patch.key]
+        if any(applied.replacement is inner for applied in known for inner in wrapped(original)):
+            return original
+        reason = mismatch(patch, original)
+        try:
+            replacement = original if reason else patch.make(original)
+        except Exception as error:
+            reason = cannot(error)
+        if reason:
+            log.once(f"{patch.target}: refused: {reason}")
+            return original
+        for applied in known:
+            engine.ledger.remove(applied)
+        engine.adopt(patch, original, replacement)
+        return replacement
+
+
+def renew(patches: Iterable[Patch]) -> Statuses:
+    """`apply`, after a framework's patch manager has put its own in place.
+
+    Ours goes over what the manager overwrote too, and where it gave modules what ours is around.
+    """
+    with engine.lock:
+        holders = Holders()
+        top = engine.outermost()
+        for applied in list(engine.live()):
+            places = holders.importers(applied.patch, applied.original, applied.name)
+            if engine.is_overwritten(applied, top[applied.place]):
+                if applied.here() is not applied.original:
+                    engine.ledger.remove(applied)
+                    continue
+                places.append((applied.owner, applied.name))
+            holders.replace(places, applied.original, applied.replacement)
+        return engine.apply(patches)

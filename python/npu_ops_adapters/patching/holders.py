@@ -1,0 +1,107 @@
+"""Which modules hold an object, and replacing it in all of them or in none."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from npu_ops_adapters.patching.records import Patch
+
+Place = tuple[Any, str]  # a module or class and the name of its attribute, or a dict and a key
+ABSENT = object()  # in place of an attribute that is not there
+
+
+def locate(patch: Patch) -> Place:
+    """Where a patch's target is; KeyError names what is missing on the way."""
+    *owners, name = patch.attribute.split(".")
+    owner = sys.modules[patch.module]
+    for part in owners:
+        owner = names_of(owner)[part]
+    return owner, name
+
+
+def names_of(owner: Any) -> Mapping[str, Any]:
+    """The attributes of a module or class itself, or a dict."""
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+class Holders:
+    """Which modules hold which functions and classes; one sweep, when first asked."""
+
+    @functools.cached_property
+    def _ids(self) -> dict[int, tuple[types.ModuleType, set[int]]]:
+        """Of all that each module holds: thousands of modules, so it loops in C."""
+        return {
+            id(module): (module, set(map(id, list(vars(module).values()))))
+            for module in list(sys.modules.values())
+            if isinstance(module, types.ModuleType)
+        }
+
+    def of(self, value: Any, name: str) -> list[Place]:
+        """The modules that hold `value`, and under which name.
+
+        What a framework only borrowed (`torch.compile`) is known by `name` alone.
+        """
+        # Not isinstance: that asks the object, and some warn or import when asked.
+        if not issubclass(type(value), (types.FunctionType, type)):
+            return []
+        home = getattr(value, "__module__", None) or ""
+        own = home.partition(".")[0] not in ("", "builtins", "torch")
+        return [
+            (module, held)
+            for module, ids in self._ids.values()
+            if id(value) in ids
+            for held, x in list(vars(module).items())
+            if x is value and (own or held == name)
+        ]
+
+    def importers(self, patch: Patch, original: Any, name: str) -> list[Place]:
+        """Where else the original of a patch is.
+
+        One that comes from another framework may stand there, and in others, for something else:
+        outside of the patch's own framework it is known by `name` alone.
+        """
+        found = self.of(original, name) if patch.rebind else []
+        home = getattr(original, "__module__", None) or ""
+        own = _framework(patch.module)
+        if _framework(home) != own:
+            found = [
+                (module, held)
+                for module, held in found
+                if _framework(module.__name__) == own or (held == name and module.__name__ != home)
+            ]
+        modules = filter(None, map(sys.modules.get, patch.also))
+        return found + [(m, name) for m in modules if name in vars(m) and vars(m)[name] is original]
+
+    def replace(self, places: list[Place], old: Any, new: Any) -> None:
+        """Put `new` in all places; if one refuses, `old` in all."""
+        done = []
+        try:
+            for place in places:
+                _put(place, new)
+                done.append(place)
+        except Exception:
+            for place in done:
+                _put(place, old)
+            raise
+        for owner, _ in places:
+            if isinstance(owner, types.ModuleType):
+                self._ids.setdefault(id(owner), (owner, set()))[1].add(id(new))
+
+
+def _framework(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _put(place: Place, value: Any) -> None:
+    owner, name = place
+    if value is ABSENT:
+        operator.delitem(owner, name) if isinstance(owner, dict) else delattr(owner, name)
+    elif isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)

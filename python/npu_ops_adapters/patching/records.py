@@ -1,0 +1,120 @@
+"""A patch, and where it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import io
+from collections.abc import Callable
+from typing import Any
+
+Names = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """One replacement.
+
+    target: "module:attribute", "module:Class.attribute" or "module:dict.key", dots going further
+        in.
+    op: what NPU_OPS_DISABLE calls it.
+    make: called with what is there; returns what takes its place, and falls through to it.
+    why: why the framework's own will not do.
+    signatures: the names of the parameters in every version known; None among them: the attribute
+        may be None. Empty: anything is replaced.
+    versions: of the framework, that it was tested with.
+    remove_when: when this patch can go.
+    rebind: replace it also in modules that imported it by value.
+    optional: the attribute or key may not be there; `make` is given None, and revert deletes it.
+    also: modules that import it by value, for what cannot be recognised there: None or a bool.
+    note: says more of an applied patch, e.g. a count.
+    by: who applies it in this engine's place, and tells it by `adopt`; "" is the engine.
+    joined, left: called once it is applied, and once it is reverted.
+    """
+
+    target: str
+    op: str
+    make: Callable[[Any], Any]
+    why: str
+    signatures: tuple[Names | None, ...]
+    versions: str
+    remove_when: str
+    rebind: bool = True
+    optional: bool = False
+    also: Names = ()
+    note: Callable[[], str] | None = None
+    by: str = ""
+    joined: Callable[[], None] | None = None
+    left: Callable[[], None] | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.target, self.op
+
+    @property
+    def module(self) -> str:
+        return self.target.partition(":")[0]
+
+    @property
+    def attribute(self) -> str:
+        return self.target.partition(":")[2]
+
+
+class State(str, enum.Enum):
+    """Where a patch stands; the diagram is in `npu_ops_adapters.patching`.
+
+    A value is how `Status.sentence` begins; what follows it there is `Status.detail`.
+    """
+
+    WAITING = "module not imported yet"
+    DISABLED = "disabled by NPU_OPS_DISABLE"
+    READY = "apply"
+    LEFT = "left to"  # detail: whose patch manager places it
+    REFUSED = "refused"  # detail: why
+    APPLIED = "applied"
+    OVERWRITTEN = "overwritten by"  # detail: what is there now
+    CAPTURED = "captured too early by"  # detail: the modules that hold the original
+    REVERTED = "reverted"
+
+    __str__ = str.__str__
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """Where one patch stands.
+
+    detail: the reason, or who; see `State`. note: more of an applied patch, e.g. a count.
+    """
+
+    target: str
+    op: str
+    state: State
+    detail: str = ""
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.target, self.op
+
+    @property
+    def sentence(self) -> str:
+        """The state with its detail."""
+        if not self.detail:
+            return str(self.state)
+        return f"{self.state}{':' if self.state is State.REFUSED else ''} {self.detail}"
+
+
+class Statuses(list[Status]):
+    """Printed, they are a table as wide as the terminal."""
+
+    def __str__(self) -> str:
+        from rich.console import Console  # not while a framework is imported
+        from rich.table import Table
+
+        table = Table("target", "op", "state", box=None, pad_edge=False)
+        table.columns[0].overflow = "fold"
+        for row in self:
+            table.add_row(row.target, row.op, "; ".join(filter(None, (row.sentence, row.note))))
+        console = Console(file=io.StringIO(), color_system=None)
+        console.print(table, markup=False)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

@@ -1,0 +1,70 @@
+"""Why what is there cannot be replaced, and how an object is named to the user."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from npu_ops_adapters.patching.holders import locate, names_of
+from npu_ops_adapters.patching.records import Names, Patch
+
+
+def why_not(patch: Patch) -> str | None:
+    """None, or a sentence on why what is at its target cannot be replaced."""
+    try:
+        owner, name = locate(patch)
+        names = names_of(owner)
+        if patch.optional and name not in names:
+            return None
+        original = names[name]
+    except KeyError as missing:
+        return f"{patch.module} has no {missing.args[0]}; it was there in {patch.versions}"
+    return mismatch(patch, original)
+
+
+def mismatch(patch: Patch, original: Any) -> str | None:
+    """None, or how the parameters of `original` differ from those that are known."""
+    if not patch.signatures:
+        return None
+    parameters = _parameters(original)
+    if parameters in patch.signatures:
+        return None
+    expected = " or ".join(_shown(names) for names in patch.signatures)
+    return f"expected {expected} ({patch.versions}), got {_shown(parameters)} of {whose(original)}"
+
+
+def whose(value: Any) -> str:
+    """The full name of a function, or of the type of anything else."""
+    module = getattr(value, "__module__", None) or type(value).__module__
+    return f"{module}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def is_ours(value: Any) -> bool:
+    """Whether an adapter made it: MindSpeed puts operators that it got from us where ours were."""
+    return (getattr(value, "__module__", None) or "").startswith("npu_ops_adapters.")
+
+
+def wrapped(function: Any) -> Iterator[Any]:
+    """A function and what it wraps, outside in."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def cannot(error: Exception) -> str:
+    """Why a patch is refused whose replacement could not be made or placed."""
+    return f"it cannot be made: {type(error).__name__}: {error}"
+
+
+def _parameters(function: Any) -> Names | None:
+    if function is None:
+        return None
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # not callable, or built in
+        return ("?",)
+
+
+def _shown(names: Names | None) -> str:
+    return "None" if names is None else f"({', '.join(names)})"
