@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
+import enum
 import importlib
 import importlib.util
 import os
 import pathlib
 import platform
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
 
+import npu_ops_adapters
+import npu_ops_autoload
 import torch
+from npu_ops_adapters import State
 
 import npu_ops
 from npu_ops.core import env, hardware
@@ -20,22 +24,31 @@ from npu_ops.core.registry import as_if_on
 from npu_ops_tools import known_bad
 from npu_ops_tools.where import ops
 
-PACKAGES = (
-    "torch", "torch_npu", "triton", "triton-ascend", "pybind11", "ascendnpu-ir", "megatron-core",
-    "mindspeed", "sglang", "sgl-kernel-npu", "transformers", "flash-linear-attention",
-    "causal-conv1d", "kernels", "ray", "verl", "slime",
-)  # fmt: skip
+PACKAGES = {  # and the module by which each is imported; a checkout has no other name
+    "torch": "torch", "torch_npu": "torch_npu", "triton": None, "triton-ascend": None,
+    "pybind11": "pybind11", "ascendnpu-ir": None, "megatron-core": "megatron.core",
+    "mindspeed": "mindspeed", "sglang": "sglang", "sgl-kernel-npu": "sgl_kernel_npu",
+    "transformers": "transformers", "flash-linear-attention": "fla",
+    "causal-conv1d": "causal_conv1d", "kernels": "kernels", "ray": "ray", "verl": "verl",
+    "slime": "slime",
+}  # fmt: skip
+NAMESPACES = {"megatron"}  # which several packages share
 WIDTH = 80
-_VERDICTS = {  # by how the state of a patch begins
-    "applied": "applied",
-    "apply": "not registered",
-    "refused": "refused",
-    "overwritten by": "overwritten",
-    "captured too early by": "too late",
-    "disabled by": "disabled",
-    "it does not import": "broken",
-}
-_ABSENT = ("is not installed", "has no such module", "module not imported yet")
+
+
+class Missing(str, enum.Enum):
+    """Why a module that can be patched is not imported."""
+
+    PACKAGE = "not installed"
+    MODULE = "not in this version"
+    BROKEN = "does not import"
+
+    __str__ = str.__str__
+
+
+_ABSENT = (State.WAITING, Missing.PACKAGE, Missing.MODULE)
+_AT_REST = (State.APPLIED, State.DISABLED, *_ABSENT)
+_REMOVABLE = (State.APPLIED, State.CAPTURED)
 _NOT_REGISTERED = "the adapters were not registered (TORCH_DEVICE_BACKEND_AUTOLOAD=0?)"
 
 
@@ -44,7 +57,8 @@ def collect(modules: Iterable[str] = ()) -> dict:
 
     modules: are imported after the frameworks, for what they do to our patches.
     """
-    versions = {name: known_bad.version(name) for name in PACKAGES}
+    patched = patches(modules)  # imports the frameworks, which then know their versions
+    versions = {name: version(name, module) for name, module in PACKAGES.items()}
     found = {
         "machine": machine(),
         "packages": versions,
@@ -52,24 +66,45 @@ def collect(modules: Iterable[str] = ()) -> dict:
         "switches": {s.variable: os.environ.get(s.variable, s.default) for s in env.SWITCHES},
         "known bad": list(known_bad.problems(versions)),
         "implementations": implementations(),
-        "patches": patches(modules),
+        "patches": patched,
     }
     return found | {"not in force": list(not_in_force(found))}
 
 
+def version(package: str, module: str | None) -> str | None:
+    """The version of a package that is installed, or of a checkout that is on the path.
+
+    "unknown" for a checkout that says none, or was not imported.
+    """
+    installed = known_bad.version(package)
+    if installed or module is None or not _is_there(module):
+        return installed
+    return str(getattr(sys.modules.get(module), "__version__", "unknown"))
+
+
 def machine() -> dict:
-    """The processor and the accelerators, as far as torch has loaded their backends."""
+    """The processor and the accelerators, as far as torch has loaded their backends.
+
+    None for what is not here.
+    """
+    why_not = hardware.npu_why_not()
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
-        "cuda devices": torch.cuda.device_count(),
-        "npu devices": hardware.npu_count(),
-        "no npu because": hardware.npu_why_not(),
+        "cuda devices": torch.cuda.device_count() or None,
+        "npu devices": hardware.npu_count() or None,
+        "no npu because": why_not if _is_there("torch_npu") or hasattr(torch, "npu") else None,
         "SoC": hardware.npu_name(),
         "CANN": _cann(),
     }
+
+
+def devices() -> list[str]:
+    """The kinds of device that are here."""
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "npu": hardware.npu_count()}
+    return [device for device, count in counts.items() if count]
 
 
 def implementations() -> list[dict]:
@@ -77,7 +112,7 @@ def implementations() -> list[dict]:
     return [
         {"op": op, "device": device, "implementation": row.implementation, "why_not": row.why_not}
         for op, functions in ops().items()
-        for device in ("cpu", "npu")
+        for device in devices()
         for row in _explain(op, functions[0], device)
     ]
 
@@ -91,47 +126,42 @@ def _explain(op: str, function: str, device: str):
 def patches(modules: Iterable[str] = ()) -> list[dict]:
     """What the adapters replace in the frameworks that are installed, which are imported for it.
 
-    `removable`: revert() puts the framework's own back. `remove_when`: it can go for good.
+    `state`: a `State` or `Missing`, with its `detail`; `sentence` has both. `removable`: revert()
+    puts the framework's own back. `remove_when`: it can go for good.
     """
-    if importlib.util.find_spec("npu_ops_adapters") is None:
-        return []
-    adapters = importlib.import_module("npu_ops_adapters")
-    failures = _import_frameworks(importlib.import_module("npu_ops_autoload").WATCHED)
-    failures |= _import_frameworks(modules)
-    adapters.load_plugins()
-    known = {(patch.target, patch.op): patch for patch in adapters.patches()}
-    rows = {(row.target, row.op): row for row in (*adapters.plan(), *adapters.verify())}
+    failures = _import_frameworks(npu_ops_autoload.WATCHED) | _import_frameworks(modules)
+    npu_ops_adapters.load_plugins()
+    known = {patch.key: patch for patch in npu_ops_adapters.patches()}
+    rows = {row.key: row for row in (*npu_ops_adapters.plan(), *npu_ops_adapters.verify())}
     return [
-        _patch(row, known.get(key), failures.get(row.target.partition(":")[0], row.state))
+        _patch(row, known.get(key), *failures.get(row.target.partition(":")[0], ()))
         for key, row in rows.items()
     ]
 
 
-def _patch(row, patch, state: str) -> dict:
-    verdict = _verdict_on(state)
-    return dataclasses.asdict(row) | {
-        "state": state,
-        "verdict": verdict,
-        "removable": verdict in ("applied", "too late"),
+def _patch(row, patch, missing: Missing | None = None, trouble: str = "") -> dict:
+    state, detail = (missing, trouble) if missing else (row.state, row.detail)
+    sentence = ": ".join(filter(None, (missing, trouble))) if missing else row.sentence
+    return {
+        "target": row.target,
+        "op": row.op,
+        "state": str(state),
+        "detail": detail,
+        "sentence": sentence,
+        "note": row.note,
+        "removable": state in _REMOVABLE,
         "why": patch.why if patch else "",
         "remove_when": patch.remove_when if patch else "",
     }
 
 
-def _verdict_on(state: str) -> str:
-    """A state in a word or two."""
-    for beginning, verdict in _VERDICTS.items():
-        if state.startswith(beginning):
-            return verdict
-    return "absent" if state.endswith(_ABSENT) else state
-
-
 def not_in_force(found: dict) -> Iterator[str]:
     """A sentence for each thing that was asked for and is not so: by installing it, or a switch."""
-    for row in found["patches"]:
-        if row["verdict"] not in ("applied", "disabled", "absent"):
-            state = _NOT_REGISTERED if row["verdict"] == "not registered" else row["state"]
-            yield f"{row['target']} ({row['op']}): {state}"
+    for (package, reason), rows in by_reason(found["patches"]).items():
+        if rows[0]["state"] not in _AT_REST:
+            names = ", ".join(dict.fromkeys(row["op"] for row in rows))
+            what = f"{package}, {len(rows)} patches" if len(rows) > 1 else rows[0]["target"]
+            yield f"{what} ({names}): {reason}"
     taken = {(row["op"], row["implementation"]) for row in found["implementations"]
              if row["why_not"] is None}  # fmt: skip
     for op, name in env.settings.impl.items():
@@ -141,13 +171,25 @@ def not_in_force(found: dict) -> Iterator[str]:
             yield f"NPU_OPS_IMPL={op}={name}: there is no such op"
 
 
-def _import_frameworks(modules: Iterable[str]) -> dict[str, str]:
+def by_reason(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
+    """The patches of each package that are where they are for one reason."""
+    groups = {}
+    for row in rows:
+        key = _package(row["target"].partition(":")[0]), _reason(row)
+        groups.setdefault(key, []).append(row)
+    return groups
+
+
+def _reason(row: dict) -> str:
+    return _NOT_REGISTERED if row["state"] == State.READY else row["sentence"]
+
+
+def _import_frameworks(modules: Iterable[str]) -> dict[str, tuple[Missing, str]]:
     """Import the modules that can be patched; what went wrong with each that did not import."""
     failures = {}
     for name in sorted(modules):
-        package = name.partition(".")[0]
-        if importlib.util.find_spec(package) is None:
-            failures[name] = f"{package} is not installed"
+        if not _is_there(_package(name)):
+            failures[name] = Missing.PACKAGE, ""
             continue
         try:
             with warnings.catch_warnings():
@@ -155,14 +197,28 @@ def _import_frameworks(modules: Iterable[str]) -> dict[str, str]:
                 importlib.import_module(name)
         except ModuleNotFoundError as error:
             absent = error.name and f"{name}.".startswith(f"{error.name}.")
-            failures[name] = "this version has no such module" if absent else _trouble(error)
+            failures[name] = (Missing.MODULE, "") if absent else _trouble(error)
         except Exception as error:  # a framework's own trouble is what the doctor is asked about
             failures[name] = _trouble(error)
     return failures
 
 
-def _trouble(error: Exception) -> str:
-    return f"it does not import: {type(error).__name__}: {hardware.first_line(error)}"
+def _package(module: str) -> str:
+    """ "sglang.srt.models" -> "sglang"; "megatron.bridge.models" -> "megatron.bridge"."""
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] in NAMESPACES else 1])
+
+
+def _is_there(module: str) -> bool:
+    """Whether a module is installed, or a checkout of it on the path."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # its parent is not there, or was put there by hand
+        return module in sys.modules
+
+
+def _trouble(error: Exception) -> tuple[Missing, str]:
+    return Missing.BROKEN, f"{type(error).__name__}: {hardware.first_line(error)}"
 
 
 def _processor() -> str:
@@ -211,44 +267,46 @@ def _ops(rows: list[dict]) -> Iterator[str]:
     taken = {
         (row["op"], row["device"]): row["implementation"] for row in rows if row["why_not"] is None
     }
-    yield f"{'op':34}{'on cpu':18}on npu"
+    here = list(dict.fromkeys(row["device"] for row in rows))
+    yield f"{'op':34}" + "".join(f"{f'on {device}':16}" for device in here).rstrip()
+    declined = {}
     for op in dict.fromkeys(row["op"] for row in rows):
-        yield f"{op:34}{taken.get((op, 'cpu'), 'nothing'):18}{taken.get((op, 'npu'), 'nothing')}"
-        for row in rows:
-            declined = row["why_not"] and "comes first" not in row["why_not"]
-            if row["op"] == op and declined and not row["why_not"].startswith("tensors are on"):
-                yield from _line(
-                    f"    not {row['implementation']} on {row['device']}: ", row["why_not"]
-                )
+        shown = (f"{taken.get((op, device), 'nothing'):16}" for device in here)
+        yield f"{op:34}" + "".join(shown).rstrip()
+    for row in rows:
+        if row["why_not"] and not _goes_without_saying(row["why_not"]):
+            group = row["implementation"], row["device"], row["why_not"]
+            declined.setdefault(group, []).append(row["op"])
+    for (implementation, device, why_not), names in declined.items():
+        yield from _line(f"  not {implementation} on {device}: ", f"{', '.join(names)}: {why_not}")
+
+
+def _goes_without_saying(why_not: str) -> bool:
+    return "comes first" in why_not or why_not.startswith("tensors are on")
 
 
 def _patches(rows: list[dict]) -> Iterator[str]:
+    """By package and reason; below each reason the functions of each op, and where they are."""
     yield "replaced in frameworks"
-    if not rows:
-        yield "  the adapters are not installed"
-    groups, absent = {}, {}
-    for row in rows:
-        package = row["target"].partition(".")[0]
-        if row["state"] == f"{package} is not installed":
-            absent[package] = absent.get(package, 0) + 1
-        else:
-            groups.setdefault(f"{package}, {row['op']}", []).append(row)
-    for group, members in groups.items():
-        yield f"  {group}"
-        for row in members:
-            yield from _row(row)
-    for package, count in absent.items():
-        yield f"  {package} is not installed: {count} patches wait for it"
+    for (package, reason), members in by_reason(rows).items():
+        count = "1 patch" if len(members) == 1 else f"{len(members)} patches"
+        amiss = "" if members[0]["state"] in _AT_REST else "NOT IN FORCE: "
+        yield from _line("  ", f"{package}, {count}: {amiss}{reason}")
+        if members[0]["state"] not in _ABSENT:
+            for op in dict.fromkeys(row["op"] for row in members):
+                yield from _line(f"    {op}: ", _functions([r for r in members if r["op"] == op]))
     removable = sum(row["removable"] for row in rows)
     yield f"  {removable} can be undone: npu_ops_adapters.revert()"
 
 
-def _row(row: dict) -> Iterator[str]:
-    verdict = row["verdict"] if row["verdict"] == "applied" else row["verdict"].upper()
-    yield f"    {_short(row['target'])[-58:]:60}{verdict[:16]}"
-    for sentence in (row["state"] if verdict != "applied" else "", row["note"]):
-        if sentence:
-            yield from _line("        ", sentence)
+def _functions(rows: list[dict]) -> str:
+    """ "apply_rotary_pos_emb of qwen2, qwen3; ..."."""
+    places = {}
+    for row in rows:
+        module, _, function = row["target"].partition(":")
+        note = f" ({row['note']})" if row["note"] else ""
+        places.setdefault(function, []).append(_short(module) + note)
+    return "; ".join(f"{function} of {', '.join(names)}" for function, names in places.items())
 
 
 def _verdict(found: dict) -> Iterator[str]:
@@ -264,13 +322,13 @@ def _verdict(found: dict) -> Iterator[str]:
 
 def _line(head: str, value) -> list[str]:
     """`head` and a text that goes on below itself."""
+    deeper = len(head) - len(head.lstrip()) + 4 if head.endswith(": ") else len(head)
     return textwrap.wrap(
-        str(value) or "-", WIDTH, initial_indent=head, subsequent_indent=" " * min(len(head), 18),
+        str(value) or "-", WIDTH, initial_indent=head, subsequent_indent=" " * deeper,
         break_on_hyphens=False,
     )  # fmt: skip
 
 
-def _short(target: str) -> str:
-    """ "a.b.modeling_x:d" -> "x:d"."""
-    module, _, attribute = target.partition(":")
-    return f"{module.rpartition('.')[2].removeprefix('modeling_')}:{attribute}"
+def _short(module: str) -> str:
+    """ "a.b.modeling_x" -> "x"."""
+    return module.rpartition(".")[2].removeprefix("modeling_")

@@ -197,7 +197,9 @@ def in_force() -> None:
     """Every patch is in place, also where Bridge imports by value, and none was refused."""
     import npu_ops_adapters
 
-    states = {row.target: row.sentence for row in npu_ops_adapters.plan() + npu_ops_adapters.verify()}
+    states = {
+        row.target: row.sentence for row in npu_ops_adapters.plan() + npu_ops_adapters.verify()
+    }
     wrong = [s for s in states.items() if s[1].startswith(("refused", "overwritten", "captured"))]
     assert wrong == [], wrong
     for name in ("rope", "attention"):

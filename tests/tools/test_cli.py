@@ -86,7 +86,7 @@ def test_doctor_says_what_takes_each_op_and_what_is_patched():
     native = "cpu" if npu_ops.build_info()["native"] else "reference"
     for op in where.ops():
         assert taken[op, "cpu"] == native
-        assert taken[op, "npu"] == "triton_ascend"
+    assert {row["device"] for row in found["implementations"]} == {"cpu"}  # the one that is here
     adapters = where.ROOT / "python" / "npu_ops_adapters" / "megatron"
     adapted = [op for op in where.ops() if (adapters / f"{op}.py").exists()]
     patches = of_megatron(found)
@@ -99,7 +99,7 @@ def test_doctor_says_what_takes_each_op_and_what_is_patched():
 
 def test_doctor_without_frameworks():
     shown = command("doctor", COLUMNS="200")
-    assert "megatron is not installed" in shown and "nothing amiss" in shown
+    assert "mindspeed, 9 patches: not installed" in shown and "nothing amiss" in shown
     assert max(map(len, shown.splitlines())) <= 80  # whatever the terminal's width
 
 
@@ -113,9 +113,28 @@ def test_doctor_shows_a_framework_that_does_not_import(tmp_path):
         env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
     )  # fmt: skip
     found = json.loads(done.stdout)
-    states = {row["state"] for row in of_megatron(found)}
-    assert states == {"it does not import: RuntimeError: half installed"}
-    assert done.returncode == 1 and len(found["not in force"]) == len(of_megatron(found))
+    states = {(row["state"], row["detail"]) for row in of_megatron(found)}
+    assert states == {("does not import", "RuntimeError: half installed")}
+    (sentence,) = found["not in force"]  # one for all that have one reason
+    assert sentence.startswith(f"megatron.core, {len(of_megatron(found))} patches (")
+    assert sentence.endswith("): does not import: RuntimeError: half installed")
+    assert done.returncode == 1
+
+
+def test_doctor_finds_a_checkout_on_the_path(tmp_path):
+    """It has no metadata, as a clone of Megatron that training scripts put on PYTHONPATH."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("__version__ = '0.99.0'")
+    (core / "jit.py").write_text("def jit_fuser(function): return function")
+    found = json.loads(command("doctor", "--json", PYTHONPATH=str(tmp_path)))
+    assert found["packages"]["megatron-core"] == "0.99.0"
+    (fuser,) = [row for row in found["patches"] if row["target"] == "megatron.core.jit:jit_fuser"]
+    assert fuser["state"] == "applied"
+    others = {row["state"] for row in of_megatron(found) if row is not fuser}
+    assert others == {"not in this version"}
+    bridge = {row["state"] for row in found["patches"] if "megatron.bridge" in row["target"]}
+    assert bridge == {"not installed"}
 
 
 def test_bench_then_report(tmp_path):

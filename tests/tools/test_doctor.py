@@ -3,8 +3,10 @@
 import sys
 
 import npu_ops_adapters
+import npu_ops_autoload
 import pytest
 import torch
+from npu_ops_adapters import State
 from npu_ops_tools import doctor, known_bad
 from npu_ops_tools.cli import app
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
@@ -31,7 +33,7 @@ def applied():
 def only_qwen3(monkeypatch):
     """The doctor looks at one module of one framework alone."""
     watched = frozenset({HOME})
-    monkeypatch.setattr(doctor.importlib.import_module("npu_ops_autoload"), "WATCHED", watched)
+    monkeypatch.setattr(npu_ops_autoload, "WATCHED", watched)
     monkeypatch.setattr(npu_ops_adapters, "load_plugins", lambda: None)
 
 
@@ -54,7 +56,7 @@ def found_with(**changes):
 
 def test_an_applied_patch(applied, only_qwen3):
     row = rope(doctor.patches())
-    assert (row["state"], row["verdict"], row["removable"]) == ("applied", "applied", True)
+    assert (row["state"], row["sentence"], row["removable"]) == ("applied", "applied", True)
     assert row["why"] and row["remove_when"]
 
 
@@ -70,8 +72,8 @@ def test_who_overwrote_it(applied, only_qwen3, tmp_path, monkeypatch):
     finally:
         qwen3.apply_rotary_pos_emb = ours
         del sys.modules["rival"]
-    assert row["state"] == "overwritten by rival.rival"
-    assert (row["verdict"], row["removable"]) == ("overwritten", False)
+    assert (row["state"], row["detail"]) == ("overwritten by", "rival.rival")
+    assert not row["removable"]
     assert list(doctor.not_in_force(found_with(patches=[row]))) == [
         f"{ROPE} (rope): overwritten by rival.rival"
     ]
@@ -86,8 +88,8 @@ def test_which_modules_were_too_early(applied, only_qwen3, tmp_path, monkeypatch
         row = rope(doctor.patches(["early"]))
     finally:
         del sys.modules["early"]
-    assert row["state"] == "captured too early by early"
-    assert (row["verdict"], row["removable"]) == ("too late", True)
+    assert row["sentence"] == "captured too early by early"
+    assert row["removable"]
 
 
 def test_one_that_is_refused(only_qwen3, monkeypatch):
@@ -98,14 +100,14 @@ def test_one_that_is_refused(only_qwen3, monkeypatch):
         row = rope(doctor.patches())
     finally:
         npu_ops_adapters.revert()
-    assert row["verdict"] == "refused" and "got (x, angles)" in row["state"]
+    assert row["state"] == "refused" and "got (x, angles)" in row["detail"]
     assert not row["removable"]
 
 
 def test_adapters_that_were_not_registered(only_qwen3):
     npu_ops_adapters.revert()
     row = rope(doctor.patches())
-    assert (row["state"], row["verdict"]) == ("apply", "not registered")
+    assert row["state"] == "apply"
     (sentence,) = doctor.not_in_force(found_with(patches=[row]))
     assert sentence.endswith("TORCH_DEVICE_BACKEND_AUTOLOAD=0?)")
 
@@ -114,16 +116,16 @@ def test_what_is_switched_off_or_not_there_is_not_amiss(only_qwen3):
     npu_ops_adapters.revert()
     with env.override(disable=frozenset({"rope"})):
         row = rope(doctor.patches())
-    absent = row | {"state": "this version has no such module", "verdict": "absent"}
-    assert row["verdict"] == "disabled"
+    absent = row | {"state": "not in this version"}
+    assert row["state"] == "disabled by NPU_OPS_DISABLE"
     assert list(doctor.not_in_force(found_with(patches=[row, absent]))) == []
 
 
 def test_a_module_that_this_version_has_not():
     found = doctor._import_frameworks(["transformers.models.gone.modeling_gone", "no_such.thing"])
     assert found == {
-        "transformers.models.gone.modeling_gone": "this version has no such module",
-        "no_such.thing": "no_such is not installed",
+        "transformers.models.gone.modeling_gone": (doctor.Missing.MODULE, ""),
+        "no_such.thing": (doctor.Missing.PACKAGE, ""),
     }
 
 
@@ -183,23 +185,54 @@ def test_the_version_of_cann(monkeypatch, tmp_path):
 # As text
 
 
-STATES = {
-    "applied": "applied", "apply": "NOT REGISTERED",
-    "refused: expected (t, freqs, rotary_interleaved) (" + "versions, " * 30 + "), got (x)":
-        "REFUSED",
-    "overwritten by mindspeed.core.fusions.fused_rope.apply_rotary_pos_emb": "OVERWRITTEN",
-    "captured too early by " + ", ".join(f"a.b.module_{n}" for n in range(30)): "TOO LATE",
-    "disabled by NPU_OPS_DISABLE": "DISABLED", "this version has no such module": "ABSENT",
-    "it does not import: RuntimeError: half": "BROKEN",
-    "left to SGLang's plugins": "LEFT TO SGLANG'S",
-}  # fmt: skip
+MODULES = [f"a.b.module_{n}" for n in range(30)]
+MANY = (  # states, and a part of what is said of each
+    (State.APPLIED, "", "host, 3 patches: applied"),
+    (State.READY, "", "host, 3 patches: NOT IN FORCE: the adapters were not registered"),
+    (State.REFUSED, "expected (t) (" + "versions, " * 30 + ")", "NOT IN FORCE: refused: expected"),
+    (State.OVERWRITTEN, "rival.fused_rope.rotate", "overwritten by rival.fused_rope.rotate"),
+    (State.CAPTURED, ", ".join(MODULES), "captured too early by a.b.module_0, a.b.module_1"),
+    (State.DISABLED, "", "host, 3 patches: disabled by NPU_OPS_DISABLE"),
+    (State.LEFT, "SGLang's plugins", "left to SGLang's plugins"),
+    (doctor.Missing.MODULE, "", "host, 3 patches: not in this version"),
+    (doctor.Missing.BROKEN, "RuntimeError: half", "NOT IN FORCE: does not import: RuntimeError:"),
+)
+
+
+def in_state(state, detail, name="x"):
+    """A row of the doctor's."""
+    target = f"host.{'deep.' * 9}modeling_{name}:{'long' * 14}"
+    if isinstance(state, doctor.Missing):
+        row = npu_ops_adapters.Status(target, "rope", State.WAITING)
+        return doctor._patch(row, None, state, detail)
+    return doctor._patch(npu_ops_adapters.Status(target, "rope", state, detail), None)
+
+
+def shown(rows):
+    """The doctor's text of patches, on one line."""
+    return " ".join("\n".join(doctor._patches(rows)).split())
+
+
+@pytest.mark.parametrize("state, detail, said", MANY)
+def test_patches_are_grouped_by_reason(state, detail, said):
+    rows = [in_state(state, detail, name) for name in "xyz"]
+    text = shown(rows)
+    assert text.count(said) == 1, text
+    at_rest = state in doctor._AT_REST
+    assert list(doctor.not_in_force(found_with(patches=rows))) == (
+        [] if at_rest else [f"host, 3 patches (rope): {doctor._reason(rows[0])}"]
+    )
+    assert text.count(f"rope: {'long' * 14} of x, y, z") == (state not in doctor._ABSENT)
+
+
+def test_two_reasons_are_two_groups():
+    rows = [in_state(State.REFUSED, detail) for detail in ("one", "two")]
+    assert "host, 1 patch: NOT IN FORCE: refused: one" in shown(rows)
+    assert "host, 1 patch: NOT IN FORCE: refused: two" in shown(rows)
 
 
 def test_it_is_readable_in_80_columns():
-    rows = []
-    for state in STATES:
-        row = npu_ops_adapters.Status(f"host.{'deep.' * 9}modeling_x:{'long' * 14}", "rope", state)
-        rows.append(doctor._patch(row, None, state))
+    rows = [in_state(state, detail) for state, detail, _ in MANY]
     bad = [{"what": "word " * 40, "fix": "word " * 40, "source": "verl #4254"}]
     reasons = [
         {"op": "rope", "device": device, "implementation": name, "why_not": why}
@@ -210,10 +243,18 @@ def test_it_is_readable_in_80_columns():
     found["not in force"] = list(doctor.not_in_force(found))
     text = doctor.text(found)
     assert max(map(len, text.splitlines())) <= doctor.WIDTH == 80
-    for verdict in STATES.values():
-        assert any(line.endswith(f" {verdict}") for line in text.splitlines()), verdict
-    assert text.count("NOT IN FORCE: ") == 6 and "KNOWN BAD: word" in text
-    assert "2 can be undone" in text and "mindspeed.core.fusions.fused_rope" in text
+    assert text.count("\nNOT IN FORCE: ") == 6 and "KNOWN BAD: word" in text
+    assert "2 can be undone" in text
+
+
+def test_nothing_is_said_of_devices_that_are_not_there(monkeypatch):
+    text = doctor.text(doctor.collect())
+    assert "cuda" not in text and "npu devices" not in text and "on npu" not in text
+    monkeypatch.setattr(doctor.hardware, "npu_count", lambda: 2)
+    assert doctor.devices() == ["cpu", "npu"]
+    text = doctor.text(doctor.collect())
+    assert "  npu devices     2" in text and "on cpu          on npu" in text
+    assert "not aclnn on npu: attention: npu_fused_infer_attention_score" in text
 
 
 @pytest.mark.parametrize("amiss, code", [([], 0), (["rope: refused"], 1)])
@@ -231,5 +272,5 @@ def test_a_broken_torch_npu_is_said(monkeypatch):
 
     monkeypatch.setattr(torch, "npu", type("npu", (), {"is_available": fails}), raising=False)
     machine = doctor.machine()
-    assert machine["npu devices"] == 0 and machine["SoC"] is None
+    assert machine["npu devices"] is None and machine["SoC"] is None
     assert machine["no npu because"].startswith("torch_npu does not work: OSError: libascendcl.so")

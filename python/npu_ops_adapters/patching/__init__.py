@@ -12,12 +12,12 @@ only then touched. Modules that imported the same object by value are given the 
 The states of a patch. `plan` and `apply` tell the upper ones, `verify` the lower:
 
     DISABLED <-- NPU_OPS_DISABLE names its op
-    WAITING ---- its module is imported ---> READY ---- apply ----> APPLIED ---- revert ---> REVERTED
-                            |    |                                  |     |
-              unknown, or   |    |  a framework's     someone else  |     |  others imported the
-              make fails    |    |  manager places it  replaced it  |     |  original before
-                            v    v                                  v     v
-                      REFUSED    LEFT ---- adopt ---> APPLIED   OVERWRITTEN  CAPTURED
+    WAITING ---- its module is imported ---> READY --- apply ---> APPLIED --- revert --> REVERTED
+                             |    |                                |   |
+               unknown, or   |    |  a framework's   someone else  |   |  others imported the
+               make fails    |    |  manager's task  replaced it   |   |  original before
+                             v    v                                v   v
+                       REFUSED    LEFT --- adopt --> APPLIED  OVERWRITTEN, CAPTURED
 """
 
 from npu_ops_adapters.patching.engine import adopt, apply, forget, plan, revert, verify
