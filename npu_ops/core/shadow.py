@@ -7,7 +7,6 @@ differs is written to a file that `npu-ops replay` computes again, anywhere.
 from __future__ import annotations
 
 import collections
-import importlib
 import inspect
 import itertools
 import os
@@ -28,6 +27,15 @@ LARGEST_RATIO = {
     torch.bfloat16: 3e-2,
 }
 MOST_FILES = 10  # of one process: they are as large as what the ops were called with
+
+# All that a file may hold besides tensors, tuples and lists: it comes from anywhere.
+_PLAIN = (type(None), bool, int, float, str, torch.dtype)
+_DTYPES = frozenset(
+    {
+        *LARGEST_RATIO, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    }
+)  # fmt: skip
+_keeps: dict[str, type] = {}
 
 _calls: collections.Counter[str] = collections.Counter()
 _written = itertools.count(1)
@@ -87,12 +95,22 @@ def freeze(args: tuple) -> dict:
 
 
 def thaw(frozen: dict, device: str | None = None) -> tuple:
-    """The arguments again, in new memory; tensors that shared memory share it."""
-    storages = [
-        (bytes_.to(device) if device else bytes_).clone().untyped_storage()
-        for bytes_ in frozen["storages"]
-    ]
-    return _thawed(frozen["args"], storages)
+    """The arguments again, in new memory; tensors that shared memory share it.
+
+    Raises:
+        ValueError: what is frozen is not what `freeze` makes, or a tensor reaches beyond its
+            memory. Nothing is looked up by a name in it but the classes that ops `keep`.
+    """
+    storages = _part(frozen, "storages", list)
+    storages = [_storage(bytes_, device) for bytes_ in storages]
+    return tuple(_thawed(item, storages) for item in _part(frozen.get("args"), "tuple", list))
+
+
+def keep(named_tuple: type) -> type:
+    """Decorates a named tuple that implementations take: it is frozen, and made again."""
+    if _keeps.setdefault(named_tuple.__name__, named_tuple) is not named_tuple:
+        raise ValueError(f"two named tuples are called {named_tuple.__name__}")
+    return named_tuple
 
 
 def _frozen(value: Any, storages: list, places: dict) -> Any:
@@ -105,32 +123,86 @@ def _frozen(value: Any, storages: list, places: dict) -> Any:
             storages.append(empty.set_(storage).clone())
         layout = [places[key], value.dtype, value.storage_offset(), value.shape, value.stride()]
         return {"tensor": layout}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = [_frozen(item, storages, places) for item in value]
-        return {"named": [type(value).__module__, type(value).__qualname__, items]}
     if isinstance(value, (tuple, list)):
         items = [_frozen(item, storages, places) for item in value]
-        return {type(value).__name__: items}
-    return value
+        if type(value) in _keeps.values():
+            return {"named": [type(value).__name__, items]}
+        if not hasattr(value, "_fields"):
+            return {"list" if isinstance(value, list) else "tuple": items}
+    if isinstance(value, _PLAIN):
+        return value
+    raise TypeError(f"shadow: got an argument of {type(value)}, needs one that a file may hold")
 
 
 def _thawed(value: Any, storages: list) -> Any:
-    if not isinstance(value, dict):
+    if isinstance(value, _PLAIN):
         return value
-    ((kind, content),) = value.items()
+    kind = next(iter(value), None) if isinstance(value, dict) and len(value) == 1 else None
+    content = _part(value, kind, list)
     if kind == "tensor":
-        number, dtype, *layout = content
-        storage = storages[number]
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *layout)
+        return _placed(content, storages)
     if kind == "named":
-        module, name, items = content
-        if not module.startswith("npu_ops."):
-            raise ValueError(f"file: got the class {module}.{name}, needs one of npu_ops")
-        return getattr(importlib.import_module(module), name)(
-            *(_thawed(item, storages) for item in items)
-        )
+        name, items = _parts("a named tuple", content, str, list)
+        if name not in _keeps or len(items) != len(_keeps[name]._fields):
+            raise _wrong(
+                f"{name!r} of {len(items)}", f"one of {', '.join(_keeps)}, with its fields"
+            )
+        return _keeps[name](*(_thawed(item, storages) for item in items))
+    if kind not in ("tuple", "list"):
+        raise _wrong(repr(kind), "tensor, named, tuple or list")
     items = [_thawed(item, storages) for item in content]
     return items if kind == "list" else tuple(items)
+
+
+def _storage(bytes_: Any, device: str | None) -> torch.UntypedStorage:
+    """Memory of its own with these bytes."""
+    if (
+        type(bytes_) is not torch.Tensor
+        or (bytes_.dtype, bytes_.layout, bytes_.dim()) != (torch.uint8, torch.strided, 1)
+        or bytes_.is_meta
+        or not bytes_.is_contiguous()
+    ):
+        raise _wrong("a storage of something else", "bytes, one after another")
+    return (bytes_.to(device) if device else bytes_).clone().untyped_storage()
+
+
+def _placed(content: list, storages: list) -> torch.Tensor:
+    """A tensor in its storage. torch would enlarge a storage that is too small."""
+    kinds = (int, torch.dtype, int, tuple, tuple)
+    number, dtype, offset, shape, strides = _parts("a tensor", content, *kinds)
+    numbers = (number, offset, *shape, *strides)
+    if (
+        dtype not in _DTYPES
+        or len(shape) != len(strides)
+        or not all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+        or number >= len(storages)
+    ):
+        raise _wrong(f"a tensor {content!r}", f"one in one of {len(storages)} storages")
+    last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    needed = (last + 1) * dtype.itemsize if all(shape) else 0
+    storage = storages[number]
+    if needed > storage.nbytes():
+        raise _wrong(f"a tensor of {needed} bytes", f"at most its storage's {storage.nbytes()}")
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+
+
+def _part(value: Any, key: Any, kind: type) -> Any:
+    """An entry of a dict that may be anything."""
+    if not isinstance(value, dict) or not isinstance(value.get(key), kind):
+        raise _wrong(type(value).__name__, f"a dict with a {kind.__name__} {key!r}")
+    return value[key]
+
+
+def _parts(what: str, content: list, *kinds: type) -> list:
+    """A list that may hold anything, if it holds one of each kind."""
+    pairs = zip(content, kinds, strict=False)
+    if len(content) != len(kinds) or not all(isinstance(x, kind) for x, kind in pairs):
+        raise _wrong(f"{what} {content!r}", f"[{', '.join(kind.__name__ for kind in kinds)}]")
+    return content
+
+
+def _wrong(got: str, needs: str) -> ValueError:
+    return ValueError(f"file: got {got}, needs {needs}")
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

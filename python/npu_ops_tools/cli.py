@@ -192,7 +192,7 @@ def replay(
 
     try:
         what, errors = replay.replay(file, device)
-    except (FileNotFoundError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         fail(error)
     passed = all(ratio <= most for ratio, most in errors.values())
     if as_json:

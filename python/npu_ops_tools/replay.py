@@ -15,21 +15,43 @@ def replay(path: pathlib.Path, device: str | None = None) -> tuple[str, dict]:
 
     device: None: the one it was found on.
 
+    A file may come from anyone, so nothing in it is run or looked up by a name that it gives, and
+    the reference computes it first: what it refuses never reaches a kernel.
+
     Raises:
-        FileNotFoundError: no such file. ValueError: it is not one of shadow mode's, or the device
-            is not here. RuntimeError: the implementation cannot run there.
+        OSError: no such file. ValueError: it is not one of shadow mode's, or the device is not
+            here. RuntimeError: the implementation cannot run there.
     """
-    found = torch.load(path, weights_only=True, map_location="cpu")
-    if not isinstance(found, dict) or found.get("op") not in Table.tables:
-        raise ValueError(f"{path}: got something else, needs a file that shadow mode wrote")
+    found = _read(path)
     table, device = Table.tables[found["op"]], device or found["device"]
     args = _on(found, device)
-    implementation = _named(table, found["implementation"], args)
+    reference = table.implementations[-1].launcher
     before = shadow.freeze(args)
     with torch.no_grad():
-        implementation.launcher(*args)
-        errors = shadow.compare(table.implementations[-1].launcher, before, args)
+        try:
+            reference(*shadow.thaw(before))
+            implementation = _named(table, found["implementation"], args)
+            implementation.launcher(*args)
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(f"{path}: got arguments that are not {table.op}'s ({error})") from None
+        errors = shadow.compare(reference, before, args)
     return f"{table.op}: {implementation.name} on {device} against reference", errors
+
+
+def _read(path: pathlib.Path) -> dict:
+    """What `shadow` wrote, as far as its names go."""
+    try:
+        found = torch.load(path, weights_only=True, map_location="cpu")
+    except OSError:
+        raise
+    except Exception as error:  # a file of any bytes makes torch.load raise nearly anything
+        first = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: got a file that cannot be read ({first})") from None
+    given = found if isinstance(found, dict) else {}
+    names = [given.get(name) for name in ("op", "implementation", "device")]
+    if not all(isinstance(name, str) for name in names) or names[0] not in Table.tables:
+        raise ValueError(f"{path}: got something else, needs a file that shadow mode wrote")
+    return found
 
 
 def _on(found: dict, device: str) -> tuple:

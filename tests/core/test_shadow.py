@@ -129,7 +129,7 @@ def test_a_mismatch_is_dumped_and_its_command_repeats_it(monkeypatch, caplog, tm
     again = CliRunner().invoke(app, command.split()[1:])
     assert again.exit_code == 1 and again.output.startswith("WRONG: l2norm: cpu on cpu"), again
     elsewhere = subprocess.run(  # where the kernel is right
-        [sys.executable, "-m", *command.replace("-", "_", 1).split()],
+        [sys.executable, "-m", *command.replace("npu-ops", "npu_ops_tools", 1).split()],
         capture_output=True, text=True,
     )  # fmt: skip
     assert elsewhere.returncode == 0, elsewhere.stderr
@@ -151,9 +151,159 @@ def test_tuples_with_names_and_shared_memory_come_back(tmp_path):
     assert back[1][0, 0] == back[2].bias[0, 1] == 77 and x[1, 0] == 6
 
 
-def test_a_class_of_others_is_not_made():
-    with pytest.raises(ValueError, match="file: got the class os.system, needs one of npu_ops"):
-        shadow.thaw({"args": {"named": ["os", "system", ["true"]]}, "storages": []})
+RUN = []  # what a hostile file has run
+
+
+def ran(*args):
+    RUN.append(args)
+    return lambda *more: ran(*more)
+
+
+@pytest.fixture
+def found():
+    """What shadow mode writes of a call of l2norm."""
+    args = (torch.randn(3, 1, 4), 1e-6, torch.empty(3, 1, 4))
+    names = {"op": "l2norm", "implementation": "cpu", "device": "cpu"}
+    return names | shadow.freeze(args)
+
+
+def replayed(found, path):
+    torch.save(found, path)
+    return CliRunner().invoke(app, ["replay", str(path)])
+
+
+def test_the_file_that_others_are_made_of_is_replayed(found, tmp_path):
+    done = replayed(found, tmp_path / "file.pt")
+    assert done.exit_code == 0 and done.output.startswith("passed: l2norm"), done.output
+
+
+def first_tensor(**changes):
+    """A change of the first tensor of a file."""
+
+    def change(found):
+        names = ("storage", "dtype", "offset", "shape", "strides")
+        layout = found["args"]["tuple"][0]["tensor"]
+        for name, value in changes.items():
+            layout[names.index(name)] = value
+
+    return change
+
+
+def first_argument(value):
+    def change(found):
+        found["args"]["tuple"][0] = value
+
+    return change
+
+
+def storages(make):
+    def change(found):
+        found["storages"] = [make(x) for x in found["storages"]]
+
+    return change
+
+
+HOSTILE = {
+    "a foreign class": first_argument({"named": ["os", "system", ["true"]]}),
+    "an attribute of ours": first_argument(
+        {"named": ["npu_ops.core.registry", "from_module", [f"{__name__}:ran"]]}
+    ),
+    "nested callables": first_argument(
+        {
+            "named": [
+                "npu_ops.core.registry",
+                "contextlib.closing",
+                [{"named": ["npu_ops.core.shadow", "importlib.import_module", ["antigravity"]]}],
+            ]
+        }
+    ),
+    "a tool": first_argument({"named": ["npu_ops_tools.compile.vendor", "retried", [1, 2]]}),
+    "dunders": first_argument({"named": ["__class__", []]}),
+    "a class that is kept, by halves": first_argument({"named": ["Rule", []]}),
+    "too many fields": first_argument({"named": ["Rule", [None] * 40]}),
+    "a name that is not one": first_argument({"named": [["Rule"], []]}),
+    "a kind of no value": first_argument({"exec": ["1"]}),
+    "two kinds": first_argument({"list": [], "tuple": []}),
+    "no kind": first_argument({}),
+    "a tensor that is one": first_argument(torch.ones(3)),
+    "bytes": first_argument(b"1234"),
+    "another argument": first_argument("a word"),
+    "one argument more": lambda found: found["args"]["tuple"].append(1),
+    "no arguments": lambda found: found["args"]["tuple"].clear(),
+    "arguments that are none": lambda found: found.update(args=3),
+    "no storages": lambda found: found.update(storages=None),
+    "storages left out": lambda found: found.update(storages=[]),
+    "floats for bytes": storages(lambda x: x.view(torch.float32)),
+    "a word for bytes": storages(lambda x: "word"),
+    "bytes that are one": storages(lambda x: x[:1].expand(x.numel())),
+    "bytes of no memory": storages(lambda x: x.to("meta")),
+    "sparse bytes": storages(lambda x: x.to_sparse()),
+    "too little memory": storages(lambda x: x[: x.numel() // 2].clone()),
+    "rows beyond the memory": first_tensor(shape=(4, 1, 4)),
+    "an offset beyond it": first_tensor(offset=1),
+    "an offset before it": first_tensor(offset=-1),
+    "strides beyond it": first_tensor(strides=(2**40, 4, 1)),
+    "negative strides": first_tensor(strides=(-4, 4, 1)),
+    "a stride too few": first_tensor(strides=(4, 1)),
+    "sizes of 2**62": first_tensor(shape=(2**62, 1, 2**62)),
+    "negative sizes": first_tensor(shape=(-1, 1, -4)),
+    "sizes that are fractions": first_tensor(shape=(1.5, 1, 4)),
+    "a storage that is not there": first_tensor(storage=7),
+    "a storage from the end": first_tensor(storage=-1),
+    "a wider dtype": first_tensor(dtype=torch.float64),
+    "a quantised dtype": first_tensor(dtype=torch.qint8),
+    "a dtype by its name": first_tensor(dtype="float32"),
+    "another shape than the output's": first_tensor(shape=(2, 1, 4)),
+    "an op that is none": lambda found: found.update(op="nope"),
+    "an op that is a list": lambda found: found.update(op=[1]),
+    "an implementation that is none": lambda found: found.update(implementation="__init__"),
+    "an implementation that is a number": lambda found: found.update(implementation=1),
+    "a device that is none": lambda found: found.update(device="nosuch"),
+    "a device without memory": lambda found: found.update(device="meta"),
+    "a device that is a number": lambda found: found.update(device=0),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_file_is_a_sentence(found, tmp_path, change):
+    change(found)
+    done = replayed(found, tmp_path / "file.pt")
+    assert done.exit_code == 2 and RUN == [] and "antigravity" not in sys.modules, done.output
+    (sentence,) = done.output.splitlines()
+    assert sentence.startswith("npu-ops: ") and len(sentence) > 30, sentence
+
+
+class Runs:
+    """What pickle runs as it is loaded."""
+
+    def __reduce__(self):
+        return ran, ("pickle",)
+
+
+def test_a_pickle_that_runs_something(found, tmp_path):
+    done = replayed(found | {"more": Runs()}, tmp_path / "file.pt")
+    assert done.exit_code == 2 and RUN == [] and "cannot be read" in done.output, done.output
+
+
+@pytest.mark.parametrize("part", [0, 0.3, 0.99])
+def test_a_truncated_file(found, tmp_path, part):
+    torch.save(found, tmp_path / "whole.pt")
+    whole = (tmp_path / "whole.pt").read_bytes()
+    (tmp_path / "file.pt").write_bytes(whole[: int(part * len(whole))])
+    done = CliRunner().invoke(app, ["replay", str(tmp_path / "file.pt")])
+    assert done.exit_code == 2 and "cannot be read" in done.output, done.output
+
+
+def test_a_folder_is_no_file(tmp_path):
+    done = CliRunner().invoke(app, ["replay", str(tmp_path)])
+    assert done.exit_code == 2 and done.output.startswith("npu-ops: "), done.output
+
+
+def test_an_argument_that_a_file_cannot_hold_is_refused_as_it_is_frozen():
+    with pytest.raises(TypeError, match="needs one that a file may hold"):
+        shadow.freeze((torch.ones(1), object()))
+    with pytest.raises(ValueError, match="two named tuples are called Rule"):
+        shadow.keep(type("Rule", (tuple,), {}))
 
 
 def test_files_are_few(monkeypatch, caplog, tmp_path):

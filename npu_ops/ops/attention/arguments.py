@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from npu_ops.core import check, library
+from npu_ops.core import check, library, shadow
 
 LAYOUTS = ("BSND", "BNSD", "SBND", "TND", "BSH", "SBH")
 UNLIMITED = -1
@@ -22,6 +22,7 @@ _TO_NORMAL = {name: [order.index(axis) for axis in "BNSD"] for name, order in _O
 _FROM_NORMAL = {name: ["BNSD".index(axis) for axis in order] for name, order in _ORDER.items()}
 
 
+@shadow.keep
 class Extra(NamedTuple):
     """The tensors of a call that may be None.
 
@@ -54,6 +55,7 @@ class Extra(NamedTuple):
         return "Extra(" + ", ".join(f"{name}={list(x.shape)}" for name, x in given) + ")"
 
 
+@shadow.keep
 class Rule(NamedTuple):
     """The numbers of a call.
 
