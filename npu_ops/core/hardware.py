@@ -73,6 +73,13 @@ def _has(package: str) -> bool:
         return False
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether a graph is being captured on `device`: nothing may wait for it, and what is read
+    would be frozen into the graph."""
+    asked = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
+
+
 @functools.cache
 def num_vector_cores(device: torch.device) -> int:
     """How many programs of a vector kernel run at once on `device`."""

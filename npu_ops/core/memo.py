@@ -1,8 +1,8 @@
-"""Remembers what was made from a tensor for as long as the tensor has not changed."""
+"""Remembers what was made from a tensor in host memory, by what the tensor contains."""
 
 from __future__ import annotations
 
-import collections
+import ctypes
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
@@ -12,31 +12,39 @@ from npu_ops.core.library import is_plain
 
 Made = TypeVar("Made")
 
+# Ten times as fast as torch.equal, and NaN is equal to itself.
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
-class TensorCache:
+
+class ByContents:
     """The last few results of functions of a tensor.
 
-    A tensor is known by its memory and its version, so a detached alias (activation checkpointing
-    makes one) is the same tensor and an in-place update makes it another. An entry keeps its tensor
-    alive: its address is not given to another one meanwhile.
+    A copy of the tensor is kept and compared bit by bit, for nothing else tells that memory has
+    changed: a tensor's version does not count what collectives, NumPy or DLPack write. Reading a
+    device's memory would wait for it and freeze the values into a captured graph, so what is made
+    from a tensor on a device is made each time.
     """
 
     def __init__(self, size: int = 4):
         self._size = size
-        self._entries: collections.OrderedDict[Hashable, tuple[torch.Tensor, object]] = (
-            collections.OrderedDict()
-        )
+        self._entries: tuple[tuple[Hashable, torch.Tensor, object], ...] = ()
 
     def get(self, tensor: torch.Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
-        """`make()`, or what it returned last time for this tensor and key."""
-        if not is_plain(tensor) or tensor.is_inference():
-            return make()  # no address, or no version, to know it by
-        layout = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        known = (tensor.data_ptr(), tensor._version, *layout, key)
-        entry = self._entries.get(known)
-        if entry is None:
-            with torch.inference_mode(False):  # what is made while evaluating serves training too
-                entry = self._entries[known] = (tensor, make())
-            if len(self._entries) > self._size:
-                self._entries.popitem(last=False)
-        return entry[1]
+        """`make()`, or what it returned for the same contents and key."""
+        if tensor.device.type != "cpu" or not is_plain(tensor) or tensor.is_neg():
+            return make()  # is_neg: its memory holds the opposite of what it contains
+        known = (tensor.shape, tensor.stride(), tensor.dtype, key)
+        for entry in self._entries:
+            if entry[0] == known and _same(entry[1], tensor):
+                return entry[2]
+        with torch.inference_mode(False):  # what is made while evaluating serves training too
+            copy, made = tensor.detach().clone(), make()
+        if copy.stride() == tensor.stride():  # else there are gaps in its memory
+            self._entries = ((known, copy, made), *self._entries)[: self._size]
+        return made
+
+
+def _same(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether two tensors without gaps, of one dtype and the same strides, are equal in bits."""
+    return not _memcmp(copy.data_ptr(), tensor.data_ptr(), copy.nbytes)

@@ -17,6 +17,7 @@ import torch
 
 from npu_ops.core import env, log
 from npu_ops.core.compare import error_ratio
+from npu_ops.core.hardware import is_captured
 
 # RMS of the error over RMS of the reference, by the coarsest dtype of the call: beyond what
 # rounding explains, far below what a wrong kernel makes.
@@ -50,7 +51,7 @@ def due(op: str) -> bool:
 def run(table, chosen, args: tuple) -> None:
     """Run `args` by `chosen` as always; compare with the reference what it wrote, and log it."""
     reference = table.implementations[-1]
-    if chosen.name == reference.name or _is_captured(args[0].device):
+    if chosen.name == reference.name or is_captured(args[0].device):
         chosen.launcher(*args)
         return
     with torch.no_grad():
@@ -211,12 +212,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
-
-
-def _is_captured(device: torch.device) -> bool:
-    """Whether a graph is being captured, which nothing may wait in."""
-    asked = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
-    return asked is not None and bool(asked())
 
 
 def _names(function: Callable, args: tuple) -> list[str]:

@@ -27,7 +27,9 @@ def run_checks(version: str, mode: str) -> dict[str, str | None]:
     autoload = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if mode == "early" else "0"}
     done = subprocess.run(
         [sys.executable, "-c", f"import megatron_checks; megatron_checks.run({mode!r})"],
-        env=environment(HERE, HERE / "doubles", fetch_megatron.tree(version), **autoload),
+        env=environment(
+            HERE, HERE / "doubles", HERE.parent, fetch_megatron.tree(version), **autoload
+        ),
         capture_output=True,
         text=True,
     )

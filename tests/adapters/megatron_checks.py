@@ -717,6 +717,47 @@ def attention_calls_reach_npu_ops():
 
 
 @check("early")
+def attention_reads_masks_and_lengths_again():
+    """Whatever wrote to their memory: each layer reads them."""
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from writes import WRITES
+
+    layer = core_attention()
+    q, k, v = (leaf(24, 1, n, 16, dtype=torch.float32, seed=n) for n in (4, 2, 2))
+    causal = torch.ones(1, 1, 24, 24, dtype=torch.bool).triu(1)
+    documents = causal.clone()
+    documents[..., 9:, :9] = True
+    for write in WRITES.values():
+        mask = causal.clone()
+        assert not layer(q, k, v, mask).equal(layer(q, k, v, documents))
+        write(mask, documents)
+        assert layer(q, k, v, mask).equal(layer(q, k, v, documents))
+    q, k, v = (x[:, 0] for x in (q, k, v))
+
+    def packed(starts):
+        given = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": 24}
+        packing = PackedSeqParams(qkv_format="thd", max_seqlen_kv=24, **given)
+        out, calls = calls_of("attention", layer, q, k, v, None, packed_seq_params=packing)
+        assert calls == 1
+        return out
+
+    other = torch.tensor([0, 2, 24], dtype=torch.int32)
+    for write in WRITES.values():
+        starts = torch.tensor([0, 11, 24], dtype=torch.int32)
+        first = packed(starts)
+        write(starts, other)
+        assert packed(starts).equal(packed(other)) and not packed(starts).equal(first)
+    torch.cpu.is_current_stream_capturing = lambda: True  # nothing can be read
+    try:
+        assert packed(other).equal(packed(starts))
+        masked = layer(*(x[:, None] for x in (q, k, v)), causal)
+    finally:
+        del torch.cpu.is_current_stream_capturing
+    assert (masked - layer(*(x[:, None] for x in (q, k, v)), causal)).abs().max() < 1e-5
+
+
+@check("early")
 def attention_in_place_of_transformer_engines_goes_by_the_type_of_mask():
     """Unless MindSpeed's arguments say that masks are general: then one that is given counts."""
     import megatron_cpu

@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import fetch_sglang
+from fetch_sglang import HERE
 
 # As NPU_OPS_LOG=calls says it, from whichever process: "rope(float32[7, 4, 64]@cpu, ...) -> cpu".
 CALL = re.compile(r"\b([a-z_0-9]+)\([a-z0-9]+\[.*\) -> (\w+)$", re.M)
@@ -20,7 +21,7 @@ CALL = re.compile(r"\b([a-z_0-9]+)\([a-z0-9]+\[.*\) -> (\w+)$", re.M)
 def environment(*first, **changes) -> dict[str, str]:
     """This process's, with SGLang, or `first`, before everything else on the path."""
     before = filter(None, [os.environ.get("PYTHONPATH")])
-    path = [*first, fetch_sglang.tree(), fetch_sglang.HERE, *before]
+    path = [*first, fetch_sglang.tree(), HERE, HERE.parent, *before]
     settings = {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "SGLANG_PLATFORM": "sglang_cpu",

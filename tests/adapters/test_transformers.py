@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
+from writes import WRITES
 
 import npu_ops
 from npu_ops.core import env
@@ -347,15 +348,45 @@ def test_a_static_cache(applied):
         assert_close("logits", actual, expected, Tolerance(2e-5, 2e-5))
 
 
-def test_lengths_come_to_the_host_once(monkeypatch):
-    """Of a device; here the CPU says that it is one."""
-    copies = []
-    monkeypatch.setattr(adapter, "_host", adapter.TensorCache())
-    starts = torch.tensor([0, 3, 7])
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copies.append(self) or self)
-    for _ in range(3):
-        adapter._on_host(starts)
-    assert len(copies) == 1
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+@pytest.mark.parametrize("lengths", [(3, 3, 1), (7,)])
+def test_a_mask_is_read_again_by_each_layer(applied, write, lengths):
+    """Whatever wrote to its memory; a mask that still says its packing is packed."""
+    mask, shape = packed_mask(2, 1, 4), (1, 4, 7, 16)
+    attend(ours, mask, shape=shape)
+    full = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()[None, None]
+    write(mask, full)
+    actual = attend(ours, mask, shape=shape)
+    expected = attend(sdpa_attention_forward, full, shape=shape)
+    for a, e in zip(actual, expected, strict=True):
+        assert_close("attention", a, e, Tolerance(1e-5, 1e-5))
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_lengths_are_read_again_by_each_layer(applied, write):
+    """Those of another packing than the mask's: what both let take part."""
+    mask, shape, starts = packed_mask(2, 1, 4), (1, 4, 7, 16), torch.tensor([0, 2, 3, 7])
+    attend(ours, mask, shape=shape, cu_seq_lens_q=starts)
+    write(starts, torch.tensor([0, 1, 5, 7]))
+    actual = attend(ours, mask, shape=shape, cu_seq_lens_q=starts)
+    both = mask & torch.block_diag(*(torch.ones(n, n) for n in (1, 4, 2))).bool()
+    expected = attend(sdpa_attention_forward, both, shape=shape)
+    assert_close("attention", actual[0], expected[0], Tolerance(1e-5, 1e-5))
+
+
+def test_nothing_is_read_while_a_graph_is_captured(applied, monkeypatch):
+    """It would keep what was read; here the CPU says that it captures one."""
+    calls = []
+    attention = npu_ops.attention
+    mask, shape = packed_mask(2, 1, 4), (1, 4, 7, 16)
+    monkeypatch.setattr(npu_ops, "attention", lambda *a, **k: calls.append(k) or attention(*a, **k))
+    monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
+    actual = attend(ours, mask, shape=shape)
+    assert [call.get("layout") for call in calls] == [None]
+    assert_close("attention", actual[0], attend(sdpa_attention_forward, mask, shape=shape)[0],
+                 Tolerance(1e-5, 1e-5))  # fmt: skip
+    noted = packed_mask(2, 1, 4)
+    assert not hasattr(noted, "npu_ops_packing")
 
 
 # What is left to transformers

@@ -7,16 +7,16 @@ with a sum of 1, so nothing else has to be kept.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
+from npu_ops.core.hardware import is_captured
 from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.plan import AttentionPlan
 from npu_ops.ops.attention.routing import plan_of
 from npu_ops.ops.attention.table import COMPRESSED
 
 _STATISTICS = 8  # copies of each number in a row of softmax_max and softmax_sum
+_kept: dict[torch.device, torch.Tensor] = {}
 
 
 def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
@@ -149,10 +149,15 @@ def _mask(plan: AttentionPlan, q, k, extra: Extra):
     return ~extra.mask.expand(-1, -1, q.shape[2], k.shape[2])
 
 
-@functools.cache
 def _compressed(device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu(1)
+    """Made once for a device; within a captured graph its memory would be the graph's."""
+    if device not in _kept:
+        with torch.inference_mode(False):
+            mask = torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu(1)
+        if is_captured(device):
+            return mask
+        _kept[device] = mask
+    return _kept[device]
 
 
 def _padded(x, plan: AttentionPlan):

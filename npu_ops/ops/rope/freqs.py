@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from npu_ops.core import check
-from npu_ops.core.memo import TensorCache
+from npu_ops.core.memo import ByContents
 from npu_ops.core.registry import explains
 from npu_ops.ops.rope import arguments, op, packing
 
-_tables = TensorCache()
-_positions = TensorCache()
+_tables = ByContents()
+_positions = ByContents()
 
 
 def apply_rotary_pos_emb_freqs(
@@ -30,8 +30,7 @@ def apply_rotary_pos_emb_freqs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate q and k by angles `freqs`, scaled by `mscale`.
 
-    cos and sin are made once for a freqs tensor and used until it is updated in place or four
-    other ones have come: once a forward pass, not once a layer.
+    On the CPU cos and sin are made once for all layers: freqs are compared with the last few.
 
     Args:
         q: `[S, B, N, D]` (or another 4-D layout), or `[T, N, D]` with layout "TND".

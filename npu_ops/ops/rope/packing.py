@@ -45,21 +45,29 @@ def _rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank):
         starts = indices.starts_of("cu_seqlens", cu_seqlens, tokens * cp_size, padded=True)
         _check_longest([0, starts[-1]] if per_token else starts, rows, "freqs'")
     starts = cu_seqlens.long()
+    if cp_size == 1:
+        return _whole_rows(starts[:-1], tokens, rows, per_token)
     lengths = starts.diff() // cp_size
     local_starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     token = make.counted(tokens, device=starts.device)
     sequence = torch.searchsorted(local_starts, token, right=True) - 1
     sequence = sequence.clamp(0, lengths.numel() - 1)
     position = token - local_starts[sequence]
-    if cp_size > 1:
-        chunk = lengths[sequence] // 2
-        behind = (
-            2 * (cp_size - 1 - cp_rank) * chunk
-        )  # from the end of the first chunk to the second
-        position = cp_rank * chunk + position + torch.where(position < chunk, 0, behind)
+    chunk = lengths[sequence] // 2
+    behind = 2 * (cp_size - 1 - cp_rank) * chunk  # from the end of the first chunk to the second
+    position = cp_rank * chunk + position + torch.where(position < chunk, 0, behind)
     if per_token:
         position = position + starts[sequence]
     return position.clamp(0, rows - 1)[None]
+
+
+def _whole_rows(starts, tokens, rows, per_token):
+    """`_rows` of a single rank, in few launches: on a device they are made for each call."""
+    token = make.counted(tokens, device=starts.device)
+    if per_token:
+        return token.clamp(max=rows - 1)[None]
+    own = starts[torch.searchsorted(starts, token, right=True) - 1]
+    return (token - own).clamp(0, rows - 1)[None]
 
 
 def _check_longest(starts, rows, whose) -> None:

@@ -19,7 +19,8 @@ import torch
 
 import npu_ops
 from npu_ops.core import check
-from npu_ops.core.memo import TensorCache
+from npu_ops.core.hardware import is_captured
+from npu_ops.core.library import is_plain
 from npu_ops_adapters.patching import Patch
 
 _LOCAL = ("megatron.core.transformer.dot_product_attention", "DotProductAttention")
@@ -28,7 +29,6 @@ _BUILDERS = {
     "megatron.core.transformer.attention": "Attention",
     "megatron.core.transformer.multi_latent_attention": "MultiLatentAttention",
 }
-_cache = TensorCache(8)  # of masks and lengths, which all layers of a step share
 
 
 def patches() -> Iterable[Patch]:
@@ -300,24 +300,20 @@ def _is_mask(mask, query, key) -> bool:
 
 
 def _is_causal(mask: torch.Tensor) -> bool:
-    """Whether it is just the causal one. Read once for a mask, not once for a layer."""
-    if torch.compiler.is_compiling():
+    """Whether it is just the causal one. Each layer reads it: nothing tells whether it is what the
+    last one read. False in a trace or a captured graph, where nothing can be read.
+    """
+    if not is_plain(mask) or is_captured(mask.device):
         return False
     rows = mask.shape[-1]
     if mask.shape[-2] != rows or mask.numel() != rows * rows:
         return False
-    return _cache.get(
-        mask, "causal", lambda: mask.reshape(rows, rows).equal(_above(rows, rows, mask))
-    )
+    return mask.reshape(rows, rows).equal(_above(rows, rows, mask))
 
 
 def _takes_part(mask: torch.Tensor, causal: tuple[int, int] | None) -> torch.Tensor:
-    """The mask as `npu_ops.attention` has it, made once for all layers."""
-
-    def make():
-        return ~mask if causal is None else ~(mask | _above(*causal, mask))
-
-    return _cache.get(mask, ("takes part", causal), make)
+    """The mask as `npu_ops.attention` has it."""
+    return ~mask if causal is None else ~(mask | _above(*causal, mask))
 
 
 def _above(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
@@ -342,20 +338,21 @@ def _packed(layer, query, key, mask_type, packing) -> dict | None:
         or not all(_is_lengths(x, query) for x in starts)
     ):
         return None
-    # Lengths on the host, for the vendor's operators: read once for a batch, not for each layer.
-    queries, keys = (_cache.get(x, "lengths", lambda x=x: _lengths(x)) for x in starts)
-    if (queries.first, queries.last) != (0, query.shape[0]):
-        return None
-    if (keys.first, keys.last) != (0, key.shape[0]):
-        return None
     given = {
         "layout": "TND",
         "is_causal": "causal" in kind,
         "window": _window(layer),
         "cu_seqlens_q": starts[0],
-        "max_seqlen_q": queries.longest,
-        "cu_seqlens_cpu": queries.ends,
     }
+    if is_captured(query.device):  # the graph would keep these lengths for ever
+        return given | {"cu_seqlens_k": starts[1]}
+    # Lengths on the host, for the vendor's operators.
+    queries, keys = _lengths(starts[0]), _lengths(starts[1])
+    if (queries.first, queries.last) != (0, query.shape[0]):
+        return None
+    if (keys.first, keys.last) != (0, key.shape[0]):
+        return None
+    given |= {"max_seqlen_q": queries.longest, "cu_seqlens_cpu": queries.ends}
     if keys.ends.equal(queries.ends):
         return given
     both = {"cu_seqlens_cpu": (queries.ends, keys.ends)}

@@ -8,12 +8,11 @@ from collections.abc import Iterable
 import torch
 
 import npu_ops
-from npu_ops.core.memo import TensorCache
+from npu_ops.core.hardware import is_captured
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.sglang import functions
 
 _MODULE = "sglang.srt.layers.attention.vision"
-_on_host = TensorCache()
 
 
 def patches() -> Iterable[Patch]:
@@ -69,20 +68,27 @@ def ours(
         starts = forward_metadata.cu_seqlens
     else:
         starts = _module().resolve_seqlens(cu_seqlens, bsz, seq_len, device=q.device)
-    on_host = _on_host.get(starts, "list", starts.tolist)
-    if on_host[-1] != q.shape[0]:
-        raise ValueError(f"cu_seqlens: got an end of {on_host[-1]}, needs {q.shape[0]} tokens")
     scale = settings.get("softmax_scale") if softmax_scale is None else softmax_scale
+    lengths = {} if is_captured(q.device) else _on_host(starts, q.shape[0])
     return npu_ops.attention(
         q,
         k,
         v,
         layout="TND",
         cu_seqlens_q=starts.to(q.device, torch.int32),
-        cu_seqlens_cpu=on_host,
-        max_seqlen_q=max(b - a for a, b in zip(on_host, on_host[1:], strict=False)),
         scale=scale,
+        **lengths,
     )
+
+
+def _on_host(starts, tokens: int) -> dict:
+    """What operators that take lists are told; read for each layer, for memory may change between.
+    A captured graph would keep it for ever."""
+    starts = starts.tolist()
+    if starts[-1] != tokens:
+        raise ValueError(f"cu_seqlens: got an end of {starts[-1]}, needs {tokens} tokens")
+    longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
+    return {"cu_seqlens_cpu": starts, "max_seqlen_q": longest}
 
 
 def _module():

@@ -4,7 +4,8 @@
 
 Masks are made as for SDPA: boolean, or None where causal alone says it all. Vision towers pass the
 starts of their images as they do for flash attention, so all images are one call. A mask that says
-no more than that tokens are packed and causal is known by what it says, once for all layers.
+no more than that tokens are packed and causal is known by what it says. Each layer reads masks and
+lengths again: nothing tells a layer whether their memory has changed since the last one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 
 import npu_ops
 from npu_ops.core import check
+from npu_ops.core.hardware import is_captured
 from npu_ops.core.library import is_plain
-from npu_ops.core.memo import TensorCache
 from npu_ops_adapters.calls import DEVICES
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
@@ -26,7 +27,6 @@ NAME = "npu_ops"
 _FUNCTIONS = "transformers.modeling_utils"
 _MASKS = "transformers.masking_utils"
 _WHY = "attn_implementation='npu_ops' is how a model asks for it"
-_host = TensorCache()
 
 
 def patches() -> Iterable[Patch]:
@@ -65,26 +65,30 @@ def _mask(original: None) -> Callable:
 
 
 def _note_packing(mask) -> None:
-    """Where sequences start, on a mask that is packed and causal; it is lost as the mask changes.
+    """Where sequences start, on a mask that is packed and causal, with a copy of what it says.
 
     The values come to the host, so neither a trace nor a decoding step is asked.
     """
     square = mask.shape[0] == 1 and mask.shape[2] == mask.shape[3]
-    if not square or not is_plain(mask) or mask.is_inference():
+    if not square or not is_plain(mask) or is_captured(mask.device):
         return
     rows = mask[0, 0]
     starts = torch.nn.functional.pad(~rows.diagonal(-1), (1, 0), value=True)
     number = starts.cumsum(0)
-    if torch.equal(rows, (number[:, None] == number).tril_()):
+    packed = (number[:, None] == number).tril_()
+    if torch.equal(rows, packed):
         starts = starts.nonzero().flatten().to(torch.int32)
         starts = torch.cat((starts, starts.new_full((1,), rows.shape[0])))
-        mask.npu_ops_packing = (starts, mask._version)
+        mask.npu_ops_packing = (starts, packed)
 
 
 def _packing(mask):
-    """What `_note_packing` noted, unless the mask was written since."""
-    starts, version = getattr(mask, "npu_ops_packing", (None, None))
-    return starts if starts is not None and version == mask._version else None
+    """What `_note_packing` noted, if the mask still says it; None in a trace or a captured graph,
+    where nothing can be read."""
+    starts, packed = getattr(mask, "npu_ops_packing", (None, None))
+    if starts is None or not is_plain(mask) or is_captured(mask.device):
+        return None
+    return starts if torch.equal(mask[0, 0], packed) else None
 
 
 def _packs_images(original: Callable) -> Callable:
@@ -157,22 +161,19 @@ def _mask_arguments(mask, query, key) -> dict:
 
 
 def _agree(known, starts) -> bool:
-    """Whether lengths that were given besides a mask are the mask's; asked once for all layers."""
-    if starts is None:
-        return True
-    key = (starts.data_ptr(), 0 if starts.is_inference() else starts._version)
-    return _host.get(known, key, lambda: torch.equal(known, starts.to(known.dtype)))
+    """Whether lengths that were given besides a mask are the mask's."""
+    return starts is None or torch.equal(known, starts.to(known.dtype))
 
 
 def _packed(query, key, value, is_causal, options, settings):
-    """`[1, N, T, D]` in, `[1, T, N, D]` out. Lengths come to the host once for all layers."""
+    """`[1, N, T, D]` in, `[1, T, N, D]` out. The vendor's operators take lengths of the host."""
     if query.shape[0] != 1:
         raise check.shape("query", query, "a batch of 1 with cu_seq_lens_q")
     starts, key_starts = options["cu_seq_lens_q"], options.get("cu_seq_lens_k")
     window = options.get("sliding_window")
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    if query.device.type != "cpu":
-        on_host = tuple(_on_host(s) for s in (starts, key_starts) if s is not None)
+    if query.device.type != "cpu" and not is_captured(query.device):
+        on_host = tuple(s.cpu() for s in (starts, key_starts) if s is not None)
         settings["cu_seqlens_cpu"] = on_host if len(on_host) > 1 else on_host[0]
     out = npu_ops.attention(
         query, key, value, layout="TND", is_causal=is_causal, cu_seqlens_q=starts,
@@ -186,10 +187,6 @@ def _packed(query, key, value, is_causal, options, settings):
 def _number(length):
     """A bound; some versions have it on the device, where it stays: all tokens bound it too."""
     return length if isinstance(length, int) else None
-
-
-def _on_host(starts):
-    return _host.get(starts, "host", starts.cpu)
 
 
 def _apart(mask, starts, key_starts, key):

@@ -12,6 +12,7 @@ import traceback
 import types
 
 import torch
+from writes import WRITES
 
 import npu_ops
 from npu_ops.core import log
@@ -427,6 +428,29 @@ def a_vision_tower_attends_within_its_images():
         right = own(q, k, v, 1, starts, attention_mask=mask)
         close(ours(q, k, v, starts, 1, 30, attention_mask=mask), right)
         assert counted == ["attention"]
+
+
+@check
+def a_vision_tower_reads_its_lengths_again():
+    """Whatever wrote to their memory."""
+    vision = importlib.import_module(VISION)
+    settings = {"head_dim": 24, "num_heads": 4, "num_kv_heads": 4, "flatten_batch": True}
+    tower = vision.QKV_BACKEND_IMPL["ascend_attn"](**settings)
+    q, k, v = (rows(30, 4, 24, seed=n) for n in range(3))
+    other = torch.tensor([0, 21, 30], dtype=torch.int32)
+    for write in WRITES.values():
+        starts = torch.tensor([0, 8, 30], dtype=torch.int32)
+        first = tower(q, k, v, starts, 1, 30)
+        write(starts, other)
+        second = tower(q, k, v, starts, 1, 30)
+        assert second.equal(tower(q, k, v, other, 1, 30)) and not second.equal(first)
+    torch.cpu.is_current_stream_capturing = lambda: True  # nothing can be read
+    try:
+        with calls_of("attention") as counted:
+            assert tower(q, k, v, other, 1, 30).equal(second)
+        assert counted == ["attention"]
+    finally:
+        del torch.cpu.is_current_stream_capturing
 
 
 @check
