@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
-def as_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of one shape `[..., D]` as `[outer, inner, D]`, last dimension contiguous.
+def as_rows(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of one shape `[..., D]` as `[outer, inner, D]`, last dimension contiguous.
 
-    They are views where the leading dimensions fold into two, as those of a slice of a fused
-    projection do; else copies. A tensor that is contiguous is never copied, so it may be an output.
+    Inputs are views where the leading dimensions fold into two, as those of a slice of a fused
+    projection do; else copies. Outputs are views, or nobody would see what is written.
+
+    Raises:
+        ValueError: an output does not fold.
     """
+    tensors = [*inputs, *outputs]
     if all(tensor.is_contiguous() for tensor in tensors):
         return [tensor.view(-1, 1, tensor.shape[-1]) for tensor in tensors]
     folded = _fold(tensors)
     if folded is None:
-        return as_rows(*(tensor.contiguous() for tensor in tensors))
+        tensors = [*(tensor.contiguous() for tensor in inputs), *outputs]
+        folded = _fold(tensors)
+    if folded is None:
+        raise _no_view(outputs)
     (inner, inner_strides), (outer, outer_strides) = folded
     shape = (outer, inner, tensors[0].shape[-1])
     return [
@@ -25,7 +34,7 @@ def as_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def as_matrix(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """`[..., D]` as `[rows, D]`, last dimension contiguous; None stays None.
+    """An input `[..., D]` as `[rows, D]`, last dimension contiguous; None stays None.
 
     A view where the leading dimensions fold into one, as those of a contiguous tensor do, else a
     copy.
@@ -34,6 +43,23 @@ def as_matrix(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None
     matrix = tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def output_matrix(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """`as_matrix` of an output, which is a view.
+
+    Raises:
+        ValueError: there is no such view: what is written would be lost with a copy.
+    """
+    matrix = as_matrix(tensor)
+    if tensor is not None and matrix.data_ptr() != tensor.data_ptr():
+        raise _no_view([tensor])
+    return matrix
+
+
+def _no_view(outputs) -> ValueError:
+    strides = ", ".join(str(list(tensor.stride())) for tensor in outputs)
+    return ValueError(f"output: got strides {strides}, needs such that its rows are a view")
 
 
 def _fold(tensors):

@@ -6,7 +6,7 @@ import torch
 
 from npu_ops.core import library
 from npu_ops.core.registry import Implementation, Table, from_module, from_native
-from npu_ops.core.rows import as_matrix
+from npu_ops.core.rows import as_matrix, output_matrix
 from npu_ops.ops.gdn_gate import reference
 
 
@@ -87,8 +87,8 @@ backward_table = Table(
 
 def implementation_args(a, A_log, dt_bias, b, scale, g, beta):
     """The forward's arguments as an implementation takes them; `beta` is not read without b."""
-    beta = None if b is None else as_matrix(beta)
-    return as_matrix(a), *_columns(A_log, dt_bias), as_matrix(b), scale, as_matrix(g), beta
+    beta = None if b is None else output_matrix(beta)
+    return as_matrix(a), *_columns(A_log, dt_bias), as_matrix(b), scale, output_matrix(g), beta
 
 
 def _columns(A_log, dt_bias):
@@ -139,10 +139,10 @@ def _backward(grad_g, grad_beta, a, A_log, dt_bias, b, scale):
         grad_A_log.zero_(), grad_dt_bias.zero_()
         return outputs
     inputs = as_matrix(a), *_columns(A_log, dt_bias), as_matrix(b), scale
-    grad_b = None if b is None else as_matrix(grad_b)
+    grad_b = None if b is None else output_matrix(grad_b)
     sums = grad_A_log, grad_dt_bias
     backward_table.run(
-        as_matrix(grad_g), as_matrix(grad_beta), *inputs, as_matrix(grad_a), *sums, grad_b
+        as_matrix(grad_g), as_matrix(grad_beta), *inputs, output_matrix(grad_a), *sums, grad_b
     )
     return outputs
 

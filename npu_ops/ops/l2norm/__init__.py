@@ -59,7 +59,7 @@ def _prepare(x, eps=1e-6, output_dtype=None, *, dim=-1):
 
 def _implementation_args(*args, **kwargs):
     x, eps, dtype = _prepare(*args, **kwargs)
-    rows, out = as_rows(x, x.new_empty(x.shape, dtype=dtype))
+    rows, out = as_rows([x], [x.new_empty(x.shape, dtype=dtype)])
     return rows, eps, out
 
 

@@ -77,7 +77,7 @@ backward_table = Table(
 def _forward(x, eps, dtype):
     out = library.new_output(x, dtype, torch.contiguous_format)
     if x.numel():
-        rows, out_rows = as_rows(x, out)
+        rows, out_rows = as_rows([x], [out])
         forward_table.run(rows, eps, out_rows)
     return out
 
@@ -98,7 +98,7 @@ def _gradients(ctx, grad):
 def _backward(grad, x, eps):
     grad_x = library.new_output(x, None, torch.contiguous_format)
     if x.numel():
-        grad_rows, rows, out_rows = as_rows(grad, x, grad_x)
+        grad_rows, rows, out_rows = as_rows([grad, x], [grad_x])
         backward_table.run(grad_rows, rows, eps, out_rows)
     return grad_x
 

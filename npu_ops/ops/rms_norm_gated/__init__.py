@@ -88,7 +88,7 @@ def _resolve_group_size(group_size, width):
 
 def _implementation_args(*args, **kwargs):
     x, weight, z, *settings, group_size = _prepare(*args, **kwargs)
-    x, z, out = op.as_groups(group_size, x, z, x.new_empty(x.shape))
+    x, z, out = op.as_groups(group_size, [x, z], [x.new_empty(x.shape)])
     return x, op.weight_rows(weight, group_size), z, *settings, out
 
 

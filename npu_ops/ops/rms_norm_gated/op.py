@@ -6,7 +6,7 @@ import torch
 
 from npu_ops.core import check, library
 from npu_ops.core.registry import Implementation, Table, from_module, from_native
-from npu_ops.core.rows import as_matrix, as_rows
+from npu_ops.core.rows import as_matrix, as_rows, output_matrix
 from npu_ops.ops.rms_norm_gated import reference
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,11 +91,12 @@ backward_table = Table(
 )
 
 
-def as_groups(group_size, *tensors):
+def as_groups(group_size, inputs, outputs):
     """The tensors as the implementations take them; `group_size` is that of the rows."""
-    if group_size == tensors[0].shape[-1]:
-        return as_rows(*tensors)
-    return [as_matrix(tensor).unflatten(1, (-1, group_size)) for tensor in tensors]
+    if group_size == inputs[0].shape[-1]:
+        return as_rows(inputs, outputs)
+    matrices = [*map(as_matrix, inputs), *map(output_matrix, outputs)]
+    return [matrix.unflatten(1, (-1, group_size)) for matrix in matrices]
 
 
 def weight_rows(weight, group_size):
@@ -106,7 +107,7 @@ def weight_rows(weight, group_size):
 def _forward(x, weight, z, eps, norm_before_gate, activation, group_size):
     out = library.new_output(x, None, torch.contiguous_format)
     if x.numel():
-        rows, z_rows, out_rows = as_groups(group_size, x, z, out)
+        rows, z_rows, out_rows = as_groups(group_size, [x, z], [out])
         w = weight_rows(weight, group_size)
         forward_table.run(rows, w, z_rows, eps, norm_before_gate, activation, out_rows)
     return out
@@ -135,7 +136,7 @@ def _backward(grad, x, weight, z, eps, norm_before_gate, activation, group_size)
     if not x.numel():
         grad_weight.zero_()
         return outputs
-    grad, x, z, to_x, to_z = as_groups(group_size, grad, x, z, grad_x, grad_z)
+    grad, x, z, to_x, to_z = as_groups(group_size, [grad, x, z], [grad_x, grad_z])
     weight, to_weight = (weight_rows(w, group_size) for w in (weight, grad_weight))
     settings = eps, norm_before_gate, activation
     backward_table.run(grad, x, weight, z, *settings, to_x, to_weight, to_z)
