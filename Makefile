@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := $(wildcard csrc/*/*)
+SOURCES := $(wildcard csrc/* csrc/*/*)  # the folders too: a file may have gone
 
 .PHONY: demo demo-serve test test-all bench check format clean
 
@@ -12,8 +12,13 @@ $(VENV)/torch:
 	$(BIN)/pip install --quiet torch==2.13.0 "numpy<2.4" "setuptools>=77" wheel ninja
 	@touch $@
 
-$(VENV)/ready: $(VENV)/torch pyproject.toml setup.py $(SOURCES)
+$(VENV)/installed: $(VENV)/torch pyproject.toml setup.py
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[test,check]"
+	@touch $@
+
+# Python is used where it is; of the native sources, what has changed is compiled again.
+$(VENV)/ready: $(VENV)/installed $(SOURCES)
+	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
 .cache/megatron/ready: $(VENV)/ready tests/adapters/fetch_megatron.py

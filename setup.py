@@ -37,6 +37,13 @@ def native_extension():
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 
+    class BuildNative(BuildExtension):
+        """Keeps the objects, so that ninja compiles again only what has changed."""
+
+        def finalize_options(self):
+            super().finalize_options()
+            self.build_temp = "build/native"  # else pip gives each build a new folder
+
     here, compiler = os.getcwd(), find_compiler()
     version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True)
     write_build_info(
@@ -60,7 +67,7 @@ def native_extension():
     )
     return {
         "ext_modules": [extension],
-        "cmdclass": {"build_ext": BuildExtension},
+        "cmdclass": {"build_ext": BuildNative},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }
 

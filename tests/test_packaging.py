@@ -1,0 +1,102 @@
+"""What is distributed, and how a clone is built: by the functions that pip and build call."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+NOT_SHIPPED = {".gitignore"}
+EMPTY = "#include <stdint.h>\n"
+
+
+def committed():
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
+
+
+def copy(names, folder):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def call(folder, hook, **variables):
+    """Run a hook of the build backend in `folder`; what it made is in its `dist`."""
+    code = f"from setuptools.build_meta import {hook}; print({hook}('dist'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder, env=os.environ | variables, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "dist" / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """The source distribution of what is committed, made where something was built before."""
+    clone = copy(committed(), tmp_path_factory.mktemp("clone"))
+    (clone / "npu_ops" / "_build_info.json").write_text('{"compiler": "the builder\'s"}')
+    (clone / "npu_ops" / "_native.abi3.so").write_bytes(b"\x7fELF")
+    return call(clone, "build_sdist", NPU_OPS_SKIP_NATIVE="1")
+
+
+def test_the_source_distribution_has_what_is_committed_and_no_more(sdist):
+    with tarfile.open(sdist) as archive:
+        members = [member.name.partition("/")[2] for member in archive if member.isfile()]
+    made = {name for name in members if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
+    assert set(members) - made == committed() - NOT_SHIPPED
+    assert {"CHANGELOG.md", "CONTRIBUTING.md", "ENVS.md", "tests/test_packaging.py"} <= set(members)
+    assert not {"npu_ops/_build_info.json", "npu_ops/_native.abi3.so"} & set(members)
+
+
+def test_a_wheel_of_it_says_how_it_was_built(sdist, tmp_path):
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    wheel = call(folder, "build_wheel", NPU_OPS_SKIP_NATIVE="1")
+    with zipfile.ZipFile(wheel) as archive:
+        assert b'"torch": null' in archive.read("npu_ops/_build_info.json")
+        names = archive.namelist()
+    packages = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
+    assert packages == {
+        "npu_ops", "npu_ops_adapters", "npu_ops_autoload.py", "npu_ops_emulator", "npu_ops_tools",
+    }  # fmt: skip
+    assert "npu_ops_tools/templates/report.html" in names
+
+
+def test_a_changed_source_alone_is_compiled_again(tmp_path):
+    """In an editable install, with two sources in place of ours, which take longer."""
+    names = {name for name in committed() if not name.startswith(("csrc/", "tests/"))}
+    clone = copy(names, tmp_path)
+    emulator = clone / "csrc" / "emulator"  # a package's folder
+    for path in (emulator, clone / "csrc/one", clone / "csrc/two"):
+        path.mkdir(parents=True)
+    (clone / "csrc/one/size.h").write_text("inline int size() { return 1; }\n")
+    for name, text in (("one", '#include "one/size.h"\n'), ("two", EMPTY)):
+        (clone / f"csrc/{name}/{name}_cpu.cpp").write_text(text)
+
+    def compiled():
+        """The objects that a build writes."""
+        before = {path: path.stat().st_mtime_ns for path in objects()}
+        call(clone, "build_editable")
+        return {path.stem for path in objects() if before.get(path) != path.stat().st_mtime_ns}
+
+    def objects():
+        return list((clone / "build").rglob("*.o"))
+
+    assert compiled() == {"one_cpu", "two_cpu"}
+    with (clone / "csrc/two/two_cpu.cpp").open("a") as source:
+        source.write("int two() { return 2; }\n")
+    assert compiled() == {"two_cpu"}
+    (clone / "csrc/one/size.h").write_text("inline int size() { return 2; }\n")
+    assert compiled() == {"one_cpu"}
+    assert (clone / "npu_ops/_native.abi3.so").exists()
