@@ -2,16 +2,36 @@
 
 What is compared with a framework's function is compared with the framework's own: nothing is
 patched in this process but where a test asks for it.
+
+What a test draws is the same in every run, whichever tests ran before it.
 """
+
+import random
 
 import npu_ops_autoload
 import pytest
+import torch
 from support import DTYPES
 
 from npu_ops.core import library
 
 library.poison_outputs = True
 npu_ops_autoload.unwatch()
+
+
+def pytest_collectstart(collector):
+    """A module may draw when it is imported."""
+    _seed()
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    _seed()
+
+
+def _seed():
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 def pytest_addoption(parser):

@@ -232,6 +232,45 @@ x.new_empty(3), torch.empty_like(x)
     assert list(allocations_by_default(wrong)) == [2, 3, 4]
 
 
+# Draws
+
+
+DRAWS = re.compile(r"torch\.(randn|rand|randint|randperm)(_like)?\(|\.normal_\(|\brandom\.\w+\(")
+SEEDED = re.compile(r"manual_seed\(|random\.(seed|Random)\(|default_rng\(\w")
+
+
+def draws_without_a_seed(text):
+    return bool(DRAWS.search(text)) and not SEEDED.search(text)
+
+
+def test_programs_of_the_tests_seed_what_they_draw():
+    """What pytest runs is seeded by conftest.py; the rest are processes of their own."""
+    programs = [path for path in files("tests/**/*.py") if not run_by_pytest(path)]
+    found = [relative(path) for path in programs if draws_without_a_seed(path.read_text())]
+    assert found == [] and len(programs) > 20
+
+
+def run_by_pytest(path):
+    return re.search(r"^(async )?def (test_|pytest_)", path.read_text(), re.MULTILINE)
+
+
+def test_a_draw_without_a_seed_is_found():
+    assert draws_without_a_seed("x = torch.randn(3)") and draws_without_a_seed("random.choice(x)")
+    assert not draws_without_a_seed("torch.manual_seed(1)\nx = torch.randn(3)")
+
+
+def test_messages_spell_dtypes_in_one_way():
+    """By `check.short`; a dtype by itself reads torch.float32."""
+    spelled = re.compile(r"(got|needs|is|are|no|or|not|'s) \{[\w.]*dtype(\(\w+\))?\}")
+    found = [
+        f"{relative(path)}:{number}"
+        for path in files("npu_ops/**/*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if spelled.search(line) and "spec.dtype" not in line  # a string already
+    ]
+    assert found == []
+
+
 # Text
 
 

@@ -23,7 +23,7 @@ Dropout make_dropout(const std::optional<Tensor>& rng_state, double p) {
   const auto* words = input<int64_t>(*rng_state);
   const double threshold = std::clamp(__builtin_nearbyint(p * 65536), 1.0, 65535.0);
   return {Keys(static_cast<uint64_t>(words[0])), static_cast<uint64_t>(words[1]),
-          static_cast<uint16_t>(threshold), static_cast<float>(1.0 / (1.0 - p))};
+          static_cast<uint16_t>(threshold), static_cast<float>(65536 / (65536 - threshold))};
 }
 
 // One thread's draws. They stay 0, which a threshold of 0 keeps, without dropout.

@@ -29,6 +29,12 @@ def threshold(p: float) -> int:
     return min(max(round(p * 65536), 1), 65535)
 
 
+def scale(p: float) -> float:
+    """What is kept is multiplied by it: one over the probability that a draw keeps, which is 1 - p
+    but for the step that p is rounded to. So the expectation is that without dropout."""
+    return 65536 / (65536 - threshold(p))
+
+
 def lane_width(width: int) -> int:
     """Columns of one of the 8 lanes that a row of `width` is cut into; a multiple of 16."""
     return -(-width // (LANES * 16)) * 16

@@ -1,6 +1,8 @@
 """attention: implementations against the reference, the reference against others', the plan."""
 
+import contextlib
 import gc
+import inspect
 import itertools
 import json
 import random
@@ -388,6 +390,9 @@ def test_megatron_dot_product_attention():
 # A property: whatever is asked for is computed, or refused with a sentence
 
 
+ARGUMENTS = inspect.signature(npu_ops.attention).parameters
+
+
 def random_call(draw: random.Random) -> dict:
     """Arguments of a call that may make no sense."""
     some = lambda *choices: draw.choice(choices)  # noqa: E731
@@ -442,7 +447,7 @@ def random_call(draw: random.Random) -> dict:
         "sinks": normal(heads),
         "dropout_p": 0.25,
         "return_lse": True,
-        "scale": 0.3,
+        "scale": some(0.3, 0.0, -0.3),
     }
     chance = {"is_causal": 0.4, "window": 0.25, "causal_alignment": 0.3, "return_lse": 0.3}
     return call | {n: v for n, v in options.items() if draw.random() < chance.get(n, 0.12)}
@@ -467,6 +472,7 @@ def test_any_call_is_right_or_refused(device, count):
                 actual = evaluate(npu_ops.attention, moved(call, device), wrt)
             except (TypeError, ValueError) as error:
                 assert ": got " in str(error) and ", needs " in str(error), f"{seed}: {error}"
+                assert str(error).partition(":")[0] in ARGUMENTS, f"{seed}: {error}"
                 refused += 1
                 continue
             with forced("reference", *OPS):
@@ -496,6 +502,27 @@ def test_dropout_keeps_the_mean():
     assert abs(out.mean().item() - 1) < 2e-3 and 0.01 < out.std() < 0.1
 
 
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("p", [1e-6, 0.9999, 0.99999])
+def test_dropout_scales_by_what_is_drawn(p, implementation, device):
+    """p is rounded to steps of 2^-16; an expectation that is not is off by a third at 0.99999."""
+    n = 512
+    q, v = torch.zeros(1, n, 1, 16, device=device), torch.ones(1, n, 1, 16, device=device)
+    state = torch.tensor([3, 4])
+    keep = reference.keep_mask(torch.arange(n), n, p, state).sum(-1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rng, "new_state", lambda device, generator: state.to(device))
+        inputs = {"q": q, "k": q, "v": v, "dropout_p": p}
+        by = implementation if runs(implementation, inputs, ("v",)) else None
+        out = run(inputs, ("v",), by)
+    assert keep.any()
+    expected = keep / n * 65536 / (65536 - rng.threshold(p))
+    torch.testing.assert_close(out["output 0"][0, :, 0, 0].cpu(), expected)
+    grad = exact(out["output 0"], 7)[0, :, 0].double().cpu()
+    expected = (grad * expected.double()[:, None]).sum(0)
+    torch.testing.assert_close(out["gradient of v"][0, :, 0].double().cpu().sum(0), expected)
+
+
 def test_dropout_is_the_reference_s_mask():
     """A query of zeros weighs all keys the same, and one-hot values show which are kept."""
     n, p = 200, 0.4
@@ -504,7 +531,7 @@ def test_dropout_is_the_reference_s_mask():
     out = npu_ops.attention(q, q, v, dropout_p=p, generator=generator)[0, :, 0]
     state = rng.new_state(torch.device("cpu"), torch.Generator().manual_seed(5))
     keep = reference.keep_mask(torch.arange(n), n, p, state)
-    torch.testing.assert_close(out, keep / (n * (1 - p)))
+    torch.testing.assert_close(out, keep / n * rng.scale(p))
     assert abs(keep.float().mean() - 0.6) < 0.01
 
 
@@ -639,6 +666,62 @@ def test_gradient_of_the_log_sum_exp():
     found = (torch.autograd.grad(out, (q, k, v), exact(whole)) for out in (merged, whole))
     for ours, theirs in zip(*found, strict=True):
         assert_close("gradient", ours, theirs, CLOSE)
+
+
+@IMPLEMENTATIONS
+def test_gradient_of_sinks_where_there_are_no_keys(implementation, device):
+    """There lse is the sink."""
+    for keys in (0, 3):
+        q, k = torch.randn(2, 5, 4, 16), torch.randn(2, keys, 4, 16)
+        lengths = {"seqlens_k": torch.zeros(2, dtype=torch.int64, device=device)} if keys else {}
+        sinks = torch.randn(4).to(device).requires_grad_()
+        inputs = {"q": q.to(device), "k": k.to(device), "v": k.to(device), "return_lse": True}
+        by = implementation if runs(implementation, inputs | lengths, ()) else None
+        with forced(by, *OPS) if by else contextlib.nullcontext():
+            out, lse = npu_ops.attention(**inputs, **lengths, sinks=sinks)
+        assert not out.any() and torch.equal(lse, sinks[:, None].expand(2, 4, 5))
+        grad = torch.randn(lse.shape).to(device)
+        with forced(by, *OPS) if by and by != "aclnn" else contextlib.nullcontext():
+            (found,) = torch.autograd.grad(lse, sinks, grad)
+        torch.testing.assert_close(found, grad.sum((0, 2)))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+def test_scale_of_zero_or_less(scale, implementation, device):
+    for case in ("causal-64", "bottom-right-more-keys", "packed-causal", "window-16-0-square"):
+        inputs = next(c for c in CASES if c.name == case).inputs(torch.float32, device)
+        inputs["scale"] = scale
+        wrt = wanted(inputs)
+        by = implementation if runs(implementation, inputs, wrt) else None
+        wide = floats(moved(inputs, "cpu"), torch.float64)
+        compare(run(inputs, wrt, by), run(wide, wrt, "reference"), torch.float32)
+
+
+MASKS = {
+    "causal": {"is_causal": True},
+    "causal, fewer keys": {"is_causal": True, "causal_alignment": "top_left"},
+    "window": {"window": (3, 0)},
+    "window, left alone": {"window": (-1, 2)},
+    "mask": {"attn_mask": torch.ones(40, 40).tril().bool()},
+    "capped": {"is_causal": True, "softcap": 3.0},
+    "bias": {"is_causal": True, "bias": torch.zeros(40, 40)},
+}
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_a_key_that_takes_no_part_holds_does_not_matter(mask, value, implementation, device):
+    torch.manual_seed(0)
+    inputs = {x: torch.randn(1, 40, 2, 16, device=device) for x in "qkv"} | moved(
+        MASKS[mask], device
+    )
+    by = implementation if runs(implementation, inputs, ()) else None
+    expected = run(inputs, (), by)["output 0"][:, :30]
+    inputs["k"][:, 33:] = value
+    actual = run(inputs, (), by)["output 0"][:, :30]
+    torch.testing.assert_close(actual, expected)
 
 
 def test_no_second_gradient():
@@ -897,7 +980,8 @@ def test_a_plan_reads_as_a_paragraph():
         ({"layout": "BSND", "keys": "packed"}, "layout"),
         ({"keys": "paged"}, "block_size"),
         ({"keys": "paged", "block_size": 16, "training": True}, "training"),
-        ({"keys": "padded", "bias": True}, "keys"),
+        ({"keys": "paged", "block_size": 16, "bias": True}, "keys"),
+        ({"keys": "padded", "prefix": True}, "keys"),
         ({"dtype": "float8_e4m3fn"}, "dtype"),
         ({"soc": "Ascend310P3"}, "soc"),
         ({"heads": 6, "kv_heads": 4}, "kv_heads"),
@@ -913,7 +997,7 @@ def random_spec(draw: random.Random) -> AttentionSpec:
     heads = draw.choice([1, 4, 32, 300])
     flags = ("same_lengths", "host_lengths", "is_causal", "prefix", "mask", "bias", "softcap",
              "sinks", "dropout", "training", "lse_gradient", "deterministic", "graph_capture",
-             "leading_zero", "contiguous_blocks")  # fmt: skip
+             "leading_zero", "contiguous_blocks", "nonpositive_scale")  # fmt: skip
     return AttentionSpec(
         layout=draw.choice(["BSND", "BNSD", "SBND", "TND", "BSH", "SBH"]),
         heads=heads,

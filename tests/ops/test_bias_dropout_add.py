@@ -137,7 +137,8 @@ def test_without_dropping_it_is_torchs_expression_exactly(
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_with_dropping_it_has_torchs_semantics(p, implementation, device):
-    """As F.dropout: an element is dropped or scaled by 1 / (1 - p), and so is its gradient."""
+    """As F.dropout: an element is dropped or divided by the probability of being kept, and so is
+    its gradient."""
     x, bias, residual = torch.randn(64, 96), torch.randn(96), torch.randn(64, 96)
     inputs = {"x": x, "bias": bias, "residual": residual, "p": p, "training": True}
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
@@ -145,11 +146,24 @@ def test_with_dropping_it_has_torchs_semantics(p, implementation, device):
     added = results["output 0"] - residual
     dropped = added == 0
     assert abs(dropped.double().mean() - p) < 0.02
-    scaled = (x + bias) / (1 - p)
+    scaled = (x + bias) * rng.scale(p)
     torch.testing.assert_close(added, scaled.where(~dropped, 0), rtol=1e-5, atol=1e-5)
     grad = exact(x, 7)
-    torch.testing.assert_close(results["gradient of x"], (grad / (1 - p)).where(~dropped, 0))
+    torch.testing.assert_close(results["gradient of x"], (grad * rng.scale(p)).where(~dropped, 0))
     assert torch.equal(results["gradient of residual"], grad)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("p", [1e-6, 0.9999, 0.99999])
+def test_the_scale_is_of_what_is_drawn(p, implementation, device):
+    """p is rounded to steps of 2^-16; a scale that is not changes the mean, by half at 0.99999."""
+    x = torch.ones(512, 1024, device=device)
+    with forced(implementation, *OPS):
+        out = npu_ops.bias_dropout_add(x, None, torch.zeros_like(x), p, True)
+    kept = out[out != 0]
+    assert kept.numel()
+    scale = 65536 / (65536 - min(max(round(p * 65536), 1), 65535))
+    torch.testing.assert_close(kept, torch.full_like(kept, scale))
 
 
 def test_mean_is_kept():

@@ -62,7 +62,8 @@ def attention(
     """What each query reads from the values: `softmax(scale q k^T + bias) v`.
 
     Nothing is masked that is not asked for: not causal unless `is_causal`, and a mask is never
-    dropped. A query that no key takes part for gets 0. Dropout draws its mask again in backward.
+    dropped. A query that no key takes part for gets 0. A key that takes no part may hold a NaN,
+    forward; not its value, which is multiplied by 0. Dropout draws its mask again in backward.
 
     Args:
         q: `[B, S, N, D]` in the order of `layout`: BSND, BNSD, SBND, or TND for packed sequences
@@ -88,7 +89,8 @@ def attention(
         scale: of the scores; None: `D ** -0.5`.
         softcap: c: scores become `c tanh(score / c)`, before the bias.
         sinks: `[N]`: one more score for each head, which has no value. Differentiable.
-        dropout_p: weights are dropped with this probability, in steps of 2**-16.
+        dropout_p: weights are dropped with this probability, in steps of 2**-16; the others
+            are divided by the probability of being kept.
         deterministic: the same bits from run to run, also of gradients.
         return_lse: return the log of the softmax's denominator too.
         cu_seqlens_cpu, seqlens_k_cpu: the same lengths in host memory, tensors or lists (of ints; a

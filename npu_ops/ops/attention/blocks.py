@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from npu_ops.core import make
+from npu_ops.core import make, rng
 from npu_ops.ops.attention.arguments import Rule
 from npu_ops.ops.attention.reference import keep_mask
 
@@ -138,7 +138,7 @@ def _dropped(weights, block: Block, pairs: Pairs, rule: Rule):
     if not rule.dropout_p:
         return weights
     keep = keep_mask(block.rows(pairs.rows), block.key_end, rule.dropout_p, pairs.rng_state)
-    return weights * keep[..., block.key :] / (1 - rule.dropout_p)
+    return weights * keep[..., block.key :] * rng.scale(rule.dropout_p)
 
 
 def _times(x, y):

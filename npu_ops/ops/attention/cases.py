@@ -180,6 +180,9 @@ CASES = [
     Case("packed-more-keys", 40, sequences=3, causal=True, more=24, **_PACKED),
     Case("packed-window", 60, sequences=3, window=(5, 0), causal=True, sinks=True, **_PACKED),
     Case("padded", 20, keys="padded", causal=True, more=7),
+    Case("padded-mask", 20, keys="padded", mask=True, more=7, sinks=True, lse=True),
+    Case("padded-bias", 20, keys="padded", bias="row", causal=True, more=7),
+    Case("padded-bias-mask", 20, keys="padded", bias="full", mask=True, more=7),
     Case("paged-decode", 1, more=40, keys="paged", causal=True, sinks=True, lse=True),
     Case("paged-packed", 11, more=30, keys="paged", layout="TND", causal=True, lse=True),
 ]

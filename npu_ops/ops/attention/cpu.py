@@ -201,6 +201,7 @@ def _spans(queries: int, keys: int, mask, rule: Rule) -> Iterator[Span]:
 def _forward(q, k, v, mask, rule: Rule, out, lse) -> None:
     out.zero_()
     lse.fill_(-torch.inf)
+    masked = False
     for block, causal, part, more in _spans(q.shape[2], k.shape[2], mask, rule):
         mine = block.rows(q), block.columns(k), block.columns(v)
         found, log_sum = _flash(*mine, 0.0, causal, attn_mask=_added(part, q), scale=rule.scale)
@@ -208,12 +209,15 @@ def _forward(q, k, v, mask, rule: Rule, out, lse) -> None:
         if more:
             _merge(to, to_lse, found, log_sum)
             continue
-        if part is not None:  # a query without a key
+        if part is not None:  # there may be a query without a key
+            masked = True
             nothing = ~part.any(-1).expand(to_lse.shape)
             found = found.masked_fill(nothing[..., None], 0)
             log_sum = log_sum.masked_fill(nothing, -torch.inf)
         to.copy_(found)
         to_lse.copy_(log_sum)
+    if masked and lse.isnan().any():  # flash attention adds -inf, also to scores that are NaN
+        blocks.forward(q, k, v, blocks.Pairs(None, mask, None, None), rule, out, lse)
 
 
 def _backward(dout, out, lse, q, k, v, mask, rule: Rule, dq, dk, dv) -> None:

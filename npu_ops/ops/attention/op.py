@@ -160,7 +160,11 @@ def _backward(dout, dlse, out, lse, bias_wanted, sinks_wanted, *args):
     wanted = bias_wanted, sinks_wanted
     found = _backward_outputs(dout, dlse, out, lse, *wanted, *args)
     if not (out.numel() and _has_keys(k, extra)):
-        return tuple(x.zero_() for x in found)
+        for gradient in found:
+            gradient.zero_()
+        if sinks_wanted and dlse is not None:  # lse is the sink
+            found[-1].copy_(dlse.sum((0, 2)))
+        return found
     *gradients, dbias, dsinks = found = tuple(map(library.poisoned, found))
     gradients += [dbias if bias_wanted else None, dsinks if sinks_wanted else None]
     dlse = dlse if dlse is None else dlse.contiguous()

@@ -30,6 +30,7 @@ class AttentionSpec:
     is_causal, causal_alignment, window: as in `npu_ops.attention`. prefix: all queries see the
         first keys, with is_causal for the rest.
     mask: a dense boolean mask. bias, softcap, sinks, dropout: there is one.
+    nonpositive_scale: scores are multiplied by 0 or less.
     training: a gradient is wanted. lse_gradient: one comes for the log-sum-exp.
     deterministic: the same bits from run to run.
     graph_capture: the call is captured in a graph and replayed.
@@ -58,6 +59,7 @@ class AttentionSpec:
     mask: bool = False
     bias: bool = False
     softcap: bool = False
+    nonpositive_scale: bool = False
     sinks: bool = False
     dropout: bool = False
     training: bool = False
@@ -92,8 +94,10 @@ class AttentionSpec:
             raise ValueError(
                 "mask: got one with is_causal, window or prefix, needs all of it in it"
             )
-        if (self.mask or self.bias or self.prefix) and self.keys != "dense":
-            raise ValueError("keys: got a mask, bias or prefix with a cache, needs 'dense'")
+        if self.prefix and self.keys != "dense":
+            raise ValueError(f"keys: got {self.keys!r} with a prefix, needs 'dense'")
+        if (self.mask or self.bias) and self.keys not in ("dense", "padded"):
+            raise ValueError(f"keys: got {self.keys!r} with a mask or bias, needs dense or padded")
         if (self.keys == "packed") > (self.layout == "TND"):
             raise ValueError(f"layout: got {self.layout!r} with packed keys, needs 'TND'")
         if self.layout == "TND" and self.keys not in ("packed", "paged"):
@@ -241,7 +245,7 @@ def _why_not(operator: Operator, spec: AttentionSpec) -> str | None:
         return f"it has no {spec.dtype} kernel"
     if spec.keys not in operator.keys:
         return f"it has no {spec.keys} keys"
-    for name in ("bias", "softcap", "dropout", "sinks"):
+    for name in ("bias", "softcap", "dropout", "sinks", "nonpositive_scale"):
         if getattr(spec, name) and name not in operator.takes:
             return _LACKS.get((vendor, name), f"it has no {name}")
     if spec.mask_kind not in operator.masks:
@@ -262,6 +266,8 @@ def page_why_not(size: int, soc: str) -> str | None:
 
 
 _LACKS = {
+    (True, "nonpositive_scale"): "it is not known to mask after it multiplies by the scale",
+    (False, "nonpositive_scale"): "it multiplies its causal mask, -inf, by the scale",
     (True, "dropout"): "it draws a mask of its own, which recomputation would have to find again",
     (True, "bias"): "it multiplies a bias by the scale, or reads one of one row wrong",
     (True, "dense"): "it ignores a dense mask of one row past key 512 (vllm-ascend #15503)",

@@ -88,7 +88,7 @@ class Pairs:
         keep = keep_mask(
             row.view(batch, heads, queries), self.positions.longest, self.p, self.state
         )
-        return weights * keep[..., self.positions.key] / (1 - self.p)
+        return weights * keep[..., self.positions.key] * rng.scale(self.p)
 
 
 class Positions:

@@ -54,6 +54,7 @@ def spec_of(q, k, v, extra: Extra, rule: Rule, device: str, lse_gradient: bool) 
         mask=extra.mask is not None,
         bias=extra.bias is not None,
         softcap=bool(rule.softcap),
+        nonpositive_scale=rule.scale <= 0,
         sinks=extra.sinks is not None,
         dropout=bool(rule.dropout_p),
         training=rule.training,

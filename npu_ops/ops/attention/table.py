@@ -43,8 +43,8 @@ class Operator:
     runs: the implementation that calls it, as in `npu_ops.explain`.
     serves: "training" has a backward.
     keys: "dense"; "packed" by cu_seqlens; "padded", of which some exist; "paged".
-    takes: of bias, softcap, sinks, dropout, lse gradient. Sinks can be put in afterwards by
-        whatever returns the softmax's statistics.
+    takes: of bias, softcap, sinks, dropout, nonpositive_scale (0 or less), lse gradient. Sinks can
+        be put in afterwards by whatever returns the softmax's statistics.
     largest: head dimension. multiple_of: what head dimensions are padded to. one_dim: values have
         the same. dims: the (head, value) dimensions that packed queries may have, if not any.
     lengths: "host" where they must be lists. captured: why a graph cannot capture it. update: the
@@ -76,7 +76,7 @@ _BOTH = ("training", "inference")
 _ALL_KEYS = ("dense", "packed", "padded", "paged")
 _VENDOR = tuple(MASKS)
 _EVERY_MASK = (*MASKS, "window from the top left")
-_EVERYTHING = ("bias", "softcap", "sinks", "dropout", "lse gradient")
+_EVERYTHING = ("bias", "softcap", "sinks", "dropout", "nonpositive_scale", "lse gradient")
 
 # vllm-ascend #9632: the tiling of packed queries knows these and no others.
 _PACKED_DIMS = ((64, 64), (128, 128), (192, 192), (192, 128))

@@ -34,7 +34,8 @@ def bias_dropout_add(
         x: `[..., h]`, float32, bfloat16, float16 or float64.
         bias: None, `[h]`, or x's shape.
         residual: x's shape. x, bias and residual may differ in dtype.
-        p: the probability of dropping, 0 <= p < 1, in steps of 2**-16.
+        p: the probability of dropping, 0 <= p < 1, in steps of 2**-16. What is kept is divided by
+            the probability of that, so the expectation is exact.
         training: drop only if true.
         dtype: of the result; None: the residual's.
         inplace: write the result into x and return x.

@@ -23,12 +23,12 @@ def bias_dropout_add_backward(grad, rng_state, p):
 
 
 def dropout(x, rng_state, p):
-    """x / (1 - p) where the mask of `rng_state` keeps, else 0."""
+    """x over the probability of being kept where the mask of `rng_state` keeps, else 0."""
     if rng_state is None:
         return x
     width = x.shape[-1]
     keep = rng.keep_mask(x.numel() // width, width, p, rng_state).view(x.shape)
-    return torch.where(keep, x * (1 / (1 - p)), 0)
+    return torch.where(keep, x * rng.scale(p), 0)
 
 
 def compute_dtype(*tensors):

@@ -225,4 +225,4 @@ def _tile(lane_width: int) -> tuple[int, int]:
 
 def _dropout(p: float) -> tuple[int, float]:
     """The threshold of the draws and the scale of what is kept."""
-    return rng.threshold(p), 1.0 / (1.0 - p)
+    return rng.threshold(p), rng.scale(p)

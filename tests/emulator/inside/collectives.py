@@ -8,6 +8,7 @@ import torch.distributed as dist
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.npu.set_device(rank)
 dist.init_process_group("hccl")
+torch.manual_seed(rank)
 
 
 def full(size, value):

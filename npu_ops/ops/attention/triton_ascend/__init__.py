@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import hardware
+from npu_ops.core import hardware, rng
 from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 from npu_ops.ops.attention.triton_ascend import backward
 from npu_ops.ops.attention.triton_ascend.blocks import blocks_of
@@ -155,7 +155,7 @@ def _keep_and_numbers(k, extra, rule, lse) -> tuple:
     in_sequences = extra.cu_seqlens_q is not None or extra.block_table is not None
     keys = rule.max_seqlen_k if in_sequences else k.shape[2]
     keep = keep_bits(lse.numel(), keys, rule.dropout_p, extra.rng_state)
-    return keep, *numbers, keep.stride(0), 1.0 / (1.0 - rule.dropout_p)
+    return keep, *numbers, keep.stride(0), rng.scale(rule.dropout_p)
 
 
 def _tile(tiles: dict, size: int) -> tuple[int, int]:
