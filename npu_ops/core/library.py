@@ -12,6 +12,7 @@ import json
 import pathlib
 
 import torch
+from torch.autograd import forward_ad
 
 from npu_ops.core import memory
 
@@ -67,6 +68,50 @@ def operator(schema: str, run, fake, backward=None, save=None, elementwise: bool
         torch.library.register_autograd(
             f"npu_ops::{name}", backward, setup_context=save, lib=LIBRARY
         )
+        _transformed[name] = _function(name, backward, save)
+
+
+# Operators with a gradient, as `torch.func`'s transforms take them: torch makes of what is
+# registered a function that they refuse.
+_transformed: dict[str, type[torch.autograd.Function]] = {}
+
+
+def _function(name: str, backward, save) -> type[torch.autograd.Function]:
+    def forward(*args):
+        return getattr(torch.ops.npu_ops, name)(*args)
+
+    members = {
+        "generate_vmap_rule": True,
+        "forward": staticmethod(forward),
+        "setup_context": staticmethod(save or (lambda ctx, inputs, output: None)),
+        "backward": staticmethod(backward),
+    }
+    return type(name, (torch.autograd.Function,), members)
+
+
+def call(name: str, *args):
+    """Call `npu_ops::<name>` through torch: with autograd, a compiler, modes and transforms.
+
+    Raises:
+        NotImplementedError: an argument has a tangent, for there is no forward-mode derivative.
+    """
+    operator = getattr(torch.ops.npu_ops, name)
+    if torch.compiler.is_compiling():
+        return operator(*args)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(name, args)
+    if name in _transformed and torch._C._functorch.peek_interpreter_stack() is not None:
+        return _transformed[name].apply(*args)
+    return operator(*args)
+
+
+def _refuse_tangents(name: str, args: tuple) -> None:
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+            raise NotImplementedError(
+                f"{name}: got a tangent of forward-mode differentiation (jvp), needs reverse mode "
+                "(vjp, grad, backward)"
+            )
 
 
 def _where_apart(name: str, fake, elementwise: bool):
@@ -108,11 +153,12 @@ def is_plain(*tensors: torch.Tensor) -> bool:
     """Whether an operator on these may skip torch's dispatcher, which costs 13 us.
 
     True in eager mode on ordinary tensors: no gradient to record, nothing watching (a compiler,
-    fake tensors, a dispatch mode, a functorch transform), and memory to compute with (not meta).
+    fake tensors, a dispatch mode, a transform, forward-mode differentiation), and memory to compute
+    with (not meta).
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
     grad = torch.is_grad_enabled()
     return all(

@@ -8,6 +8,7 @@ import calls
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import npu_ops
 from npu_ops.core import memory
@@ -67,6 +68,86 @@ def test_meta_tensors_have_the_shapes_of_real_ones(call):
     for meta, expected in zip(as_tuple(calls.FUNCTIONS[call](**on_meta)), real, strict=True):
         assert meta.device.type == "meta" and meta.dtype == expected.dtype
         assert meta.shape == expected.shape and meta.stride() == expected.stride()
+
+
+# Differentiation by torch.func, and forward-mode
+
+
+DIFFERENTIABLE = [
+    (call, name)
+    for call in calls.FUNCTIONS
+    if call not in (calls.attention_paged, calls.causal_conv1d_update,
+                    calls.gated_delta_rule_update)
+    for name in calls.tensors(call)
+    if calls.arguments(call)[name].is_floating_point()
+    and name not in ("cos", "sin", "freqs", "cos_sin_cache")
+]  # fmt: skip
+every_gradient = pytest.mark.parametrize(
+    "call, name", DIFFERENTIABLE, ids=lambda value: getattr(value, "__name__", value)
+)
+every_float = pytest.mark.parametrize(
+    "call, name",
+    [
+        (call, name)
+        for call in calls.FUNCTIONS
+        for name in calls.tensors(call)
+        if calls.arguments(call)[name].is_floating_point()
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+
+
+def total(call, name):
+    """A number that a tensor's value gives, by all outputs."""
+    changes = {"training": False} if call is calls.bias_dropout_add else {}
+    arguments = calls.arguments(call, **changes)
+
+    def function(value):
+        outputs = as_tuple(calls.FUNCTIONS[call](**arguments | {name: value}))
+        return sum((x * torch.arange(x.numel()).view(x.shape).sin()).sum() for x in outputs)
+
+    return function
+
+
+@every_gradient
+def test_torch_func_grad_is_backward_s(call, name):
+    function, value = total(call, name), calls.arguments(call)[name]
+    leaf = value.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(function(leaf), leaf)
+    assert torch.equal(torch.func.grad(function)(value), expected) and expected.any()
+
+
+@every_gradient
+def test_a_gradient_of_each_sample(call, name):
+    """vmap over grad."""
+    function, value = total(call, name), calls.arguments(call)[name]
+    stacked = torch.stack([value, value * 0.5])
+    each = torch.stack([torch.func.grad(function)(one) for one in stacked])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(function))(stacked), each)
+
+
+@every_float
+def test_forward_mode_is_refused(call, name):
+    """It has no derivative here, and torch would take 0."""
+    value = calls.arguments(call)[name]
+    function = calls.FUNCTIONS[call]
+    arguments = calls.arguments(call)
+    with pytest.raises(NotImplementedError, match=r"^\w+: got a tangent of forward-mode"):
+        torch.func.jvp(lambda x: function(**arguments | {name: x}), (value,), (value,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="got a tangent"):
+        function(**arguments | {name: forward_ad.make_dual(value, value)})
+
+
+def test_forward_mode_elsewhere_does_not_matter():
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        assert torch.equal(npu_ops.l2norm(torch.eye(3)), npu_ops.l2norm(torch.eye(3)) * x.sign())
+
+
+def test_a_second_gradient_by_torch_func_is_refused_by_name():
+    twice = torch.func.grad(lambda x: torch.func.grad(total(calls.l2norm, "x"))(x).sum())
+    with pytest.raises(NotImplementedError, match="^l2norm_backward: got a gradient of its"):
+        twice(torch.randn(3, 8))
 
 
 # In place

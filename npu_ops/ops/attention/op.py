@@ -138,8 +138,8 @@ def _gradients(ctx, dout, dlse):
         raise NotImplementedError("attention: got a gradient with a block_table, which has none")
     dout = torch.zeros_like(out) if dout is None else dout
     wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
-    *found, dbias, dsinks = torch.ops.npu_ops.attention_backward(
-        dout, dlse, out, lse, *wanted, *inputs, *ctx.numbers
+    *found, dbias, dsinks = library.call(
+        "attention_backward", dout, dlse, out, lse, *wanted, *inputs, *ctx.numbers
     )
     dbias = dbias.to(extra.bias.dtype) if wanted[0] else None
     rest = [None] * (_TENSORS - 6 + len(ctx.numbers))
@@ -184,5 +184,6 @@ library.operator(
 
 def call(q, k, v, extra: Extra, rule: Rule):
     """Run directly where nothing watches, else through torch."""
-    plain = library.is_plain(q, k, v, *extra)
-    return (_forward if plain else torch.ops.npu_ops.attention)(q, k, v, *extra, *rule)
+    if library.is_plain(q, k, v, *extra):
+        return _forward(q, k, v, *extra, *rule)
+    return library.call("attention", q, k, v, *extra, *rule)

@@ -135,7 +135,7 @@ def _gradient_of_sum(grad, rng_state, p, dtype):
 
 
 def _gradient_op(grad, rng_state, p, dtype, sum_rows):
-    return torch.ops.npu_ops.bias_dropout_add_backward(grad, rng_state, p, dtype, sum_rows)
+    return library.call("bias_dropout_add_backward", grad, rng_state, p, dtype, sum_rows)
 
 
 def _backward(grad, rng_state, p, dtype, sum_rows):
@@ -169,7 +169,8 @@ def _save_backward(ctx, inputs, output):
 def _double_backward(ctx, grad_of_x, grad_of_bias):
     """The backward is linear in `grad`: its gradient is the forward without a residual."""
     (rng_state,) = ctx.saved_tensors
-    grad = torch.ops.npu_ops.bias_dropout_add(
+    grad = library.call(
+        "bias_dropout_add",
         grad_of_x,
         grad_of_bias if ctx.sum_rows else None,
         torch.zeros_like(grad_of_x),
@@ -215,9 +216,9 @@ library.operator(
 def call(inplace: bool, x, bias, residual, rng_state, p, dtype):
     """Run directly where nothing watches, else through torch; in place or not."""
     plain = library.is_plain(x, bias, residual)
-    operators = torch.ops.npu_ops
     if inplace:
-        (_in_place if plain else operators.bias_dropout_add_)(x, bias, residual, rng_state, p)
+        args = x, bias, residual, rng_state, p
+        _in_place(*args) if plain else library.call("bias_dropout_add_", *args)
         return x
-    run = _forward if plain else operators.bias_dropout_add
-    return run(x, bias, residual, rng_state, p, dtype)
+    args = x, bias, residual, rng_state, p, dtype
+    return _forward(*args) if plain else library.call("bias_dropout_add", *args)

@@ -61,5 +61,6 @@ library.operator(f"causal_conv1d_update({_ARGUMENTS}) -> Tensor", _update, _fake
 
 def call(*args):
     """Run directly where nothing watches, else through torch."""
-    plain = library.is_plain(*args[:9])
-    return (_update if plain else torch.ops.npu_ops.causal_conv1d_update)(*args)
+    if library.is_plain(*args[:9]):
+        return _update(*args)
+    return library.call("causal_conv1d_update", *args)

@@ -82,5 +82,6 @@ library.operator(f"gated_delta_rule_update({_ARGUMENTS}) -> Tensor", _run, _fake
 
 def call(*args):
     """Run directly where nothing watches, else through torch."""
-    plain = library.is_plain(*args[:13])
-    return (_run if plain else torch.ops.npu_ops.gated_delta_rule_update)(*args)
+    if library.is_plain(*args[:13]):
+        return _run(*args)
+    return library.call("gated_delta_rule_update", *args)

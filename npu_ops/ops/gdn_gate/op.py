@@ -125,8 +125,8 @@ def _save(ctx, inputs, output):
 def _gradients(ctx, grad_g, grad_beta):
     a, A_log, dt_bias, b = ctx.saved_tensors
     grad_beta = None if b is None else grad_beta
-    grad_a, grad_A_log, grad_dt_bias, grad_b = torch.ops.npu_ops.gdn_gate_backward(
-        grad_g, grad_beta, a, A_log, dt_bias, b, ctx.scale
+    grad_a, grad_A_log, grad_dt_bias, grad_b = library.call(
+        "gdn_gate_backward", grad_g, grad_beta, a, A_log, dt_bias, b, ctx.scale
     )
     grad_dt_bias = None if dt_bias is None else grad_dt_bias.to(dt_bias.dtype)
     return grad_a, grad_A_log.to(A_log.dtype), grad_dt_bias, None if b is None else grad_b, None
@@ -172,6 +172,7 @@ library.operator(
 
 def call(a, A_log, dt_bias, b, scale):
     """Run directly where nothing watches, else through torch; g, or g and beta."""
+    args = a, A_log, dt_bias, b, scale
     plain = library.is_plain(a, A_log, dt_bias, b)
-    g, beta = (_forward if plain else torch.ops.npu_ops.gdn_gate)(a, A_log, dt_bias, b, scale)
+    g, beta = _forward(*args) if plain else library.call("gdn_gate", *args)
     return g if b is None else (g, beta)

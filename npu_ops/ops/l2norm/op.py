@@ -92,7 +92,7 @@ def _save(ctx, inputs, output):
 
 
 def _gradients(ctx, grad):
-    return torch.ops.npu_ops.l2norm_backward(grad, *ctx.saved_tensors, ctx.eps), None, None
+    return library.call("l2norm_backward", grad, *ctx.saved_tensors, ctx.eps), None, None
 
 
 def _backward(grad, x, eps):
@@ -124,5 +124,6 @@ library.operator(
 
 def call(x, eps, dtype):
     """Run directly where nothing watches, else through torch."""
-    run = _forward if library.is_plain(x) else torch.ops.npu_ops.l2norm
-    return run(x, eps, dtype)
+    if library.is_plain(x):
+        return _forward(x, eps, dtype)
+    return library.call("l2norm", x, eps, dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from npu_ops.core import library
 from npu_ops.core.registry import Implementation, Table, from_module, from_native
 from npu_ops.ops.mrope import reference
@@ -57,8 +55,8 @@ def _mrope_in_place(q, k, *args):
 
 def _backward(ctx, grad_q, grad_k):
     *settings, inverse, rotary_dim = ctx.settings
-    grads = torch.ops.npu_ops.mrope(
-        grad_q, grad_k, *ctx.saved_tensors, *settings, not inverse, rotary_dim
+    grads = library.call(
+        "mrope", grad_q, grad_k, *ctx.saved_tensors, *settings, not inverse, rotary_dim
     )
     return *grads, *[None] * 9
 

@@ -105,8 +105,8 @@ def save(ctx, inputs, output):
 
 def _backward(ctx, grad_q, grad_k):
     layout, pair_layout, inverse, rotary_dim = ctx.settings
-    grads = torch.ops.npu_ops.rope(
-        grad_q, grad_k, *ctx.saved_tensors, layout, pair_layout, not inverse, rotary_dim
+    grads = library.call(
+        "rope", grad_q, grad_k, *ctx.saved_tensors, layout, pair_layout, not inverse, rotary_dim
     )
     return *grads, None, None, None, None, None, None, None
 
@@ -128,9 +128,8 @@ def call_either(run, run_in_place, name: str, k, inplace: bool, args: tuple):
     """Run directly where nothing watches, else through torch; in place or not."""
     q, k_or_empty, *_ = args
     plain = library.is_plain(q, k_or_empty)
-    operators = torch.ops.npu_ops
     if inplace:
-        (run_in_place if plain else getattr(operators, f"{name}_"))(*args)
+        run_in_place(*args) if plain else library.call(f"{name}_", *args)
         return q, k
-    q_out, k_out = (run if plain else getattr(operators, name))(*args)
+    q_out, k_out = run(*args) if plain else library.call(name, *args)
     return q_out, None if k is None else k_out
