@@ -74,6 +74,12 @@ def test_triton_kernels_on_npu_tensors():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_wrong_index_values_leave_no_tensor():
+    path = os.pathsep.join(map(str, (ROOT, PYTHON, ROOT / "tests", ROOT / "tests" / "ops")))
+    done = pytest_inside("index_values.py", "--check-bounds", PYTHONPATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_collectives(ranks):
     done = torchrun(ranks, "collectives.py")

@@ -99,7 +99,8 @@ def attention(
 
     Returns:
         out in q's layout, dtype and heads, with v's D; and with return_lse the fp32 `[B, N, Sq]`,
-        for TND `[N, T]` (fp64 where q is). On a device lengths are not read to be checked.
+        for TND `[N, T]` (fp64 where q is). On a device index values are not checked:
+        nothing outside of a tensor is read or written, and a block that is not there reads as NaN.
 
     Raises:
         TypeError: a dtype, also a mixture of them: nothing is converted, but under autocast.

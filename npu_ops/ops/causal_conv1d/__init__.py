@@ -42,7 +42,7 @@ def causal_conv1d(
         activation: "silu", "swish" (the same) or None.
         cu_seqlens: `[N + 1]` int32 or int64, where packed sequences start and the last one ends,
             for a B of 1; lengths may be 0. None: B sequences of T. On a device the values are
-            trusted.
+            not checked: results are undefined for wrong ones, but no other memory is touched.
         cp_group: the tokens are one span of a sequence whose other spans, of any length, the other
             ranks of this group have, in the order of ranks; all call this and go backward together.
             Without initial_state and cu_seqlens. The final state is that after this rank's span.

@@ -56,21 +56,22 @@ def convolve(x0, x1, x2, x3, w0, w1, w2, w3, W: tl.constexpr):
 
 @triton.jit
 def _sequence_of(cu_seqlens, sequences, token, STARTS: tl.constexpr):
-    """The sequence that a packed token belongs to: the last one that starts at or before it."""
+    """The sequence that a packed token belongs to: the last one that starts at or before it. The
+    first one where, wrongly, none does."""
     started = 0
     for first in range(0, sequences, STARTS):
         n = first + tl.arange(0, STARTS)
         start = tl.load(cu_seqlens + n, mask=n < sequences, other=2147483647)
         started += tl.sum((start <= token).to(tl.int32), axis=0)
-    return started - 1
+    return tl.maximum(started - 1, 0)
 
 
 @triton.jit
 def _bounds(cu_seqlens, n, length, PACKED: tl.constexpr):
-    """Where a sequence starts and stops."""
+    """Where a sequence starts and stops: in the tokens, whatever is in cu_seqlens."""
     if PACKED:
-        start = tl.maximum(tl.load(cu_seqlens + n), 0)
-        stop = tl.minimum(tl.load(cu_seqlens + n + 1), length)
+        start = tl.minimum(tl.maximum(tl.load(cu_seqlens + n), 0), length)
+        stop = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1), start), length)
     else:
         start, stop = 0, length
     return start, stop
@@ -408,8 +409,8 @@ def taps_first(weight):
 
 
 def int32_starts(cu_seqlens):
-    """int32, for an NPU compares int64 one by one."""
-    return None if cu_seqlens is None else cu_seqlens.to(torch.int32)
+    """int32 one after another, for an NPU compares int64 one by one."""
+    return None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous()
 
 
 def strides(tensor, *dims: int) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ def causal_conv1d_qkv(
         activation: "silu", "swish" (the same) or None.
         cu_seqlens: `[N + 1]` int32 or int64, where packed sequences start and the last one ends,
             for a B of 1; lengths may be 0. None: B sequences of T. On a device the values are
-            trusted.
+            not checked: results are undefined for wrong ones, but no other memory is touched.
         eps: 0 or more; inside the root, as `l2norm`'s.
         use_qk_l2norm: False leaves q and k as the activation does.
 

@@ -41,13 +41,22 @@ table = Table(
 )
 
 
+def _dense(numbers):
+    """As the kernels read them: one after another."""
+    return None if numbers is None else numbers.contiguous()
+
+
 def _update(x, conv_state, weight, bias, indices, accepted, starts, window, *rest):
     x = rows_of(x)
     y = library.new_output(x)
     if starts is not None:
         y.zero_()  # tokens may be of no sequence
     if x.numel():
-        table.run(x, conv_state, weight, bias, indices, accepted, starts, window, *rest, y)
+        numbers = map(_dense, (indices, accepted, starts))
+        window_indices, *rest = rest
+        table.run(
+            x, conv_state, weight, bias, *numbers, window, _dense(window_indices), *rest, y
+        )  # fmt: skip
         library.written(*(t for t in (conv_state, window) if t is not None))
     return y
 

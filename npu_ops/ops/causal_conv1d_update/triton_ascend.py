@@ -60,7 +60,7 @@ def _causal_conv1d_update_kernel(
         if accepted is not None:
             first = tl.load(accepted + n).to(tl.int32) - 1
         good = (slot >= 0) & (slot < slots) & (slot != pad)
-        good = good & (first >= 0) & (first + W - 1 <= columns)
+        good = good & (first >= 0) & (first <= columns - (W - 1))  # first + W may wrap
         nothing = tl.where(slot == pad, 0.0, float("nan"))
         limit = tl.where(good, width, 0)
         state_at = state + tl.where(good, slot, 0) * state_n

@@ -66,7 +66,8 @@ def chunk_gated_delta_rule(
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: int32 or int64 `[N + 1]`, with B = 1: the starts of N sequences and their end,
             0 first, T last. A sequence may be empty; its state passes through. On a device the
-            values are not checked.
+            values are not checked: results are undefined for wrong ones, but no other memory is
+            touched.
         cu_seqlens_cpu, chunk_indices: fla's, for its launches. Not needed and not read: where the
             chunks are is found on the device.
         use_gate_in_kernel: g is raw and becomes `-exp(A_log) softplus(g + dt_bias)` (`gdn_gate`).

@@ -57,7 +57,8 @@ def fused_recurrent_gated_delta_rule(
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: int32 or int64 `[N + 1]`, with B = 1: the starts of N sequences and their end,
             0 first, T last. A sequence may be empty; its state passes through. On a device the
-            values are not checked.
+            values are not checked: results are undefined for wrong ones, but no other memory is
+            touched.
 
     Returns:
         o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable, once,

@@ -76,11 +76,17 @@ def load_row(x, row, at, WIDTH: tl.constexpr):
 
 @triton.jit
 def span_of(cu_seqlens, n, length):
-    """Where sequence n begins and ends in the tokens, int32."""
+    """Where sequence n begins and ends in the tokens, int32.
+
+    Packed tokens are of one batch element: whatever is in cu_seqlens, an end is within `length`.
+    """
     if cu_seqlens is None:
         return n * length, (n + 1) * length
     else:
-        return tl.load(cu_seqlens + n).to(tl.int32), tl.load(cu_seqlens + n + 1).to(tl.int32)
+        begin = tl.load(cu_seqlens + n).to(tl.int32)
+        end = tl.load(cu_seqlens + n + 1).to(tl.int32)
+        begin = tl.minimum(tl.maximum(begin, 0), length)
+        return begin, tl.minimum(tl.maximum(end, begin), length)
 
 
 @triton.jit

@@ -25,19 +25,21 @@ TILE = tile_elements(40)
 
 @triton.jit
 def _span(cu_seqlens, n, sequences, length, tokens):
-    """Where sequence n begins and how many tokens it has; the one after the last has what is left.
+    """Where sequence n begins, how many tokens it has, and whether cu_seqlens has it right; the one
+    after the last has what is left.
 
-    Never more than there are.
+    Never more than there are. The first one has the tokens before it, which should be none.
     """
     if cu_seqlens is None:
-        return tl.cast(n * length, tl.int64), length
+        return tl.cast(n * length, tl.int64), length, length >= 0
     else:
         begin = tl.load(cu_seqlens + n).to(tl.int32)
         end = tl.load(cu_seqlens + tl.minimum(n + 1, sequences)).to(tl.int32)
         end = tl.where(n < sequences, end, tokens)
-        begin = tl.minimum(tl.maximum(begin, 0), tokens)
+        right = (begin >= 0) & (begin <= end) & (end <= tokens) & ((begin == 0) | (n > 0))
+        begin = tl.where(n > 0, tl.minimum(tl.maximum(begin, 0), tokens), 0)
         end = tl.minimum(tl.maximum(end, begin), tokens)
-        return tl.cast(begin, tl.int64), end - begin
+        return tl.cast(begin, tl.int64), end - begin, right
 
 
 @triton.jit
@@ -152,15 +154,15 @@ def _update_kernel(
         n, head = item // (HV * blocks), item // blocks % HV
         value = item % blocks * BV + tl.arange(0, BV)
         here = tl.cast(head, tl.int64) * (K * V)
-        begin, count = _span(cu_seqlens, n, sequences, length, tokens)
+        begin, count, right = _span(cu_seqlens, n, sequences, length, tokens)
         known = tl.cast(tl.minimum(n, sequences - 1), tl.int64)
         accepted = _accepted(num_accepted_tokens, known)
         slot, valid = _first_slot(state_indices, accepted, known, count, slots, steps, index_n,
                                   index_t, COUNTED, SLOT_PER_TOKEN)  # fmt: skip
         row, row_valid = _kept_row(intermediate_states, intermediate_state_indices, accepted, known,
                                    count, rows, steps)  # fmt: skip
-        skipped = (slot == -1) | (n >= sequences)
-        live = valid & row_valid & (n < sequences) & (count > 0)
+        skipped = ((slot == -1) & right) | (n >= sequences)
+        live = valid & row_valid & right & (n < sequences) & (count > 0)
         keys = tl.where(live, K, 0)
         place = tl.cast(slot, tl.int64) * state_n + here
         kept = tl.cast(row, tl.int64) * kept_n + here

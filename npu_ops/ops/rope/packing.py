@@ -35,7 +35,7 @@ def _positions(cu_seqlens, tokens, rows):
         starts = indices.starts_of("cu_seqlens", cu_seqlens, tokens)
         _check_longest(starts, rows, "cos's")
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
+    sequence = (torch.searchsorted(cu_seqlens, token, right=True) - 1).clamp_min(0)
     return (token - cu_seqlens[sequence])[None]
 
 

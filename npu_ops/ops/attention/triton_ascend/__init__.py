@@ -31,6 +31,7 @@ DELTA_BYTES = 32 * 1024
 
 def attention(q, k, v, extra, rule, out, lse):
     """Write out and lse; the arguments are the operator's."""
+    extra = _dense(extra)
     step, max_queries = q.shape[1] // k.shape[1], rule.max_seqlen_q
     if not _shares_rows(extra, rule, step):
         return _forward(q, k, v, extra, rule, extra.sinks, out, lse)
@@ -51,6 +52,7 @@ def attention_backward(
     dout, dlse, q, k, v, extra, rule, out, lse, dq, dk, dv, dbias, dsinks
 ):  # fmt: skip
     """Write the gradients; dbias and dsinks may be None. The arguments are the operator's."""
+    extra = _dense(extra)
     delta = _delta(dout, dlse, out)
     constants = _constants(q, k, v, rule)
     keep, *numbers = _keep_and_numbers(k, extra, rule, lse)
@@ -85,6 +87,14 @@ def attention_backward(
         torch.sum(weights * -delta, (0, 2), out=dsinks)
 
 
+def _dense(extra):
+    """With starts, lengths and blocks one after another, as the kernels read them."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table")
+    return extra._replace(
+        **{n: x.contiguous() for n in names if (x := getattr(extra, n)) is not None}
+    )
+
+
 def _forward(q, k, v, extra, rule, sinks, out, lse, rows=None, step=1):
     """`attention`, where each position has `step` rows of q and a sequence has at most `rows`."""
     constants = _constants(q, k, v, rule)
@@ -95,9 +105,10 @@ def _forward(q, k, v, extra, rule, sinks, out, lse, rows=None, step=1):
         size_k = min(size_k, SMALL_TILE)
     if rule.dropout_p:  # its bits take the place of half of a tile
         size_q //= 2
-    page, pages_stride = 1, 0
+    page, pages_stride, keys = 1, 0, k.shape[2]
     if extra.block_table is not None:
         page, pages_stride = k.shape[2], extra.block_table.stride(0)
+        keys = extra.block_table.shape[1] * page
         size_k = min(size_k, page & -page)  # which divides a block
     blocks = blocks_of(q, extra.cu_seqlens_q, size_q)
     given, strides = _with_strides(q, (q, k, v, extra.bias, extra.mask))
@@ -105,8 +116,8 @@ def _forward(q, k, v, extra, rule, sinks, out, lse, rows=None, step=1):
     forward_kernel[_cube_grid(blocks.number * q.shape[1], q.device)](
         *given, keep, sinks, blocks.table, extra.cu_seqlens_q, extra.cu_seqlens_k, extra.seqlens_k,
         extra.block_table, out, lse, *strides, *out.stride()[:3], pages_stride,
-        rows or 0, *numbers, blocks.number, blocks.across, q.shape[1], q.shape[2],
-        k.shape[2], BQ=size_q, BK=size_k, PAGE=page, STEP=step, **constants,
+        k.shape[0], rows or 0, *numbers, blocks.number, blocks.across, q.shape[1], q.shape[2],
+        keys, BQ=size_q, BK=size_k, PAGE=page, STEP=step, **constants,
     )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def keys_kernel(
     for item in range(tl.program_id(0), number * heads, tl.num_programs(0)):
         block, key_head = item // heads, item % heads
         _, within, batch, first_q, lq, first_k, lk = find(
-            block, table, across, starts_q, starts_k, lengths_k, queries, keys
+            block, table, number, across, starts_q, starts_k, lengths_k, queries, keys
         )
         shift = 0
         if BOTTOM_RIGHT:
@@ -114,6 +114,8 @@ def keys_kernel(
         key0 = within * BK
         rows = lk - key0
         lq = tl.where(rows > 0, lq, 0)
+        if keep is not None:  # no keys that it has no bits for
+            lq = tl.where(key0 < keep_stride * 8, lq, 0)
         from_k = of_head(k, batch, key_head, k_batch, k_head)
         from_v = of_head(v, batch, key_head, v_batch, v_head)
         b_k = load_rows(from_k, k_stride, first_k + key0, rows, D, BD, BK)
@@ -206,7 +208,7 @@ def queries_kernel(
     for item in range(tl.program_id(0), number * heads, tl.num_programs(0)):
         block, head = item // heads, item % heads
         _, within, batch, first_q, lq, first_k, lk = find(
-            block, table, across, starts_q, starts_k, lengths_k, queries, keys
+            block, table, number, across, starts_q, starts_k, lengths_k, queries, keys
         )
         shift = 0
         if BOTTOM_RIGHT:
@@ -214,6 +216,8 @@ def queries_kernel(
         query0 = within * BQ
         rows = lq - query0
         lk = tl.where(rows > 0, lk, 0)
+        if keep is not None:
+            lk = tl.minimum(lk, keep_stride * 8)
         begin, whole, split, end = partners(
             query0 + shift, tl.minimum(query0 + BQ, lq) - 1 + shift, left, right, lk, BK, LEFT,
             RIGHT, mask is None,

@@ -45,23 +45,31 @@ def blocks_of(x, starts, size: int) -> Blocks:
 
 
 @triton.jit
-def find(block, table, across, starts_q, starts_k, lengths_k, queries, keys):
+def _within(starts, sequence, tokens):
+    """The first token of a sequence and how many it has: among `tokens`, whatever is in starts."""
+    first = tl.load(starts + sequence).to(tl.int32)
+    end = tl.load(starts + sequence + 1).to(tl.int32)
+    first = tl.minimum(tl.maximum(first, 0), tokens)
+    return first, tl.minimum(tl.maximum(end, first), tokens) - first
+
+
+@triton.jit
+def find(block, table, number, across, starts_q, starts_k, lengths_k, queries, keys):
     """The sequence of a block and which of its blocks that is; the entry of the batch; the first
     token and the number of its queries, and of its keys."""
     if table is None:
         sequence, within = block // across, block % across
     else:
         sequence, within = tl.load(table + 2 * block), tl.load(table + 2 * block + 1)
+        within = tl.minimum(tl.maximum(within, 0), number)
     batch, first_q, first_k = sequence, 0, 0
     if starts_q is not None:
         batch = 0
-        first_q = tl.load(starts_q + sequence).to(tl.int32)
-        queries = tl.load(starts_q + sequence + 1).to(tl.int32) - first_q
+        first_q, queries = _within(starts_q, sequence, queries)
     if starts_k is not None:
-        first_k = tl.load(starts_k + sequence).to(tl.int32)
-        keys = tl.load(starts_k + sequence + 1).to(tl.int32) - first_k
+        first_k, keys = _within(starts_k, sequence, keys)
     if lengths_k is not None:
-        keys = tl.load(lengths_k + sequence).to(tl.int32)
+        keys = tl.minimum(tl.maximum(tl.load(lengths_k + sequence).to(tl.int32), 0), keys)
     return sequence, within, batch, first_q, queries, first_k, keys
 
 

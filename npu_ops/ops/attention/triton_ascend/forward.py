@@ -20,14 +20,18 @@ from npu_ops.ops.attention.triton_ascend.tiles import (
 def _absorb(
     total, weight, highest, b_q, k, v, bias, mask, pages, keep, k_batch, v_batch, k_stride,
     v_stride, bias_stride, mask_stride, first_k, row0, query0, key0, queries, keys, shift, left,
-    right, scale, softcap, keep_stride, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    BDV: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr, STEP: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    right, scale, softcap, keep_stride, pages_number, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr,
+    STEP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What the softmax's numerator and denominator are with BK more keys."""
+    """What the softmax's numerator and denominator are with BK more keys; NaN where the cache has
+    no such page."""
     place = first_k + key0
     if pages is not None:
         page = tl.load(pages + key0 // PAGE).to(tl.int64)
+        exists = (page >= 0) & (page < pages_number)
+        page, scale = tl.where(exists, page, 0), tl.where(exists, scale, float("nan"))
         k, v = k + page * k_batch, v + page * v_batch
         place = key0 % PAGE
     b_k = load_rows(k, k_stride, place, keys - key0, D, BD, BK, MASKED)
@@ -49,16 +53,16 @@ def _absorb(
 @triton.jit(
     do_not_specialize=[
         "scale", "softcap", "left", "right", "keep_stride", "kept_scale", "number", "across",
-        "heads", "queries", "keys", "pages_stride", "sinks_stride", "bias_batch", "bias_head",
-        "bias_stride", "mask_batch", "mask_head", "mask_stride",
+        "heads", "queries", "keys", "pages_stride", "pages_number", "sinks_stride",
+        "bias_batch", "bias_head", "bias_stride", "mask_batch", "mask_head", "mask_stride",
     ]
 )  # fmt: skip
 def forward_kernel(
     q, k, v, bias, mask, keep, sinks, table, starts_q, starts_k, lengths_k, pages, out, lse,
     q_batch, q_head, q_stride, k_batch, k_head, k_stride, v_batch, v_head, v_stride, bias_batch,
     bias_head, bias_stride, mask_batch, mask_head, mask_stride, out_batch, out_head, out_stride,
-    pages_stride, sinks_stride, scale, softcap, left, right, keep_stride, kept_scale, number,
-    across, heads, queries, keys, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    pages_stride, pages_number, sinks_stride, scale, softcap, left, right, keep_stride, kept_scale,
+    number, across, heads, queries, keys, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, PAGE: tl.constexpr,
     STEP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -71,7 +75,7 @@ def forward_kernel(
     for item in range(tl.program_id(0), number * heads, tl.num_programs(0)):
         block, head = item // heads, item % heads
         sequence, within, batch, first_q, lq, first_k, lk = find(
-            block, table, across, starts_q, starts_k, lengths_k, queries, keys
+            block, table, number, across, starts_q, starts_k, lengths_k, queries, keys
         )
         query0 = within * BQ
         rows = lq - query0
@@ -79,6 +83,8 @@ def forward_kernel(
         if BOTTOM_RIGHT:
             shift = lk - lq // STEP
         lk = tl.where(rows > 0, lk, 0)
+        if keep is not None:  # no more than it has bits for
+            lk = tl.minimum(lk, keep_stride * 8)
         from_k = of_head(k, batch, head // GROUP, k_batch, k_head)
         from_v = of_head(v, batch, head // GROUP, v_batch, v_head)
         of_pages, of_bias, of_mask = pages, bias, mask
@@ -101,8 +107,9 @@ def forward_kernel(
         weight = tl.zeros((BQ,), tl.float32)
         if sinks is not None:
             if STEP > 1:
+                given = tl.minimum(rows, sinks_stride - query0)
                 highest = tl.load(
-                    sinks + head * sinks_stride + query0 + row, mask=row < rows, other=0.0
+                    sinks + head * sinks_stride + query0 + row, mask=row < given, other=0.0
                 )
             else:
                 highest = tl.zeros((BQ,), tl.float32) + tl.load(sinks + head)
@@ -113,16 +120,16 @@ def forward_kernel(
                 total, weight, highest = _absorb(
                     total, weight, highest, b_q, from_k, from_v, of_bias, None, of_pages, keep,
                     k_batch, v_batch, k_stride, v_stride, bias_stride, mask_stride, first_k, row0,
-                    query0, key0, lq, lk, shift, left, right, scale, softcap, keep_stride, D, DV,
-                    BD, BDV, BQ, BK, PAGE, STEP, LEFT, RIGHT, CAPPED, False,
+                    query0, key0, lq, lk, shift, left, right, scale, softcap, keep_stride,
+                    pages_number, D, DV, BD, BDV, BQ, BK, PAGE, STEP, LEFT, RIGHT, CAPPED, False,
                 )  # fmt: skip
         for edge in range(begin, end - (split - whole)):
             key0 = edge_block(edge, whole, split) * BK
             total, weight, highest = _absorb(
                 total, weight, highest, b_q, from_k, from_v, of_bias, of_mask, of_pages, keep,
                 k_batch, v_batch, k_stride, v_stride, bias_stride, mask_stride, first_k, row0,
-                query0, key0, lq, lk, shift, left, right, scale, softcap, keep_stride, D, DV, BD,
-                BDV, BQ, BK, PAGE, STEP, LEFT, RIGHT, CAPPED, True,
+                query0, key0, lq, lk, shift, left, right, scale, softcap, keep_stride,
+                pages_number, D, DV, BD, BDV, BQ, BK, PAGE, STEP, LEFT, RIGHT, CAPPED, True,
             )  # fmt: skip
         some = tl.where(weight > 0.0, weight, 1.0)
         if keep is not None:

@@ -1,0 +1,63 @@
+"""Wrong index values on an NPU, where nobody looks at them: no kernel leaves a tensor.
+
+Run with --check-bounds and tests/ops on the path.
+"""
+
+import pytest
+import torch
+from npu_ops_emulator import triton_driver
+from support import forced
+from test_index_values import INDICES, gated_delta_rule_update
+
+import npu_ops
+from npu_ops.core.registry import Table
+
+
+def on_npu(inputs):
+    return {n: x.npu() if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
+
+
+def run(index, inputs, value):
+    """Forward, and backward where there is one."""
+    for name in ("q", "k", "v", "x", "weight", "g", "beta", "initial_state"):
+        if index.trains and name in inputs:
+            inputs[name].requires_grad_()
+    outputs = index.function(**inputs | {index.name: value})
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    if index.trains:
+        sum(out.float().sum() for out in outputs if out is not None).backward()
+    torch.npu.synchronize()
+    return outputs
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_no_kernel_leaves_a_tensor(index):
+    assert triton_driver.launch.check_bounds
+    right = index.call()[index.name]
+    values = list(index.wrong(right).values())
+    if right.dtype == torch.int64:  # what may wrap
+        values += [right + 2**40, right - 2**40]
+    with forced("triton_ascend", *Table.tables):
+        for value in values:
+            run(index, on_npu(index.call()), value.npu())
+
+
+@pytest.mark.parametrize(
+    "starts, nan, kept",
+    [
+        ([0, 2, 5], [2, 3], [1]),
+        ([-1, 2, 4], [0, 1], [3]),
+        ([1, 2, 4], [0, 1], [3]),
+        ([0, 5, 4], [0, 1, 2, 3], [3, 1]),
+        ([0, -3, 4], [0, 1, 2, 3], [3, 1]),
+    ],
+)
+def test_update_skips_wrong_sequences(starts, nan, kept):
+    """As the docstring of gated_delta_rule_update says: NaN, and the states stay."""
+    inputs = on_npu(gated_delta_rule_update())
+    before = inputs["state"].clone()
+    inputs["cu_seqlens"] = torch.tensor(starts, dtype=torch.int32).npu()
+    o = npu_ops.gated_delta_rule_update(**inputs).cpu()
+    assert [token for token in range(4) if o[token].isnan().all()] == nan
+    assert all(o[token].isfinite().all() for token in range(4) if token not in nan)
+    assert torch.equal(inputs["state"][kept], before[kept])
