@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,32 @@ def call(folder, hook, **variables):
     return folder / "dist" / done.stdout.splitlines()[-1]
 
 
+# The README
+
+
+def test_the_readme_lists_the_extras():
+    section = (ROOT / "pyproject.toml").read_text()
+    section = section.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = \[", section, re.M))
+    assert {"npu", "triton", "emulate"} <= extras
+    assert extras == set(re.findall(r"`npu-ops\[(\w+)\]`", (ROOT / "README.md").read_text()))
+
+
+def test_the_code_of_the_readme_runs():
+    """Each block by itself, in one process; it says what it prints where that is shown."""
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    assert len(blocks) >= 7
+    code = "\n".join(f"exec({block!r}, {{}})" for block in blocks)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    verdicts = [line for line in text.splitlines() if line.startswith("Verdict(")]
+    assert verdicts == [line for line in done.stdout.splitlines() if line.startswith("Verdict(")]
+
+
+# What is distributed
+
+
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
     """The source distribution of what is committed, made where something was built before."""
@@ -71,6 +98,9 @@ def test_a_wheel_of_it_says_how_it_was_built(sdist, tmp_path):
         "npu_ops", "npu_ops_adapters", "npu_ops_autoload.py", "npu_ops_emulator", "npu_ops_tools",
     }  # fmt: skip
     assert "npu_ops_tools/templates/report.html" in names
+
+
+# A clone
 
 
 def test_a_changed_source_alone_is_compiled_again(tmp_path):
