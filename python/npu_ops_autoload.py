@@ -82,6 +82,8 @@ WATCHED = frozenset(
     }
 )
 
+# sys.exit() in an adapter is an error like any other; only the user's Ctrl-C is not.
+_ANY = (Exception, SystemExit, GeneratorExit)
 _logger = logging.getLogger("npu_ops")
 _reported: set[str] = set()
 
@@ -99,7 +101,7 @@ def install() -> None:
             import npu_ops_adapters
 
             npu_ops_adapters.apply()
-    except Exception as error:
+    except _ANY as error:
         _report(error)
 
 
@@ -127,7 +129,7 @@ class _Finder:
         self._thread.searching = True
         try:
             return self._find(fullname, path, target)
-        except Exception as error:
+        except _ANY as error:
             _report(error)
             return None
         finally:
@@ -198,11 +200,11 @@ def _imported(module) -> None:
         import npu_ops_adapters
 
         npu_ops_adapters.imported(name)
-    except Exception as error:
+    except _ANY as error:
         _report(error)
 
 
-def _report(error: Exception) -> None:
+def _report(error: BaseException) -> None:
     sentence = f"npu-ops left the framework as it is: {type(error).__name__}: {error}"
     if sentence not in _reported:
         _reported.add(sentence)

@@ -64,6 +64,7 @@ def collect(modules: Iterable[str] = ()) -> dict:
         "packages": versions,
         "build": npu_ops.build_info(),
         "switches": {s.variable: os.environ.get(s.variable, s.default) for s in env.SWITCHES},
+        "tested": known_bad.tested(versions),
         "known bad": list(known_bad.problems(versions)),
         "implementations": implementations(),
         "patches": patched,
@@ -162,8 +163,9 @@ def not_in_force(found: dict) -> Iterator[str]:
             names = ", ".join(dict.fromkeys(row["op"] for row in rows))
             what = f"{package}, {len(rows)} patches" if len(rows) > 1 else rows[0]["target"]
             yield f"{what} ({names}): {reason}"
+    accelerated = found["machine"]["npu devices"] or found["machine"]["cuda devices"]
     taken = {(row["op"], row["implementation"]) for row in found["implementations"]
-             if row["why_not"] is None}  # fmt: skip
+             if row["why_not"] is None and (row["device"] == "cpu" or accelerated)}  # fmt: skip
     for op, name in env.settings.impl.items():
         if op in ops() and (op, name) not in taken:
             yield f"NPU_OPS_IMPL={op}={name}: it runs on no device here"
@@ -261,6 +263,7 @@ def _machine(found: dict) -> Iterator[str]:
     absent = [name for name, version in found["packages"].items() if not version]
     yield from _line(f"  {'packages':16}", ", ".join(here))
     yield from _line(f"  {'not installed':16}", ", ".join(absent))
+    yield from _line(f"  {'tested':16}", found["tested"])
 
 
 def _ops(rows: list[dict]) -> Iterator[str]:

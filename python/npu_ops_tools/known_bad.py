@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 
 from packaging.version import Version
 
+# What our tests run with, as (torch, torch_npu); torch_npu on the emulated NPU.
+TESTED = (("2.13", "2.13"),)
 CANN_FOLDERS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 
 
@@ -20,6 +22,14 @@ def problems(versions: Mapping[str, str | None], environ=os.environ) -> Iterable
         found = rule(versions, environ)
         if found:
             yield dict(zip(("what", "fix", "source"), found, strict=True))
+
+
+def tested(versions: Mapping[str, str | None]) -> str:
+    """Which pairs of torch and torch_npu are tested, and whether this is one."""
+    here = tuple(versions.get(name) and _minor(versions[name]) for name in ("torch", "torch_npu"))
+    pairs = ", ".join(f"torch {torch} with torch_npu {npu}" for torch, npu in TESTED)
+    alike = [pair for pair in TESTED if pair == here or (here[1] is None and pair[0] == here[0])]
+    return f"{pairs}: {'this one' if alike else 'not this one'}"
 
 
 def _two_tritons(versions, environ):

@@ -91,7 +91,11 @@ def run(model: str, dtype: torch.dtype, device="cpu", tokens: int = 64, tp: int 
     unknown = set(only or ()) - set(ops())
     if unknown:
         raise ValueError(f"ops: got {', '.join(sorted(unknown))}, needs some of {', '.join(ops())}")
-    for op, case in cases(divided(MODELS[model], tp), tokens):
+    listed = list(cases(divided(MODELS[model], tp), tokens))
+    absent = set(only or ()) - {op for op, _ in listed}
+    if absent:
+        raise ValueError(f"ops: got {', '.join(sorted(absent))}, which {model} does not have")
+    for op, case in listed:
         if not only or op in only:
             yield measure(op, case, dtype, device)
 

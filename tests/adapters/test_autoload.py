@@ -64,6 +64,30 @@ def test_torch_and_a_framework_import_when_all_else_of_ours_is_broken(broken):
     assert done.stderr.count("npu-ops left the framework as it is: RuntimeError: broken") == 1
 
 
+@pytest.mark.parametrize("there_before", [False, True])
+def test_an_adapter_that_exits_ends_nothing(broken, there_before):
+    (broken / "npu_ops_adapters/__init__.py").write_text("import sys\nsys.exit('gone')\n")
+    before = "import sys, types; sys.modules['megatron.core.jit'] = types.ModuleType('a.b')\n"
+    code = (before if there_before else "") + "import torch, megatron.core.jit\nprint('here')\n"
+    done = python(code, broken)
+    assert (done.returncode, done.stdout) == (0, "here\n"), done.stderr
+    assert "npu-ops left the framework as it is: SystemExit: gone" in done.stderr
+
+
+def test_without_its_module_an_entry_point_breaks_torch_and_the_way_out_of_the_readme(tmp_path):
+    """torch imports the module before anything of it runs: no code in it can help."""
+    folder = tmp_path / "gone-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: gone\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[torch.backends]\ngone = no_such_module:install\n")
+    done = python("import torch", tmp_path)
+    assert done.returncode == 1 and "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in done.stderr
+    done = python("import torch", tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.returncode == 0, done.stderr
+    readme = (SOURCE.parents[1] / "README.md").read_text()
+    assert "pip uninstall npu-ops" in readme and "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in readme
+
+
 def test_torch_imports_when_a_watched_module_was_there_before_and_all_else_is_broken(broken):
     done = python(
         "import sys, types\n"

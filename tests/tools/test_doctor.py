@@ -1,5 +1,6 @@
 """npu-ops doctor: what it says of each state, in 80 columns, and when it is an error."""
 
+import re
 import sys
 
 import npu_ops_adapters
@@ -7,7 +8,7 @@ import npu_ops_autoload
 import pytest
 import torch
 from npu_ops_adapters import State
-from npu_ops_tools import doctor, known_bad
+from npu_ops_tools import doctor, known_bad, where
 from npu_ops_tools.cli import app
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from typer.testing import CliRunner
@@ -47,7 +48,7 @@ def found_with(**changes):
     return {
         "machine": doctor.machine(), "packages": dict.fromkeys(doctor.PACKAGES), "known bad": [],
         "build": {"why_not": None, "compiler": "g++"}, "switches": {}, "implementations": [],
-        "patches": [], "not in force": [],
+        "patches": [], "not in force": [], "tested": "torch",
     } | changes  # fmt: skip
 
 
@@ -137,6 +138,7 @@ def test_a_module_that_this_version_has_not():
     [
         ({"rope": "cpu"}, None),
         ({"rope_backward": "cpu"}, None),
+        ({"rope": "triton_ascend"}, "NPU_OPS_IMPL=rope=triton_ascend: it runs on no device here"),
         ({"rope": "aclnn"}, "NPU_OPS_IMPL=rope=aclnn: it runs on no device here"),
         ({"attention": "aclnn"}, "NPU_OPS_IMPL=attention=aclnn: it runs on no device here"),
         ({"nope": "cpu"}, "NPU_OPS_IMPL=nope=cpu: there is no such op"),
@@ -274,3 +276,25 @@ def test_a_broken_torch_npu_is_said(monkeypatch):
     machine = doctor.machine()
     assert machine["npu devices"] is None and machine["SoC"] is None
     assert machine["no npu because"].startswith("torch_npu does not work: OSError: libascendcl.so")
+
+
+@pytest.mark.parametrize(
+    "versions, end",
+    [
+        ({"torch": "2.13.0+cpu", "torch_npu": None}, ": this one"),
+        ({"torch": "2.13.1", "torch_npu": "2.13.0"}, ": this one"),
+        ({"torch": "2.15.0", "torch_npu": None}, ": not this one"),
+        ({"torch": "2.13.0", "torch_npu": "2.14.0"}, ": not this one"),
+    ],
+)
+def test_it_says_which_torch_is_tested(versions, end):
+    said = known_bad.tested(versions)
+    assert said.startswith("torch 2.13 with torch_npu 2.13") and said.endswith(end)
+    assert said in doctor.text(found_with(tested=said)).replace("\n" + " " * 18, " ")
+
+
+def test_an_install_replaces_no_torch():
+    """Its requirement has no upper bound."""
+    text = (where.ROOT / "pyproject.toml").read_text()
+    (required,) = re.findall(r'^dependencies = .*"(torch[^"]*)"', text, re.M)
+    assert required == "torch>=2.7"

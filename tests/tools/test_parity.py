@@ -72,3 +72,10 @@ def test_shapes_are_the_models():
 def test_wrong_arguments(arguments, said):
     result = CliRunner().invoke(app, ["parity", *arguments])
     assert result.exit_code == 2 and said in result.output
+
+
+@pytest.mark.parametrize("asked", [["l2norm"], ["rope", "l2norm"]])
+def test_an_op_that_the_model_has_not_is_not_passed(asked):
+    """Nothing was compared."""
+    said = call(*asked, "--model", "qwen3-vl-8b", "--tokens", "4", code=2)
+    assert "ops: got l2norm, which qwen3-vl-8b does not have" in said
