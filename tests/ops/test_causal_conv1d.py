@@ -413,22 +413,22 @@ WRONG = {
     r"weight: got shape \[8, 5\], needs \[8, W\] with W 2, 3 or 4": {"weight": torch.randn(8, 5)},
     r"weight: got shape \[8, 1\]": {"weight": torch.randn(8, 1)},
     r"weight: got shape \[8, 1, 4\]": {"weight": WEIGHT[:, None]},
-    r"weight: got torch.float16, needs x's torch.float32": {"weight": WEIGHT.half()},
+    r"weight: got float16, needs x's float32": {"weight": WEIGHT.half()},
     "weight: got device meta": {"weight": WEIGHT.to("meta")},
     r"bias: got shape \[1\], needs \[8\]": {"bias": torch.ones(1)},
-    "bias: got torch.bfloat16": {"bias": torch.ones(8).bfloat16()},
+    "bias: got bfloat16": {"bias": torch.ones(8).bfloat16()},
     "activation: got 'gelu'": {"activation": "gelu"},
     r"residual: got shape \[1, 6, 1\], needs x's shape \[1, 6, 8\]": {"residual": X[..., :1]},
-    "residual: got torch.float64": {"residual": X.double()},
+    "residual: got float64": {"residual": X.double()},
     r"initial_state: got shape \[1, 8, 3\], needs \[N, D, W\], here \[1, 8, 4\]": {
         "initial_state": torch.randn(1, 8, 3)
     },
     r"initial_state: got shape \[1, 4, 8\]": {"initial_state": torch.randn(1, 4, 8)},
-    "initial_state: got torch.bfloat16, needs x's torch.float32": {
+    "initial_state: got bfloat16, needs x's float32": {
         "initial_state": torch.randn(1, 8, 4).bfloat16()
     },
     "cu_seqlens: got list": {"cu_seqlens": [0, 6]},
-    "cu_seqlens: got torch.float32": {"cu_seqlens": torch.tensor([0.0, 6.0])},
+    "cu_seqlens: got float32": {"cu_seqlens": torch.tensor([0.0, 6.0])},
     r"cu_seqlens: got shape \[1, 2\]": {"cu_seqlens": torch.tensor([[0, 6]])},
     r"cu_seqlens: got shape \[0\]": {"cu_seqlens": torch.empty(0, dtype=torch.int32)},
     "cu_seqlens: got 0 first and 5 last, needs 0 and 6": {"cu_seqlens": torch.tensor([0, 5])},

@@ -477,14 +477,14 @@ WRONG = {
     "eps: got nan": {"eps": float("nan")},
     "eps: got '1'": {"eps": "1"},
     r"weight: got shape \[144, 5\], needs \[144, W\]": {"weight": torch.randn(WIDTH, 5)},
-    "weight: got torch.float16, needs x's torch.float32": {"weight": WEIGHT.half()},
+    "weight: got float16, needs x's float32": {"weight": WEIGHT.half()},
     "weight: got device meta": {"weight": WEIGHT.to("meta")},
     r"bias: got shape \[1\], needs \[144\]": {"bias": torch.ones(1)},
     "activation: got 'gelu'": {"activation": "gelu"},
     r"initial_state: got shape \[1, 144, 3\], needs \[N, D, W\], here \[1, 144, 4\]": {
         "initial_state": torch.randn(1, WIDTH, 3)
     },
-    "initial_state: got torch.bfloat16": {"initial_state": torch.randn(1, WIDTH, 4).bfloat16()},
+    "initial_state: got bfloat16": {"initial_state": torch.randn(1, WIDTH, 4).bfloat16()},
     "cu_seqlens: got list": {"cu_seqlens": [0, 6]},
     "cu_seqlens: got 0 first and 5 last, needs 0 and 6": {"cu_seqlens": torch.tensor([0, 5])},
     "cu_seqlens: got a negative length": {"cu_seqlens": torch.tensor([0, 4, 3, 6])},

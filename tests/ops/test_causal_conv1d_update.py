@@ -297,7 +297,7 @@ INDICES = torch.tensor([2, 0])
 WRONG = {
     r"x: got shape \[8\], needs \[B, D\] or \[B, T, D\]": {"x": X[0, 0]},
     r"x: got shape \[2, 3, 8\], needs \[tokens, D\]": {"query_start_loc": torch.tensor([0, 3, 6])},
-    "conv_state: got torch.bfloat16, needs x's torch.float32": {"conv_state": STATE.bfloat16()},
+    "conv_state: got bfloat16, needs x's float32": {"conv_state": STATE.bfloat16()},
     r"conv_state: got shape \[4, 5, 8\], needs \[slots, 8, L\] with L 3": {"conv_state": STATE.mT},
     r"conv_state: got shape \[4, 8, 2\]": {"conv_state": STATE[..., :2]},
     r"conv_state: got shape \[4, 8, 4\], needs \[slots, 8, L\] with L 5 or more": {
@@ -308,7 +308,7 @@ WRONG = {
     r"weight: got shape \[8, 5\]": {"weight": torch.randn(8, 5)},
     r"bias: got shape \[4\]": {"bias": torch.randn(4)},
     "activation: got True": {"activation": True},
-    "conv_state_indices: got torch.float32": {"conv_state_indices": torch.tensor([0.0, 1.0])},
+    "conv_state_indices: got float32": {"conv_state_indices": torch.tensor([0.0, 1.0])},
     r"conv_state_indices: got shape \[3\], needs \[2\]": {
         "conv_state_indices": torch.tensor([0, 1, 2])
     },
@@ -335,7 +335,7 @@ WRONG = {
     r"intermediate_conv_window: got shape \[2, 2, 8, 3\], needs \[rows, 3 or more, 8, 3\]": {
         "intermediate_conv_window": torch.randn(2, 2, 8, 3)
     },
-    "intermediate_conv_window: got torch.float64": {
+    "intermediate_conv_window: got float64": {
         "intermediate_conv_window": torch.randn(2, 3, 8, 3).double()
     },
     "intermediate_conv_window: got .*, needs 2 rows": {
