@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import pathlib
 from typing import Annotated
 
@@ -252,6 +253,45 @@ def report(
     except (FileNotFoundError, ImportError, ValueError) as error:
         fail(error)
     console.print(f"written: {path}")
+
+
+@app.command()
+def fuzz(
+    functions: Annotated[
+        list[str] | None, typer.Argument(help="Some public functions; default: all.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0, help="How long to search.")] = 2.0,
+    seed: Annotated[int, typer.Option(min=0, help="Where the search starts.")] = 0,
+    ways: Annotated[
+        list[str] | None,
+        typer.Option("--way", help="Call only so: eager, compiled, watched, func.grad, ..."),
+    ] = None,
+    repeat: Annotated[
+        str | None, typer.Option(metavar="CASE", help="Judge one case: what a finding printed.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search for calls of the public functions that come out wrong, in a clone of the repository.
+
+    Each is compared with a formula in fp64, or must be refused by name. The exit status is 1 when
+    one is wrong; the line that repeats it is printed.
+    """
+    from npu_ops_tools import fuzz
+
+    try:
+        run = fuzz.load()
+        if repeat is None:
+            say = (lambda line: None) if as_json else functools.partial(print, flush=True)
+            found = run.fuzz(60 * minutes, seed, functions, ways, say)
+        else:
+            found = run.repeat(repeat)
+    except (FileNotFoundError, ImportError, ValueError) as error:
+        fail(error)
+    if as_json:
+        print_json([dataclasses.asdict(finding) for finding in found])
+    elif repeat is not None:
+        print(found[0] if found else "right")
+    raise typer.Exit(1 if found else 0)
 
 
 app.command("compile")(compile_command)

@@ -243,6 +243,13 @@ def test_any_strides(make):
     assert_all_close(actual, expected, TOLERANCES)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_channels_have_no_gradient(dtype):
+    x, weight = torch.ones(2, 3, 0, dtype=dtype), torch.ones(0, 4, dtype=dtype)
+    y, _ = npu_ops.causal_conv1d(x.requires_grad_(), weight)
+    assert torch.autograd.grad(y.sum(), x)[0].shape == (2, 3, 0)
+
+
 def test_empty():
     x = torch.randn(1, 0, 8, requires_grad=True)
     state = torch.randn(2, 8, 4, requires_grad=True)

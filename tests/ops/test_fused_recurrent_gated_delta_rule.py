@@ -525,3 +525,16 @@ def test_a_compiled_call_reads_nothing_outside():
 def test_strict_mode_runs_kernels():
     with env.override(strict=True):
         delta_rule(**qkv(dtype=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_tokens_with_every_decay(dtype):
+    """An empty sequence passes its state on."""
+    q, v = torch.ones(1, 0, 1, 4, dtype=dtype), torch.ones(1, 0, 2, 3, dtype=dtype)
+    gates = {"gk": torch.ones(1, 0, 2, 4, dtype=dtype), "gv": torch.ones_like(v)}
+    state = torch.randn(1, 2, 4, 3, dtype=dtype)
+    o, final = npu_ops.fused_recurrent_gated_delta_rule(
+        q, q, v, **gates, initial_state=state, output_final_state=True,
+        cu_seqlens=torch.tensor([0, 0]),
+    )  # fmt: skip
+    assert o.shape == v.shape and torch.equal(final, state)

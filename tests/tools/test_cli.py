@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import typer
-from npu_ops_tools import where
+from npu_ops_tools import fuzz, where
 from npu_ops_tools.cli import app
 from typer.testing import CliRunner
 
@@ -220,3 +220,17 @@ def test_json_of_what_the_emulator_has():
 def test_the_rest_of_the_line_is_the_commands():
     wrong = command("emulate", "--devices", 0, "no-such-program", "--devices", "x", code=1)
     assert wrong == "npu-ops emulate: devices: got 0, needs 1 to 64\n"
+
+
+def test_fuzz_repeats_a_case_and_says_what_is_wrong_with_another():
+    assert call("fuzz", "--repeat", '{"function":"l2norm","settings":{"shape":[3]}}') == "right\n"
+    wrong = command("fuzz", "--repeat", '{"function":"nope"}', code=2)
+    assert wrong.startswith("npu-ops: repeat: got '{") and "needs a case" in wrong
+    wrong = command("fuzz", "nope", "--minutes", "0", code=2)
+    assert wrong.startswith("npu-ops: functions: got ['nope'], needs some of ['l2norm'")
+
+
+def test_fuzz_needs_a_clone(monkeypatch, tmp_path):
+    monkeypatch.setattr(fuzz, "ROOT", tmp_path)
+    with pytest.raises(FileNotFoundError, match="run from a clone of the repository"):
+        fuzz.load()

@@ -47,7 +47,7 @@ def causal_conv1d_backward(grad, grad_final, x, weight, bias, initial_state, cu_
         index = last_indices(x, cu_seqlens, width).flatten()
         grad_rows.index_add_(0, index, grad_final.to(wide).transpose(1, 2).flatten(0, 1))
     grad_state, grad_x = grad_rows.split([len(rows) - len(grad_z), len(grad_z)])
-    grad_state = grad_state.view(-1, width, channels).transpose(1, 2)
+    grad_state = grad_state.view(len(grad_state) // width, width, channels).transpose(1, 2)
     return grad_x.view(x.shape), grad_weight, grad_z.sum(0), grad_state
 
 

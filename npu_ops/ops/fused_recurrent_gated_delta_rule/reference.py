@@ -96,9 +96,9 @@ def _tokens(q, k, v, g, gk, gv, beta, initial_state, scale):
     group = v.shape[2] // q.shape[2]
     q, k = (x.to(wide).repeat_interleave(group, 2) for x in (q, k))
     log_decay = v.new_zeros((*v.shape[:3], 1, 1), dtype=wide)
-    for gate, width in ((g, (1, 1)), (gk, (-1, 1)), (gv, (1, -1))):
+    for gate, place in ((g, (..., None, None)), (gk, (..., None)), (gv, (..., None, slice(None)))):
         if gate is not None:
-            log_decay = log_decay + gate.to(wide).reshape(*v.shape[:3], *width)
+            log_decay = log_decay + gate.to(wide)[place]
     return [x.flatten(0, 1) for x in (q * scale, k, v.to(wide), beta.to(wide), log_decay.exp())]
 
 

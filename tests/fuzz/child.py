@@ -1,0 +1,83 @@
+"""A process that judges cases, so that one that kills it is a finding and not the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import queue
+import signal
+import subprocess
+import sys
+import threading
+
+TESTS = pathlib.Path(__file__).parents[1]
+LONGEST = 120.0  # seconds for one case; torch.compile takes a few
+
+
+class Child:
+    """Judges cases one after another in another process, which it starts again where needed."""
+
+    def __init__(self):
+        self.process = None
+
+    def judge(self, case: dict) -> str | None:
+        """None, or what is wrong; a process that dies or hangs is wrong."""
+        if self.process is None:
+            self._start()
+        self.process.stdin.write(json.dumps(case) + "\n")
+        self.process.stdin.flush()
+        try:
+            answer = self.answers.get(timeout=LONGEST)
+        except queue.Empty:
+            self.stop()
+            return f"no answer in {LONGEST:.0f} s"
+        if answer is not None:
+            return json.loads(answer)
+        status = self.process.wait()
+        self.process = None
+        return f"the process died: {_death(status)}"
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def _start(self) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fuzz.child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, env=environment,
+        )  # fmt: skip
+        self.answers = queue.SimpleQueue()
+        threading.Thread(
+            target=_read, args=(self.process.stdout, self.answers), daemon=True
+        ).start()
+
+
+def _read(stream, answers) -> None:
+    for line in stream:
+        answers.put(line)
+    answers.put(None)
+
+
+def _death(status: int) -> str:
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+
+def main() -> None:
+    """Read cases, one JSON object a line, and write a verdict for each."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # what others print is no verdict
+    from fuzz.judge import judge
+
+    for line in sys.stdin:
+        try:
+            verdict = judge(json.loads(line))
+        except Exception as error:  # of the fuzzer itself
+            verdict = f"the fuzzer: {type(error).__name__}: {error}"
+        print(json.dumps(verdict), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,466 @@
+"""Judges one case: makes its arguments, calls, and compares with the formula.
+
+`judge(case)` returns None, or what is wrong in one sentence. A case is a dict:
+
+    function, settings, seed   what is called, see `targets`
+    forms      of memory, one after another for the arguments
+    way        how it is called, or a transform, see `ways`
+    grad       whether gradients are wanted
+    defaults   (dtype, device or None, how they are set), see `ways.defaults`
+    rewrite    None, or the route by which all arguments are rewritten between two calls
+    malformed  None, or (which of the arguments with indices, how they are malformed)
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import re
+import warnings
+
+import torch
+
+import npu_ops
+from fuzz import formulas, memory, ways
+from fuzz.targets import TARGETS, Draw
+from npu_ops.core import library
+
+MALFORMED = (
+    "negative", "smallest", "huge", "decreasing", "short", "long", "first", "above", "twice",
+)  # fmt: skip
+ALLOWED = (ValueError, TypeError, NotImplementedError)
+# Words that stand for an argument in a message: of what is about to be written, and what has no
+# gradient; parts of `qkv`.
+MORE_NAMES = {"inplace", "positions", "q", "k", "v", "p"}
+
+
+class Wrong(Exception):
+    """What is wrong with an outcome, in one sentence."""
+
+
+def judge(case: dict) -> str | None:
+    """None, or what is wrong."""
+    library.poison_outputs = True
+    torch.manual_seed(case["seed"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            _Case(case).run()
+        except Wrong as wrong:
+            return str(wrong)
+    return None
+
+
+class _Case:
+    """One case while it is judged."""
+
+    def __init__(self, case: dict):
+        self.case, self.target = case, TARGETS[case["function"]]
+        self.function = getattr(npu_ops, case["function"])
+        self.formula = getattr(formulas, case["function"])
+        self.results_dtypes = []
+
+    def run(self) -> None:
+        made = self.make(self.case["seed"])
+        for arguments in self.variants(made):
+            self.arrange(arguments)
+            self.call()
+
+    def make(self, seed: int) -> dict:
+        """The arguments. A broken number is in the gradients of its whole sequence."""
+        settings = self.case["settings"]
+        wanted = self.case["grad"] or self.case["way"] in ("checkpoint", *ways.TRANSFORMS)
+        return self.target.make(settings | {"broken": False} if wanted else settings, Draw(seed))
+
+    def variants(self, made: dict) -> list[dict]:
+        """The arguments, or one set for each way in which one of them is malformed."""
+        present = [n for n in self.target.indices if made.get(n) is not None and made[n].numel()]
+        if not self.case["malformed"] or not present:
+            return [made]
+        which, hows = self.case["malformed"]
+        name = present[which % len(present)]
+        return [made | {name: malformed(made[name], how)} for how in hows]
+
+    # Memory
+
+    def arrange(self, arguments: dict) -> None:
+        """Put the arguments into memory; `tensors` has them by name, parts of a tuple too."""
+        self.plain = {n: x for n, x in arguments.items() if not _has_tensors(x)}
+        tensors = dict(_tensors(arguments))
+        forms, cycle = {}, self.case["forms"] or ["dense"]
+        for i, name in enumerate(tensors):
+            allowed = self.target.forms(name, self.case["settings"])
+            form = cycle[i % len(cycle)]
+            forms[name] = form if allowed is None or form in allowed else "dense"
+        self.memories = memory.arranged(tensors, forms)
+        self.tensors = {}
+        for each in self.memories:
+            self.tensors |= each.views
+        self.tensors = {name: self.tensors[name] for name in tensors}
+        self.writes = tuple(
+            n for n in self.target.writes(self.case["settings"]) if n in self.tensors
+        )
+        if self.case["rewrite"]:
+            self.wanted = {name: x.clone() for name, x in self.tensors.items()}
+
+    def arguments(self, *, wide: bool = False, noise: torch.Generator | None = None) -> dict:
+        """The arguments of a call; wide: for the formula, with `noise` as if they were rounded."""
+        tensors = {}
+        for name, x in self.tensors.items():
+            if wide and x.is_floating_point():
+                x = x.detach().double().clone()
+                if noise is not None:
+                    x = x + x * self.unit * (2 * torch.rand(x.shape, generator=noise) - 1)
+            tensors[name] = x.clone() if wide else x.detach()
+            if name in self.wrt:
+                tensors[name].requires_grad_()
+        together = dict(self.plain)
+        for name, x in tensors.items():
+            first, _, part = name.partition(".")
+            together[first] = (*together.get(first, ()), x) if part else x
+        return together
+
+    @property
+    def wrt(self) -> tuple[str, ...]:
+        wanted = self.case["grad"] or self.case["way"] == "checkpoint"
+        wanted = wanted and self.case["way"] != "inference"
+        return tuple(n for n in self.target.wrt if wanted and n in self.tensors)
+
+    @property
+    def unit(self) -> float:
+        """The unit roundoff of what is computed with; fp64 where nothing is less."""
+        dtypes = [x.dtype for x in self.tensors.values() if x.is_floating_point()]
+        if all(dtype == torch.float64 for dtype in dtypes + self.results_dtypes):
+            return 2.0**-53
+        low = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
+        return low if self.target.loose and low > 2.0**-24 else 2.0**-24
+
+    # What is right
+
+    def refusal(self) -> str | None:
+        """The argument that has no meaning, if one has none."""
+        for each in self.memories:
+            if name := each.overlapping(self.writes):
+                return name
+        if self.writes and self.wrt:
+            return "inplace"
+        try:
+            self.formula(**self.arguments(wide=True))
+        except formulas.Refused as refused:
+            return str(refused)
+        return None
+
+    def expected(self, keep, seeds) -> tuple[dict, dict, dict]:
+        """By name: what is right, how far off it may be, and which elements are specified."""
+        right = self.by_formula(keep, seeds)
+        noise = torch.Generator().manual_seed(1)
+        off = [self.by_formula(keep, seeds, noise) for _ in range(2)]
+        limits, known = {}, {}
+        for name, (value, part) in right.items():
+            deviation = max(_largest(other[name][0] - value) for other in off)
+            size = max(1.0 if name.startswith("gradient") else 0.0, _largest(value))
+            limits[name] = self.roundings * (deviation + self.unit * size)
+            known[name] = part
+        return {name: value for name, (value, _) in right.items()}, limits, known
+
+    @property
+    def roundings(self) -> int:
+        """Of numbers of few bits few are added up, or the tolerance would be all."""
+        return self.target.roundings if self.unit <= 2.0**-24 else 6
+
+    def by_formula(self, keep, seeds, noise=None) -> dict:
+        """(value, known) by name."""
+        arguments = self.arguments(wide=True, noise=noise)
+        outs = self.formula(**arguments, **({} if keep is None else {"keep": keep}))
+        found = {}
+        for i, out in enumerate(outs):
+            if out.value is not None:
+                found[out.argument or f"output {i}"] = (out.value.detach(), out.known)
+        if self.wrt:
+            leaves = {name: arguments[name] for name in self.wrt}
+            wide = [None if seed is None else seed.double() for seed in seeds]
+            if noise is not None:
+                wide = [
+                    None if s is None
+                    else s + s * self.unit * (2 * torch.rand(s.shape, generator=noise) - 1)
+                    for s in wide
+                ]  # fmt: skip
+            values = [None if out.value is None else out.value for out in outs]
+            for name, grad in ways.gradients(values, leaves, wide).items():
+                found[f"gradient of {name}"] = grad, None
+        return found
+
+    # The call
+
+    def call(self) -> None:
+        case, refusal, unspecified = self.case, None, False
+        try:
+            refusal = self.refusal()
+        except formulas.Unspecified:
+            unspecified = True
+        may_raise = refusal is not None or unspecified or bool(case["malformed"])
+        if case["way"] in ways.TRANSFORMS:
+            if not may_raise:
+                self.transform()
+            return
+        if not hasattr(self, "caller"):
+            self.caller = ways.caller(self.function, case["way"], refused=may_raise)
+        try:
+            actual, seeds = self.results(rewritten=case["rewrite"] and not may_raise)
+        except Exception as error:
+            self.check_refusal(error, refusal, unspecified)
+            return
+        if unspecified:
+            return
+        if refusal is not None and not self.follows_none(actual):
+            raise Wrong(f"accepted, though {refusal} has no meaning")
+        self.check_memory(self.writes)
+        if refusal is None:
+            self.compare(actual, seeds)
+
+    def follows_none(self, actual: dict) -> bool:
+        """Whether wrong indices do not matter: nothing comes out but what was in."""
+        outputs = [x for name, x in actual.items() if name.startswith("output")]
+        same = all(
+            torch.equal(memory.bits(actual[name]), memory.bits(self.before[name]))
+            for name in self.writes
+        )
+        return same and not any(x.numel() for x in outputs) and self.case["way"] != "eager"
+
+    def results(self, rewritten: bool) -> tuple[dict, list]:
+        """What comes out, by name, and what the outputs were multiplied by for gradients."""
+        if rewritten:
+            self.call_with_other_numbers()
+        for each in self.memories:
+            each.remember()
+        before = {name: x.clone() for name, x in self.tensors.items()}
+        arguments = self.arguments()
+        with ways.defaults(*self.case["defaults"]):
+            outputs = ways.listed(self.caller(**arguments))
+            seeds = self.seeds(outputs)
+            leaves = {name: arguments[name] for name in self.wrt}
+            grads = ways.gradients(outputs, leaves, seeds) if leaves else {}
+        self.results_dtypes = [out.dtype for out in outputs if out is not None]
+        actual = {f"output {i}": out for i, out in enumerate(outputs) if out is not None}
+        actual |= {name: self.tensors[name] for name in self.writes}
+        actual |= {f"gradient of {name}": grad for name, grad in grads.items()}
+        self.keep = None
+        if self.target.drops:
+            wide = {n: x.double() if x.is_floating_point() else x for n, x in before.items()}
+            self.keep = self.target.drops(self.plain | wide, outputs)
+        self.before = before
+        return actual, seeds
+
+    def call_with_other_numbers(self) -> None:
+        """Call once with numbers of another seed in the same memory, then put these there."""
+        other = self.make(self.case["seed"] + 1)
+        for name, x in _tensors(other):
+            memory.rewrite(self.tensors[name], x, "data")
+        with ways.defaults(*self.case["defaults"]):
+            self.caller(**self.arguments())
+        for name, x in self.wanted.items():
+            memory.rewrite(self.tensors[name], x, self.case["rewrite"])
+
+    def seeds(self, outputs) -> list:
+        draw = Draw(self.case["seed"] + 77)
+        return [
+            None if out is None else draw.normal(*out.shape, dtype="float64").to(out.dtype)
+            for out in outputs
+        ]
+
+    # Verdicts
+
+    def compare(self, actual: dict, seeds: list) -> None:
+        after = {name: x.clone() for name, x in self.tensors.items()}
+        for name, x in self.before.items():
+            if name in self.writes:
+                self.tensors[name].copy_(x)
+        right, limits, known = self.expected(self.keep, seeds)
+        actual = actual | {name: after[name] for name in self.writes}
+        for name, value in right.items():
+            if name not in actual:
+                raise Wrong(f"{name} is missing")
+            compare(name, actual[name], value, limits[name], known[name])
+        for name in actual.keys() - right.keys():
+            if not (name.startswith("output") and self.writes):
+                raise Wrong(f"{name}: there is one, expected none")
+
+    def check_refusal(self, error, refusal, unspecified) -> None:
+        check_message(self.case["function"], error)
+        if refusal is None and not unspecified:
+            raise Wrong(f"refused, though it has an answer: {type(error).__name__}: {_line(error)}")
+        self.check_memory(())
+
+    def check_memory(self, writes) -> None:
+        for each in self.memories:
+            if text := each.touched(writes):
+                raise Wrong(text)
+
+    # Transforms
+
+    def transform(self) -> None:
+        """A transform gives what the formula's gives, or is refused by name."""
+        wrt = tuple(n for n in self.target.wrt if n in self.tensors)
+        if not wrt or self.writes or self.plain.get("p") or self.plain.get("dropout_p"):
+            return
+        arguments = self.arguments()
+        plain = [out.value for out in self.formula(**self.arguments(wide=True))]
+        draw = Draw(self.case["seed"] + 77)
+        directions = {name: draw.normal(*self.tensors[name].shape, dtype="float64") for name in wrt}
+        directions["seeds"] = [
+            draw.normal(*out.shape, dtype="float64") for out in plain if out is not None
+        ]
+        how = self.case["way"]
+        try:
+            if how == "twice":
+                self.twice(arguments, wrt, directions["seeds"])
+                return
+            actual = ways.transformed(self.function, arguments, wrt, how, directions)
+        except Exception as error:
+            check_message(self.case["function"], error)
+            return
+
+        def formula(**arguments):
+            return tuple(out.value for out in self.formula(**arguments))
+
+        if how == "func.vmap":
+            right = {f"output {i}": x for i, x in enumerate(x for x in plain if x is not None)}
+        else:
+            same = how if how == "func.grad" else "func.jvp"
+            right = ways.transformed(formula, self.arguments(wide=True), wrt, same, directions)
+        limit = max(self.unit * self.target.roundings, 16 * self.lowest()) * 4
+        for name, value in right.items():
+            if actual[name] is None:
+                raise Wrong(f"{name}: none")
+            compare(name, actual[name], value, limit * max(1.0, _largest(value)), None)
+
+    def lowest(self) -> float:
+        return max(torch.finfo(x.dtype).eps for x in self.tensors.values() if x.is_floating_point())
+
+    def twice(self, arguments, wrt, seeds) -> None:
+        """The gradient of a gradient, of which only the refusal by name is promised."""
+        leaves = {name: arguments[name].requires_grad_() for name in wrt}
+        outputs = [out for out in ways.listed(self.function(**arguments)) if out is not None]
+        pairs = [(o, s.to(o.dtype)) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]
+        if not pairs:
+            return
+        outs, grads = zip(*pairs, strict=True)
+        first = torch.autograd.grad(
+            outs, list(leaves.values()), grads, create_graph=True, allow_unused=True
+        )
+        total = sum((g.double() ** 2).sum() for g in first if g is not None and g.requires_grad)
+        if not isinstance(total, torch.Tensor):
+            return
+        second = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+
+        wide = self.arguments(wide=True)
+        leaves = {name: wide[name].requires_grad_() for name in wrt}
+        outputs = [out.value for out in self.formula(**wide) if out.value is not None]
+        first = torch.autograd.grad(
+            outputs, list(leaves.values()), [s.double() for s in seeds], create_graph=True,
+            allow_unused=True,
+        )  # fmt: skip
+        total = sum((g**2).sum() for g in first if g is not None)
+        right = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+        for name, a, b in zip(wrt, second, right, strict=True):
+            if b is not None and _largest(b) and a is not None:
+                limit = 64 * self.lowest() * max(1.0, _largest(b))
+                compare(f"second gradient of {name}", a, b, limit, None)
+            elif b is not None and _largest(b):
+                raise Wrong(f"second gradient of {name}: none")
+
+
+def compare(name: str, actual, right: torch.Tensor, limit: float, known) -> None:
+    """Raise Wrong unless `actual` is what is right, rounded, and off by `limit` at most."""
+    if not isinstance(actual, torch.Tensor):
+        raise Wrong(f"{name}: got {type(actual).__name__}")
+    if actual.device.type != "cpu":
+        raise Wrong(f"{name}: on {actual.device}")
+    if actual.shape != right.shape:
+        raise Wrong(f"{name}: shape {list(actual.shape)}, expected {list(right.shape)}")
+    if not right.numel():
+        return
+    right = right.detach()
+    known = torch.ones_like(right, dtype=torch.bool) if known is None else known.expand(right.shape)
+    rounded = right.to(actual.dtype)  # where it overflows, infinite
+    same = (actual == rounded) | (actual.isnan() & right.isnan())
+    info = torch.finfo(actual.dtype)
+    error = (actual.detach().double() - right).abs()
+    near = error <= limit + right.abs() * (info.eps / 2) + info.smallest_normal
+    bad = known & ~(same | near)
+    if not bad.any():
+        return
+    if (bad & actual.isnan() & ~right.isnan()).any():
+        raise Wrong(f"{name}: NaN where the formula has numbers, {int(bad.sum())} of {bad.numel()}")
+    worst = float(torch.where(bad, error, 0).nan_to_num(posinf=1e300).max())
+    raise Wrong(f"{name}: off by {worst:.3g}, {int(bad.sum())} of {bad.numel()} elements, "
+                f"at most {limit:.3g} and a rounding allowed")  # fmt: skip
+
+
+def check_message(function: str, error: Exception) -> None:
+    """Raise Wrong unless an error is a refusal, which says which argument it is about.
+
+    A kernel that finds a wrong index value can only raise a RuntimeError; its text is like ours,
+    behind the place in the source that torch puts first.
+    """
+    names = {*inspect.signature(getattr(npu_ops, function)).parameters, *MORE_NAMES}
+    operators = {function, *(op.name for op in pkgutil.iter_modules(npu_ops.ops.__path__))}
+    names |= operators | {f"{op}_backward" for op in operators}
+    text = str(error)
+    if type(error) in ALLOWED:
+        name = re.match(r"([\w.]+): ", text)
+        if name and name[1] in names:
+            return
+        raise Wrong(f"{type(error).__name__} that names no argument: {_line(error)}")
+    kernels = type(error) is RuntimeError and re.search(r"csrc/\S+, (\w+): .*needs ", text)
+    if not kernels or kernels[1] not in names:
+        raise Wrong(f"{type(error).__name__}: {_line(error)}")
+
+
+def malformed(x: torch.Tensor, how: str) -> torch.Tensor:
+    """Index values that are wrong in most cases; the formula knows in which."""
+    x, info = x.clone(), torch.iinfo(x.dtype)
+    flat = x.view(-1)
+    middle = flat.numel() // 2
+    match how:
+        case "negative":
+            flat[middle] = -1
+        case "smallest":
+            flat[middle] = info.min
+        case "huge":
+            flat[middle] = info.max
+        case "decreasing":
+            flat.copy_(flat.flip(0))
+        case "short":
+            flat[-1] -= 1
+        case "long":
+            flat[-1] += 7
+        case "first":
+            flat[0] += 1
+        case "above":
+            flat[middle] = flat.max() + 1
+        case "twice":
+            flat.fill_(int(flat[0]))
+    return x
+
+
+def _has_tensors(x) -> bool:
+    return isinstance(x, torch.Tensor) or isinstance(x, tuple) and any(map(_has_tensors, x))
+
+
+def _tensors(arguments: dict):
+    """(name, tensor), of a tuple too."""
+    for name, x in arguments.items():
+        if isinstance(x, torch.Tensor):
+            yield name, x
+        elif _has_tensors(x):
+            yield from ((f"{name}.{i}", part) for i, part in enumerate(x))
+
+
+def _largest(x: torch.Tensor) -> float:
+    x = x[x.isfinite()]
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
