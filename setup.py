@@ -91,7 +91,13 @@ setuptools.setup(
     py_modules=["npu_ops_autoload"],
     package_data={
         "npu_ops": ["_build_info.json"],
-        "npu_ops_tools": ["templates/*"],
+        "npu_ops_tools": [
+            "templates/*",
+            "model/*.csv",
+            "model/*.txt",
+            "model/validation/*.csv",
+            "model/validation/*.xz",
+        ],
         "npu_ops_emulator": ["startup/*"],
         EMULATOR_SOURCES: ["*"],
     },

@@ -80,30 +80,33 @@ def is_captured(device: torch.device) -> bool:
     return asked is not None and bool(asked())
 
 
-@functools.cache
 def num_vector_cores(device: torch.device) -> int:
     """How many programs of a vector kernel run at once on `device`."""
-    return _cores(device, "num_vectorcore")
+    return _assumed_cores[1] if _assumed_cores else _cores(device, "num_vectorcore")
 
 
-@functools.cache
 def num_cube_cores(device: torch.device) -> int:
     """How many programs of a matrix kernel run at once on `device`."""
-    return _cores(device, "num_aicore")
+    return _assumed_cores[0] if _assumed_cores else _cores(device, "num_aicore")
 
 
 _assumed_soc: str | None = None
+_assumed_cores: tuple[int, int] | None = None
 
 
 @contextlib.contextmanager
-def as_if_soc(soc: str) -> Iterator[None]:
-    """Choose tiles in a block as for an NPU with `soc`, e.g. to compile for it."""
-    global _assumed_soc
-    before, _assumed_soc = _assumed_soc, soc
+def as_if_soc(soc: str, cores: tuple[int, int] | None = None) -> Iterator[None]:
+    """Choose tiles in a block as for an NPU with `soc`, e.g. to compile for it.
+
+    cores: cube and vector cores to launch on; None: as many programs as on this machine.
+    """
+    global _assumed_soc, _assumed_cores
+    before = _assumed_soc, _assumed_cores
+    _assumed_soc, _assumed_cores = soc, cores
     try:
         yield
     finally:
-        _assumed_soc = before
+        _assumed_soc, _assumed_cores = before
 
 
 def soc(device: torch.device) -> str:
@@ -128,6 +131,7 @@ def _soc(device: torch.device) -> str:
     return str(torch.npu.get_device_name(device)) if device.type == "npu" else ""
 
 
+@functools.cache
 def _cores(device: torch.device, kind: str) -> int:
     if device.type == "npu":
         from triton.runtime import driver

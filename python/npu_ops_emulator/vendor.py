@@ -151,14 +151,44 @@ def compile(name: str, text: str, soc: str, **options) -> tuple[str, tuple[str, 
     Raises:
         CompileError: it does not compile, e.g. for "ub overflow". FileNotFoundError: no compiler.
     """
+    wanted = ("--mlir-print-debuginfo", f"--mlir-print-ir-after={LAST_PASS}")
+    output, printed = _compile(name, text, soc, options, wanted)
+    return printed, tuple(re.findall(r"\[NOTE\] (.*)", output))
+
+
+def pipes(name: str, text: str, soc: str, **options) -> str:
+    """What `lower` made, one pass earlier than `compile`: operations of HIVM, with the pipes' flags
+    and the buffers' addresses.
+
+    Raises:
+        CompileError: it does not compile. FileNotFoundError: no compiler.
+    """
+    wanted = (f"--mlir-print-ir-before={LAST_PASS}",)
+    return _compile(name, text, soc, options, wanted)[1].partition("\n}\n")[0] + "\n}\n"
+
+
+@functools.cache
+def cores(soc: str) -> tuple[int, int]:
+    """How many cube and vector cores the compiler says that an SoC has.
+
+    Raises:
+        CompileError: no such SoC. FileNotFoundError: no compiler.
+    """
+    said = dict(
+        re.findall(r'"(CUBE|VECTOR)_CORE_COUNT", (\d+)', pipes("nothing", "module {}", soc))
+    )
+    return int(said["CUBE"]), int(said["VECTOR"])
+
+
+def _compile(name: str, text: str, soc: str, options: dict, wanted: tuple[str, ...]):
+    """What the compiler says, and the IR that it was told to print."""
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder, "kernel.mlir")
         source.write_text(text)
         command = [
             tool("bishengir-compile"), str(source), f"--target={soc}", "-o", f"{folder}/kernel",
             *flags(options), "--enable-hfusion-compile=true", "--enable-hivm-compile=true",
-            "--enable-triton-kernel-compile=true", "--mlir-print-debuginfo",
-            f"--mlir-print-ir-after={LAST_PASS}",
+            "--enable-triton-kernel-compile=true", *wanted,
         ]  # fmt: skip
         try:
             result = subprocess.run(
@@ -166,10 +196,11 @@ def compile(name: str, text: str, soc: str, **options) -> tuple[str, tuple[str, 
             )
         except subprocess.TimeoutExpired as error:
             raise CompileError(f"{name}: the compiler took more than {SECONDS} s") from error
-    _, printed, hivm = result.stderr.rpartition("// -----// IR Dump After ")
-    if not printed:
-        raise CompileError(f"{name}: {_tail(result.stdout + result.stderr)}")
-    return hivm, tuple(re.findall(r"\[NOTE\] (.*)", result.stdout + result.stderr))
+    _, found, printed = result.stderr.rpartition("// -----// IR Dump ")
+    output = result.stdout + result.stderr
+    if not found:
+        raise CompileError(f"{name}: {_tail(output)}")
+    return output, printed.partition("\n")[2]
 
 
 def _tail(output: str | bytes) -> str:

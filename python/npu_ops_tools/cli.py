@@ -14,6 +14,7 @@ from rich.console import Console
 
 import npu_ops
 from npu_ops_tools.compile.cli import compile_command
+from npu_ops_tools.model.cli import model_command
 from npu_ops_tools.options import AsJson, Device, Dtype, Ops, fail, print_json
 
 app = typer.Typer(
@@ -295,6 +296,7 @@ def fuzz(
 
 
 app.command("compile")(compile_command)
+app.command("model")(model_command)
 app.command(context_settings=emulator.CONTEXT)(emulator.emulate)
 
 

@@ -22,13 +22,18 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A kernel and what specialises it, as a launch would have compiled it."""
+    """A kernel and what specialises it, as a launch would have compiled it.
+
+    values, grid: what it was launched with; values are of the signature's arguments, in order.
+    """
 
     case: str
     kernel: object
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, object], ...]
     options: tuple[tuple[str, object], ...] = ()
+    values: tuple = dataclasses.field(default=(), compare=False)
+    grid: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def name(self) -> str:
@@ -141,11 +146,12 @@ def _launched(label: str, soc: str, function, inputs: dict, wrt: tuple[str, ...]
     from npu_ops.core import hardware, registry
 
     with recorded(label) as found, registry.as_if_on("npu"), hardware.as_if_soc(soc):
-        _forward_and_backward(function, inputs, wrt)
+        forward_and_backward(function, inputs, wrt)
     return found
 
 
-def _forward_and_backward(function, inputs: dict, wrt: tuple[str, ...]) -> None:
+def forward_and_backward(function, inputs: dict, wrt: tuple[str, ...]) -> None:
+    """Call an op, and its backward with gradients to the tensors in `wrt`."""
     import torch
 
     for name in wrt:
@@ -167,7 +173,7 @@ def recorded(case: str) -> Iterator[list[Launch]]:
     found: list[Launch] = []
     run = JITFunction.run
     JITFunction.run = lambda kernel, *args, grid, warmup, **named: found.append(
-        _specialised(case, kernel, args, named)
+        _specialised(case, kernel, args, named, grid)
     )
     try:
         yield found
@@ -175,7 +181,7 @@ def recorded(case: str) -> Iterator[list[Launch]]:
         JITFunction.run = run
 
 
-def _specialised(case: str, kernel, args: tuple, named: dict) -> Launch:
+def _specialised(case: str, kernel, args: tuple, named: dict, grid) -> Launch:
     parameters = {p.name for p in kernel.params}
     options = {name: value for name, value in named.items() if name not in parameters}
     named = {name: value for name, value in named.items() if name in parameters}
@@ -185,7 +191,8 @@ def _specialised(case: str, kernel, args: tuple, named: dict) -> Launch:
     signature = {name: _type(value) for name, value in bound.items() if name not in constant}
     constants = {name: value for name, value in bound.items() if name in constant}
     launched = (tuple(x.items()) for x in (signature, constants, options))
-    return Launch(case, kernel, *launched)
+    values = tuple(bound[name] for name in signature)
+    return Launch(case, kernel, *launched, values, grid(bound) if callable(grid) else grid)
 
 
 def _type(value) -> str:

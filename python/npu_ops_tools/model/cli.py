@@ -1,0 +1,99 @@
+"""`npu-ops model`."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+from npu_ops_emulator import vendor
+
+from npu_ops_tools.options import AsJson, Dtype, fail, print_json
+
+NOTE = "npu-model: predicted from the compiled kernel, not measured. How good: docs/npu-model.md"
+
+
+def model_command(
+    target: Annotated[str, typer.Argument(metavar="OP", help="An op, or FILE.py::KERNEL.")],
+    case: Annotated[
+        list[str] | None, typer.Option(help="A case's name; may be repeated; default: all.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Instead of the case's own.")] = None,
+    soc: Annotated[str, typer.Option(help="An SoC of the family Ascend910B or Ascend910_93.")] = (
+        vendor.SOCS[0]
+    ),
+    dtype: Annotated[Dtype, typer.Option(help="Of the case's inputs.")] = Dtype.BFLOAT16,
+    signature: Annotated[
+        str, typer.Option(help='Of FILE.py::KERNEL: "x=*bf16:8192,n=i32:8192"; value or elements.')
+    ] = "",
+    constexpr: Annotated[str, typer.Option(help='Of FILE.py::KERNEL: "BLOCK=1024".')] = "",
+    grid: Annotated[int, typer.Option(min=1, help="Of FILE.py::KERNEL: its programs.")] = 1,
+    trace: Annotated[
+        pathlib.Path | None, typer.Option(help="Write a Chrome trace of a program of each kernel.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict a kernel's time on an NPU from what the vendor's compiler made of it.
+
+    The exit status is 1 if the model refuses: it then lists what it does not know.
+
+    \b
+    npu-ops model rope --case qwen3-vl-8b-tp1-t4096
+    npu-ops model mine.py::add --signature "x=*bf16:8192,n=i32:8192" --constexpr N=512 --grid 16
+    """
+    from npu_ops_tools.model import costs, kernel_of_file, predict_all
+    from npu_ops_tools.model import trace as traces
+    from npu_ops_tools.model.machine import Unknown
+
+    if trace and not trace.parent.is_dir():
+        fail(f"--trace: got '{trace}', needs a folder that exists")
+    try:
+        costs.of(soc)  # refuses what it has none for, before anything is compiled
+        if "::" in target:
+            calls = [kernel_of_file(target, signature, constexpr, grid)]
+        else:
+            calls = list(_calls(target, case, dtype.value, soc, tokens))
+        found = [one for call in calls for one in predict_all(call, soc, spans=trace is not None)]
+    except Unknown as error:
+        print(f"npu-ops: {error}")
+        raise typer.Exit(1) from error
+    except (FileNotFoundError, RuntimeError, ValueError) as error:
+        fail(error)
+    if trace:
+        traces.write(trace, found)
+    if as_json:
+        print_json([prediction.fields() for prediction in found])
+    else:
+        _print(found)
+
+
+def _calls(op: str, names: list[str] | None, dtype: str, soc: str, tokens: int | None):
+    """The launches of each case."""
+    import torch
+
+    from npu_ops_tools.compile.launches import cases_of
+    from npu_ops_tools.model import of_case
+    from npu_ops_tools.where import ops
+
+    if op not in ops():
+        raise ValueError(f"target: got {op!r}, needs one of {', '.join(ops())} or FILE.py::KERNEL")
+    for name in names or [case.name for case in cases_of(op).CASES]:
+        yield of_case(op, name, getattr(torch, dtype), soc, tokens)
+
+
+def _print(found: Iterable) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("case", "kernel", "us", "range", "bottleneck", "pipes", "MB", "of limit", "cores")
+    for each in found:
+        pipes = sorted(each.shares.items(), key=lambda item: -item[1])[:4]
+        table.add_row(
+            each.case, each.kernel, f"{each.us:.1f}", f"{each.low_us:.1f} to {each.high_us:.1f}",
+            each.bottleneck, ", ".join(f"{name} {share:.0%}" for name, share in pipes),
+            f"{(each.loaded + each.stored) / 1e6:.2f}", f"{each.of_limit:.0%}",
+            f"{each.programs} programs, {each.balance:.0%} even",
+        )  # fmt: skip
+    Console(width=160).print(table)
+    print(NOTE)

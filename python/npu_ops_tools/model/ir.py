@@ -1,0 +1,228 @@
+"""Reading a kernel that the vendor's compiler printed: its operations, and the views of memory that
+they move and compute.
+
+The compiler prints one operation a line, and closes regions on lines of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+
+BYTES = {
+    "f32": 4,
+    "i32": 4,
+    "bf16": 2,
+    "f16": 2,
+    "i16": 2,
+    "i8": 1,
+    "ui8": 1,
+    "i64": 8,
+    "i1": 1 / 8,
+}
+Values = tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A part of a memory: shape and strides in elements, None where nobody knows.
+
+    argument: the kernel's argument that it is a part of, "" for memory on the chip.
+    offset: in elements from the argument's start.
+    """
+
+    shape: Values
+    strides: Values
+    dtype: str
+    space: str
+    argument: str = ""
+    offset: int | None = 0
+
+    @property
+    def known(self) -> bool:
+        return None not in self.shape and None not in self.strides
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> float:
+        return self.elements * BYTES[self.dtype]
+
+    def runs(self) -> tuple[int, float]:
+        """How many contiguous pieces it has, and the bytes of each."""
+        run = 1
+        for size, stride in reversed(list(zip(self.shape, self.strides, strict=True))):
+            if size != 1 and stride != run:
+                break
+            run *= size
+        return (self.elements // run if run else 0), run * BYTES[self.dtype]
+
+
+@dataclasses.dataclass
+class Operation:
+    """One line, with the regions that it opens."""
+
+    name: str
+    results: tuple[str, ...]
+    text: str
+    regions: tuple[list[Operation], ...] = ()
+
+
+@dataclasses.dataclass
+class Function:
+    """What one kind of core executes. core: "vector" or "cube"."""
+
+    name: str
+    core: str
+    arguments: list[tuple[str, str]]
+    body: list[Operation]
+
+
+@dataclasses.dataclass
+class Module:
+    """A kernel.
+
+    cores: how many of a kind the compiler says that the SoC has.
+    pointers: what the kernel does with each tensor: "input", "output" or "both".
+    """
+
+    maps: dict[str, Callable]
+    functions: list[Function]
+    cores: dict[str, int]
+    pointers: tuple[str, ...]
+
+    @property
+    def core(self) -> str:
+        """Which cores it runs on: "vector", "cube" or "mixed"."""
+        kinds = {function.core for function in self.functions}
+        return kinds.pop() if len(kinds) == 1 else "mixed"
+
+
+def parse(text: str) -> Module:
+    """
+    Raises:
+        ValueError: no function for a device in it.
+    """
+    lines = iter([line.strip() for line in text.splitlines()])
+    functions = [found for line in lines if (found := _function(line, lines))]
+    if not functions:
+        raise ValueError("hivm: got no function of a device, needs one")
+    return Module(_maps(text), functions, _cores(text), _pointers(text))
+
+
+def _function(line: str, lines: Iterator[str]) -> Function | None:
+    if not line.startswith("func.func @") or not line.endswith("{"):
+        return None
+    body, _ = _block(lines)
+    if "function_kind<HOST>" in line:
+        return None
+    name = re.match(r"func\.func @([\w$.]+)", line)[1]
+    core = "cube" if "func_core_type<AIC>" in line else "vector"
+    arguments = re.findall(r"(%arg\d+): (memref<(?:[^<>]|<[^<>]*>)*>|\w+)", line)
+    return Function(name, core, arguments, body)
+
+
+def _block(lines: Iterator[str]) -> tuple[list[Operation], str]:
+    """The operations up to the brace that closes them, and the line of that brace."""
+    found = []
+    for line in lines:
+        if line.startswith("}"):
+            return found, line
+        if line:
+            found.append(_operation(line, lines))
+    return found, "}"
+
+
+def _operation(line: str, lines: Iterator[str]) -> Operation:
+    left, equals, right = line.partition(" = ")
+    if not equals or not left.startswith("%"):
+        left, right = "", line
+    regions = []
+    while line.endswith("{"):
+        body, line = _block(lines)
+        regions.append(body)
+    name = re.match(r"[\w.]+", right)[0]
+    return Operation(name, tuple(_results(left)), right[len(name) :].strip(), tuple(regions))
+
+
+def _results(left: str) -> Iterator[str]:
+    """The names in "%5", "%5, %6" and "%5:2"."""
+    for name in filter(None, left.split(", ")):
+        base, _, count = name.partition(":")
+        yield from (f"{base}#{i}" for i in range(int(count))) if count else [base]
+
+
+def _pointers(text: str) -> tuple[str, ...]:
+    """Of the first function of a device; where the compiler does not say it, "both"."""
+    head = next(line for line in text.splitlines() if "function_kind<DEVICE>" in line)
+    arguments = re.findall(r"%arg\d+: memref<[^{]*?>>?(?: (\{[^}]*\}))?(?=, %|\))", head)
+    kinds = {"0": "input", "1": "output", "2": "both"}
+    found = [re.search(r"tensor_kind = (\d)", each) for each in arguments if "arg_type" not in each]
+    return tuple(kinds[each[1]] if each else "both" for each in found)
+
+
+def _cores(text: str) -> dict[str, int]:
+    found = dict(re.findall(r'"(CUBE|VECTOR)_CORE_COUNT", (\d+)', text))
+    return {kind.lower(): int(count) for kind, count in found.items()}
+
+
+def _maps(text: str) -> dict[str, Callable]:
+    """#mapN -> a function that returns a tuple."""
+    found = {}
+    pattern = r"^(#map\d*) = affine_map<\(([^)]*)\)(?:\[([^\]]*)\])? -> \((.*)\)>$"
+    for name, dims, symbols, body in re.findall(pattern, text, re.M):
+        arguments = ", ".join(filter(None, (dims, symbols)))
+        found[name] = eval(f"lambda {arguments}: ({_python(body)},)", {"ceildiv": _ceildiv})
+    return found
+
+
+def _ceildiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _python(body: str) -> str:
+    """An affine expression in Python; only one operator needs more than another name."""
+    body = body.replace("floordiv", "//").replace(" mod ", " % ")
+    operand = r"(\w+|\((?:[^()]|\([^()]*\))*\))"
+    while " ceildiv " in body:
+        body, count = re.subn(rf"{operand} ceildiv {operand}", r"ceildiv(\1, \2)", body)
+        if not count:
+            raise ValueError(f"affine map: got {body!r}, needs operands of at most two brackets")
+    return body
+
+
+@functools.cache
+def view_type(text: str) -> View | None:
+    """What "memref<4x?xf32, strided<[?, 1], offset: ?>, #hivm.address_space<ub>>" says."""
+    found = re.search(
+        r"memref<((?:(?:\d+|\?)x)*)(\w+)(?:, strided<\[([^\]]*)\](?:, offset: [^>]*)?>)?"
+        r"(?:, #hivm\.address_space<(\w+)>)?>",
+        text,
+    )
+    if not found:
+        return None
+    shape = tuple(_known(size) for size in found[1].split("x") if size)
+    strides = dense(shape) if found[3] is None else tuple(map(_known, _items(found[3])))
+    return View(shape, strides, found[2], found[4] or "gm")
+
+
+def _known(text: str) -> int | None:
+    return None if text.strip() == "?" else int(text)
+
+
+def _items(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def dense(shape: Values) -> Values:
+    """Strides of a contiguous tensor; None outside of a size that nobody knows."""
+    strides, run = [], 1
+    for size in reversed(shape):
+        strides.insert(0, run)
+        run = None if run is None or size is None else run * size
+    return tuple(strides)

@@ -1,0 +1,83 @@
+"""The launches of an op's cases as an SoC would get them: its cores, its tiles, real scalars."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import torch
+from npu_ops_emulator import vendor
+
+from npu_ops.core import hardware, registry
+from npu_ops_tools.compile.launches import (
+    DTYPES,
+    Launch,
+    cases_of,
+    forward_and_backward,
+    from_file,
+    recorded,
+)
+
+
+def of_case(
+    op: str, case: str, dtype: torch.dtype, soc: str, tokens: int | None = None
+) -> list[Launch]:
+    """Every launch of a case, forward and backward, in order.
+
+    tokens: instead of the case's own.
+
+    Raises:
+        ValueError: no such case.
+    """
+    module = cases_of(op)
+    found = {each.name: each for each in module.CASES}
+    if case not in found:
+        raise ValueError(f"case: got {case!r}, needs one of {', '.join(found)}")
+    chosen = dataclasses.replace(found[case], tokens=tokens or found[case].tokens)
+    package = importlib.import_module(f"npu_ops.ops.{op}")
+    function = getattr(package, getattr(chosen, "function", package.__all__[0]))
+    wrt = getattr(chosen, "differentiable", module.DIFFERENTIABLE)
+    return of_call(case, soc, function, chosen.inputs(dtype), wrt)
+
+
+def of_call(
+    label: str, soc: str, function, inputs: dict, wrt: tuple[str, ...] = ()
+) -> list[Launch]:
+    """Every launch of a call and of its backward, as on an NPU with `soc`."""
+    target = soc.removesuffix("-1")
+    with (
+        recorded(label) as found,
+        registry.as_if_on("npu"),
+        hardware.as_if_soc(target, vendor.cores(target)),
+    ):
+        forward_and_backward(function, inputs, wrt)
+    return found
+
+
+def kernel_of_file(target: str, signature: str, constants: str, grid: int) -> list[Launch]:
+    """A launch of "FILE.py::KERNEL".
+
+    signature: "x=*bf16:8192,n=i32:8192": of a pointer the elements that it points at, of a number
+        its value. constants: "BLOCK=1024". grid: programs.
+
+    Raises:
+        ValueError: no such kernel, or arguments that it does not have, lacks, or without a value.
+    """
+    types, values = [], []
+    for item in filter(None, (part.strip() for part in signature.split(","))):
+        typed, colon, value = item.partition(":")
+        if not colon:
+            raise ValueError(f"signature: got {item!r}, needs name=type:value")
+        types.append(typed)
+        values.append(_value(typed.partition("=")[2], value))
+    launch = from_file(target, ",".join(types), constants)
+    return [dataclasses.replace(launch, case=f"grid {grid}", values=tuple(values), grid=(grid,))]
+
+
+def _value(kind: str, text: str):
+    if not kind.startswith("*"):
+        return float(text) if kind.startswith(("fp", "bf")) else int(text)
+    dtype = {short: name for name, short in DTYPES.items()}.get(kind[1:])
+    if dtype is None:
+        raise ValueError(f"signature: got {kind!r}, needs a pointer to one of {', '.join(DTYPES)}")
+    return torch.empty(int(text), dtype=getattr(torch, dtype))

@@ -1,0 +1,168 @@
+"""What the model says of a launch. None of it was measured: the label is `npu-model`."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import torch
+from npu_ops_emulator import vendor
+
+from npu_ops_tools.compile.launches import Launch
+from npu_ops_tools.model import costs, ir, machine
+from npu_ops_tools.model.core import Span
+
+LABEL = "npu-model"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Times in microseconds, bytes of the whole launch.
+
+    us, low_us, high_us: the time, and the range that four of five measured rows lie in
+    (docs/npu-model.md); no cube core was measured, so the range of kernels with one is a guess.
+    bottleneck: "start" of the programs, or "memory", if that takes longest; else the pipe that is
+    busiest, or "waiting" where none is half of the time.
+    shares: pipe -> which part of the busiest core's time it is busy.
+    loaded, stored: from and to global memory; workspace: of these, what cube and vector cores hand
+    to each other. limit_us: what the tensors' bytes, moved once, take. balance: the mean core's
+    work over the busiest one's.
+    """
+
+    kernel: str
+    case: str
+    soc: str
+    us: float
+    low_us: float
+    high_us: float
+    bottleneck: str
+    shares: dict[str, float]
+    loaded: float
+    stored: float
+    workspace: float
+    limit_us: float
+    balance: float
+    programs: int
+    waves: int
+    core: str
+    label: str = LABEL
+    spans: dict[str, list[Span]] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def of_limit(self) -> float:
+        """1: as fast as the memory allows; 0.5: half as fast."""
+        return min(1.0, self.limit_us / self.us)
+
+    def fields(self) -> dict:
+        """For JSON and CSV."""
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in found.items() if name != "spans"} | {
+            "of_limit": self.of_limit
+        }
+
+
+def predict(launch: Launch, soc: str, *, unknown: Iterable[torch.Tensor] = (), spans: bool = False):
+    """What a recorded launch takes on `soc`.
+
+    unknown: tensors whose values are not what they will be at the launch, as earlier kernels of the
+        same call write them.
+
+    Returns:
+        A `Prediction`.
+
+    Raises:
+        machine.Unknown: the kernel has what the model does not know; it lists all of it.
+        ValueError: no costs for this SoC. vendor.CompileError: it does not compile.
+    """
+    return _predict(launch, soc, module_of(launch, soc), unknown, spans)
+
+
+def predict_all(
+    launches: Iterable[Launch], soc: str, *, spans: bool = False
+) -> Iterator[Prediction]:
+    """Each launch of a call, in order: what one writes, the next cannot read values of here."""
+    written: list[torch.Tensor] = []
+    for launch in launches:
+        module = module_of(launch, soc)
+        yield _predict(launch, soc, module, written, spans)
+        tensors = [value for value in launch.values if isinstance(value, torch.Tensor)]
+        pointers = iter(tensors)
+        for kind in module.pointers:
+            tensor = next(pointers, None)
+            if kind != "input" and tensor is not None:
+                written.append(tensor)
+
+
+def module_of(launch: Launch, soc: str) -> ir.Module:
+    """A launch as the vendor compiles it."""
+    target = soc.removesuffix("-1")  # 910B4 with twice the memory: the same to the compiler
+    options = dict(launch.options)
+    text = vendor.lower(
+        launch.kernel, dict(launch.signature), dict(launch.constants), target, **options
+    )
+    return ir.parse(vendor.pipes(launch.name, text, target, **options))
+
+
+def _predict(
+    launch: Launch, soc: str, module: ir.Module, unknown: Iterable, spans: bool
+) -> Prediction:
+    prices = costs.of(soc)
+    tensors = [value for value in launch.values if isinstance(value, torch.Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors}
+    footprint = float(sum(storages.values()))
+    load = _loader({tensor.untyped_storage().data_ptr() for tensor in unknown})
+    grid = (*launch.grid, 1, 1)[:3]
+    time = machine.run(
+        module, list(launch.values), grid, prices, footprint=footprint, load=load, spans=spans
+    )
+    return _summary(launch, soc, module, time, prices, footprint, grid)
+
+
+def _summary(launch, soc, module, time, prices, footprint, grid) -> Prediction:
+    first = max(time.programs, key=lambda walked: walked.time)
+    shares = {name: busy / first.time for name, busy in sorted(first.busy.items())}
+    low, high = prices.range_mixed if module.core == "mixed" else prices.range_vector
+    return Prediction(
+        kernel=launch.name, case=launch.case, soc=soc, us=time.total, low_us=time.total * low,
+        high_us=time.total * high,
+        bottleneck=_bottleneck(time, shares), shares=shares,
+        loaded=time.moved.get("loaded", 0.0), stored=time.moved.get("stored", 0.0),
+        workspace=time.moved.get("workspace", 0.0), limit_us=footprint / prices.memory,
+        balance=time.balance, programs=grid[0] * grid[1] * grid[2], waves=time.waves,
+        core=module.core, spans=first.spans or time.programs[0].spans,
+    )  # fmt: skip
+
+
+def _bottleneck(time: machine.Time, shares: dict[str, float]) -> str:
+    if time.start > max(time.memory, time.cores):
+        return "start"
+    if time.memory > time.cores:
+        return "memory"
+    pipe = max(shares, key=shares.get)
+    return pipe if shares[pipe] >= 0.5 else "waiting"
+
+
+def _loader(unknown: set[int]):
+    """Reads whole numbers from the tensors of a launch; what else they hold decides no bounds."""
+
+    def load(tensor, offset: int):
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype.is_floating_point:
+            return None
+        storage = tensor.untyped_storage()
+        first = tensor.storage_offset() + offset
+        outside = first < 0 or (first + 1) * tensor.itemsize > storage.nbytes()
+        if outside or storage.data_ptr() in unknown:
+            return None
+        return int(tensor.as_strided((1,), (1,), first))
+
+    return load
+
+
+def totals(found: list[Prediction]) -> dict[str, float]:
+    """Of the launches of one call."""
+    names = ("us", "low_us", "high_us", "limit_us", "loaded", "stored", "workspace")
+    summed: collections.Counter[str] = collections.Counter()
+    for prediction in found:
+        summed.update({name: getattr(prediction, name) for name in names})
+    return dict(summed)

@@ -1,0 +1,239 @@
+"""What the model predicts for the measured rows, how well, and the fit of its few constants."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+import lzma
+import math
+import pathlib
+import statistics
+from collections.abc import Iterable
+
+from npu_ops_emulator import vendor
+
+from npu_ops_tools.model import costs, ir, machine
+from npu_ops_tools.model.costs import Costs
+from npu_ops_tools.model.validation.cases import Candidate, Measured, candidates, rows
+
+FITTED_ON = ("Add", "Mul", "DtypeCast", "triton_sigmoid", "triton_swish")
+CONSTANTS = {  # what may be fitted for a family: five at most
+    "Ascend910B4-1": ("launch", "program", "latency", "memory", "l2"),
+    "Ascend910_93": ("launch", "program", "latency", "restart"),
+}
+LATENCIES = (0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  # us; only this one needs another walk
+COMPILED = pathlib.Path(__file__).with_name("compiled.json.xz")
+SHORT = 10.0  # us, under which a launch is most of the time
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A measured row and what is said of it, in microseconds.
+
+    `bytes_only` is launch + bytes / memory, `waves_only` launch + waves x a constant; both with
+    constants fitted on the same rows as the model's.
+    """
+
+    row: Measured
+    model: float
+    bytes_only: float
+    waves_only: float
+
+    @property
+    def held_out(self) -> bool:
+        return self.row.op not in FITTED_ON
+
+    def error(self, said: str = "model") -> float:
+        return abs(getattr(self, said) / self.row.time - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Of some rows. bias: the median of predicted / measured."""
+
+    count: int
+    median: float
+    mean: float
+    bias: float
+    rank: float
+
+
+def points() -> list[Point]:
+    """The rows that the model has an answer to."""
+    measured = list(rows())
+    plain = _baselines(measured)
+    found = []
+    for row in measured:
+        said = predict(row, costs.of(row.soc))
+        found.append(Point(row, said, *plain[row.soc.startswith("Ascend910B4")](row)))
+    return found
+
+
+def predict(row: Measured, prices: Costs) -> float:
+    """The time of the fastest of the kernels that stand for a row."""
+    said = [_time(walked, row, prices) for walked in _walked(row, prices)]
+    return min(said)
+
+
+def _time(walked: tuple, row: Measured, prices: Costs) -> float:
+    candidate, cores, programs = walked
+    return machine.combine(programs, candidate.grid, cores, prices, row.bytes).total
+
+
+def _walked(row: Measured, prices: Costs) -> Iterable[tuple]:
+    key = prices.replace(**dict.fromkeys(("launch", "program", "memory", "l2", "restart"), 0.0))
+    for candidate in candidates(row):
+        module = _module(candidate, row.soc)
+        if module is None:
+            continue
+        cores = min(row.blocks or module.cores["vector"], module.cores["vector"])
+        programs = _programs(candidate, row, cores, key.family, key.latency)
+        yield candidate, cores, programs
+
+
+@functools.cache
+def _programs(candidate: Candidate, row: Measured, cores: int, family: str, latency: float):
+    prices = costs.of(row.soc).replace(latency=latency)
+    module = _module(candidate, row.soc)
+    return machine.walk(module, list(candidate.values), (candidate.grid, 1, 1), prices, cores=cores)
+
+
+@functools.cache
+def _module(candidate: Candidate, soc: str) -> ir.Module | None:
+    """None where its tiles are too large for the chip's memory."""
+    text = _compiled()[key(candidate, soc)]
+    return ir.parse(text) if text else None
+
+
+@functools.cache
+def _compiled() -> dict[str, str]:
+    return json.loads(lzma.decompress(COMPILED.read_bytes()))
+
+
+def key(candidate: Candidate, soc: str) -> str:
+    """What its kernel is compiled from and for."""
+    parts = (candidate.kernel, dict(candidate.signature), dict(candidate.constants))
+    return json.dumps([*parts, soc.removesuffix("-1")])
+
+
+def compile_all() -> dict[str, str]:
+    """Every candidate's kernel as the vendor compiles it, "" where its tiles do not fit."""
+    wanted = {key(each, row.soc): (each, row.soc) for row in rows() for each in candidates(row)}
+    return {name: compile_one(*each) for name, each in sorted(wanted.items())}
+
+
+def compile_one(candidate: Candidate, soc: str) -> str:
+    vendor.frontend()
+    kernels = importlib.import_module("npu_ops_tools.model.validation.kernels")
+    kernel, soc = getattr(kernels, candidate.kernel), soc.removesuffix("-1")
+    text = vendor.lower(kernel, dict(candidate.signature), dict(candidate.constants), soc)
+    try:
+        return vendor.pipes(candidate.kernel, text, soc)
+    except vendor.CompileError as error:
+        if "overflow" not in str(error):
+            raise
+        return ""
+
+
+def keep(compiled: dict[str, str]) -> None:
+    """For those who have no compiler, and because compiling takes minutes."""
+    text = json.dumps(compiled, indent=0, sort_keys=True)
+    COMPILED.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+
+
+def score(found: list[Point], said: str = "model") -> Score:
+    errors = [point.error(said) for point in found]
+    predicted = [getattr(point, said) for point in found]
+    measured = [point.row.time for point in found]
+    bias = statistics.median(a / b for a, b in zip(predicted, measured, strict=True))
+    ranks = _ranks(predicted), _ranks(measured)
+    constant = min(len(set(each)) for each in ranks) < 2
+    rank = math.nan if constant else statistics.correlation(*ranks)
+    return Score(len(found), statistics.median(errors), statistics.fmean(errors), bias, rank)
+
+
+def judged(found: list[Point]) -> list[Point]:
+    """The rows that the gate is about: never fitted, and longer than a launch."""
+    return [point for point in found if point.held_out and point.row.time > SHORT]
+
+
+def _ranks(values: list[float]) -> list[float]:
+    """From 1; equal values share the mean of theirs."""
+    order = sorted(values)
+    return [order.index(value) + (order.count(value) + 1) / 2 for value in values]
+
+
+def _baselines(measured: list[Measured]) -> dict[bool, object]:
+    """For 910B4 and for the others: a function of a row that returns both."""
+    return {b4: _baseline([row for row in measured if _is_b4(row) == b4]) for b4 in (True, False)}
+
+
+def _is_b4(row: Measured) -> bool:
+    return row.soc.startswith("Ascend910B4")
+
+
+def _baseline(measured: list[Measured]):
+    fitted = [row for row in measured if row.op in FITTED_ON]
+
+    def by_bytes(row: Measured, x: list[float]) -> float:
+        return x[0] + x[1] * _cores(row) + row.bytes / x[2] / 1e6
+
+    def by_waves(row: Measured, x: list[float]) -> float:
+        return x[0] + x[1] * -(-_grid(row) // _cores(row))
+
+    first = minimise(lambda x: _loss(fitted, lambda row: by_bytes(row, x)), [1.0, 0.1, 1.2])
+    second = minimise(lambda x: _loss(fitted, lambda row: by_waves(row, x)), [1.0, 1.9])
+    return lambda row: (by_bytes(row, first), by_waves(row, second))
+
+
+def _cores(row: Measured) -> int:
+    return row.blocks if 0 < row.blocks <= 48 else (40 if _is_b4(row) else 48)
+
+
+def _grid(row: Measured) -> int:
+    return candidates(row)[0].grid
+
+
+def _loss(measured: list[Measured], said) -> float:
+    return statistics.fmean(abs(math.log(said(row) / row.time)) for row in measured)
+
+
+def fit(family: str) -> dict[str, float]:
+    """The constants of a family that fit the rows of FITTED_ON best."""
+    names = CONSTANTS[family]
+    fitted = [row for row in rows() if row.op in FITTED_ON and costs.of(row.soc).family == family]
+    best = (math.inf, {})
+    for latency in LATENCIES:
+        free = [name for name in names if name != "latency"]
+        start = costs.of(fitted[0].soc).replace(latency=latency)
+
+        def with_(x, free=free, start=start) -> Costs:
+            return start.replace(**dict(zip(free, x, strict=True)))
+
+        def loss(x, with_=with_) -> float:
+            return _loss(fitted, lambda row: predict(row, with_(x)))
+
+        x = minimise(loss, [getattr(start, name) for name in free])
+        best = min(best, (loss(x), {**dict(zip(free, x, strict=True)), "latency": latency}),
+                   key=lambda pair: pair[0])  # fmt: skip
+    return best[1]
+
+
+def minimise(function, start: list[float], turns: int = 40) -> list[float]:
+    """By moving one positive number after the other, with steps that get smaller."""
+    best, step = list(start), 0.5
+    lowest = function(best)
+    for _ in range(turns):
+        moved = False
+        for i in range(len(best)):
+            for factor in (1 + step, 1 / (1 + step)):
+                tried = [*best[:i], best[i] * factor, *best[i + 1 :]]
+                value = function(tried)
+                if value < lowest - 1e-9:
+                    best, lowest, moved = tried, value, True
+        step = step if moved else step / 2
+        if step < 0.005:
+            break
+    return best

@@ -1,0 +1,139 @@
+"""How long the vector unit takes for an operation of HIVM.
+
+An instruction works through repeats of 256 bytes; one starts for every 255 of them, and for every
+row that is not contiguous with the one before. The cycles are the vendor's (costs.csv).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from npu_ops_tools.model.costs import MOST_REPEATS, REPEAT, Vector
+from npu_ops_tools.model.ir import View
+
+WIDTH = {"bf16": "f16", "i1": "i16", "i8": "i16", "ui8": "i16"}  # as what it costs
+TWO = ("vadd", "vsub", "vmul", "vdiv", "vmax", "vmin")
+
+
+def cost(core, name: str, text: str, reads: list, writes: list) -> bool:
+    """Keep the core's vector pipe busy; False where the cost is not known."""
+    sources = [view for view in reads if isinstance(view, View)]
+    results = [view for view in writes if isinstance(view, View)]
+    if not results:
+        return False
+    cycles = _cycles(core.costs, name, text, sources, results, len(reads))
+    if cycles is None:
+        return False
+    largest = max((*sources, *results), key=lambda view: view.elements)
+    shape = "x".join(map(str, largest.shape))
+    core.occupy("V", f"{name} {shape} {largest.dtype}", cycles / core.costs.clock)
+    return True
+
+
+def _cycles(costs, name: str, text: str, sources: list, results: list, operands: int):
+    views = (*sources, *results)
+    if name == "vreduce":
+        return _reduce(costs, text, sources[0])
+    if name == "vcumsum":
+        return _cumulative(costs, text, sources[0])
+    if name == "varange":
+        return _table(costs, "vadd", results[0].dtype, "", results[0], costs.range)
+    if name == "vbrc" and sources and sources[0].elements != results[0].elements:
+        return _spread(costs, sources[0], results[0])
+    if name in ("vdeinterleave", "vinterleave"):
+        return 2 * _table(costs, "vreduce_pattern", "f32", "", max(views, key=lambda v: v.elements))
+    if name == "vtranspose":
+        return _transpose(costs, results[0])
+    widest = max(views, key=lambda view: (view.elements, view.bytes))
+    kind = f" {_cast(sources, results)}" if name == "vcast" else ""
+    if name in TWO and len(sources) < 2 <= operands:
+        kind = " scalar"
+    spread = 0.0
+    if "broadcast" in text:
+        spread = _broadcast(costs, text, sources, widest)
+    source = sources[0] if name in ("vcmp", "vcast") and sources else widest
+    return _table(costs, name, source.dtype, kind, widest, spread)
+
+
+def _table(costs, name: str, dtype: str, kind: str, view: View, more: float = 0.0):
+    """Cycles of an operation on each element of `view`."""
+    one = _instruction(costs, name, dtype, kind)
+    if one is None or dtype == "i64":
+        return None
+    count, run = view.runs()
+    repeats = max(1, math.ceil(run / REPEAT))
+    if count > 1 and run < REPEAT and view.strides[-1] == 1:
+        starts, repeats = 1, count  # rows are repeats of one instruction
+    else:
+        starts, repeats = count, repeats * count
+    starts = max(starts, math.ceil(repeats / MOST_REPEATS))
+    return more + starts * one.start + repeats * one.repeat
+
+
+def _instruction(costs, name: str, dtype: str, kind: str) -> Vector | None:
+    if name == "vcast":
+        return costs.vector.get(f"vcast{kind}") or costs.vector["vcast other"]
+    dtype = WIDTH.get(dtype, dtype)
+    return costs.vector.get(f"{name} {dtype}{kind}")
+
+
+def _cast(sources: list, results: list) -> str:
+    return f"{sources[0].dtype} {results[0].dtype}"
+
+
+def _broadcast(costs, text: str, sources: list, widest: View) -> float:
+    """Of spreading the operand that has one column over a block; rows of one operand take an
+    instruction each."""
+    axes = [int(i) for i in re.search(r"broadcast = \[([\d, ]*)\]", text)[1].split(",")]
+    rows = widest.elements // widest.shape[-1] if widest.shape else 1
+    smallest = min(sources, key=lambda view: view.elements)
+    block = costs.vector["broadcast f32"]
+    if len(widest.shape) - 1 in axes:
+        return block.start + smallest.elements / 8
+    return (min(rows, MOST_REPEATS) - 1) * costs.vector["copy f32"].start / 2
+
+
+def _spread(costs, source: View, result: View):
+    """A tensor repeated along an axis: copies of rows, or blocks of one element each."""
+    block = costs.vector["broadcast f32"]
+    copies = _table(costs, "copy", result.dtype, "", result)
+    if copies is None:
+        return None
+    return copies + block.start + source.elements / 8
+
+
+def _transpose(costs, result: View):
+    one = _instruction(costs, "vtranspose", result.dtype, "")
+    if one is None:
+        return None
+    return one.start + math.ceil(result.bytes / (2 * REPEAT)) * one.start
+
+
+def _reduce(costs, text: str, source: View):
+    """Halve until a row is one repeat, then reduce each row within its repeat; along another axis
+    halve to the end."""
+    axes = [int(i) for i in re.search(r"reduce_dims = \[([\d, ]*)\]", text)[1].split(",")]
+    kind = "vmax" if re.search(r"<(max|min)", text) else "vadd"
+    halve = _instruction(costs, kind, source.dtype, "")
+    within = _instruction(costs, "vreduce_row", source.dtype, "")
+    if halve is None or within is None:
+        return None
+    reduced = max(1, math.prod(source.shape[i] for i in axes))
+    rows = source.elements / reduced
+    if len(source.shape) - 1 not in axes:
+        steps = math.ceil(math.log2(max(2, reduced)))
+        return steps * halve.start + source.bytes / REPEAT * halve.repeat
+    steps = math.ceil(math.log2(max(1.0, source.bytes / rows / REPEAT)))
+    halving = steps * halve.start + source.bytes / REPEAT * halve.repeat * (steps > 0)
+    return halving + within.start + rows * within.repeat
+
+
+def _cumulative(costs, text: str, source: View):
+    """One addition for each element along the axis."""
+    axis = int(re.search(r"cum_dims = \[(\d+)\]", text)[1])
+    one = _instruction(costs, "vadd", source.dtype, "")
+    if one is None:
+        return None
+    length = source.shape[axis]
+    return length * (one.start + math.ceil(source.bytes / length / REPEAT) * one.repeat)

@@ -1,0 +1,325 @@
+"""What the model makes of a compiled kernel: values, order among pipes, refusals."""
+
+import json
+import pathlib
+
+import pytest
+import torch
+from npu_ops_tools import model
+from npu_ops_tools.cli import app
+from npu_ops_tools.model import core, costs, ir, machine, scalars
+from npu_ops_tools.model.prediction import _loader
+from npu_ops_tools.model.validation import check
+from typer.testing import CliRunner
+
+import npu_ops
+
+SOC = "Ascend910B4-1"
+KERNELS = pathlib.Path(__file__).parents[1] / "compile" / "kernels.py"
+PRICES = costs.of(SOC).replace(latency=1.0)
+UB, GM = "#hivm.address_space<ub>", "#hivm.address_space<gm>"
+HEAD = (
+    'module attributes {x = <"CUBE_CORE_COUNT", 20 : i32>, y = <"VECTOR_CORE_COUNT", 40 : i32>} {\n'
+)
+
+
+def function(body, name="kernel", kind="AIV", arguments=""):
+    runtime = [f"%arg{i}: i64" for i in range(3)]
+    given = [
+        f"%arg{3 + i}: {each}" for i, each in enumerate([*arguments.split("; "), *["i32"] * 3])
+    ]
+    listed = ", ".join([*runtime, *(each for each in given if not each.endswith(": "))])
+    return (
+        f"func.func @{name}({listed}) attributes {{hacc.function_kind<DEVICE>, "
+        f"hivm.func_core_type<{kind}>}} {{\n{body}\nreturn\n}}\n"
+    )
+
+
+def time_of(*functions, values=(), grid=(1, 1, 1), load=core.nothing, footprint=0.0):
+    module = ir.parse(HEAD + "".join(functions) + "}")
+    return machine.run(module, list(values), grid, PRICES, footprint=footprint, load=load)
+
+
+LOADED = f"memref<4096xf32, {GM}>"
+TILE = f"memref<4096xf32, {UB}>"
+SETUP = f"""
+%c0 = arith.constant 0 : i64
+%ub = hivm.hir.pointer_cast(%c0) : {TILE}
+"""
+LOAD = f"hivm.hir.load ins(%arg3 : {LOADED}) outs(%ub : {TILE})\n"
+ADD = f"hivm.hir.vadd ins(%ub, %ub : {TILE}, {TILE}) outs(%ub : {TILE})\n"
+FLAG = "hivm.hir.{}_flag[<PIPE_MTE2>, <PIPE_V>, <EVENT_ID0>]\n"
+
+
+def programs(body, **settings):
+    (walked,) = time_of(function(body, arguments=LOADED), values=[None], **settings).programs
+    return walked
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "values", "result"),
+    [
+        ("divsi", "%a, %b : i32", [-7, 2], -3),
+        ("remsi", "%a, %b : i32", [-7, 2], -1),
+        ("floordivsi", "%a, %b : i32", [-7, 2], -4),
+        ("ceildivsi", "%a, %b : i32", [7, 2], 4),
+        ("cmpi", "slt, %a, %b : i32", [1, 2], 1),
+        ("cmpi", "uge, %a, %b : i32", [1, 2], 0),
+        ("cmpf", "ogt, %a, %b : f32", [2.5, 2.0], 1),
+        ("select", "%c, %a, %b : i32", [0, 5, 6], 6),
+        ("select", "%c, %a, %b : i32", [None, 5, 6], None),
+        ("addi", "%a, %b : i32", [None, 1], None),
+        ("trunci", "%a : i64 to i32", [2**32 + 5], 5),
+        ("trunci", "%a : i64 to i32", [2**31], -(2**31)),
+        ("index_cast", "%a : index to i1", [3], 1),
+    ],
+)
+def test_arithmetic(name, text, values, result):
+    assert scalars.arith(name, text, values) == result
+
+
+def test_affine_maps():
+    text = "#map = affine_map<(d0)[s0] -> ((d0 + 1) ceildiv 4, d0 floordiv s0, d0 mod 3)>"
+    assert ir._maps(text)["#map"](8, 3) == (3, 2, 2)
+
+
+def test_views_keep_their_place():
+    source = ir.view_type(f"memref<8x16xf32, strided<[32, 1], offset: ?>, {GM}>")
+    names = {"%i": 2, "%n": 3}
+
+    def value(name):
+        return names[name] if name.startswith("%") else int(name)
+
+    part = scalars.view("subview", "%x[%i, 4] [%n, 8] [1, 2] : a to memref<?x8xf32>", source, value)
+    assert (part.shape, part.strides, part.offset) == ((3, 8), (32, 2), 2 * 32 + 4)
+    assert part.runs() == (24, 4)
+    flat = scalars.view("collapse_shape", "%x [[0, 1]] : a", ir.view_type("memref<4x8xf32>"), value)
+    assert (flat.shape, flat.strides, flat.runs()) == ((32,), (1,), (1, 128))
+
+
+# Order among pipes
+
+
+def test_pipes_run_beside_each_other_unless_a_flag_says_otherwise():
+    apart = programs(SETUP + LOAD + ADD)
+    after = programs(SETUP + LOAD + FLAG.format("set") + FLAG.format("wait") + ADD)
+    busy = apart.busy
+    assert apart.time < busy["vector.MTE2"] + busy["vector.V"]
+    needs = busy["vector.MTE2"] + PRICES.latency + busy["vector.V"]
+    assert after.time == pytest.approx(needs, abs=0.02)
+
+
+def test_a_barrier_waits_for_all():
+    barrier = "hivm.hir.pipe_barrier[<PIPE_ALL>]\n"
+    alone, twice = programs(SETUP + LOAD + barrier), programs(SETUP + (LOAD + barrier) * 2)
+    assert twice.time == pytest.approx(2 * alone.time, rel=0.02)
+
+
+def test_a_flag_that_nobody_set_is_refused():
+    with pytest.raises(machine.Unknown, match="a flag that nobody set"):
+        programs(SETUP + FLAG.format("wait") + ADD)
+
+
+def mixed(cube, vector):
+    parts = [
+        function(cube, "k_mix_aic", "AIC", LOADED),
+        function(vector, "k_mix_aiv", "AIV", LOADED),
+    ]
+    return time_of(*parts, values=[None])
+
+
+SET = "hivm.hir.sync_block_set[<{}>, <PIPE_{}>, <PIPE_S>] flag = {} ffts_base_addr = %arg0\n"
+WAIT = "hivm.hir.sync_block_wait[<{}>, <PIPE_{}>, <PIPE_S>] flag = {}\n"
+
+
+def test_cores_wait_for_each_other():
+    cube = SET.format("CUBE", "FIX", 0) + WAIT.format("CUBE", "MTE3", 1)
+    vector = SETUP + WAIT.format("VECTOR", "FIX", 0) + LOAD + SET.format("VECTOR", "MTE3", 1)
+    assert mixed(cube, vector).cores >= 2 * PRICES.block_flag
+    with pytest.raises(machine.Unknown, match="never set"):
+        mixed(cube, SETUP + LOAD)
+
+
+# Loops and branches
+
+LOOP = f"""
+%c1 = arith.constant 1 : i32
+%zero = arith.constant 0 : i32
+scf.for %i = %zero to %arg4 step %c1  : i32 {{
+{LOAD}
+}}
+"""
+
+
+def loop(count, **settings):
+    found = time_of(
+        function(SETUP + LOOP, arguments=f"{LOADED}; i32"), values=[None, count], **settings
+    )
+    return found.programs[0]
+
+
+def test_a_loop_runs_as_often_as_its_bounds_say():
+    assert loop(5).bytes["loaded"] == 5 * 4096 * 4
+    assert loop(0).bytes["loaded"] == 0
+
+
+def test_a_long_loop_is_not_walked_to_its_end_and_comes_to_the_same(monkeypatch):
+    kept = next(
+        text for name, text in check._compiled().items() if '"add"' in name and "16384" in name
+    )
+    module, values = ir.parse(kept), [None, None, None, 40 * 16384 * 61 + 5]
+    steps = []
+    block = core.Core._block
+    monkeypatch.setattr(core.Core, "_block", lambda *a: steps.append(1) or block(*a))
+    quick = machine.walk(module, values, (40, 1, 1), PRICES)
+    count = len(steps)
+    monkeypatch.setattr(core, "SURE", 10**9)
+    whole = machine.walk(module, values, (40, 1, 1), PRICES)
+    assert count < (len(steps) - count) / 2
+    for a, b in zip(quick, whole, strict=True):
+        assert a.time == pytest.approx(b.time, rel=1e-6) and a.bytes == b.bytes
+
+
+BOUND_FROM_MEMORY = f"""
+%c2 = arith.constant 2 : index
+%n = memref.load %arg4[%c2] : memref<?xi32, {GM}>
+%c1 = arith.constant 1 : i32
+%zero = arith.constant 0 : i32
+scf.for %i = %zero to %n step %c1  : i32 {{
+{LOAD}
+}}
+"""
+
+
+def test_bounds_from_memory_are_those_of_the_launch():
+    kernel = function(SETUP + BOUND_FROM_MEMORY, arguments=f"{LOADED}; memref<?xi32, {GM}>")
+    found = time_of(kernel, values=[None, [7, 8, 9]], load=lambda tensor, offset: tensor[offset])
+    assert found.programs[0].bytes["loaded"] == 9 * 4096 * 4 + 4
+    with pytest.raises(machine.Unknown, match="bounds of a loop"):
+        time_of(kernel, values=[None, [7, 8, 9]])
+
+
+def test_all_that_is_not_known_is_listed():
+    body = f"""{SETUP}
+    %x = math.exp %arg4 : f32
+    %c = arith.cmpf ogt, %x, %x : f32
+    scf.if %c {{
+    {LOAD}
+    }}
+    hivm.hir.vsort ins(%ub : {TILE}) outs(%ub : {TILE})
+    hivm.hir.vsort ins(%ub : {TILE}) outs(%ub : {TILE})
+    gpu.launch %x : f32
+    """
+    with pytest.raises(machine.Unknown) as error:
+        time_of(function(body, arguments=f"{LOADED}; f32"), values=[None, 1.0])
+    assert error.value.what == {
+        "condition of a branch": 1, "hivm.hir.vsort of f32/f32": 2, "gpu.launch": 1,
+    }  # fmt: skip
+
+
+# All cores
+
+
+def test_more_programs_than_cores_take_turns():
+    one = time_of(function(SETUP + LOAD, arguments=LOADED), values=[None], grid=(40, 1, 1))
+    two = time_of(function(SETUP + LOAD, arguments=LOADED), values=[None], grid=(41, 1, 1))
+    assert (one.waves, two.waves) == (1, 2)
+    assert two.cores == pytest.approx(2 * one.cores + PRICES.restart)
+    assert one.balance == 1 and two.balance == pytest.approx(41 / 80, rel=0.1)
+
+
+def test_beyond_the_cache_the_memory_is_shared():
+    kernel = function(SETUP + LOOP, arguments=f"{LOADED}; i32")
+    small, large = (
+        time_of(kernel, values=[None, 500], grid=(40, 1, 1), footprint=size) for size in (1e6, 1e9)
+    )
+    assert small.memory == 0 and large.memory == pytest.approx(500 * 40 * 4096 * 4 / PRICES.memory)
+    assert large.total > small.total
+
+
+# Our ops, and the command
+
+
+def test_an_op():
+    x = torch.empty(64, 8, 128, dtype=torch.bfloat16)
+    (prediction,) = model.predict_all(model.of_call("call", SOC, npu_ops.l2norm, {"x": x}), SOC)
+    moved = prediction.loaded + prediction.stored
+    assert prediction.label == "npu-model" and prediction.core == "vector"
+    assert 2 * x.nbytes <= moved < 2.1 * x.nbytes
+    assert prediction.low_us < prediction.us < prediction.high_us
+    assert prediction.limit_us < prediction.us and 0 < prediction.of_limit < 1
+    assert prediction.programs == 8 and prediction.waves == 1
+
+
+def test_what_an_earlier_kernel_writes_is_not_known():
+    lengths = torch.tensor([3, 5])
+    assert _loader(set())(lengths[1:], 0) == 5
+    assert _loader({lengths.untyped_storage().data_ptr()})(lengths, 0) is None
+    assert _loader(set())(lengths.float(), 0) is None
+    assert _loader(set())(lengths, 2) is None
+
+
+def test_an_soc_without_costs_is_refused():
+    with pytest.raises(ValueError, match="soc: got 'Ascend950PR_9579', needs one of Ascend910B1"):
+        costs.of("Ascend950PR_9579")
+    assert costs.of("Ascend910B4").family == "Ascend910B4"
+    assert costs.of("Ascend910B4-1").memory == 2 * costs.of("Ascend910B4").memory
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["model", *map(str, arguments)])
+
+
+ADD_KERNEL = (
+    f"{KERNELS}::add", "--signature", "x=*fp32:65536,y=*fp32:65536,out=*fp32:65536,n=i32:65536",
+    "--constexpr", "BLOCK=4096", "--grid", 16,
+)  # fmt: skip
+
+
+def test_the_command(tmp_path):
+    trace = tmp_path / "trace.json"
+    done = run(*ADD_KERNEL, "--json", "--trace", trace)
+    assert done.exit_code == 0, done.output
+    (found,) = json.loads(done.output)
+    assert found["label"] == "npu-model" and found["programs"] == 16
+    assert (found["loaded"], found["stored"]) == (2 * 65536 * 4, 65536 * 4)
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event.get("tid") for event in events} >= {"vector.MTE2", "vector.V", "vector.MTE3"}
+    assert "npu-model" in events[0]["args"]["name"]
+
+
+def test_the_command_says_that_it_is_a_model():
+    assert "npu-model: predicted from the compiled kernel, not measured" in run(*ADD_KERNEL).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nothing"], "target: got 'nothing', needs one of attention"),
+        (["rope", "--case", "x"], "case: got 'x', needs one of"),
+        (["rope", "--case", "qwen3-4b-tp1-t1", "--soc", "Ascend950PR_9579"], "soc: got"),
+        (
+            [ADD_KERNEL[0], "--signature", "x=*fp32"],
+            "signature: got 'x=*fp32', needs name=type:value",
+        ),
+        ([*ADD_KERNEL, "--trace", "/nowhere/t.json"], "--trace: got '/nowhere/t.json'"),
+    ],
+)
+def test_bad_input_is_named(arguments, says):
+    done = run(*arguments)
+    assert done.exit_code == 2 and says in done.output
+
+
+def test_a_mixed_kernel():
+    size = 256
+    tensors = f"a=*bf16:{size * size},b=*bf16:{size * size},c=*fp32:{size * size}"
+    launch = model.kernel_of_file(
+        f"{KERNELS}::matmul", f"{tensors},M=i32:{size},N=i32:{size},K=i32:{size}",
+        "BM=64,BN=64,BK=64", 16,
+    )  # fmt: skip
+    (prediction,) = model.predict_all(launch, SOC)
+    assert prediction.core == "mixed" and prediction.shares["cube.M"] > 0
+    assert prediction.high_us == pytest.approx(3 * prediction.us)
