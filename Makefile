@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/* csrc/*/*)  # the folders too: a file may have gone
 
-.PHONY: demo demo-serve test test-all bench check format clean
+.PHONY: demo demo-serve test test-all test-trainers bench check format clean
 
 # torch first and alone, so that nothing else chooses its build.
 $(VENV)/torch: 
@@ -27,6 +27,10 @@ $(VENV)/ready: $(VENV)/installed $(SOURCES)
 
 .cache/frameworks/ready: $(VENV)/ready tests/adapters/fetch_frameworks.py
 	$(BIN)/python tests/adapters/fetch_frameworks.py
+	@touch $@
+
+.cache/trainers/ready: $(VENV)/ready tests/adapters/fetch_verl.py tests/adapters/verl_requirements.txt
+	$(BIN)/python tests/adapters/fetch_verl.py
 	@touch $@
 
 .cache/megatron/0.16.1: $(VENV)/ready
@@ -52,17 +56,23 @@ ON_CPU := OMP_NUM_THREADS=1 $(BIN)/$(PYTEST) --dist loadgroup
 ON_NPU := OMP_NUM_THREADS=1 $(BIN)/npu-ops emulate -- $(PYTEST) --dist worksteal --device npu
 INTERPRETED := TRITON_INTERPRET=1 $(ON_CPU)
 
-test: check .cache/megatron/ready .cache/sglang/ready .cache/frameworks/ready
+FETCHED := $(patsubst %,.cache/%/ready,megatron sglang frameworks trainers)
+
+test: check $(FETCHED)
 	$(ON_CPU) -m "not slow"
 	$(INTERPRETED) -m "not slow" tests/interpreted
 	$(ON_NPU) -m "not slow" tests/ops
 
 # FLA: a clone of flash-linear-attention, whose own tests then run too: make FLA=... test-all
-test-all: check .cache/megatron/ready .cache/sglang/ready .cache/frameworks/ready
+test-all: check $(FETCHED)
 	$(ON_CPU)
 	$(INTERPRETED) tests/interpreted
 	$(ON_NPU) tests/ops
 	$(if $(FLA),$(BIN)/python tests/adapters/upstream_fla.py $(FLA))
+
+# Every model of verl's SFT trainer, three ways: a quarter of an hour.
+test-trainers: .cache/trainers/ready
+	$(ON_CPU) tests/trainers tests/adapters/test_verl.py
 
 bench: $(VENV)/ready
 	$(BIN)/npu-ops bench --output benchmarks/results

@@ -79,6 +79,7 @@ WATCHED = frozenset(
         "transformers.models.qwen3_next.modeling_qwen3_next",
         "transformers.models.qwen3_vl.modeling_qwen3_vl",
         "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
+        "verl.models.transformers.qwen3_5",
     }
 )
 

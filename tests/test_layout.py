@@ -20,7 +20,7 @@ ABOVE = {  # what a tree may not import
     "python/npu_ops_emulator": {"npu_ops_adapters", "npu_ops_tools"},
     "python/npu_ops_tools": set(),
 }
-FRAMEWORKS = {"megatron", "mindspeed", "sglang", "transformers", "fla", "vllm"}
+FRAMEWORKS = {"megatron", "mindspeed", "sglang", "transformers", "fla", "verl", "vllm"}
 LAZY = {"torch_npu", "triton"}
 
 

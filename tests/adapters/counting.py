@@ -5,14 +5,17 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Iterable
+from types import ModuleType
 
 
-def on_calls(names: Iterable[str], note: Callable[[str], None]) -> None:
-    """From now on `note(name)` comes before each call of these operators."""
-    import npu_ops  # no earlier: checks depend on who is imported first
-
+def on_calls(
+    names: Iterable[str], note: Callable[[str], None], home: ModuleType | None = None
+) -> None:
+    """From now on `note(name)` comes before each call of these operators of npu_ops, or `home`."""
+    if home is None:
+        import npu_ops as home  # no earlier: checks depend on who is imported first
     for name in names:
-        setattr(npu_ops, name, _noted(getattr(npu_ops, name), functools.partial(note, name)))
+        setattr(home, name, _noted(getattr(home, name), functools.partial(note, name)))
 
 
 def count_calls(names: Iterable[str]) -> collections.Counter[str]:

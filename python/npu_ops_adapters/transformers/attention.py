@@ -6,6 +6,7 @@ Masks are made as for SDPA: boolean, or None where causal alone says it all. Vis
 starts of their images as they do for flash attention, so all images are one call. A mask that says
 no more than that tokens are packed and causal is known by what it says. Each layer reads masks and
 lengths again: nothing tells a layer whether their memory has changed since the last one.
+Where verl spreads a sequence over ranks, tokens and heads are exchanged as for flash attention.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from npu_ops.core.library import is_plain
 from npu_ops_adapters.calls import DEVICES
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
+from npu_ops_adapters.verl import ulysses
 
 NAME = "npu_ops"
 _FUNCTIONS = "transformers.modeling_utils"
 _MASKS = "transformers.masking_utils"
 _WHY = "attn_implementation='npu_ops' is how a model asks for it"
+_OVER_RANKS = "which is not done over several ranks (verl's Ulysses); flash_attention_2 may do it"
 
 
 def patches() -> Iterable[Patch]:
@@ -108,7 +111,10 @@ def _function(original: None) -> Callable:
         module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, is_causal=None,
         position_bias=None, cache=None, **options,
     ):  # fmt: skip
+        spread = ulysses.size() > 1 and options.get("position_ids") is not None
         if position_bias is not None or cache is not None or query.device.type not in DEVICES:
+            if spread:
+                raise RuntimeError(f"attention on {query.device}: {_OVER_RANKS}")
             return sys.modules[_FUNCTIONS].sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                 is_causal=is_causal, position_bias=position_bias, cache=cache, **options,
@@ -117,6 +123,8 @@ def _function(original: None) -> Callable:
             is_causal = getattr(module, "is_causal", True)
         settings = {"scale": scaling, "dropout_p": dropout}
         settings |= {"softcap": options.get("softcap"), "sinks": options.get("s_aux")}
+        if spread:
+            return _spread(query, key, value, is_causal, attention_mask, options, settings), None
         starts, known = options.get("cu_seq_lens_q"), _packing(attention_mask)
         if known is not None and key.shape[2] == query.shape[2] and _agree(known, starts):
             packing = {"cu_seq_lens_q": known}
@@ -128,6 +136,25 @@ def _function(original: None) -> Callable:
         return _dense(query, key, value, attention_mask, bool(is_causal), settings), None
 
     return npu_ops_attention
+
+
+def _spread(query, key, value, is_causal, mask, options, settings):
+    """`[1, N, T / ranks, D]` in, `[1, T / ranks, N, D]` out; attention sees all tokens.
+
+    The mask is of this rank's span, and positions say what it says for all.
+    """
+    if mask is not None and _packing(mask) is None:
+        raise RuntimeError(
+            f"attention_mask: got one that is not packed and causal alone, {_OVER_RANKS}"
+        )
+    if options.get("cu_seq_lens_q") is not None or settings["sinks"] is not None:
+        raise RuntimeError(f"cu_seq_lens_q, s_aux: got one, {_OVER_RANKS}")
+    key, value = (ulysses.with_enough_heads(x, heads=1) for x in (key, value))
+    query, key, value = (ulysses.gather_tokens(x, tokens=2, heads=1) for x in (query, key, value))
+    lengths = {"cu_seq_lens_q": ulysses.starts(options["position_ids"])}
+    window = {"sliding_window": options.get("sliding_window")}
+    out = _packed(query, key, value, is_causal, lengths | window, settings)
+    return ulysses.gather_heads(out, tokens=1, heads=2)
 
 
 def _dense(query, key, value, mask, is_causal, settings):

@@ -22,6 +22,7 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule import (
 from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
+from npu_ops_adapters.verl import ulysses
 
 _HEAD = ("query", "key", "value", "g", "beta")
 _STATE = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
@@ -43,7 +44,17 @@ def ours(
     query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **unread,
 ) -> Callable:  # fmt: skip
-    """The call of ours that is this call of transformers'. A model's other options are not read."""
+    """The call of ours that is this call of transformers'. A model's other options are not read.
+
+    Raises:
+        RuntimeError: verl has spread the sequence over ranks, and whoever calls does not know it:
+            the states would start anew on each.
+    """
+    if ulysses.size() > 1:
+        raise RuntimeError(
+            f"query: got 1 of {ulysses.size()} spans of a sequence (verl's Ulysses), needs all of "
+            "it: verl has Gated Delta Net over several ranks for Qwen3.5 alone"
+        )
     check.one_of("chunk_size", chunk_size, CHUNK_SIZES)
     arguments = checked(query, key, value, g, beta, initial_state, cu_seqlens)
     return functools.partial(

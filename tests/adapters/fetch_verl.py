@@ -1,0 +1,42 @@
+"""Makes .cache/trainers/verl-0.9.1: verl and what it needs, in a folder that goes before .venv's.
+
+python tests/adapters/fetch_verl.py
+
+torch stays the environment's. torchvision's binary is for CUDA; its Python is enough, once two
+operators are declared.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import fetching
+from fetch_sglang import DECLARED
+
+VERSION = "0.9.1"
+FOLDER = fetching.CACHE / "trainers" / f"verl-{VERSION}"
+REQUIREMENTS = pathlib.Path(__file__).with_name("verl_requirements.txt")
+
+
+def tree() -> pathlib.Path:
+    """The folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
+    return fetching.tree(FOLDER, "tests/adapters/fetch_verl.py")
+
+
+def fetch() -> None:
+    """Download it all, unless it is there."""
+    if FOLDER.exists():
+        return
+    print("0.2 GB, half a minute", flush=True)
+    with fetching.whole(FOLDER) as partial:
+        fetching.pip(
+            "install", "--no-compile", "--no-build-isolation", "--target", str(partial),
+            "--no-binary=antlr4-python3-runtime",  # Python, and published as source alone
+            "--requirement", str(REQUIREMENTS),
+        )  # fmt: skip
+        with open(partial / "torchvision" / "extension.py", "a") as extension:
+            extension.write(DECLARED)
+
+
+if __name__ == "__main__":
+    fetch()

@@ -1,0 +1,23 @@
+"""verl 0.9.1's own Ulysses on two ranks: what looks from one token to another sees all of them."""
+
+import json
+import subprocess
+import sys
+
+import fetch_verl
+from conftest import HERE, environment
+
+
+def test_two_ranks_equal_one(tmp_path):
+    path = environment(HERE, fetch_verl.tree(), OMP_NUM_THREADS="1")
+    command = [sys.executable, str(HERE / "verl_ranks.py"), str(tmp_path / "store")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank)], env=path, **pipes) for rank in range(2)]
+    for done in ranks:
+        out, err = done.communicate(timeout=500)
+        assert done.returncode == 0, err[-3000:]
+        report = json.loads(out.splitlines()[-1])
+        for name, errors in report["errors"].items():
+            assert len(errors) in (4, 11) and max(errors.values()) < 2e-5, (name, errors)
+        refused = report["refused"]
+        assert all("verl's Ulysses" in sentence for sentence in refused.values()), refused

@@ -1,0 +1,103 @@
+"""Starts verl_sft.py under torchrun, on the emulated NPU or on the CPU, and reads what it wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import fetch_verl
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+RANKS = 2
+FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What a run found: verl's loss and gradient norm of each step, and calls of each rank."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    calls: tuple[Mapping[str, int], ...]
+
+
+def overrides(folder: pathlib.Path, model: str, attention: str, *more: str, data="text") -> list:
+    """Of verl's configuration: 3 steps of 4 rows in fp32, which two devices compute alike."""
+    return [
+        f"model.path={folder / model}",
+        f"+model.override_config.attn_implementation={attention}",
+        "model.enable_gradient_checkpointing=False",
+        f"+engine.mixed_precision={FP32}",
+        "engine.use_torch_compile=False",
+        "engine.seed=1",
+        "optim.lr=1e-3",
+        f"data.train_files={folder / data}.parquet",
+        "data.train_batch_size=4",
+        "data.micro_batch_size_per_gpu=2",
+        "data.use_dynamic_bsz=False",
+        "data.max_length=256",
+        "data.num_workers=0",
+        "data.ignore_input_ids_mismatch=True",
+        "trainer.logger=[file]",
+        "trainer.total_training_steps=3",
+        "trainer.total_epochs=1",
+        "trainer.resume_mode=disable",
+        *more,
+    ]
+
+
+def write_models(folder: pathlib.Path, names) -> None:
+    code = f"import pathlib, verl_data; verl_data.write(pathlib.Path({str(folder)!r}), {names!r})"
+    finish([sys.executable, "-c", code], variables(NPU_OPS_DISABLE="all"))
+
+
+def run(
+    folder: pathlib.Path, who: str, runs: Mapping[str, list[str]], ranks: int = RANKS
+) -> dict[str, Steps]:
+    """Each of `runs`, one after the other in the same processes."""
+    runs = {
+        name: [*lines, f"trainer.default_local_dir={folder / who / name}"]
+        for name, lines in runs.items()
+    }
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+        "--standalone", "--no-python", "--", sys.executable, str(HERE / "verl_sft.py"),
+        str(folder), who, json.dumps(runs),
+    ]  # fmt: skip
+    if who == "truth":
+        changes = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "NPU_OPS_DISABLE": "all"}
+    else:
+        emulate = [sys.executable, "-m", "npu_ops_emulator", "--devices", str(ranks), "--"]
+        command = [*emulate, *command]
+        changes = {"NPU_OPS_DISABLE": "all"} if who == "shipped" else {}
+    finish(command, variables(**changes))
+    return {name: read(folder / who, name, ranks) for name in runs}
+
+
+def read(results: pathlib.Path, name: str, ranks: int) -> Steps:
+    lines = (results / f"{name}.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["data"] for line in lines]
+    calls = [json.loads((results / f"{name}.{rank}.json").read_text()) for rank in range(ranks)]
+    losses, norms = (tuple(step[f"train/{key}"] for step in steps) for key in ("loss", "grad_norm"))
+    return Steps(losses, norms, tuple(calls))
+
+
+def variables(**changes: str) -> dict[str, str]:
+    """verl's packages come before ours; ours are there by the environment's own path."""
+    path = [fetch_verl.tree(), HERE, ROOT / "tests" / "adapters", ROOT, ROOT / "python"]
+    before = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([*map(str, path), *([before] if before else [])])
+    once = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return os.environ | once | {"PYTHONPATH": path} | changes
+
+
+def finish(command: list[str], environment: dict[str, str]) -> None:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
+    if done.returncode:
+        raise RuntimeError(f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
