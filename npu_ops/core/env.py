@@ -77,7 +77,8 @@ SWITCHES = (
         _flag("NPU_OPS_STRICT"),
         "0",
         "`0`, `1`",
-        "Make every fallback to a slower implementation an error that says why it was taken.",
+        "A call falls back when there are kernels for its device and none of them takes it: the "
+        "reference, in plain PyTorch, then computes it. `1` makes that an error, with the reasons.",
     ),
     Switch(
         "NPU_OPS_DISABLE",
@@ -93,10 +94,11 @@ SWITCHES = (
         _log_level,
         "once",
         "`off`, `once`, `calls`, `shadow:N`",
-        "`once`: each fallback and each refused patch, once. `calls`: also every operator call "
-        "with shapes and the chosen implementation, before it runs, so that it survives a crash. "
-        "`shadow:N`: also compute every Nth call of an op by its reference and log the error "
-        "ratio; what is wrong is written to a file that `npu-ops replay FILE` computes again.",
+        "`once`: warn of each fallback and each refused patch, once. `calls`: also log every "
+        "operator call at INFO, with shapes and the chosen implementation, before it runs, so that "
+        "it survives a crash. `shadow:N`: also compute every Nth call of an op by its reference "
+        "and log the error ratio at INFO, or as an error if it is too large; such a call is "
+        "written to a file that `npu-ops replay FILE` computes again.",
     ),
 )
 

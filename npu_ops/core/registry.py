@@ -100,7 +100,7 @@ class Table:
         forced = self._forced_name() if settings.impl else None
         chosen = self._forced(forced, args) if forced else self._first(args)
         if settings.log == "calls":
-            log.logger.warning("%s(%s) -> %s", self.op, _describe(args), chosen.name)
+            log.trace(f"{self.op}({_describe(args)}) -> {chosen.name}")
         return chosen
 
     def explain(self, *args) -> list[Verdict]:

@@ -60,7 +60,7 @@ def run(table, chosen, args: tuple) -> None:
         errors = compare(reference.launcher, before, args)
     sentence = f"{table.op}: {chosen.name} against reference: {shown(errors)}"
     if all(ratio <= most for ratio, most in errors.values()):
-        log.logger.warning("shadow: %s", sentence)
+        log.trace(f"shadow: {sentence}")
         return
     path = _write(table.op, chosen.name, before)
     repeat = f"repeat: npu-ops replay {path}" if path else f"{MOST_FILES} files are written already"

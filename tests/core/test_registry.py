@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import logging
+import os
 import pkgutil
 import subprocess
 import sys
@@ -238,6 +239,25 @@ def test_a_call_is_logged_before_it_runs(caplog):
         with pytest.raises(RuntimeError, match="crashed after 1 line"):
             table.run(torch.ones(2, 3, dtype=torch.bfloat16), None, "BSND", 0.5)
     assert caplog.messages == ["op(bfloat16[2, 3]@cpu, None, 'BSND', 0.5) -> cpu"]
+    assert caplog.records[0].levelno == logging.INFO  # a normal trace is no warning
+
+
+def test_a_program_decides_which_traces_it_wants(caplog):
+    table = Table("op", [implementation("cpu")])
+    with caplog.at_level(logging.ERROR, "npu_ops"), env.override(log="calls"):
+        table.run(X)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("setup", ["", "logging.basicConfig(level='ERROR')"])
+def test_calls_are_shown_however_logging_was_set_up(setup):
+    """Once: on stderr itself if nothing handles records, else by what does."""
+    code = f"import logging, torch, npu_ops\n{setup}\nnpu_ops.l2norm(torch.ones(2, 4))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"NPU_OPS_LOG": "calls"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stderr.count("l2norm(float32[") == 1, done.stderr
 
 
 # Explaining

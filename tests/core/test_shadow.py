@@ -25,7 +25,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setattr(shadow, "_written", shadow.itertools.count(1))
 
 
-def messages(caplog, level=logging.WARNING):
+def messages(caplog, level=logging.INFO):
     return [r.getMessage() for r in caplog.records if r.levelno == level]
 
 

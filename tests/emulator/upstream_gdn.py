@@ -508,7 +508,7 @@ def fla_inside(p):
 
     a, A_log, dt_bias = gate_inputs(p)
     b = rounded(torch.randn(p.g.shape))
-    q, k = (rounded(torch.randn(p.q.shape)) for _ in "qk")
+    q, k = (rounded(torch.randn(p.q.shape)) for _ in range(2))
     leaves = [x.detach().requires_grad_() for x in (q, k, p.v, a, b, A_log, dt_bias)]
     q, k, v, a, b, A_log, dt_bias = leaves
     kept = (A_log, dt_bias)  # in fp32
@@ -756,9 +756,9 @@ def sgl_recurrent(length, kept=True):
     from sgl_kernel_npu.fla import fused_sigmoid_gating_recurrent as module
 
     batch, pool = 2, 5
-    q, k = (rounded(torch.randn(batch, length, HEADS, DIM)) for _ in "qk")
+    q, k = (rounded(torch.randn(batch, length, HEADS, DIM)) for _ in range(2))
     v = rounded(torch.randn(batch, length, VALUE_HEADS, DIM))
-    a, b = (rounded(torch.randn(batch, length, VALUE_HEADS)) for _ in "ab")
+    a, b = (rounded(torch.randn(batch, length, VALUE_HEADS)) for _ in range(2))
     A_log = rounded(torch.rand(VALUE_HEADS).log(), torch.float32)
     dt_bias = rounded(torch.rand(VALUE_HEADS), torch.float32)
     states = rounded(torch.randn(pool, VALUE_HEADS, DIM, DIM) / 4, torch.float32)
@@ -809,7 +809,7 @@ def sgl_decode_stateless(p):
 def sgl_norm(name):
     from sgl_kernel_npu.fla import layernorm_gated
 
-    x, z = (rounded(torch.randn(TOKENS * VALUE_HEADS, DIM)) for _ in "xz")
+    x, z = (rounded(torch.randn(TOKENS * VALUE_HEADS, DIM)) for _ in range(2))
     weight = rounded(torch.randn(DIM))
     function = getattr(layernorm_gated, name)
     y = function(npu(x), npu(weight), None, 1e-5, z=npu(z), is_rms_norm=True)[0]

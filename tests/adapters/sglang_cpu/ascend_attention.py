@@ -224,7 +224,7 @@ def a_captured_call_that_is_updated_by_name_stays():
         ("forward_decode_graph", (1, 1, 1), ""), ("forward_mtp", (DRAFTED,) * 3, "verify"),
     ):  # fmt: skip
         case = Case(new, graph=True, mode=mode, qk_head_dim=64, v_head_dim=64)
-        case.pool.keys, case.pool.values = (rows(12, SIZE, KV_HEADS, 64).half() for _ in "kv")
+        case.pool.keys, case.pool.values = (rows(12, SIZE, KV_HEADS, 64).half() for _ in range(2))
         q = rows(case.tokens, HEADS * 64).half()
         k = v = rows(case.tokens, KV_HEADS * 64).half()
         case.qkv = q, k, v
