@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,8 @@ def as_rows(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> 
     """
     tensors = [*inputs, *outputs]
     if all(tensor.is_contiguous() for tensor in tensors):
-        return [tensor.view(-1, 1, tensor.shape[-1]) for tensor in tensors]
+        rows = math.prod(tensors[0].shape[:-1])  # torch cannot infer it where D is 0
+        return [tensor.view(rows, 1, tensor.shape[-1]) for tensor in tensors]
     folded = _fold(tensors)
     if folded is None:
         tensors = [*(tensor.contiguous() for tensor in inputs), *outputs]
@@ -41,7 +43,11 @@ def as_matrix(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """
     if tensor is None:
         return None
-    matrix = tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+    matrix = (
+        tensor
+        if tensor.dim() == 2
+        else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    )
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 

@@ -303,6 +303,10 @@ class _Case:
         wrt = tuple(n for n in self.target.wrt if n in self.tensors)
         if not wrt or self.writes or self.plain.get("p") or self.plain.get("dropout_p"):
             return
+        # torch's own duals refuse expanded memory.
+        self.tensors = {
+            name: x.clone() if memory.is_expanded(x) else x for name, x in self.tensors.items()
+        }
         arguments = self.arguments()
         plain = [out.value for out in self.formula(**self.arguments(wide=True))]
         draw = Draw(self.case["seed"] + 77)

@@ -452,3 +452,10 @@ def test_explain_names_what_runs():
     assert [v.implementation for v in chosen if v.why_not is None] == ["cpu"]
     doubles = npu_ops.explain(npu_ops.gdn_gate, a.double(), A_log)
     assert [v.implementation for v in doubles if v.why_not is None] == ["reference"]
+
+
+def test_no_heads():
+    """There are tokens, but none has a head."""
+    a, none = torch.ones(2, 3, 0), torch.ones(0)
+    assert npu_ops.gdn_gate(a, none).shape == (2, 3, 0)
+    assert npu_ops.explain("gdn_gate", a, none)
