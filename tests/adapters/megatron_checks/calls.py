@@ -1,0 +1,86 @@
+"""What Megatron computes reaches npu_ops: a layer's step, and Gated Delta Net."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+from megatron_checks.release import BDA, CALLS, ROPE, calls_of, check, gdn, gdn_targets
+from megatron_checks.results import (
+    angles,
+    apply,
+    configurations,
+    gated_delta_net_layer,
+    leaf,
+)
+
+
+@check("early")
+def calls_reach_npu_ops():
+    import torch
+
+    module, rope = sys.modules[BDA], sys.modules[ROPE]
+    x, residual = (leaf(3, 16, dtype=torch.float32, seed=seed) for seed in (0, 1))
+    for function in (
+        module.get_bias_dropout_add(True, True),
+        module.get_bias_dropout_add(False, True),
+        module.get_bias_dropout_add(True, False),
+        module.get_bias_dropout_add(False, False),
+    ):
+        assert calls_of("bias_dropout_add", function, (x, None), residual, 0.1)[1] == 1
+        assert calls_of("bias_dropout_add", function, (x, None), residual, 1.0)[1] == 0
+        assert calls_of("bias_dropout_add", function, (x, None), residual[:1], 0.1)[1] == 0
+    t = leaf(6, 2, 3, 24, dtype=torch.float32)
+    name = "apply_rotary_pos_emb_freqs"
+    for batch in (1, 2):
+        freqs = angles(6, batch, 1, 16)
+        assert calls_of(name, rope._apply_rotary_pos_emb_bshd, t, freqs)[1] == 1
+    for config in configurations():
+        assert config.apply_rope_fusion
+        freqs = angles(6, 2 if config.mrope_section else 1, 1, 16)
+        assert calls_of(name, apply, t, freqs, config)[1] == 1
+        assert calls_of(name, apply, t, freqs, config, mscale=1.3)[1] == 1
+    assert calls_of(name, rope._apply_rotary_pos_emb_bshd, t, angles(6, 2, 3, 16))[1] == 0
+
+
+@check("early")
+def gated_delta_net_calls_reach_npu_ops():
+    """Forward and backward, in each of the three layers."""
+    import megatron_cpu
+    from npu_ops_tools import demo_model
+
+    assert not demo_model.lacks_kernels()
+    before, model = dict(CALLS), megatron_cpu.hybrid()
+    with demo_model.Counter() as counter:
+        megatron_cpu.step(model)
+    has_method = any(op == "gdn_gate" for _, op in gdn_targets())
+    expected = {
+        "chunk_gated_delta_rule": 3,
+        "causal_conv1d": 3,
+        "l2norm": 3 if has_method else 6,  # queries and keys in one call from 0.18 on
+        "gdn_gate": 3 if has_method else 0,
+        "rms_norm_gated": 3,
+    }
+    for name, number in expected.items():
+        assert CALLS[name] - before[name] == number, name
+        for operator in (name, f"{name}_backward") if number else ():
+            assert counter.calls[f"npu_ops.{operator}.default"] == number, operator
+
+
+@check("early")
+def gated_delta_net_keeps_packed_sequences_apart():
+    """From 0.18 on; before, Megatron refuses them."""
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths = [7, 70, 3]
+    starts = torch.tensor([0, 7, 77, 80], dtype=torch.int32)
+    packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    layer, hidden = gated_delta_net_layer(), leaf(80, 1, 64, dtype=torch.float32, grad=False)
+    try:
+        packed, _ = layer(hidden, None, packed_seq_params=packing)
+    except NotImplementedError:
+        assert "cu_seqlens" not in pathlib.Path(gdn().__file__).read_text()
+        return
+    alone = [layer(part, None)[0] for part in hidden.split(lengths)]
+    assert (packed - torch.cat(alone)).abs().max() < 1e-5

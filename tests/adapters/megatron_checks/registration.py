@@ -1,0 +1,85 @@
+"""The adapters are registered as Megatron is imported, and its layers take ours."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+
+from megatron_checks.release import (
+    BDA,
+    attribute,
+    changed,
+    check,
+    decorated_sites,
+    import_everything,
+    snapshot,
+    states,
+    targets,
+)
+
+
+@check("early")
+def registered_as_torch_is_imported():
+    import npu_ops_autoload
+
+    assert isinstance(sys.meta_path[0], npu_ops_autoload._Finder), sys.meta_path
+    assert "npu_ops_adapters" not in sys.modules and "npu_ops" not in sys.modules
+    import_everything()
+    assert "npu_ops_adapters" in sys.modules
+
+
+@check("early")
+def every_patch_is_applied():
+    import npu_ops_adapters
+
+    assert states(npu_ops_adapters.plan()) == dict.fromkeys(targets(), "applied")
+    assert states(npu_ops_adapters.verify()) == dict.fromkeys(targets(), "applied")
+
+
+@check("early")
+def jit_fuser_compiles_nothing():
+    """The names that our decorator saw are those in the source, and none is compiled."""
+    from npu_ops_adapters.megatron import jit_fuser
+
+    fixed, local = decorated_sites()
+    assert len(fixed) > 20
+    assert set(jit_fuser.uncompiled()) == set(fixed)
+    for path, module in fixed.items():
+        value = attribute(path, module)
+        function = inspect.unwrap(getattr(value, "__func__", value))
+        assert not hasattr(function, "_torchdynamo_orig_callable"), path
+    for path, module in local.items():  # decorated when a layer is built
+        function = types.FunctionType(compile("0", path, "eval"), {})
+        assert sys.modules[module].jit_fuser(function) is function
+
+
+@check("early")
+def applied_twice_is_applied_once():
+    import npu_ops_adapters
+
+    before = snapshot()
+    assert states(npu_ops_adapters.apply()) == dict.fromkeys(targets(), "applied")
+    assert changed(before, snapshot()) == []
+
+
+@check("early")
+def rope_fusion_is_a_valid_configuration():
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
+    assert TransformerConfig(**config, apply_rope_fusion=True).apply_rope_fusion
+
+
+@check("early")
+def a_layer_takes_our_functions():
+    """Megatron's build_module takes plain functions and classes only."""
+    module = sys.modules[BDA]
+    for function in (
+        module.bias_dropout_add_fused_train,
+        module.bias_dropout_add_fused_inference,
+        module.bias_dropout_add_unfused,
+        module.bias_dropout_add_unfused(True),
+    ):
+        assert isinstance(function, types.FunctionType)
+        assert function.__name__.startswith("npu_ops_")
