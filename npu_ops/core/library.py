@@ -65,10 +65,13 @@ def operator(schema: str, run, fake, backward=None, save=None, elementwise: bool
         f"npu_ops::{name}", _where_apart(name, fake, elementwise), lib=LIBRARY
     )
     if backward:
-        torch.library.register_autograd(
-            f"npu_ops::{name}", backward, setup_context=save, lib=LIBRARY
-        )
-        _transformed[name] = _function(name, backward, save)
+        differentiable(name, backward, save)
+
+
+def differentiable(name: str, backward, save=None) -> None:
+    """Give an operator its gradient, as `torch.library.register_autograd` takes it."""
+    torch.library.register_autograd(f"npu_ops::{name}", backward, setup_context=save, lib=LIBRARY)
+    _transformed[name] = _function(name, backward, save)
 
 
 # Operators with a gradient, as `torch.func`'s transforms take them: torch makes of what is
@@ -185,6 +188,11 @@ def dtype_why_not(*args) -> str | None:
             if arg.dtype not in _KERNEL_DTYPES:
                 return f"it has no {str(arg.dtype).removeprefix('torch.')} kernel"
     return None
+
+
+def native_why_not() -> str | None:
+    """None, or a sentence on why there are no native kernels."""
+    return build_info()["why_not"]
 
 
 @functools.cache

@@ -177,13 +177,13 @@ class Verdict:
     why_not: str | None
 
 
-_explained: dict[str, tuple[Table, Callable[..., tuple]]] = {}
+_explained: dict[str, tuple[object, Callable[..., tuple]]] = {}
 
 
-def explains(function: str, table: Table, arguments: Callable[..., tuple]) -> None:
-    """Let `explain(function, ...)` answer from `table`.
+def explains(function: str, table, arguments: Callable[..., tuple]) -> None:
+    """Let `explain(function, ...)` answer by `table.explain`, a Table's or an Operator's.
 
-    arguments: turns the public function's arguments into the implementations'.
+    arguments: turns the public function's arguments into that method's.
     """
     if function in _explained:
         raise ValueError(f"{function!r} is explained already")

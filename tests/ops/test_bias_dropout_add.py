@@ -32,7 +32,7 @@ from npu_ops.ops.bias_dropout_add.cases import CASES, SUM_TOLERANCES, TOLERANCES
 OPS = ("bias_dropout_add", "bias_dropout_add_backward")
 TENSORS = ("x", "bias", "residual")
 IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.forward_table)
+    "implementation, device", implementations(op.forward.table)
 )
 
 

@@ -35,7 +35,7 @@ from npu_ops.ops.gdn_gate.cases import CASES, DIFFERENTIABLE, TOLERANCES
 
 OPS = ("gdn_gate", "gdn_gate_backward")
 IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.forward_table)
+    "implementation, device", implementations(op.forward.table)
 )
 
 

@@ -34,7 +34,7 @@ from npu_ops.ops.l2norm.cases import CASES, TOLERANCES
 OPS = ("l2norm", "l2norm_backward")
 BOTH_ROUND = twice(TOLERANCES)
 IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.forward_table)
+    "implementation, device", implementations(op.forward.table)
 )
 
 

@@ -33,7 +33,7 @@ from npu_ops.ops.rms_norm_gated.cases import CASES, DIFFERENTIABLE, TOLERANCES
 
 OPS = ("rms_norm_gated", "rms_norm_gated_backward")
 IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.forward_table)
+    "implementation, device", implementations(op.forward.table)
 )
 FORMULAS = pytest.mark.parametrize(
     "before, activation", list(itertools.product([True, False], ["silu", "sigmoid"]))
@@ -346,7 +346,9 @@ def test_checkpointing(use_reentrant):
 def test_opcheck(dtype, make):
     inputs, grad = laid_out(make, 2)
     x, weight, z = (inputs[name].to(dtype) for name in DIFFERENTIABLE)
-    settings = 1e-6, True, "silu", inputs["group_size"] or 1
+    width, group_size = x.shape[-1], inputs["group_size"] or x.shape[-1]
+    weight = weight.view(width // group_size if width else 1, group_size)
+    settings = 1e-6, True, "silu"
     leaves = [t.detach().requires_grad_() for t in (x, weight, z)]
     torch.library.opcheck(torch.ops.npu_ops.rms_norm_gated.default, (*leaves, *settings))
     backward = torch.ops.npu_ops.rms_norm_gated_backward.default

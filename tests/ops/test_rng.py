@@ -78,7 +78,7 @@ SEEDS = [
 ]
 
 
-@pytest.mark.parametrize("implementation, device", implementations(op.forward_table))
+@pytest.mark.parametrize("implementation, device", implementations(op.forward.table))
 @pytest.mark.parametrize("mask", [kept, kept_in_backward])
 @pytest.mark.parametrize("seed, offset", SEEDS)
 def test_mask_is_its_definition(implementation, device, mask, seed, offset):
@@ -89,7 +89,7 @@ def test_mask_is_its_definition(implementation, device, mask, seed, offset):
             assert torch.equal(actual, expected >= round(p * 65536))
 
 
-@pytest.mark.parametrize("implementation, device", implementations(op.forward_table))
+@pytest.mark.parametrize("implementation, device", implementations(op.forward.table))
 @pytest.mark.parametrize("mask", [kept, kept_in_backward])
 @pytest.mark.parametrize(
     "width", [1, 2, 7, 8, 15, 16, 17, 127, 128, 129, 255, 257, 1000, 1025, 4096]
@@ -103,7 +103,7 @@ def test_mask_is_the_references(implementation, device, mask, rows, width):
 
 
 @pytest.mark.parametrize("p", [1e-9, 2**-17, 2**-16, 1 - 2**-16, 1 - 2**-17, 1 - 1e-9])
-@pytest.mark.parametrize("implementation, device", implementations(op.forward_table))
+@pytest.mark.parametrize("implementation, device", implementations(op.forward.table))
 def test_extreme_p_is_never_all_or_nothing(implementation, device, p):
     expected = rng.keep_mask(512, 4096, p, torch.tensor([3, 4]))
     with forced(implementation, "bias_dropout_add"):

@@ -56,7 +56,10 @@ def bias_dropout_add(
         x, bias, residual, p, training, dtype, inplace, generator
     )
     state = rng.new_state(x.device, generator) if drops else None
-    return op.call(inplace, x, bias, residual, state, p, dtype)
+    if inplace:
+        op.in_place(x, bias, residual, state, p)
+        return x
+    return op.forward(x, bias, residual, state, p, dtype)
 
 
 def _prepare(x, bias, residual, p, training, dtype=None, inplace=False, generator=None):
@@ -106,10 +109,9 @@ def _check_inplace(x, bias, residual, dtype):
     check.inplace({"x": x}, {"bias": bias, "residual": residual}, elementwise=True)
 
 
-def _implementation_args(*args, **kwargs):
+def _operator_args(*args, **kwargs):
     x, bias, residual, _, p, dtype = _prepare(*args, **kwargs)
-    x, bias, residual = op.contiguous(x, bias, residual)
-    return x, bias, residual, None, p, x.new_empty(0, dtype=dtype)
+    return x, bias, residual, None, p, dtype
 
 
-explains("bias_dropout_add", op.forward_table, _implementation_args)
+explains("bias_dropout_add", op.forward, _operator_args)

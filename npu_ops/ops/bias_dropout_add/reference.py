@@ -7,19 +7,20 @@ import torch
 from npu_ops.core import rng
 
 
-def bias_dropout_add(x, bias, residual, rng_state, p, dtype):
-    """residual + dropout(x + bias), computed in fp32 (fp64 if an input is), rounded once.
+def bias_dropout_add(x, bias, residual, rng_state, p):
+    """residual + dropout(x + bias), in fp32 (fp64 if an input is).
 
     x, residual: [..., h]. bias: None, [h] or x's shape. rng_state: None drops nothing.
     """
     wide = compute_dtype(x, bias, residual)
     total = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
-    return (residual.to(wide) + dropout(total, rng_state, p)).to(dtype)
+    return residual.to(wide) + dropout(total, rng_state, p)
 
 
 def bias_dropout_add_backward(grad, rng_state, p):
-    """The gradient of x + bias, in fp32 (fp64 if `grad` is)."""
-    return dropout(grad.to(compute_dtype(grad)), rng_state, p)
+    """The gradient of x + bias and its sum over rows, in fp32 (fp64 if `grad` is)."""
+    grad_x = dropout(grad.to(compute_dtype(grad)), rng_state, p)
+    return grad_x, grad_x.reshape(-1, grad_x.shape[-1]).sum(0)
 
 
 def dropout(x, rng_state, p):

@@ -6,7 +6,7 @@ import torch
 
 from npu_ops.core import check
 from npu_ops.core.registry import explains
-from npu_ops.ops.gdn_gate import op, reference
+from npu_ops.ops.gdn_gate import op
 
 __all__ = ["gdn_gate"]
 
@@ -45,7 +45,8 @@ def gdn_gate(
     Source: transformers `modeling_qwen3_next.py`; flash-linear-attention
     `fla/ops/gated_delta_rule/gate.py`; Yang et al., "Gated Delta Networks", 2024.
     """
-    return op.call(*_prepare(a, A_log, dt_bias, b, allow_neg_eigval=allow_neg_eigval))
+    g, beta = op.forward(*_prepare(a, A_log, dt_bias, b, allow_neg_eigval=allow_neg_eigval))
+    return g if b is None else (g, beta)
 
 
 def _prepare(a, A_log, dt_bias=None, b=None, *, allow_neg_eigval=False):
@@ -74,11 +75,4 @@ def _check_head(name, value, a):
     check.same_device(name, value, "a", a)
 
 
-def _implementation_args(*args, **kwargs):
-    a, A_log, dt_bias, b, scale = _prepare(*args, **kwargs)
-    g = a.new_empty(a.shape, dtype=reference.g_dtype(a, A_log, dt_bias))
-    beta = None if b is None else b.new_empty(b.shape)
-    return op.implementation_args(a, A_log, dt_bias, b, scale, g, beta)
-
-
-explains("gdn_gate", op.forward_table, _implementation_args)
+explains("gdn_gate", op.forward, _prepare)

@@ -6,7 +6,6 @@ import torch
 
 from npu_ops.core import check
 from npu_ops.core.registry import explains
-from npu_ops.core.rows import as_rows
 from npu_ops.ops.l2norm import op
 
 __all__ = ["l2norm"]
@@ -42,7 +41,7 @@ def l2norm(
 
     Source: flash-linear-attention `fla/modules/l2norm.py`; transformers `modeling_qwen3_next.py`.
     """
-    return op.call(*_prepare(x, eps, output_dtype, dim=dim))
+    return op.forward(*_prepare(x, eps, output_dtype, dim=dim))
 
 
 def _prepare(x, eps=1e-6, output_dtype=None, *, dim=-1):
@@ -57,10 +56,4 @@ def _prepare(x, eps=1e-6, output_dtype=None, *, dim=-1):
     return x, float(eps), dtype
 
 
-def _implementation_args(*args, **kwargs):
-    x, eps, dtype = _prepare(*args, **kwargs)
-    rows, out = as_rows([x], [x.new_empty(x.shape, dtype=dtype)])
-    return rows, eps, out
-
-
-explains("l2norm", op.forward_table, _implementation_args)
+explains("l2norm", op.forward, _prepare)

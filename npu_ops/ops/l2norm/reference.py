@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 
-def l2norm(x, eps, dtype):
-    """x / sqrt(sum(x^2) + eps) over the last dimension, in fp32 (fp64 for fp64 x), rounded once."""
+def l2norm(x, eps):
+    """x / sqrt(sum(x^2) + eps) over the last dimension, in fp32 (fp64 for fp64 x)."""
     wide = x.to(_compute_dtype(x))
-    return (wide * reciprocal_norm(wide, eps)).to(dtype)
+    return wide * reciprocal_norm(wide, eps)
 
 
 def l2norm_backward(grad, x, eps):
-    """The gradient of x: what of `grad` is not along y, over x's norm. In fp32, rounded once."""
+    """The gradient of x: `grad` less its part along y, divided by x's norm. In fp32."""
     wide = x.to(_compute_dtype(grad, x))
     rstd = reciprocal_norm(wide, eps)
     y = wide * rstd
-    return (rstd * (grad - y * (grad * y).sum(-1, keepdim=True))).to(x.dtype)
+    return rstd * (grad - y * (grad * y).sum(-1, keepdim=True))
 
 
 def reciprocal_norm(x, eps):

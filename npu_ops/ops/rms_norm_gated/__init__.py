@@ -51,7 +51,7 @@ def rms_norm_gated(
     `fla/modules/{fused_norm_gate,layernorm_gated}.py`; Zhang and Sennrich, "Root Mean Square Layer
     Normalization", 2019.
     """
-    return op.call(
+    return op.forward(
         *_prepare(
             x, weight, z, eps, norm_before_gate=norm_before_gate, activation=activation,
             group_size=group_size,
@@ -75,7 +75,9 @@ def _prepare(x, weight, z, eps=1e-6, *, norm_before_gate=True, activation="silu"
     check.epsilon("eps", eps)
     check.one_of("activation", activation, ("silu", "sigmoid"))
     group_size = _resolve_group_size(group_size, x.shape[-1])
-    return x, weight, z, float(eps), bool(norm_before_gate), activation, group_size
+    groups = 1 if group_size == x.shape[-1] else x.shape[-1] // group_size
+    weight = weight.reshape(groups, group_size)
+    return x, weight, z, float(eps), bool(norm_before_gate), activation
 
 
 def _resolve_group_size(group_size, width):
@@ -86,10 +88,4 @@ def _resolve_group_size(group_size, width):
     return group_size
 
 
-def _implementation_args(*args, **kwargs):
-    x, weight, z, *settings, group_size = _prepare(*args, **kwargs)
-    x, z, out = op.as_groups(group_size, [x, z], [x.new_empty(x.shape)])
-    return x, op.weight_rows(weight, group_size), z, *settings, out
-
-
-explains("rms_norm_gated", op.forward_table, _implementation_args)
+explains("rms_norm_gated", op.forward, _prepare)

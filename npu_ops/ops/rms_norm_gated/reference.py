@@ -18,7 +18,7 @@ def rms_norm_gated(x, weight, z, eps, norm_before_gate, activation):
 
 
 def rms_norm_gated_backward(grad, x, weight, z, eps, norm_before_gate, activation):
-    """The gradients of x, weight and z; that of weight wide, and not summed: of x's shape."""
+    """The gradients of x, weight and z; that of weight is wide."""
     grad, wide_x, w, wide_z = _widened(grad, x, weight, z)
     gate, slope = activate(wide_z, activation), activation_slope(wide_z, activation)
     u = wide_x if norm_before_gate else wide_x * gate
@@ -30,7 +30,8 @@ def rms_norm_gated_backward(grad, x, weight, z, eps, norm_before_gate, activatio
         grads = grad_u, grad * n * gate, grad * n * w * slope
     else:
         grads = grad_u * gate, grad * n, grad_u * wide_x * slope
-    return grads[0].to(x.dtype), grads[1], grads[2].to(z.dtype)
+    grad_x, grad_weight, grad_z = grads
+    return grad_x.to(x.dtype), grad_weight.sum_to_size(weight.shape), grad_z.to(z.dtype)
 
 
 def reciprocal_rms(x, eps):

@@ -1,0 +1,342 @@
+"""An op declared once: what it takes, what it writes, who computes it. The rest follows.
+
+    forward = Operator("l2norm", takes="Tensor x, float eps", writes="out", ...)
+    backward = Backward(forward, takes="Tensor grad, Tensor x, float eps", writes="grad_x", ...)
+
+From this an op gets its table of implementations, its torch operators with fake kernels, and its
+gradient. Arguments and results are known by their names: the gradient of `x` is `grad_x`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from npu_ops.core import library
+from npu_ops.core.registry import Implementation, Table, Verdict, from_module, from_native
+
+Tensors = torch.Tensor | tuple[torch.Tensor | None, ...]
+WhyNot = Callable[[NamedTuple], str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One argument of a torch schema, e.g. `Tensor? bias`."""
+
+    type: str
+    name: str
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.type.startswith("Tensor")
+
+    @property
+    def is_optional(self) -> bool:
+        return self.type.endswith("?")
+
+    def written(self, alias: str) -> str:
+        """As an argument that is written to."""
+        return f"Tensor({alias}!){'?' if self.is_optional else ''} {self.name}"
+
+    def __str__(self):
+        return f"{self.type} {self.name}"
+
+
+class Operator:
+    """A torch operator that allocates its outputs and lets an implementation write them.
+
+    Calling it is calling the operator: directly where nothing watches, else through torch. An
+    output that is not wanted comes back with no elements.
+
+    Args:
+        name: of the operator; `op`, the folder it lives in, is the same unless given.
+        takes: what implementations read, as in a torch schema, tensors first.
+        shapes: what only the shapes and dtypes of the outputs depend on, as in a torch schema.
+        writes: the outputs' names; one with a `?` behind it may be None.
+        new: makes the outputs, uninitialised, from a NamedTuple of all inputs.
+        reference: computes the outputs from what implementations read.
+        lay_out: how kernels read the arguments: a function of a NamedTuple of them that returns
+            them all, or functions of some, by name. By default every input is made contiguous.
+        why_not: what an implementation has against a call, by its name, beyond the usual. Called
+            with a NamedTuple of the implementations' arguments.
+        first: implementations to try before the usual ones.
+        empty: where the first output has no elements, the others are "zeros", as sums over nothing
+            are, or what the "reference" says.
+        cpu_in_python: the CPU implementation is in the op's `cpu.py`, not in the native library.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        takes: str,
+        writes: str,
+        new: Callable[[NamedTuple], Tensors],
+        reference: Callable[..., Tensors],
+        shapes: str = "",
+        op: str | None = None,
+        lay_out: Callable[[NamedTuple], Sequence] | Mapping[str, Callable] | None = None,
+        why_not: Mapping[str, WhyNot] | None = None,
+        first: Sequence[Implementation] = (),
+        empty: str = "zeros",
+        cpu_in_python: bool = False,
+    ):
+        self.name, self.op = name, op or name
+        self.takes, self.shapes = _parsed(takes), _parsed(shapes)
+        self.writes = [Argument("Tensor?" if n[-1] == "?" else "Tensor", n.rstrip("?"))
+                       for n in writes.split(", ")]  # fmt: skip
+        self.inputs = [*self.takes, *self.shapes]
+        self.Inputs = _named("Inputs", self.inputs)
+        self.Arguments = _named("Arguments", [*self.takes, *self.writes])
+        self.new, self.reference = new, reference
+        self.lay_out = lay_out if callable(lay_out) else self._layout_of_each(lay_out)
+        self._empty = self._by_reference if empty == "reference" else self._zeros
+        self._tensors = sum(argument.is_tensor for argument in self.inputs)
+        usual = self._usual(why_not or {}, cpu_in_python)
+        self.table = Table(name, [*first, *usual])
+        library.operator(self._schema(), self.run, self._fake)
+
+    def __call__(self, *inputs):
+        plain = library.is_plain(*inputs[: self._tensors])
+        return self.run(*inputs) if plain else library.call(self.name, *inputs)
+
+    def run(self, *inputs):
+        """Compute the outputs on any device; what torch's dispatcher ends up calling."""
+        inputs = self.Inputs(*inputs)
+        outputs = _tuple(self.new(inputs))
+        if library.poison_outputs:
+            _poison(outputs)
+        arguments = self._arguments(inputs, outputs)
+        if outputs[0].numel():
+            self.table.run(*self.lay_out(arguments))
+        else:
+            self._empty(*arguments)
+        return self._returned(inputs, outputs)
+
+    def explain(self, *inputs) -> list[Verdict]:
+        """What each implementation has against these inputs."""
+        inputs = self.Inputs(*inputs)
+        arguments = self._arguments(inputs, _tuple(self.new(inputs)))
+        return self.table.explain(*self.lay_out(arguments))
+
+    def _arguments(self, inputs, outputs):
+        return self.Arguments(*inputs[: len(self.takes)], *outputs)
+
+    def _schema(self) -> str:
+        results = ", ".join(["Tensor"] * len(self.writes))
+        return f"{self.name}({_text(self.inputs)}) -> ({results})"
+
+    def _fake(self, *inputs):
+        inputs = self.Inputs(*inputs)
+        return self._returned(inputs, _tuple(self.new(inputs)))
+
+    def _returned(self, inputs, outputs):
+        """The outputs as a torch operator must return them: a tensor for each."""
+        if len(outputs) == 1:
+            return outputs[0]
+        like = inputs[0]
+        return tuple(_empty(like) if output is None else output for output in outputs)
+
+    def _layout_of_each(self, functions: Mapping[str, Callable] | None):
+        if functions is None:
+            functions = {a.name: torch.Tensor.contiguous for a in self.takes if a.is_tensor}
+        fields = self.Arguments._fields
+        chosen = [(fields.index(name), f) for name, f in functions.items() if name in fields]
+
+        def lay_out(arguments):
+            laid = list(arguments)
+            for i, function in chosen:
+                laid[i] = None if laid[i] is None else function(laid[i])
+            return laid
+
+        return lay_out
+
+    def _zeros(self, *arguments):
+        for output in arguments[len(self.takes) :]:
+            if output is not None:
+                output.zero_()
+
+    def _by_reference(self, *arguments):
+        """The reference as an implementation: it writes to the outputs."""
+        count = len(self.takes)
+        found = _tuple(self.reference(*arguments[:count]))
+        for output, value in zip(arguments[count:], found, strict=True):
+            if output is not None:
+                output.copy_(value)
+
+    def _usual(self, why_not: Mapping[str, WhyNot], cpu_in_python: bool) -> list[Implementation]:
+        """Triton, CPU, reference: what every op has."""
+        folder = f"npu_ops.ops.{self.op}"
+        native = f"{self.name}_cpu({_text(self.takes)}, {_written(self.writes)}) -> ()"
+        cpu = from_module(f"{folder}.cpu:{self.name}") if cpu_in_python else from_native(native)
+
+        def usual(name, load, devices, missing):
+            own = why_not.get(name)
+
+            def against(*arguments):
+                said = missing() or library.dtype_why_not(*arguments)
+                return said or (own and own(self.Arguments(*arguments)))
+
+            return Implementation(name, load, frozenset(devices), against)
+
+        triton = from_module(f"{folder}.triton_ascend:{self.name}")
+        return [
+            usual("triton_ascend", triton, {"npu", "cuda"}, lambda: library.triton_why_not()),
+            usual("cpu", cpu, {"cpu"}, lambda: library.native_why_not()),
+            Implementation("reference", lambda: self._named_reference, frozenset(), _nothing),
+        ]
+
+    @functools.cached_property
+    def _named_reference(self) -> Callable[..., None]:
+        """`_by_reference` with its arguments' names, by which reports call them."""
+
+        def by_reference(*arguments):
+            self._by_reference(*arguments)
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        names = self.Arguments._fields
+        by_reference.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
+        return by_reference
+
+
+class InPlace:
+    """An operator that writes its outputs over its inputs; its name ends with a `_`.
+
+    Args:
+        forward: what it is the in-place form of.
+        over: which input each output is written over: {"out": "x"}.
+        elementwise: an element is read before it is written, see `memory.apart`.
+    """
+
+    def __init__(self, forward: Operator, over: Mapping[str, str], elementwise: bool = False):
+        self.forward = forward
+        self._over = [forward.Arguments._fields.index(over[out.name]) for out in forward.writes]
+        self._tensors = sum(argument.is_tensor for argument in forward.takes)
+        self.name = f"{forward.name}_"
+        schema = f"{self.name}({self._written()}) -> ()"
+        library.operator(schema, self.run, lambda *inputs: None, elementwise=elementwise)
+
+    def __call__(self, *inputs) -> None:
+        plain = library.is_plain(*inputs[: self._tensors])
+        self.run(*inputs) if plain else library.call(self.name, *inputs)
+
+    def run(self, *inputs) -> None:
+        targets = [inputs[i] for i in self._over]
+        if not any(target.numel() for target in targets):
+            return
+        arguments = list(self.forward.lay_out(self.forward.Arguments(*inputs, *targets)))
+        for i, target in zip(self._over, targets, strict=True):
+            arguments[i] = target  # itself, not a copy that is laid out better
+        arguments[len(inputs) :] = targets
+        self.forward.table.run(*arguments)
+        library.written(*targets)
+
+    def _written(self) -> str:
+        aliases = dict(zip(self._over, "abcdefgh", strict=False))
+        takes = enumerate(self.forward.takes)
+        return ", ".join(a.written(aliases[i]) if i in aliases else str(a) for i, a in takes)
+
+
+class Backward(Operator):
+    """The gradient of `forward`, an operator of its own.
+
+    It takes `grad_<output>` for each output of the forward (`grad`, if there is one), and of the
+    forward's inputs and outputs those that it names, which are kept for it. It writes
+    `grad_<input>`, which comes back in the input's dtype. It has no gradient itself.
+
+    Args:
+        passed: inputs whose gradient is that of an output: {"residual": "out"}.
+        Otherwise as `Operator`.
+    """
+
+    def __init__(self, forward: Operator, *, passed: Mapping[str, str] | None = None, **declared):
+        super().__init__(f"{forward.name}_backward", op=forward.op, **declared)
+        outputs = [output.name for output in forward.writes]
+        gradients = ["grad"] if len(outputs) == 1 else [f"grad_{name}" for name in outputs]
+        known = [*(argument.name for argument in forward.inputs), *outputs]
+        kept = [argument for argument in self.inputs if argument.name not in gradients]
+        self._kept_tensors = [known.index(a.name) for a in kept if a.is_tensor]
+        self._kept_settings = [known.index(a.name) for a in kept if not a.is_tensor]
+        # The arguments come in this order from: gradients, kept tensors, kept settings.
+        given = [*gradients, *(known[i] for i in self._kept_tensors + self._kept_settings)]
+        self._order = [given.index(argument.name) for argument in self.inputs]
+        optional = {argument.name for argument in self.takes if argument.is_optional}
+        self._may_be_none = [name in optional for name in gradients]
+        self._found = self._sources(forward, dict(passed or {}), outputs)
+        library.differentiable(forward.name, self._gradients, self._save)
+        library.differentiable(self.name, library.no_gradient(self.name))
+
+    def _sources(self, forward, passed: dict[str, str], outputs: list[str]) -> list[int | None]:
+        """For each input of the forward, which of our outputs is its gradient; then passed ones."""
+        written = [argument.name for argument in self.writes]
+        sources = {name: len(written) + outputs.index(of) for name, of in passed.items()}
+        sources |= {name.removeprefix("grad_"): i for i, name in enumerate(written)}
+        return [sources.get(argument.name) for argument in forward.inputs]
+
+    def _save(self, ctx, inputs, output):
+        known = (*inputs, *_tuple(output))
+        ctx.save_for_backward(*(known[i] for i in self._kept_tensors))
+        ctx.settings = tuple(known[i] for i in self._kept_settings)
+        ctx.dtypes = tuple(x.dtype if isinstance(x, torch.Tensor) else None for x in inputs)
+        ctx.outputs = [(x.shape, x.dtype, x.device) for x in _tuple(output)]
+        ctx.set_materialize_grads(False)
+
+    def _gradients(self, ctx, *grads):
+        wanted = zip(grads, ctx.outputs, self._may_be_none, strict=True)
+        grads = tuple(_present(*one) for one in wanted)
+        given = (*grads, *ctx.saved_tensors, *ctx.settings)
+        found = _tuple(library.call(self.name, *(given[i] for i in self._order))) + grads
+        return tuple(
+            found[source].to(dtype) if needed and source is not None and dtype else None
+            for source, dtype, needed in zip(
+                self._found, ctx.dtypes, ctx.needs_input_grad, strict=True
+            )
+        )
+
+
+def _parsed(schema: str) -> list[Argument]:
+    return [Argument(*text.split()) for text in schema.split(", ") if text]
+
+
+def _text(arguments: Sequence[Argument]) -> str:
+    return ", ".join(map(str, arguments))
+
+
+def _written(arguments: Sequence[Argument]) -> str:
+    return ", ".join(a.written(alias) for a, alias in zip(arguments, "abcdefgh", strict=False))
+
+
+def _named(name: str, arguments: Sequence[Argument]):
+    return collections.namedtuple(name, [argument.name for argument in arguments])
+
+
+def _tuple(value) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _empty(like):
+    return torch.empty(0, dtype=like.dtype, device=like.device)
+
+
+def _poison(outputs):
+    for output in outputs:
+        if output is not None:
+            library.poisoned(output)
+
+
+def _present(grad, output, may_be_none: bool):
+    """The gradient of an output: None if there was no output, zeros if nobody used it."""
+    shape, dtype, device = output
+    if may_be_none and shape == (0,):
+        return None
+    return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+
+
+def _nothing(*arguments):
+    return None
