@@ -1,0 +1,126 @@
+"""What `npu-ops model` says of our ops at the shapes that matter, against the memory limit.
+
+    python benchmarks/model_ops.py [NAME ...]
+
+Writes the rows of the named calls (default: all, which takes an hour) into
+results/npu-model/ops.csv, and prints them. Nothing in it was measured: docs/npu-model.md.
+"""
+
+from __future__ import annotations
+
+import csv
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from npu_ops_tools import model
+
+import npu_ops
+
+SOC = "Ascend910B2"  # 24 cube and 48 vector cores
+RESULTS = pathlib.Path(__file__).parent / "results" / "npu-model" / "ops.csv"
+FIELDS = (
+    "call", "kernel", "us", "low_us", "high_us", "limit_us", "of_limit", "bottleneck", "loaded_mb",
+    "stored_mb", "workspace_mb", "programs", "balance", "soc", "label", "git",
+)  # fmt: skip
+
+
+def delta_rule(batch: int, tokens: int, heads: int, value_heads: int) -> Callable[[], list]:
+    def launches():
+        q, k = (torch.empty(batch, tokens, heads, 128, dtype=torch.bfloat16) for _ in range(2))
+        v = torch.empty(batch, tokens, value_heads, 128, dtype=torch.bfloat16)
+        g, beta = (torch.zeros(batch, tokens, value_heads) for _ in range(2))
+        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "output_final_state": True}
+        return model.of_call("", SOC, npu_ops.chunk_gated_delta_rule, inputs)
+
+    return launches
+
+
+def decode(batch: int, heads: int, value_heads: int) -> Callable[[], list]:
+    def launches():
+        width = (2 * heads + value_heads) * 128
+        inputs = {
+            "qkv": torch.zeros(batch, width).bfloat16(),
+            "a": torch.zeros(batch, value_heads).bfloat16(),
+            "b": torch.zeros(batch, value_heads).bfloat16(),
+            "A_log": torch.zeros(value_heads),
+            "dt_bias": torch.zeros(value_heads),
+            "state": torch.zeros(batch, value_heads, 128, 128),
+            "state_indices": torch.arange(batch, dtype=torch.int32),
+            "state_v_first": True,
+        }
+        return model.of_call("", SOC, npu_ops.gated_delta_rule_update, inputs)
+
+    return launches
+
+
+def case(op: str, name: str, tokens: int | None = None) -> Callable[[], list]:
+    return lambda: model.of_case(op, name, torch.bfloat16, SOC, tokens)
+
+
+CALLS = {
+    "rope Qwen3-VL-8B T=512": case("rope", "qwen3-vl-8b-tp1-t512"),
+    "rope Qwen3-VL-8B T=8192": case("rope", "qwen3-vl-8b-tp1-t512", 8192),
+    "mrope Qwen3-VL-8B T=512": case("mrope", "qwen3-vl-8b-tp1-t512"),
+    "mrope Qwen3-VL-8B T=8192": case("mrope", "qwen3-vl-8b-tp1-t8192"),
+    "bias_dropout_add Qwen3-VL-8B T=512": case("bias_dropout_add", "qwen3-vl-8b-decode-512"),
+    "bias_dropout_add Qwen3-VL-8B T=8192": case("bias_dropout_add", "qwen3-vl-8b-train-8192-tp1"),
+    "l2norm Qwen3-Next T=8192": case("l2norm", "qwen3-next-tp1-t8192"),
+    "rms_norm_gated Qwen3-Next T=8192": case("rms_norm_gated", "qwen3-next-tp1-t8192"),
+    "gdn_gate Qwen3-Next T=8192": case("gdn_gate", "qwen3-next-tp1-t8192"),
+    "causal_conv1d_qkv Qwen3-Next T=4096": case("causal_conv1d_qkv", "qwen3-next-t4096"),
+    "causal_conv1d_update Qwen3-Next B=32": case("causal_conv1d_update", "qwen3-next-b32"),
+    "gated_delta_rule_update B=1 HV=32": decode(1, 16, 32),
+    "gated_delta_rule_update B=16 HV=32": decode(16, 16, 32),
+    "gated_delta_rule_update B=64 HV=32": decode(64, 16, 32),
+    "gated_delta_rule_update B=256 HV=32": decode(256, 16, 32),
+    "chunk_gated_delta_rule B=1 HK=16 HV=32 T=1024": delta_rule(1, 1024, 16, 32),
+    "chunk_gated_delta_rule B=8 HK=4 HV=4 T=1096": delta_rule(8, 1096, 4, 4),
+    "chunk_gated_delta_rule B=1 HK=4 HV=4 T=32768": delta_rule(1, 32768, 4, 4),
+    "chunk_gated_delta_rule B=1 HK=16 HV=32 T=11264": delta_rule(1, 11264, 16, 32),
+}
+
+
+def rows(name: str) -> Iterator[dict]:
+    """One for each kernel; forward and backward of rope are the same one."""
+    seen = set()
+    for said in model.predict_all(CALLS[name](), SOC):
+        row = {"call": name, "kernel": said.kernel, "soc": said.soc, "label": said.label}
+        row |= {
+            each: f"{getattr(said, each):.3g}" for each in ("us", "low_us", "high_us", "limit_us")
+        }
+        row |= {each: f"{getattr(said, each):.2f}" for each in ("of_limit", "balance")}
+        for each in ("loaded", "stored", "workspace"):
+            row[f"{each}_mb"] = f"{getattr(said, each) / 1e6:.3f}"
+        row |= {"bottleneck": said.bottleneck, "programs": said.programs, "git": _commit()}
+        if tuple(row.values()) not in seen:
+            seen.add(tuple(row.values()))
+            yield row
+
+
+def _commit() -> str:
+    said = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
+    return said.stdout.strip()
+
+
+def main(names: list[str]) -> None:
+    for name in names or CALLS:
+        found = list(rows(name))
+        kept = list(csv.DictReader(RESULTS.open())) if RESULTS.exists() else []
+        kept = [row for row in kept if row["call"] != name] + found
+        kept.sort(key=lambda row: list(CALLS).index(row["call"]))
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        with RESULTS.open("w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(kept)
+        for row in found:
+            print(*row.values(), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
