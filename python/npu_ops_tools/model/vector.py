@@ -83,15 +83,17 @@ def _cast(sources: list, results: list) -> str:
 
 
 def _broadcast(costs, text: str, sources: list, widest: View) -> float:
-    """Of spreading the operand that has one column over a block; rows of one operand take an
-    instruction each."""
+    """Of spreading an operand that has one column: a block for each element. An operand of one row
+    is read again by repeating without a stride: an instruction for each repeat of a row, or one for
+    each row, whichever are fewer."""
     axes = [int(i) for i in re.search(r"broadcast = \[([\d, ]*)\]", text)[1].split(",")]
     rows = widest.elements // widest.shape[-1] if widest.shape else 1
     smallest = min(sources, key=lambda view: view.elements)
     block = costs.vector["broadcast f32"]
     if len(widest.shape) - 1 in axes:
         return block.start + smallest.elements / 8
-    return (min(rows, MOST_REPEATS) - 1) * costs.vector["copy f32"].start / 2
+    repeats = math.ceil(widest.shape[-1] * widest.bytes / widest.elements / REPEAT)
+    return (min(rows, repeats) - 1) * costs.vector["copy f32"].start
 
 
 def _spread(costs, source: View, result: View):

@@ -66,10 +66,10 @@ def _ranges(points: list[Point]) -> str:
 
 
 def spread(points: list[Point]) -> tuple[float, float]:
-    """The tenth and the ninetieth percentile of measured / predicted."""
+    """The tenth and the ninetieth percentile of measured / predicted, and 1 between them."""
     ratios = [point.row.time / point.model for point in check.judged(points)]
     tenths = statistics.quantiles(ratios, n=10)
-    return tenths[0], tenths[-1]
+    return min(1.0, tenths[0]), max(1.0, tenths[-1])
 
 
 def _constants() -> str:
