@@ -62,7 +62,7 @@ def moved(tokens: int) -> dict[tuple[str, str], tuple[int, int]]:
     shapes = [(HEADS, DIM), (HEADS, DIM), (VALUE_HEADS, DIM)]
     q, k, v = (torch.randn((1, tokens, *s), generator=draw).bfloat16().npu() for s in shapes)
     g, beta = (torch.rand((1, tokens, VALUE_HEADS), generator=draw).npu() for _ in range(2))
-    inputs = (q, k, v, -g, beta, None, None, DIM**-0.5, CHUNK, False)
+    inputs = (q, k, v, -g, beta, None, None, DIM**-0.5, CHUNK, False, False)
     found = {}
     with counted("forward", found):  # not through torch's dispatcher, which hides what is inside
         o, _ = op._forward(*inputs, False)

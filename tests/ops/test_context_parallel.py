@@ -14,6 +14,7 @@ CUTS = {2: [0, 40, TOKENS], 4: [0, 2, TOKENS - 17, TOKENS - 17, TOKENS]}  # of 2
 
 def delta_rule(state_v_first, **inputs):
     settings = {"output_final_state": True, "chunk_size": 16, "state_v_first": state_v_first}
+    settings["use_qk_l2norm_in_kernel"] = state_v_first
     return npu_ops.chunk_gated_delta_rule(**inputs, **settings)
 
 

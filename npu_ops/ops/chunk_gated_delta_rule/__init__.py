@@ -16,7 +16,6 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule import (
     check_state,
 )
 from npu_ops.ops.gdn_gate import gdn_gate
-from npu_ops.ops.l2norm import l2norm
 
 __all__ = ["chunk_gated_delta_rule"]
 
@@ -60,7 +59,8 @@ def chunk_gated_delta_rule(
         scale: of q; None: `K ** -0.5`.
         initial_state: fp32 `[N, HV, K, V]` for N sequences; None is 0.
         output_final_state: whether to return the states after the last tokens.
-        use_qk_l2norm_in_kernel: q and k are divided by `sqrt(sum(x^2) + 1e-6)` first (`l2norm`).
+        use_qk_l2norm_in_kernel: q and k are divided by `sqrt(sum(x^2) + 1e-6)` first, in fp32: not
+            rounded to their dtype between, so that a prompt leaves the state that decoding would.
         use_beta_sigmoid_in_kernel: beta is raw and becomes its sigmoid, in fp32.
         allow_neg_eigval: that sigmoid is doubled.
         state_v_first: states are `[N, HV, V, K]`.
@@ -123,8 +123,6 @@ def _prepare(
     if cp_group is not None:
         check.alone("cp_group", initial_state=initial_state, cu_seqlens=cu_seqlens)
     check.one_of("chunk_size", chunk_size, op.CHUNK_SIZES)
-    if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
     wide = compute_dtype(q)
     if use_gate_in_kernel:
         g = gdn_gate(g, A_log, dt_bias)
@@ -134,15 +132,15 @@ def _prepare(
     if use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    settings = scale, int(chunk_size), bool(state_v_first), bool(output_final_state)
+    settings = scale, int(chunk_size), bool(state_v_first), bool(use_qk_l2norm_in_kernel)
+    settings += (bool(output_final_state),)
     return q, k, v, g.to(wide), beta, initial_state, cu_seqlens, *settings
 
 
-def _continued(group, q, k, v, g, beta, _, cu_seqlens, scale, chunk_size, state_v_first, wanted):
+def _continued(group, q, k, v, g, beta, _, cu_seqlens, *settings):
     """The operator's arguments, from the state that the spans of earlier ranks leave."""
-    settings = scale, chunk_size, state_v_first
-    state = context_parallel.initial_state(q, k, v, g, beta, *settings, group)
-    return q, k, v, g, beta, state, cu_seqlens, *settings, wanted
+    state = context_parallel.initial_state(k, v, g, beta, *settings[:-1], group)
+    return q, k, v, g, beta, state, cu_seqlens, *settings
 
 
 def _warn_of_growth(g) -> None:

@@ -15,7 +15,7 @@ from npu_ops.core.collective import all_gather
 from npu_ops.ops.chunk_gated_delta_rule import op
 
 
-def initial_state(q, k, v, g, beta, scale, chunk_size, state_v_first, group):
+def initial_state(k, v, g, beta, scale, chunk_size, state_v_first, normalize, group):
     """The state before this rank's span, `[B, HV, K, V]` or `[B, HV, V, K]`, with gradients.
 
     Arguments as the operator's. Every rank of `group` calls this, also in the backward.
@@ -24,7 +24,8 @@ def initial_state(q, k, v, g, beta, scale, chunk_size, state_v_first, group):
     keys = k.shape[3]
 
     def final_state(v, state):
-        return op.call(k, k, v, g, beta, state, None, scale, chunk_size, False, True)[1]
+        settings = scale, chunk_size, False, normalize
+        return op.call(k, k, v, g, beta, state, None, *settings, True)[1]
 
     added = final_state(v, None)
     identity = torch.eye(keys, dtype=g.dtype, device=g.device)

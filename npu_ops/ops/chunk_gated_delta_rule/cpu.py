@@ -23,6 +23,8 @@ import torch
 
 from npu_ops.core import indices
 from npu_ops.core.registry import from_native
+from npu_ops.ops.chunk_gated_delta_rule.reference import EPS
+from npu_ops.ops.l2norm import op as _l2norm_op  # noqa: F401  (defines its native kernels)
 
 _gates = from_native(
     "chunk_gated_delta_rule_gates_cpu(Tensor recalled, Tensor g, Tensor beta, Tensor(a!) inverse, "
@@ -50,6 +52,8 @@ _gates_backward = from_native(
     "Tensor dsolve, Tensor dattention, Tensor dbeta_in, Tensor dtotal_in, Tensor kept, "
     "Tensor faded, Tensor(a!) drecalled, Tensor(b!) dg, Tensor(c!) dbeta) -> ()"
 )()
+_l2norm = torch.ops.npu_ops.l2norm_cpu.default
+_l2norm_backward = torch.ops.npu_ops.l2norm_backward_cpu.default
 
 
 class _Scratch:
@@ -76,11 +80,28 @@ class _Inputs:
     scale: float
     chunk_size: int
     state_v_first: bool
+    normalize: bool
 
     @property
     def state_shape(self):
         heads, keys = self.q.shape[2:]
         return self.v.shape[2] // heads, heads, keys, self.v.shape[3]
+
+    def read(self, tokens, out):
+        """Rows of q or k `[c, H, K]` to `out` `[H, c, K]` in fp32, over their norms if wanted."""
+        if self.normalize:
+            _l2norm(tokens, EPS, out.transpose(0, 1))
+        else:
+            out.copy_(tokens.transpose(0, 1))
+        return out
+
+    def read_backward(self, gradient, tokens, out):
+        """From the gradient of what `read` gave to that of q or k, like `tokens`."""
+        gradient = gradient.transpose(0, 1)
+        if self.normalize:
+            _l2norm_backward(gradient, tokens, EPS, out)
+        else:
+            out.copy_(gradient)
 
     def sequences(self):
         """(index in the batch, spans of the chunks) of each sequence."""
@@ -133,9 +154,10 @@ class _Chunk:
         rows = 2 * count if queries else count
         self.kq = scratch("kq", heads, rows, keys)
         self.k = self.kq[:, :count]
-        self.k.copy_(x.k[b, span].transpose(0, 1))
+        self.q_given, self.k_given = x.q[b, span], x.k[b, span]
+        x.read(self.k_given, self.k)
         if queries:
-            self.kq[:, count:].copy_(x.q[b, span].transpose(0, 1)).mul_(x.scale)  # in fp32
+            x.read(self.q_given, self.kq[:, count:]).mul_(x.scale)  # in fp32
         self.v = scratch("v", group, heads, count, values)
         self.v.copy_(_grouped(x.v[b, span], heads))
         self.products = torch.bmm(
@@ -172,10 +194,11 @@ class _Chunk:
 
 @torch.autocast("cpu", enabled=False)
 def chunk_gated_delta_rule(
-    q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, o, final_state
-):
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
+    o, final_state,
+):  # fmt: skip
     """Writes o and, unless it is None, final_state; arguments as the operator's."""
-    x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first)
+    x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first, normalize)
     scratch, heads = _Scratch(), q.shape[2]
     for n, (b, spans) in enumerate(x.sequences()):
         state = _first_state(x, initial_state, n, scratch("state", *x.state_shape))
@@ -190,10 +213,10 @@ def chunk_gated_delta_rule(
 @torch.autocast("cpu", enabled=False)
 def chunk_gated_delta_rule_backward(
     do, dht, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first,
-    dq, dk, dv, dg, dbeta, dh0,
+    normalize, dq, dk, dv, dg, dbeta, dh0,
 ):  # fmt: skip
     """Writes the gradients; dh0 may be None. Keeps the state before each chunk of a sequence."""
-    x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first)
+    x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first, normalize)
     scratch = _Scratch()
     for n, (b, spans) in enumerate(x.sequences()):
         states = scratch("states", max(1, len(spans)), *x.state_shape)
@@ -255,5 +278,5 @@ def _chunk_backward(chunk, x, scratch, do_tokens, state, dstate, dq, dk, dv, dg,
     )  # fmt: skip
     dkq = torch.bmm(dproducts, chunk.kq, out=scratch("dkq", heads, 2 * count, keys))
     _add_each(dkq, drecalled, state.transpose(2, 3))
-    torch.add(dkq[:, :count], dk_written, out=dk.transpose(0, 1))
-    dq.transpose(0, 1).copy_(dkq[:, count:].mul_(x.scale))
+    x.read_backward(dkq[:, :count].add_(dk_written), chunk.k_given, dk)
+    x.read_backward(dkq[:, count:].mul_(x.scale), chunk.q_given, dq)

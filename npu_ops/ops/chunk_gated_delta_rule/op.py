@@ -13,7 +13,7 @@ _TRITON_WIDEST = 256
 _FOLDER = "npu_ops.ops.chunk_gated_delta_rule"
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
-    "Tensor? cu_seqlens, float scale, int chunk_size, bool state_v_first"
+    "Tensor? cu_seqlens, float scale, int chunk_size, bool state_v_first, bool normalize"
 )
 
 
@@ -31,17 +31,17 @@ def _cpu_why_not(q) -> str | None:
 
 
 def _reference(*args):
-    *inputs, _, state_v_first, o, final_state = args
-    read, states = reference.chunk_gated_delta_rule(*inputs, state_v_first)
+    *inputs, _, state_v_first, normalize, o, final_state = args
+    read, states = reference.chunk_gated_delta_rule(*inputs, state_v_first, normalize)
     o.copy_(read)
     if final_state is not None:
         final_state.copy_(states)
 
 
 def _reference_backward(*args):
-    *inputs, _, state_v_first = args[:12]
-    found = reference.chunk_gated_delta_rule_backward(*inputs, state_v_first)
-    for gradient, value in zip(args[12:], found, strict=True):
+    *inputs, _, state_v_first, normalize = args[:13]
+    found = reference.chunk_gated_delta_rule_backward(*inputs, state_v_first, normalize)
+    for gradient, value in zip(args[13:], found, strict=True):
         if gradient is not None:
             gradient.copy_(value)
 
@@ -104,16 +104,18 @@ def _pass_through(from_states, states):
         states.zero_() if from_states is None else states.copy_(from_states)
 
 
-def outputs(q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, wanted):
+def outputs(
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize, wanted
+):
     """o, and the final states or something empty."""
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     return o, _states(q, v, g, cu_seqlens, state_v_first) if wanted else g.new_empty((0,))
 
 
 def _forward(*args):
-    *tensors, scale, chunk_size, state_v_first, wanted = args
+    *tensors, scale, chunk_size, state_v_first, normalize, wanted = args
     tensors = _contiguous(*tensors)
-    settings = scale, chunk_size, state_v_first
+    settings = scale, chunk_size, state_v_first, normalize
     o, states = map(library.poisoned, outputs(*tensors, *settings, wanted))
     final_state = states if wanted else None
     if o.numel():
@@ -124,12 +126,12 @@ def _forward(*args):
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.chunk_size, ctx.state_v_first, ctx.wanted = inputs
+    *tensors, ctx.scale, ctx.chunk_size, ctx.state_v_first, ctx.normalize, ctx.wanted = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _gradients(ctx, do, dht):
-    settings = ctx.scale, ctx.chunk_size, ctx.state_v_first
+    settings = ctx.scale, ctx.chunk_size, ctx.state_v_first, ctx.normalize
     *gradients, dh0 = library.call(
         "chunk_gated_delta_rule_backward",
         do,
@@ -137,7 +139,7 @@ def _gradients(ctx, do, dht):
         *ctx.saved_tensors,
         *settings,
     )
-    return *gradients, dh0 if ctx.needs_input_grad[5] else None, None, None, None, None, None
+    return *gradients, dh0 if ctx.needs_input_grad[5] else None, *(None,) * 6
 
 
 def _backward_outputs(do, dht, q, k, v, g, beta, initial_state, *rest):
@@ -149,12 +151,12 @@ def _backward_outputs(do, dht, q, k, v, g, beta, initial_state, *rest):
 
 
 def _backward(*args):
-    *tensors, scale, chunk_size, state_v_first = args
+    *tensors, scale, chunk_size, state_v_first, normalize = args
     tensors = _contiguous(*tensors)
     *gradients, dh0 = outputs = tuple(map(library.poisoned, _backward_outputs(*tensors)))
     dh0 = None if tensors[7] is None else dh0
     if tensors[0].numel():
-        settings = scale, chunk_size, state_v_first
+        settings = scale, chunk_size, state_v_first, normalize
         backward_table.run(*tensors, *settings, *gradients, dh0)
     else:
         _pass_through(tensors[1], dh0)

@@ -11,7 +11,9 @@ import torch
 
 from npu_ops.core import hardware
 from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
+from npu_ops.ops.chunk_gated_delta_rule.reference import EPS
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend import backward, chunks, forward, intra
+from npu_ops.ops.l2norm import triton_ascend as norm
 
 # For each vector core that shares a tile. Its unified buffer holds the state in fp32 and what is
 # added to it, beside a chunk's rows.
@@ -27,9 +29,12 @@ NARROWEST = {1: 32, 2: 16}
 
 
 def chunk_gated_delta_rule(
-    q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, o, final_state
-):
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
+    o, final_state,
+):  # fmt: skip
     """Write o, and final_state unless it is None; the arguments are the operator's."""
+    if normalize:
+        q, k = map(_normalized, (q, k))
     chunk_size = _chunk_size(q, v, chunk_size)
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
@@ -43,9 +48,12 @@ def chunk_gated_delta_rule(
 
 def chunk_gated_delta_rule_backward(
     do, dht, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first,
-    dq, dk, dv, dg, dbeta, dh0,
+    normalize, dq, dk, dv, dg, dbeta, dh0,
 ):  # fmt: skip
     """Write the gradients; dh0 may be None. The arguments are the operator's."""
+    given = q, k
+    if normalize:
+        q, k = map(_normalized, given)
     chunk_size = _chunk_size(q, v, chunk_size)
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
@@ -70,6 +78,16 @@ def chunk_gated_delta_rule_backward(
     )
     totals = _inner_products(states, dstates, gates[0])
     chunks.scatter(dg_sums, kept_sums, totals, dbetas + _sum(of_values), spans, dg, dbeta)
+    if normalize:
+        for gradient, x in zip((dq, dk), given, strict=True):
+            rows = gradient.flatten(0, 1)
+            norm.l2norm_backward(rows, x.flatten(0, 1), EPS, rows)
+
+
+def _normalized(x):
+    out = torch.empty_like(x)
+    norm.l2norm(x.flatten(0, 1), EPS, out.flatten(0, 1))
+    return out
 
 
 def _gradients(
