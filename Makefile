@@ -70,7 +70,7 @@ test-all: check $(FETCHED)
 	$(ON_NPU) tests/ops
 	$(if $(FLA),$(BIN)/python tests/adapters/upstream_fla.py $(FLA))
 
-# Every model of verl's SFT trainer, three ways: a quarter of an hour.
+# Every model of verl's SFT trainer, three ways, minutes for each.
 test-trainers: .cache/trainers/ready
 	$(ON_CPU) tests/trainers tests/adapters/test_verl.py
 

@@ -19,27 +19,43 @@ FSDP2 = "engine.strategy=fsdp2"
 ULYSSES = "engine.ulysses_sequence_parallel_size=2"
 DELTA_NET = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 FLASH, OURS, EAGER = "flash_attention_2", "npu_ops", "eager"
+LORA = ("model.lora_rank=4", "model.lora_alpha=8", "model.target_modules=all-linear")
+USERS = ("model.enable_gradient_checkpointing=True", "data.use_dynamic_bsz=True")  # verl's defaults
 CLOSE = {"rel": 2e-5}
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A model on text or pictures, how npu-ops runs it, and which of its operators then compute."""
+    """A model on text or pictures, how npu-ops runs it, and which of its operators then compute.
+
+    task: what is trained, the same in all three.
+    """
 
     model: str
     data: str = "text"
     more: tuple[str, ...] = (PACKED,)
     operators: tuple[str, ...] = ("apply_rotary_pos_emb", "attention")
+    task: tuple[str, ...] = ()
 
     @property
     def truth(self) -> str:
-        return f"{self.model}_{self.data}"
+        return "_".join((self.model, self.data, *(["lora"] if self.task else [])))
+
+    def overrides(self, folder, attention: str, *more: str) -> list[str]:
+        return verl_runs.overrides(folder, self.model, attention, *more, *self.task, data=self.data)
+
+    def without_packing(self, folder, attention: str) -> list[str]:
+        """Packed sequences of Gated Delta Net are not the truth without npu-ops and fla: verl and
+        transformers carry states from one to the next."""
+        return self.overrides(folder, attention, PADDED if self.model in DELTA_NET else PACKED)
 
 
 RULE = ("apply_rotary_pos_emb", "attention", "chunk_gated_delta_rule", "rms_norm_gated")
 RUNS = {
     "qwen3": Run("qwen3"),
     "qwen3, padded": Run("qwen3", more=(PADDED, FSDP2)),
+    "qwen3, checkpointing and dynamic batches": Run("qwen3", more=(PACKED, *USERS)),
+    "qwen3, LoRA": Run("qwen3", task=LORA),
     "qwen3_moe": Run("qwen3_moe", more=(PACKED, FSDP2)),
     "qwen3_vl": Run("qwen3_vl", "pictures"),
     "qwen3_vl, Ulysses": Run("qwen3_vl", "pictures", (PACKED, ULYSSES)),
@@ -58,23 +74,14 @@ def agree(found: verl_runs.Steps, truth: verl_runs.Steps) -> None:
     assert found.norms == pytest.approx(truth.norms, **CLOSE)
 
 
-def truths(folder, models) -> dict[str, verl_runs.Steps]:
-    """Each model on each of its data, on the CPU. Packed sequences of Gated Delta Net are not the
-    truth there: without fla, verl and transformers carry states from one to the next."""
-    runs = {}
-    for run in RUNS.values():
-        if run.model in models:
-            padding = PADDED if run.model in DELTA_NET else PACKED
-            runs[run.truth] = verl_runs.overrides(folder, run.model, EAGER, padding, data=run.data)
-    return verl_runs.run(folder, "truth", runs)
-
-
 def test_qwen3_with_ulysses(tmp_path):
     """Small enough for every day: attention exchanges tokens and heads over HCCL."""
     verl_runs.write_models(tmp_path, ("qwen3",))
-    lines = verl_runs.overrides(tmp_path, "qwen3", OURS, PACKED, ULYSSES)
+    run = RUNS["qwen3"]
+    lines = run.overrides(tmp_path, OURS, PACKED, ULYSSES)
     found = verl_runs.run(tmp_path, "npu_ops", {"run": lines})["run"]
-    agree(found, truths(tmp_path, ("qwen3",))["qwen3_text"])
+    lines = {"truth": run.without_packing(tmp_path, EAGER)}
+    agree(found, verl_runs.run(tmp_path, "truth", lines)["truth"])
     layers, batches = 2, 6
     for calls in found.calls:
         assert calls["attention"] == calls["apply_rotary_pos_emb"] == layers * batches
@@ -89,28 +96,29 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def truth(folder):
-    return truths(folder, tuple(verl_data.MODELS))
+    """On the CPU."""
+    runs = {run.truth: run.without_packing(folder, EAGER) for run in RUNS.values()}
+    return verl_runs.run(folder, "truth", runs)
 
 
 @pytest.fixture(scope="module")
 def ours(folder):
-    return verl_runs.run(
-        folder,
-        "npu_ops",
-        {
-            name: verl_runs.overrides(folder, run.model, OURS, *run.more, data=run.data)
-            for name, run in RUNS.items()
-        },
+    """And two steps that are saved, with a third that goes on from there."""
+    runs = {name: run.overrides(folder, OURS, *run.more) for name, run in RUNS.items()}
+    saved = f"trainer.default_local_dir={folder / 'saved'}"
+    runs["saved"] = RUNS["qwen3"].overrides(
+        folder, OURS, PACKED, saved, "trainer.total_training_steps=2"
     )
+    runs["resumed"] = RUNS["qwen3"].overrides(
+        folder, OURS, PACKED, saved, "trainer.resume_mode=auto"
+    )
+    return verl_runs.run(folder, "npu_ops", runs)
 
 
 @pytest.fixture(scope="module")
 def shipped(folder):
     """As verl is on an NPU today: flash attention by torch_npu."""
-    runs = {}
-    for run in RUNS.values():
-        padding = PADDED if run.model in DELTA_NET else PACKED
-        runs[run.truth] = verl_runs.overrides(folder, run.model, FLASH, padding, data=run.data)
+    runs = {run.truth: run.without_packing(folder, FLASH) for run in RUNS.values()}
     return verl_runs.run(folder, "shipped", runs)
 
 
@@ -130,3 +138,11 @@ def test_with_verls_patches(name, shipped, truth):
     for calls in shipped[name].calls:
         assert calls["npu_rms_norm"] and calls["npu_cross_entropy_loss"], calls
         assert not any(operator in calls for operator in RULE)
+
+
+@pytest.mark.slow
+def test_resuming_goes_on_where_it_was_saved(ours, truth):
+    steps = truth[RUNS["qwen3"].truth]
+    for name, part in (("saved", slice(0, 2)), ("resumed", slice(2, 3))):
+        assert ours[name].losses == pytest.approx(steps.losses[part], **CLOSE)
+        assert ours[name].norms == pytest.approx(steps.norms[part], **CLOSE)

@@ -34,8 +34,8 @@ TEXT = dict(
     num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
     tie_word_embeddings=False, pad_token_id=0, eos_token_id=2, bos_token_id=None,
 )  # fmt: skip
-EXPERTS = dict(
-    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1
+EXPERTS = dict(  # of no size twice: transformers tells by them which way round weights were saved
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, decoder_sparse_step=1
 )
 SHARED_EXPERT = dict(shared_expert_intermediate_size=64)
 DELTA_NET = dict(  # 3 layers of Gated Delta Net to 1 of attention

@@ -60,9 +60,9 @@ def write_models(folder: pathlib.Path, names) -> None:
 def run(
     folder: pathlib.Path, who: str, runs: Mapping[str, list[str]], ranks: int = RANKS
 ) -> dict[str, Steps]:
-    """Each of `runs`, one after the other in the same processes."""
+    """Each of `runs`, one after the other in the same processes; checkpoints lie with results."""
     runs = {
-        name: [*lines, f"trainer.default_local_dir={folder / who / name}"]
+        name: [f"trainer.default_local_dir={folder / who / name}", *lines]
         for name, lines in runs.items()
     }
     command = [
