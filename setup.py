@@ -51,7 +51,7 @@ def native_extension():
     )
     extension = CppExtension(
         "npu_ops._native",
-        sorted(glob.glob("csrc/*/*_cpu.cpp")),
+        sorted([*glob.glob("csrc/*/*_cpu.cpp"), *glob.glob("csrc/*/*_npu.cpp")]),
         include_dirs=[os.path.abspath("csrc")],
         depends=sorted(glob.glob("csrc/*/*.h")),
         py_limited_api=True,
@@ -63,7 +63,7 @@ def native_extension():
             "-fvisibility=hidden",
             f"-fmacro-prefix-map={here}/=",
         ],
-        extra_link_args=["-s"],
+        extra_link_args=["-s", "-ldl"],
     )
     return {
         "ext_modules": [extension],
@@ -79,14 +79,22 @@ def native_settings():
     return native_extension()
 
 
-EMULATOR_SOURCES = "npu_ops_emulator._sources"  # which it builds on first use
+# What the emulated NPU builds on first use: itself, and twins of AscendC kernels.
+EMULATOR_SOURCES = "npu_ops_emulator._sources"
+KERNEL_SOURCES = "npu_ops_emulator._csrc"
 
 setuptools.setup(
-    package_dir={"": "python", "npu_ops": "npu_ops", EMULATOR_SOURCES: "csrc/emulator"},
+    package_dir={
+        "": "python",
+        "npu_ops": "npu_ops",
+        EMULATOR_SOURCES: "csrc/emulator",
+        KERNEL_SOURCES: "csrc",
+    },  # fmt: skip
     packages=[
         *setuptools.find_packages(include=["npu_ops*"]),
         *setuptools.find_packages("python"),
         EMULATOR_SOURCES,
+        KERNEL_SOURCES,
     ],
     py_modules=["npu_ops_autoload"],
     package_data={
@@ -100,6 +108,13 @@ setuptools.setup(
         ],
         "npu_ops_emulator": ["startup/*"],
         EMULATOR_SOURCES: ["*"],
+        KERNEL_SOURCES: [
+            "twin/*",
+            "twin/include/**/*",
+            "common/*.h",
+            "*/*_ascendc.cpp",
+            "*/*_tiling.h",
+        ],
     },
     **native_settings(),
 )

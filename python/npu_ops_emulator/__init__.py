@@ -15,7 +15,7 @@ import pathlib
 import sys
 from collections.abc import Callable
 
-from npu_ops_emulator import build, wheels
+from npu_ops_emulator import build, headers, wheels
 from npu_ops_emulator.errors import EmulatorError
 from npu_ops_emulator.settings import Settings
 
@@ -83,6 +83,7 @@ def status() -> dict[str, str]:
         "library": str(build.folder()) if build.is_built() else "not built yet",
         "compiler": _or_why_not(lambda: " ".join(build.compiler())),
         "triton-ascend": _or_why_not(lambda: wheels.version("triton-ascend")),
+        "AscendC headers": headers.why_not() or f"in {headers.source()}",
         "ascendnpu-ir": _or_why_not(lambda: wheels.version("ascendnpu-ir")),
     }
 

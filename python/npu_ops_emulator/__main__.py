@@ -12,6 +12,7 @@ import typer
 
 import npu_ops_emulator
 from npu_ops_emulator import EmulatorError, Settings
+from npu_ops_emulator import headers as ascendc_headers
 
 # Options behind the name of the command are the command's.
 CONTEXT = {"allow_interspersed_args": False}
@@ -33,6 +34,10 @@ def emulate(
     torch_npu: Annotated[
         str | None, typer.Option(metavar="PATH", help="The torch_npu wheel, or its folder.")
     ] = None,
+    headers: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Keep the AscendC headers of FOLDER in the cache."),
+    ] = None,
     status: Annotated[
         bool, typer.Option("--status", help="Say what is built and what is missing; run nothing.")
     ] = False,
@@ -42,8 +47,12 @@ def emulate(
 
     It shows that code is right, not that it is fast.
     """
+    if headers:
+        print(f"AscendC headers: in {_or_fail(lambda: ascendc_headers.keep(headers))}")
     if status:
         _print_status(as_json)
+    elif not command and headers:
+        return
     elif not command:
         fail("needs a command after --", 2)
     else:

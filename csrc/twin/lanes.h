@@ -1,0 +1,118 @@
+// How a vector instruction walks over memory: guide 6.2.1, 6.3.1.1 (strides) and 6.3.1.2 (masks).
+#pragma once
+
+#include <stub_def.h>  // the vendor's half and bfloat16_t
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+
+#include "machine.h"
+
+namespace npu_ops::twin {
+
+constexpr int kRepeatBytes = 256;
+constexpr int kBlockBytes = 32;
+
+// An operand: a repeat is up to eight blocks of 32 bytes, both at strides counted in blocks.
+template <class T>
+struct Operand {
+  static constexpr int kPerBlock = kBlockBytes / sizeof(T);
+  T* base;
+  int block_stride, repeat_stride;
+
+  T* at(int repeat, int element) const {
+    const int64_t blocks =
+        int64_t{repeat} * repeat_stride + int64_t{element / kPerBlock} * block_stride;
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(base) + blocks * kBlockBytes) +
+           element % kPerBlock;
+  }
+};
+
+// The repeats of an instruction and the elements of each, under the mask. In counter mode the mask
+// says how many elements there are, and the instruction's own count is ignored.
+class Extent {
+ public:
+  Extent(int repeats, int per_repeat)
+      : mask_(registers().mask), per_repeat_(per_repeat), repeats_(repeats) {
+    if (mask_.counts) repeats_ = static_cast<int>((mask_.low + per_repeat - 1) / per_repeat);
+    while (leading_ < per_repeat && mask_.has(leading_)) ++leading_;
+    for (int i = leading_; i < per_repeat; ++i) scattered_ |= mask_.has(i);
+  }
+
+  int repeats() const { return repeats_; }
+  int per_repeat() const { return per_repeat_; }
+
+  bool has(int repeat, int element) const {
+    if (!mask_.counts) return mask_.has(element);
+    return static_cast<uint64_t>(repeat) * per_repeat_ + element < mask_.low;
+  }
+
+  // How many elements of a repeat take part, if they are its first ones, else -1.
+  int leading(int repeat) const {
+    if (!mask_.counts) return scattered_ ? -1 : leading_;
+    const uint64_t left = mask_.low - static_cast<uint64_t>(repeat) * per_repeat_;
+    return static_cast<int>(std::min<uint64_t>(left, per_repeat_));
+  }
+
+  template <class F>
+  void each(F f) const {
+    for (int repeat = 0; repeat < repeats_; ++repeat) {
+      const int first = leading(repeat);
+      for (int element = 0; element < (first < 0 ? per_repeat_ : first); ++element)
+        if (first >= 0 || has(repeat, element)) f(repeat, element);
+    }
+  }
+
+ private:
+  Mask mask_;
+  int per_repeat_, repeats_;
+  int leading_ = 0;
+  bool scattered_ = false;
+};
+
+// Collects what an instruction touches into runs of neighbours.
+class Runs {
+ public:
+  explicit Runs(Access access) : access_(access) {}
+  ~Runs() noexcept(false) {
+    if (!std::uncaught_exceptions()) flush();
+  }
+
+  void add(const void* at, size_t bytes) {
+    const char* next = static_cast<const char*>(at);
+    if (next != end_) {
+      flush();
+      begin_ = next;
+    }
+    end_ = next + bytes;
+  }
+
+ private:
+  void flush() {
+    if (begin_) touch(access_, begin_, end_ - begin_);
+  }
+  Access access_;
+  const char *begin_ = nullptr, *end_ = nullptr;
+};
+
+// Announces what an instruction touches of an operand.
+template <class T>
+void touch(Access access, const Operand<T>& operand, const Extent& extent) {
+  constexpr int kBlockElements = Operand<T>::kPerBlock;
+  Runs runs(access);
+  for (int repeat = 0; repeat < extent.repeats(); ++repeat) {
+    const int first = extent.leading(repeat);
+    for (int e = 0; e < first; e += kBlockElements)
+      runs.add(operand.at(repeat, e), std::min(kBlockElements, first - e) * sizeof(T));
+    for (int e = 0; first < 0 && e < extent.per_repeat(); ++e)
+      if (extent.has(repeat, e)) runs.add(operand.at(repeat, e), sizeof(T));
+  }
+}
+
+template <class... T>
+constexpr int per_repeat() {
+  return kRepeatBytes / static_cast<int>(std::max({sizeof(T)...}));
+}
+
+}  // namespace npu_ops::twin

@@ -1,0 +1,73 @@
+// One vector core as an AscendC kernel sees it: what the instructions in this folder call.
+//
+// An instruction says which bytes it reads and writes before it touches them. The machine checks
+// bounds, alignment, that what is read was written, and that events order the pipes. Instructions
+// run in program order, so a race is reported and not acted out.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "types.h"
+
+namespace npu_ops::twin {
+
+enum class Access { kRead, kWrite };
+
+// 6.3.1.2 and 6.3.2: which elements of an instruction take part. In counter mode `low` is how many.
+struct Mask {
+  bool counts = false;
+  uint64_t low = ~uint64_t{0}, high = ~uint64_t{0};
+
+  bool has(int element) const {
+    return (element < 64 ? low >> element : high >> (element - 64)) & 1;
+  }
+};
+
+enum class Atomic { kNone, kAdd, kMax, kMin };                        // 6.5.2
+enum class AtomicType { kNone, kF32, kF16, kS16, kS32, kS8, kBf16 };  // 6.5.2
+
+struct Registers {
+  Mask mask;
+  uint64_t control = 0;
+  uint64_t padding = 0;          // 6.5.9.4 set_mov_pad_val
+  uint64_t compare[2] = {0, 0};  // 6.3.3 CMPMASK
+  int64_t accumulated = 0;       // 6.3.6.2 ACC_VAL
+  uint64_t reserved_count = 0;   // elements that vreducev2 kept
+  uint8_t* gathered = nullptr;   // what Gather's 32-bit source address stands for
+  Atomic atomic = Atomic::kNone;
+  AtomicType atomic_type = AtomicType::kNone;
+};
+Registers& registers();
+
+// Issues an instruction to a pipe; what follows belongs to it.
+void issue(const char* name, pipe_t pipe);
+
+// The current instruction reads or writes `bytes` at `address`, in the unified buffer or in global
+// memory. Does not return if that memory does not exist: the core stops.
+void touch(Access access, const void* address, size_t bytes);
+
+// Reads and drops bytes: they must exist, and may hold anything.
+void skim(const void* address, size_t bytes);
+
+// The operand must begin at a multiple of `bytes` of the unified buffer.
+void aligned(const void* address, size_t bytes, const char* operand);
+
+void set_event(pipe_t from, pipe_t to, int id);   // 6.6.3
+void wait_event(pipe_t from, pipe_t to, int id);  // 6.6.3
+void wait_pipe(pipe_t pipe);                      // 6.6.2
+
+// A scalar access by LocalTensor or GlobalTensor: GetValue, SetValue and operator().
+void scalar(Access access, const void* address, size_t bytes);
+
+// A message of the vendor's own checks, and the end of one that failed: the message becomes the
+// finding. Others print their message, so a launch reads what is printed (launch.cpp).
+void log(const char* format, ...) __attribute__((format(printf, 1, 2)));
+void vendor_check_failed(const char* file, int line);
+
+[[noreturn]] void not_emulated(const char* instruction);
+
+int64_t block_index();
+int64_t block_count();
+
+}  // namespace npu_ops::twin
