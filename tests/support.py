@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from npu_ops.core import env
+from npu_ops.core import ascendc, env
 from npu_ops.core.compare import Tolerance, assert_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,11 +31,24 @@ def devices() -> list[str]:
 def implementations(table) -> list:
     """(name, device) of every implementation of an op that is meant for a device at hand."""
     return [
-        pytest.param(implementation.name, device, id=f"{implementation.name}-{device}")
+        pytest.param(
+            implementation.name,
+            device,
+            id=f"{implementation.name}-{device}",
+            marks=_skipped(implementation.name, table.op, device),
+        )
         for device in devices()
         for implementation in table.implementations
         if device in (implementation.devices or {"cpu"})
     ]
+
+
+def _skipped(implementation: str, op: str, device: str) -> list:
+    """A reason to skip AscendC kernels where there is nothing to run them with: one line a file."""
+    if implementation != "ascendc":
+        return []
+    why_not = ascendc.why_not(op.removesuffix("_backward"), torch.device(device, 0))
+    return [pytest.mark.skip(reason=why_not)] if why_not else []
 
 
 def parametrize_cases(cases, *, large: bool):

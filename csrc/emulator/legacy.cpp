@@ -1,5 +1,4 @@
-// The older interfaces torch_npu links against: graph operators (aclop), dumps, profiling,
-// binaries.
+// The older interfaces torch_npu links against: graph operators (aclop), dumps, profiling.
 //
 // A graph operator is refused by name. torch_npu reaches for one where an operator has no aclnn
 // form or where the emulator does not have that form.
@@ -98,26 +97,6 @@ aclError aclmdlInitDump() { return ACL_SUCCESS; }
 aclError aclmdlSetDump(const char*) { return ACL_SUCCESS; }
 aclError aclmdlFinalizeDump() { return ACL_SUCCESS; }
 
-// Device binaries cannot run here. triton-ascend's launcher is replaced as a whole.
-aclError aclrtBinaryLoadFromData(const void*, size_t, const aclrtBinaryLoadOptions*,
-                                 aclrtBinHandle*) {
-  return npu_ops::emulator::fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "a device binary cannot run");
-}
-aclError aclrtBinaryGetFunction(const aclrtBinHandle, const char*, aclrtFuncHandle*) {
-  return npu_ops::emulator::fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "a device binary cannot run");
-}
-aclError aclrtGetFunctionAddr(aclrtFuncHandle, void**, void**) {
-  return npu_ops::emulator::fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "a device binary cannot run");
-}
-int rtDevBinaryRegister(const void*, void**) {
-  return npu_ops::emulator::fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "a device binary cannot run");
-}
-int rtFunctionRegister(void*, const void*, const char*, const void*, uint32_t) {
-  return npu_ops::emulator::fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "a device binary cannot run");
-}
-int rtKernelLaunch(const void*, uint32_t, void*, uint32_t, void*, void*) {
-  return npu_ops::emulator::fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "a device binary cannot run");
-}
 int rtGetC2cCtrlAddr(uint64_t* address, uint32_t* size) {
   *address = 0;
   *size = 0;

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from npu_ops.core import library
+from npu_ops.core.ascendc import why_not as why_not_ascendc
 from npu_ops.core.registry import Implementation, Table, Verdict, from_module, from_native
 
 Tensors = torch.Tensor | tuple[torch.Tensor | None, ...]
@@ -68,6 +69,8 @@ class Operator:
         first: implementations to try before the usual ones.
         empty: where the first output has no elements, the others are "zeros", as sums over nothing
             are, or what the "reference" says.
+        ascendc: it has an AscendC kernel, launched by the op's `ascendc.py`. Triton's comes first:
+            that one is compiled by the vendor's compiler here.
         cpu_in_python: the CPU implementation is in the op's `cpu.py`, not in the native library.
     """
 
@@ -85,6 +88,7 @@ class Operator:
         why_not: Mapping[str, WhyNot] | None = None,
         first: Sequence[Implementation] = (),
         empty: str = "zeros",
+        ascendc: bool = False,
         cpu_in_python: bool = False,
     ):
         self.name, self.op = name, op or name
@@ -98,7 +102,7 @@ class Operator:
         self.lay_out = lay_out if callable(lay_out) else self._layout_of_each(lay_out)
         self._empty = self._by_reference if empty == "reference" else self._zeros
         self._tensors = sum(argument.is_tensor for argument in self.inputs)
-        usual = self._usual(why_not or {}, cpu_in_python)
+        usual = self._usual(why_not or {}, ascendc, cpu_in_python)
         self.table = Table(name, [*first, *usual])
         library.operator(self._schema(), self.run, self._fake)
 
@@ -170,25 +174,30 @@ class Operator:
             if output is not None:
                 output.copy_(value)
 
-    def _usual(self, why_not: Mapping[str, WhyNot], cpu_in_python: bool) -> list[Implementation]:
-        """Triton, CPU, reference: what every op has."""
+    def _usual(
+        self, why_not: Mapping[str, WhyNot], ascendc: bool, cpu_in_python: bool
+    ) -> list[Implementation]:
+        """Triton, CPU, reference: what every op has; and AscendC."""
         folder = f"npu_ops.ops.{self.op}"
-        native = f"{self.name}_cpu({_text(self.takes)}, {_written(self.writes)}) -> ()"
-        cpu = from_module(f"{folder}.cpu:{self.name}") if cpu_in_python else from_native(native)
+        schema = f"{self.name}_cpu({_text(self.takes)}, {_written(self.writes)}) -> ()"
+        cpu = from_module(f"{folder}.cpu:{self.name}") if cpu_in_python else from_native(schema)
 
         def usual(name, load, devices, missing):
             own = why_not.get(name)
 
             def against(*arguments):
-                said = missing() or library.dtype_why_not(*arguments)
+                said = missing(arguments[0]) or library.dtype_why_not(*arguments)
                 return said or (own and own(self.Arguments(*arguments)))
 
             return Implementation(name, load, frozenset(devices), against)
 
         triton = from_module(f"{folder}.triton_ascend:{self.name}")
+        launcher = from_module(f"{folder}.ascendc:{self.name}")
+        native = usual("ascendc", launcher, {"npu"}, lambda x: why_not_ascendc(self.op, x.device))
         return [
-            usual("triton_ascend", triton, {"npu", "cuda"}, lambda: library.triton_why_not()),
-            usual("cpu", cpu, {"cpu"}, lambda: library.native_why_not()),
+            usual("triton_ascend", triton, {"npu", "cuda"}, lambda _: library.triton_why_not()),
+            *([native] if ascendc else []),
+            usual("cpu", cpu, {"cpu"}, lambda _: library.native_why_not()),
             Implementation("reference", lambda: self._named_reference, frozenset(), _nothing),
         ]
 

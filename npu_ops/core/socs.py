@@ -24,3 +24,9 @@ def ub_bytes(soc: str) -> int:
 def is_ascend950(soc: str) -> bool:
     """Whether it is of the generation that has a compiler of its own."""
     return soc.startswith(("Ascend950", "Ascend910_95"))
+
+
+def ascendc_family(soc: str) -> str | None:
+    """The family that one build of AscendC kernels serves; None where there is no build."""
+    families = {"Ascend910B": "ascend910b", "Ascend910_93": "ascend910_93"}
+    return next((name for prefix, name in families.items() if soc.startswith(prefix)), None)

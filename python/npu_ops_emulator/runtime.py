@@ -11,6 +11,7 @@ from collections.abc import Callable
 # Imported once the module is, and then installed: {module: ours}.
 PLUGINS = {
     "triton": "npu_ops_emulator.triton_driver",
+    "npu_ops.core.ascendc": "npu_ops_emulator.ascendc",
     "torch_npu._init.registry.registry_manager": "npu_ops_emulator.torch_npu_start",
 }
 

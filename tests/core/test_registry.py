@@ -7,6 +7,7 @@ import importlib
 import inspect
 import logging
 import os
+import pathlib
 import pkgutil
 import subprocess
 import sys
@@ -20,6 +21,8 @@ import npu_ops
 from npu_ops import ops
 from npu_ops.core import env, library, log, registry
 from npu_ops.core.registry import Implementation, Table, Verdict
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -354,7 +357,8 @@ def test_explain_says_what_the_call_does(name, registered, caplog):
     chosen = [v.implementation for v in verdicts if v.why_not is None]
     order = [i.implementation for i in verdicts]
     vendors = ["aclnn"] if name == "attention" else []
-    assert order == [*vendors, "triton_ascend", "cpu", "reference"]
+    native = ["ascendc"] if (ROOT / f"csrc/{name}/{name}_ascendc.cpp").exists() else []
+    assert order == [*vendors, "triton_ascend", *native, "cpu", "reference"]
     with env.override(log="calls"):
         function(**arguments)
     assert chosen == ["cpu"] and caplog.messages[-1].endswith("-> cpu")
@@ -387,7 +391,8 @@ def test_without_native_kernels_everything_works(name, registered, monkeypatch):
     reason = "installed without native kernels (NPU_OPS_SKIP_NATIVE=1 at install time)"
     monkeypatch.setattr(library, "build_info", lambda: {"why_not": reason})
     if name != "attention":  # torch has its kernels
-        assert npu_ops.explain(name, **arguments)[1].why_not == reason
+        reasons = {row.implementation: row.why_not for row in npu_ops.explain(name, **arguments)}
+        assert reasons["cpu"] == reason
     torch.testing.assert_close(function(**arguments), expected)
 
 

@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 import pytest
+from npu_ops_emulator import headers
 
 INSIDE = pathlib.Path(__file__).parent / "inside"
 ROOT = pathlib.Path(__file__).parents[2]
@@ -53,6 +54,12 @@ def torchrun(ranks, name, *arguments, **variables):
 @pytest.mark.parametrize("queue", ["1", "2", "0"])
 def test_aten(queue):
     done = pytest_inside("aten.py", TASK_QUEUE_ENABLE=queue)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(headers.why_not() is not None, reason=str(headers.why_not()))
+def test_ascendc_kernels():
+    done = pytest_inside("ascendc.py")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -23,6 +23,7 @@ forward = Operator(
     writes="out",
     new=lambda inputs: library.new_output(inputs.x, inputs.dtype, torch.contiguous_format),
     reference=reference.bias_dropout_add,
+    ascendc=True,
 )
 in_place = InPlace(forward, over={"out": "x"}, elementwise=True)
 backward = Operator(
@@ -33,6 +34,7 @@ backward = Operator(
     writes="grad_x, grad_bias?",
     new=_gradient_outputs,
     reference=reference.bias_dropout_add_backward,
+    ascendc=True,
 )
 
 

@@ -1,0 +1,56 @@
+// How bias_dropout_add is cut into tiles; host and device share it.
+//
+// A row is cut into 8 lanes (npu_ops/core/rng.py). A tile is `tile_rows` rows by `chunk` columns of
+// a lane: its four Philox words serve the same tile of all eight lanes. A piece of work is
+// `piece_rows` rows of one chunk, and a core takes every blocks-th piece.
+#pragma once
+
+#include "common/ascendc_types.h"
+
+namespace npu_ops {
+
+enum BiasKind : int32_t { kNoBias = 0, kRowBias = 1, kFullBias = 2 };
+
+struct BiasDropoutAddTiling {
+  int64_t rows, width;
+  int32_t lane_width, chunk, tile_rows, piece_rows;
+  int32_t elements;  // of a tile's buffers: tile_rows * chunk, up to a multiple of 64
+  int32_t drops, threshold;
+  float scale;
+  int32_t x_type, bias_type, residual_type, out_type;  // ElementType
+  int32_t bias_kind;                                   // BiasKind
+
+  int64_t chunks() const { return (lane_width + chunk - 1) / chunk; }
+  int64_t row_pieces() const { return (rows + piece_rows - 1) / piece_rows; }
+  int64_t pieces() const { return chunks() * row_pieces(); }
+};
+
+// Bytes of the unified buffer that an element of a tile needs: Philox's ten words, columns, two
+// fp32 rows; x, bias, residual and out, each doubled.
+constexpr int32_t kBytesPerElement = 4 * (10 + 1 + 2) + 2 * 4 * 4;
+constexpr int32_t kSumBytesPerColumn = 8 * 4;  // of a chunk, in backward: eight lanes' sums
+
+// Fills in the cut. `cores`: vector cores, all of which get work where there is enough.
+// `sums`: whether a piece keeps sums over its rows, of which there are few pieces then.
+inline void cut(BiasDropoutAddTiling& tiling, int32_t cores, int32_t ub_bytes, bool sums) {
+  const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b * b; };
+  const auto least = [](int64_t a, int64_t b) { return a < b ? a : b; };
+  const auto most = [](int64_t a, int64_t b) { return a > b ? a : b; };
+  const int64_t lane = (tiling.width + 127) / 128 * 16;
+  const int32_t each = kBytesPerElement + (sums ? kSumBytesPerColumn : 0);
+  const int64_t room = (ub_bytes - kReservedBytes) / each / 64;
+  const int64_t largest = least(room * 64, 2048);
+  // Few rows: narrow chunks, so that every core has one.
+  const int64_t columns = up((lane * tiling.rows + cores - 1) / cores, 16);
+  tiling.lane_width = static_cast<int32_t>(lane);
+  tiling.chunk = static_cast<int32_t>(least(least(lane, largest), most(columns, 16)));
+  const int64_t chunks = tiling.chunks();
+  // Enough pieces for the cores, none of fewer rows than fill a tile if there are that many.
+  const int64_t share = (tiling.rows * chunks + cores - 1) / cores;
+  tiling.tile_rows = static_cast<int32_t>(most(1, least(largest / tiling.chunk, share)));
+  const int64_t wanted = sums ? share : tiling.tile_rows;
+  tiling.piece_rows = static_cast<int32_t>(up(most(wanted, 1), tiling.tile_rows));
+  tiling.elements = static_cast<int32_t>(up(int64_t{tiling.tile_rows} * tiling.chunk, 64));
+}
+
+}  // namespace npu_ops

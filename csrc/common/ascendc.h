@@ -1,0 +1,76 @@
+// What AscendC kernels share: element types known at run time, and rows of tiles between global
+// memory and the unified buffer. Included by device code alone.
+#pragma once
+
+#include <kernel_operator.h>
+
+#include "common/ascendc_types.h"
+
+namespace npu_ops {
+
+// A tile of rows in global memory: `columns` elements of each, `pitch` elements apart.
+struct TileShape {
+  int32_t rows, columns;
+  int64_t pitch;
+};
+
+__aicore__ inline uint32_t bytes_of(ElementType type) { return type == kFloat32 ? 4 : 2; }
+
+// Rows of the tile as bytes, because the element type is not known before. In the unified buffer
+// they begin `stride` elements apart, a multiple of 16.
+__aicore__ inline void copy_in(AscendC::LocalTensor<uint8_t> to, GM_ADDR from, ElementType type,
+                               TileShape tile, int32_t stride) {
+  const uint32_t size = bytes_of(type), bytes = tile.columns * size;
+  AscendC::GlobalTensor<uint8_t> source;
+  source.SetGlobalBuffer(from);
+  const uint32_t gap = (stride * size - (bytes + 31) / 32 * 32) / 32;
+  const auto skipped = static_cast<uint32_t>((tile.pitch - tile.columns) * size);
+  AscendC::DataCopyPad(
+      to, source,
+      AscendC::DataCopyExtParams{static_cast<uint16_t>(tile.rows), bytes, skipped, gap, 0},
+      AscendC::DataCopyPadExtParams<uint8_t>{false, 0, 0, 0});
+}
+
+__aicore__ inline void copy_out(GM_ADDR to, AscendC::LocalTensor<uint8_t> from, ElementType type,
+                                TileShape tile, int32_t stride) {
+  const uint32_t size = bytes_of(type), bytes = tile.columns * size;
+  AscendC::GlobalTensor<uint8_t> target;
+  target.SetGlobalBuffer(to);
+  const uint32_t gap = (stride * size - (bytes + 31) / 32 * 32) / 32;
+  const auto skipped = static_cast<uint32_t>((tile.pitch - tile.columns) * size);
+  AscendC::DataCopyPad(
+      target, from,
+      AscendC::DataCopyExtParams{static_cast<uint16_t>(tile.rows), bytes, gap, skipped, 0});
+}
+
+// The vector unit computes in fp32; these are the only places that know bf16 and fp16.
+__aicore__ inline void widen(AscendC::LocalTensor<float> to, AscendC::LocalTensor<uint8_t> from,
+                             ElementType type, int32_t first, int32_t count) {
+  using namespace AscendC;
+  if (type == kFloat32)
+    Muls(to[first], from.ReinterpretCast<float>()[first], 1.0f, count);
+  else if (type == kFloat16)
+    Cast(to[first], from.ReinterpretCast<half>()[first], RoundMode::CAST_NONE, count);
+  else
+    Cast(to[first], from.ReinterpretCast<bfloat16_t>()[first], RoundMode::CAST_NONE, count);
+}
+
+__aicore__ inline void narrow(AscendC::LocalTensor<uint8_t> to, AscendC::LocalTensor<float> from,
+                              ElementType type, int32_t first, int32_t count) {
+  using namespace AscendC;
+  if (type == kFloat32)
+    Muls(to.ReinterpretCast<float>()[first], from[first], 1.0f, count);
+  else if (type == kFloat16)
+    Cast(to.ReinterpretCast<half>()[first], from[first], RoundMode::CAST_RINT, count);
+  else
+    Cast(to.ReinterpretCast<bfloat16_t>()[first], from[first], RoundMode::CAST_RINT, count);
+}
+
+// Rows that fill their stride are one run; between others lies what nobody wrote.
+template <class F>
+__aicore__ inline void each_run(TileShape tile, int32_t stride, F f) {
+  if (tile.columns == stride) return f(0, tile.rows * stride);
+  for (int32_t row = 0; row < tile.rows; ++row) f(row * stride, tile.columns);
+}
+
+}  // namespace npu_ops

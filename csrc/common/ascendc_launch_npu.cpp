@@ -1,0 +1,131 @@
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "common/ascendc_launch.h"
+
+namespace npu_ops {
+namespace {
+
+// The runtime's C interface (acl/acl_rt.h), as far as it is used here.
+using Status = int;
+using Load = Status (*)(const char* path, void* options, void** binary);
+using GetFunction = Status (*)(void* binary, const char* name, void** function);
+using Run = Status (*)(void* function, uint32_t blocks, void* stream, void* configuration,
+                       void* arguments, size_t bytes, void* placeholders, size_t placeholder_count);
+using Message = const char* (*)();
+// Of the emulated NPU alone: what the next launch may touch.
+using Tensors = void (*)(const char* const* names, const uint64_t* addresses, const uint64_t* bytes,
+                         int64_t count);
+
+template <class F>
+F symbol(void* library, const char* name) {
+  auto* found = reinterpret_cast<F>(dlsym(library, name));
+  STD_TORCH_CHECK(found, "ascendc: libascendcl.so has no ", name, "; this CANN is too old");
+  return found;
+}
+
+struct Runtime {
+  Load load;
+  GetFunction function;
+  Run run;
+  Message message;
+  Tensors tensors;
+
+  Runtime() {
+    void* library = dlopen("libascendcl.so", RTLD_NOW);
+    STD_TORCH_CHECK(library, "ascendc: libascendcl.so does not load: ", dlerror());
+    load = symbol<Load>(library, "aclrtBinaryLoadFromFile");
+    function = symbol<GetFunction>(library, "aclrtBinaryGetFunction");
+    run = symbol<Run>(library, "aclrtLaunchKernelWithHostArgs");
+    message = symbol<Message>(library, "aclGetRecentErrMsg");
+    tensors = reinterpret_cast<Tensors>(dlsym(library, "npu_ops_emulator_tensors"));
+  }
+
+  void check(Status status, const char* step, const std::string& kernel) const {
+    if (status == 0) return;
+    const char* text = message();
+    STD_TORCH_CHECK(false, kernel, ": ", step, " failed with ", status, ": ",
+                    text ? text : "the runtime gives no reason");
+  }
+};
+
+const Runtime& runtime() {
+  static const Runtime found;
+  return found;
+}
+
+// A binary is loaded into one device, so its functions belong to that.
+void* function_of(const std::string& binary, const std::string& kernel, int device) {
+  static std::mutex mutex;
+  static std::map<std::pair<std::string, int>, void*> binaries;
+  static std::map<std::pair<void*, std::string>, void*> functions;
+  const std::lock_guard lock(mutex);
+  void*& loaded = binaries[{binary, device}];
+  if (!loaded)
+    runtime().check(runtime().load(binary.c_str(), nullptr, &loaded), "loading ", binary);
+  void*& function = functions[{loaded, kernel}];
+  if (!function)
+    runtime().check(runtime().function(loaded, kernel.c_str(), &function), "finding it", kernel);
+  return function;
+}
+
+// The raw stream. Asking for it also submits what torch_npu has queued before it.
+void* current_stream(int device) {
+  using NativeHandle = AOTITorchError (*)(StreamHandle, void**);
+  static const auto native_handle =
+      reinterpret_cast<NativeHandle>(dlsym(RTLD_DEFAULT, "torch_stream_native_handle"));
+  STD_TORCH_CHECK(native_handle, "ascendc: needs torch 2.13, which hands out the NPU's stream");
+  StreamHandle stream = nullptr;
+  void* handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_stream(device, &stream));
+  const torch::stable::accelerator::Stream owner(stream);
+  STABLE_TORCH_ERROR_CODE_CHECK(native_handle(stream, &handle));
+  return handle;
+}
+
+void announce(std::initializer_list<KernelTensor> tensors) {
+  if (!runtime().tensors) return;
+  std::vector<const char*> names;
+  std::vector<uint64_t> addresses, bytes;
+  for (const auto& [name, tensor] : tensors) {
+    if (!tensor) continue;
+    names.push_back(name);
+    addresses.push_back(reinterpret_cast<uint64_t>(tensor->const_data_ptr()));
+    bytes.push_back(static_cast<uint64_t>(tensor->numel()) * tensor->element_size());
+  }
+  runtime().tensors(names.data(), addresses.data(), bytes.data(),
+                    static_cast<int64_t>(names.size()));
+}
+
+}  // namespace
+
+ElementType element_type(const Tensor& tensor, const char* argument) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return kFloat32;
+    case ScalarType::Half:
+      return kFloat16;
+    case ScalarType::BFloat16:
+      return kBfloat16;
+    default:
+      STD_TORCH_CHECK(false, argument, ": needs float32, bfloat16 or float16");
+  }
+}
+
+void launch_ascendc(const std::string& binary, const char* kernel, int64_t blocks, void* arguments,
+                    size_t bytes, std::initializer_list<KernelTensor> tensors) {
+  const int device = (*tensors.begin()).tensor->get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = current_stream(device);
+  void* function = function_of(binary, kernel, device);
+  announce(tensors);
+  runtime().check(runtime().run(function, static_cast<uint32_t>(blocks), stream, nullptr, arguments,
+                                bytes, nullptr, 0),
+                  "the launch", kernel);
+}
+
+}  // namespace npu_ops

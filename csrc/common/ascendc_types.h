@@ -1,0 +1,13 @@
+// What host and device code of AscendC kernels agree on.
+#pragma once
+
+#include <cstdint>
+
+namespace npu_ops {
+
+enum ElementType : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
+
+// Bytes at the end of the unified buffer that AscendC's own functions use.
+constexpr int32_t kReservedBytes = 8 * 1024;
+
+}  // namespace npu_ops

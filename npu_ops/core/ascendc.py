@@ -1,0 +1,50 @@
+"""AscendC kernels: which there are, for which NPUs, and what a launch needs to know.
+
+An object of csrc/<op>/<op>_ascendc.cpp for a family of NPUs lies in npu_ops/_ascendc/<family>. No
+build makes these objects yet. The emulated NPU runs twins of the kernels instead
+(python/npu_ops_emulator/ascendc.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+import torch
+
+from npu_ops.core import hardware, library, socs
+
+_FOLDER = pathlib.Path(__file__).parent.parent / "_ascendc"
+
+
+def locate(op: str, family: str) -> pathlib.Path | str:
+    """The object of an op's kernels for a family of NPUs, or one sentence on why there is none."""
+    path = _FOLDER / family / f"{op}.o"
+    if path.exists():
+        return path
+    built = sorted(folder.name for folder in _FOLDER.glob("*") if (folder / f"{op}.o").exists())
+    if built:
+        return f"its AscendC kernel is built for {', '.join(built)}, this is {family}"
+    return "this installation has no AscendC kernels"
+
+
+@functools.cache
+def why_not(op: str, device: torch.device) -> str | None:
+    """None, or one sentence on why an op's AscendC kernels do not run on `device`."""
+    if library.native_why_not():
+        return library.native_why_not()
+    if device.type != "npu":
+        return f"AscendC kernels run on an NPU, not on {device.type}"
+    family = socs.ascendc_family(hardware.soc(device))
+    if family is None:
+        return f"there are no AscendC kernels for {hardware.soc(device)}"
+    found = locate(op, family)
+    return found if isinstance(found, str) else None
+
+
+@functools.cache
+def target(op: str, device: torch.device) -> tuple[str, int, int]:
+    """What a launcher of `op` is told: its binary, the vector cores, bytes of unified buffer."""
+    soc = hardware.soc(device)
+    cores = torch.npu.get_device_properties(device).vector_core_num
+    return str(locate(op, socs.ascendc_family(soc))), cores, socs.ub_bytes(soc)
