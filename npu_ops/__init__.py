@@ -10,7 +10,7 @@ import pkgutil
 from npu_ops import ops
 from npu_ops.core.hardware import is_npu
 from npu_ops.core.library import build_info
-from npu_ops.core.registry import explain
+from npu_ops.core.registry import check_forced, explain
 from npu_ops.version import __version__
 
 __all__ = ["__version__", "build_info", "explain", "is_npu"]
@@ -19,3 +19,5 @@ for _module in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
     _op = importlib.import_module(_module.name)
     globals().update({_name: getattr(_op, _name) for _name in _op.__all__})
     __all__ += _op.__all__
+
+check_forced()

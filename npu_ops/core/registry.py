@@ -168,6 +168,17 @@ class Table:
         return implementation.why_not(*args)
 
 
+def check_forced() -> None:
+    """Raise ValueError unless NPU_OPS_IMPL names ops, and implementations that they have."""
+    for op, name in env.settings.impl.items():
+        if op not in Table.tables:
+            known = ", ".join(sorted(Table.tables))
+            raise ValueError(f"NPU_OPS_IMPL: got the op {op!r}, needs one of {known}")
+        names = [implementation.name for implementation in Table.tables[op].implementations]
+        if name not in names:
+            raise ValueError(f"NPU_OPS_IMPL: got {op}={name}, needs one of {', '.join(names)}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """One row of `explain`; `why_not` is None for the implementation that is chosen."""

@@ -17,10 +17,16 @@ from types import ModuleType
 
 import npu_ops_autoload
 
+from npu_ops.core import env
 from npu_ops_adapters import patching
 from npu_ops_adapters.patching import Patch, State, Status, Statuses
+from npu_ops_adapters.patching.records import known
 
 __all__ = ["Patch", "State", "Status", "apply", "patches", "plan", "revert", "verify"]
+
+
+for _name in sorted(env.settings.disable - {"all"}):
+    known(_name, "NPU_OPS_DISABLE")
 
 
 def patches() -> list[Patch]:

@@ -8,9 +8,10 @@ import re
 import sys
 import types
 
+import npu_ops_adapters
 import pytest
 from npu_ops_adapters import patching
-from npu_ops_adapters.patching import Patch, State, Status, Statuses, engine
+from npu_ops_adapters.patching import Patch, State, Status, Statuses, engine, records
 
 from npu_ops.core import env, log
 
@@ -484,3 +485,10 @@ def test_what_another_framework_has_put_there_is_known_elsewhere_by_name_alone(h
     assert third.compile is theirs and state(patching.verify()) == "applied"
     patching.revert()
     assert host.maths.double is host.model.twice is user.double is theirs
+
+
+def test_every_patch_has_a_name_that_the_switch_knows():
+    for patch in npu_ops_adapters.patches():
+        records.known(patch.op, patch.target)
+    with pytest.raises(ValueError, match="^here: got 'nosuch', needs one of all, attention, "):
+        records.known("nosuch", "here")

@@ -534,3 +534,16 @@ def test_nothing_is_patched_in_this_process_but_where_a_test_asks():
     """Other tests compare with transformers' functions, which must be transformers'."""
     assert npu_ops_autoload._finder not in sys.meta_path
     assert qwen3_vl.apply_rotary_pos_emb.__module__ == qwen3_vl.__name__
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
+def test_a_loaded_model_goes_on_with_sdpa_after_revert(name, applied, caplog):
+    model, inputs = transformers_models.built(name)
+    model.set_attn_implementation("npu_ops")
+    npu_ops_adapters.revert()
+    assert "they say 'sdpa' now" in caplog.text
+    expected, _ = transformers_models.built(name)
+    expected.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        actual, wanted = (one(**inputs, use_cache=False).logits for one in (model, expected))
+    assert torch.equal(actual, wanted)

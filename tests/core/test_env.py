@@ -82,6 +82,23 @@ def test_a_wrong_switch_stops_the_import():
     assert done.stderr.strip().endswith("ValueError: NPU_OPS_STRICT: got 'maybe', needs 0 or 1")
 
 
+@pytest.mark.parametrize(
+    "package, variable, text, got",
+    [
+        ("npu_ops", "NPU_OPS_IMPL", "ropee=cpu", "got the op 'ropee', needs one of attention, "),
+        ("npu_ops", "NPU_OPS_IMPL", "rope=cpuu", "got rope=cpuu, needs one of triton_ascend, "),
+        ("npu_ops_adapters", "NPU_OPS_DISABLE", "nosuch", "got 'nosuch', needs one of all, "),
+        ("npu_ops_adapters", "NPU_OPS_DISABLE", "rope,mrop", "got 'mrop', needs one of all, "),
+    ],
+)
+def test_a_switch_that_names_what_there_is_not_stops_the_import(package, variable, text, got):
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {package}"], capture_output=True, text=True,
+        env=os.environ | {variable: text},
+    )  # fmt: skip
+    assert done.returncode != 0 and f"ValueError: {variable}: {got}" in done.stderr
+
+
 def test_switches_reach_the_ops():
     program = (
         "import torch, npu_ops; x = torch.ones(2); npu_ops.bias_dropout_add(x, None, x, 0, False)"

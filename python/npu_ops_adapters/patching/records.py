@@ -8,7 +8,22 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import npu_ops  # noqa: F401  (registers the ops)
+from npu_ops.core.registry import Table
+
 Names = tuple[str, ...]
+
+# What NPU_OPS_DISABLE may name besides ops: what adapters replace that is no operator of npu_ops.
+NO_OPS = frozenset(
+    {
+        "checkpoint",
+        "gated_delta_net",
+        "jit_fuser",
+        "mindspeed",
+        "split_qkv_rmsnorm_rope",
+        "vision_position",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +73,13 @@ class Patch:
     @property
     def attribute(self) -> str:
         return self.target.partition(":")[2]
+
+
+def known(name: str, where: str) -> None:
+    """Raise ValueError unless `name` is what NPU_OPS_DISABLE may say."""
+    names = sorted(NO_OPS | {name for name in Table.tables if not name.endswith("_backward")})
+    if name not in names:
+        raise ValueError(f"{where}: got {name!r}, needs one of all, {', '.join(names)}")
 
 
 class State(str, enum.Enum):

@@ -11,13 +11,14 @@ Where verl spreads a sequence over ranks, tokens and heads are exchanged as for 
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable
 
 import torch
 
 import npu_ops
-from npu_ops.core import check
+from npu_ops.core import check, log
 from npu_ops.core.hardware import is_captured
 from npu_ops.core.library import is_plain
 from npu_ops_adapters.calls import DEVICES
@@ -34,7 +35,8 @@ _OVER_RANKS = "which is not done over several ranks (verl's Ulysses); flash_atte
 
 def patches() -> Iterable[Patch]:
     """The name among attention functions and among mask functions, and who gets packed images."""
-    yield _name(f"{_FUNCTIONS}:AttentionInterface._global_mapping.{NAME}", _function)
+    functions = f"{_FUNCTIONS}:AttentionInterface._global_mapping.{NAME}"
+    yield _name(functions, _function, left=_hand_models_over)
     yield _name(f"{_MASKS}:AttentionMaskInterface._global_mapping.{NAME}", _mask)
     asks = "is_flash_attention_requested"
     imported = {model for model in models.VISION if models.home(model) in sys.modules}
@@ -50,11 +52,26 @@ def patches() -> Iterable[Patch]:
             )
 
 
-def _name(target: str, make: Callable) -> Patch:
+def _name(target: str, make: Callable, **changes) -> Patch:
     return models.patch(
         target, "attention", make, (), why=_WHY, optional=True, rebind=False,
-        remove_when="transformers takes attention functions from entry points",
+        remove_when="transformers takes attention functions from entry points", **changes,
     )  # fmt: skip
+
+
+def _hand_models_over() -> None:
+    """Models that were loaded with our name go on with SDPA: the name is gone."""
+    base = sys.modules["transformers.configuration_utils"].PretrainedConfig
+    configs = (one for one in gc.get_objects() if issubclass(type(one), base))
+    ours = [config for config in configs if config._attn_implementation == NAME]
+    for config in ours:
+        config._attn_implementation = "sdpa"
+    if ours:
+        log.logger.warning(
+            "transformers: %d configurations of loaded models say attn_implementation='npu_ops', "
+            "which was reverted: they say 'sdpa' now",
+            len(ours),
+        )
 
 
 def _mask(original: None) -> Callable:
