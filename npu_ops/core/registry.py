@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from npu_ops.core import env, library, log, shadow
 
@@ -219,7 +220,11 @@ def explain(op, *args, **kwargs) -> list[Verdict]:
     if name not in _explained:
         raise ValueError(f"op: got {name!r}, needs one of {', '.join(sorted(_explained))}")
     table, arguments = _explained[name]
-    return table.explain(*arguments(*args, **kwargs))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+    with mode:
+        args, kwargs = fake
+        return table.explain(*arguments(*args, **kwargs))
 
 
 def _describe(args: tuple) -> str:

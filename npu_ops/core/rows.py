@@ -58,9 +58,13 @@ def output_matrix(tensor: torch.Tensor | None) -> torch.Tensor | None:
         ValueError: there is no such view: what is written would be lost with a copy.
     """
     matrix = as_matrix(tensor)
-    if tensor is not None and matrix.data_ptr() != tensor.data_ptr():
+    if tensor is not None and _storage(matrix) != _storage(tensor):
         raise _no_view([tensor])
     return matrix
+
+
+def _storage(tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _no_view(outputs) -> ValueError:

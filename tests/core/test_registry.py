@@ -14,7 +14,7 @@ import sys
 
 import pytest
 import torch
-from support import floats
+from support import copies, floats
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import npu_ops
@@ -363,6 +363,15 @@ def test_explain_says_what_the_call_does(name, registered, caplog):
         function(**arguments)
     assert chosen == ["cpu"] and caplog.messages[-1].endswith("-> cpu")
     assert caplog.messages[-1].startswith(f"{verdicts[0].op}(")
+
+
+@PUBLIC
+def test_explain_computes_nothing(name, registered):
+    """No memory is allocated and nothing is copied, whatever has to be laid out for a kernel."""
+    arguments = public_calls()[name]
+    with copies() as seen:
+        npu_ops.explain(name, **arguments)
+    assert seen.operators == [] and seen.allocated < 64  # a scalar, not a tensor
 
 
 @PUBLIC

@@ -372,3 +372,21 @@ def test_parameters_without_gradients_are_taken():
 def test_explain():
     verdicts = npu_ops.explain("causal_conv1d_update", X, STATE[:2], WEIGHT)
     assert [v.implementation for v in verdicts if v.why_not is None] == ["cpu"]
+
+
+def test_windows_may_be_one_memory_a_token_apart():
+    """As SGLang keeps them; any other overlap is refused."""
+    inputs = {"x": torch.randn(2, 3, 8), "weight": torch.randn(8, 4)}
+    shared = torch.zeros(2, 8, 3 + 2)
+    windows = shared.as_strided((2, 3, 8, 3), (shared.stride(0), 1, shared.stride(1), 1))
+    apart, states = torch.zeros(2, 3, 8, 3), torch.randn(2, 8, 3)
+    for window in (windows, apart):
+        npu_ops.causal_conv1d_update(
+            **inputs, conv_state=states.clone(), intermediate_conv_window=window
+        )
+    assert torch.equal(windows, apart)
+    other = shared.as_strided((2, 3, 8, 3), (shared.stride(0), 2, 1, 1))
+    with pytest.raises(ValueError, match="^intermediate_conv_window: got elements that overlap"):
+        npu_ops.causal_conv1d_update(
+            **inputs, conv_state=states.clone(), intermediate_conv_window=other
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import check
+from npu_ops.core import check, library
 from npu_ops.core.registry import explains
 from npu_ops.ops.causal_conv1d import arguments
 from npu_ops.ops.causal_conv1d_update import op
@@ -109,7 +109,8 @@ def _prepare(
                     f"{name}: got a tensor that requires a gradient, needs torch.no_grad(), for "
                     "causal_conv1d_update has none"
                 )
-    written = {"conv_state": conv_state, "intermediate_conv_window": intermediate_conv_window}
+    windows = _each_element_once(intermediate_conv_window)
+    written = {"conv_state": conv_state, "intermediate_conv_window": windows}
     read = {
         "x": x, "weight": weight, "bias": bias, "conv_state_indices": conv_state_indices,
         "num_accepted_tokens": num_accepted_tokens, "query_start_loc": query_start_loc,
@@ -189,6 +190,16 @@ def _check_starts(starts, tokens, longest):
             f"query_start_loc: got length {int(lengths.max())}, needs at most {longest} with "
             "num_accepted_tokens and so many columns of conv_state"
         )
+
+
+def _each_element_once(window):
+    """SGLang's windows share memory: each is the one before, a token later. What they share is
+    equal, so it may be written twice; as `[rows, D, T + W - 2]` each element is there once."""
+    if window is None or not library.is_plain(window) or window.stride(1) != window.stride(3):
+        return window
+    rows, tokens, channels, taps = window.shape
+    strides = window.stride(0), window.stride(2), window.stride(3)
+    return window.as_strided((rows, channels, tokens + taps - 1), strides)
 
 
 def _check_window(window, window_indices, rows, width, batch, starts):
