@@ -6,7 +6,7 @@ Global memory: what the kernels load and store, counted as they run on the emula
 inputs and outputs of every torch operator between them; at 512 tokens less at 256, so that what
 does not grow with them cancels. Workspace: what the compiled kernels hand over between matrix unit
 and vector cores, written and read once, from the vendor compiler's output; and what the matrix unit
-keeps there for its own next product.
+keeps there for its own next product. "normalized": with use_qk_l2norm_in_kernel.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from npu_ops.core import registry
 from npu_ops.ops.chunk_gated_delta_rule import op
 
 HEADS, VALUE_HEADS, DIM, CHUNK = 16, 32, 128, 64
+PASSES = ("forward", "backward")
 FIELDS = ("pass", "kernel", "loaded", "stored", "workspace", "matrix_unit")
 PER_KEY_HEAD = ("intra_kernel",)  # the others hand tiles over once for each value head
 RESULTS = pathlib.Path(__file__).parent / "results" / "traffic" / "npu-emulated.csv"
@@ -56,18 +57,19 @@ def _bytes(x) -> int:
     return x.nbytes if isinstance(x, torch.Tensor) else 0
 
 
-def moved(tokens: int) -> dict[tuple[str, str], tuple[int, int]]:
+def moved(tokens: int, normalize: bool) -> dict[tuple[str, str], tuple[int, int]]:
     """(pass, kernel) -> bytes loaded and stored."""
+    forward, backward = (name + " normalized" * normalize for name in PASSES)
     draw = torch.Generator().manual_seed(0)
     shapes = [(HEADS, DIM), (HEADS, DIM), (VALUE_HEADS, DIM)]
     q, k, v = (torch.randn((1, tokens, *s), generator=draw).bfloat16().npu() for s in shapes)
     g, beta = (torch.rand((1, tokens, VALUE_HEADS), generator=draw).npu() for _ in range(2))
-    inputs = (q, k, v, -g, beta, None, None, DIM**-0.5, CHUNK, False, False)
+    inputs = (q, k, v, -g, beta, None, None, DIM**-0.5, CHUNK, False, normalize)
     found = {}
-    with counted("forward", found):  # not through torch's dispatcher, which hides what is inside
+    with counted(forward, found):  # not through torch's dispatcher, which hides what is inside
         o, _ = op._forward(*inputs, False)
     grad = torch.ones_like(o)
-    with counted("backward", found):
+    with counted(backward, found):
         op._backward(grad, None, *inputs)
     return found
 
@@ -89,7 +91,7 @@ class counted:
         self.found[self.name, "torch operators"] = self.glue.loaded, self.glue.stored
 
 
-def workspaces() -> dict[str, tuple[float, float]]:
+def workspaces(normalize: bool) -> dict[str, tuple[float, float]]:
     """kernel -> bytes per token handed over, and of the matrix unit's own."""
     launches = importlib.import_module("npu_ops_tools.compile.launches")
     sizes = [(HEADS, DIM), (HEADS, DIM), (VALUE_HEADS, DIM)]
@@ -97,7 +99,9 @@ def workspaces() -> dict[str, tuple[float, float]]:
     inputs += [-torch.rand(1, CHUNK, VALUE_HEADS), torch.rand(1, CHUNK, VALUE_HEADS)]
     inputs = [x.requires_grad_() for x in inputs]
     with launches.recorded("traffic") as found, registry.as_if_on("npu"):
-        o, _ = npu_ops.chunk_gated_delta_rule(*inputs, chunk_size=CHUNK)
+        o, _ = npu_ops.chunk_gated_delta_rule(
+            *inputs, chunk_size=CHUNK, use_qk_l2norm_in_kernel=normalize
+        )
         torch.autograd.grad(o, inputs, torch.ones_like(o))
     return {launch.name: tuple(2 * n / CHUNK for n in _workspace(launch)) for launch in found}
 
@@ -131,21 +135,27 @@ def _size(tiles: collections.Counter) -> int:
     )
 
 
-def main() -> None:
-    small, large = moved(256), moved(512)
-    through = workspaces()
+def table(normalize: bool) -> list[list]:
+    """Rows of what is written, of each kernel and of all."""
+    small, large = moved(256, normalize), moved(512, normalize)
+    through = workspaces(normalize)
     rows = []
     for (name, kernel), (loaded, stored) in large.items():
         before = small.get((name, kernel), (0, 0))
         rows.append([name, kernel, (loaded - before[0]) / 256, (stored - before[1]) / 256,
                      *through.get(kernel, (0, 0))])  # fmt: skip
-    for name in ("forward", "backward"):
+    for name in dict.fromkeys(row[0] for row in rows):
         of_pass = [row[2:] for row in rows if row[0] == name]
         rows.append([name, "all", *map(sum, zip(*of_pass, strict=True))])
+    return rows
+
+
+def main() -> None:
+    rows = table(normalize=False) + table(normalize=True)
     with RESULTS.open("w", newline="") as file:
         csv.writer(file).writerows([FIELDS, *rows])
     for row in rows:
-        print(f"{row[0]:9}{row[1]:26}" + "".join(f"{x:12,.0f}" for x in row[2:]), file=sys.stdout)
+        print(f"{row[0]:20}{row[1]:26}" + "".join(f"{x:12,.0f}" for x in row[2:]), file=sys.stdout)
 
 
 if __name__ == "__main__":

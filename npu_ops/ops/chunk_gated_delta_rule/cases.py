@@ -26,7 +26,7 @@ TOLERANCES_BY_INPUT = True
 class Case:
     """q, k `[batch, tokens, heads, keys]`, v `[batch, tokens, value_heads, values]`.
 
-    flags: l2norm, gate and sigmoid are left to the function.
+    norms: l2norm is left to the function; flags: gate and sigmoid, too.
     state: "none", or which dimension of the states is first: "k" or "v".
     sequences: 0, or how many the tokens are cut into; every third is empty.
     large: takes seconds; for benchmarks and `make test-all`.
@@ -40,6 +40,7 @@ class Case:
     values: int
     chunk: int = 64
     batch: int = 1
+    norms: bool = False
     flags: bool = False
     state: str = "k"
     sequences: int = 0
@@ -49,13 +50,14 @@ class Case:
         """Arguments of the function; keys are positively correlated, gates and beta fp32."""
         draw = torch.Generator().manual_seed(seed)
         tokens = (self.batch, self.tokens)
+        normalize = self.norms or self.flags
 
         def normal(*shape):
             return make.normal(shape, draw).to(device)
 
         def key():
             x = make.uniform((*tokens, self.heads, self.keys), draw).to(device)
-            return (x if self.flags else torch.nn.functional.normalize(x, dim=-1)).to(dtype)
+            return (x if normalize else torch.nn.functional.normalize(x, dim=-1)).to(dtype)
 
         g, beta = (normal(*tokens, self.value_heads) for _ in range(2))
         states = self.sequences or self.batch
@@ -70,7 +72,7 @@ class Case:
             if self.state == "none"
             else normal(states, self.value_heads, *matrix),
             "output_final_state": self.state != "none",
-            "use_qk_l2norm_in_kernel": self.flags,
+            "use_qk_l2norm_in_kernel": normalize,
             "use_beta_sigmoid_in_kernel": self.flags,
             "allow_neg_eigval": self.flags,
             "state_v_first": self.state == "v",
@@ -103,7 +105,8 @@ CASES = [
     Case("no-state", 33, 2, 2, 16, 24, chunk=16, state="none"),
     Case("chunk-32", 70, 1, 3, 20, 12, chunk=32, state="v"),
     Case("chunk-64", 130, 1, 2, 64, 32),
-    Case("wide", 65, 1, 1, 256, 256, state="v"),
+    Case("wide", 65, 1, 1, 256, 256, state="v", norms=True),
+    Case("norms", 65, 1, 2, 128, 128, norms=True),
     Case("one", 3, 1, 1, 1, 1, chunk=16),
     Case("empty", 0, 1, 2, 16, 24, chunk=16),
 ]

@@ -33,15 +33,13 @@ def chunk_gated_delta_rule(
     o, final_state,
 ):  # fmt: skip
     """Write o, and final_state unless it is None; the arguments are the operator's."""
-    if normalize:
-        q, k = map(_normalized, (q, k))
     chunk_size = _chunk_size(q, v, chunk_size)
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
-    solved, scores = _within_chunks(q, k, gates, spans, scale, weighed=True)
+    solved, scores, *norms = _within_chunks(q, k, gates, spans, scale, normalize, weighed=True)
     constants = _constants(q, v, state_v_first, chunk_size)
     forward.forward_kernel[_grid(spans.sequences, v, constants)](
-        q, k, v, gates[0], solved, scores, initial_state, spans.starts, spans.firsts, o,
+        q, k, v, gates[0], solved, scores, *norms, initial_state, spans.starts, spans.firsts, o,
         final_state, scale, spans.sequences, **constants,
     )  # fmt: skip
 
@@ -51,47 +49,35 @@ def chunk_gated_delta_rule_backward(
     normalize, dq, dk, dv, dg, dbeta, dh0,
 ):  # fmt: skip
     """Write the gradients; dh0 may be None. The arguments are the operator's."""
-    given = q, k
-    if normalize:
-        q, k = map(_normalized, given)
     chunk_size = _chunk_size(q, v, chunk_size)
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
-    solved, scores = _within_chunks(q, k, gates, spans, scale, weighed=False)
+    solved, scores, *norms = _within_chunks(q, k, gates, spans, scale, normalize, weighed=False)
     constants = _constants(q, v, state_v_first, chunk_size)
     grid = _grid(spans.sequences, v, constants)
     per_chunk = (spans.number, v.shape[2], q.shape[3], v.shape[3])
     states, dstates = (solved.new_empty(per_chunk) for _ in "sd")
     written, dwanted = (torch.empty_like(v, dtype=solved.dtype) for _ in "wd")
     backward.states_kernel[grid](
-        k, v, *gates, solved, initial_state, spans.starts, spans.firsts, states, written, 1.0,
-        spans.sequences, **constants,
+        k, v, *gates, solved, norms[1], initial_state, spans.starts, spans.firsts, states, written,
+        1.0, spans.sequences, **constants,
     )  # fmt: skip
     of_values = gates[0].new_empty((cdiv(v.shape[3], constants["BV"]), *gates[0].shape))
     backward.state_gradients_kernel[grid](
-        do, dht, q, k, v, *gates, solved, scores, spans.starts, spans.firsts, dstates, dwanted, dv,
-        of_values, dh0, scale, spans.number, spans.sequences, **constants,
+        do, dht, q, k, v, *gates, solved, scores, *norms, spans.starts, spans.firsts, dstates,
+        dwanted, dv, of_values, dh0, scale, spans.number, spans.sequences, **constants,
     )  # fmt: skip
     del solved, scores
     dg_sums, kept_sums, dbetas = _gradients(
-        do, q, k, v, gates, spans, states, written, dstates, dwanted, dq, dk, scale, constants
-    )
+        do, q, k, v, gates, norms, spans, states, written, dstates, dwanted, dq, dk, scale,
+        constants,
+    )  # fmt: skip
     totals = _inner_products(states, dstates, gates[0])
     chunks.scatter(dg_sums, kept_sums, totals, dbetas + _sum(of_values), spans, dg, dbeta)
-    if normalize:
-        for gradient, x in zip((dq, dk), given, strict=True):
-            rows = gradient.flatten(0, 1)
-            norm.l2norm_backward(rows, x.flatten(0, 1), EPS, rows)
-
-
-def _normalized(x):
-    out = torch.empty_like(x)
-    norm.l2norm(x.flatten(0, 1), EPS, out.flatten(0, 1))
-    return out
 
 
 def _gradients(
-    do, q, k, v, gates, spans, states, written, dstates, dwanted, dq, dk, scale, constants
+    do, q, k, v, gates, norms, spans, states, written, dstates, dwanted, dq, dk, scale, constants
 ):
     """Write dq and dk; return what gates and betas weigh, each [chunks, HV, C]."""
     values = _width(v.shape[3], q.device)
@@ -104,14 +90,18 @@ def _gradients(
     grid = _cube_grid(spans.number * q.shape[2] * blocks, q.device)
     kernel = backward.gradients_kernel
     kernel[grid](
-        do, q, k, *gates, spans.spans, states, written, dstates, dwanted, dq, dk, *sums, scale,
-        spans.number, H=q.shape[2], HV=v.shape[2], K=q.shape[3], V=v.shape[3], BK=keys, BV=values,
-        C=constants["C"],
+        do, q, k, *gates, *norms, spans.spans, states, written, dstates, dwanted, dq, dk, *sums,
+        scale, spans.number, H=q.shape[2], HV=v.shape[2], K=q.shape[3], V=v.shape[3], BK=keys,
+        BV=values, C=constants["C"],
         # Two buffers for what it loads; there is no room for two of what the matrix unit hands it.
         **hardware.ascend_options(
             kernel, q.device, limit_auto_multi_buffer_only_for_local_buffer=True
         ),
     )  # fmt: skip
+    if norms[0] is not None and blocks > 1:
+        for gradient, x in ((dq, q), (dk, k)):
+            rows = gradient.flatten(0, 1)
+            norm.l2norm_backward(rows, x.flatten(0, 1), EPS, rows)
     return map(_sum, sums)
 
 
@@ -136,8 +126,9 @@ def _chunk_size(q, v, size: int) -> int:
     return max(_narrowest(q.device), min(size, 32) if wide else size)
 
 
-def _within_chunks(q, k, gates, spans, scale, weighed: bool):
-    """The inverse, weighed by betas or not, and the scores of each chunk and value head."""
+def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
+    """The inverse, weighed by betas or not, and the scores of each chunk and value head; 1 over the
+    norms of q and k, fp32 [chunks, H, C], or None twice."""
     number, value_heads, size = gates[0].shape
     # fp16 cannot hold what a state may grow to, so its products are fp32.
     wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
@@ -145,11 +136,12 @@ def _within_chunks(q, k, gates, spans, scale, weighed: bool):
         q.new_empty((number, value_heads, size, size), dtype=wide) for _ in "as"
     )  # fmt: skip
     heads, keys = q.shape[2:]
+    norms = [gates[0].new_empty((number, heads, size)) if normalize else None for _ in "qk"]
     intra.intra_kernel[_cube_grid(number * heads, q.device)](
-        q, k, *gates, spans.spans, solved, scores, scale, number, H=heads, HV=value_heads, K=keys,
-        BK=_width(keys, q.device), C=size, WEIGHED=weighed,
+        q, k, *gates, spans.spans, solved, scores, *norms, scale, number, EPS, H=heads,
+        HV=value_heads, K=keys, BK=_width(keys, q.device), C=size, WEIGHED=weighed,
     )  # fmt: skip
-    return solved, scores
+    return solved, scores, *norms
 
 
 def _constants(q, v, state_v_first: bool, size: int) -> dict:

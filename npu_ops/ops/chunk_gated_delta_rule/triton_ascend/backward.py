@@ -3,6 +3,9 @@ chunks at once.
 
 With R = beta (v - gamma k S) and A the inverse, what is written is A R. So the gradient of what was
 solved is simply -(A^T dwritten) written^T: nothing of the inverse has to be differentiated.
+
+Rows of q and k are multiplied as they were given. Where 1 over their norms weighs on them, over_q
+and over_k, it is multiplied with what multiplies them.
 """
 
 from __future__ import annotations
@@ -16,7 +19,12 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.forward import (
     load_state,
     store_state,
 )
-from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import decays, load_rows, store_rows
+from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
+    decays,
+    load_over_norms,
+    load_rows,
+    store_rows,
+)
 
 
 @triton.jit
@@ -29,7 +37,8 @@ def store_product(x, product, one, first, rows, heads, head, D: tl.constexpr, BD
 
 @triton.jit(do_not_specialize=["sequences", "one"])
 def states_kernel(
-    k, v, g_sums, betas, solved, initial_state, starts, firsts, states, written, one, sequences,
+    k, v, g_sums, betas, solved, over_k, initial_state, starts, firsts, states, written, one,
+    sequences,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +56,9 @@ def states_kernel(
         chunk = tl.load(firsts + n)
         for first in range(begin, end, C):
             rows = end - first
-            place = tl.cast(chunk + (first - begin) // C, tl.int64) * HV + head
+            index = tl.cast(chunk + (first - begin) // C, tl.int64)
+            place = index * HV + head
+            of_k = load_over_norms(over_k, index * H + head // (HV // H), C)
             operand = state.to(wide)
             store_state(states, operand, place, value, K, V, BK, BV, False)
             b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
@@ -55,20 +66,21 @@ def states_kernel(
             b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
             b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(tl.float32)
             recalled = tl.dot(b_k, operand, input_precision="ieee").to(wide).to(tl.float32)
-            wanted = (b_v - tl.exp(b_g)[:, None] * recalled) * b_beta[:, None]
+            wanted = (b_v - (tl.exp(b_g) * of_k)[:, None] * recalled) * b_beta[:, None]
             b_written = dot_in_two(load_square(solved, place, C), wanted,
                                    tl.zeros((C, BV), tl.float32)).to(wide)  # fmt: skip
             store_product(written, b_written, one, first, rows, HV, head, V, BV, C, column)
-            kept = b_k.to(tl.float32) * tl.exp(last - b_g)[:, None]
+            kept = b_k.to(tl.float32) * (tl.exp(last - b_g) * of_k)[:, None]
             added = dot_in_two(kept, b_written, tl.zeros((BK, BV), tl.float32), True)
             state = state * tl.exp(last) + added
 
 
 @triton.jit(do_not_specialize=["sequences", "scale", "number"])
 def state_gradients_kernel(
-    do, dht, q, k, v, g_sums, betas, solved, scores, starts, firsts, dstates, dwanted, dv, dbetas,
-    dh0, scale, number, sequences, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    do, dht, q, k, v, g_sums, betas, solved, scores, over_q, over_k, starts, firsts, dstates,
+    dwanted, dv, dbetas, dh0, scale, number, sequences, H: tl.constexpr, HV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """dstates: the gradient of the state after each chunk [chunks, HV, K, V]; dwanted: of what
     A is multiplied with, like v, as dv is; dbetas: what v adds to the gradient of betas, a part for
@@ -92,6 +104,8 @@ def state_gradients_kernel(
             first = begin + index * C
             rows = end - first
             place = tl.cast(chunk + index, tl.int64) * HV + head
+            shared = tl.cast(chunk + index, tl.int64) * H + head // (HV // H)
+            of_q, of_k = load_over_norms(over_q, shared, C), load_over_norms(over_k, shared, C)
             operand = dstate.to(wide)
             store_state(dstates, operand, place, value, K, V, BK, BV, False)
             b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
@@ -104,7 +118,7 @@ def state_gradients_kernel(
             of_scores = tl.dot(tl.trans(load_square(scores, place, C)), b_do,
                                input_precision="ieee").to(wide)  # fmt: skip
             of_state = tl.dot(b_k, operand, input_precision="ieee").to(wide)
-            faded = b_solved.to(tl.float32) * tl.exp(last - b_g)[:, None]
+            faded = b_solved.to(tl.float32) * (tl.exp(last - b_g) * of_k)[:, None]
             b_dwanted = tl.dot(tl.trans(b_solved), of_scores, input_precision="ieee")
             b_dwanted = dot_in_two(faded, of_state, b_dwanted, True)
             store_rows(dwanted, b_dwanted, first, rows, HV, head, V, BV, C, column)
@@ -112,9 +126,9 @@ def state_gradients_kernel(
             tl.store(dbetas + part * C + row, tl.sum(b_dwanted * b_v, 1))
             b_dv = b_dwanted * b_beta[:, None]
             store_rows(dv, b_dv, first, rows, HV, head, V, BV, C, column)
-            gamma = tl.exp(b_g)[:, None]
-            asked = b_do.to(tl.float32) * gamma * scale
-            recalled = (b_dv * (0.0 - gamma)).to(wide)
+            gamma = tl.exp(b_g)
+            asked = b_do.to(tl.float32) * (gamma * of_q)[:, None] * scale
+            recalled = (b_dv * (0.0 - gamma * of_k)[:, None]).to(wide)
             more = tl.dot(tl.trans(b_k), recalled, input_precision="ieee")
             more = dot_in_two(tl.trans(b_q), asked, more)
             dstate = dstate * tl.exp(last) + more
@@ -154,10 +168,22 @@ def load_keys(states, place, key, K: tl.constexpr, V: tl.constexpr, BK: tl.const
         return tl.load(states + at, mask=(key < K)[:, None] & (value < V)[None, :], other=0.0)
 
 
+@triton.jit
+def norms_backward(slope, rows, over, WHOLE: tl.constexpr):
+    """slope: the gradient of rows [C, BK] as if their norms were constants, `over` 1 over those.
+    The gradient of rows where they are WHOLE, else of rows over their norms."""
+    if WHOLE:
+        rows = rows.to(tl.float32)
+        along = tl.sum(slope * rows, 1) * over * over
+        return slope - rows * along[:, None]
+    else:
+        return slope / over[:, None]
+
+
 @triton.jit(do_not_specialize=["number", "scale"])
 def gradients_kernel(
-    do, q, k, g_sums, betas, spans, states, written, dstates, dwanted, dq, dk, dg_sums,
-    kept_sums, dbetas, scale, number, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    do, q, k, g_sums, betas, over_q, over_k, spans, states, written, dstates, dwanted, dq, dk,
+    dg_sums, kept_sums, dbetas, scale, number, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Everything of one chunk and BK keys of one head, summed over its value heads.
@@ -166,6 +192,9 @@ def gradients_kernel(
     kept_sums and dbetas are [blocks of keys, chunks, HV, C].
     No sum crosses rows, for the two vector cores share a tile out by rows: a column of scores sums
     up to k times the gradient of k by them.
+    With norms, sums are of the gradients of q and k as if their norms were constants. That norms
+    are not is found where BK is all keys. Else dq and dk are the gradients of q and k over their
+    norms.
     """
     row = tl.arange(0, C)
     wide = states.dtype.element_ty
@@ -177,6 +206,8 @@ def gradients_kernel(
         key = column + tl.arange(0, BK)
         b_q = load_rows(q, first, rows, H, head, K, BK, C, column).to(wide)
         b_k = load_rows(k, first, rows, H, head, K, BK, C, column).to(wide)
+        shared = tl.cast(chunk * H + head, tl.int64)
+        of_q, of_k = load_over_norms(over_q, shared, C), load_over_norms(over_k, shared, C)
         sum_q, sum_k = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
         for value_head in range(head * (HV // H), (head + 1) * (HV // H)):
             place = tl.cast(chunk * HV + value_head, tl.int64)
@@ -189,12 +220,13 @@ def gradients_kernel(
 
             # A token's own score weighs on no gate: what it is worth is kept out of their sums, in
             # which it would have to cancel.
-            decay = tl.where(row[:, None] > row[None, :], decays(b_g, C), 0.0)
+            decay = tl.where(row[:, None] > row[None, :], decays(b_g, C), 0.0) * of_k[None, :]
             d_qk = tl.dot(b_do, tl.trans(b_written), input_precision="ieee") * scale
-            own = tl.sum(tl.where(row[:, None] == row[None, :], d_qk, 0.0), 1)[:, None]
-            d_qk = (d_qk * decay).to(wide)
+            own = tl.sum(tl.where(row[:, None] == row[None, :], d_qk, 0.0), 1)
+            own = (own * of_q * of_k)[:, None]
+            d_qk = (d_qk * decay * of_q[:, None]).to(wide)
             d_kk = tl.dot(b_dwanted, tl.trans(b_written), input_precision="ieee")
-            d_kk = (0.0 - d_kk) * decay
+            d_kk = (0.0 - d_kk) * decay * of_k[:, None]
             kk = tl.dot(b_k, tl.trans(b_k), input_precision="ieee")
             d_beta = tl.sum(d_kk * kk, 1)
             # Rounded first, for `within` has it rounded, and the gates' sums are their difference.
@@ -209,13 +241,13 @@ def gradients_kernel(
 
             state = load_keys(states, place, key, K, V, BK, BV)
             asked = tl.dot(b_do, tl.trans(state), input_precision="ieee")
-            asked = asked * (tl.exp(b_g) * scale)[:, None]
+            asked = asked * (tl.exp(b_g) * scale * of_q)[:, None]
             asked += tl.dot(d_qk, b_k, input_precision="ieee")
             d_g += tl.sum(asked * wide_q, 1)
             sum_q += asked + own * wide_k
 
             recalled = tl.dot(b_dwanted, tl.trans(state), input_precision="ieee")
-            recalled = recalled * tl.exp(b_g)[:, None]
+            recalled = recalled * (tl.exp(b_g) * of_k)[:, None]
             of_row = tl.sum(recalled * wide_k, 1)
             d_beta -= of_row
             d_g -= of_row * b_beta
@@ -223,10 +255,13 @@ def gradients_kernel(
 
             dstate = load_keys(dstates, place, key, K, V, BK, BV)
             kept = tl.dot(b_written, tl.trans(dstate), input_precision="ieee")
-            kept = kept * tl.exp(last - b_g)[:, None]
+            kept = kept * (tl.exp(last - b_g) * of_k)[:, None]
             tl.store(kept_sums + part, tl.sum(kept * wide_k, 1))
             sum_k += kept
             tl.store(dg_sums + part, d_g)
             tl.store(dbetas + part, d_beta)
+        if over_k is not None:
+            sum_q = norms_backward(sum_q, b_q, of_q, blocks == 1)
+            sum_k = norms_backward(sum_k, b_k, of_k, blocks == 1)
         store_rows(dq, sum_q, first, rows, H, head, K, BK, C, column)
         store_rows(dk, sum_k, first, rows, H, head, K, BK, C, column)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import load_rows, store_rows
+from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
+    load_over_norms,
+    load_rows,
+    store_rows,
+)
 
 
 @triton.jit
@@ -86,15 +90,16 @@ def dot_in_two(x, y, product, TURNED: tl.constexpr = False):
 
 @triton.jit(do_not_specialize=["sequences", "scale"])
 def forward_kernel(
-    q, k, v, g_sums, solved, scores, initial_state, starts, firsts, o, final_state, scale,
-    sequences, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    q, k, v, g_sums, solved, scores, over_q, over_k, initial_state, starts, firsts, o, final_state,
+    scale, sequences, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A program takes BV columns of one head's state through a sequence.
 
     The state is fp32; what is multiplied has the dtype of `solved`, whose columns have been
     multiplied by betas. What is written is solved (v - gamma k S), of which v is as it was given
-    and k S never leaves the matrix unit.
+    and k S never leaves the matrix unit. So are q and k: where 1 over their norms weighs on them,
+    over_q and over_k, it is multiplied with what multiplies their rows.
     """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
@@ -108,9 +113,11 @@ def forward_kernel(
         chunk = tl.load(firsts + n)
         for first in range(begin, end, C):
             rows = end - first
-            place = tl.cast(chunk + (first - begin) // C, tl.int64) * HV + head
+            index = tl.cast(chunk + (first - begin) // C, tl.int64)
+            place, shared = index * HV + head, index * H + head // (HV // H)
             b_g, last = tl.load(g_sums + place * C + row), tl.load(g_sums + place * C + C - 1)
             gamma = tl.exp(b_g)
+            of_q, of_k = load_over_norms(over_q, shared, C), load_over_norms(over_k, shared, C)
             b_q = load_rows(q, first, rows, H, head // (HV // H), K, BK, C).to(wide)
             b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
             b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(wide)
@@ -118,13 +125,13 @@ def forward_kernel(
             operand = state.to(wide)
             recalled = tl.dot(b_k, operand, input_precision="ieee").to(wide)
             written = tl.dot(b_solved, b_v, input_precision="ieee")
-            forgets = b_solved.to(tl.float32) * (0.0 - gamma)[None, :]
+            forgets = b_solved.to(tl.float32) * (0.0 - gamma * of_k)[None, :]
             written = dot_in_two(forgets, recalled, written).to(wide)
-            asked = (b_q.to(tl.float32) * (gamma * scale)[:, None]).to(wide)
+            asked = (b_q.to(tl.float32) * (gamma * scale * of_q)[:, None]).to(wide)
             read = tl.dot(asked, operand, input_precision="ieee")
             read = tl.dot(load_square(scores, place, C), written, read, input_precision="ieee")
             store_rows(o, read, first, rows, HV, head, V, BV, C, column)
-            kept = b_k.to(tl.float32) * tl.exp(last - b_g)[:, None]
+            kept = b_k.to(tl.float32) * (tl.exp(last - b_g) * of_k)[:, None]
             added = dot_in_two(kept, written, tl.zeros((BK, BV), tl.float32), True)
             state = state * tl.exp(last) + added
         store_state(final_state, state, here, value, K, V, BK, BV, V_FIRST)

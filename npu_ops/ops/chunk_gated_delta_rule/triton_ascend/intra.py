@@ -46,15 +46,34 @@ def inverse(lower, C: tl.constexpr):
     return tl.where(row[:, None] == row[None, :], 1.0, result)
 
 
+@triton.jit
+def over_norms(products, eps, C: tl.constexpr):
+    """1 over the norms of rows, fp32 [C], of their products with each other [C, C]: vector cores
+    have no room for the rows themselves."""
+    row = tl.arange(0, C)
+    squares = tl.sum(tl.where(row[:, None] == row[None, :], products, 0.0), 1)
+    return 1.0 / tl.sqrt(squares + eps)
+
+
+@triton.jit
+def load_over_norms(stored, place, C: tl.constexpr):
+    """1 over the norms of a chunk's rows; 1 where rows are taken as they are."""
+    if stored is None:
+        return tl.full((C,), 1.0, tl.float32)
+    else:
+        return tl.load(stored + place * C + tl.arange(0, C))
+
+
 @triton.jit(do_not_specialize=["number", "scale"])
 def intra_kernel(
-    q, k, g_sums, betas, spans, solved, scores, scale, number,
+    q, k, g_sums, betas, spans, solved, scores, over_q, over_k, scale, number, eps,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     WEIGHED: tl.constexpr,
 ):  # fmt: skip
     """solved: (1 + tril(beta k k^T decay, -1))^-1; scores: tril(scale q k^T decay); [.., C, C].
 
     WEIGHED: the columns of solved are multiplied by betas.
+    over_q, over_k: None, or 1 over the norms of q and k [chunks, H, C], written and multiplied.
     """
     row = tl.arange(0, C)
     for item in range(tl.program_id(0), number * H, tl.num_programs(0)):
@@ -65,6 +84,14 @@ def intra_kernel(
         b_k = load_rows(k, first, rows, H, head, K, BK, C).to(wide)
         qk = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         kk = tl.dot(b_k, tl.trans(b_k), input_precision="ieee")
+        if over_k is not None:
+            qq = tl.dot(b_q, tl.trans(b_q), input_precision="ieee")
+            of_q, of_k = over_norms(qq, eps, C), over_norms(kk, eps, C)
+            to = tl.cast(item, tl.int64) * C + row
+            tl.store(over_q + to, of_q)
+            tl.store(over_k + to, of_k)
+            qk = qk * of_q[:, None] * of_k[None, :]
+            kk = kk * of_k[:, None] * of_k[None, :]
         for value_head in range(head * (HV // H), (head + 1) * (HV // H)):
             place = tl.cast(chunk * HV + value_head, tl.int64) * C
             b_g, b_beta = tl.load(g_sums + place + row), tl.load(betas + place + row)
