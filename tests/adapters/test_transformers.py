@@ -57,8 +57,8 @@ def expected_calls(name: str, attention: bool) -> dict:
     linear, vision = name in models.DELTA_NET, 2 * (name in models.VISION)
     calls = {"rope": vision + (1 if linear else 2)}
     if linear:
-        calls |= dict.fromkeys(("causal_conv1d", "chunk_gated_delta_rule", "l2norm"), 1)
-        calls |= {"rms_norm_gated": 1, "l2norm": 2}
+        names = ("causal_conv1d", "chunk_gated_delta_rule", "rms_norm_gated")
+        calls |= dict.fromkeys(names, 1)  # the delta rule normalises queries and keys itself
     if attention:
         calls["attention"] = vision + (1 if linear else 2)
     return calls
