@@ -220,11 +220,18 @@ def explain(op, *args, **kwargs) -> list[Verdict]:
     if name not in _explained:
         raise ValueError(f"op: got {name!r}, needs one of {', '.join(sorted(_explained))}")
     table, arguments = _explained[name]
+    args, kwargs = _without_memory((args, kwargs))
+    return table.explain(*arguments(*args, **kwargs))
+
+
+def _without_memory(values):
+    """Floating tensors as shapes alone, which nothing computes with; index values can be read."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
-    with mode:
-        args, kwargs = fake
-        return table.explain(*arguments(*args, **kwargs))
+
+    def fake(tensor):
+        return mode.from_tensor(tensor) if tensor.is_floating_point() else tensor
+
+    return torch.utils._pytree.tree_map_only(torch.Tensor, fake, values)
 
 
 def _describe(args: tuple) -> str:

@@ -16,7 +16,7 @@ from sglang_cpu.checks import CHECKS
 HOOKS = re.compile(r"npu-ops in SGLang: (\d+) of (\d+) hooks in force")
 TEXT = {"rope", "attention"}
 GATED_DELTA_NET = {
-    *("causal_conv1d", "causal_conv1d_update", "gdn_gate", "rms_norm_gated", "l2norm"),
+    *("causal_conv1d", "causal_conv1d_update", "gdn_gate", "rms_norm_gated"),
     *("chunk_gated_delta_rule", "gated_delta_rule_update"),
 }
 OPS = {

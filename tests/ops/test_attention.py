@@ -520,7 +520,8 @@ def test_dropout_scales_by_what_is_drawn(p, implementation, device):
     torch.testing.assert_close(out["output 0"][0, :, 0, 0].cpu(), expected)
     grad = exact(out["output 0"], 7)[0, :, 0].double().cpu()
     expected = (grad * expected.double()[:, None]).sum(0)
-    torch.testing.assert_close(out["gradient of v"][0, :, 0].double().cpu().sum(0), expected)
+    total = out["gradient of v"][0, :, 0].double().cpu().sum(0)
+    torch.testing.assert_close(total, expected, rtol=2e-5, atol=1e-4)  # sums of 512 in fp32
 
 
 def test_dropout_is_the_reference_s_mask():

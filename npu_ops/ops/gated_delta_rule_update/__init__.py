@@ -144,7 +144,9 @@ def _prepare(
     check.writable(written, {name: x for name, x in tensors.items() if name not in written})
     lengths = state_indices, cu_seqlens, num_accepted_tokens
     kept = intermediate_states, intermediate_state_indices
-    if state_indices.device.type == "cpu" and library.is_plain(*lengths, *kept):
+    if state_indices.device.type == "cpu" and library.is_plain(
+        *lengths, intermediate_state_indices
+    ):
         _check_values(tokens, state.shape[0], *lengths, *kept, not disable_state_update)
     scale = keys**-0.5 if scale is None else float(scale)
     settings = scale, bool(use_qk_l2norm_in_kernel), bool(state_v_first), not disable_state_update
