@@ -42,7 +42,7 @@ def forward(case, dtype, p, device):
     def expected():
         state = rng.new_state(x.device, None) if p else None
         tensors = (arguments["x"], arguments["bias"], arguments["residual"])
-        return (reference.bias_dropout_add(*tensors, state, p, torch.float32),)
+        return (reference.bias_dropout_add(*tensors, state, p),)
 
     return Benchmark(
         "bias_dropout_add", case.name, f"forward p={p}", dtype, {"x": list(x.shape)}, run, "eager",

@@ -43,9 +43,9 @@ def moved(tokens: int) -> dict[tuple[str, str], tuple[int, int]]:
     with counted("parts forward", found):
         y, _ = conv._forward(x, weight, None, None, None, None, True, False)
         q, k, v = (part.unflatten(-1, (-1, DIM)) for part in y.split([KEYS, KEYS, VALUES], -1))
-        norm._forward(q, EPS, q.dtype), norm._forward(k, EPS, k.dtype), v.contiguous()
+        norm.forward.run(q, EPS, q.dtype), norm.forward.run(k, EPS, k.dtype), v.contiguous()
     with counted("parts backward", found):
-        grads[:2] = norm._backward(grads[0], q, EPS), norm._backward(grads[1], k, EPS)
+        grads[:2] = norm.backward.run(grads[0], q, EPS), norm.backward.run(grads[1], k, EPS)
         grad = torch.cat([grad.flatten(2) for grad in grads], dim=-1)
         conv._backward(grad, None, x, weight, None, None, None, True)
     return found

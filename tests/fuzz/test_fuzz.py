@@ -48,7 +48,7 @@ def plus(amount):
     """An l2norm that is off."""
 
     def call(x, eps=1e-6, output_dtype=None, *, dim=-1):
-        return op.call(x, eps, output_dtype or x.dtype) + amount
+        return op.forward(x, eps, output_dtype or x.dtype) + amount
 
     return call
 
@@ -58,27 +58,27 @@ def remembers(x, eps=1e-6, output_dtype=None, *, dim=-1, known={}):  # noqa: B00
     key = x.data_ptr(), x._version
     if key not in known:
         known.clear()
-        known[key] = op.call(x, eps, x.dtype)
+        known[key] = op.forward(x, eps, x.dtype)
     return known[key].clone()
 
 
 def writes(x, eps=1e-6, output_dtype=None, *, dim=-1):
-    out = op.call(x, eps, x.dtype)
+    out = op.forward(x, eps, x.dtype)
     x.detach().view(-1)[-1:].zero_()
     return out
 
 
 def writes_beside(x, eps=1e-6, output_dtype=None, *, dim=-1):
     torch.as_strided(x.detach(), (1,), (1,), x.storage_offset() - 1).zero_()
-    return op.call(x, eps, x.dtype)
+    return op.forward(x, eps, x.dtype)
 
 
 def in_default_dtype(x, eps=1e-6, output_dtype=None, *, dim=-1):
-    return op.call(x, eps, x.dtype) * torch.ones(1)
+    return op.forward(x, eps, x.dtype) * torch.ones(1)
 
 
 def without_gradient(x, eps=1e-6, output_dtype=None, *, dim=-1):
-    return op.call(x, eps, x.dtype).detach() + 0 * x
+    return op.forward(x, eps, x.dtype).detach() + 0 * x
 
 
 def raises(error):

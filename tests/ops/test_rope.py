@@ -33,6 +33,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 import npu_ops
 from npu_ops.core import env
 from npu_ops.core.compare import assert_close
+from npu_ops.core.memo import ByContents
 from npu_ops.ops.rope import freqs as freqs_form
 from npu_ops.ops.rope import op
 from npu_ops.ops.rope.cases import CASES, TOLERANCES, tables
@@ -583,6 +584,7 @@ def made(monkeypatch):
     """Counts how often cos and sin are made of freqs."""
     calls, make = [], freqs_form._cos_sin
     monkeypatch.setattr(freqs_form, "_cos_sin", lambda *args: calls.append(args) or make(*args))
+    monkeypatch.setattr(freqs_form, "_tables", ByContents())
     return calls
 
 
@@ -593,7 +595,8 @@ def test_tables_are_made_once_for_all_layers(made):
         rope_freqs(q, None, freqs.detach())  # activation checkpointing makes such aliases
     assert len(made) == 1
     rope_freqs(q, None, freqs, mscale=2.0)
-    rope_freqs(q, None, freqs.clone())
+    rope_freqs(q, None, freqs.clone())  # it has the same contents
+    rope_freqs(q, None, freqs + 1)
     assert len(made) == 3
 
 
