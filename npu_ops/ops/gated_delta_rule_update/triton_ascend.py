@@ -34,6 +34,7 @@ def _span(cu_seqlens, n, sequences, length, tokens):
         return tl.cast(n * length, tl.int64), length, length >= 0
     else:
         begin = tl.load(cu_seqlens + n).to(tl.int32)
+        n += 0 * begin  # a tensor for Triton's interpreter too, where a loop's counter is Python's
         end = tl.load(cu_seqlens + tl.minimum(n + 1, sequences)).to(tl.int32)
         end = tl.where(n < sequences, end, tokens)
         right = (begin >= 0) & (begin <= end) & (end <= tokens) & ((begin == 0) | (n > 0))
