@@ -281,7 +281,8 @@ def test_status_says_what_is_built(tmp_path):
     assert done.returncode == 0
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     assert list(lines) == [
-        "torch", "torch_npu", "library", "compiler", "triton-ascend", "ascendnpu-ir",
+        "torch", "torch_npu", "library", "compiler", "triton-ascend", "AscendC headers",
+        "ascendnpu-ir",
     ]  # fmt: skip
     done = emulate(options=["--status"], XDG_CACHE_HOME=str(tmp_path), CXX="no-such-compiler")
     assert "not installed yet" in done.stdout and "library: not built yet" in done.stdout
