@@ -20,6 +20,9 @@ NOT_CALLED_WITH_TENSORS = {
 }  # fmt: skip
 
 
+EXAMPLES = 80  # of each function
+
+
 @pytest.fixture(scope="module")
 def child():
     child = Child()
@@ -35,6 +38,14 @@ def test_every_public_function_has_a_formula_of_the_same_arguments():
             inspect.signature(getattr(of, name)).parameters.keys() for of in (npu_ops, formulas)
         )
         assert public - own <= elsewhere and own - public <= {"keep"}, name
+
+
+@pytest.mark.parametrize("function", TARGETS)
+def test_fuzz(function, child):
+    """Repeat a failure by the line that it prints; search on with `npu-ops fuzz`."""
+    search = run.Search(child, shrinking=10.0)
+    found = search.of(function, EXAMPLES, None)
+    assert not found, "\n".join(map(str, found))
 
 
 # That it finds things

@@ -157,10 +157,6 @@ def _backward(*args):
     )
 
 
-def _no_double_backward(ctx, *grads):
-    raise NotImplementedError("fused_recurrent_gated_delta_rule has no second derivative")
-
-
 library.operator(
     f"fused_recurrent_gated_delta_rule({_INPUTS}, bool output_final_state) -> (Tensor, Tensor)",
     _forward,
@@ -173,7 +169,7 @@ library.operator(
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_outputs,
-    _no_double_backward,
+    library.no_gradient("fused_recurrent_gated_delta_rule_backward"),
 )
 
 
