@@ -518,9 +518,9 @@ def test_dropout_scales_by_what_is_drawn(p, implementation, device):
     assert keep.any()
     expected = keep / n * 65536 / (65536 - rng.threshold(p))
     torch.testing.assert_close(out["output 0"][0, :, 0, 0].cpu(), expected)
-    grad = exact(out["output 0"], 7)[0, :, 0].double().cpu()
+    grad = exact(out["output 0"], 7)[0, :, 0].cpu().double()
     expected = (grad * expected.double()[:, None]).sum(0)
-    total = out["gradient of v"][0, :, 0].double().cpu().sum(0)
+    total = out["gradient of v"][0, :, 0].cpu().double().sum(0)
     torch.testing.assert_close(total, expected, rtol=2e-5, atol=1e-4)  # sums of 512 in fp32
 
 
@@ -1136,7 +1136,7 @@ if "npu" in devices():
         for _ in range(2):
             npu_ops.attention(*(x.to(device) for x in qkv()), is_causal=True)
         assert aclnn._compressed(torch.device("npu", 0)) is made
-        assert aclnn._compressed.cache_info().misses == 1 and made.shape == (2048, 2048)
+        assert len(aclnn._kept) == 1 and made.shape == (2048, 2048)
 
 
 def test_fp64_falls_back():
