@@ -2,6 +2,9 @@
 
 The library uses torch's stable ABI and has no PyInit, so one abi3 wheel serves every Python and
 every torch from TORCH_TARGET on. NPU_OPS_SKIP_NATIVE=1 installs without it.
+
+Where CANN is installed (ASCEND_HOME_PATH), csrc/CMakeLists.txt compiles the AscendC kernels too:
+they are shipped as npu_ops/_ascendc/<family>/<op>.o. NPU_OPS_SKIP_ASCENDC=1 installs without them.
 """
 
 import glob
@@ -10,8 +13,10 @@ import os
 import pathlib
 import shutil
 import subprocess
+import sys
 
 import setuptools
+from setuptools.command.build_py import build_py
 
 TORCH_TARGET = "0x020a000000000000"  # 2.10
 PYTHON_TARGET = "0x030a0000"  # 3.10
@@ -67,15 +72,56 @@ def native_extension():
     )
     return {
         "ext_modules": [extension],
-        "cmdclass": {"build_ext": BuildNative},
+        "cmdclass": {"build_ext": BuildNative, "build_py": BuildWithKernels},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }
+
+
+class BuildWithKernels(build_py):
+    """Also compiles the AscendC kernels, where there is a compiler for them."""
+
+    def run(self):
+        super().run()
+        root = "." if self.editable_mode else self.build_lib
+        folder = pathlib.Path(root, "npu_ops", "_ascendc").absolute()
+        shutil.rmtree(folder, ignore_errors=True)  # of another CANN
+        if kernels_wanted():
+            compile_kernels(folder)
+
+
+def kernels_wanted():
+    if not os.environ.get("ASCEND_HOME_PATH"):
+        return False
+    for skip in ("NPU_OPS_SKIP_ASCENDC", "NPU_OPS_SKIP_NATIVE"):
+        if os.environ.get(skip) == "1":
+            print(f"npu-ops: {skip}=1: WITHOUT AscendC kernels, for this CANN", file=sys.stderr)
+            return False
+    return True
+
+
+def compile_kernels(folder):
+    """Fill `folder`; a kernel that does not compile ends the installation."""
+    build = "build/ascendc"
+    shutil.rmtree(build, ignore_errors=True)  # CMake keeps the compiler that it found first
+    try:
+        for step in (
+            ["-S", "csrc", "-B", build, f"-DCMAKE_INSTALL_PREFIX={folder}"],
+            ["--build", build, "--parallel", str(os.cpu_count())],
+            ["--install", build],
+        ):
+            subprocess.run(["cmake", *step], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(
+            f"npu-ops: the AscendC kernels were not built with {os.environ['ASCEND_HOME_PATH']} "
+            f"({error}). Set NPU_OPS_SKIP_ASCENDC=1 to install without them: on NPUs the Triton "
+            "kernels then run."
+        ) from None
 
 
 def native_settings():
     if os.environ.get("NPU_OPS_SKIP_NATIVE") == "1":
         write_build_info(torch=None, torch_target=None, compiler=None)
-        return {}
+        return {"cmdclass": {"build_py": BuildWithKernels}}
     return native_extension()
 
 
@@ -100,7 +146,7 @@ setuptools.setup(
     package_data={
         "npu_ops": ["_build_info.json"],
         "npu_ops_tools": [
-            "templates/*",
+            "templates/**/*",
             "model/*.csv",
             "model/*.txt",
             "model/validation/*.csv",
@@ -113,6 +159,7 @@ setuptools.setup(
             "twin/include/**/*",
             "common/*.h",
             "*/*_ascendc.cpp",
+            "*/*_ascendc.h",
             "*/*_tiling.h",
         ],
     },

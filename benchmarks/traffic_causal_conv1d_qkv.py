@@ -36,18 +36,18 @@ def moved(tokens: int) -> dict[tuple[str, str], tuple[int, int]]:
     # Not through torch's dispatcher, which hides what is inside.
     with counted("fused forward", found):
         heads = [HEADS, VALUE_HEADS, DIM, DIM]
-        *qkv, _ = op._forward(x, weight, None, None, None, True, EPS, heads, False)
+        *qkv, _ = op.forward.run(x, weight, None, None, None, True, EPS, heads, False)
     grads = [torch.ones_like(part) for part in qkv]
     with counted("fused backward", found):
-        op._backward(*grads, None, x, weight, None, None, None, True, EPS)
+        op.backward.run(*grads, None, x, weight, None, None, None, True, EPS, heads)
     with counted("parts forward", found):
-        y, _ = conv._forward(x, weight, None, None, None, None, True, False)
+        y, _ = conv.forward.run(x, weight, None, None, None, None, True, False)
         q, k, v = (part.unflatten(-1, (-1, DIM)) for part in y.split([KEYS, KEYS, VALUES], -1))
         norm.forward.run(q, EPS, q.dtype), norm.forward.run(k, EPS, k.dtype), v.contiguous()
     with counted("parts backward", found):
         grads[:2] = norm.backward.run(grads[0], q, EPS), norm.backward.run(grads[1], k, EPS)
         grad = torch.cat([grad.flatten(2) for grad in grads], dim=-1)
-        conv._backward(grad, None, x, weight, None, None, None, True)
+        conv.backward.run(grad, None, x, weight, None, None, None, True)
     return found
 
 

@@ -1,13 +1,19 @@
 """The rules of the house: where things are, and which way imports flow."""
 
 import ast
+import dataclasses
+import inspect
 import pathlib
 import re
 import subprocess
+import types
 
 import pytest
+import torch
 
 import npu_ops
+from npu_ops.core import cases
+from npu_ops.core.models import MODELS
 from npu_ops.core.registry import Table
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -62,8 +68,8 @@ def test_an_op_has_a_cpu_kernel_a_test_and_a_benchmark(op):
     """The kernel is native; where torch has it, its calls are in cpu.py."""
     native, by_torch = ROOT / f"csrc/{op}/{op}_cpu.cpp", ROOT / f"npu_ops/ops/{op}/cpu.py"
     assert native.exists() or (op in KERNEL_IN_TORCH and by_torch.exists())
-    for path in (f"tests/ops/test_{op}.py", f"benchmarks/bench_{op}.py"):
-        assert (ROOT / path).exists(), path
+    for pattern in (f"tests/ops/**/test_{op}.py", f"benchmarks/bench_{op}.py"):
+        assert files(pattern), pattern
 
 
 def test_no_native_kernel_belongs_to_an_op_that_is_not_there():
@@ -79,6 +85,82 @@ def test_an_op_exports_its_public_functions(op):
         assert getattr(npu_ops, name).__doc__.count("\n") > 5, (
             f"{name}: shapes, dtypes, errors, source"
         )
+
+
+PROTOCOL = {  # see npu_ops/core/cases.py
+    "CASES": list, "TOLERANCES": dict, "DIFFERENTIABLE": tuple, "REPRESENTATIVE": tuple,
+    "CALLS": list, "of_model": object,
+}  # fmt: skip
+
+
+def departures(module, functions):
+    """What a `cases` module has that is not as `npu_ops/core/cases.py` says, one sentence each."""
+    missing = [n for n, kind in PROTOCOL.items() if not isinstance(getattr(module, n, None), kind)]
+    if missing or not callable(module.of_model):
+        yield f"no {', '.join(missing or ['of_model'])}"
+        return
+    names = [case.name for case in module.CASES]
+    if len(set(names)) < len(names):
+        yield "CASES: two of one name"
+    for name in set(module.REPRESENTATIVE) - set(names):
+        yield f"REPRESENTATIVE: {name} is no case"
+    if not {torch.float32, torch.bfloat16, torch.float16, torch.float64} <= set(module.TOLERANCES):
+        yield "TOLERANCES: a dtype is missing"
+    if {call.function for call in module.CALLS} != functions:
+        yield "CALLS: not of every public function, or of others"
+    for call in module.CALLS:
+        for name in {*call.writes, *(call.differentiable or ())} - set(call.tensors()):
+            yield f"CALLS: {call} has no tensor {name}"
+    models = [case for model in MODELS.values() for case in module.of_model(model, 3)]
+    if not models:
+        yield "of_model: no model has it"
+    for case in [*module.CASES, *models]:
+        yield from departures_of_case(case, module, small=case in models)
+
+
+def departures_of_case(case, module, small):
+    takes = {"dtype": inspect.Parameter.empty, "device": "cpu", "seed": 0}
+    found = inspect.signature(case.inputs).parameters
+    if {name: parameter.default for name, parameter in found.items()} != takes:
+        yield f"{case.name}: inputs takes {', '.join(found)}"
+    if not dataclasses.is_dataclass(case) or not case.__dataclass_params__.frozen:
+        yield f"{case.name}: no frozen dataclass"
+        return
+    fields = {field.name for field in dataclasses.fields(case)}
+    if not {"name", "tokens", "large"} <= fields:
+        yield f"{case.name}: no name, tokens or large"
+    if (small and not case.large) or case.name in module.REPRESENTATIVE:
+        tensors = case.inputs(torch.float32)
+        for name in set(getattr(case, "differentiable", module.DIFFERENTIABLE)) & set(tensors):
+            if tensors[name] is not None and not tensors[name].is_floating_point():
+                yield f"{case.name}: {name} can have no gradient"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_cases_keep_the_protocol(op):
+    functions = set(__import__(f"npu_ops.ops.{op}", fromlist=["__all__"]).__all__)
+    takes_tensors = {name for name in functions if inspect.isfunction(getattr(npu_ops, name))}
+    planned = {"plan_attention"}  # which takes no tensors
+    assert list(departures(cases.of(op), takes_tensors - planned)) == []
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"CALLS": None}, "no CALLS"),
+        ({"of_model": None}, "no of_model"),
+        ({"of_model": lambda model, tokens: []}, "of_model: no model has it"),
+        ({"REPRESENTATIVE": ("none",)}, "REPRESENTATIVE: none is no case"),
+        ({"TOLERANCES": {}}, "TOLERANCES: a dtype is missing"),
+        ({"CALLS": [cases.Call("rope", lambda draw: {})]}, "CALLS: not of every"),
+        ({"CALLS": [cases.Call("l2norm", lambda draw: {}, writes=("x",))]}, "CALLS: l2norm has no"),
+        ({"CASES": 2 * cases.of("l2norm").CASES}, "CASES: two of one name"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_departures_from_the_protocol_are_found(change, said):
+    module = types.SimpleNamespace(**vars(cases.of("l2norm")) | change)
+    assert said in "; ".join(departures(module, {"l2norm"}))
 
 
 def test_implementations_have_the_houses_names():
@@ -160,6 +242,76 @@ def test_core_does_not_know_the_ops():
             assert not module.startswith("npu_ops.ops"), f"{relative(path)}:{line}: {module}"
 
 
+DELTA_RULES = (
+    "fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule", "gated_delta_rule_update",
+)  # fmt: skip
+# Parts of an op that others import: the module, and who. Its first line names all of them, or the
+# group that they are.
+GROUPS = {"all gated delta rules": set(DELTA_RULES)}
+SHARED = {
+    "bias_dropout_add.triton_ascend": {"attention"},
+    "causal_conv1d.arguments": {"causal_conv1d_qkv", "causal_conv1d_update"},
+    "causal_conv1d.layout": {"causal_conv1d_qkv", "causal_conv1d_update"},
+    "causal_conv1d.reference": {"causal_conv1d_qkv", "causal_conv1d_update"},
+    "causal_conv1d.triton_ascend": {"causal_conv1d_qkv", "causal_conv1d_update"},
+    "fused_recurrent_gated_delta_rule.arguments": set(DELTA_RULES[1:]),
+    "fused_recurrent_gated_delta_rule.reference": set(DELTA_RULES[1:]),
+    "fused_recurrent_gated_delta_rule.states": {"chunk_gated_delta_rule"},
+    "fused_recurrent_gated_delta_rule.triton_ascend.states": {"gated_delta_rule_update"},
+    "l2norm.reference": {"causal_conv1d_qkv", "chunk_gated_delta_rule"},
+    "l2norm.triton_ascend": {"causal_conv1d", "chunk_gated_delta_rule"},
+    "rope.arguments": {"mrope"},
+    "rope.reference": {"mrope"},
+    "rope.rotation": {"mrope"},
+    "rope.triton_ascend": {"mrope"},
+}
+# Ops that call another one, as a user would: its public function.
+CALLED = {"gdn_gate": {"chunk_gated_delta_rule"}}
+
+
+def parts_of_other_ops(path):
+    """The modules of other ops that a file of an op imports, but their cases."""
+    own = path.relative_to(ROOT / "npu_ops/ops").parts[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            module = name if is_module(name) else name.rpartition(".")[0]
+            if module.startswith("npu_ops.ops.") and module.split(".")[2] != own:
+                part = module.removeprefix("npu_ops.ops.")
+                if not part.endswith(".cases"):
+                    yield own, part
+
+
+def is_module(name):
+    path = ROOT / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def test_ops_share_modules_that_say_so():
+    """Never an op.py nor what an op's `__init__` has, but for its public function."""
+    found = {}
+    for path in files("npu_ops/ops/*/**/*.py"):
+        for own, part in parts_of_other_ops(path):
+            found.setdefault(part, set()).add(own)
+    assert found == SHARED | CALLED and not [part for part in SHARED if part.endswith(".op")]
+
+
+@pytest.mark.parametrize("part", SHARED)
+def test_the_first_line_of_a_shared_module_says_who_shares_it(part):
+    path = ROOT / "npu_ops/ops" / part.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    line = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
+    said = set(re.findall(r"\w+", line))
+    for group, members in GROUPS.items():
+        said |= members if group in line else set()
+    missing = {part.partition(".")[0], *SHARED[part]} - said
+    assert line.startswith("Shared by ") and not missing, f"{part}: {line} names no {missing}"
+
+
 def reads_environment(path):
     """The lines of a file that touch os.environ or os.getenv."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -232,10 +384,21 @@ x.new_empty(3), torch.empty_like(x)
     assert list(allocations_by_default(wrong)) == [2, 3, 4]
 
 
+LONGEST = 600  # lines
+
+
+@pytest.mark.parametrize("tree", ["tests", "benchmarks"])
+def test_no_file_of_tests_is_long(tree):
+    """One that grows beyond is two subjects."""
+    lengths = {path: len(path.read_text().splitlines()) for path in files(f"{tree}/**/*.py")}
+    assert {relative(path): n for path, n in lengths.items() if n > LONGEST} == {}
+
+
 # Draws
 
 
 DRAWS = re.compile(r"torch\.(randn|rand|randint|randperm)(_like)?\(|\.normal_\(|\brandom\.\w+\(")
+PARTS = re.compile(r"^gdn_of_|_calls\.py$")  # of tests, and of a program that seeds
 SEEDED = re.compile(r"manual_seed\(|random\.(seed|Random)\(|default_rng\(\w")
 
 
@@ -245,7 +408,11 @@ def draws_without_a_seed(text):
 
 def test_programs_of_the_tests_seed_what_they_draw():
     """What pytest runs is seeded by conftest.py; the rest are processes of their own."""
-    programs = [path for path in files("tests/**/*.py") if not run_by_pytest(path)]
+    programs = [
+        path
+        for path in files("tests/**/*.py")
+        if not run_by_pytest(path) and not PARTS.search(path.name)
+    ]
     found = [relative(path) for path in programs if draws_without_a_seed(path.read_text())]
     assert found == [] and len(programs) > 20
 

@@ -100,6 +100,66 @@ def test_a_wheel_of_it_says_how_it_was_built(sdist, tmp_path):
     assert "npu_ops_tools/templates/report.html" in names
 
 
+# AscendC kernels, with a stand-in for CANN whose compiler writes down how it was called
+
+CANN = ROOT / "tests" / "cann_stand_in"
+
+
+@pytest.fixture
+def kernels(tmp_path):
+    """A clone without the native library's sources, which take minutes."""
+    names = {name for name in committed() if not name.startswith("tests/")}
+    names = {name for name in names if not name.endswith(("_cpu.cpp", "_npu.cpp"))}
+    clone = copy(names, tmp_path)
+    (clone / "csrc/one").mkdir()
+    (clone / "csrc/one/one_cpu.cpp").write_text(EMPTY)
+    return clone
+
+
+def build_wheel(folder, **variables):
+    """How `pip install .` builds it: the process, and the names in the wheel by their contents."""
+    code = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder, env=os.environ | variables, capture_output=True, text=True,
+    )  # fmt: skip
+    wheels = list((folder / "dist").glob("*.whl"))
+    if not wheels:
+        return done, {}
+    with zipfile.ZipFile(wheels[0]) as archive:
+        return done, {n: archive.read(n) for n in archive.namelist() if "_ascendc/" in n}
+
+
+def test_kernels_are_compiled_for_each_family_and_shipped(kernels):
+    done, objects = build_wheel(kernels, ASCEND_HOME_PATH=str(CANN))
+    assert done.returncode == 0, done.stdout + done.stderr
+    ops = {path.parent.name for path in (ROOT / "csrc").glob("*/*_ascendc.cpp")}
+    families = ("ascend910b", "ascend910_93")
+    assert set(objects) == {f"npu_ops/_ascendc/{f}/{op}.o" for f in families for op in ops}
+    for name, called in objects.items():
+        arguments = called.decode().splitlines()
+        assert "--npu-arch=dav-2201" in arguments and "--cce-aicore-only" in arguments
+        assert arguments[-1].endswith(f"/{pathlib.Path(name).stem}_ascendc.cpp")
+        assert any(a.startswith("-I") and a.endswith("/csrc") for a in arguments)
+
+
+def test_a_kernel_that_does_not_compile_ends_the_installation(kernels):
+    done, _ = build_wheel(kernels, ASCEND_HOME_PATH=str(CANN), STAND_IN_REFUSES="l2norm_ascendc")
+    assert done.returncode != 0
+    assert "npu-ops: the AscendC kernels were not built" in done.stderr
+    assert "NPU_OPS_SKIP_ASCENDC=1" in done.stderr
+    assert not list((kernels / "dist").glob("*.whl"))
+
+
+def test_kernels_are_left_out_loudly_or_where_there_is_no_cann(kernels):
+    done, objects = build_wheel(kernels, ASCEND_HOME_PATH=str(CANN), NPU_OPS_SKIP_ASCENDC="1")
+    assert done.returncode == 0 and not objects
+    assert "NPU_OPS_SKIP_ASCENDC=1: WITHOUT AscendC kernels" in done.stderr
+    done, objects = build_wheel(kernels, ASCEND_HOME_PATH="")
+    assert done.returncode == 0 and not objects
+    assert "AscendC" not in done.stderr
+
+
 # A clone
 
 

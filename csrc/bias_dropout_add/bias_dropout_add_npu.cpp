@@ -9,8 +9,6 @@
 namespace npu_ops {
 namespace {
 
-const Tensor* pointer(const std::optional<Tensor>& tensor) { return tensor ? &*tensor : nullptr; }
-
 BiasDropoutAddTiling tiling_of(const Tensor& x, bool drops, double p, int64_t cores, int64_t ub,
                                bool sums) {
   BiasDropoutAddTiling tiling{};
@@ -24,10 +22,6 @@ BiasDropoutAddTiling tiling_of(const Tensor& x, bool drops, double p, int64_t co
   return tiling;
 }
 
-int64_t blocks_of(const BiasDropoutAddTiling& tiling, int64_t cores) {
-  return std::min(cores, tiling.pieces());
-}
-
 void forward(Tensor x, std::optional<Tensor> bias, Tensor residual, std::optional<Tensor> rng_state,
              double p, Tensor out, std::string binary, int64_t cores, int64_t ub_bytes) {
   auto tiling = tiling_of(x, rng_state.has_value(), p, cores, ub_bytes, false);
@@ -38,19 +32,13 @@ void forward(Tensor x, std::optional<Tensor> bias, Tensor residual, std::optiona
     tiling.bias_type = element_type(*bias, "bias");
     tiling.bias_kind = bias->numel() == tiling.width ? kRowBias : kFullBias;
   }
-  struct {
-    void *x, *bias, *residual, *rng_state, *out;
-    BiasDropoutAddTiling tiling;
-  } arguments{address(&x),        address(pointer(bias)),
-              address(&residual), address(pointer(rng_state)),
-              address(&out),      tiling};
-  launch_ascendc(binary, "bias_dropout_add", blocks_of(tiling, cores), &arguments,
-                 sizeof(arguments),
+  launch_ascendc({binary, cores, ub_bytes}, "bias_dropout_add", tiling.pieces(),
                  {{"x", &x},
                   {"bias", pointer(bias)},
                   {"residual", &residual},
                   {"rng_state", pointer(rng_state)},
-                  {"out", &out}});
+                  {"out", &out}},
+                 tiling);
 }
 
 void backward(Tensor grad, std::optional<Tensor> rng_state, double p, Tensor grad_x,
@@ -62,17 +50,12 @@ void backward(Tensor grad, std::optional<Tensor> rng_state, double p, Tensor gra
   std::optional<Tensor> partials;
   if (grad_bias)
     partials = torch::stable::new_empty(*grad_bias, {tiling.row_pieces(), tiling.width});
-  struct {
-    void *grad, *rng_state, *grad_x, *partials;
-    BiasDropoutAddTiling tiling;
-  } arguments{address(&grad), address(pointer(rng_state)), address(&grad_x),
-              address(pointer(partials)), tiling};
-  launch_ascendc(binary, "bias_dropout_add_backward", blocks_of(tiling, cores), &arguments,
-                 sizeof(arguments),
+  launch_ascendc({binary, cores, ub_bytes}, "bias_dropout_add_backward", tiling.pieces(),
                  {{"grad", &grad},
                   {"rng_state", pointer(rng_state)},
                   {"grad_x", &grad_x},
-                  {"partials", pointer(partials)}});
+                  {"partials", pointer(partials)}},
+                 tiling);
   if (grad_bias) {
     const int64_t rows[] = {0};
     torch::stable::copy_(*grad_bias, torch::stable::sum(*partials, rows));

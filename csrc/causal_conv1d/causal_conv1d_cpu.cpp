@@ -19,17 +19,17 @@ void forward(Tensor x, Tensor weight, std::optional<Tensor> bias, std::optional<
   });
 }
 
-void backward(Tensor grad, std::optional<Tensor> grad_final, Tensor x, Tensor weight,
+void backward(Tensor grad, std::optional<Tensor> grad_final_state, Tensor x, Tensor weight,
               std::optional<Tensor> bias, std::optional<Tensor> initial_state,
               std::optional<Tensor> cu_seqlens, bool silu, Tensor grad_x, Tensor grad_weight,
-              std::optional<Tensor> grad_bias, std::optional<Tensor> grad_state) {
+              std::optional<Tensor> grad_bias, std::optional<Tensor> grad_initial_state) {
   const Filter filter(weight, bias);
   const auto sequences = sequences_of(x, cu_seqlens);
   Sums sums(filter, sequences);
   prefer_huge_pages(grad_x);
   dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
-    const Gradients<T> all{Tokens<T>(x), Tokens<T>(grad_x), State<T>(grad_final),
-                           State<T>(initial_state), State<T>(grad_state)};
+    const Gradients<T> all{Tokens<T>(x), Tokens<T>(grad_x), State<T>(grad_final_state),
+                           State<T>(initial_state), State<T>(grad_initial_state)};
     std::vector<Block<T>> blocks;
     add_blocks(blocks, 0, filter.channels, Tokens<T>(grad));
     walk_backward(filter, all, sums, blocks, sequences, silu);

@@ -262,7 +262,7 @@ struct Sums {
 template <class T>
 struct Gradients {
   Tokens<T> x, grad_x;
-  State<T> grad_final, state, grad_state;
+  State<T> grad_final_state, state, grad_initial_state;
 };
 
 // Rows of one block of channels: zeros to read, a place for what nobody wants, the row before it is
@@ -270,7 +270,7 @@ struct Gradients {
 template <class T>
 struct Scratch {
   std::vector<T> zeros = std::vector<T>(kChannels), unwanted = zeros;
-  std::vector<float> y = std::vector<float>(kChannels), slope = y;
+  std::vector<float> y = std::vector<float>(kChannels), grad_y = y;
   std::vector<float> g = std::vector<float>(4 * kChannels);
   float* gradient(int64_t t) { return g.data() + (t & 3) * kChannels; }
 };
@@ -286,8 +286,9 @@ void backward_piece(const Filter& filter, const Gradients<T>& all, Sums& sums, i
   const auto row = [&](int64_t t) { return input_row(all.x, all.state, piece, t, c, zeros); };
   const auto target = [&](int64_t p) {
     if (p >= piece.begin && p < piece.end) return all.grad_x.row(piece, p, c);
-    const bool before = p < piece.begin && piece.begin == piece.start && all.grad_state.data;
-    return before ? all.grad_state.before(piece, p, c) : scratch.unwanted.data();
+    const bool before =
+        p < piece.begin && piece.begin == piece.start && all.grad_initial_state.data;
+    return before ? all.grad_initial_state.before(piece, p, c) : scratch.unwanted.data();
   };
   const auto step = [&](int64_t t, const auto* grad) {
     const int64_t p = t - (W - 1);
@@ -295,15 +296,15 @@ void backward_piece(const Filter& filter, const Gradients<T>& all, Sums& sums, i
         row(t), row(t - 1), row(t - 2), row(t - 3), filter.tap(0, c), filter.tap(1, c),
         filter.tap(2, c), filter.tap(3, c), filter.bias(c), grad, scratch.gradient(t),
         scratch.gradient(t - 1), scratch.gradient(t - 2), scratch.gradient(t - 3),
-        all.grad_final.after(piece, p, c, const_cast<T*>(zeros)), target(p), count);
+        all.grad_final_state.after(piece, p, c, const_cast<T*>(zeros)), target(p), count);
   };
   const auto before_norm = [&](int64_t t, const T* grad) {
-    float *y = scratch.y.data(), *slope = scratch.slope.data();
+    float *y = scratch.y.data(), *grad_y = scratch.grad_y.data();
     convolve_row<T, W, SILU>(row(t), row(t - 1), row(t - 2), row(t - 3), filter.tap(0, c),
                              filter.tap(1, c), filter.tap(2, c), filter.tap(3, c), filter.bias(c),
                              zeros, y, count);
-    normalize_backward(grad, head, y, head, slope, head, count / head, head, block.eps);
-    return slope;
+    normalize_backward(grad, head, y, head, grad_y, head, count / head, head, block.eps);
+    return grad_y;
   };
   std::fill(scratch.g.begin(), scratch.g.end(), 0.0f);
   for (int64_t t = piece.begin; t < piece.end + W - 1; ++t) {
@@ -321,14 +322,14 @@ void backward_piece(const Filter& filter, const Gradients<T>& all, Sums& sums, i
 
 // The columns that the walk does not reach: the first, and all of a sequence without tokens.
 template <class T>
-void fill_state_gradient(const State<T>& grad_state, const State<T>& grad_final,
+void fill_state_gradient(const State<T>& grad_initial_state, const State<T>& grad_final_state,
                          const std::vector<Sequence>& sequences, int64_t channels) {
   for (const Sequence& s : sequences) {
     const bool empty = s.start == s.stop;
-    for (int64_t column = 0; column < (empty ? grad_state.width : 1); ++column) {
-      T* to = grad_state.row(s, column, 0);
-      if (empty && grad_final.data) {
-        const T* from = grad_final.row(s, column, 0);
+    for (int64_t column = 0; column < (empty ? grad_initial_state.width : 1); ++column) {
+      T* to = grad_initial_state.row(s, column, 0);
+      if (empty && grad_final_state.data) {
+        const T* from = grad_final_state.row(s, column, 0);
         std::copy(from, from + channels, to);
       } else {
         std::fill(to, to + channels, T{});
@@ -341,8 +342,8 @@ template <class T>
 void walk_backward(const Filter& filter, const Gradients<T>& all, Sums& sums,
                    const std::vector<Block<T>>& blocks, const std::vector<Sequence>& sequences,
                    bool silu) {
-  if (all.grad_state.data)
-    fill_state_gradient(all.grad_state, all.grad_final, sequences, filter.channels);
+  if (all.grad_initial_state.data)
+    fill_state_gradient(all.grad_initial_state, all.grad_final_state, sequences, filter.channels);
   const int64_t across = static_cast<int64_t>(blocks.size());
   const int64_t items = sums.groups * across;
   const int64_t elements = tokens_of(sequences) * filter.channels;

@@ -4,47 +4,51 @@
 namespace npu_ops {
 namespace {
 
-// The blocks of q, k and v, or of their gradients; without an eps nothing is normalised.
+// The blocks of q, k and v, or of their gradients; heads: key heads, value heads, K, V. Without an
+// eps nothing is normalised.
 template <class T>
 std::vector<Block<T>> blocks_of(const Tensor& q, const Tensor& k, const Tensor& v,
+                                const std::vector<int64_t>& heads,
                                 const std::optional<double>& eps) {
-  const int64_t keys = q.size(2) * q.size(3), head = eps ? q.size(3) : 0;
+  const int64_t keys = heads[0] * heads[2], values = heads[1] * heads[3], head = eps ? heads[2] : 0;
   STD_TORCH_CHECK(head <= kChannels, "q: needs heads of at most ", kChannels, " to normalise");
   const float inside = static_cast<float>(eps.value_or(0.0));
   std::vector<Block<T>> blocks;
   add_blocks(blocks, 0, keys, Tokens<T>(q), head, inside);
   add_blocks(blocks, keys, keys, Tokens<T>(k), head, inside);
-  add_blocks(blocks, 2 * keys, v.size(2) * v.size(3), Tokens<T>(v));
+  add_blocks(blocks, 2 * keys, values, Tokens<T>(v));
   return blocks;
 }
 
 void forward(Tensor x, Tensor weight, std::optional<Tensor> bias,
              std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens, bool silu,
-             std::optional<double> eps, Tensor q, Tensor k, Tensor v,
+             std::optional<double> eps, std::vector<int64_t> heads, Tensor q, Tensor k, Tensor v,
              std::optional<Tensor> final_state) {
   const Filter filter(weight, bias);
   const auto sequences = sequences_of(x, cu_seqlens);
   for (const Tensor& output : {q, k, v}) prefer_huge_pages(output);
   dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
     const Inputs<T> in{Tokens<T>(x), Tokens<T>(std::nullopt), State<T>(initial_state)};
-    walk(filter, in, blocks_of<T>(q, k, v, eps), sequences, silu);
+    walk(filter, in, blocks_of<T>(q, k, v, heads, eps), sequences, silu);
     copy_final_states(in.x, in.state, State<T>(final_state), sequences, filter.channels);
   });
 }
 
-void backward(Tensor grad_q, Tensor grad_k, Tensor grad_v, std::optional<Tensor> grad_final,
+void backward(Tensor grad_q, Tensor grad_k, Tensor grad_v, std::optional<Tensor> grad_final_state,
               Tensor x, Tensor weight, std::optional<Tensor> bias,
               std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens, bool silu,
-              std::optional<double> eps, Tensor grad_x, Tensor grad_weight,
-              std::optional<Tensor> grad_bias, std::optional<Tensor> grad_state) {
+              std::optional<double> eps, std::vector<int64_t> heads, Tensor grad_x,
+              Tensor grad_weight, std::optional<Tensor> grad_bias,
+              std::optional<Tensor> grad_initial_state) {
   const Filter filter(weight, bias);
   const auto sequences = sequences_of(x, cu_seqlens);
   Sums sums(filter, sequences);
   prefer_huge_pages(grad_x);
   dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
-    const Gradients<T> all{Tokens<T>(x), Tokens<T>(grad_x), State<T>(grad_final),
-                           State<T>(initial_state), State<T>(grad_state)};
-    walk_backward(filter, all, sums, blocks_of<T>(grad_q, grad_k, grad_v, eps), sequences, silu);
+    const Gradients<T> all{Tokens<T>(x), Tokens<T>(grad_x), State<T>(grad_final_state),
+                           State<T>(initial_state), State<T>(grad_initial_state)};
+    walk_backward(filter, all, sums, blocks_of<T>(grad_q, grad_k, grad_v, heads, eps), sequences,
+                  silu);
   });
   sums.total(grad_weight, grad_bias);
 }

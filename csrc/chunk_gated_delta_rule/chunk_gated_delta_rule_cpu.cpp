@@ -138,12 +138,12 @@ void values(Tensor v, Tensor recalled, Tensor decays, Tensor missed, std::option
   });
 }
 
-NPU_OPS_CLONES void fade(const Values& x, int64_t m, const float* dwritten, float* dsolved,
+NPU_OPS_CLONES void fade(const Values& x, int64_t m, const float* grad_written, float* grad_solved,
                          float* kept) {
   for (int64_t i = 0; i < x.count; ++i) {
     const float faded = x.decay(1, m, i);
-    const float *v = x.v + x.row(m, i), *dw = dwritten + x.row(m, i);
-    float* to = dsolved + x.row(m, i);
+    const float *v = x.v + x.row(m, i), *dw = grad_written + x.row(m, i);
+    float* to = grad_solved + x.row(m, i);
 #pragma GCC ivdep
     for (int64_t j = 0; j < x.width; ++j) to[j] += faded * dw[j];
     kept[m * x.count + i] = faded * sum(x.width, [&](int64_t j) { return v[j] * dw[j]; });
@@ -152,24 +152,25 @@ NPU_OPS_CLONES void fade(const Values& x, int64_t m, const float* dwritten, floa
 
 // The gradient of the solved values [G, H, c, V] gets what reaches them through the state after
 // the chunk; `kept` [G, H, c] is how much of that goes by their decay.
-void written_backward(Tensor solved, Tensor decays, Tensor dwritten, Tensor dsolved, Tensor kept) {
+void written_backward(Tensor solved, Tensor decays, Tensor grad_written, Tensor grad_solved,
+                      Tensor kept) {
   const Values x(solved, solved, decays);
   parallel(x.matrices, x.count * x.width, [&](int64_t first, int64_t last) {
     for (int64_t m = first; m < last; ++m)
-      fade(x, m, input<float>(dwritten), output<float>(dsolved), output<float>(kept));
+      fade(x, m, input<float>(grad_written), output<float>(grad_solved), output<float>(kept));
   });
 }
 
-NPU_OPS_CLONES void miss_backward(const Values& x, int64_t m, const float* dmissed,
-                                  const float* dout, float* dv, float* drecalled, float* dbeta,
-                                  float* dtotal) {
+NPU_OPS_CLONES void miss_backward(const Values& x, int64_t m, const float* grad_missed,
+                                  const float* grad_o, float* grad_v, float* grad_recalled,
+                                  float* grad_beta, float* grad_total) {
   for (int64_t i = 0; i < x.count; ++i) {
     const float faded = x.decay(0, m, i), beta = x.decay(2, m, i);
     const float *v = x.v + x.row(m, i), *by_k = x.recalled + x.stacked(m, i);
     const float* by_q = x.recalled + x.stacked(m, i + x.count);
-    const float *dm = dmissed + x.row(m, i), *d = dout + x.row(m, i);
-    float *to = dv + x.row(m, i), *dk = drecalled + x.stacked(m, i);
-    float* dq = drecalled + x.stacked(m, i + x.count);
+    const float *dm = grad_missed + x.row(m, i), *d = grad_o + x.row(m, i);
+    float *to = grad_v + x.row(m, i), *dk = grad_recalled + x.stacked(m, i);
+    float* dq = grad_recalled + x.stacked(m, i + x.count);
 #pragma GCC ivdep
     for (int64_t j = 0; j < x.width; ++j) {
       to[j] = beta * dm[j];
@@ -179,48 +180,49 @@ NPU_OPS_CLONES void miss_backward(const Values& x, int64_t m, const float* dmiss
     const float through_v = sum(x.width, [&](int64_t j) { return dm[j] * v[j]; });
     const float through_k = faded * sum(x.width, [&](int64_t j) { return dm[j] * by_k[j]; });
     const float through_q = faded * sum(x.width, [&](int64_t j) { return d[j] * by_q[j]; });
-    dbeta[m * x.count + i] = through_v - through_k;
-    dtotal[m * x.count + i] = through_q - beta * through_k;
+    grad_beta[m * x.count + i] = through_v - through_k;
+    grad_total[m * x.count + i] = through_q - beta * through_k;
   }
 }
 
 // The gradients of v, of what was recalled, of beta, and of the decay since the chunk's start.
-void values_backward(Tensor dmissed, Tensor dout, Tensor v, Tensor recalled, Tensor decays,
-                     Tensor dv, Tensor drecalled, Tensor dbeta, Tensor dtotal) {
+void values_backward(Tensor grad_missed, Tensor grad_o, Tensor v, Tensor recalled, Tensor decays,
+                     Tensor grad_v, Tensor grad_recalled, Tensor grad_beta, Tensor grad_total) {
   const Values x(v, recalled, decays);
   parallel(x.matrices, x.count * x.width * 4, [&](int64_t first, int64_t last) {
     for (int64_t m = first; m < last; ++m)
-      miss_backward(x, m, input<float>(dmissed), input<float>(dout), output<float>(dv),
-                    output<float>(drecalled), output<float>(dbeta), output<float>(dtotal));
+      miss_backward(x, m, input<float>(grad_missed), input<float>(grad_o), output<float>(grad_v),
+                    output<float>(grad_recalled), output<float>(grad_beta),
+                    output<float>(grad_total));
   });
 }
 
-NPU_OPS_CLONES float fade_state(const float* state, float* dstate, int64_t size, float faded) {
-  const float dot = faded * sum(size, [&](int64_t i) { return state[i] * dstate[i]; });
+NPU_OPS_CLONES float fade_state(const float* state, float* grad_state, int64_t size, float faded) {
+  const float dot = faded * sum(size, [&](int64_t i) { return state[i] * grad_state[i]; });
 #pragma GCC ivdep
-  for (int64_t i = 0; i < size; ++i) dstate[i] *= faded;
+  for (int64_t i = 0; i < size; ++i) grad_state[i] *= faded;
   return dot;
 }
 
 // The gradient of the states [G, H, K, V] after a chunk becomes what of it goes by their decay,
 // whose logarithm has the gradient `faded` [G, H].
-void states_backward(Tensor states, Tensor decays, Tensor dstates, Tensor faded) {
+void states_backward(Tensor states, Tensor decays, Tensor grad_states, Tensor faded) {
   const int64_t matrices = states.size(0) * states.size(1), count = decays.size(3);
   const int64_t size = states.size(2) * states.size(3);
   parallel(matrices, 2 * size, [&](int64_t first, int64_t last) {
     for (int64_t m = first; m < last; ++m)
       output<float>(faded)[m] =
-          fade_state(input<float>(states) + m * size, output<float>(dstates) + m * size, size,
+          fade_state(input<float>(states) + m * size, output<float>(grad_states) + m * size, size,
                      input<float>(decays)[m * count + count - 1]);
   });
 }
 
 // Adds the gradients of k k^T and q k^T of one value head, and of its decays and betas.
-// dsolve and dattention are the gradients of the matrices that `solve` makes, -L for the inverse;
-// what they have above the diagonal is not read.
+// grad_solve and grad_attention are the gradients of the matrices that `solve` makes, -L for the
+// inverse; what they have above the diagonal is not read.
 NPU_OPS_CLONES void solve_backward(const Tokens& tokens, const float* kk, const float* qk,
-                                   const float* dsolve, const float* dattention, Square& dkk,
-                                   Square& dqk, float* dbeta, float* dtotal) {
+                                   const float* grad_solve, const float* grad_attention,
+                                   Square& dkk, Square& dqk, float* grad_beta, float* grad_total) {
   const int64_t count = tokens.count;
   float columns[kChunk] = {};
   for (int64_t i = 0; i < count; ++i) {
@@ -228,26 +230,26 @@ NPU_OPS_CLONES void solve_backward(const Tokens& tokens, const float* kk, const 
     decays(tokens, i, faded);
     for (int64_t j = 0; j < count; ++j) {
       const int64_t at = i * count + j;
-      const float dl = -keep_if(j < i, dsolve[at]) * faded[j];
-      const float dp = keep_if(j <= i, dattention[at]) * faded[j];
+      const float dl = -keep_if(j < i, grad_solve[at]) * faded[j];
+      const float dp = keep_if(j <= i, grad_attention[at]) * faded[j];
       dkk.rows[i][j] += tokens.beta[i] * dl;
       dqk.rows[i][j] += dp;
       by_beta[j] = dl * kk[at];
       by_decay[j] = tokens.beta[i] * by_beta[j] + keep_if(j < i, dp * qk[at]);
       columns[j] += by_decay[j];
     }
-    dbeta[i] += sum(kChunk, [&](int64_t j) { return by_beta[j]; });
-    dtotal[i] += sum(kChunk, [&](int64_t j) { return by_decay[j]; });
+    grad_beta[i] += sum(kChunk, [&](int64_t j) { return by_beta[j]; });
+    grad_total[i] += sum(kChunk, [&](int64_t j) { return by_decay[j]; });
   }
-  for (int64_t i = 0; i < count; ++i) dtotal[i] -= columns[i];
+  for (int64_t i = 0; i < count; ++i) grad_total[i] -= columns[i];
 }
 
 // kept [G, H, c] and faded [G, H] are gradients by decays to the chunk's end: a token's, a state's.
-// drecalled [H, 2c, 2c] is what times [k; q] adds to the gradient of [k; q]. dbeta_in, dtotal: what
-// is known of them. dg, dbeta: [c, HV], written.
-void gates_backward(Tensor recalled, Tensor g, Tensor beta, Tensor dsolve, Tensor dattention,
-                    Tensor dbeta_in, Tensor dtotal_in, Tensor kept, Tensor faded, Tensor drecalled,
-                    Tensor dg, Tensor dbeta) {
+// grad_recalled [H, 2c, 2c] is what times [k; q] adds to the gradient of [k; q]. grad_beta_in,
+// grad_total: what is known of them. grad_g, grad_beta: [c, HV], written.
+void gates_backward(Tensor recalled, Tensor g, Tensor beta, Tensor grad_solve,
+                    Tensor grad_attention, Tensor grad_beta_in, Tensor grad_total_in, Tensor kept,
+                    Tensor faded, Tensor grad_recalled, Tensor grad_g, Tensor grad_beta) {
   const int64_t heads = recalled.size(0), count = recalled.size(2), square = count * count;
   const int64_t value_heads = g.size(1), group = value_heads / heads;
   parallel(heads, group * square * 16, [&](int64_t first, int64_t last) {
@@ -258,10 +260,10 @@ void gates_backward(Tensor recalled, Tensor g, Tensor beta, Tensor dsolve, Tenso
         const int64_t at = head * group + m / heads;
         const Tokens tokens(input<float>(g) + at, input<float>(beta) + at, value_heads, count);
         float by_beta[kChunk], by_total[kChunk];
-        std::copy_n(input<float>(dbeta_in) + m * count, count, by_beta);
-        std::copy_n(input<float>(dtotal_in) + m * count, count, by_total);
-        solve_backward(tokens, kk, kk + square, input<float>(dsolve) + m * square,
-                       input<float>(dattention) + m * square, dkk, dqk, by_beta, by_total);
+        std::copy_n(input<float>(grad_beta_in) + m * count, count, by_beta);
+        std::copy_n(input<float>(grad_total_in) + m * count, count, by_total);
+        solve_backward(tokens, kk, kk + square, input<float>(grad_solve) + m * square,
+                       input<float>(grad_attention) + m * square, dkk, dqk, by_beta, by_total);
         float last_total = input<float>(faded)[m];
         for (int64_t i = 0; i < count; ++i) {
           const float one = input<float>(kept)[m * count + i];
@@ -270,11 +272,11 @@ void gates_backward(Tensor recalled, Tensor g, Tensor beta, Tensor dsolve, Tenso
         }
         for (int64_t i = count - 1; i >= 0; --i) {
           last_total += by_total[i];
-          output<float>(dg)[i * value_heads + at] = last_total;
-          output<float>(dbeta)[i * value_heads + at] = by_beta[i];
+          output<float>(grad_g)[i * value_heads + at] = last_total;
+          output<float>(grad_beta)[i * value_heads + at] = by_beta[i];
         }
       }
-      float* out = output<float>(drecalled) + head * 4 * square;
+      float* out = output<float>(grad_recalled) + head * 4 * square;
       for (int64_t i = 0; i < count; ++i) {
         float *k_row = out + i * 2 * count, *q_row = k_row + 2 * square;
         for (int64_t j = 0; j < count; ++j) {

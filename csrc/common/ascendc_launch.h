@@ -4,8 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
+#include <optional>
 #include <string>
+#include <type_traits>
+#include <vector>
 
 #include "common/ascendc_types.h"
 #include "common/check.h"
@@ -18,15 +20,31 @@ struct KernelTensor {
   const Tensor* tensor;
 };
 
-inline void* address(const Tensor* tensor) { return tensor ? tensor->mutable_data_ptr() : nullptr; }
+inline const Tensor* pointer(const std::optional<Tensor>& tensor) {
+  return tensor ? &*tensor : nullptr;
+}
 
 ElementType element_type(const Tensor& tensor, const char* argument);
 
-// Runs `kernel` of `binary` (a device object, or its twin on the emulated NPU) on the current
-// stream. `arguments` are the kernel's, each at its natural alignment.
+// What `npu_ops.core.ascendc.target` hands out: a device object, or its twin on the emulated NPU;
+// the device's vector cores, and bytes of unified buffer of each.
+struct KernelTarget {
+  const std::string& binary;
+  int64_t cores, ub_bytes;
+};
+
+// Runs `kernel` on the current stream, on no more blocks than there are pieces of work. Its
+// arguments are the tensors' addresses, in their order, and then the tiling.
 //
 // Raises with the runtime's own sentence if a step fails.
-void launch_ascendc(const std::string& binary, const char* kernel, int64_t blocks, void* arguments,
-                    size_t bytes, std::initializer_list<KernelTensor> tensors);
+void launch_ascendc(const KernelTarget& target, const char* kernel, int64_t pieces,
+                    const std::vector<KernelTensor>& tensors, const void* tiling, size_t bytes);
+
+template <class Tiling>
+void launch_ascendc(const KernelTarget& target, const char* kernel, int64_t pieces,
+                    const std::vector<KernelTensor>& tensors, const Tiling& tiling) {
+  static_assert(std::is_trivially_copyable_v<Tiling> && alignof(Tiling) <= alignof(void*));
+  launch_ascendc(target, kernel, pieces, tensors, &tiling, sizeof(Tiling));
+}
 
 }  // namespace npu_ops

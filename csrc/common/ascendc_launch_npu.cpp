@@ -1,6 +1,8 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include <algorithm>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -87,7 +89,17 @@ void* current_stream(int device) {
   return handle;
 }
 
-void announce(std::initializer_list<KernelTensor> tensors) {
+// Bytes from the first element to the last; what lies between rows belongs to the tensor, too.
+uint64_t span(const Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.size(i) == 0) return 0;
+    last += (tensor.size(i) - 1) * tensor.stride(i);
+  }
+  return static_cast<uint64_t>((last + 1) * static_cast<int64_t>(tensor.element_size()));
+}
+
+void announce(const std::vector<KernelTensor>& tensors) {
   if (!runtime().tensors) return;
   std::vector<const char*> names;
   std::vector<uint64_t> addresses, bytes;
@@ -95,7 +107,7 @@ void announce(std::initializer_list<KernelTensor> tensors) {
     if (!tensor) continue;
     names.push_back(name);
     addresses.push_back(reinterpret_cast<uint64_t>(tensor->const_data_ptr()));
-    bytes.push_back(static_cast<uint64_t>(tensor->numel()) * tensor->element_size());
+    bytes.push_back(span(*tensor));
   }
   runtime().tensors(names.data(), addresses.data(), bytes.data(),
                     static_cast<int64_t>(names.size()));
@@ -116,15 +128,22 @@ ElementType element_type(const Tensor& tensor, const char* argument) {
   }
 }
 
-void launch_ascendc(const std::string& binary, const char* kernel, int64_t blocks, void* arguments,
-                    size_t bytes, std::initializer_list<KernelTensor> tensors) {
-  const int device = (*tensors.begin()).tensor->get_device_index();
+void launch_ascendc(const KernelTarget& target, const char* kernel, int64_t pieces,
+                    const std::vector<KernelTensor>& tensors, const void* tiling, size_t bytes) {
+  std::vector<uint64_t> arguments;
+  for (const auto& [name, tensor] : tensors)
+    arguments.push_back(tensor ? reinterpret_cast<uint64_t>(tensor->const_data_ptr()) : 0);
+  const size_t addresses = arguments.size();
+  arguments.resize(addresses + (bytes + sizeof(uint64_t) - 1) / sizeof(uint64_t));
+  std::memcpy(&arguments[addresses], tiling, bytes);
+  const int device = tensors.front().tensor->get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = current_stream(device);
-  void* function = function_of(binary, kernel, device);
+  void* function = function_of(target.binary, kernel, device);
   announce(tensors);
-  runtime().check(runtime().run(function, static_cast<uint32_t>(blocks), stream, nullptr, arguments,
-                                bytes, nullptr, 0),
+  const auto blocks = static_cast<uint32_t>(std::min(target.cores, pieces));
+  runtime().check(runtime().run(function, blocks, stream, nullptr, arguments.data(),
+                                addresses * sizeof(uint64_t) + bytes, nullptr, 0),
                   "the launch", kernel);
 }
 

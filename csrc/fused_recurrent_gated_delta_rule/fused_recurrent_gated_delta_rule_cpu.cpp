@@ -141,24 +141,25 @@ struct TokenGradient {
   float *v, *beta, *log_value_decay;  // [kBlock], written
 };
 
-// `state` is that before the token; `dstate` goes from the gradient after the token to that before.
-NPU_OPS_CLONES void retreat(const float* state, float* dstate, int64_t keys, Token token,
-                            const float* dout, float scale, TokenGradient to) {
+// `state` is that before the token; `grad_state` goes from the gradient after the token to that
+// before.
+NPU_OPS_CLONES void retreat(const float* state, float* grad_state, int64_t keys, Token token,
+                            const float* grad_o, float scale, TokenGradient to) {
   Lanes recalled[kParts] = {}, dchange[kParts] = {}, dlog[kParts] = {};
   Lanes decay[kParts], change[kParts], derror[kParts], read_by[kParts], through = {};
   for (int64_t j = 0; j < kParts; ++j) {
     read(token.value_decay + j * kLanes, decay[j]);
-    read(dout + j * kLanes, read_by[j]);
+    read(grad_o + j * kLanes, read_by[j]);
   }
   for (int64_t i = 0; i < keys; ++i) {
     for (int64_t j = 0; j < kParts; ++j) {
       Lanes row, drow;
       read(state + i * kBlock + j * kLanes, row);
-      read(dstate + i * kBlock + j * kLanes, drow);
+      read(grad_state + i * kBlock + j * kLanes, drow);
       recalled[j] += row * (decay[j] * token.key_decay[i]) * token.k[i];
       drow += read_by[j] * token.q[i];
       dchange[j] += drow * token.k[i];
-      write(dstate + i * kBlock + j * kLanes, drow);
+      write(grad_state + i * kBlock + j * kLanes, drow);
     }
   }
   for (int64_t j = 0; j < kParts; ++j) {
@@ -173,32 +174,32 @@ NPU_OPS_CLONES void retreat(const float* state, float* dstate, int64_t keys, Tok
   }
   const float read_change = sum(through);
   for (int64_t i = 0; i < keys; ++i) {
-    Lanes dq = {}, dk = {}, dkey = {};
+    Lanes grad_q = {}, grad_k = {}, dkey = {};
     for (int64_t j = 0; j < kParts; ++j) {
       Lanes row, drow;
       read(state + i * kBlock + j * kLanes, row);
-      read(dstate + i * kBlock + j * kLanes, drow);
+      read(grad_state + i * kBlock + j * kLanes, drow);
       const Lanes factor = decay[j] * token.key_decay[i];
       row *= factor;
-      dq += row * read_by[j];
-      dk += drow * change[j] - row * derror[j];
+      grad_q += row * read_by[j];
+      grad_k += drow * change[j] - row * derror[j];
       drow -= derror[j] * token.k[i];
       dkey += drow * row;
       dlog[j] += drow * row;
-      write(dstate + i * kBlock + j * kLanes, drow * factor);
+      write(grad_state + i * kBlock + j * kLanes, drow * factor);
     }
-    to.q[i] += scale * (sum(dq) + token.k[i] * read_change);
-    to.k[i] += sum(dk);
+    to.q[i] += scale * (sum(grad_q) + token.k[i] * read_change);
+    to.k[i] += sum(grad_k);
     to.log_key_decay[i] += sum(dkey);
   }
   for (int64_t j = 0; j < kParts; ++j) write(to.log_value_decay + j * kLanes, dlog[j]);
 }
 
 struct Gradients {
-  Tensor dq, dk, dv;
-  std::optional<Tensor> dg, dgk, dgv;
-  Tensor dbeta;
-  std::optional<Tensor> dh0;
+  Tensor grad_q, grad_k, grad_v;
+  std::optional<Tensor> grad_g, grad_gk, grad_gv;
+  Tensor grad_beta;
+  std::optional<Tensor> grad_initial_state;
 };
 
 // Adds the gradients of a token of one head and block, which are in `from`, to those in memory.
@@ -207,30 +208,30 @@ void add(const Inputs& in, const Gradients& to, int64_t token, int64_t head, int
   const int64_t row = token * in.value_heads + head, keys = in.layout.keys;
   const int64_t values = in.layout.values, begin = block * kBlock;
   const int64_t count = std::min(kBlock, values - begin);
-  std::copy(from.v, from.v + count, output<float>(to.dv) + row * values + begin);
-  if (to.dgv)
+  std::copy(from.v, from.v + count, output<float>(to.grad_v) + row * values + begin);
+  if (to.grad_gv)
     std::copy(from.log_value_decay, from.log_value_decay + count,
-              output<float>(*to.dgv) + row * values + begin);
+              output<float>(*to.grad_gv) + row * values + begin);
   for (int64_t i = 0; i < keys; ++i) {
-    if (to.dg) output<float>(*to.dg)[row] += from.log_key_decay[i];
-    if (to.dgk) output<float>(*to.dgk)[row * keys + i] += from.log_key_decay[i];
+    if (to.grad_g) output<float>(*to.grad_g)[row] += from.log_key_decay[i];
+    if (to.grad_gk) output<float>(*to.grad_gk)[row * keys + i] += from.log_key_decay[i];
   }
-  float* dbeta = output<float>(to.dbeta) + row * in.beta_width;
+  float* grad_beta = output<float>(to.grad_beta) + row * in.beta_width;
   for (int64_t j = 0; j < count; ++j)
-    dbeta[in.beta_width == values ? begin + j : 0] += from.beta[j];
+    grad_beta[in.beta_width == values ? begin + j : 0] += from.beta[j];
 }
 
 // The tokens of a sequence backwards, for a block of one value head's values.
-void walk_back(const Inputs& in, int64_t n, int64_t head, int64_t block, const Rows& dout,
-               const std::optional<Tensor>& dht, const std::optional<Tensor>& initial_state,
-               const Gradients& to) {
+void walk_back(const Inputs& in, int64_t n, int64_t head, int64_t block, const Rows& grad_o,
+               const std::optional<Tensor>& grad_final_state,
+               const std::optional<Tensor>& initial_state, const Gradients& to) {
   const int64_t keys = in.layout.keys, size = keys * kBlock;
   const int64_t begin = in.spans.begin(n), length = in.spans.end(n) - begin;
   const int64_t segments = (length + kSegment - 1) / kSegment;
   const int64_t place = n * in.value_heads + head;
-  std::vector<float> kept(std::max<int64_t>(segments, 1) * size), dstate(size);
+  std::vector<float> kept(std::max<int64_t>(segments, 1) * size), grad_state(size);
   std::vector<float> states(std::min(length, kSegment) * size), row(4 * kBlock), log_decay(keys);
-  std::vector<float> dout_row(kBlock, 0.0f);
+  std::vector<float> grad_o_row(kBlock, 0.0f);
   Reader reader(in, head, block);
   first_state(initial_state, in, place, block, kept.data());
   for (int64_t s = 0; s + 1 < segments; ++s) {
@@ -238,7 +239,7 @@ void walk_back(const Inputs& in, int64_t n, int64_t head, int64_t block, const R
     for (int64_t i = 0; i < kSegment; ++i)
       advance(state, keys, reader.at(begin + s * kSegment + i), row.data());
   }
-  first_state(dht, in, place, block, dstate.data());
+  first_state(grad_final_state, in, place, block, grad_state.data());
   for (int64_t s = segments - 1; s >= 0; --s) {
     const int64_t start = begin + s * kSegment, count = std::min(kSegment, begin + length - start);
     std::copy_n(kept.data() + s * size, size, states.data());
@@ -250,49 +251,51 @@ void walk_back(const Inputs& in, int64_t n, int64_t head, int64_t block, const R
     for (int64_t i = count - 1; i >= 0; --i) {
       const int64_t token = start + i, qk_row = (token * in.heads + head / in.group) * keys;
       const int64_t values = in.layout.values;
-      dout.read(token * in.value_heads + head, block * kBlock,
-                std::min(kBlock, values - block * kBlock), dout_row.data());
+      grad_o.read(token * in.value_heads + head, block * kBlock,
+                  std::min(kBlock, values - block * kBlock), grad_o_row.data());
       std::fill(log_decay.begin(), log_decay.end(), 0.0f);
-      const TokenGradient gradient{output<float>(to.dq) + qk_row,
-                                   output<float>(to.dk) + qk_row,
+      const TokenGradient gradient{output<float>(to.grad_q) + qk_row,
+                                   output<float>(to.grad_k) + qk_row,
                                    log_decay.data(),
                                    row.data(),
                                    row.data() + kBlock,
                                    row.data() + 2 * kBlock};
-      retreat(states.data() + i * size, dstate.data(), keys, reader.at(token), dout_row.data(),
-              in.scale, gradient);
+      retreat(states.data() + i * size, grad_state.data(), keys, reader.at(token),
+              grad_o_row.data(), in.scale, gradient);
       add(in, to, token, head, block, gradient);
     }
   }
-  if (to.dh0)
-    in.layout.from_block(dstate.data(), block * kBlock,
-                         output<float>(*to.dh0) + place * in.matrix());
+  if (to.grad_initial_state)
+    in.layout.from_block(grad_state.data(), block * kBlock,
+                         output<float>(*to.grad_initial_state) + place * in.matrix());
 }
 
 void clear(const Tensor& tensor) { std::fill_n(output<float>(tensor), tensor.numel(), 0.0f); }
 
 // A head of a sequence is one thread's, with all its value heads and blocks: they share gradients.
-void backward(Tensor dout, std::optional<Tensor> dht, Tensor q, Tensor k, Tensor v,
+void backward(Tensor grad_o, std::optional<Tensor> grad_final_state, Tensor q, Tensor k, Tensor v,
               std::optional<Tensor> g, std::optional<Tensor> gk, std::optional<Tensor> gv,
               Tensor beta, std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens,
-              double scale, bool v_first, Tensor dq, Tensor dk, Tensor dv, std::optional<Tensor> dg,
-              std::optional<Tensor> dgk, std::optional<Tensor> dgv, Tensor dbeta,
-              std::optional<Tensor> dh0) {
+              double scale, bool v_first, Tensor grad_q, Tensor grad_k, Tensor grad_v,
+              std::optional<Tensor> grad_g, std::optional<Tensor> grad_gk,
+              std::optional<Tensor> grad_gv, Tensor grad_beta,
+              std::optional<Tensor> grad_initial_state) {
   const Inputs in(q, k, v, g, gk, gv, beta, cu_seqlens, scale, v_first);
-  const Gradients to{dq, dk, dv, dg, dgk, dgv, dbeta, dh0};
-  const Rows dout_rows(dout, in.layout.values);
-  clear(dq);
-  clear(dk);
-  clear(dbeta);
-  if (dg) clear(*dg);
-  if (dgk) clear(*dgk);
+  const Gradients to{grad_q,  grad_k,  grad_v,    grad_g,
+                     grad_gk, grad_gv, grad_beta, grad_initial_state};
+  const Rows grad_o_rows(grad_o, in.layout.values);
+  clear(grad_q);
+  clear(grad_k);
+  clear(grad_beta);
+  if (grad_g) clear(*grad_g);
+  if (grad_gk) clear(*grad_gk);
   const int64_t parts = in.group * in.blocks;
   parallel(in.spans.count() * in.heads, 4 * parts * in.average_work(),
            [&](int64_t first, int64_t last) {
              for (int64_t item = first; item < last; ++item)
                for (int64_t part = 0; part < parts; ++part)
                  walk_back(in, item / in.heads, item % in.heads * in.group + part / in.blocks,
-                           part % in.blocks, dout_rows, dht, initial_state, to);
+                           part % in.blocks, grad_o_rows, grad_final_state, initial_state, to);
            });
 }
 

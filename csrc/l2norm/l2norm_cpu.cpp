@@ -22,7 +22,7 @@ void forward(Tensor x, double eps, Tensor out) {
 }
 
 void backward(Tensor grad, Tensor x, double eps, Tensor grad_x) {
-  const Rows slope(grad), from(x), to(grad_x);
+  const Rows given(grad), from(x), to(grad_x);
   const int64_t width = x.size(2);
   prefer_huge_pages(grad_x);
   dispatch(grad.scalar_type(), "grad", [&]<class G>(G*) {
@@ -31,7 +31,7 @@ void backward(Tensor grad, Tensor x, double eps, Tensor grad_x) {
       const X* in = input<X>(x);
       X* result = output<X>(grad_x);
       parallel_runs(from, width, [&](int64_t outer, int64_t first, int64_t count) {
-        normalize_backward(grads + slope.at(outer, first), slope.step, in + from.at(outer, first),
+        normalize_backward(grads + given.at(outer, first), given.step, in + from.at(outer, first),
                            from.step, result + to.at(outer, first), to.step, count, width,
                            static_cast<float>(eps));
       });

@@ -44,10 +44,22 @@ struct Format<bfloat16_t> {
   static constexpr double kGreatest = 0x1.FEp127;
 };
 
+// Infinite and NaN stay so, as on a device in its inf-nan mode, which is torch_npu's default there;
+// the vendor's half would become the greatest number.
+template <class D>
+D special(float value) {
+  D result;
+  if constexpr (std::is_same_v<D, half>)
+    result.val = std::isnan(value) ? 0x7E00 : value > 0 ? 0x7C00 : 0xFC00;
+  else
+    result = D(value);
+  return result;
+}
+
 // What overflows becomes infinite where the rounding leads away from zero, else the greatest.
 template <class D>
 D narrowed(float value, Rounding rounding) {
-  if (!std::isfinite(value)) return D(value);
+  if (!std::isfinite(value)) return special<D>(value);
   using F = Format<D>;
   int exponent;
   std::frexp(value, &exponent);
@@ -57,7 +69,7 @@ D narrowed(float value, Rounding rounding) {
   const bool inward = rounding == Rounding::kZero || rounding == Rounding::kOdd ||
                       (rounding == Rounding::kFloor && value > 0) ||
                       (rounding == Rounding::kCeil && value < 0);
-  return D(float(std::copysign(inward ? F::kGreatest : INFINITY, value)));
+  return inward ? D(float(std::copysign(F::kGreatest, value))) : special<D>(value);
 }
 
 // Integers saturate; NaN becomes 0.

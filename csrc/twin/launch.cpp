@@ -46,15 +46,21 @@ class Capture {
 };
 Capture* Capture::current = nullptr;
 
+// The memory of cores that are done: to get it from the system for each takes longer than a tile.
+std::vector<Cell> spare_cells;
+std::vector<uint8_t> spare_written;
+
 std::unique_ptr<Core> new_core(int block, const void* frame) {
   auto made = std::make_unique<Core>();
   auto& memory = AscendC::ConstDefiner::Instance();
+  made->cells.swap(spare_cells);
+  made->buffer.written.swap(spare_written);
   made->block = block;
   made->launch_frame = frame;
   made->buffer.begin = reinterpret_cast<uint64_t>(memory.cpuUB);
   made->buffer.bytes = memory.bufferInitLen.at(AscendC::Hardware::UB);
   made->buffer.written.assign(made->buffer.bytes, 0);
-  made->cells.resize(made->buffer.bytes / kBlock);
+  made->cells.assign(made->buffer.bytes / kBlock, Cell{});
   std::memset(memory.cpuUB, 0xCD, made->buffer.bytes);
   memory.allocatorUsed.clear();
   return made;
@@ -88,6 +94,14 @@ void run_block(int block, NpuOpsTwinKernel kernel, const void* arguments) {
     report(true, "not-emulated", error.what());
   }
   core = nullptr;
+  owned->cells.swap(spare_cells);
+  owned->buffer.written.swap(spare_written);
+}
+
+// TPipe fills all memories of a core when it is made. A vector core has the unified buffer alone.
+void forget_other_memories() {
+  for (auto& [memory, bytes] : AscendC::ConstDefiner::Instance().bufferInitLen)
+    if (memory != AscendC::Hardware::UB) const_cast<uint32_t&>(bytes) = kBlock;
 }
 
 }  // namespace
@@ -121,6 +135,7 @@ int64_t npu_ops_twin_launch(NpuOpsTwinKernel kernel, int64_t blocks, const void*
   sub_block_idx = 0;
   g_coreType = AscendC::AIV;
   g_taskRation = 1;
+  forget_other_memories();
   for (auto& [begin, region] : global_memory.regions) {
     region.writer.clear();
     region.reader.clear();

@@ -1,7 +1,7 @@
 """AscendC kernels: which there are, for which NPUs, and what a launch needs to know.
 
-An object of csrc/<op>/<op>_ascendc.cpp for a family of NPUs lies in npu_ops/_ascendc/<family>. No
-build makes these objects yet. The emulated NPU runs twins of the kernels instead
+An object of csrc/<op>/<op>_ascendc.cpp for a family of NPUs lies in npu_ops/_ascendc/<family>: an
+installation with CANN puts it (setup.py). The emulated NPU runs twins of the kernels instead
 (python/npu_ops_emulator/ascendc.py).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+from collections.abc import Callable
 
 import torch
 
@@ -40,6 +41,20 @@ def why_not(op: str, device: torch.device) -> str | None:
         return f"there are no AscendC kernels for {hardware.soc(device)}"
     found = locate(op, family)
     return found if isinstance(found, str) else None
+
+
+def launcher(op: str, name: str, arguments: str) -> Callable[[], Callable[..., None]]:
+    """A loader of the native launcher of an op's kernel; defines its schema.
+
+    arguments: of the operator `name`, as a torch schema writes them.
+    """
+    name = library.define(f"{name}_ascendc({arguments}, str binary, int cores, int ub_bytes) -> ()")
+
+    def load():
+        run = getattr(torch.ops.npu_ops, name).default
+        return lambda *arguments: run(*arguments, *target(op, arguments[0].device))
+
+    return load
 
 
 @functools.cache

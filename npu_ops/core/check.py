@@ -37,7 +37,8 @@ def dtype(name: str, value: torch.Tensor, *allowed: torch.dtype, whose: str = ""
 
 def same_dtype(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """Raise TypeError unless both have one dtype."""
-    dtype(name, value, other.dtype, whose=f"{other_name}'s ")
+    if value.dtype != other.dtype:
+        dtype(name, value, other.dtype, whose=f"{other_name}'s ")
 
 
 def indices(name: str, value) -> None:

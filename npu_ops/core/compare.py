@@ -20,6 +20,15 @@ class Tolerance:
     max_abs: float
 
 
+# Against fp64 on the same inputs: one rounding to the dtype, after sums over a row in fp32.
+ROUNDED_ONCE = {
+    torch.float64: Tolerance(ratio=2e-15, max_abs=1e-14),
+    torch.float32: Tolerance(ratio=6e-7, max_abs=2e-6),
+    torch.float16: Tolerance(ratio=4e-4, max_abs=6e-4),
+    torch.bfloat16: Tolerance(ratio=2.5e-3, max_abs=5e-3),
+}
+
+
 def error_ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """RMS of the error over RMS of `expected`; 0 where both are, NaN if `actual` has one."""
     return _ratio(_error(actual, expected), expected)

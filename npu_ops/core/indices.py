@@ -6,6 +6,8 @@ are followed, for a compiled caller has had no other check.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 
@@ -25,9 +27,31 @@ def starts_of(name: str, x: torch.Tensor, tokens: int, *, padded: bool = False) 
     return starts
 
 
-def within(name: str, x: torch.Tensor, low: int, high: int) -> list[int]:
+def within(name: str, x: torch.Tensor, low: int, high: int) -> list:
     """The values. Raises ValueError unless all are from `low` to `high`."""
-    values = x.tolist()
-    if values and not (low <= min(values) and max(values) <= high):
-        raise ValueError(f"{name}: got {min(values)} to {max(values)}, needs {low} to {high}")
-    return values
+    check_within(name, x, low, high)
+    return x.tolist()
+
+
+def check_within(name: str, x: torch.Tensor | None, low: int, high: int) -> None:
+    """Raise ValueError unless all values are from `low` to `high`."""
+    if x is None or not x.numel():
+        return
+    smallest, largest = (int(value) for value in x.aminmax())
+    if smallest < low or high < largest:
+        raise ValueError(f"{name}: got {smallest} to {largest}, needs {low} to {high}")
+
+
+def check_starts(name: str, x: torch.Tensor | None, tokens: int, *, padded: bool = False) -> None:
+    """`starts_of`, of starts that may be None."""
+    if x is not None:
+        starts_of(name, x, tokens, padded=padded)
+
+
+def check_distinct(name: str, places: Iterable[int]) -> None:
+    """Raise ValueError if two sequences would write to one place."""
+    seen = set()
+    for place in places:
+        if place in seen:
+            raise ValueError(f"{name}: got {place} twice, needs each at most once")
+        seen.add(place)

@@ -13,6 +13,11 @@ def counted(*span: int, device="cpu") -> torch.Tensor:
     return torch.arange(*span, dtype=torch.int64, device=device)
 
 
+def indices(values) -> torch.Tensor:
+    """int64 numbers, on the CPU."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
 # Draws on the CPU, so that a seed gives the same numbers for every device.
 
 

@@ -13,13 +13,15 @@ import collections
 import dataclasses
 import functools
 import inspect
+import string
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 
-from npu_ops.core import library
-from npu_ops.core.ascendc import why_not as why_not_ascendc
+from npu_ops.core import ascendc as ascendc_kernels
+from npu_ops.core import library, registry
 from npu_ops.core.registry import Implementation, Table, Verdict, from_module, from_native
 
 Tensors = torch.Tensor | tuple[torch.Tensor | None, ...]
@@ -41,6 +43,10 @@ class Argument:
     def is_optional(self) -> bool:
         return self.type.endswith("?")
 
+    @property
+    def is_written(self) -> bool:
+        return "!" in self.type
+
     def written(self, alias: str) -> str:
         """As an argument that is written to."""
         return f"Tensor({alias}!){'?' if self.is_optional else ''} {self.name}"
@@ -57,7 +63,8 @@ class Operator:
 
     Args:
         name: of the operator; `op`, the folder it lives in, is the same unless given.
-        takes: what implementations read, as in a torch schema, tensors first.
+        takes: what implementations read, as in a torch schema, tensors first; a `Tensor(a!)` is
+            written in place.
         shapes: what only the shapes and dtypes of the outputs depend on, as in a torch schema.
         writes: the outputs' names; one with a `?` behind it may be None.
         new: makes the outputs, uninitialised, from a NamedTuple of all inputs.
@@ -66,11 +73,19 @@ class Operator:
             them all, or functions of some, by name. By default every input is made contiguous.
         why_not: what an implementation has against a call, by its name, beyond the usual. Called
             with a NamedTuple of the implementations' arguments.
-        first: implementations to try before the usual ones.
-        empty: where the first output has no elements, the others are "zeros", as sums over nothing
-            are, or what the "reference" says.
-        ascendc: it has an AscendC kernel, launched by the op's `ascendc.py`. Triton's comes first:
-            that one is compiled by the vendor's compiler here.
+        groups: what implementations take as one NamedTuple: its type, by the argument's name. Its
+            fields follow each other in `takes`.
+        is_empty: whether a call needs no kernel, from a NamedTuple of the implementations'
+            arguments; by default, whether its first output has no elements.
+        empty: writes the outputs of such a call; by default zeros, as sums over nothing are.
+        zeroed: whether the outputs are zeros before kernels write, for a NamedTuple of all inputs:
+            where an element may be nobody's, as a token behind the last sequence is.
+        check_indices: raises ValueError for index values in host memory that are wrong, from a
+            NamedTuple of the implementations' arguments. Native kernels look at them themselves;
+            this is for the reference and for calls that need no kernel.
+        aclnn: torch_npu has operators for it, which the op's `aclnn.py` calls. They come first.
+        ascendc: it has an AscendC kernel and a native launcher of it. Triton's comes first: that
+            one is compiled by the vendor's compiler here.
         cpu_in_python: the CPU implementation is in the op's `cpu.py`, not in the native library.
     """
 
@@ -86,8 +101,12 @@ class Operator:
         op: str | None = None,
         lay_out: Callable[[NamedTuple], Sequence] | Mapping[str, Callable] | None = None,
         why_not: Mapping[str, WhyNot] | None = None,
-        first: Sequence[Implementation] = (),
-        empty: str = "zeros",
+        groups: Mapping[str, type] | None = None,
+        is_empty: Callable[[NamedTuple], bool] | None = None,
+        empty: Callable[[NamedTuple], None] | None = None,
+        zeroed: Callable[[NamedTuple], bool] | None = None,
+        check_indices: Callable[[NamedTuple], None] | None = None,
+        aclnn: bool = False,
         ascendc: bool = False,
         cpu_in_python: bool = False,
     ):
@@ -97,13 +116,20 @@ class Operator:
                        for n in writes.split(", ")]  # fmt: skip
         self.inputs = [*self.takes, *self.shapes]
         self.Inputs = _named("Inputs", self.inputs)
-        self.Arguments = _named("Arguments", [*self.takes, *self.writes])
+        self._grouped = _grouped(self.takes, groups) if groups else None
+        reads = list(self._grouped or [argument.name for argument in self.takes])
+        self._reads = len(reads)
+        outputs = [output.name for output in self.writes]
+        self.Arguments = collections.namedtuple("Arguments", reads + outputs)
         self.new, self.reference = new, reference
         self.lay_out = lay_out if callable(lay_out) else self._layout_of_each(lay_out)
-        self._empty = self._by_reference if empty == "reference" else self._zeros
+        self._is_empty = is_empty or self._has_no_elements
+        self._empty = empty or self._zeros
+        self._zeroed = zeroed
+        self._check_indices = check_indices
         self._tensors = sum(argument.is_tensor for argument in self.inputs)
-        usual = self._usual(why_not or {}, ascendc, cpu_in_python)
-        self.table = Table(name, [*first, *usual])
+        self._overwritten = [i for i, a in enumerate(self.takes) if a.is_written]
+        self.table = Table(name, self._usual(why_not or {}, aclnn, ascendc, cpu_in_python))
         library.operator(self._schema(), self.run, self._fake)
 
     def __call__(self, *inputs):
@@ -117,10 +143,16 @@ class Operator:
         if library.poison_outputs:
             _poison(outputs)
         arguments = self._arguments(inputs, outputs)
-        if outputs[0].numel():
-            self.table.run(*self.lay_out(arguments))
+        if self._zeroed and self._zeroed(inputs):
+            self._zeros(arguments)
+        if self._is_empty(arguments):
+            if self._check_indices and outputs[0].device.type == "cpu":
+                self._check_indices(arguments)
+            self._empty(arguments)
         else:
-            self._empty(*arguments)
+            self.table.run(*self.lay_out(arguments))
+            if self._overwritten:
+                library.written(*self._given(inputs, self._overwritten))
         return self._returned(inputs, outputs)
 
     def explain(self, *inputs) -> list[Verdict]:
@@ -129,8 +161,14 @@ class Operator:
         arguments = self._arguments(inputs, _tuple(self.new(inputs)))
         return self.table.explain(*self.lay_out(arguments))
 
+    @staticmethod
+    def _given(inputs, places) -> list[torch.Tensor]:
+        return [inputs[i] for i in places if inputs[i] is not None]
+
     def _arguments(self, inputs, outputs):
-        return self.Arguments(*inputs[: len(self.takes)], *outputs)
+        if self._grouped:
+            return self.Arguments(*(take(inputs) for take in self._grouped.values()), *outputs)
+        return self.Arguments(*inputs[: self._reads], *outputs)
 
     def _schema(self) -> str:
         results = ", ".join(["Tensor"] * len(self.writes))
@@ -145,7 +183,7 @@ class Operator:
         if len(outputs) == 1:
             return outputs[0]
         like = inputs[0]
-        return tuple(_empty(like) if output is None else output for output in outputs)
+        return tuple([_empty(like) if output is None else output for output in outputs])
 
     def _layout_of_each(self, functions: Mapping[str, Callable] | None):
         if functions is None:
@@ -161,47 +199,66 @@ class Operator:
 
         return lay_out
 
-    def _zeros(self, *arguments):
-        for output in arguments[len(self.takes) :]:
+    def _has_no_elements(self, arguments):
+        return not arguments[self._reads].numel()
+
+    def _zeros(self, arguments):
+        for output in arguments[self._reads :]:
             if output is not None:
                 output.zero_()
 
     def _by_reference(self, *arguments):
         """The reference as an implementation: it writes to the outputs."""
-        count = len(self.takes)
-        found = _tuple(self.reference(*arguments[:count]))
-        for output, value in zip(arguments[count:], found, strict=True):
+        found = _tuple(self.reference(*arguments[: self._reads]))
+        for output, value in zip(arguments[self._reads :], found, strict=True):
             if output is not None:
                 output.copy_(value)
 
     def _usual(
-        self, why_not: Mapping[str, WhyNot], ascendc: bool, cpu_in_python: bool
+        self, why_not: Mapping[str, WhyNot], aclnn: bool, has_ascendc: bool, cpu_in_python: bool
     ) -> list[Implementation]:
-        """Triton, CPU, reference: what every op has; and AscendC."""
+        """Triton, CPU, reference: what every op has; and the vendor's, and AscendC."""
         folder = f"npu_ops.ops.{self.op}"
-        schema = f"{self.name}_cpu({_text(self.takes)}, {_written(self.writes)}) -> ()"
-        cpu = from_module(f"{folder}.cpu:{self.name}") if cpu_in_python else from_native(schema)
+        arguments = f"{_text(self.takes)}, {self._written()}"
+        schema = f"{self.name}_cpu({arguments}) -> ()"
 
-        def usual(name, load, devices, missing):
+        def usual(name, devices, missing=_nothing, dtypes=library.dtype_why_not, load=None):
             own = why_not.get(name)
 
             def against(*arguments):
-                said = missing(arguments[0]) or library.dtype_why_not(*arguments)
+                said = missing(arguments[0]) or dtypes(*arguments)
                 return said or (own and own(self.Arguments(*arguments)))
 
+            load = load or from_module(f"{folder}.{name}:{self.name}")
             return Implementation(name, load, frozenset(devices), against)
 
-        triton = from_module(f"{folder}.triton_ascend:{self.name}")
-        launcher = from_module(f"{folder}.ascendc:{self.name}")
-        native = usual("ascendc", launcher, {"npu"}, lambda x: why_not_ascendc(self.op, x.device))
+        of_vendor = usual("aclnn", {"npu"}, dtypes=_nothing)
+        launcher = ascendc_kernels.launcher(self.op, self.name, arguments) if has_ascendc else None
+        missing = functools.partial(ascendc_kernels.why_not, self.op)
+        native = usual("ascendc", {"npu"}, lambda x: missing(x.device), load=launcher)
+        cpu = usual("cpu", {"cpu"})
+        if not cpu_in_python:
+            load = from_native(schema)
+            cpu = usual("cpu", {"cpu"}, lambda _: library.native_why_not(), load=load)
         return [
-            usual("triton_ascend", triton, {"npu", "cuda"}, lambda _: library.triton_why_not()),
-            *([native] if ascendc else []),
-            usual("cpu", cpu, {"cpu"}, lambda _: library.native_why_not()),
-            Implementation("reference", lambda: self._named_reference, frozenset(), _nothing),
+            *([of_vendor] if aclnn else []),
+            usual("triton_ascend", {"npu", "cuda"}, lambda _: library.triton_why_not()),
+            *([native] if has_ascendc else []),
+            cpu,
+            self._reference_checked(),
         ]
 
-    @functools.cached_property
+    def _written(self) -> str:
+        """The outputs as a kernel's schema has them, by aliases that no input has."""
+        taken = _text(self.takes)
+        free = (letter for letter in string.ascii_lowercase if f"({letter}!)" not in taken)
+        return ", ".join(a.written(alias) for a, alias in zip(self.writes, free, strict=False))
+
+    def _reference_checked(self) -> Implementation:
+        check = self._check_indices
+        named = check and (lambda *arguments: check(self.Arguments(*arguments)))
+        return registry.reference(self._named_reference(), named)
+
     def _named_reference(self) -> Callable[..., None]:
         """`_by_reference` with its arguments' names, by which reports call them."""
 
@@ -256,8 +313,12 @@ class Backward(Operator):
     """The gradient of `forward`, an operator of its own.
 
     It takes `grad_<output>` for each output of the forward (`grad`, if there is one), and of the
-    forward's inputs and outputs those that it names, which are kept for it. It writes
-    `grad_<input>`, which comes back in the input's dtype. It has no gradient itself.
+    forward's inputs and outputs those that it names, which are kept for it; `needs_<input>` is
+    whether that input's gradient is wanted. It writes `grad_<input>`, which comes back in the
+    input's dtype. It has no gradient itself.
+
+    The gradient of an output that nobody used is zeros. One that may be None is None where there is
+    no such output; of an output that is always there, where nobody used it.
 
     Args:
         passed: inputs whose gradient is that of an output: {"residual": "out"}.
@@ -271,12 +332,20 @@ class Backward(Operator):
         known = [*(argument.name for argument in forward.inputs), *outputs]
         kept = [argument for argument in self.inputs if argument.name not in gradients]
         self._kept_tensors = [known.index(a.name) for a in kept if a.is_tensor]
-        self._kept_settings = [known.index(a.name) for a in kept if not a.is_tensor]
-        # The arguments come in this order from: gradients, kept tensors, kept settings.
-        given = [*gradients, *(known[i] for i in self._kept_tensors + self._kept_settings)]
+        settings = [argument.name for argument in kept if not argument.is_tensor]
+        needs = [name for name in settings if name.startswith("needs_")]
+        self._needs = [known.index(name.removeprefix("needs_")) for name in needs]
+        self._kept_settings = [known.index(name) for name in settings if name not in needs]
+        # The arguments come in this order from: gradients, kept tensors, kept settings, needs.
+        kept = [known[i] for i in self._kept_tensors + self._kept_settings]
+        given = [*gradients, *kept, *needs]
         self._order = [given.index(argument.name) for argument in self.inputs]
         optional = {argument.name for argument in self.takes if argument.is_optional}
-        self._may_be_none = [name in optional for name in gradients]
+        # For each output: whether its gradient may be None, whether the output itself may.
+        self._may_be_none = [
+            (name in optional, output.is_optional)
+            for name, output in zip(gradients, forward.writes, strict=True)
+        ]
         self._found = self._sources(forward, dict(passed or {}), outputs)
         library.differentiable(forward.name, self._gradients, self._save)
         library.differentiable(self.name, library.no_gradient(self.name))
@@ -299,7 +368,8 @@ class Backward(Operator):
     def _gradients(self, ctx, *grads):
         wanted = zip(grads, ctx.outputs, self._may_be_none, strict=True)
         grads = tuple(_present(*one) for one in wanted)
-        given = (*grads, *ctx.saved_tensors, *ctx.settings)
+        needs = (ctx.needs_input_grad[i] for i in self._needs)
+        given = (*grads, *ctx.saved_tensors, *ctx.settings, *needs)
         found = _tuple(library.call(self.name, *(given[i] for i in self._order))) + grads
         return tuple(
             found[source].to(dtype) if needed and source is not None and dtype else None
@@ -317,8 +387,21 @@ def _text(arguments: Sequence[Argument]) -> str:
     return ", ".join(map(str, arguments))
 
 
-def _written(arguments: Sequence[Argument]) -> str:
-    return ", ".join(a.written(alias) for a, alias in zip(arguments, "abcdefgh", strict=False))
+def _grouped(arguments: Sequence[Argument], groups: Mapping[str, type]) -> dict[str, Callable]:
+    """What implementations take, by its name: functions that take it from the inputs."""
+    owner = {field: name for name, group in groups.items() for field in group._fields}
+    places = {}
+    for i, argument in enumerate(arguments):
+        places.setdefault(owner.get(argument.name, argument.name), []).append(i)
+    return {
+        name: _group_at(groups[name], at) if name in groups else itemgetter(*at)
+        for name, at in places.items()
+    }
+
+
+def _group_at(group: type, places: list[int]) -> Callable:
+    span = slice(places[0], places[-1] + 1)
+    return lambda inputs: group(*inputs[span])
 
 
 def _named(name: str, arguments: Sequence[Argument]):
@@ -339,10 +422,11 @@ def _poison(outputs):
             library.poisoned(output)
 
 
-def _present(grad, output, may_be_none: bool):
-    """The gradient of an output: None if there was no output, zeros if nobody used it."""
+def _present(grad, output, may_be_none: tuple[bool, bool]):
+    """The gradient of an output as the backward takes it."""
     shape, dtype, device = output
-    if may_be_none and shape == (0,):
+    gradient_may, output_may = may_be_none
+    if gradient_may and (shape == (0,) if output_may else grad is None):
         return None
     return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
 

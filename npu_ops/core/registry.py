@@ -48,6 +48,27 @@ def from_native(schema: str) -> Callable[[], Launcher]:
     return lambda: getattr(torch.ops.npu_ops, name).default
 
 
+def reference(run: Launcher, check: Launcher | None = None) -> Implementation:
+    """The last implementation of an op: plain PyTorch, on any device.
+
+    check: what `run` follows index values by; called with the same arguments. As native kernels
+        do, it raises before anything is read or written, whoever calls. A device is not waited
+        for: what has its index values there must keep within its tensors by itself.
+    """
+    launcher = run if check is None else _checked(check, run)
+    return Implementation("reference", lambda: launcher, frozenset(), lambda *args: None)
+
+
+def _checked(check: Launcher, run: Launcher) -> Launcher:
+    @functools.wraps(run)
+    def launcher(*args):
+        if args[0].device.type == "cpu":
+            check(*args)
+        run(*args)
+
+    return launcher
+
+
 _assumed_device: str | None = None
 
 
@@ -81,6 +102,11 @@ class Table:
         self.implementations = tuple(implementations)
         self._meant_for: dict[str, tuple[Implementation, ...]] = {}
         Table.tables[op] = self
+
+    @property
+    def reference(self) -> Launcher:
+        """The definition of the op, for those who need no choice."""
+        return self.implementations[-1].launcher
 
     def run(self, *args) -> None:
         """Run the op on `args`; the first argument decides the device."""

@@ -35,6 +35,31 @@ def as_rows(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> 
     ]
 
 
+def lay_out_rows(inputs: Sequence[str], outputs: Sequence[str]):
+    """The `lay_out` of an Operator that works along the last dimension: `as_rows` of the tensors
+    with these names, which have one shape."""
+
+    def lay_out(arguments):
+        given, written = ([getattr(arguments, n) for n in names] for names in (inputs, outputs))
+        return arguments._replace(
+            **dict(zip((*inputs, *outputs), as_rows(given, written), strict=True))
+        )
+
+    return lay_out
+
+
+def rows_up_to(name: str, widest: int):
+    """A `why_not`: rows of the tensor `name` must not be longer than `widest` elements."""
+
+    def why_not(arguments) -> str | None:
+        width = getattr(arguments, name).shape[-1]
+        if width > widest:
+            return f"rows of {width} elements are longer than {widest}"
+        return None
+
+    return why_not
+
+
 def as_matrix(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """An input `[..., D]` as `[rows, D]`, last dimension contiguous; None stays None.
 

@@ -105,8 +105,7 @@ def compile(source: pathlib.Path | str, include: Sequence[pathlib.Path] = ()) ->
     text = source.read_text()
     kernels = tuple(_KERNEL.findall(text))
     folders = (source.parent, *include)
-    near = [p for d in folders for p in sorted([*d.glob("*.h"), *d.glob("common/*.h")])]
-    digest = _digest(library_folder.name, str(source), text, *(p.read_text() for p in near))
+    digest = _digest(library_folder.name, str(source), *_texts(text, folders))
     target = headers.cache() / "twins" / f"{source.stem}-{digest}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -116,11 +115,22 @@ def compile(source: pathlib.Path | str, include: Sequence[pathlib.Path] = ()) ->
             whole.write_text(f'#include "{source.resolve()}"\n#include "entry.h"\n{entries}')
             made = pathlib.Path(scratch) / "made.so"
             link = [f"-L{library_folder}", f"-l:{LIBRARY}", f"-Wl,-rpath,{library_folder}"]
-            _run([*_command(library_folder), *(f"-I{folder}" for folder in folders),
-                  "-include", library_folder / "ascendc.h", whole, "-shared", "-o", made,
-                  *link])  # fmt: skip
+            _run([*_command(library_folder, folders), "-include", library_folder / "ascendc.h",
+                  whole, "-shared", "-o", made, *link])  # fmt: skip
             os.replace(made, target)
     return Twin(target, kernels)
+
+
+def _texts(text: str, folders: Sequence[pathlib.Path]) -> list[str]:
+    """A source's text, and that of each header in `folders` that it includes, however deep."""
+    texts, seen = [text], set()
+    for including in texts:
+        for name in re.findall(r'^#include "(.*)"', including, re.M):
+            found = [folder / name for folder in folders if (folder / name).exists()]
+            if found and found[0] not in seen:
+                seen.add(found[0])
+                texts.append(found[0].read_text())
+    return texts
 
 
 @functools.cache
@@ -188,9 +198,9 @@ def _flags_of_checks() -> list[str]:
     return ["-DASCENDC_DEBUG=1", *(f"-I{tools / part}" for part in inner)]
 
 
-def _command(library_folder: pathlib.Path) -> list[str]:
+def _command(library_folder: pathlib.Path, first: Sequence[pathlib.Path] = ()) -> list[str]:
     sources = headers.twin_sources()
-    folders = [library_folder, sources / "include", sources.parent, sources,
+    folders = [*first, library_folder, sources / "include", sources.parent, sources,
                *headers.include_dirs(headers.staged())]  # fmt: skip
     return [*build.compiler(), *FLAGS, *ARCHITECTURE, *(f"-I{folder}" for folder in folders)]
 

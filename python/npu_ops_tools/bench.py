@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import datetime
+import functools
 import importlib.util
 import json
 import pathlib
@@ -16,12 +17,12 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 import npu_ops
-from npu_ops.core import env
+from npu_ops.core import cases, env
 from npu_ops.core.compare import error_ratio
 
 FIELDS = (
@@ -151,6 +152,44 @@ def by_reference(op: str, run: Callable):
     """What `run` returns where the reference implements `op`."""
     with env.override(impl={op: "reference"}):
         return run()
+
+
+def of_cases(op: str, names: Sequence[str], eager: Callable, device: str, quick: bool):
+    """Yield benchmarks of cases by name, forward and with gradients, against `eager`, a function of
+    what the op is differentiable in, and torch.compile of it."""
+    known = {case.name: case for case in cases.of(op).CASES}
+    for case in map(known.get, names):
+        for dtype in (torch.bfloat16, torch.float32):
+            for mode in ("forward", "forward+backward"):
+                yield _of_case(op, case, mode, eager, dtype, device, quick)
+
+
+def _of_case(op, case, mode, eager, dtype, device, quick) -> Benchmark:
+    inputs, backward = case.inputs(dtype, device), mode != "forward"
+    leaves = {n: inputs[n].requires_grad_(backward) for n in cases.differentiable(op, case)}
+    rest = {name: value for name, value in inputs.items() if name not in leaves}
+    functions = {"npu_ops": lambda *xs: _named(cases.function(op, case), leaves, xs, rest)}
+    functions |= {"eager": eager} if quick else {"eager": eager, "compile": torch.compile(eager)}
+    grad = eager(*leaves.values()).detach()
+
+    def once(function, *xs):
+        out = function(*xs)
+        return torch.autograd.grad(out, xs, grad) if backward else (out,)
+
+    xs, wide = list(leaves.values()), [x.detach().double() for x in leaves.values()]
+    run = {name: functools.partial(once, f, *xs) for name, f in functions.items()}
+    run["memcpy"] = lambda: tuple(x.detach().clone() for x in xs)
+    moved = sum(x.nbytes for x in xs) * (2 if backward else 1) + grad.nbytes
+    shape = {name: list(x.shape) for name, x in leaves.items()}
+    return Benchmark(
+        op, case.name, mode, dtype, shape, run, "eager", moved,
+        lambda: once(eager, *(x.requires_grad_(backward) for x in wide)),
+        cases.of(op).TOLERANCES[dtype].ratio,
+    )  # fmt: skip
+
+
+def _named(function, leaves: dict, xs, rest: dict):
+    return function(**dict(zip(leaves, xs, strict=True)), **rest)
 
 
 def into(*sources: torch.Tensor) -> Callable[[], None]:

@@ -105,6 +105,20 @@ def where(
             print(f"{what:16}{path}")
 
 
+@app.command("new-op")
+def new_op(
+    name: Annotated[str, typer.Argument(help="In lower case, as in every tree.")],
+) -> None:
+    """Write the files of a new op to this clone: they build, and pass their tests."""
+    from npu_ops_tools import new_op, where
+
+    try:
+        paths = new_op.write(name, where.ROOT)
+    except (FileNotFoundError, ValueError) as error:
+        fail(error)
+    print(*paths, "", new_op.NEXT.format(op=name), sep="\n")
+
+
 @app.command()
 def explain(
     op: Annotated[str, typer.Argument(help="attention")],

@@ -19,7 +19,7 @@ import torch
 from npu_ops_adapters import State
 
 import npu_ops
-from npu_ops.core import env, hardware
+from npu_ops.core import cases, env, hardware
 from npu_ops.core.registry import as_if_on
 from npu_ops_tools import known_bad
 from npu_ops_tools.where import ops
@@ -119,7 +119,7 @@ def implementations() -> list[dict]:
 
 
 def _explain(op: str, function: str, device: str):
-    case = importlib.import_module(f"npu_ops.ops.{op}.cases").CASES[0]
+    case = cases.of(op).CASES[0]
     with as_if_on(device):
         return npu_ops.explain(function, **case.inputs(torch.bfloat16))
 

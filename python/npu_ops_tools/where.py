@@ -19,7 +19,7 @@ PLACES = {
     "CPU kernel": "csrc/{op}/{op}_cpu.cpp",
     "AscendC kernel": "csrc/{op}/{op}_ascendc.cpp",
     "cases": "npu_ops/ops/{op}/cases.py",
-    "tests": "tests/ops/test_{op}.py",
+    "tests": "tests/ops/**/test_{op}.py",
     "benchmark": "benchmarks/bench_{op}.py",
     "adapter": "python/npu_ops_adapters/*/{op}.py",
 }

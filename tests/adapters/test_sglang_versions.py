@@ -199,9 +199,9 @@ def test_the_order_of_a_state_is_that_of_the_kernels(version, source, first, mon
 # The one function that changed its arguments' places
 
 
-def call(width=32):
+def call(width=32, rotated=None):
     rows = torch.randn(5, 6 * width, generator=torch.Generator().manual_seed(0))
-    angles = torch.randn(5, 1, 1, width // 2).repeat(1, 1, 1, 2)
+    angles = torch.randn(5, 1, 1, (rotated or width) // 2).repeat(1, 1, 1, 2)
     sizes = {"q_hidden_size": 4 * width, "kv_hidden_size": width, "head_dim": width}
     weights = {"q_weight": torch.rand(width), "k_weight": torch.rand(width)}
     common = {"input": rows, "sin": angles.sin(), "cos": angles.cos(), "eps": 1e-6}
@@ -226,10 +226,11 @@ def test_a_call_in_either_order_reaches_the_kernel_by_name(known, given):
         assert ours(*(arguments[name] for name in given[:6]), **by_name) == arguments
 
 
+@pytest.mark.parametrize("rotated", [96, 48, 24])
 @pytest.mark.parametrize("pairs", [True, False])
-def test_what_the_kernel_cannot_is_computed(pairs):
-    """96 elements a head; against the definition, in fp64."""
-    arguments = call(96)
+def test_what_the_kernel_cannot_is_computed(pairs, rotated):
+    """96 elements a head, of which the first are rotated; against the definition, in fp64."""
+    arguments, half = call(96, rotated), rotated // 2
     ours = split_qkv_rmsnorm_rope.replace(lambda **_: pytest.fail("not for the kernel"))
     q, k, v = ours(**arguments, is_neox_style=pairs)
     rows = arguments["input"]
@@ -237,10 +238,12 @@ def test_what_the_kernel_cannot_is_computed(pairs):
     for out, x, name in ((q, rows[:, : 4 * 96], "q"), (k, rows[:, 4 * 96 : 5 * 96], "k")):
         x = x.double().unflatten(1, (-1, 96))
         x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * arguments[f"{name}_weight"]
-        cos, sin = (arguments[table][:, 0, :, :48].double() for table in ("cos", "sin"))
-        a, b = (x[..., :48], x[..., 48:]) if pairs else (x[..., ::2], x[..., 1::2])
+        cos, sin = (arguments[table][:, 0, :, :half].double() for table in ("cos", "sin"))
+        x, rest = x[..., :rotated], x[..., rotated:]
+        a, b = (x[..., :half], x[..., half:]) if pairs else (x[..., ::2], x[..., 1::2])
         turned = a * cos - b * sin, b * cos + a * sin
         right = torch.cat(turned, -1) if pairs else torch.stack(turned, -1).flatten(-2)
+        right = torch.cat((right, rest), -1)
         torch.testing.assert_close(out.double(), right.flatten(1), atol=1e-5, rtol=1e-5)
 
 
@@ -302,6 +305,31 @@ def test_three_axes_that_the_kernel_cannot_are_computed(gate):
         torch.testing.assert_close(x.double(), y, atol=1e-5, rtol=1e-5)
     assert out[3].numel() == (5 * 4 * 96 if gate else 0)
     assert not gate or out[3].double().equal(g.flatten(1))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("section", [(2, 3, 3), (6, 3, 3), (3, 1, 1), (12, 10, 10), (4, 8, 0)])
+def test_sections_that_do_not_fill_the_table_are_fitted(section, interleaved):
+    """Against the masks of sgl-kernel-npu's own test, of whole heads, half and quarter heads."""
+    for rotated in (96, 48, 24):
+        rows, weights, heads, v, _ = gated(96, rotated, gate=False)
+        half = rotated // 2
+        angles, at = torch.randn(3, 5, half), torch.arange(half)
+        t, h, _ = section
+        if interleaved:
+            is_h = (at % 3 == 1) & (at <= 3 * h)
+            is_t = ~(is_h | ((at % 3 == 2) & (at <= 3 * section[2])))
+        else:
+            is_t, is_h = at < t, (at >= t) & (at < t + h)
+        own = torch.where(is_t, angles[0], torch.where(is_h, angles[1], angles[2]))
+        out = split_gated_qkv.prefill(
+            rows, **weights, cos_sin=torch.cat((angles.cos(), angles.sin()), -1), num_q_heads=4,
+            num_kv_heads=1, head_size=96, eps=1e-6, mrope_section=list(section),
+            is_interleaved=interleaved, rope_dim=None if rotated == 96 else rotated,
+        )  # fmt: skip
+        right = [turned(x, own.cos(), own.sin()) for x in heads] + [v]
+        for x, y in zip(out, right, strict=False):
+            torch.testing.assert_close(x.double(), y, atol=1e-5, rtol=1e-5)
 
 
 def test_what_the_gated_kernels_can_is_theirs():

@@ -1,6 +1,5 @@
 """Every Triton kernel through the vendor's compiler: it compiles, in vectors, double-buffered."""
 
-import importlib
 import json
 import os
 import pkgutil
@@ -11,12 +10,13 @@ import pytest
 from npu_ops_tools.compile import SOCS
 
 from npu_ops import ops
+from npu_ops.core import cases
 from npu_ops.core.socs import ub_bytes
 
 OPS = [
     module.name
     for module in pkgutil.iter_modules(ops.__path__)
-    if importlib.import_module(f"npu_ops.ops.{module.name}.cases").REPRESENTATIVE
+    if cases.of(module.name).REPRESENTATIVE
 ]
 # (op, case, SoC) -> what its compiler says. The rest of that SoC's compiles, all of the others'.
 REFUSED = {
@@ -56,8 +56,7 @@ def check(rows):
 )
 @pytest.mark.parametrize("op", OPS)
 def test_representative_kernels(op, soc, dtype, number):
-    cases = importlib.import_module(f"npu_ops.ops.{op}.cases").REPRESENTATIVE[:number]
-    chosen = [f"--case={case}" for case in cases]
+    chosen = [f"--case={case}" for case in cases.of(op).REPRESENTATIVE[:number]]
     rows, result = compile_reports(op, "--soc", soc, "--dtype", dtype, *chosen)
     check(rows)
     assert {row["soc"] for row in rows} == {soc}

@@ -357,7 +357,8 @@ def test_explain_says_what_the_call_does(name, registered, caplog):
     chosen = [v.implementation for v in verdicts if v.why_not is None]
     order = [i.implementation for i in verdicts]
     vendors = ["aclnn"] if name == "attention" else []
-    native = ["ascendc"] if (ROOT / f"csrc/{name}/{name}_ascendc.cpp").exists() else []
+    op = verdicts[0].op
+    native = ["ascendc"] if (ROOT / f"csrc/{op}/{op}_ascendc.cpp").exists() else []
     assert order == [*vendors, "triton_ascend", *native, "cpu", "reference"]
     with env.override(log="calls"):
         function(**arguments)

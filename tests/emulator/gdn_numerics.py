@@ -18,6 +18,7 @@ import pathlib
 import subprocess
 import sys
 
+import gdn_problem
 import torch
 import torch.nn.functional as F
 import triton  # noqa: F401  (first: the emulated NPU joins it as it is imported)
@@ -51,8 +52,8 @@ def inputs(keys: str, kind: str, tokens: int, dim: int) -> dict[str, torch.Tenso
         "beta": torch.randn(values[:3]).sigmoid(),
         "do": torch.randn(values),
     }
-    bf16 = {name: upstream_gdn.rounded(x) for name, x in narrow.items()}
-    return bf16 | {name: upstream_gdn.rounded(x, torch.float32) for name, x in wide.items()}
+    bf16 = {name: gdn_problem.rounded(x) for name, x in narrow.items()}
+    return bf16 | {name: gdn_problem.rounded(x, torch.float32) for name, x in wide.items()}
 
 
 def run(function, x: dict[str, torch.Tensor], device: str | None) -> list[torch.Tensor]:
@@ -69,7 +70,7 @@ def run(function, x: dict[str, torch.Tensor], device: str | None) -> list[torch.
 
 def exact(q, k, v, g, beta, state):
     q, k = (x.repeat_interleave(VALUE_HEADS // HEADS, 2) for x in (q, k))
-    return upstream_gdn.recurrence(q, k, v, g, beta, state, scale=q.shape[-1] ** -0.5)
+    return gdn_problem.recurrence(q, k, v, g, beta, state, scale=q.shape[-1] ** -0.5)
 
 
 def ours(q, k, v, g, beta, state):

@@ -1,8 +1,11 @@
 """A fuzzer of every public function, with formulas of its own.
 
-    targets   what is called: for each function its settings, arguments made from them, and which of
-              these it differentiates, writes or follows as indices
-    formulas  what is right: the operators' mathematics in fp64, written without npu_ops
+    ops/      each public function: its settings, arguments made from them, which of these it
+              differentiates, writes or follows as indices; and what is right, a formula in fp64
+              that is written without npu_ops. A new op is a new file.
+    target    what such a file says of a function, and what makes arguments
+    formula   what the formulas share
+    targets   the functions of all files
     memory    where tensors lie: strided, expanded, in the middle of NaN, together
     ways      how it is called: eagerly, compiled, watched, transformed, under other defaults
     judge     one case: called, compared with the formula, memory around it looked at

@@ -74,7 +74,7 @@ def arranged(arguments: dict[str, torch.Tensor], forms: dict[str, str]) -> list[
 
 
 def is_expanded(x: torch.Tensor) -> bool:
-    return any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.numel() > 0 and any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True))
 
 
 def rewrite(target: torch.Tensor, x: torch.Tensor, route: str) -> None:

@@ -94,22 +94,26 @@ class Search:
         shrinking: float = 25.0,
     ):  # fmt: skip
         self.child, self.drawn, self.until, self.shrinking = child, drawn, until, shrinking
-        self.tried, self.known, self.findings = 0, set(), []
+        self.tried, self.known, self.findings = 0, [], []
 
     def of(self, function: str, examples: int, start: int | None) -> list[Finding]:
         """What so many drawn cases find of a function that is not known yet.
 
         start: of the random numbers; None: always the same.
         """
-        found = []
-        while time.monotonic() < self.until and (finding := self._next(function, examples, start)):
+        found, verdicts = [], {}
+        while time.monotonic() < self.until:
+            finding = self._next(function, examples, start, verdicts)
+            if finding is None:
+                break
             found.append(finding)
-            if start is not None:
-                break  # the next turn draws others
         return found
 
-    def _next(self, function: str, examples: int, start: int | None) -> Finding | None:
-        verdicts, failed, first = {}, [], []
+    def _next(
+        self, function: str, examples: int, start: int | None, verdicts: dict
+    ) -> Finding | None:
+        """verdicts: of cases that were judged already."""
+        failed, first = [], []
 
         @settings(
             max_examples=examples, database=None, deadline=None, derandomize=start is None,
@@ -121,11 +125,12 @@ class Search:
             line = json.dumps(case)
             if line not in verdicts:
                 now = time.monotonic()
-                late = now > self.until or (first and now > first[0] + self.shrinking)
-                verdicts[line] = None if late else self.child.judge(case)
-                self.tried += not late
+                if now > self.until or (first and now > first[0] + self.shrinking):
+                    return
+                verdicts[line] = self.child.judge(case)
+                self.tried += 1
             verdict = verdicts[line]
-            if verdict is None or kind(case, verdict) in self.known:
+            if verdict is None or self._is_known(case, verdict):
                 return
             first.append(time.monotonic())
             failed.append((case, verdict))
@@ -138,7 +143,7 @@ class Search:
         if not failed:
             return None
         case, verdict = failed[-1]
-        self.known |= {kind(c, v) for c, v in (failed[0], failed[-1])}
+        self.known += [(kind(c, v), chosen(c)) for c, v in (failed[0], failed[-1])]
         other = Child()
         try:
             alone = other.judge(case)
@@ -147,6 +152,15 @@ class Search:
         finding = Finding(case, alone or verdict, alone is not None)
         self.findings.append(finding)
         return finding
+
+    def _is_known(self, case: dict, verdict: str) -> bool:
+        """Whether a finding has the same words, and no setting that this case has not."""
+        return any(kind(case, verdict) == k and of <= chosen(case) for k, of in self.known)
+
+
+def chosen(case: dict) -> set[str]:
+    """The settings that are not the simplest."""
+    return set(short(case).get("settings", ()))
 
 
 def kind(case: dict, verdict: str) -> tuple:

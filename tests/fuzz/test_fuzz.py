@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import npu_ops
-from fuzz import formulas, run
+from fuzz import run
 from fuzz.child import Child
 from fuzz.judge import judge
 from fuzz.targets import TARGETS
@@ -35,7 +35,8 @@ def test_every_public_function_has_a_formula_of_the_same_arguments():
     elsewhere = {"cp_group", "cu_seqlens_cpu", "seqlens_k_cpu", "chunk_indices"}
     for name in TARGETS:
         public, own = (
-            inspect.signature(getattr(of, name)).parameters.keys() for of in (npu_ops, formulas)
+            inspect.signature(of).parameters.keys()
+            for of in (getattr(npu_ops, name), TARGETS[name].formula)
         )
         assert public - own <= elsewhere and own - public <= {"keep"}, name
 
@@ -151,3 +152,16 @@ def test_a_line_repeats_a_case():
         """"seed":3,"forms":["fused"]}'"""
     )
     assert run.complete(run.short(case(seed=3))) == case(seed=3)
+
+
+def test_torch_makes_no_dual_of_expanded_memory():
+    """Why transforms are judged with clones: torch lays a tangent out as its primal, before any
+    function is called, and cannot write to expanded memory. When this fails, the clones can go."""
+    x = torch.randn(1, 4).expand(3, 4)
+    tangent, called = torch.randn(3, 4), []
+    with pytest.raises(RuntimeError, match="refers to a single memory location"):
+        torch.func.jvp(called.append, (x,), (tangent,))
+    with torch.autograd.forward_ad.dual_level():
+        with pytest.raises(RuntimeError, match="refers to a single memory location"):
+            torch.autograd.forward_ad.make_dual(x, tangent)
+    assert not called

@@ -1,23 +1,18 @@
 """The arithmetic of every Triton kernel, in Triton's interpreter, against the reference."""
 
-import importlib
 import pkgutil
 
 import pytest
 import torch
-from support import DTYPES, assert_all_close, evaluate, floats, forced, named
+from support import DTYPES, evaluate, floats, forced, named
 
 import npu_ops
 from npu_ops import ops
-from npu_ops.core import registry, rng
+from npu_ops.core import cases, registry, rng
 from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.ops.bias_dropout_add.triton_ascend import bias_dropout_add
 
 OPS = [module.name for module in pkgutil.iter_modules(ops.__path__)]
-
-
-def cases_of(op):
-    return importlib.import_module(f"npu_ops.ops.{op}.cases")
 
 
 def small_cases():
@@ -27,7 +22,7 @@ def small_cases():
     """
     chosen = []
     for op in OPS:
-        for case in cases_of(op).CASES:
+        for case in cases.of(op).CASES:
             model = case.name.startswith("qwen")
             if case.large or case.tokens > (1 if model else 65):
                 continue
@@ -42,34 +37,29 @@ def small_cases():
 
 
 def run(op, case, inputs, wrt):
-    package = importlib.import_module(f"npu_ops.ops.{op}")
     torch.manual_seed(1)  # both runs draw the same mask
-    function = getattr(package, getattr(case, "function", package.__all__[0]))
-    return evaluate(function, inputs, wrt)
+    return evaluate(cases.function(op, case), inputs, wrt)
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 @pytest.mark.parametrize("op, case, dtype", small_cases())
 def test_against_reference(op, case, dtype):
-    cases = cases_of(op)
-    wrt = getattr(case, "differentiable", cases.DIFFERENTIABLE)
+    wrt = cases.differentiable(op, case)
     wrt = tuple(name for name in wrt if case.inputs(dtype).get(name) is not None)
     with forced("reference", op, f"{op}_backward"):
         expected = run(op, case, floats(case.inputs(dtype), torch.float64), wrt)
     with registry.as_if_on("npu"):
         actual = run(op, case, case.inputs(dtype), wrt)
-    sums = getattr(cases, "SUM_TOLERANCES", cases.TOLERANCES)
-    tolerances, sums = map(cutting_off, (cases.TOLERANCES, sums))
-    if getattr(cases, "TOLERANCES_BY_INPUT", False):
-        tolerances = dict.fromkeys(tolerances, tolerances[dtype])
-    assert_all_close(actual, expected, tolerances, {"gradient of bias": sums})
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        within = cutting_off(value.dtype, cases.tolerance(op, name, value, dtype))
+        assert_close(name, value, expected[name], within)
 
 
-def cutting_off(tolerances):
+def cutting_off(dtype, tolerance):
     """The interpreter cuts a float32 off where it makes a bfloat16; hardware rounds to nearest."""
-    rounding = tolerances[torch.bfloat16]
-    twice = Tolerance(2 * rounding.ratio, 2 * rounding.max_abs)
-    return tolerances | {torch.bfloat16: twice}
+    twice = Tolerance(2 * tolerance.ratio, 2 * tolerance.max_abs)
+    return twice if dtype == torch.bfloat16 else tolerance
 
 
 @pytest.mark.parametrize("shape", [(5, 129), (70, 1000), (1, 7), (3, 2, 256), (2, 4096)], ids=str)

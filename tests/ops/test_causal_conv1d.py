@@ -14,7 +14,6 @@ from support import (
     forced,
     implementations,
     named,
-    parametrize_cases,
     parametrize_dtypes,
     threads,
 )
@@ -29,7 +28,7 @@ from npu_ops.ops.causal_conv1d.cases import CASES, DIFFERENTIABLE, TOLERANCES
 
 OPS = ("causal_conv1d", "causal_conv1d_backward")
 IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.forward_table)
+    "implementation, device", implementations(op.forward.table)
 )
 FP64 = {torch.float64: Tolerance(ratio=1e-13, max_abs=1e-12)}
 
@@ -96,19 +95,6 @@ def test_reference_is_torchs_convolution(case):
     inputs = case.inputs(torch.float64)
     wrt = [name for name in DIFFERENTIABLE if name in inputs]
     assert_all_close(run("reference", inputs), evaluate(torch_conv1d, inputs, wrt), FP64)
-
-
-@parametrize_cases(CASES, large=False)
-@parametrize_dtypes()
-@IMPLEMENTATIONS
-def test_against_reference(case, dtype, implementation, device):
-    compare(case, dtype, implementation, device)
-
-
-@pytest.mark.slow
-@parametrize_cases(CASES, large=True)
-def test_large_against_reference(case):
-    compare(case, torch.bfloat16, "cpu", "cpu", wide=torch.float32)
 
 
 @IMPLEMENTATIONS

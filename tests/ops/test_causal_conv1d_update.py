@@ -20,9 +20,11 @@ import npu_ops
 from npu_ops.core import library
 from npu_ops.core.compare import Tolerance
 from npu_ops.ops.causal_conv1d_update import _prepare, op
-from npu_ops.ops.causal_conv1d_update.cases import CASES, TOLERANCES
+from npu_ops.ops.causal_conv1d_update.cases import CASES
 
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation, device", implementations(op.table))
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation, device", implementations(op.forward.table)
+)
 FP64 = {torch.float64: Tolerance(ratio=1e-13, max_abs=1e-12)}
 
 
@@ -90,22 +92,13 @@ def test_reference_is_a_concatenation(case):
 @parametrize_cases(CASES, large=False)
 @parametrize_dtypes()
 @IMPLEMENTATIONS
-def test_against_reference(case, dtype, implementation, device):
-    """Rows that go back are the same bits; what is not written is left."""
+def test_rows_go_back_bit_for_bit(case, dtype, implementation, device):
+    """And what is not written is left."""
     inputs = case.inputs(dtype)
     expected = run("reference", floats(inputs, torch.float64))
     actual = run(implementation, moved(inputs, device))
-    assert_all_close(actual, expected, TOLERANCES)
     for name in actual.keys() - {"y"}:
         assert torch.equal(actual[name].cpu().double(), expected[name])
-
-
-@pytest.mark.slow
-@parametrize_cases(CASES, large=True)
-def test_large_against_reference(case):
-    inputs = case.inputs(torch.bfloat16)
-    expected = run("reference", floats(inputs, torch.float32))
-    assert_all_close(run("cpu", inputs), expected, TOLERANCES)
 
 
 @IMPLEMENTATIONS
@@ -214,8 +207,11 @@ def test_wrong_numbers_that_nobody_saw(implementation, device):
     accepted = torch.tensor([1, 1, 4, 2], device=device)
     args = (x, pool, weight, None, indices, accepted, None, None, None, -1, True, True)
     with forced(implementation, "causal_conv1d_update"):
-        if implementation == "cpu":
-            with pytest.raises(RuntimeError, match="conv_state_indices: got 4, needs 0 to 3"):
+        if device == "cpu":
+            error, wrong = {"cpu": (RuntimeError, "4"), "reference": (ValueError, "-2 to 4")}[
+                implementation
+            ]
+            with pytest.raises(error, match=f"conv_state_indices: got {wrong}, needs 0 to 3"):
                 torch.ops.npu_ops.causal_conv1d_update(*args)
             assert torch.equal(pool, before)
             return

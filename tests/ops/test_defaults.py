@@ -1,7 +1,6 @@
 """Every op under torch's other defaults, which model loaders set: the same bits."""
 
 import contextlib
-import importlib
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from npu_ops_tools.where import ops
 from support import evaluate, forced
 
 import npu_ops
+from npu_ops.core import cases
 from npu_ops.core.registry import Table
 
 SMALL = 300  # tokens
@@ -40,13 +40,10 @@ DEFAULTS = {
 
 def calls(op):
     """(a name, a function, what makes its arguments, what it is differentiable in)"""
-    module = importlib.import_module(f"npu_ops.ops.{op}.cases")
-    for case in module.CASES:
+    for case in cases.of(op).CASES:
         if case.large or case.tokens > SMALL:
             continue
-        function = getattr(npu_ops, getattr(case, "function", ops()[op][0]))
-        wrt = getattr(case, "differentiable", module.DIFFERENTIABLE)
-        yield case.name, function, case.inputs, wrt
+        yield case.name, cases.function(op, case), case.inputs, cases.differentiable(op, case)
         if op == "mrope" and case.layout == "TND":
             yield (
                 f"{case.name}-cached",
@@ -121,8 +118,41 @@ def test_torchs_defaults_change_nothing(op, implementation):
 @pytest.mark.parametrize("op", ops())
 def test_torchs_defaults_do_not_change_cases(op, default):
     """Whoever runs them under other defaults runs the same ones."""
-    for case in importlib.import_module(f"npu_ops.ops.{op}.cases").CASES:
+    for case in cases.of(op).CASES:
         if not case.large:
             expected = case.inputs(torch.float32)
             with DEFAULTS[default]():
                 assert same(case.inputs(torch.float32), expected), case.name
+
+
+def folded():
+    """Calls that take heads out of a row."""
+    q, k, v = (torch.randn(2, 5, n * 8) for n in (4, 2, 2))
+    heads = {"num_heads": 4, "num_key_value_heads": 2}
+    yield npu_ops.attention, {"q": q, "k": k, "v": v, "layout": "BSH"} | heads
+    yield (
+        npu_ops.apply_multimodal_rotary_pos_emb_cached,
+        {
+            "positions": torch.arange(5), "q": q[0], "k": k[0], "cos_sin_cache": torch.randn(9, 8),
+            "mrope_section": [2, 1, 1], "section_layout": "chunked", "head_dim": 8,
+        },
+    )  # fmt: skip
+    gates = [torch.randn(*shape) for shape in ((3, 4), (3, 4), (4,), (4,))]
+    given = dict(zip(("a", "b", "A_log", "dt_bias"), gates, strict=True))
+    slots = {"state": torch.randn(3, 4, 8, 8), "state_indices": torch.arange(3)}
+    yield (
+        npu_ops.gated_delta_rule_update,
+        {"qkv": torch.randn(3, 2 * 2 * 8 + 4 * 8), "state_v_first": True} | given | slots,
+    )
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_compiled_under_another_default_device(number):
+    """Dynamo traces what `unflatten` calls in a default device's mode, which it cannot."""
+    function, inputs = list(folded())[number]
+    expected = results(function, inputs, ())
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with DEFAULTS["bfloat16, meta"]():
+        actual = results(compiled, inputs, ())
+    assert same(actual, expected)

@@ -1,4 +1,4 @@
-"""What holds for every public function: the calls are `tests/calls.py`'s."""
+"""What holds for every public function, by the CALLS of every op's `cases.py`."""
 
 import contextlib
 import inspect
@@ -12,18 +12,25 @@ from torch.autograd import forward_ad
 
 import npu_ops
 from npu_ops.core import memory
+from npu_ops.core.cases import Call
 
-every_call = pytest.mark.parametrize("call", calls.FUNCTIONS, ids=lambda call: call.__name__)
-every_tensor = pytest.mark.parametrize(
-    "call, name",
-    [(call, name) for call in calls.FUNCTIONS for name in calls.tensors(call)],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-every_written = pytest.mark.parametrize(
-    "call, name",
-    [(call, name) for call, names in calls.IN_PLACE.items() for name in names],
-    ids=lambda value: getattr(value, "__name__", value),
-)
+
+def every(pairs):
+    """Parametrizes with (call, name of an argument)."""
+    chosen = [pytest.param(call, name, id=f"{call}-{name}") for call, name in pairs]
+    return pytest.mark.parametrize("call, name", chosen)
+
+
+CALLS = list(calls.CALLS.values())
+every_call = pytest.mark.parametrize("call", CALLS, ids=str)
+every_tensor = every((call, name) for call in CALLS for name in call.tensors())
+every_written = every((call, name) for call in CALLS for name in call.writes)
+every_gradient = every((call, name) for call in CALLS for name in calls.differentiable(call))
+every_float = every((call, name) for call in CALLS for name in calls.floats(call))
+
+
+def run(call, **arguments):
+    return getattr(npu_ops, call.function)(**arguments)
 
 
 def as_tuple(outputs):
@@ -38,34 +45,34 @@ def test_every_function_has_a_call():
         if inspect.isfunction(function := getattr(npu_ops, name))
         and any("Tensor" in str(p) for p in inspect.signature(function).parameters.values())
     }
-    assert functions == set(calls.FUNCTIONS.values())
+    assert functions == {getattr(npu_ops, call.function) for call in CALLS}
 
 
 @every_tensor
 def test_a_sparse_tensor_is_refused(call, name):
-    value = calls.arguments(call)[name].to_sparse()
+    value = call.arguments()[name].to_sparse()
     with pytest.raises(TypeError, match=f"^{name}: got a tensor of layout sparse_coo, needs a"):
-        calls.FUNCTIONS[call](**calls.arguments(call, **{name: value}))
+        run(call, **call.arguments(**{name: value}))
 
 
 @every_tensor
 def test_a_message_spells_a_dtype_in_one_way(call, name):
     for dtype in (torch.int16, torch.complex64, torch.float64, torch.float16):
-        value = calls.arguments(call)[name].to(dtype)
+        value = call.arguments()[name].to(dtype)
         try:
-            calls.FUNCTIONS[call](**calls.arguments(call, **{name: value}))
+            run(call, **call.arguments(**{name: value}))
         except (TypeError, ValueError) as error:
             assert not re.search(r"torch\.(\w*(int|float)\d|bool|complex)", str(error)), error
 
 
 @every_call
 def test_meta_tensors_have_the_shapes_of_real_ones(call):
-    real = as_tuple(calls.FUNCTIONS[call](**calls.arguments(call)))
+    real = as_tuple(run(call, **call.arguments()))
     on_meta = {
         name: value.to("meta") if isinstance(value, torch.Tensor) else value
-        for name, value in calls.arguments(call).items()
+        for name, value in call.arguments().items()
     }
-    for meta, expected in zip(as_tuple(calls.FUNCTIONS[call](**on_meta)), real, strict=True):
+    for meta, expected in zip(as_tuple(run(call, **on_meta)), real, strict=True):
         assert meta.device.type == "meta" and meta.dtype == expected.dtype
         assert meta.shape == expected.shape and meta.stride() == expected.stride()
 
@@ -73,37 +80,12 @@ def test_meta_tensors_have_the_shapes_of_real_ones(call):
 # Differentiation by torch.func, and forward-mode
 
 
-DIFFERENTIABLE = [
-    (call, name)
-    for call in calls.FUNCTIONS
-    if call not in (calls.attention_paged, calls.causal_conv1d_update,
-                    calls.gated_delta_rule_update)
-    for name in calls.tensors(call)
-    if calls.arguments(call)[name].is_floating_point()
-    and name not in ("cos", "sin", "freqs", "cos_sin_cache")
-]  # fmt: skip
-every_gradient = pytest.mark.parametrize(
-    "call, name", DIFFERENTIABLE, ids=lambda value: getattr(value, "__name__", value)
-)
-every_float = pytest.mark.parametrize(
-    "call, name",
-    [
-        (call, name)
-        for call in calls.FUNCTIONS
-        for name in calls.tensors(call)
-        if calls.arguments(call)[name].is_floating_point()
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-
-
 def total(call, name):
     """A number that a tensor's value gives, by all outputs."""
-    changes = {"training": False} if call is calls.bias_dropout_add else {}
-    arguments = calls.arguments(call, **changes)
+    arguments = call.arguments(**call.fixed)
 
     def function(value):
-        outputs = as_tuple(calls.FUNCTIONS[call](**arguments | {name: value}))
+        outputs = as_tuple(run(call, **arguments | {name: value}))
         return sum((x * torch.arange(x.numel()).view(x.shape).sin()).sum() for x in outputs)
 
     return function
@@ -111,7 +93,7 @@ def total(call, name):
 
 @every_gradient
 def test_torch_func_grad_is_backward_s(call, name):
-    function, value = total(call, name), calls.arguments(call)[name]
+    function, value = total(call, name), call.arguments()[name]
     leaf = value.clone().requires_grad_()
     (expected,) = torch.autograd.grad(function(leaf), leaf)
     assert torch.equal(torch.func.grad(function)(value), expected) and expected.any()
@@ -120,7 +102,7 @@ def test_torch_func_grad_is_backward_s(call, name):
 @every_gradient
 def test_a_gradient_of_each_sample(call, name):
     """vmap over grad."""
-    function, value = total(call, name), calls.arguments(call)[name]
+    function, value = total(call, name), call.arguments()[name]
     stacked = torch.stack([value, value * 0.5])
     each = torch.stack([torch.func.grad(function)(one) for one in stacked])
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(function))(stacked), each)
@@ -129,9 +111,9 @@ def test_a_gradient_of_each_sample(call, name):
 @every_float
 def test_forward_mode_is_refused(call, name):
     """It has no derivative here, and torch would take 0."""
-    value = calls.arguments(call)[name]
-    function = calls.FUNCTIONS[call]
-    arguments = calls.arguments(call)
+    value = call.arguments()[name]
+    function = getattr(npu_ops, call.function)
+    arguments = call.arguments()
     with pytest.raises(NotImplementedError, match=r"^\w+: got a tangent of forward-mode"):
         torch.func.jvp(lambda x: function(**arguments | {name: x}), (value,), (value,))
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="got a tangent"):
@@ -145,7 +127,7 @@ def test_forward_mode_elsewhere_does_not_matter():
 
 
 def test_a_second_gradient_by_torch_func_is_refused_by_name():
-    twice = torch.func.grad(lambda x: torch.func.grad(total(calls.l2norm, "x"))(x).sum())
+    twice = torch.func.grad(lambda x: torch.func.grad(total(calls.CALLS["l2norm"], "x"))(x).sum())
     with pytest.raises(NotImplementedError, match="^l2norm_backward: got a gradient of its"):
         twice(torch.randn(3, 8))
 
@@ -153,46 +135,45 @@ def test_a_second_gradient_by_torch_func_is_refused_by_name():
 # In place
 
 
-WITHOUT_K = [call for call, names in calls.IN_PLACE.items() if "k" in names]
+IN_PLACE = list(calls.IN_PLACE.values())
+WITHOUT_K = [call for call in IN_PLACE if "k" in call.writes]
 
 
 @pytest.mark.parametrize(
     "call, with_k",
-    [(call, True) for call in calls.IN_PLACE] + [(call, False) for call in WITHOUT_K],
-    ids=lambda value: getattr(value, "__name__", "" if value else "k is None"),
+    [(call, True) for call in IN_PLACE] + [(call, False) for call in WITHOUT_K],
+    ids=lambda value: str(value) if isinstance(value, Call) else "" if value else "k is None",
 )
 def test_compiled_in_place_is_eager_in_place(call, with_k):
     """No tensor that an operator is given besides the caller's may share memory with these."""
-    changes = {} if with_k else {"k": None}
-    if call is calls.bias_dropout_add:
-        changes = {"training": False}  # another seed would be drawn
-    eager, compiled = (calls.arguments(call, True, **changes) for _ in range(2))
+    changes = call.fixed if with_k else call.fixed | {"k": None}
+    eager, compiled = (call.arguments(True, **changes) for _ in range(2))
     torch._dynamo.reset()
-    expected = calls.FUNCTIONS[call](**eager)
-    function = torch.compile(calls.FUNCTIONS[call], backend="aot_eager", fullgraph=True)
+    expected = run(call, **eager)
+    function = torch.compile(getattr(npu_ops, call.function), backend="aot_eager", fullgraph=True)
     actual = function(**compiled)
     for mine, theirs in zip(as_tuple(actual), as_tuple(expected), strict=True):
         assert torch.equal(mine, theirs)
-    for name in calls.IN_PLACE[call]:
+    for name in call.writes:
         if eager[name] is not None:
             assert torch.equal(compiled[name], eager[name])
-            assert not torch.equal(eager[name], calls.arguments(call)[name])
+            assert not torch.equal(eager[name], call.arguments()[name])
 
 
 @every_written
 def test_an_inference_tensor_is_written_in_inference_mode_alone(call, name):
     with torch.inference_mode():
-        value = calls.arguments(call)[name].clone()
-        calls.FUNCTIONS[call](**calls.arguments(call, True, **{name: value}))
+        value = call.arguments()[name].clone()
+        run(call, **call.arguments(True, **{name: value}))
     before = value.clone()
     with pytest.raises(ValueError, match=f"^{name}: got an inference tensor"):
-        calls.FUNCTIONS[call](**calls.arguments(call, True, **{name: value}))
+        run(call, **call.arguments(True, **{name: value}))
     assert torch.equal(value, before)
 
 
 def sharing(call, name, other):
     """`name` and `other` of a call as parts of one memory, which they share an element of."""
-    arguments = calls.arguments(call, True)
+    arguments = call.arguments(True)
     sizes = [arguments[n].numel() for n in (name, other)]
     memory = torch.cat([arguments[n].float().flatten() for n in (name, other)])
     arguments[name] = memory[: sizes[0]].view(arguments[name].shape)
@@ -202,13 +183,13 @@ def sharing(call, name, other):
 
 SHARING = [
     (call, name, other)
-    for call, names in calls.IN_PLACE.items()
-    for name in names
-    for other in calls.tensors(call)
-    if other != name and calls.arguments(call)[other].is_floating_point()
+    for call in IN_PLACE
+    for name in call.writes
+    for other in call.tensors()
+    if other != name and call.arguments()[other].is_floating_point()
 ]
 every_pair = pytest.mark.parametrize(
-    "call, name, other", SHARING, ids=lambda value: getattr(value, "__name__", value)
+    "call, name, other", [pytest.param(*pair, id="-".join(map(str, pair))) for pair in SHARING]
 )
 
 
@@ -217,34 +198,34 @@ def test_memory_that_is_written_is_no_other_argument_s(call, name, other):
     arguments = sharing(call, name, other)
     before = {n: x.clone() for n, x in arguments.items() if isinstance(x, torch.Tensor)}
     with pytest.raises(ValueError, match=r"^\w+: got memory that \w+ has too, needs its own"):
-        calls.FUNCTIONS[call](**arguments)
+        run(call, **arguments)
     assert all(torch.equal(arguments[n], x) for n, x in before.items())
 
 
-@pytest.mark.parametrize("call", calls.IN_PLACE, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", IN_PLACE, ids=str)
 def test_compiled_too(call):
-    name = calls.IN_PLACE[call][0]
+    name = call.writes[0]
     other = next(o for c, n, o in SHARING if (c, n) == (call, name))
     torch._dynamo.reset()
-    function = torch.compile(calls.FUNCTIONS[call], backend="aot_eager", fullgraph=True)
+    function = torch.compile(getattr(npu_ops, call.function), backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match=r"got memory that \w+ has too, needs its own"):
         function(**sharing(call, name, other))
 
 
 @every_written
 def test_elements_that_overlap_are_not_written(call, name):
-    value = calls.arguments(call)[name]
+    value = call.arguments()[name]
     wide = torch.randn(value.numel() * 2)
     strides = (*value.stride()[:-2], max(1, value.stride(-2) // 2), 1)
     overlapping = wide.as_strided(value.shape, strides)
     with pytest.raises(ValueError):
-        calls.FUNCTIONS[call](**calls.arguments(call, True, **{name: overlapping}))
+        run(call, **call.arguments(True, **{name: overlapping}))
 
 
 def test_parts_of_one_tensor_that_share_nothing_are_written():
     """Heads of a fused projection; the residual of bias-dropout-add may be x."""
     fused = torch.randn(2, 5, 7, 8)
-    arguments = calls.arguments(calls.rope)
+    arguments = calls.CALLS["rope"].arguments()
     q, k = fused.clone(), fused.clone()
     expected = npu_ops.apply_rotary_pos_emb(**arguments | {"q": q[:, :, :4], "k": k[:, :, 4:]})
     changes = {"q": fused[:, :, :4], "k": fused[:, :, 4:], "inplace": True}

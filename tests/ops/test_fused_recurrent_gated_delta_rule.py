@@ -15,10 +15,7 @@ from support import (
     forced,
     implementations,
     named,
-    parametrize_cases,
-    parametrize_dtypes,
     threads,
-    twice,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
@@ -31,7 +28,7 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.cases import CASES, DIFFERENTI
 OP = "fused_recurrent_gated_delta_rule"
 FP32 = TOLERANCES[torch.float32]
 IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.forward_table)
+    "implementation, device", implementations(op.forward.table)
 )
 delta_rule = npu_ops.fused_recurrent_gated_delta_rule
 
@@ -72,21 +69,6 @@ def qkv(batch=1, tokens=9, heads=1, value_heads=2, keys=8, values=6, dtype=torch
 
 
 # The values
-
-
-@parametrize_cases(CASES, large=False)
-@parametrize_dtypes()
-@IMPLEMENTATIONS
-def test_against_reference(case, dtype, implementation, device):
-    compare(case.inputs(dtype), implementation, device)
-
-
-@pytest.mark.slow
-@parametrize_cases(CASES, large=True)
-def test_large_against_reference(case):
-    inputs = case.inputs(torch.bfloat16)
-    expected = run("reference", floats(inputs, torch.float32))
-    assert_all_close(run("cpu", inputs), expected, twice(TOLERANCES))
 
 
 def by_matrices(q, k, v, g, beta, initial_state, scale):

@@ -7,12 +7,9 @@ import pytest
 import torch
 from support import (
     copies,
-    floats,
     forced,
     implementations,
     named,
-    parametrize_cases,
-    parametrize_dtypes,
     threads,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,10 +19,12 @@ import npu_ops
 from npu_ops.core import env
 from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.ops.gated_delta_rule_update import op
-from npu_ops.ops.gated_delta_rule_update.cases import CASES, TOLERANCES
+from npu_ops.ops.gated_delta_rule_update.cases import TOLERANCES
 
 OP = "gated_delta_rule_update"
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation, device", implementations(op.table))
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation, device", implementations(op.forward.table)
+)
 POOLS = pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=named)
 LAYOUTS = pytest.mark.parametrize("v_first", [True, False])
 update = npu_ops.gated_delta_rule_update
@@ -82,30 +81,6 @@ def close(name, actual, expected, pool=torch.float32):
 
 
 # The values
-
-
-@parametrize_cases(CASES, large=False)
-@parametrize_dtypes()
-@IMPLEMENTATIONS
-def test_against_reference(case, dtype, implementation, device):
-    inputs = case.inputs(dtype)
-    o, state, kept = run(implementation, device, inputs)
-    expected = run("reference", "cpu", wide(inputs))
-    assert o.dtype == dtype and state.dtype == inputs["state"].dtype
-    assert_close("o", o, expected[0], TOLERANCES[dtype])
-    close("state", state, expected[1], state.dtype)
-    if kept is not None:
-        close("kept", kept, expected[2], kept.dtype)
-
-
-@pytest.mark.slow
-@parametrize_cases(CASES, large=True)
-def test_large_against_reference(case):
-    inputs = case.inputs(torch.bfloat16)
-    o, state, _ = run("cpu", "cpu", inputs)
-    expected = run("reference", "cpu", floats(inputs, torch.float32) | {"state": inputs["state"]})
-    assert_close("o", o, expected[0], TOLERANCES[torch.bfloat16])
-    close("state", state, expected[1], state.dtype)
 
 
 @LAYOUTS
@@ -560,10 +535,9 @@ def test_parameters_without_grad_mode():
 
 
 def operator_arguments(**changes):
-    inputs = arguments(**changes)
-    from npu_ops.ops.gated_delta_rule_update import _prepare
+    from npu_ops.ops.gated_delta_rule_update import _inputs
 
-    return _prepare(**inputs)
+    return tuple(_inputs(**arguments(**changes)))
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -11,19 +11,15 @@ from hypothesis import strategies as st
 from support import (
     DTYPES,
     assert_all_close,
-    assert_checkpointing_changes_nothing,
     assert_fake_is_like_real,
     copies,
     evaluate,
     floats,
     forced,
     implementations,
-    parametrize_cases,
     parametrize_dtypes,
-    threads,
     twice,
 )
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
@@ -48,15 +44,6 @@ def moved(inputs, device):
     return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
 
 
-def compare(case, dtype, implementation, device, wide=torch.float64):
-    expected = run("reference", floats(case.inputs(dtype), wide))
-    actual = run(implementation, case.inputs(dtype, device))
-    assert actual["output 0"].dtype == torch.float32
-    assert actual["gradient of a"].dtype == dtype
-    assert not case.beta or actual["output 1"].dtype == actual["gradient of b"].dtype == dtype
-    assert_all_close(actual, expected, TOLERANCES)
-
-
 def formula(a, A_log, dt_bias, b):
     """The two lines of Qwen3NextGatedDeltaNet.forward."""
     beta = b.sigmoid()
@@ -65,19 +52,6 @@ def formula(a, A_log, dt_bias, b):
 
 
 # The values
-
-
-@parametrize_cases(CASES, large=False)
-@parametrize_dtypes()
-@IMPLEMENTATIONS
-def test_against_reference(case, dtype, implementation, device):
-    compare(case, dtype, implementation, device)
-
-
-@pytest.mark.slow
-@parametrize_cases(CASES, large=True)
-def test_large_against_reference(case):
-    compare(case, torch.bfloat16, "cpu", "cpu", wide=torch.float32)
 
 
 @IMPLEMENTATIONS
@@ -262,27 +236,7 @@ def test_slices_of_a_projection_are_not_copied():
     assert 2 * a.nbytes <= seen.allocated < 2 * a.nbytes + 1000
 
 
-@IMPLEMENTATIONS
-def test_empty(implementation, device):
-    inputs = {"a": torch.randn(0, 8), "A_log": torch.randn(8), "dt_bias": torch.randn(8)}
-    results = run(implementation, moved(inputs, device))
-    assert results["output 0"].shape == (0, 8)
-    for name in ("A_log", "dt_bias"):
-        assert torch.equal(results[f"gradient of {name}"].cpu(), torch.zeros(8))
-
-
 # The gradients
-
-
-def test_gradients_do_not_depend_on_threads():
-    inputs = CASES[-2].inputs(torch.float32) | CASES[3].inputs(torch.bfloat16)
-    results = []
-    for number in (1, 2, 3):
-        with threads(number):
-            results.append(run("cpu", inputs))
-    for result in results[1:]:
-        for name, value in result.items():
-            assert torch.equal(value, results[0][name]), name
 
 
 @IMPLEMENTATIONS
@@ -327,74 +281,7 @@ def test_gradcheck(bias, beta):
     )
 
 
-@IMPLEMENTATIONS
-def test_backward_of_backward_raises(implementation, device):
-    a = torch.randn(3, 8, device=device, requires_grad=True)
-    with forced(implementation, *OPS):
-        g = npu_ops.gdn_gate(a, torch.zeros(8, device=device))
-        (grad,) = torch.autograd.grad(g.square().sum(), a, create_graph=True)
-        with pytest.raises(NotImplementedError, match="gdn_gate_backward"):
-            grad.sum().backward()
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing(use_reentrant):
-    inputs = CASES[1].inputs(torch.float32)
-    tensors = [inputs[name] for name in DIFFERENTIABLE]
-
-    def block(*tensors):
-        g, beta = npu_ops.gdn_gate(*tensors)
-        return g * beta
-
-    assert_checkpointing_changes_nothing(block, tensors, use_reentrant)
-
-
 # torch's machinery
-
-
-@parametrize_dtypes(torch.float64)
-@LAYOUTS
-def test_opcheck(dtype, make):
-    a, b, heads = make().to(dtype), make().to(dtype), torch.randn(make().shape[-1])
-    leaves = [t.detach().requires_grad_() for t in (a, heads, heads.clone(), b)]
-    operators = torch.ops.npu_ops
-    torch.library.opcheck(operators.gdn_gate.default, (*leaves, 2.0))
-    torch.library.opcheck(operators.gdn_gate.default, (leaves[0], heads, None, None, 1.0))
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    grads = torch.randn(a.shape, dtype=wide), torch.randn(a.shape).to(dtype)
-    backward = operators.gdn_gate_backward.default
-    torch.library.opcheck(backward, (*grads, a, heads, heads, b, 2.0))
-    torch.library.opcheck(backward, (grads[0], None, a, heads, None, None, 1.0))
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile(backend):
-    """One graph, eager's results."""
-
-    def function(a, A_log, dt_bias, b):
-        g, beta = npu_ops.gdn_gate(a * 2, A_log, dt_bias, b)
-        return g * 2, beta
-
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    inputs = CASES[1].inputs(torch.float32)
-    del inputs["allow_neg_eigval"]
-    actual, expected = (evaluate(f, inputs, DIFFERENTIABLE) for f in (compiled, function))
-    torch._dynamo.reset()
-    assert_all_close(actual, expected, TOLERANCES)
-
-
-def test_one_compilation_serves_all_lengths():
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(
-        lambda a, A_log: npu_ops.gdn_gate(a, A_log), fullgraph=True, dynamic=True, backend=counter
-    )
-    frames = []
-    for tokens in (7, 64, 131):
-        a, A_log = torch.randn(tokens, 16), torch.randn(16)
-        assert torch.equal(compiled(a, A_log), npu_ops.gdn_gate(a, A_log))
-        frames.append(counter.frame_count)
-    torch._dynamo.reset()
-    assert len(set(frames)) == 1, "compiled again for another length"
 
 
 def test_autocast_keeps_g_in_fp32():
@@ -444,14 +331,6 @@ def test_wrong_calls(changes, error, argument):
     }  # fmt: skip
     with pytest.raises(error, match=rf"^{argument}: got "):
         npu_ops.gdn_gate(**right | changes)
-
-
-def test_explain_names_what_runs():
-    a, A_log = torch.randn(3, 8), torch.randn(8)
-    chosen = npu_ops.explain("gdn_gate", a, A_log, None, a)
-    assert [v.implementation for v in chosen if v.why_not is None] == ["cpu"]
-    doubles = npu_ops.explain(npu_ops.gdn_gate, a.double(), A_log)
-    assert [v.implementation for v in doubles if v.why_not is None] == ["reference"]
 
 
 def test_no_heads():

@@ -1,5 +1,5 @@
 """Wrong index values, which kernels would follow out of a tensor: each raises by name on the CPU,
-eager and compiled, and changes nothing."""
+eager and compiled, of native kernels and of references, and changes nothing."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import npu_ops
+from npu_ops.core.registry import Table
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
@@ -47,6 +48,11 @@ def wrong_starts(x):
         "INT_MIN": replaced(x, 1, INT_MIN),
         "INT_MIN first": replaced(x, 0, INT_MIN),
     }
+
+
+def chunked_starts(x):
+    """Of two ranks, each of which has two of a sequence's four chunks."""
+    return wrong_starts(x) | {"not in four": replaced(x, 1, 6)}
 
 
 def between(low, high):
@@ -211,7 +217,7 @@ INDICES = [
     Index("position_ids", npu_ops.apply_rotary_pos_emb, rope, between(0, 19)),
     Index("cu_seqlens", npu_ops.apply_rotary_pos_emb, packed_rope, starts, True),
     Index("cu_seqlens", npu_ops.apply_rotary_pos_emb_freqs, freqs, wrong_starts, True),
-    Index("cu_seqlens", npu_ops.apply_rotary_pos_emb_freqs, freqs_of_a_rank, wrong_starts, True),
+    Index("cu_seqlens", npu_ops.apply_rotary_pos_emb_freqs, freqs_of_a_rank, chunked_starts, True),
     Index("positions", npu_ops.apply_multimodal_rotary_pos_emb_cached, cached, between(0, 19)),
     *(
         Index(name, npu_ops.attention, call, starts, True)
@@ -246,10 +252,14 @@ INDICES = [
 ]
 
 
+CALLS = dict.fromkeys(x.call for x in INDICES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "reference"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("call", dict.fromkeys(x.call for x in INDICES), ids=lambda f: f.__name__)
-def test_wrong_index_values_raise(call, compiled):
-    inputs, of_call = call(), [index for index in INDICES if index.call is call]
+@pytest.mark.parametrize("call", CALLS, ids=lambda f: f.__name__)
+def test_wrong_index_values_raise(call, compiled, dtype):
+    inputs, of_call = in_dtype(call(), dtype), [index for index in INDICES if index.call is call]
     function = of_call[0].function
     if compiled:
         torch.compiler.reset()
@@ -261,6 +271,14 @@ def test_wrong_index_values_raise(call, compiled):
                 assert_refused(function, inputs, index.name, value, what)
 
 
+def in_dtype(inputs, dtype):
+    """fp64 has no kernel: the reference computes it."""
+    return {
+        name: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for name, x in inputs.items()
+    }
+
+
 def assert_refused(function, inputs, name, value, what):
     before = {n: x.clone() for n, x in inputs.items() if isinstance(x, torch.Tensor)}
     with pytest.raises((ValueError, RuntimeError)) as error:
@@ -269,3 +287,18 @@ def assert_refused(function, inputs, name, value, what):
     named = "positions" if name == "position_ids" else name  # the operator's own name
     assert name in str(error.value) or named in str(error.value), (what, error.value)
     assert all(torch.equal(inputs[n], x) for n, x in before.items()), what
+
+
+# What operators call arguments with index values, besides the public names.
+OPERATORS_NAMES = {"positions", "indices", "accepted", "starts", "window_indices"}
+
+
+def test_every_reference_checks_the_index_values_that_it_follows():
+    names = OPERATORS_NAMES | {index.name for index in INDICES}
+    following = []
+    for op, table in Table.tables.items():
+        schema = getattr(torch.ops.npu_ops, op).default._schema
+        if names & {argument.name for argument in schema.arguments}:
+            following.append(op)
+            assert hasattr(table.reference, "__wrapped__"), f"{op}: give registry.reference a check"
+    assert len(following) >= 13, following

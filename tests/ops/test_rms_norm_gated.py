@@ -9,19 +9,14 @@ from hypothesis import strategies as st
 from support import (
     DTYPES,
     assert_all_close,
-    assert_checkpointing_changes_nothing,
     assert_fake_is_like_real,
     copies,
     evaluate,
     floats,
     forced,
     implementations,
-    parametrize_cases,
-    parametrize_dtypes,
-    threads,
     twice,
 )
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
@@ -29,7 +24,7 @@ import npu_ops
 from npu_ops.core import env
 from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.ops.rms_norm_gated import op
-from npu_ops.ops.rms_norm_gated.cases import CASES, DIFFERENTIABLE, TOLERANCES
+from npu_ops.ops.rms_norm_gated.cases import DIFFERENTIABLE, TOLERANCES
 
 OPS = ("rms_norm_gated", "rms_norm_gated_backward")
 IMPLEMENTATIONS = pytest.mark.parametrize(
@@ -50,15 +45,6 @@ def moved(inputs, device):
     return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
 
 
-def compare(case, dtype, implementation, device, wide=torch.float64):
-    inputs = case.inputs(dtype, device)
-    expected = run("reference", floats(case.inputs(dtype), wide))
-    actual = run(implementation, inputs)
-    assert actual["output 0"].dtype == dtype
-    assert all(actual[f"gradient of {n}"].dtype == inputs[n].dtype for n in DIFFERENTIABLE)
-    assert_all_close(actual, expected, TOLERANCES)
-
-
 def drawn(*shape, dtype=torch.float32, **settings):
     """Inputs with x and z of a shape."""
     x, z, weight = torch.randn(shape), torch.randn(shape), 1 + torch.randn(shape[-1]) / 4
@@ -66,19 +52,6 @@ def drawn(*shape, dtype=torch.float32, **settings):
 
 
 # The values
-
-
-@parametrize_cases(CASES, large=False)
-@parametrize_dtypes()
-@IMPLEMENTATIONS
-def test_against_reference(case, dtype, implementation, device):
-    compare(case, dtype, implementation, device)
-
-
-@pytest.mark.slow
-@parametrize_cases(CASES, large=True)
-def test_large_against_reference(case):
-    compare(case, torch.bfloat16, "cpu", "cpu", wide=torch.float32)
 
 
 def of_transformers(module):
@@ -287,17 +260,6 @@ def test_a_slice_of_a_fused_projection_is_not_copied():
 # The gradients
 
 
-def test_gradients_do_not_depend_on_threads():
-    results = []
-    inputs = drawn(3000, 3, 40)
-    for number in (1, 2, 3):
-        with threads(number):
-            results.append(run("cpu", inputs))
-    for result in results[1:]:
-        for name, value in result.items():
-            assert torch.equal(value, results[0][name]), name
-
-
 @IMPLEMENTATIONS
 def test_gradient_of_weight_is_summed_in_fp32(implementation, device):
     """3000 rows: in bf16 the sum would stop growing at 256."""
@@ -322,74 +284,7 @@ def test_gradcheck(before, activation, group_size):
     assert torch.autograd.gradcheck(function, tensors)
 
 
-@IMPLEMENTATIONS
-def test_backward_of_backward_raises(implementation, device):
-    inputs = moved(drawn(3, 8), device)
-    x = inputs["x"].requires_grad_()
-    with forced(implementation, *OPS):
-        (grad,) = torch.autograd.grad(norm(**inputs).square().sum(), x, create_graph=True)
-        with pytest.raises(NotImplementedError, match="rms_norm_gated_backward"):
-            grad.sum().backward()
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing(use_reentrant):
-    tensors = [drawn(6, 8)[name] for name in DIFFERENTIABLE]
-    assert_checkpointing_changes_nothing(norm, tensors, use_reentrant)
-
-
 # torch's machinery
-
-
-@parametrize_dtypes(torch.float64)
-@LAYOUTS
-def test_opcheck(dtype, make):
-    inputs, grad = laid_out(make, 2)
-    x, weight, z = (inputs[name].to(dtype) for name in DIFFERENTIABLE)
-    width, group_size = x.shape[-1], inputs["group_size"] or x.shape[-1]
-    weight = weight.view(width // group_size if width else 1, group_size)
-    settings = 1e-6, True, "silu"
-    leaves = [t.detach().requires_grad_() for t in (x, weight, z)]
-    torch.library.opcheck(torch.ops.npu_ops.rms_norm_gated.default, (*leaves, *settings))
-    backward = torch.ops.npu_ops.rms_norm_gated_backward.default
-    torch.library.opcheck(backward, (grad.to(dtype), x, weight, z, *settings))
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile(backend):
-    """One graph, eager's results."""
-
-    def function(x, weight, z):
-        return norm(x * 2, weight, z, norm_before_gate=False) * 2
-
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    inputs = drawn(6, 4, 32)
-    actual, expected = (evaluate(f, inputs, DIFFERENTIABLE) for f in (compiled, function))
-    torch._dynamo.reset()
-    assert_all_close(actual, expected, TOLERANCES)
-
-
-def test_one_compilation_serves_all_lengths():
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(
-        lambda x, weight, z: norm(x, weight, z), fullgraph=True, dynamic=True, backend=counter
-    )
-    frames = []
-    for tokens in (7, 64, 131):
-        inputs = drawn(tokens, 16)
-        assert torch.equal(compiled(**inputs), norm(**inputs))
-        frames.append(counter.frame_count)
-    torch._dynamo.reset()
-    assert len(set(frames)) == 1, "compiled again for another length"
-
-
-def test_autocast_keeps_the_dtype():
-    linear, inputs = torch.nn.Linear(32, 32), drawn(8, 32)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = norm(linear(inputs["x"]), inputs["weight"], linear(inputs["z"]))
-    assert out.dtype == torch.bfloat16
-    out.float().square().sum().backward()
-    assert linear.weight.grad.dtype == torch.float32
 
 
 # Wrong calls
@@ -427,10 +322,11 @@ def test_wrong_calls(changes, error, argument):
         norm(**drawn(3, 8) | changes)
 
 
-def test_explain_names_what_runs():
+def test_mixed_halves_run_by_the_reference():
     inputs = drawn(3, 8)
     chosen = npu_ops.explain("rms_norm_gated", **inputs)
     assert [v.implementation for v in chosen if v.why_not is None] == ["cpu"]
     mixed = npu_ops.explain(norm, **inputs | {"z": inputs["z"].half()})
     assert [v.implementation for v in mixed if v.why_not is None] == ["reference"]
-    assert "float16" in mixed[1].why_not
+    why_not = {v.implementation: v.why_not for v in mixed}
+    assert "float16" in why_not["cpu"]

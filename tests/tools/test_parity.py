@@ -9,6 +9,7 @@ from npu_ops_tools.cli import app
 from npu_ops_tools.where import ops
 from typer.testing import CliRunner
 
+from npu_ops.core.models import MODELS, divided
 from npu_ops.core.registry import Table
 
 
@@ -29,7 +30,7 @@ def test_every_op_of_a_model(dtype):
 
 
 def test_a_model_without_gated_delta_net_has_none():
-    listed = [op for op, _ in parity.cases(parity.MODELS["qwen3-vl-8b"], 4)]
+    listed = [op for op, _ in parity.of_model(MODELS["qwen3-vl-8b"], 4)]
     assert "mrope" in listed and "l2norm" not in listed
     assert listed.count("attention") == 3  # text, decoding, the vision tower
 
@@ -53,8 +54,8 @@ def test_what_is_wrong_is_said(monkeypatch, table, part):
 
 
 def test_shapes_are_the_models():
-    model = parity.divided(parity.MODELS["qwen3.5-9b"], 4)
-    inputs = {(op, case.name): case.inputs(torch.float32) for op, case in parity.cases(model, 3)}
+    model = divided(MODELS["qwen3.5-9b"], 4)
+    inputs = {(op, case.name): case.inputs(torch.float32) for op, case in parity.of_model(model, 3)}
     assert inputs["mrope", "text"]["mrope_section"] == [11, 11, 10]
     assert inputs["attention", "vision"]["q"].shape == (3, 4, 72)
     assert inputs["chunk_gated_delta_rule", "linear"]["v"].shape == (1, 3, 8, 128)

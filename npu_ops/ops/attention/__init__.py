@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import check, rng
+from npu_ops.core import rng
 from npu_ops.core.registry import explains
+from npu_ops.core.signature import call_of
 from npu_ops.ops.attention import op
 from npu_ops.ops.attention.arguments import (
-    LAYOUTS,
+    UNLIMITED,
     Extra,
     Rule,
-    check_heads,
-    check_lengths,
-    dense,
+    for_all_keys,
     in_layout,
-    longest,
-    normal,
-    number,
-    on_host,
-    pair_on_host,
-    scale_of,
-    split_heads,
-    window_of,
+    in_one_form,
+    keys_of,
 )
+from npu_ops.ops.attention.checks import check_call
 from npu_ops.ops.attention.plan import AttentionPlan, AttentionSpec, plan_attention
 from npu_ops.ops.attention.reference import compute_dtype
 
@@ -62,8 +56,10 @@ def attention(
     """What each query reads from the values: `softmax(scale q k^T + bias) v`.
 
     Nothing is masked that is not asked for: not causal unless `is_causal`, and a mask is never
-    dropped. A query that no key takes part for gets 0. A key that takes no part may hold a NaN,
-    forward; not its value, which is multiplied by 0. Dropout draws its mask again in backward.
+    dropped. A query that no key takes part for gets 0. What takes no part, also by a bias of -inf,
+    may hold a NaN: on the CPU it reaches nothing, whichever of q, k, v and the gradient it is in.
+    On an NPU that is so of k, forward and without a bias; else a tile's product has 0 times NaN
+    (see docs/verification.md). Dropout draws its mask again in backward.
 
     Args:
         q: `[B, S, N, D]` in the order of `layout`: BSND, BNSD, SBND, or TND for packed sequences
@@ -108,15 +104,16 @@ def attention(
 
     Source: FlashAttention, arXiv:2307.08691; torch `scaled_dot_product_attention`.
     """
-    q, k, v, extra, rule, folded = _prepare(
+    folded = layout in ("BSH", "SBH")
+    q, k, v, extra, rule = _prepare(
         q, k, v, layout, num_heads, num_key_value_heads, is_causal, causal_alignment, window,
         attn_mask, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqlens_k,
-        block_table, scale, softcap, sinks, dropout_p, deterministic, cu_seqlens_cpu, seqlens_k_cpu,
-        generator,
+        block_table, scale, softcap, sinks, dropout_p, deterministic, return_lse, cu_seqlens_cpu,
+        seqlens_k_cpu, generator,
     )  # fmt: skip
     if rule.dropout_p:
         extra = extra._replace(rng_state=rng.new_state(q.device, generator))
-    out, lse = op.call(q, k, v, extra, rule)
+    out, lse = op.forward(q, k, v, *extra, *rule)
     out = in_layout(out, rule.layout)
     out = out.flatten(-2) if folded else out
     if not return_lse:
@@ -124,184 +121,59 @@ def attention(
     return out, lse.squeeze(0) if rule.layout == "TND" else lse
 
 
-def _prepare(
-    q, k, v, layout="BSND", num_heads=None, num_key_value_heads=None, is_causal=False,
-    causal_alignment="bottom_right", window=None, attn_mask=None, bias=None, cu_seqlens_q=None,
-    cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, seqlens_k=None, block_table=None,
-    scale=None, softcap=None, sinks=None, dropout_p=0.0, deterministic=False, cu_seqlens_cpu=None,
-    seqlens_k_cpu=None, generator=None,
-):  # fmt: skip
-    """Check the public arguments; return them as the implementations take them."""
-    paged, folded = block_table is not None, layout in ("BSH", "SBH")
-    q, k, v, layout = _heads(q, k, v, layout, num_heads, num_key_value_heads, paged)
-    check.one_of("causal_alignment", causal_alignment, ("bottom_right", "top_left"))
-    left, right = window_of(is_causal, window)
-    packed = _check_packed(layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, paged)
-    for name, x in (("attn_mask", attn_mask), ("bias", bias)):
-        if x is not None and (packed or paged):
-            raise ValueError(f"{name}: got one with packed or paged tokens, needs None")
-    if attn_mask is not None and (is_causal or window is not None):
-        name = "is_causal" if is_causal else "window"
-        raise ValueError(f"{name}: got one with attn_mask, needs all of the mask in one of them")
-    cu_seqlens_q_cpu, cu_seqlens_k_cpu = pair_on_host(cu_seqlens_cpu)
-    if cu_seqlens_k is None and packed and not paged:
-        cu_seqlens_k = cu_seqlens_q
-    extra = Extra(
-        bias=_bias(bias, q, k),
-        mask=_mask(attn_mask, q, k),
-        sinks=_sinks(sinks, q),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqlens_k=seqlens_k,
-        block_table=block_table,
-        cu_seqlens_q_cpu=cu_seqlens_q_cpu,
-        cu_seqlens_k_cpu=None if cu_seqlens_k is None else cu_seqlens_k_cpu,
-        seqlens_k_cpu=on_host("seqlens_k_cpu", seqlens_k_cpu),
+_Call = call_of(attention)
+
+
+def _prepare(*args, **kwargs):
+    """What implementations take, from the public function's arguments: q, k, v, extra and rule."""
+    call = in_one_form(_Call(*args, **kwargs))
+    check_call(call)
+    return call.q, call.k, call.v, _extra(call), _rule(call)
+
+
+def _extra(call) -> Extra:
+    """The tensors that may be None, of a call that was checked."""
+    bias, mask, sinks = call.bias, call.attn_mask, call.sinks
+    return Extra(
+        bias=None if bias is None else for_all_keys(bias, call.k),
+        mask=None if mask is None else for_all_keys(mask, call.k),
+        sinks=None if sinks is None else sinks.to(compute_dtype(call.q)).contiguous(),
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        seqlens_k=call.seqlens_k,
+        block_table=call.block_table,
+        cu_seqlens_q_cpu=call.cu_seqlens_cpu[0],
+        cu_seqlens_k_cpu=None if call.cu_seqlens_k is None else call.cu_seqlens_cpu[1],
+        seqlens_k_cpu=call.seqlens_k_cpu,
     )
-    keys = _check_extra(q, k, v, extra)
-    rule = Rule(
-        layout=layout,
-        max_seqlen_q=_longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q, q.shape[2]),
-        max_seqlen_k=_longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k, keys),
-        scale=scale_of(scale, q.shape[3]),
+
+
+def _rule(call) -> Rule:
+    """The numbers of a call that was checked."""
+    queries, keys = call.q.shape[2], keys_of(call)
+    left, right = UNLIMITED, UNLIMITED
+    if call.window is not None:
+        left, right = call.window
+    tensors = call.q, call.k, call.v, call.bias, call.sinks
+    return Rule(
+        layout=call.layout,
+        max_seqlen_q=queries if call.max_seqlen_q is None else call.max_seqlen_q,
+        max_seqlen_k=keys if call.max_seqlen_k is None else call.max_seqlen_k,
+        scale=call.q.shape[3] ** -0.5 if call.scale is None else float(call.scale),
         window_left=left,
-        window_right=right,
-        bottom_right=causal_alignment == "bottom_right",
-        softcap=0.0 if softcap is None else _softcap(softcap),
-        dropout_p=_dropout(dropout_p, generator, q),
-        deterministic=bool(deterministic),
+        window_right=0 if call.is_causal else right,
+        bottom_right=call.causal_alignment == "bottom_right",
+        softcap=0.0 if call.softcap is None else float(call.softcap),
+        dropout_p=float(call.dropout_p),
+        deterministic=bool(call.deterministic),
         training=torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in (q, k, v, bias, sinks)),
+        and any(x is not None and x.requires_grad for x in tensors),
     )
-    return q, k, v, extra, rule, folded
 
 
-def _heads(q, k, v, layout, num_heads, num_key_value_heads, paged):
-    """q, k and v in normal form, and the layout of the output."""
-    check.one_of("layout", layout, LAYOUTS)
-    key_heads = num_heads if num_key_value_heads is None else num_key_value_heads
-    q, unfolded = split_heads("q", q, layout, num_heads)
-    key_layout = layout
-    if paged:
-        check.floating("k", k)
-        key_layout = "BSH" if k.dim() == 3 else "BNSD" if layout == "BNSD" else "BSND"
-    (k, key_layout), (v, _) = (
-        split_heads(n, x, key_layout, key_heads) for n, x in zip("kv", (k, v), strict=True)
-    )
-    device = q.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    if autocast and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)  # as torch's own attention does
-        q, k, v = (x.to(dtype) for x in (q, k, v))
-    q, k, v = normal(q, unfolded), normal(k, key_layout), normal(v, key_layout)
-    check_heads(q, k, v, paged)
-    return q, k, v, unfolded
+def _inputs(*args, **kwargs):
+    q, k, v, extra, rule = _prepare(*args, **kwargs)
+    return q, k, v, *extra, *rule
 
 
-def _check_packed(layout, cu_seqlens_q, cu_seqlens_k, seqlens_k, paged) -> bool:
-    """Check that what is given goes together; return whether queries are packed."""
-    if layout == "TND" and cu_seqlens_q is None:
-        raise ValueError("cu_seqlens_q: got None, needs the starts of the sequences for layout TND")
-    if layout != "TND" and cu_seqlens_q is not None:
-        raise ValueError(f"layout: got {layout!r} with cu_seqlens_q, needs 'TND'")
-    if cu_seqlens_k is not None and (paged or cu_seqlens_q is None):
-        raise ValueError("cu_seqlens_k: got one, needs cu_seqlens_q and no block_table with it")
-    if paged and seqlens_k is None:
-        raise ValueError("seqlens_k: got None, needs the keys of each sequence for a block_table")
-    if seqlens_k is not None and layout == "TND" and not paged:
-        raise ValueError("seqlens_k: got one with packed keys, needs cu_seqlens_k in its place")
-    return layout == "TND"
-
-
-def _check_extra(q, k, v, extra: Extra) -> int:
-    """Check lengths and blocks against the tokens; return how many keys there may be."""
-    sequences, keys = q.shape[0], k.shape[2]
-    if extra.cu_seqlens_q is not None:
-        check_lengths("cu_seqlens_q", extra.cu_seqlens_q, q, None, q.shape[2])
-        sequences = extra.cu_seqlens_q.numel() - 1
-    if extra.cu_seqlens_k is not None:
-        check_lengths("cu_seqlens_k", extra.cu_seqlens_k, q, None, keys)
-        if extra.cu_seqlens_k.numel() != sequences + 1:
-            raise check.shape("cu_seqlens_k", extra.cu_seqlens_k, f"[{sequences + 1}], as for q")
-    if extra.block_table is not None:
-        keys *= _check_blocks(extra.block_table, q, k, v, sequences)
-    if extra.seqlens_k is not None:
-        check_lengths("seqlens_k", extra.seqlens_k, q, sequences)
-        longest("seqlens_k", keys, extra.seqlens_k, keys)
-    for name, x, total in (
-        ("cu_seqlens_cpu", extra.cu_seqlens_q_cpu, q.shape[2]),
-        ("cu_seqlens_cpu", extra.cu_seqlens_k_cpu, keys),
-        ("seqlens_k_cpu", extra.seqlens_k_cpu, None),
-    ):
-        if x is not None and (extra.seqlens_k if total is None else extra.cu_seqlens_q) is None:
-            raise ValueError(f"{name}: got one, needs {name.removesuffix('_cpu')} with it")
-        if x is not None:
-            check_lengths(name, x, None, sequences + (total is not None), total)
-    return keys
-
-
-def _check_blocks(block_table, q, k, v, sequences: int) -> int:
-    """Check a block_table; return how many blocks a sequence may have."""
-    check.tensor("block_table", block_table)
-    check.dtype("block_table", block_table, torch.int32)
-    check.same_device("block_table", block_table, "q", q)
-    if block_table.dim() != 2 or block_table.shape[0] != sequences:
-        raise check.shape("block_table", block_table, f"[{sequences}, blocks]")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise ValueError("block_table: got one with inputs that require a gradient, needs no_grad")
-    return block_table.shape[1]
-
-
-def _longest(name, given, starts, bound: int) -> int:
-    if given is not None and starts is None:
-        raise ValueError(f"{name}: got {given!r}, needs packed sequences")
-    return bound if given is None else longest(name, given, starts.diff(), bound)
-
-
-def _bias(bias, q, k):
-    bias = dense("bias", bias, q, k)
-    if bias is not None:
-        check.dtype("bias", bias, q.dtype, compute_dtype(q))
-    return bias
-
-
-def _mask(mask, q, k):
-    mask = dense("attn_mask", mask, q, k)
-    if mask is not None and mask.dtype != torch.bool:
-        raise TypeError(
-            f"attn_mask: got {check.short(mask.dtype)}, needs bool, True takes part (what is added "
-            "is a bias)"
-        )
-    return mask
-
-
-def _sinks(sinks, q):
-    if sinks is None:
-        return None
-    check.floating("sinks", sinks)
-    check.same_device("sinks", sinks, "q", q)
-    if sinks.shape != q.shape[1:2]:
-        raise check.shape("sinks", sinks, f"[{q.shape[1]}], one for each head of q")
-    return sinks.to(compute_dtype(q)).contiguous()
-
-
-def _softcap(softcap) -> float:
-    if not softcap:
-        raise ValueError(f"softcap: got {softcap!r}, needs a finite number above 0, or None")
-    return number("softcap", softcap, 0, float("inf"), "a finite number above 0, or None")
-
-
-def _dropout(p, generator, q) -> float:
-    if not isinstance(generator, torch.Generator | None):
-        raise TypeError(f"generator: got {type(generator).__name__}, needs a torch.Generator")
-    if generator is not None and generator.device.type != q.device.type:
-        raise ValueError(f"generator: got device {generator.device}, needs q's {q.device}")
-    return number("dropout_p", p, 0, 1, "0 <= dropout_p < 1")
-
-
-def _implementation_args(*args, return_lse=False, **kwargs):
-    q, k, v, extra, rule, _ = _prepare(*args, **kwargs)
-    return q, k, v, extra, rule, *op.outputs(q, k, v, *extra, *rule)
-
-
-explains("attention", op.forward_table, _implementation_args)
+explains("attention", op.forward, _inputs)

@@ -37,11 +37,12 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
 
 
 def attention_backward(
-    dout, dlse, q, k, v, extra: Extra, rule: Rule, out, lse, dq, dk, dv, dbias, dsinks
-) -> None:
+    grad_out, grad_lse, out, lse, q, k, v, extra: Extra, rule: Rule,
+    grad_q, grad_k, grad_v, grad_bias, grad_sinks,
+) -> None:  # fmt: skip
     """Write the gradients, those of the bias and the sinks where they are not None."""
     plan = plan_of(q, k, v, extra, rule, "npu")
-    mine = [_padded(x, plan) for x in (q, k, v, dout, out)]
+    mine = [_padded(x, plan) for x in (q, k, v, grad_out, out)]
     given_q, given_k, given_v, dy, result = (_given(x, plan) for x in mine)
     # A row without a key has weights exp(-inf - 0), not exp(-inf + inf).
     rows = lse.masked_fill(lse == -torch.inf, 0)
@@ -54,14 +55,14 @@ def attention_backward(
         softmax_in=statistics.new_empty(0), attention_in=result, scale_value=rule.scale,
         **_told(plan, q, k, extra), **_spelled(plan),
     )  # fmt: skip
-    for gradient, value in zip((dq, dk, dv), found[:3], strict=True):
+    for gradient, value in zip((grad_q, grad_k, grad_v), found[:3], strict=True):
         batch, heads = gradient.shape[:2]
         gradient.copy_(_normal(value, plan, batch, heads)[..., : gradient.shape[3]])
-    if dbias is not None:
-        dbias.copy_(found[3].float().sum_to_size(dbias.shape))
-    if dsinks is not None:
-        delta = (dout.float() * out.float()).sum(-1)
-        dsinks.copy_(-((extra.sinks[:, None] - lse).exp() * delta).sum((0, 2)))
+    if grad_bias is not None:
+        grad_bias.copy_(found[3].float().sum_to_size(grad_bias.shape))
+    if grad_sinks is not None:
+        delta = (grad_out.float() * out.float()).sum(-1)
+        grad_sinks.copy_(-((extra.sinks[:, None] - lse).exp() * delta).sum((0, 2)))
 
 
 def _train(plan: AttentionPlan, q, k, v, extra: Extra, rule: Rule):

@@ -6,12 +6,11 @@ contiguous last dimension. Packed tokens are a batch of one.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 
-from npu_ops.core import check, library, shadow
+from npu_ops.core import check, shadow
 
 LAYOUTS = ("BSND", "BNSD", "SBND", "TND", "BSH", "SBH")
 UNLIMITED = -1
@@ -104,115 +103,65 @@ def split_heads(name: str, x, layout: str, heads: int | None) -> tuple[torch.Ten
     if layout in ("BSH", "SBH"):
         if not isinstance(heads, int) or x.dim() != 3 or heads < 1 or x.shape[2] % heads:
             raise check.shape(name, x, f"[.., .., heads * head_dim] for {heads} heads ({layout})")
-        x, layout = x.unflatten(2, (heads, -1)), layout[:2] + "ND"
+        x, layout = x.view(*x.shape[:2], heads, x.shape[2] // heads), layout[:2] + "ND"
     if x.dim() != len(layout):
         raise check.shape(name, x, f"{len(layout)} dimensions for layout {layout}")
     return x, layout
 
 
-def check_heads(q, k, v, paged: bool) -> None:
-    """Check q, k and v, in normal form, against each other."""
-    for name, x in (("k", k), ("v", v)):
-        check.same_dtype(name, x, "q", q)
-        check.same_device(name, x, "q", q)
-    if not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"k: got {k.shape[1]} heads, needs a divisor of q's {q.shape[1]}")
-    if k.shape[3] != q.shape[3] or not q.shape[3]:
-        raise ValueError(f"k: got head dimension {k.shape[3]}, needs q's {q.shape[3]}")
-    if v.shape[:3] != k.shape[:3] or not v.shape[3]:
-        raise check.shape("v", v, f"k's {list(k.shape[:3])} (batch, heads, tokens) and a dimension")
-    if not paged and k.shape[0] != q.shape[0]:
-        raise ValueError(f"k: got batch {k.shape[0]}, needs q's {q.shape[0]}")
+def in_one_form(call):
+    """A call with q, k and v in normal form, and what can be given in several ways in one.
+
+    `layout` becomes that of the output. `cu_seqlens_cpu` becomes a pair, `seqlens_k_cpu` a tensor.
+    Packed keys get the queries' `cu_seqlens_q` where they have none of their own.
+    """
+    check.one_of("layout", call.layout, LAYOUTS)
+    q, k, v, layout = _in_normal_form(call)
+    paged = call.block_table is not None
+    same_starts = call.cu_seqlens_k is None and layout == "TND" and not paged
+    return call._replace(
+        q=q,
+        k=k,
+        v=v,
+        layout=layout,
+        cu_seqlens_k=call.cu_seqlens_q if same_starts else call.cu_seqlens_k,
+        cu_seqlens_cpu=_pair_on_host(call.cu_seqlens_cpu),
+        seqlens_k_cpu=_on_host("seqlens_k_cpu", call.seqlens_k_cpu),
+    )
 
 
-def dense(name: str, x, q, k) -> torch.Tensor | None:
-    """A mask or bias as a view of 4 dimensions. One of 1 or 3 could be read in two ways."""
-    if x is None:
-        return None
-    check.tensor(name, x)
-    check.same_device(name, x, "q", q)
-    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    if x.dim() == 2:
-        fits = tuple(x.shape) == full[2:]
-    else:
-        fits = x.dim() == 4 and all(n in (1, m) for n, m in zip(x.shape, full, strict=True))
-    if not fits:
-        raise check.shape(
-            name, x, f"{list(full[2:])}, or {list(full)} where any may be 1 (not 1 or 3 dimensions)"
-        )
+def _in_normal_form(call):
+    """q, k and v in normal form and, under autocast, in its dtype; the output's layout."""
+    heads, key_heads = call.num_heads, call.num_key_value_heads
+    key_heads = heads if key_heads is None else key_heads
+    q, layout = split_heads("q", call.q, call.layout, heads)
+    key_layout = call.layout
+    if call.block_table is not None:
+        check.floating("k", call.k)
+        key_layout = "BSH" if call.k.dim() == 3 else "BNSD" if layout == "BNSD" else "BSND"
+    k, _ = split_heads("k", call.k, key_layout, key_heads)
+    v, key_layout = split_heads("v", call.v, key_layout, key_heads)
+    device = q.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    if autocast and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)  # as torch's own attention does
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+    return normal(q, layout), normal(k, key_layout), normal(v, key_layout), layout
+
+
+def keys_of(call) -> int:
+    """How many keys a sequence may have, for all packed ones together."""
+    keys = call.k.shape[2]
+    return keys if call.block_table is None else keys * call.block_table.shape[1]
+
+
+def for_all_keys(x: torch.Tensor, k) -> torch.Tensor:
+    """A mask or bias as a view of 4 dimensions."""
     x = x if x.dim() == 4 else x[None, None]
     return x.expand(-1, -1, -1, k.shape[2])
 
 
-def check_lengths(name: str, x, q, entries: int | None, total: int | None = None) -> None:
-    """Check lengths, or with `total` the starts of sequences and their end.
-
-    Values only where reading them waits for no device and breaks no trace.
-    """
-    check.indices(name, x)
-    if q is not None:
-        check.same_device(name, x, "q", q)
-    if x.dim() != 1 or (x.numel() < 2 if entries is None else x.numel() != entries):
-        raise check.shape(name, x, "[sequences + 1]" if entries is None else f"[{entries}]")
-    if x.device.type == "cpu" and library.is_plain(x):
-        _check_values(name, x, total)
-
-
-def _check_values(name, x, total) -> None:
-    if total is None:
-        if x.numel() and x.min() < 0:
-            raise ValueError(f"{name}: got {int(x.min())}, needs lengths that are not negative")
-        return
-    first, last = int(x[0]), int(x[-1])
-    if first != 0 or last != total:
-        raise ValueError(
-            f"{name}: got {first} first and {last} last, needs 0 and {total}, the number of tokens"
-        )
-    if (x.diff() < 0).any():
-        raise ValueError(f"{name}: got a negative length, needs starts that do not decrease")
-
-
-def longest(name: str, given, lengths, bound: int) -> int:
-    """max_seqlen: what is given, else `bound`; checked where `lengths` can be read."""
-    if given is None:
-        return bound
-    if not isinstance(given, int) or given < 0:
-        raise ValueError(f"{name}: got {given!r}, needs a number of tokens")
-    if lengths.device.type == "cpu" and library.is_plain(lengths) and lengths.numel():
-        if int(lengths.max()) > given:
-            raise ValueError(f"{name}: got {given}, needs {int(lengths.max())} or more")
-    return given
-
-
-def window_of(is_causal, window) -> tuple[int, int]:
-    """(left, right) of a window and of a causal mask, which is a right side of 0."""
-    left, right = UNLIMITED, UNLIMITED
-    if window is not None:
-        pair = isinstance(window, (tuple, list)) and len(window) == 2
-        if not pair or not all(isinstance(n, int) and n >= UNLIMITED for n in window):
-            raise ValueError(
-                f"window: got {window!r}, needs (left, right), keys before and after the "
-                "diagonal, -1 for all"
-            )
-        left, right = window
-    return left, 0 if is_causal else right
-
-
-def number(name: str, value, low: float, high: float, needs: str) -> float:
-    """`value` as a float, in [low, high)."""
-    if not isinstance(value, (int, float)) or not low <= value < high:
-        raise ValueError(f"{name}: got {value!r}, needs {needs}")
-    return float(value)
-
-
-def scale_of(scale, head_dim: int) -> float:
-    """The scale of the scores."""
-    if scale is None:
-        return head_dim**-0.5
-    return number("scale", scale, -math.inf, math.inf, "a finite number")
-
-
-def on_host(name: str, x) -> torch.Tensor | None:
+def _on_host(name: str, x) -> torch.Tensor | None:
     """Lengths in host memory, given as a tensor or a list of ints."""
     if x is None:
         return None
@@ -225,9 +174,9 @@ def on_host(name: str, x) -> torch.Tensor | None:
     return x
 
 
-def pair_on_host(x) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _pair_on_host(x) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """cu_seqlens_cpu: for queries and keys, or one for both."""
     if isinstance(x, (tuple, list)) and len(x) == 2 and not isinstance(x[0], int):
-        return on_host("cu_seqlens_cpu", x[0]), on_host("cu_seqlens_cpu", x[1])
-    x = on_host("cu_seqlens_cpu", x)
+        return _on_host("cu_seqlens_cpu", x[0]), _on_host("cu_seqlens_cpu", x[1])
+    x = _on_host("cu_seqlens_cpu", x)
     return x, x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 
 from npu_ops.core import make, rng
 from npu_ops.ops.attention.arguments import Rule
-from npu_ops.ops.attention.reference import keep_mask
+from npu_ops.ops.attention.reference import keep_mask, weighted
 
 _SCORES = 1 << 20  # of a block: 4 MiB, which stays in the cache
 
@@ -45,40 +46,76 @@ class Block(NamedTuple):
 
 def forward(q, k, v, pairs: Pairs, rule: Rule, out, lse) -> None:
     """Write out and lse (without sinks)."""
+    _forward(q, k, v, pairs, rule, out, lse, _times)
+    if not all_finite(out):
+        _forward(q, k, v, pairs, rule, out, lse, _times_of_part)
+
+
+def backward(
+    grad_out, grad_lse, out, lse, q, k, v, pairs: Pairs, rule: Rule,
+    grad_q, grad_k, grad_v, grad_bias,
+) -> None:  # fmt: skip
+    """Write grad_q, grad_k and grad_v, and add to grad_bias."""
+    given = grad_out, grad_lse, out, lse, q, k, v, pairs, rule, grad_q, grad_k, grad_v
+    before = None if grad_bias is None else grad_bias.clone()
+    _backward(*given, grad_bias, _times)
+    if not all_finite(grad_q, grad_k, grad_v):
+        if grad_bias is not None:
+            grad_bias.copy_(before)
+        _backward(*given, grad_bias, _times_of_part)
+
+
+def all_finite(*tensors) -> bool:
+    """Whether there is no NaN and nothing infinite, nearly: also a sum of them is finite.
+
+    Only then matrices may be multiplied with 0 for what takes no part. Elsewhere it takes longer.
+    """
+    return all(math.isfinite(x.sum(dtype=torch.float32).item()) for x in tensors)
+
+
+def _forward(q, k, v, pairs: Pairs, rule: Rule, out, lse, times) -> None:
     k, v = k.float(), v.float()
     for block in _blocks(q, k, rule):
         to, to_lse = block.rows(out), block.rows(lse)
         scores, _ = _scores(block, q, k, pairs, rule)
         log_sum = scores.logsumexp(-1)
         weights = _dropped(_weights(scores, log_sum), block, pairs, rule)
-        to.copy_(_times(weights, block.columns(v)))
+        to.copy_(times(weights, block.columns(v), scores))
         to_lse.copy_(log_sum)
 
 
-def backward(dout, dlse, out, lse, q, k, v, pairs: Pairs, rule: Rule, dq, dk, dv, dbias) -> None:
-    """Write dq, dk and dv, and add to dbias."""
+def _backward(
+    grad_out, grad_lse, out, lse, q, k, v, pairs: Pairs, rule: Rule, grad_q, grad_k, grad_v,
+    grad_bias, times,
+) -> None:  # fmt: skip
     k, v = k.float(), v.float()
-    dk_sum, dv_sum = torch.zeros_like(k), torch.zeros_like(v)
+    grad_k_sum, grad_v_sum = torch.zeros_like(k), torch.zeros_like(v)
+    exact = times is _times_of_part
     for block in _blocks(q, k, rule):
         mine_k, mine_v = block.columns(k), block.columns(v)
-        grad = block.rows(dout).float()
+        grad = block.rows(grad_out).float()
         delta = (grad * block.rows(out).float()).sum(-1)
-        delta = delta if dlse is None else delta - block.rows(dlse)
+        delta = delta if grad_lse is None else delta - block.rows(grad_lse)
         scores, slope = _scores(block, q, k, pairs, rule)
         weights = _weights(scores, block.rows(lse))
-        block.columns(dv_sum).add_(
-            _transposed_times(_dropped(weights, block, pairs, rule), grad, mine_v)
+        weights = _of_part(weights, scores) if exact else weights
+        dropped = _dropped(weights, block, pairs, rule)
+        block.columns(grad_v_sum).add_(_transposed_times(dropped, grad, mine_v, scores, times))
+        grad_weights = _dropped(_times(grad, mine_v.mT), block, pairs, rule)
+        grad_scores = weights * (grad_weights - delta[..., None])
+        grad_scores = _of_part(grad_scores, scores) if exact else grad_scores
+        if grad_bias is not None:
+            to = block.pairs(grad_bias)
+            to.add_(grad_scores.sum_to_size(to.shape))
+        grad_scores = grad_scores * slope * rule.scale
+        grad_scores = _of_part(grad_scores, scores) if exact else grad_scores
+        block.rows(grad_q).copy_(times(grad_scores, mine_k, scores))
+        mine_q = block.rows(q).float()
+        block.columns(grad_k_sum).add_(
+            _transposed_times(grad_scores, mine_q, mine_k, scores, times)
         )
-        dweights = _dropped(_times(grad, mine_v.mT), block, pairs, rule)
-        dscores = weights * (dweights - delta[..., None])
-        if dbias is not None:
-            to = block.pairs(dbias)
-            to.add_(dscores.sum_to_size(to.shape))
-        dscores = dscores * slope * rule.scale
-        block.rows(dq).copy_(_times(dscores, mine_k))
-        block.columns(dk_sum).add_(_transposed_times(dscores, block.rows(q).float(), mine_k))
-    dk.copy_(dk_sum)
-    dv.copy_(dv_sum)
+    grad_k.copy_(grad_k_sum)
+    grad_v.copy_(grad_v_sum)
 
 
 def _blocks(q, k, rule: Rule) -> Iterator[Block]:
@@ -121,7 +158,8 @@ def _scores(block: Block, q, k, pairs: Pairs, rule: Rule):
         bent = torch.tanh(scores / rule.softcap)
         scores, slope = rule.softcap * bent, 1 - bent * bent
     if pairs.bias is not None:
-        scores = scores + block.pairs(pairs.bias)
+        bias = block.pairs(pairs.bias)
+        scores = (scores + bias).masked_fill_(bias == -torch.inf, -torch.inf)
     if pairs.mask is not None:
         scores = scores.masked_fill(~block.pairs(pairs.mask), -torch.inf)
     if rule.window_left >= 0 or rule.window_right >= 0:
@@ -141,15 +179,28 @@ def _dropped(weights, block: Block, pairs: Pairs, rule: Rule):
     return weights * keep[..., block.key :] * rng.scale(rule.dropout_p)
 
 
-def _times(x, y):
+def _times(x, y, scores=None):
     """x @ y, where query heads in a row share a head of y."""
-    group = x.shape[1] // y.shape[1]
-    folded = x.unflatten(1, (-1, group)).flatten(2, 3)
-    return (folded @ y).unflatten(2, (group, -1)).flatten(1, 2)
+    return (_folded(x, y) @ y).unflatten(2, (x.shape[1] // y.shape[1], -1)).flatten(1, 2)
 
 
-def _transposed_times(x, y, like):
+def _times_of_part(x, y, scores):
+    """`_times`, where a score of -inf is of a pair that takes no part."""
+    product = weighted(_folded(x, y), _folded(scores != -torch.inf, y), y)
+    return product.unflatten(2, (x.shape[1] // y.shape[1], -1)).flatten(1, 2)
+
+
+def _transposed_times(x, y, like, scores, times):
     """x^T @ y, summed over the query heads that share a head of `like`."""
-    group = x.shape[1] // like.shape[1]
-    x, y = (t.unflatten(1, (-1, group)).flatten(2, 3) for t in (x, y))
-    return x.mT @ y
+    x, y, scores = (_folded(t, like) for t in (x, y, scores))
+    return times(x.mT, y, scores.mT)
+
+
+def _folded(x, like):
+    """`[batch, heads, rows, ..]` with the rows of the query heads that share a head of `like`."""
+    return x.unflatten(1, (-1, x.shape[1] // like.shape[1])).flatten(2, 3)
+
+
+def _of_part(x, scores):
+    """0 where a pair takes no part, whatever is there."""
+    return x.masked_fill(scores == -torch.inf, 0)

@@ -7,7 +7,9 @@ import dataclasses
 import torch
 
 from npu_ops.core import make
+from npu_ops.core.cases import Call
 from npu_ops.core.compare import Tolerance
+from npu_ops.core.models import Model
 
 # Against fp64 on the same inputs: fp32 arithmetic; with bf16 and fp16 also weights that are rounded
 # to those before they meet the values, as everyone's are.
@@ -202,3 +204,47 @@ REPRESENTATIVE = (
     "padded",
     "paged-packed",
 )
+
+
+def _call(draw):
+    return {
+        "q": draw(2, 5, 4, 8), "k": draw(2, 7, 2, 8), "v": draw(2, 7, 2, 8), "sinks": draw(4),
+        "bias": draw(5, 7), "return_lse": True,
+    }  # fmt: skip
+
+
+def _call_of_packed(draw):
+    return {
+        "q": draw(10, 4, 8), "k": draw(10, 2, 8), "v": draw(10, 2, 8), "layout": "TND",
+        "cu_seqlens_q": make.indices([0, 3, 10]),
+        "is_causal": True,
+    }  # fmt: skip
+
+
+def _call_of_blocks(draw):
+    table, lengths = [[2, 5], [1, 0]], [20, 7]
+    return {
+        "q": draw(2, 1, 4, 8), "k": draw(6, 16, 2, 8), "v": draw(6, 16, 2, 8),
+        "block_table": make.indices(table).int(),
+        "seqlens_k": make.indices(lengths),
+    }  # fmt: skip
+
+
+CALLS = [
+    Call("attention", _call),
+    Call("attention", _call_of_packed, "attention_packed"),
+    Call("attention", _call_of_blocks, "attention_paged", differentiable=()),
+]
+
+
+def of_model(model: Model, tokens: int) -> list[Case]:
+    """A prompt, the token after it and, where it has one, the vision tower."""
+    grouped = model.heads, model.kv_heads, model.head_dim
+    cases = [
+        Case("text", tokens, *grouped, causal=True),
+        Case("decode", 1, *grouped, more=tokens - 1, causal=True),
+    ]
+    if model.vision:
+        heads, dim = model.vision
+        cases.append(Case("vision", tokens, heads, heads, dim, **_PACKED))
+    return cases

@@ -33,7 +33,7 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
     """Write out and lse."""
     rows = _rows(lse, rule)
     by_blocks = plan_of(q, k, v, extra, rule, "cpu").operator != "torch flash attention"
-    for piece in _pieces(q, k, extra):
+    for piece in pieces(q, k, extra):
         mine = piece.queries(q), piece.keys(k), piece.keys(v)
         to = piece.queries(out), piece.queries(lse)
         if not mine[0].numel():
@@ -51,31 +51,32 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
 
 
 def attention_backward(
-    dout, dlse, q, k, v, extra: Extra, rule: Rule, out, lse, dq, dk, dv, dbias, dsinks
-) -> None:
+    grad_out, grad_lse, out, lse, q, k, v, extra: Extra, rule: Rule,
+    grad_q, grad_k, grad_v, grad_bias, grad_sinks,
+) -> None:  # fmt: skip
     """Write the gradients, those of the bias and the sinks where they are not None."""
-    plan = plan_of(q, k, v, extra, rule, "cpu", dlse is not None)
+    plan = plan_of(q, k, v, extra, rule, "cpu", grad_lse is not None)
     by_blocks = plan.operator != "torch flash attention"
-    for gradient in (dk, dv, dbias):  # of keys that no sequence has; sums
+    for gradient in (grad_k, grad_v, grad_bias):  # of keys that no sequence has; sums
         if gradient is not None:
             gradient.zero_()
     rows = _rows(lse, rule)
-    for piece in _pieces(q, k, extra):
+    for piece in pieces(q, k, extra):
         mine = piece.queries(q), piece.keys(k), piece.keys(v)
-        saved = [None if x is None else piece.queries(x) for x in (dout, dlse, out, lse)]
-        to = piece.queries(dq), piece.keys(dk), piece.keys(dv)
+        saved = [None if x is None else piece.queries(x) for x in (grad_out, grad_lse, out, lse)]
+        to = piece.queries(grad_q), piece.keys(grad_k), piece.keys(grad_v)
         if not mine[0].numel() or not mine[1].numel():
             to[0].zero_()
         elif by_blocks:
-            pairs = None if dbias is None else piece.pairs(dbias)
+            pairs = None if grad_bias is None else piece.pairs(grad_bias)
             blocks.backward(*saved, *mine, _of_piece(piece, extra, rows), rule, *to, pairs)
         else:
             mask = None if extra.mask is None else piece.pairs(extra.mask)
             _backward(saved[0], *saved[2:], *mine, mask, rule, *to)
-    if dsinks is not None:
-        delta = (dout.float() * out.float()).sum(-1)
-        delta = delta if dlse is None else delta - dlse
-        dsinks.copy_(-((extra.sinks[:, None] - lse).exp() * delta).sum((0, 2)))
+    if grad_sinks is not None:
+        delta = (grad_out.float() * out.float()).sum(-1)
+        delta = delta if grad_lse is None else delta - grad_lse
+        grad_sinks.copy_(-((extra.sinks[:, None] - lse).exp() * delta).sum((0, 2)))
 
 
 def _rows(lse, rule: Rule):
@@ -91,7 +92,8 @@ def _of_piece(piece: Piece, extra: Extra, rows) -> blocks.Pairs:
 # Which sequences there are
 
 
-def _pieces(q, k, extra: Extra) -> Iterator[Piece]:
+def pieces(q, k, extra: Extra) -> Iterator[Piece]:
+    """All sequences. Index values are checked before the first of them."""
     if extra.block_table is not None:
         yield from _paged(q, k, extra)
     elif extra.cu_seqlens_q is not None:
@@ -203,6 +205,7 @@ def _forward(q, k, v, mask, rule: Rule, out, lse) -> None:
     lse.fill_(-torch.inf)
     masked = False
     for block, causal, part, more in _spans(q.shape[2], k.shape[2], mask, rule):
+        masked |= causal or part is not None
         mine = block.rows(q), block.columns(k), block.columns(v)
         found, log_sum = _flash(*mine, 0.0, causal, attn_mask=_added(part, q), scale=rule.scale)
         to, to_lse = block.rows(out), block.rows(lse)
@@ -210,36 +213,44 @@ def _forward(q, k, v, mask, rule: Rule, out, lse) -> None:
             _merge(to, to_lse, found, log_sum)
             continue
         if part is not None:  # there may be a query without a key
-            masked = True
             nothing = ~part.any(-1).expand(to_lse.shape)
             found = found.masked_fill(nothing[..., None], 0)
             log_sum = log_sum.masked_fill(nothing, -torch.inf)
         to.copy_(found)
         to_lse.copy_(log_sum)
-    if masked and lse.isnan().any():  # flash attention adds -inf, also to scores that are NaN
+    # Flash attention adds -inf, also to scores that are NaN, and multiplies values by 0.
+    if masked and not blocks.all_finite(out):
         blocks.forward(q, k, v, blocks.Pairs(None, mask, None, None), rule, out, lse)
 
 
-def _backward(dout, out, lse, q, k, v, mask, rule: Rule, dq, dk, dv) -> None:
+def _backward(grad_out, out, lse, q, k, v, mask, rule: Rule, grad_q, grad_k, grad_v) -> None:
     """The softmax is over all spans: each is given the output and the denominator of all."""
-    lse = lse.masked_fill(lse == -torch.inf, 0)  # and weights of 0, not exp(-inf + inf)
-    dq.zero_()
+    finite_lse = lse.masked_fill(lse == -torch.inf, 0)  # and weights of 0, not exp(-inf + inf)
+    grad_q.zero_()
+    masked = False
     overlap = rule.window_left >= 0 or rule.window_right > 0
     sums = [
-        torch.zeros(x.shape, dtype=torch.float32, device="cpu") if overlap else x for x in (dk, dv)
+        torch.zeros(x.shape, dtype=torch.float32, device="cpu") if overlap else x
+        for x in (grad_k, grad_v)
     ]
     for block, causal, part, more in _spans(q.shape[2], k.shape[2], mask, rule):
+        masked |= causal or part is not None
         rows, columns = block.rows, block.columns
         found = _flash_backward(
-            rows(dout), rows(q), columns(k), columns(v), rows(out), rows(lse), 0.0, causal,
-            attn_mask=_added(part, q), scale=rule.scale,
+            rows(grad_out), rows(q), columns(k), columns(v), rows(out), rows(finite_lse), 0.0,
+            causal, attn_mask=_added(part, q), scale=rule.scale,
         )  # fmt: skip
-        rows(dq).add_(found[0]) if more else rows(dq).copy_(found[0])
+        rows(grad_q).add_(found[0]) if more else rows(grad_q).copy_(found[0])
         for to, gradient in zip(sums, found[1:], strict=True):
             columns(to).add_(gradient) if overlap else columns(to).copy_(gradient)
     if overlap:
-        dk.copy_(sums[0])
-        dv.copy_(sums[1])
+        grad_k.copy_(sums[0])
+        grad_v.copy_(sums[1])
+    if masked and not blocks.all_finite(grad_q, grad_k, grad_v):
+        pairs = blocks.Pairs(None, mask, None, None)
+        blocks.backward(
+            grad_out, None, out, lse, q, k, v, pairs, rule, grad_q, grad_k, grad_v, None
+        )
 
 
 def _added(mask, q):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from npu_ops.core import hardware, library
+from npu_ops.core import hardware
 from npu_ops.ops.attention.plan import page_why_not
 from npu_ops.ops.attention.table import OPERATORS
 
 _WIDEST = next(row.largest for row in OPERATORS if row.runs == "triton_ascend")
 
 
-def triton_why_not(q, k, v, extra, rule) -> str | None:
-    """None, or a sentence on why the Triton kernels do not run a call."""
-    for name, x in (("q", q), ("v", v)):
+def triton_why_not(arguments) -> str | None:
+    """None, or a sentence on why the Triton kernels do not take the implementations' arguments."""
+    q, k = arguments.q, arguments.k
+    for name, x in (("q", q), ("v", arguments.v)):
         if x.shape[3] > _WIDEST:
             return f"the head dimension of {name} is {x.shape[3]}, above {_WIDEST}"
-    if why_not := library.dtype_why_not(q):
-        return why_not
-    why_not = library.triton_why_not()
-    if why_not is None and extra.block_table is not None:
+    if arguments.extra.block_table is not None:
         return page_why_not(k.shape[2], hardware.soc(q.device))
-    return why_not
+    return None

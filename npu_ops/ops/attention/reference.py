@@ -27,33 +27,55 @@ def attention(q, k, v, extra: Extra, rule: Rule) -> tuple[torch.Tensor, torch.Te
     lse = pairs.scores.logsumexp(-1)
     if extra.sinks is not None:
         lse = torch.logaddexp(lse, extra.sinks[:, None].expand_as(lse))
-    return pairs.dropped(pairs.weights(lse)) @ pairs.v, lse
+    return weighted(pairs.dropped(pairs.weights(lse)), pairs.part, pairs.v), lse
 
 
-def attention_backward(dout, dlse, q, k, v, extra: Extra, rule: Rule, out, lse):
+def attention_backward(grad_out, grad_lse, out, lse, q, k, v, extra: Extra, rule: Rule):
     """The gradients of q, k, v, of the bias in its own shape, and of the sinks; in fp32."""
     pairs = Pairs(q, k, v, extra, rule)
     wide = compute_dtype(q)
-    dout = dout.to(wide)
+    grad_out = grad_out.to(wide)
     weights = pairs.weights(lse)
-    delta = (dout * out.to(wide)).sum(-1)
-    delta = delta if dlse is None else delta - dlse
-    dweights = pairs.dropped(dout @ pairs.v.mT)
-    dscores = weights * (dweights - delta[..., None])
-    dbias = None if extra.bias is None else dscores.sum_to_size(extra.bias.shape)
-    dsinks = None
+    delta = (grad_out * out.to(wide)).sum(-1)
+    delta = delta if grad_lse is None else delta - grad_lse
+    grad_weights = pairs.dropped(grad_out @ pairs.v.mT)
+    grad_scores = weights * (grad_weights - delta[..., None])
+    grad_scores = grad_scores.masked_fill(~pairs.part, 0)
+    grad_bias = None if extra.bias is None else grad_scores.sum_to_size(extra.bias.shape)
+    grad_sinks = None
     if extra.sinks is not None:
-        dsinks = -((extra.sinks[:, None] - lse).exp() * delta).sum((0, 2))
-    dproduct = dscores * pairs.slope * rule.scale
-    dv = pairs.dropped(weights).mT @ dout
-    dk = dproduct.mT @ pairs.q
-    return dproduct @ pairs.k, _per_group(dk, k), _per_group(dv, v), dbias, dsinks
+        grad_sinks = -((extra.sinks[:, None] - lse).exp() * delta).sum((0, 2))
+    grad_product = (grad_scores * pairs.slope * rule.scale).masked_fill(~pairs.part, 0)
+    grad_q = weighted(grad_product, pairs.part, pairs.k)
+    grad_k = weighted(grad_product.mT, pairs.part.mT, pairs.q)
+    grad_v = weighted(pairs.dropped(weights).mT, pairs.part.mT, grad_out)
+    return grad_q, _per_group(grad_k, k), _per_group(grad_v, v), grad_bias, grad_sinks
+
+
+def weighted(weights, part, x):
+    """weights @ x, where a row of x that has no part in a result is nothing to it: in a product of
+    matrices 0 times what is not finite would be NaN.
+
+    weights: 0 where not `part`, bool of the same shape.
+    """
+    finite = x.isfinite()
+    if x.device.type == "cpu" and finite.all():
+        return weights @ x
+    product = weights @ x.where(finite, 0)
+    sign = x.where(x.isinf(), 0).sign()  # what is infinite, as 1 or -1
+    part = part.to(x.dtype)
+    numbers, infinite = part @ x.isnan().to(x.dtype), part @ sign.abs()
+    total = weights.sign() @ sign
+    limit = torch.where(total.abs() == infinite, total * torch.inf, torch.nan)
+    product = torch.where(infinite > 0, product + limit, product)
+    return product.masked_fill(numbers > 0, torch.nan)
 
 
 class Pairs:
     """The scores of every query and key, -inf where a key does not take part.
 
-    slope: the derivative of the soft cap. k and v are repeated for each query head.
+    part: where one does; not by a bias of -inf either. slope: the derivative of the soft cap. k and
+    v are repeated for each query head.
     """
 
     def __init__(self, q, k, v, extra: Extra, rule: Rule):
@@ -73,12 +95,16 @@ class Pairs:
         scores = capped if extra.bias is None else capped + extra.bias
         part = self.positions.takes_part(rule)
         part = part if extra.mask is None else part & extra.mask
+        if extra.bias is not None:
+            part = part & (extra.bias != -torch.inf)
         self.scores = scores.masked_fill(~part, -torch.inf)
+        self.part = part.expand_as(scores)
         self.p, self.state = rule.dropout_p, extra.rng_state
 
     def weights(self, lse):
         """The softmax; 0 for a query without a key, where lse is -inf."""
-        return (self.scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp()
+        weights = (self.scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp()
+        return weights.masked_fill(~self.part, 0)  # also where lse is NaN
 
     def dropped(self, weights):
         if not self.p:

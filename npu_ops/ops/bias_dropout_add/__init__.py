@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from npu_ops.core import check, rng
@@ -94,7 +92,7 @@ def _check_bias(bias, x):
 
 
 def _check_p(p):
-    if not isinstance(p, (int, float)) or math.isnan(p) or not 0 <= p < 1:
+    if not isinstance(p, (int, float)) or not 0 <= p < 1:  # NaN is not
         raise ValueError(f"p: got {p!r}, needs 0 <= p < 1")
 
 

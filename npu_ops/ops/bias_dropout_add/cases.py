@@ -7,7 +7,9 @@ import dataclasses
 import torch
 
 from npu_ops.core import make
+from npu_ops.core.cases import Call
 from npu_ops.core.compare import Tolerance
+from npu_ops.core.models import Model
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
 TOLERANCES = {
@@ -101,3 +103,20 @@ CASES = [
 DIFFERENTIABLE = ("x", "bias", "residual")
 # Across these, every branch of the Triton kernels.
 REPRESENTATIVE = ("megatron-train-8192", "qwen3-4b-decode-64", "batch-3-full-bias", "p-0")
+
+CALLS = [
+    Call(
+        "bias_dropout_add",
+        lambda draw: {
+            "x": draw(6, 8), "bias": draw(8), "residual": draw(6, 8), "p": 0.5, "training": True,
+        },
+        writes=("x",),
+        in_place={"inplace": True},
+        fixed={"training": False},
+    ),
+]  # fmt: skip
+
+
+def of_model(model: Model, tokens: int) -> list[Case]:
+    """What follows attention and the MLP; Qwen's have no bias."""
+    return [Case("hidden", tokens, model.hidden, bias="none")]

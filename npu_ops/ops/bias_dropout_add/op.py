@@ -13,7 +13,7 @@ def _gradient_outputs(inputs):
     """grad_x, and the gradient of a [h] bias where it is wanted, wide."""
     grad, wide = inputs.grad, reference.compute_dtype(inputs.grad)
     row = torch.empty(grad.shape[-1:], dtype=wide, device=grad.device) if inputs.sum_rows else None
-    return library.new_output(grad, inputs.dtype, torch.contiguous_format), row
+    return library.dense_like(grad, inputs.dtype), row
 
 
 forward = Operator(
@@ -21,7 +21,7 @@ forward = Operator(
     takes="Tensor x, Tensor? bias, Tensor residual, Tensor? rng_state, float p",
     shapes="ScalarType dtype",
     writes="out",
-    new=lambda inputs: library.new_output(inputs.x, inputs.dtype, torch.contiguous_format),
+    new=lambda inputs: library.dense_like(inputs.x, inputs.dtype),
     reference=reference.bias_dropout_add,
     ascendc=True,
 )

@@ -1,4 +1,6 @@
-"""bias_dropout_add in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""Shared by bias_dropout_add and attention, which takes `draw`: kernels in Triton.
+
+For Ascend and NVIDIA. Definition: reference.py
 
 A row is cut into 8 lanes (npu_ops/core/rng.py). A program walks over tiles of BR rows by BJ columns
 of a lane, makes four Philox words for each, and uses them for the same tile of all eight lanes.

@@ -6,7 +6,7 @@ import torch
 
 from npu_ops.core import check
 from npu_ops.core.registry import explains
-from npu_ops.ops.causal_conv1d import arguments, context_parallel, op
+from npu_ops.ops.causal_conv1d import arguments, context_parallel, layout, op
 
 __all__ = ["causal_conv1d"]
 
@@ -58,14 +58,15 @@ def causal_conv1d(
 
     Source: fla `fla.modules.conv.causal_conv1d`; the layer is Mamba's (Gu and Dao, 2023).
     """
-    prepared = _prepare(
+    inputs = _prepare(
         x, weight, bias, residual=residual, initial_state=initial_state,
         output_final_state=output_final_state, activation=activation, cu_seqlens=cu_seqlens,
         cp_group=cp_group,
     )  # fmt: skip
     if cp_group is not None:
-        prepared[4] = context_parallel.initial_state(x, weight.shape[1], cp_group)
-    y, final_state = op.call(*prepared)
+        before = context_parallel.initial_state(x, weight.shape[1], cp_group)
+        inputs = inputs._replace(initial_state=before)
+    y, final_state = op.forward(*inputs)
     return y, final_state if output_final_state else None
 
 
@@ -73,20 +74,21 @@ def _prepare(
     x, weight, bias=None, *, residual=None, initial_state=None, output_final_state=False,
     activation=None, cu_seqlens=None, cp_group=None,
 ):  # fmt: skip
-    """Check the public arguments; return them as the operator takes them."""
+    """The public arguments as the operator takes them."""
+    _check(x, weight, bias, residual, initial_state, activation, cu_seqlens, cp_group)
+    silu = activation is not None
+    return op.forward.Inputs(
+        x, weight, bias, residual, initial_state, cu_seqlens, silu, bool(output_final_state)
+    )
+
+
+def _check(x, weight, bias, residual, initial_state, activation, cu_seqlens, cp_group) -> None:
     arguments.check_rows(x, weight, bias, activation, cu_seqlens)
     arguments.check_like_x("residual", residual, x, x.shape, "x's shape")
-    shape = torch.Size((op.sequences(x, cu_seqlens), *weight.shape))
+    shape = torch.Size((layout.sequences(x, cu_seqlens), *weight.shape))
     arguments.check_like_x("initial_state", initial_state, x, shape, "[N, D, W], here")
     if cp_group is not None:
         check.alone("cp_group", initial_state=initial_state, cu_seqlens=cu_seqlens)
-    silu = activation is not None
-    return [x, weight, bias, residual, initial_state, cu_seqlens, silu, bool(output_final_state)]
 
 
-def _implementation_args(*args, **kwargs):
-    *prepared, output_final_state = _prepare(*args, **kwargs)
-    return *prepared, prepared[0], None
-
-
-explains("causal_conv1d", op.forward_table, _implementation_args)
+explains("causal_conv1d", op.forward, _prepare)

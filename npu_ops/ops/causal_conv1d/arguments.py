@@ -1,4 +1,4 @@
-"""Turns what callers pass into what the operators take, and refuses the rest."""
+"""Shared by causal_conv1d, causal_conv1d_qkv and causal_conv1d_update: checks of arguments."""
 
 from __future__ import annotations
 

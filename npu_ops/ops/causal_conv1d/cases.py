@@ -7,7 +7,9 @@ import dataclasses
 import torch
 
 from npu_ops.core import make
+from npu_ops.core.cases import Call
 from npu_ops.core.compare import Tolerance
+from npu_ops.core.models import Model
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
 TOLERANCES = {
@@ -107,3 +109,19 @@ REPRESENTATIVE = (
     "qwen3-next-t64", "qwen3-next-packed-128", "odd-t65-w4-packed-state", "odd-t63-w3-packed",
     "odd-t7-w2-plain", "two-blocks",
 )  # fmt: skip
+
+CALLS = [
+    Call(
+        "causal_conv1d",
+        lambda draw: {
+            "x": draw(1, 9, 8), "weight": draw(8, 4), "bias": draw(8), "residual": draw(1, 9, 8),
+            "initial_state": draw(2, 8, 4), "output_final_state": True, "activation": "silu",
+            "cu_seqlens": make.indices([0, 4, 9]),
+        },
+    ),
+]  # fmt: skip
+
+
+def of_model(model: Model, tokens: int) -> list[Case]:
+    """Gated Delta Net's q, k and v together."""
+    return [Case("linear", tokens, model.linear_channels)] if model.linear else []

@@ -1,4 +1,4 @@
-"""The definition of the causal convolution, in plain PyTorch.
+"""Shared by causal_conv1d, causal_conv1d_qkv and causal_conv1d_update: the definition of right.
 
 All rows lie in one list: each sequence's initial state, W rows (zero if there is none), and then
 all tokens of a batch or of packed sequences. A filter reaches a row by its index in that list.
@@ -23,17 +23,25 @@ def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu):
     return y if residual is None else y + residual.to(y.dtype)
 
 
+def with_final_state(x, weight, bias, residual, initial_state, cu_seqlens, silu):
+    """y in fp32, and the last W rows of each sequence."""
+    y = causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu)
+    return y, final_state(x, weight.shape[1], initial_state, cu_seqlens)
+
+
 def final_state(x, width, initial_state, cu_seqlens):
     """The last W rows of each sequence, [N, D, W]."""
     rows = all_rows(x, initial_state, cu_seqlens, width, x.dtype)
     return rows[last_indices(x, cu_seqlens, width)].transpose(1, 2)
 
 
-def causal_conv1d_backward(grad, grad_final, x, weight, bias, initial_state, cu_seqlens, silu):
-    """Gradients of x, weight, bias and initial_state, in fp32. grad_final may be None."""
+def causal_conv1d_backward(
+    grad_y, grad_final_state, x, weight, bias, initial_state, cu_seqlens, silu
+):  # fmt: skip
+    """Gradients of x, weight, bias and initial_state, in fp32. grad_final_state may be None."""
     wide, (channels, width) = compute_dtype(x, weight), weight.shape
     rows = all_rows(x, initial_state, cu_seqlens, width, wide)
-    grad_z = grad.to(wide).flatten(0, 1)
+    grad_z = grad_y.to(wide).flatten(0, 1)
     if silu:
         z = _preactivation(rows, x, weight, bias, cu_seqlens)
         gate = z.sigmoid()
@@ -43,9 +51,9 @@ def causal_conv1d_backward(grad, grad_final, x, weight, bias, initial_state, cu_
         tap, index = width - 1 - back, indices(x, cu_seqlens, width, back)
         grad_weight[:, tap] = (grad_z * rows[index]).sum(0)
         grad_rows.index_add_(0, index, grad_z * weight[:, tap].to(wide))
-    if grad_final is not None:
+    if grad_final_state is not None:
         index = last_indices(x, cu_seqlens, width).flatten()
-        grad_rows.index_add_(0, index, grad_final.to(wide).transpose(1, 2).flatten(0, 1))
+        grad_rows.index_add_(0, index, grad_final_state.to(wide).transpose(1, 2).flatten(0, 1))
     grad_state, grad_x = grad_rows.split([len(rows) - len(grad_z), len(grad_z)])
     grad_state = grad_state.view(len(grad_state) // width, width, channels).transpose(1, 2)
     return grad_x.view(x.shape), grad_weight, grad_z.sum(0), grad_state

@@ -1,4 +1,6 @@
-"""causal_conv1d in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""Shared by causal_conv1d, causal_conv1d_qkv and causal_conv1d_update: kernels in Triton.
+
+For Ascend and NVIDIA. Definition: reference.py
 
 A piece of work is a run of tokens and a block of BD channels. A program walks down the tokens and
 keeps the rows that a filter still needs on chip, so that each row is read once and not once a tap.
@@ -109,11 +111,11 @@ def _unit(y, eps, HEAD: tl.constexpr):
 
 
 @triton.jit
-def _unit_backward(slope, y, eps, HEAD: tl.constexpr):
+def _unit_backward(grad, y, eps, HEAD: tl.constexpr):
     """The gradient of y."""
     shape: tl.constexpr = (1, y.shape[0] // HEAD, HEAD)
-    slope = normalise_backward(tl.reshape(slope, shape), tl.reshape(y, shape), eps)
-    return tl.reshape(slope, (y.shape[0],))
+    grad_y = normalise_backward(tl.reshape(grad, shape), tl.reshape(y, shape), eps)
+    return tl.reshape(grad_y, (y.shape[0],))
 
 
 @triton.jit
@@ -362,8 +364,8 @@ def _causal_conv1d_backward_kernel(
 
 
 def causal_conv1d_backward(
-    grad, grad_final, x, weight, bias, initial_state, cu_seqlens, silu,
-    grad_x, grad_weight, grad_bias, grad_state,
+    grad_y, grad_final_state, x, weight, bias, initial_state, cu_seqlens, silu,
+    grad_x, grad_weight, grad_bias, grad_initial_state,
 ):  # fmt: skip
     """Write the gradients; those of the bias and of the state unless they are None."""
     batch, length, width = x.shape
@@ -374,14 +376,14 @@ def causal_conv1d_backward(
     pieces = batch * cdiv(length, chunk)
     starts = int32_starts(cu_seqlens)
     sequences = batch if starts is None else len(starts) - 1
-    if grad_state is not None:
-        fill_state_gradient(grad_state, grad_final, starts)
+    if grad_initial_state is not None:
+        fill_state_gradient(grad_initial_state, grad_final_state, starts)
     sums = x.new_empty((pieces, taps + 1, width), dtype=torch.float32)
     _causal_conv1d_backward_kernel[vector_grid(pieces * blocks, x.device)](
-        grad, grad_final, x, taps_first(weight), bias, initial_state, starts, grad_x, grad_state,
-        sums, batch, sequences, length, chunk, width, *grad.stride()[:2],
-        *strides(grad_final, 0, 2), *x.stride()[:2], *strides(initial_state, 0, 2),
-        *grad_x.stride()[:2], *strides(grad_state, 0, 2),
+        grad_y, grad_final_state, x, taps_first(weight), bias, initial_state, starts, grad_x,
+        grad_initial_state, sums, batch, sequences, length, chunk, width, *grad_y.stride()[:2],
+        *strides(grad_final_state, 0, 2), *x.stride()[:2], *strides(initial_state, 0, 2),
+        *grad_x.stride()[:2], *strides(grad_initial_state, 0, 2),
         W=taps, SILU=silu, BD=block, STARTS=STARTS,
     )  # fmt: skip
     write_totals(sums, grad_weight, grad_bias)
@@ -395,12 +397,12 @@ def write_totals(sums, grad_weight, grad_bias):
         grad_bias.copy_(total[0])
 
 
-def fill_state_gradient(grad_state, grad_final, starts):
+def fill_state_gradient(grad_initial_state, grad_final_state, starts):
     """What the kernel does not write: the first column, and sequences without tokens."""
-    grad_state.zero_()
-    if grad_final is not None and starts is not None:
+    grad_initial_state.zero_()
+    if grad_final_state is not None and starts is not None:
         empty = (starts.diff() == 0)[:, None, None]
-        grad_state.copy_(torch.where(empty, grad_final, 0))
+        grad_initial_state.copy_(torch.where(empty, grad_final_state, 0))
 
 
 def taps_first(weight):

@@ -6,8 +6,7 @@ import torch
 
 from npu_ops.core import check
 from npu_ops.core.registry import explains
-from npu_ops.ops.causal_conv1d import arguments
-from npu_ops.ops.causal_conv1d.op import sequences
+from npu_ops.ops.causal_conv1d import arguments, layout
 from npu_ops.ops.causal_conv1d_qkv import op
 
 __all__ = ["causal_conv1d_qkv"]
@@ -64,7 +63,7 @@ def causal_conv1d_qkv(
 
     Source: the layers of transformers `modeling_qwen3_next.py`, one after another.
     """
-    *outputs, final_state = op.call(*_prepare(
+    *outputs, final_state = op.forward(*_prepare(
         x, weight, bias, num_k_heads=num_k_heads, num_v_heads=num_v_heads, head_k_dim=head_k_dim,
         head_v_dim=head_v_dim, initial_state=initial_state, output_final_state=output_final_state,
         activation=activation, cu_seqlens=cu_seqlens, eps=eps, use_qk_l2norm=use_qk_l2norm,
@@ -76,7 +75,20 @@ def _prepare(
     x, weight, bias=None, *, num_k_heads, num_v_heads, head_k_dim, head_v_dim, initial_state=None,
     output_final_state=False, activation="silu", cu_seqlens=None, eps=1e-6, use_qk_l2norm=True,
 ):  # fmt: skip
-    """Check the public arguments; return them as the operator takes them."""
+    """The public arguments as the operator takes them."""
+    heads = [num_k_heads, num_v_heads, head_k_dim, head_v_dim]
+    _check(x, weight, bias, initial_state, activation, cu_seqlens, eps, *heads)
+    eps = float(eps) if use_qk_l2norm else None
+    silu = activation is not None
+    return (
+        x, weight, bias, initial_state, cu_seqlens, silu, eps, heads, bool(output_final_state),
+    )  # fmt: skip
+
+
+def _check(
+    x, weight, bias, initial_state, activation, cu_seqlens, eps, num_k_heads, num_v_heads,
+    head_k_dim, head_v_dim,
+) -> None:  # fmt: skip
     _check_count("num_k_heads", num_k_heads)
     _check_count("num_v_heads", num_v_heads)
     _check_count("head_k_dim", head_k_dim, MAX_DIM)
@@ -85,15 +97,9 @@ def _prepare(
     channels = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
     if x.shape[2] != channels:
         raise check.shape("x", x, f"[B, T, 2 HK K + HV V], here [B, T, {channels}]")
-    shape = torch.Size((sequences(x, cu_seqlens), *weight.shape))
+    shape = torch.Size((layout.sequences(x, cu_seqlens), *weight.shape))
     arguments.check_like_x("initial_state", initial_state, x, shape, "[N, D, W], here")
     check.epsilon("eps", eps)
-    heads = [num_k_heads, num_v_heads, head_k_dim, head_v_dim]
-    eps = float(eps) if use_qk_l2norm else None
-    silu = activation is not None
-    return [
-        x, weight, bias, initial_state, cu_seqlens, silu, eps, heads, bool(output_final_state),
-    ]  # fmt: skip
 
 
 def _check_count(name: str, value, most: int | None = None) -> None:
@@ -106,11 +112,4 @@ def _check_count(name: str, value, most: int | None = None) -> None:
         )
 
 
-def _implementation_args(*args, **kwargs):
-    *inputs, heads, _ = _prepare(*args, **kwargs)
-    x = inputs[0]
-    parts = [x.new_empty((*x.shape[:2], *shape)) for shape in op.part_shapes(heads)]
-    return *inputs, *parts, None
-
-
-explains("causal_conv1d_qkv", op.forward_table, _implementation_args)
+explains("causal_conv1d_qkv", op.forward, _prepare)

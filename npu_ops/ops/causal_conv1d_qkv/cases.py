@@ -6,7 +6,9 @@ import dataclasses
 
 import torch
 
+from npu_ops.core.cases import Call
 from npu_ops.core.compare import Tolerance
+from npu_ops.core.models import LINEAR_DIM, Model
 from npu_ops.ops.causal_conv1d import cases as conv
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
@@ -84,3 +86,19 @@ REPRESENTATIVE = (
     "qwen3-next-packed-128", "odd-t65-w4-packed-state", "odd-t63-w3-plain", "odd-t7-w2-plain",
     "odd-plain-keys",
 )  # fmt: skip
+
+CALLS = [
+    Call(
+        "causal_conv1d_qkv",
+        lambda draw: {
+            "x": draw(2, 5, 48), "weight": draw(48, 4), "bias": draw(48), "num_k_heads": 2,
+            "num_v_heads": 2, "head_k_dim": 8, "head_v_dim": 8, "initial_state": draw(2, 48, 4),
+            "output_final_state": True,
+        },
+    ),
+]  # fmt: skip
+
+
+def of_model(model: Model, tokens: int) -> list[Case]:
+    """Gated Delta Net's layers, in training."""
+    return [Case("linear", tokens, (*model.linear, *[LINEAR_DIM] * 2))] if model.linear else []

@@ -8,32 +8,39 @@ from npu_ops.ops.causal_conv1d import reference as conv
 from npu_ops.ops.l2norm import reference as norm
 
 
-def causal_conv1d_qkv(x, weight, bias, initial_state, cu_seqlens, silu, eps, q, k, v):
-    """q, k and v in fp32, of the shapes of `q`, `k` and `v`; without an eps, none is normalised."""
+def causal_conv1d_qkv(x, weight, bias, initial_state, cu_seqlens, silu, eps, heads):
+    """q, k and v in fp32, not normalised without an eps; and the final state."""
     y = conv.causal_conv1d(x, weight, bias, None, initial_state, cu_seqlens, silu)
-    return tuple(
-        part * norm.reciprocal_norm(part, eps) if normalised and eps is not None else part
-        for part, normalised in zip(split(y, q, k, v), (True, True, False), strict=True)
-    )
+    q, k, v = split(y, heads)
+    if eps is not None:
+        q, k = (part * norm.reciprocal_norm(part, eps) for part in (q, k))
+    return q, k, v, conv.final_state(x, weight.shape[1], initial_state, cu_seqlens)
 
 
 def causal_conv1d_qkv_backward(
-    grad_q, grad_k, grad_v, grad_final, x, weight, bias, initial_state, cu_seqlens, silu, eps
+    grad_q, grad_k, grad_v, grad_final_state, x, weight, bias, initial_state, cu_seqlens, silu, eps,
+    heads,
 ):  # fmt: skip
-    """Gradients of x, weight, bias and initial_state, in fp32. grad_final may be None."""
+    """Gradients of x, weight, bias and initial_state, in fp32. grad_final_state may be None."""
     wide = conv.compute_dtype(x, weight)
-    grads = [grad.to(wide) for grad in (grad_q, grad_k, grad_v)]
+    grad_q, grad_k, grad_v = (grad.to(wide) for grad in (grad_q, grad_k, grad_v))
     if eps is not None:
         y = conv.causal_conv1d(x, weight, bias, None, initial_state, cu_seqlens, silu)
-        for n, part in enumerate(split(y, *grads)[:2]):
-            grads[n] = norm.l2norm_backward(grads[n], part, eps)
-    grad = torch.cat([grad.flatten(2) for grad in grads], dim=-1)
+        q, k, _ = split(y, heads)
+        grad_q, grad_k = norm.l2norm_backward(grad_q, q, eps), norm.l2norm_backward(grad_k, k, eps)
+    grad_y = torch.cat([grad.flatten(2) for grad in (grad_q, grad_k, grad_v)], dim=-1)
     return conv.causal_conv1d_backward(
-        grad, grad_final, x, weight, bias, initial_state, cu_seqlens, silu
+        grad_y, grad_final_state, x, weight, bias, initial_state, cu_seqlens, silu
     )
 
 
-def split(y, *like):
-    """`[B, T, D]` as parts of the shapes of `like`, [B, T, heads, dim], side by side."""
-    parts = y.split([part.shape[2] * part.shape[3] for part in like], dim=-1)
-    return [part.unflatten(-1, other.shape[2:]) for part, other in zip(parts, like, strict=True)]
+def split(y, heads):
+    """`[B, T, D]` as q, k and v, [B, T, heads, dim], side by side."""
+    parts = y.split([count * dim for count, dim in shapes(heads)], dim=-1)
+    return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes(heads), strict=True)]
+
+
+def shapes(heads):
+    """(heads, dim) of q, k and v, from [key heads, value heads, key dim, value dim]."""
+    key_heads, value_heads, key_dim, value_dim = heads
+    return (key_heads, key_dim), (key_heads, key_dim), (value_heads, value_dim)

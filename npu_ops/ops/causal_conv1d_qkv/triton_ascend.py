@@ -71,10 +71,12 @@ def _causal_conv1d_qkv_backward_kernel(
     )  # fmt: skip
 
 
-def causal_conv1d_qkv(x, weight, bias, initial_state, cu_seqlens, silu, eps, q, k, v, final_state):
+def causal_conv1d_qkv(
+    x, weight, bias, initial_state, cu_seqlens, silu, eps, heads, q, k, v, final_state
+):  # fmt: skip
     """Write q, k and v, normalised unless eps is None, and the final state unless that is None."""
     starts = conv.int32_starts(cu_seqlens)
-    plan = _Plan(x, q, v, starts, eps, BLOCK)
+    plan = _Plan(x, heads, starts, eps, BLOCK)
     _causal_conv1d_qkv_kernel[plan.grid](
         x, conv.taps_first(weight), bias, initial_state, starts, q, k, v, plan.keys, eps or 0.0,
         *plan.sizes, *x.stride()[:2], *conv.strides(initial_state, 0, 2), *q.stride()[:2],
@@ -84,22 +86,23 @@ def causal_conv1d_qkv(x, weight, bias, initial_state, cu_seqlens, silu, eps, q, 
 
 
 def causal_conv1d_qkv_backward(
-    grad_q, grad_k, grad_v, grad_final, x, weight, bias, initial_state, cu_seqlens, silu, eps,
-    grad_x, grad_weight, grad_bias, grad_state,
+    grad_q, grad_k, grad_v, grad_final_state, x, weight, bias, initial_state, cu_seqlens, silu, eps,
+    heads, grad_x, grad_weight, grad_bias, grad_initial_state,
 ):  # fmt: skip
     """Write the gradients; those of the bias and of the state unless they are None."""
     starts = conv.int32_starts(cu_seqlens)
-    plan = _Plan(x, grad_q, grad_v, starts, eps, BACKWARD_BLOCK)
-    if grad_state is not None:
-        conv.fill_state_gradient(grad_state, grad_final, starts)
+    plan = _Plan(x, heads, starts, eps, BACKWARD_BLOCK)
+    if grad_initial_state is not None:
+        conv.fill_state_gradient(grad_initial_state, grad_final_state, starts)
     width, taps = weight.shape
     sums = x.new_empty((plan.pieces, taps + 1, width), dtype=torch.float32)
     _causal_conv1d_qkv_backward_kernel[plan.grid](
-        grad_q, grad_k, grad_v, grad_final, x, conv.taps_first(weight), bias, initial_state, starts,
-        grad_x, grad_state, sums, plan.keys, eps or 0.0, *plan.sizes, *grad_q.stride()[:2],
-        *grad_k.stride()[:2], *grad_v.stride()[:2], *conv.strides(grad_final, 0, 2),
+        grad_q, grad_k, grad_v, grad_final_state, x, conv.taps_first(weight), bias, initial_state,
+        starts, grad_x, grad_initial_state, sums, plan.keys, eps or 0.0, *plan.sizes,
+        *grad_q.stride()[:2],
+        *grad_k.stride()[:2], *grad_v.stride()[:2], *conv.strides(grad_final_state, 0, 2),
         *x.stride()[:2], *conv.strides(initial_state, 0, 2), *grad_x.stride()[:2],
-        *conv.strides(grad_state, 0, 2), W=taps, SILU=silu, **plan.constants,
+        *conv.strides(grad_initial_state, 0, 2), W=taps, SILU=silu, **plan.constants,
     )  # fmt: skip
     conv.write_totals(sums, grad_weight, grad_bias)
 
@@ -110,16 +113,16 @@ class _Plan:
     A block of q or k is whole heads: as many as fit where their size is a power of two, else one.
     """
 
-    def __init__(self, x, q, v, starts, eps, most: int):
+    def __init__(self, x, heads, starts, eps, most: int):
         batch, length, width = x.shape
-        heads, head = q.shape[2:]
-        self.keys = heads * head
+        key_heads, value_heads, head, value_dim = heads
+        self.keys = key_heads * head
         lanes = next_power_of_2(head)
         block = min(most, next_power_of_2(self.keys))
         step = block
         if eps is not None and lanes != head:
             block, step = lanes, head
-        values = min(most, next_power_of_2(v.shape[2] * v.shape[3]))
+        values = min(most, next_power_of_2(value_heads * value_dim))
         blocks = min(cdiv(self.keys, step), cdiv(width - 2 * self.keys, values))
         chunk = conv.tokens_of_a_piece(batch, length, blocks, x.device)
         self.pieces = batch * cdiv(length, chunk)

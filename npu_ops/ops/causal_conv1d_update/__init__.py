@@ -78,7 +78,7 @@ def causal_conv1d_update(
         intermediate_state_indices=intermediate_state_indices,
         disable_state_update=disable_state_update,
     )  # fmt: skip
-    return op.call(*args).view(x.shape)
+    return op.forward(*args).view(x.shape)
 
 
 def _prepare(
@@ -227,9 +227,4 @@ def _check_window(window, window_indices, rows, width, batch, starts):
     _check_range("intermediate_state_indices", window_indices, 0, shape[0] - 1, -1, distinct=True)
 
 
-def _implementation_args(*args, **kwargs):
-    prepared = _prepare(*args, **kwargs)
-    return *prepared, prepared[0]
-
-
-explains("causal_conv1d_update", op.table, _implementation_args)
+explains("causal_conv1d_update", op.forward, _prepare)

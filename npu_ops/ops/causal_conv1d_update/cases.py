@@ -7,9 +7,11 @@ import dataclasses
 import torch
 
 from npu_ops.core import make
+from npu_ops.core.cases import Call
+from npu_ops.core.models import Model
 from npu_ops.ops.causal_conv1d.cases import CHANNELS, TOLERANCES
 
-__all__ = ["CASES", "DIFFERENTIABLE", "REPRESENTATIVE", "TOLERANCES", "Case"]
+__all__ = ["CALLS", "CASES", "DIFFERENTIABLE", "REPRESENTATIVE", "TOLERANCES", "Case", "of_model"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,3 +102,20 @@ REPRESENTATIVE = (
     "qwen3-next-b1", "qwen3-next-b8-vllm", "qwen3-next-b8-sglang", "decode-t2-w2-packed",
     "vllm-t3-w3-packed", "sglang-t3-w3", "channels-first", "channels-first-vllm",
 )  # fmt: skip
+
+CALLS = [
+    Call(
+        "causal_conv1d_update",
+        lambda draw: {
+            "x": draw(2, 8), "conv_state": draw(4, 8, 3), "weight": draw(8, 4), "bias": draw(8),
+            "conv_state_indices": make.indices([2, 1]),
+            "intermediate_conv_window": draw(2, 1, 8, 3),
+        },
+        writes=("conv_state", "intermediate_conv_window"),
+    ),
+]  # fmt: skip
+
+
+def of_model(model: Model, tokens: int) -> list[Case]:
+    """A token of one sequence."""
+    return [Case("decode", 1, 1, model.linear_channels)] if model.linear else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from npu_ops.core import indices as check
 from npu_ops.core import make
 from npu_ops.ops.causal_conv1d import reference as conv
 
@@ -51,6 +52,36 @@ def causal_conv1d_update(
         _keep_windows(window, window_indices, good, rows_at, x.shape[1], width)
     y = conv.causal_conv1d(x, weight, bias, None, state, starts, silu)
     return _without_bad(y, good, slot == pad, begins, ends)
+
+
+def check_indices(arguments) -> None:
+    """Raise for index values that lead out of a tensor, as the native kernel does."""
+    x, state, slots, starts = arguments.x, arguments.conv_state, arguments.indices, arguments.starts
+    check.check_starts("query_start_loc", starts, x.shape[1], padded=True)
+    count = x.shape[0] if starts is None else len(starts) - 1
+    if slots is None:
+        used = torch.ones(count, dtype=torch.bool, device="cpu")
+    else:
+        used = slots != arguments.pad
+        slots = check.within("conv_state_indices", slots[used], 0, state.shape[0] - 1)
+        if arguments.update:
+            check.check_distinct("conv_state_indices", slots)
+    _check_accepted(arguments, used)
+    if arguments.window_indices is not None:
+        last, places = arguments.window.shape[0] - 1, arguments.window_indices
+        check.check_within("intermediate_state_indices", places, -1, last)
+        written = places[used & (places >= 0)]
+        check.check_distinct("intermediate_state_indices", written.tolist())
+
+
+def _check_accepted(arguments, used) -> None:
+    if arguments.accepted is None:
+        return
+    most = arguments.conv_state.shape[2] - arguments.weight.shape[1] + 2
+    check.check_within("num_accepted_tokens", arguments.accepted[used], 1, most)
+    if arguments.starts is not None:
+        lengths = arguments.starts.diff()[used]
+        check.check_within("query_start_loc (a length)", lengths, 0, most)
 
 
 def _keep_windows(window, window_indices, good, rows_at, tokens, width):

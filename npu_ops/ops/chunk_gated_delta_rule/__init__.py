@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import check, library, log
+from npu_ops.core import library, log
 from npu_ops.core.registry import explains
+from npu_ops.core.signature import call_of
 from npu_ops.ops.chunk_gated_delta_rule import context_parallel, op
+from npu_ops.ops.chunk_gated_delta_rule.arguments import check_call
 from npu_ops.ops.chunk_gated_delta_rule.reference import compute_dtype
-from npu_ops.ops.fused_recurrent_gated_delta_rule import (
-    check_cu_seqlens,
-    check_flags,
-    check_heads,
-    check_like,
-    check_state,
-)
 from npu_ops.ops.gdn_gate import gdn_gate
 
 __all__ = ["chunk_gated_delta_rule"]
@@ -87,60 +82,51 @@ def chunk_gated_delta_rule(
 
     Source: fla `chunk_gated_delta_rule`; Gated Delta Networks, arXiv:2412.06464.
     """
-    args = _prepare(
+    inputs = _inputs(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu,
-        chunk_indices, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
-        chunk_size=chunk_size, cp_group=cp_group,
+        chunk_indices, use_gate_in_kernel, A_log, dt_bias, chunk_size, cp_group,
     )  # fmt: skip
     if cp_group is not None:
-        args = _continued(cp_group, *args)
-    o, final_state = op.call(*args)
+        inputs = context_parallel.continued(inputs, cp_group)
+    o, final_state = op.forward(*inputs)
     return o, final_state if output_final_state else None
 
 
-def _prepare(
-    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
-    use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
-    state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, *,
-    use_gate_in_kernel=False, A_log=None, dt_bias=None, chunk_size=64,
-    cp_group=None,
-):  # fmt: skip
-    """Check the public arguments; return them as the operator takes them."""
-    check_heads(q, k, v)
-    for name, x in (("g", g), ("beta", beta)):
-        check.tensor(name, x)
-        check_like(name, x, v, v.shape[:3])
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, v)
-    for name, x in (("cu_seqlens_cpu", cu_seqlens_cpu), ("chunk_indices", chunk_indices)):
-        if x is not None and cu_seqlens is None:
-            raise ValueError(f"{name}: got one without cu_seqlens, needs both")
-    check_state(initial_state, v, q.shape[3], state_v_first, cu_seqlens)
-    check_flags(
-        g, beta, A_log, dt_bias, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, v
-    )
-    if cp_group is not None:
-        check.alone("cp_group", initial_state=initial_state, cu_seqlens=cu_seqlens)
-    check.one_of("chunk_size", chunk_size, op.CHUNK_SIZES)
-    wide = compute_dtype(q)
-    if use_gate_in_kernel:
-        g = gdn_gate(g, A_log, dt_bias)
+_Call = call_of(chunk_gated_delta_rule)
+
+
+def _inputs(*args, **kwargs):
+    """The operator's inputs, from the public function's arguments."""
+    call = _Call(*args, **kwargs)
+    check_call(call)
+    return _converted(call)
+
+
+def _converted(call):
+    """A call that was checked, as the operator takes it."""
+    g, beta, wide = call.g, call.beta, compute_dtype(call.q)
+    if call.use_gate_in_kernel:
+        g = gdn_gate(g, call.A_log, call.dt_bias)
     else:
         _warn_of_growth(g)
     beta = beta.to(wide)
-    if use_beta_sigmoid_in_kernel:
-        beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    settings = scale, int(chunk_size), bool(state_v_first), bool(use_qk_l2norm_in_kernel)
-    settings += (bool(output_final_state),)
-    return q, k, v, g.to(wide), beta, initial_state, cu_seqlens, *settings
-
-
-def _continued(group, q, k, v, g, beta, _, cu_seqlens, *settings):
-    """The operator's arguments, from the state that the spans of earlier ranks leave."""
-    state = context_parallel.initial_state(k, v, g, beta, *settings[:-1], group)
-    return q, k, v, g, beta, state, cu_seqlens, *settings
+    if call.use_beta_sigmoid_in_kernel:
+        beta = beta.sigmoid() * (2 if call.allow_neg_eigval else 1)
+    return op.forward.Inputs(
+        q=call.q,
+        k=call.k,
+        v=call.v,
+        g=g.to(wide),
+        beta=beta,
+        initial_state=call.initial_state,
+        cu_seqlens=call.cu_seqlens,
+        scale=call.q.shape[3] ** -0.5 if call.scale is None else float(call.scale),
+        chunk_size=int(call.chunk_size),
+        state_v_first=bool(call.state_v_first),
+        normalize=bool(call.use_qk_l2norm_in_kernel),
+        output_final_state=bool(call.output_final_state),
+    )
 
 
 def _warn_of_growth(g) -> None:
@@ -149,10 +135,4 @@ def _warn_of_growth(g) -> None:
         log.once("chunk_gated_delta_rule: a g is above 0, which lets the state grow")
 
 
-def _implementation_args(*args, **kwargs):
-    *inputs, wanted = _prepare(*args, **kwargs)
-    o, final_state = op.outputs(*inputs, wanted)
-    return *inputs, o, final_state if wanted else None
-
-
-explains("chunk_gated_delta_rule", op.forward_table, _implementation_args)
+explains("chunk_gated_delta_rule", op.forward, _inputs)

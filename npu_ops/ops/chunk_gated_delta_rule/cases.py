@@ -7,7 +7,9 @@ import dataclasses
 import torch
 
 from npu_ops.core import make
+from npu_ops.core.cases import Call
 from npu_ops.core.compare import Tolerance
+from npu_ops.core.models import LINEAR_DIM, Model
 from npu_ops.ops.fused_recurrent_gated_delta_rule.cases import MODELS
 
 # Against fp64 on the same inputs: fp32 arithmetic between fp32 inputs; with bf16 and fp16 inputs
@@ -115,3 +117,21 @@ CASES = [
 DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
 # Across these, every branch of the Triton kernels.
 REPRESENTATIVE = ("qwen3.5-9b-tp1-t1", "packed", "no-state", "chunk-32", "wide")
+
+CALLS = [
+    Call(
+        "chunk_gated_delta_rule",
+        lambda draw: {
+            "q": draw(1, 20, 2, 16), "k": draw(1, 20, 2, 16), "v": draw(1, 20, 4, 16),
+            "g": -draw(1, 20, 4).abs(), "beta": draw(1, 20, 4).sigmoid(),
+            "initial_state": draw(2, 4, 16, 16), "output_final_state": True,
+            "use_qk_l2norm_in_kernel": True, "chunk_size": 16,
+            "cu_seqlens": make.indices([0, 3, 20]),
+        },
+    ),
+]  # fmt: skip
+
+
+def of_model(model: Model, tokens: int) -> list[Case]:
+    """Gated Delta Net's layers, in training and for a prompt."""
+    return [Case("linear", tokens, *model.linear, *[LINEAR_DIM] * 2)] if model.linear else []

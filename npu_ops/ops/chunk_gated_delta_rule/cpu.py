@@ -24,7 +24,6 @@ import torch
 from npu_ops.core import indices
 from npu_ops.core.registry import from_native
 from npu_ops.ops.chunk_gated_delta_rule.reference import EPS
-from npu_ops.ops.l2norm import op as _l2norm_op  # noqa: F401  (defines its native kernels)
 
 _gates = from_native(
     "chunk_gated_delta_rule_gates_cpu(Tensor recalled, Tensor g, Tensor beta, Tensor(a!) inverse, "
@@ -35,23 +34,25 @@ _values = from_native(
     "Tensor(a!) missed, Tensor(b!)? o) -> ()"
 )()
 _written_backward = from_native(
-    "chunk_gated_delta_rule_written_backward_cpu(Tensor solved, Tensor decays, Tensor dwritten, "
-    "Tensor(a!) dsolved, Tensor(b!) kept) -> ()"
+    "chunk_gated_delta_rule_written_backward_cpu(Tensor solved, Tensor decays, "
+    "Tensor grad_written, Tensor(a!) grad_solved, Tensor(b!) kept) -> ()"
 )()
 _states_backward = from_native(
     "chunk_gated_delta_rule_states_backward_cpu(Tensor states, Tensor decays, "
-    "Tensor(a!) dstates, Tensor(b!) faded) -> ()"
+    "Tensor(a!) grad_states, Tensor(b!) faded) -> ()"
 )()
 _values_backward = from_native(
-    "chunk_gated_delta_rule_values_backward_cpu(Tensor dmissed, Tensor do, Tensor v, "
-    "Tensor recalled, Tensor decays, Tensor(a!) dv, Tensor(b!) drecalled, Tensor(c!) dbeta, "
-    "Tensor(d!) dtotal) -> ()"
+    "chunk_gated_delta_rule_values_backward_cpu(Tensor grad_missed, Tensor grad_o, Tensor v, "
+    "Tensor recalled, Tensor decays, Tensor(a!) grad_v, Tensor(b!) grad_recalled, "
+    "Tensor(c!) grad_beta, Tensor(d!) grad_total) -> ()"
 )()
 _gates_backward = from_native(
     "chunk_gated_delta_rule_gates_backward_cpu(Tensor recalled, Tensor g, Tensor beta, "
-    "Tensor dsolve, Tensor dattention, Tensor dbeta_in, Tensor dtotal_in, Tensor kept, "
-    "Tensor faded, Tensor(a!) drecalled, Tensor(b!) dg, Tensor(c!) dbeta) -> ()"
+    "Tensor grad_solve, Tensor grad_attention, Tensor grad_beta_in, Tensor grad_total_in, "
+    "Tensor kept, Tensor faded, Tensor(a!) grad_recalled, Tensor(b!) grad_g, "
+    "Tensor(c!) grad_beta) -> ()"
 )()
+# Those of `l2norm`, whose op.py defines them.
 _l2norm = torch.ops.npu_ops.l2norm_cpu.default
 _l2norm_backward = torch.ops.npu_ops.l2norm_backward_cpu.default
 
@@ -212,10 +213,10 @@ def chunk_gated_delta_rule(
 
 @torch.autocast("cpu", enabled=False)
 def chunk_gated_delta_rule_backward(
-    do, dht, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first,
-    normalize, dq, dk, dv, dg, dbeta, dh0,
+    grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size,
+    state_v_first, normalize, grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial_state,
 ):  # fmt: skip
-    """Writes the gradients; dh0 may be None. Keeps the state before each chunk of a sequence."""
+    """Writes the gradients that are not None. Keeps the state before each chunk of a sequence."""
     x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first, normalize)
     scratch = _Scratch()
     for n, (b, spans) in enumerate(x.sequences()):
@@ -224,59 +225,61 @@ def chunk_gated_delta_rule_backward(
         for i, span in enumerate(spans[:-1]):
             chunk = _Chunk(x, scratch, b, span, states[i], queries=False)
             chunk.next_state(states[i], states[i + 1])
-        dstate = _first_state(x, dht, n, scratch("dstate", *x.state_shape))
+        grad_state = _first_state(x, grad_final_state, n, scratch("grad_state", *x.state_shape))
         for i, span in reversed(list(enumerate(spans))):
             chunk = _Chunk(x, scratch, b, span, states[i])
-            outputs = [out[b, span] for out in (dq, dk, dv, dg, dbeta)]
-            _chunk_backward(chunk, x, scratch, do[b, span], states[i], dstate, *outputs)
-        if dh0 is not None:
-            x.by_head(dh0, n).copy_(dstate)
+            outputs = [out[b, span] for out in (grad_q, grad_k, grad_v, grad_g, grad_beta)]
+            _chunk_backward(chunk, x, scratch, grad_o[b, span], states[i], grad_state, *outputs)
+        if grad_initial_state is not None:
+            x.by_head(grad_initial_state, n).copy_(grad_state)
 
 
 def _first_state(x, states, n, out):
     return out.zero_() if states is None else out.copy_(x.by_head(states, n))
 
 
-def _chunk_backward(chunk, x, scratch, do_tokens, state, dstate, dq, dk, dv, dg, dbeta):
-    """Writes a chunk's gradients, and takes `dstate` from after the chunk to before it."""
+def _chunk_backward(
+    chunk, x, scratch, grad_o_tokens, state, grad_state, grad_q, grad_k, grad_v, grad_g, grad_beta
+):
+    """Writes a chunk's gradients, and takes `grad_state` from after the chunk to before it."""
     group, heads, count, values = like = chunk.v.shape
     keys, square = chunk.k.shape[2], (group, heads, count, count)
-    do = scratch("do", *like).copy_(_grouped(do_tokens, heads))
+    grad_o = scratch("grad_o", *like).copy_(_grouped(grad_o_tokens, heads))
     # O = ... + P N, S' = ... + K^T (until N)
-    dattention = torch.bmm(
-        _flat(do), _flat(chunk.solved).transpose(1, 2), out=_flat(scratch("dattention", *square))
-    )
-    dsolved = scratch("dsolved", *like)
-    torch.bmm(_flat(chunk.attention).transpose(1, 2), _flat(do), out=_flat(dsolved))
-    dwritten = _each(chunk.k, dstate, scratch("dwritten", *like))
+    grad_attention = scratch("grad_attention", *square)
+    torch.bmm(_flat(grad_o), _flat(chunk.solved).transpose(1, 2), out=_flat(grad_attention))
+    grad_solved = scratch("grad_solved", *like)
+    torch.bmm(_flat(chunk.attention).transpose(1, 2), _flat(grad_o), out=_flat(grad_solved))
+    grad_written = _each(chunk.k, grad_state, scratch("grad_written", *like))
     kept = scratch("kept", group, heads, count)
-    _written_backward(chunk.solved, chunk.decays, dwritten, dsolved, kept)
+    _written_backward(chunk.solved, chunk.decays, grad_written, grad_solved, kept)
     # N = A R
-    dmissed = scratch("dmissed", *like)
-    torch.bmm(_flat(chunk.inverse).transpose(1, 2), _flat(dsolved), out=_flat(dmissed))
-    dsolve = torch.bmm(
-        _flat(dmissed), _flat(chunk.solved).transpose(1, 2), out=_flat(scratch("dsolve", *square))
-    )
+    grad_missed = scratch("grad_missed", *like)
+    torch.bmm(_flat(chunk.inverse).transpose(1, 2), _flat(grad_solved), out=_flat(grad_missed))
+    grad_solve = scratch("grad_solve", *square)
+    torch.bmm(_flat(grad_missed), _flat(chunk.solved).transpose(1, 2), out=_flat(grad_solve))
     # R = beta (V - since K S), O = since Q S + ...
-    dvalues, drecalled = scratch("dvalues", *like), scratch("drecalled", *chunk.recalled.shape)
+    grad_values = scratch("grad_values", *like)
+    grad_recalled = scratch("grad_recalled", *chunk.recalled.shape)
     partial = scratch("partial", 2, group, heads, count)
     _values_backward(
-        dmissed, do, chunk.v, chunk.recalled, chunk.decays, dvalues, drecalled, *partial
-    )
-    _grouped(dv, heads).copy_(dvalues)
-    # S, the gates, and the products K K^T and Q K^T
-    dk_written = scratch("dk_written", heads, count, keys)
-    torch.bmm(chunk.written[0], dstate[0].transpose(1, 2), out=dk_written)
-    _add_each(dk_written, chunk.written[1:], dstate[1:].transpose(2, 3))
-    faded = scratch("faded", group, heads)
-    _states_backward(state, chunk.decays, dstate, faded)
-    _add_each(dstate, chunk.kq.transpose(1, 2), drecalled)
-    dproducts = scratch("dproducts", heads, 2 * count, 2 * count)
-    _gates_backward(
-        chunk.products, chunk.g, chunk.beta, dsolve, dattention, *partial, kept, faded,
-        dproducts, dg, dbeta,
+        grad_missed, grad_o, chunk.v, chunk.recalled, chunk.decays, grad_values, grad_recalled,
+        *partial,
     )  # fmt: skip
-    dkq = torch.bmm(dproducts, chunk.kq, out=scratch("dkq", heads, 2 * count, keys))
-    _add_each(dkq, drecalled, state.transpose(2, 3))
-    x.read_backward(dkq[:, :count].add_(dk_written), chunk.k_given, dk)
-    x.read_backward(dkq[:, count:].mul_(x.scale), chunk.q_given, dq)
+    _grouped(grad_v, heads).copy_(grad_values)
+    # S, the gates, and the products K K^T and Q K^T
+    grad_k_written = scratch("grad_k_written", heads, count, keys)
+    torch.bmm(chunk.written[0], grad_state[0].transpose(1, 2), out=grad_k_written)
+    _add_each(grad_k_written, chunk.written[1:], grad_state[1:].transpose(2, 3))
+    faded = scratch("faded", group, heads)
+    _states_backward(state, chunk.decays, grad_state, faded)
+    _add_each(grad_state, chunk.kq.transpose(1, 2), grad_recalled)
+    grad_products = scratch("grad_products", heads, 2 * count, 2 * count)
+    _gates_backward(
+        chunk.products, chunk.g, chunk.beta, grad_solve, grad_attention, *partial, kept, faded,
+        grad_products, grad_g, grad_beta,
+    )  # fmt: skip
+    grad_kq = torch.bmm(grad_products, chunk.kq, out=scratch("grad_kq", heads, 2 * count, keys))
+    _add_each(grad_kq, grad_recalled, state.transpose(2, 3))
+    x.read_backward(grad_kq[:, :count].add_(grad_k_written), chunk.k_given, grad_k)
+    x.read_backward(grad_kq[:, count:].mul_(x.scale), chunk.q_given, grad_q)

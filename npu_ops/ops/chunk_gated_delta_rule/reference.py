@@ -1,9 +1,6 @@
-"""The gated delta rule by chunks, in plain PyTorch: what it computes is the recurrence.
+"""The definition of the chunked gated delta rule: the recurrence, whatever the chunk_size is.
 
-A chunk is a way to compute and changes no result, so the definition of right is that of
-`fused_recurrent_gated_delta_rule`, with one decay for a whole state.
-
-normalize: q and k are divided by their norms first (`l2norm`), in fp32 too.
+That of `fused_recurrent_gated_delta_rule`, with one decay for a whole state.
 """
 
 from __future__ import annotations
@@ -16,9 +13,12 @@ EPS = 1e-6  # of the norm
 
 
 def chunk_gated_delta_rule(
-    q, k, v, g, beta, initial_state, cu_seqlens, scale, state_v_first, normalize
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize
 ):
-    """o `[B, T, HV, V]` and the final states `[N, HV, K, V]` (or `[N, HV, V, K]`), fp32 or fp64."""
+    """o `[B, T, HV, V]` and the final states `[N, HV, K, V]` (or `[N, HV, V, K]`), fp32 or fp64.
+
+    normalize: q and k are divided by their norms first (`l2norm`), in fp32 too.
+    """
     if normalize:
         q, k = (norm.l2norm(x, EPS) for x in (q, k))
     inputs = q, k, v, g, None, None, beta[..., None], initial_state, cu_seqlens
@@ -26,16 +26,22 @@ def chunk_gated_delta_rule(
 
 
 def chunk_gated_delta_rule_backward(
-    do, dht, q, k, v, g, beta, initial_state, cu_seqlens, scale, state_v_first, normalize
-):
+    grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size,
+    state_v_first, normalize,
+):  # fmt: skip
     """The gradients of q, k, v, g, beta and initial_state, fp32 or fp64; the last also if None."""
     given = q, k
     if normalize:
         q, k = (norm.l2norm(x, EPS) for x in given)
     inputs = q, k, v, g, None, None, beta[..., None], initial_state, cu_seqlens
-    dq, dk, dv, dg, _, _, dbeta, dh0 = recurrent.fused_recurrent_gated_delta_rule_backward(
-        do, dht, *inputs, scale, state_v_first
+    grad_q, grad_k, grad_v, grad_g, _, _, grad_beta, grad_initial_state = (
+        recurrent.fused_recurrent_gated_delta_rule_backward(
+            grad_o, grad_final_state, *inputs, scale, state_v_first
+        )
     )
     if normalize:
-        dq, dk = (norm.l2norm_backward(d, x, EPS) for d, x in zip((dq, dk), given, strict=True))
-    return dq, dk, dv, dg, dbeta[..., 0], dh0
+        grad_q, grad_k = (
+            norm.l2norm_backward(grad, x, EPS)
+            for grad, x in zip((grad_q, grad_k), given, strict=True)
+        )
+    return grad_q, grad_k, grad_v, grad_g, grad_beta[..., 0], grad_initial_state

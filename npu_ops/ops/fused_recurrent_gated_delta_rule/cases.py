@@ -7,7 +7,9 @@ import dataclasses
 import torch
 
 from npu_ops.core import make
+from npu_ops.core.cases import Call
 from npu_ops.core.compare import Tolerance
+from npu_ops.core.models import LINEAR_DIM, Model
 
 # Against fp64 on the same inputs: fp32 arithmetic, then one rounding. The gradient
 # of a gate is a sum over a whole state, in which much cancels.
@@ -142,3 +144,22 @@ DIFFERENTIABLE = (
 REPRESENTATIVE = (
     "qwen3.5-9b-tp1-t1", "packed", "all-gates", "all-gates-v-first", "wide",
 )  # fmt: skip
+
+CALLS = [
+    Call(
+        "fused_recurrent_gated_delta_rule",
+        lambda draw: {
+            "q": draw(2, 5, 2, 8), "k": draw(2, 5, 2, 8), "v": draw(2, 5, 4, 8),
+            "g": -draw(2, 5, 4).abs(), "beta": draw(2, 5, 4).sigmoid(),
+            "initial_state": draw(2, 4, 8, 8), "output_final_state": True,
+            "use_qk_l2norm_in_kernel": True,
+        },
+    ),
+]  # fmt: skip
+
+
+def of_model(model: Model, tokens: int) -> list[Case]:
+    """A token of one sequence."""
+    if model.linear is None:
+        return []
+    return [Case("decode", 1, *model.linear, LINEAR_DIM, LINEAR_DIM, state="v")]

@@ -1,6 +1,7 @@
-"""The gated delta rule, one token after another, in plain PyTorch: the definition of right.
+"""Shared by all gated delta rules: the definition of right.
 
-Computed in fp32 (fp64 for fp64 inputs). Reads `cu_seqlens` on the host.
+One token after another, in plain PyTorch, in fp32 (fp64 for fp64 inputs). Reads `cu_seqlens` on the
+host.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
 def step(state, q, k, v, beta, decay):
     """One token of every value head: the next state, and what q reads from it.
 
-    The state decays, then what it recalls for k moves by beta of the way to v.
-    state: `[HV, K, V]`. q, k: `[HV, K]`. v: `[HV, V]`. beta, decay: broadcast to v and the state.
+    state, decay: `[HV, K, V]`. q, k: `[HV, K]`. v, beta: `[HV, V]`. decay and beta may broadcast.
+    The state decays. Then what it recalls for k moves towards v, by beta of the way.
     """
     state = state * decay
     recalled = (state * k[..., None]).sum(-2)
@@ -26,21 +27,21 @@ def step(state, q, k, v, beta, decay):
     return state, (state * q[..., None]).sum(-2)
 
 
-def step_backward(dstate, do, state, q, k, v, beta, decay):
+def step_backward(grad_state, grad_o, state, q, k, v, beta, decay):
     """The gradients of a step: of the state before it, and of q, k, v, beta and log(decay).
 
-    dstate, do: the gradients of what `step` returned. state: the one before the step.
+    grad_state, grad_o: the gradients of what `step` returned. state: the one before the step.
     """
     state = state * decay
     error = v - (state * k[..., None]).sum(-2)
-    write, do = (beta * error)[..., None, :], do[..., None, :]
-    dq = ((state + k[..., None] * write) * do).sum(-1)
-    dstate = dstate + q[..., None] * do
-    dwrite = (dstate * k[..., None]).sum(-2)
-    dv = beta * dwrite
-    dk = (dstate * write - state * dv[..., None, :]).sum(-1)
-    dstate = dstate - k[..., None] * dv[..., None, :]
-    return dstate * decay, dq, dk, dv, error * dwrite, dstate * state
+    write, grad_o = (beta * error)[..., None, :], grad_o[..., None, :]
+    grad_q = ((state + k[..., None] * write) * grad_o).sum(-1)
+    grad_state = grad_state + q[..., None] * grad_o
+    grad_write = (grad_state * k[..., None]).sum(-2)
+    grad_v = beta * grad_write
+    grad_k = (grad_state * write - state * grad_v[..., None, :]).sum(-1)
+    grad_state = grad_state - k[..., None] * grad_v[..., None, :]
+    return grad_state * decay, grad_q, grad_k, grad_v, error * grad_write, grad_state * state
 
 
 def fused_recurrent_gated_delta_rule(
@@ -61,37 +62,39 @@ def fused_recurrent_gated_delta_rule(
 
 
 def fused_recurrent_gated_delta_rule_backward(
-    do, dht, q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale, state_v_first
-):
+    grad_o, grad_final_state, q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale,
+    state_v_first,
+):  # fmt: skip
     """The gradients of the eight tensors, fp32 or fp64; also of those that are None."""
     tokens = _tokens(q, k, v, g, gk, gv, beta, initial_state, scale)
-    do = do.to(tokens[2].dtype).flatten(0, 1)
-    log_decay = do.new_empty((*do.shape[:2], q.shape[3], v.shape[3]))
-    gradients = [torch.zeros_like(x) for x in (*tokens[:3], do, log_decay)]
-    dfirst = []
+    grad_o = grad_o.to(tokens[2].dtype).flatten(0, 1)
+    log_decay = grad_o.new_empty((*grad_o.shape[:2], q.shape[3], v.shape[3]))
+    gradients = [torch.zeros_like(x) for x in (*tokens[:3], grad_o, log_decay)]
+    grad_initial_state = []
     for n, (begin, end) in enumerate(_spans(cu_seqlens, *q.shape[:2])):
         states = [_first_state(initial_state, n, tokens, state_v_first)]
         for t in range(begin, end):
             states.append(step(states[-1], *(x[t] for x in tokens))[0])
-        dstate = _first_state(dht, n, tokens, state_v_first)
+        grad_state = _first_state(grad_final_state, n, tokens, state_v_first)
         for t in reversed(range(begin, end)):
-            dstate, *of_token = step_backward(
-                dstate, do[t], states[t - begin], *(x[t] for x in tokens)
+            grad_state, *of_token = step_backward(
+                grad_state, grad_o[t], states[t - begin], *(x[t] for x in tokens)
             )
             for gradient, one in zip(gradients, of_token, strict=True):
                 gradient[t] = one
-        dfirst.append(dstate)
-    dq, dk, dv, dbeta, dlog = gradients
-    dq, dk = (x.unflatten(1, (q.shape[2], -1)).sum(2) for x in (dq * scale, dk))
+        grad_initial_state.append(grad_state)
+    grad_q, grad_k, grad_v, grad_beta, grad_log = gradients
+    grad_q, grad_k = (x.unflatten(1, (q.shape[2], -1)).sum(2) for x in (grad_q * scale, grad_k))
     if beta.shape[-1] == 1:
-        dbeta = dbeta.sum(-1, keepdim=True)
-    dg, dgk, dgv = dlog.sum((-1, -2)), dlog.sum(-1), dlog.sum(-2)
-    by_token = (x.unflatten(0, q.shape[:2]) for x in (dq, dk, dv, dg, dgk, dgv, dbeta))
-    return *by_token, _as_stored(torch.stack(dfirst), state_v_first)
+        grad_beta = grad_beta.sum(-1, keepdim=True)
+    grad_g, grad_gk, grad_gv = grad_log.sum((-1, -2)), grad_log.sum(-1), grad_log.sum(-2)
+    by_token = grad_q, grad_k, grad_v, grad_g, grad_gk, grad_gv, grad_beta
+    by_token = (x.unflatten(0, q.shape[:2]) for x in by_token)
+    return *by_token, _as_stored(torch.stack(grad_initial_state), state_v_first)
 
 
 def _tokens(q, k, v, g, gk, gv, beta, initial_state, scale):
-    """What a step takes of each token, q scaled and q and k repeated for each value head."""
+    """What steps take, `[tokens, HV, ...]`: q is scaled; q and k are repeated for value heads."""
     wide = compute_dtype(q, k, v, g, gk, gv, beta, initial_state)
     group = v.shape[2] // q.shape[2]
     q, k = (x.to(wide).repeat_interleave(group, 2) for x in (q, k))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import check, library
 from npu_ops.core.registry import explains
-from npu_ops.ops.fused_recurrent_gated_delta_rule import MAX_DIM
+from npu_ops.core.signature import call_of
 from npu_ops.ops.gated_delta_rule_update import op
+from npu_ops.ops.gated_delta_rule_update.arguments import check_inputs, pool_of, split
 
 __all__ = ["gated_delta_rule_update"]
 
@@ -81,211 +81,43 @@ def gated_delta_rule_update(
     Source: SGLang `fused_sigmoid_gating_delta_rule_update` and vLLM
     `fused_recurrent_gated_delta_rule`.
     """
-    args = _prepare(
-        qkv, a, b, A_log, dt_bias, state, state_indices, state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens, num_accepted_tokens=num_accepted_tokens,
-        intermediate_states=intermediate_states,
-        intermediate_state_indices=intermediate_state_indices,
-        disable_state_update=disable_state_update, scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    inputs = _inputs(
+        qkv, a, b, A_log, dt_bias, state, state_indices, state_v_first, cu_seqlens,
+        num_accepted_tokens, intermediate_states, intermediate_state_indices, disable_state_update,
+        scale, use_qk_l2norm_in_kernel,
     )  # fmt: skip
-    return op.call(*args)
+    return op.forward(*inputs)
 
 
-def _prepare(
-    qkv, a, b, A_log, dt_bias, state, state_indices, *, state_v_first, cu_seqlens=None,
-    num_accepted_tokens=None, intermediate_states=None, intermediate_state_indices=None,
-    disable_state_update=False, scale=None, use_qk_l2norm_in_kernel=True,
-):  # fmt: skip
-    """Check the public arguments; return them as the operator takes them."""
-    value_heads, keys, values = _check_pool(state, state_v_first)
-    q, k, v = _split(qkv, value_heads, keys, values)
-    tokens = v.shape[0]
-    for name, x, shape in (
-        ("a", a, (tokens, value_heads)),
-        ("b", b, (tokens, value_heads)),
-        ("A_log", A_log, (value_heads,)),
-        ("dt_bias", dt_bias, (value_heads,)),
-    ):
-        check.floating(name, x)
-        _check_shape(name, x, shape)
-    _check_state_dtype("state", state, v)
-    check.indices("state_indices", state_indices)
-    if state_indices.dim() not in (1, 2) or 0 in state_indices.shape[1:]:
-        raise check.shape("state_indices", state_indices, "[N] or [N, S]")
-    count = state_indices.shape[0]
-    if tokens and (not count or (cu_seqlens is None and tokens % count)):
-        raise ValueError(
-            f"state_indices: got {count} sequences, needs a divisor of {tokens} tokens"
-        )
-    for name, x, length in (
-        ("cu_seqlens", cu_seqlens, count + 1),
-        ("num_accepted_tokens", num_accepted_tokens, count),
-        ("intermediate_state_indices", intermediate_state_indices, count),
-    ):
-        if x is not None:
-            check.indices(name, x)
-            _check_shape(name, x, (length,))
-    _check_kept(
-        intermediate_states, intermediate_state_indices, num_accepted_tokens, state, state_indices
+_Call = call_of(gated_delta_rule_update)
+
+
+def _inputs(*args, **kwargs):
+    """The operator's inputs, from the public function's arguments."""
+    call = _Call(*args, **kwargs)
+    pool = pool_of(call.state, call.state_v_first)
+    q, k, v = split(call.qkv, pool)
+    inputs = op.forward.Inputs(
+        q=q,
+        k=k,
+        v=v,
+        a=call.a,
+        b=call.b,
+        A_log=call.A_log,
+        dt_bias=call.dt_bias,
+        state=call.state,
+        state_indices=call.state_indices,
+        cu_seqlens=call.cu_seqlens,
+        num_accepted_tokens=call.num_accepted_tokens,
+        intermediate_states=call.intermediate_states,
+        intermediate_state_indices=call.intermediate_state_indices,
+        scale=pool.keys**-0.5 if call.scale is None else float(call.scale),
+        normalize=bool(call.use_qk_l2norm_in_kernel),
+        state_v_first=bool(call.state_v_first),
+        update=not call.disable_state_update,
     )
-    tensors = {
-        "qkv": q, "k": k, "v": v, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias,
-        "state": state, "state_indices": state_indices, "cu_seqlens": cu_seqlens,
-        "num_accepted_tokens": num_accepted_tokens, "intermediate_states": intermediate_states,
-        "intermediate_state_indices": intermediate_state_indices,
-    }  # fmt: skip
-    for name, x in tensors.items():
-        if x is not None:
-            check.same_device(name, x, "qkv", q)
-            if torch.is_grad_enabled() and x.requires_grad:
-                raise ValueError(f"{name}: got one that requires a gradient, needs torch.no_grad()")
-    written = {name: tensors[name] for name in ("state", "intermediate_states")}
-    check.writable(written, {name: x for name, x in tensors.items() if name not in written})
-    lengths = state_indices, cu_seqlens, num_accepted_tokens
-    kept = intermediate_states, intermediate_state_indices
-    if state_indices.device.type == "cpu" and library.is_plain(
-        *lengths, intermediate_state_indices
-    ):
-        _check_values(tokens, state.shape[0], *lengths, *kept, not disable_state_update)
-    scale = keys**-0.5 if scale is None else float(scale)
-    settings = scale, bool(use_qk_l2norm_in_kernel), bool(state_v_first), not disable_state_update
-    return *tensors.values(), *settings
+    check_inputs(inputs)
+    return inputs
 
 
-def _check_pool(state, v_first) -> tuple[int, int, int]:
-    """Value heads, keys and values of a pool of states."""
-    check.tensor("state", state)
-    layout = "[slots, HV, V, K]" if v_first else "[slots, HV, K, V]"
-    if state.dim() != 4 or not all(0 < n <= MAX_DIM for n in state.shape[2:]) or not state.shape[1]:
-        raise check.shape("state", state, f"{layout}, K and V up to {MAX_DIM}")
-    _check_memory("state", state, 1)
-    heads, *matrix = state.shape[1:]
-    return heads, *(matrix[::-1] if v_first else matrix)
-
-
-def _check_memory(name, x, leading: int) -> None:
-    """Check that states are contiguous, apart from their first `leading` dimensions, and apart."""
-    size = x[(0,) * leading].numel() if x.numel() else 0
-    if not size:
-        return
-    strides = x.stride()[:leading]
-    apart = all(n == 1 or stride >= size for n, stride in zip(x.shape, strides, strict=False))
-    if not x[(0,) * leading].is_contiguous() or not apart:
-        raise ValueError(f"{name}: got strides {list(x.stride())}, needs contiguous states apart")
-
-
-def _check_state_dtype(name, x, v) -> None:
-    wide = v.dtype == torch.float64
-    allowed = (torch.float64,) if wide else (torch.float32, torch.bfloat16)
-    check.dtype(name, x, *allowed)
-
-
-def _split(qkv, value_heads, keys, values):
-    """q, k and v as views, packed or not."""
-    if not isinstance(qkv, torch.Tensor):
-        if not isinstance(qkv, (tuple, list)) or len(qkv) != 3:
-            raise TypeError(f"qkv: got {type(qkv).__name__}, needs a tensor, or q, k and v")
-        return _check_heads(*qkv, value_heads, keys, values)
-    check.floating("qkv", qkv)
-    width = value_heads * values
-    heads, rest = divmod(qkv.shape[-1] - width, 2 * keys) if qkv.dim() == 2 else (0, 0)
-    if heads < 1 or rest or value_heads % heads:
-        needs = f"[tokens, 2 * H * {keys} + {width}], H a divisor of {value_heads}"
-        raise check.shape("qkv", qkv, needs)
-    q, k, v = qkv.split((heads * keys, heads * keys, width), 1)
-    return *(x.unflatten(1, (heads, keys)) for x in (q, k)), v.unflatten(1, (value_heads, values))
-
-
-def _check_heads(q, k, v, value_heads, keys, values):
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check.floating(name, x)
-        check.same_dtype(name, x, "q", q)
-    if q.dim() != 3 or q.shape[2] != keys or not q.shape[1] or value_heads % q.shape[1]:
-        raise check.shape("q", q, f"[tokens, H, {keys}], H a divisor of {value_heads}")
-    _check_shape("k", k, q.shape)
-    _check_shape("v", v, (q.shape[0], value_heads, values))
-    return q, k, v
-
-
-def _check_shape(name, x, needs) -> None:
-    if tuple(x.shape) != tuple(needs):
-        raise check.shape(name, x, str(list(needs)))
-
-
-def _check_kept(kept, rows, accepted, state, state_indices) -> None:
-    """Check the intermediate states, and that what goes with them does."""
-    if kept is None:
-        for name, x in (
-            ("intermediate_state_indices", rows),
-            ("num_accepted_tokens", accepted if state_indices.dim() == 1 else None),
-        ):
-            if x is not None:
-                raise ValueError(f"{name}: got a tensor, needs intermediate_states")
-        return
-    check.tensor("intermediate_states", kept)
-    if state_indices.dim() == 2:
-        raise ValueError("intermediate_states: got a tensor, needs None with state_indices [N, S]")
-    check.same_dtype("intermediate_states", kept, "state", state)
-    if kept.dim() != 5 or kept.shape[2:] != state.shape[1:] or not kept.shape[1]:
-        raise check.shape("intermediate_states", kept, f"[rows, T, *{list(state.shape[1:])}]")
-    if rows is None and kept.shape[0] < state_indices.shape[0]:
-        needs = f"at least {state_indices.shape[0]} rows, one a sequence"
-        raise check.shape("intermediate_states", kept, needs)
-    _check_memory("intermediate_states", kept, 2)
-
-
-def _check_values(tokens, slots, state_indices, cu_seqlens, accepted, kept, rows, update) -> None:
-    """Check indices and counts, which are on the host."""
-    count = state_indices.shape[0]
-    lengths = [tokens // max(1, count)] * count
-    if cu_seqlens is not None:
-        lengths = cu_seqlens.diff().tolist()
-        first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-        if first != 0 or last > tokens or min(lengths, default=0) < 0:
-            raise ValueError(
-                f"cu_seqlens: got {cu_seqlens.tolist()}, needs 0 first, then starts that do not "
-                f"decrease, up to {tokens}"
-            )
-    _check_range("state_indices", state_indices, -1, slots - 1)
-    per_token = state_indices.dim() == 2
-    if kept is not None or per_token:
-        name, steps = (
-            ("state_indices", state_indices.shape[1])
-            if per_token
-            else ("intermediate_states", kept.shape[1])
-        )
-        if max(lengths, default=0) > steps:
-            raise ValueError(f"{name}: got room for {steps} tokens, needs {max(lengths)}")
-        if accepted is not None:
-            _check_range("num_accepted_tokens", accepted, int(per_token), steps)
-    if rows is not None:
-        _check_range("intermediate_state_indices", rows, -1, kept.shape[0] - 1)
-        if accepted is not None and bool(((rows < 0) & (accepted > 0)).any()):
-            raise ValueError("intermediate_state_indices: got -1, needs a row for accepted tokens")
-        _check_once("intermediate_state_indices", rows[state_indices >= 0])
-    if update:
-        _check_once("state_indices", state_indices)
-
-
-def _check_range(name, x, low, high) -> None:
-    if x.numel() and not (low <= int(x.min()) and int(x.max()) <= high):
-        raise ValueError(f"{name}: got {x.tolist()}, needs {low} to {high}")
-
-
-def _check_once(name, places) -> None:
-    """Check that no two sequences have one place; -1 is none."""
-    seen = set()
-    for row in places.tolist():
-        own = {place for place in (row if isinstance(row, list) else [row]) if place >= 0}
-        if own & seen:
-            raise ValueError(f"{name}: got {(own & seen).pop()} twice, needs each at most once")
-        seen |= own
-
-
-def _implementation_args(*args, **kwargs):
-    prepared = _prepare(*args, **kwargs)
-    return *prepared, prepared[2]
-
-
-explains("gated_delta_rule_update", op.table, _implementation_args)
+explains("gated_delta_rule_update", op.forward, _inputs)

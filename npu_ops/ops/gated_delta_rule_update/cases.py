@@ -7,6 +7,8 @@ import dataclasses
 import torch
 
 from npu_ops.core import make
+from npu_ops.core.cases import Call
+from npu_ops.core.models import LINEAR_DIM, Model
 from npu_ops.ops.fused_recurrent_gated_delta_rule import cases as recurrent
 
 TOLERANCES = recurrent.TOLERANCES  # the same arithmetic
@@ -150,3 +152,21 @@ REPRESENTATIVE = (
     "qwen3.5-9b-tp1-b1-t1-fp32", "qwen3.5-9b-tp1-b1-t1-bf16", "ragged-k-first",
     "sglang", "sglang-k-first", "vllm", "vllm-ragged-k-first", "wide",
 )  # fmt: skip
+
+CALLS = [
+    Call(
+        "gated_delta_rule_update",
+        lambda draw: {
+            "qkv": draw(2, 64), "a": draw(2, 4), "b": draw(2, 4), "A_log": draw(4),
+            "dt_bias": draw(4), "state": draw(5, 4, 8, 8), "state_v_first": True,
+            "state_indices": make.indices([3, 1]),
+            "intermediate_states": draw(2, 1, 4, 8, 8),
+        },
+        writes=("state", "intermediate_states"),
+    ),
+]  # fmt: skip
+
+
+def of_model(model: Model, tokens: int) -> list[Case]:
+    """A token of one sequence, of a server's pool."""
+    return [Case("decode", 1, 1, *model.linear, *[LINEAR_DIM] * 2)] if model.linear else []

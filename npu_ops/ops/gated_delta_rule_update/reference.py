@@ -44,9 +44,10 @@ def sequences(
     """Each sequence that is not skipped and has tokens, on the host.
 
     Yields:
-        where its tokens begin and end; where its state is: (0, slot) in the pool, or (1, row, step)
-        in the intermediate states; the slot that each token's state goes to, -1 for none; the row
-        of the intermediate states that they go to, or -1.
+        Where its tokens begin, and where they end.
+        Where its state is: (0, slot) in the pool, or (1, row, step) in the intermediate states.
+        For each token, the slot that the state after it goes to; -1 for none.
+        The row of the intermediate states that these states go to; -1 for none.
     """
     count = state_indices.shape[0]
     length = tokens // max(1, count)
@@ -67,7 +68,7 @@ def sequences(
 
 
 def _tokens(q, k, v, a, b, A_log, dt_bias, scale, normalize):
-    """What a step takes of each token, q and k repeated for each value head."""
+    """`[tokens, HV, ...]`: what steps take; q and k are repeated for value heads."""
     wide = compute_dtype(q, k, v, a, b, A_log, dt_bias)
     group = v.shape[1] // q.shape[1]
     q, k = (x.to(wide) for x in (q, k))

@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 
 from npu_ops.core.grid import cdiv, tile_elements, vector_grid
-from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend import (
+from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
     keys_of,
     load_row,
     over_keys,
     state_tile,
     tile_constants,
     values_of,
+    within,
 )
 
 # Bytes that a state element needs on chip at the most, by the plan of the vendor's compiler.
@@ -25,10 +26,10 @@ TILE = tile_elements(40)
 
 @triton.jit
 def _span(cu_seqlens, n, sequences, length, tokens):
-    """Where sequence n begins, how many tokens it has, and whether cu_seqlens has it right; the one
-    after the last has what is left.
+    """Where sequence n begins, how many tokens it has, and whether cu_seqlens is right about it.
 
-    Never more than there are. The first one has the tokens before it, which should be none.
+    The span is within the tokens, whatever cu_seqlens holds. The first sequence begins at token 0.
+    The one after the last has the tokens that are of none.
     """
     if cu_seqlens is None:
         return tl.cast(n * length, tl.int64), length, length >= 0
@@ -38,8 +39,7 @@ def _span(cu_seqlens, n, sequences, length, tokens):
         end = tl.load(cu_seqlens + tl.minimum(n + 1, sequences)).to(tl.int32)
         end = tl.where(n < sequences, end, tokens)
         right = (begin >= 0) & (begin <= end) & (end <= tokens) & ((begin == 0) | (n > 0))
-        begin = tl.where(n > 0, tl.minimum(tl.maximum(begin, 0), tokens), 0)
-        end = tl.minimum(tl.maximum(end, begin), tokens)
+        begin, end = within(tl.where(n > 0, begin, 0), end, tokens)
         return tl.cast(begin, tl.int64), end - begin, right
 
 
@@ -68,7 +68,7 @@ def _accepted(num_accepted_tokens, n):
 @triton.jit
 def _first_slot(state_indices, accepted, n, count, slots, steps, index_n, index_t,
                 COUNTED: tl.constexpr, SLOT_PER_TOKEN: tl.constexpr):  # fmt: skip
-    """The slot that sequence n starts from, and whether that is one."""
+    """The slot that sequence n starts from, and whether it is in the pool."""
     column = 0
     valid = accepted >= 0
     if SLOT_PER_TOKEN:
@@ -82,7 +82,7 @@ def _first_slot(state_indices, accepted, n, count, slots, steps, index_n, index_
 
 @triton.jit
 def _kept_row(intermediate_states, intermediate_state_indices, accepted, n, count, rows, steps):
-    """The row of the intermediate states of sequence n, -1 for none, and whether that is one."""
+    """Sequence n's row of the intermediate states, -1 for none, and whether that is allowed."""
     if intermediate_states is None:
         return -1, accepted >= 0
     else:
@@ -140,10 +140,10 @@ def _update_kernel(
     NORMALIZE: tl.constexpr, UPDATE: tl.constexpr, SLOT_PER_TOKEN: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """steps: how many tokens a sequence may have where states are kept after each of them.
+    """steps: how many tokens a sequence may have where the state after each token is kept.
 
-    What must not be read or written has 0 keys, not a branch around it: a branch ends the
-    pipelining of loads. One sequence more than there are has the tokens that are of none.
+    A state that must not be read or written gets 0 keys, for a branch would end the pipelining of
+    loads. One more sequence than there are has the tokens that are of none.
     """
     blocks: tl.constexpr = (V + BV - 1) // BV
     COUNTED: tl.constexpr = num_accepted_tokens is not None

@@ -7,7 +7,9 @@ import dataclasses
 import torch
 
 from npu_ops.core import make
+from npu_ops.core.cases import Call
 from npu_ops.core.compare import Tolerance
+from npu_ops.core.models import Model
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. fp32 also
 # has the gradients of A_log and dt_bias: sums over all tokens.
@@ -71,3 +73,15 @@ CASES = [
 DIFFERENTIABLE = ("a", "A_log", "dt_bias", "b")
 # Across these, every branch of the Triton kernels.
 REPRESENTATIVE = ("qwen3-next-tp1-t64", "qwen3-next-tp4-t64", "neither", "many-heads")
+
+CALLS = [
+    Call(
+        "gdn_gate",
+        lambda draw: {"a": draw(3, 4), "A_log": draw(4), "dt_bias": draw(4), "b": draw(3, 4)},
+    ),
+]
+
+
+def of_model(model: Model, tokens: int) -> list[Case]:
+    """Gated Delta Net's value heads."""
+    return [Case("linear", tokens, model.linear[1])] if model.linear else []

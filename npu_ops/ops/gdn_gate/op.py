@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import library
+from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Backward, Operator
 from npu_ops.core.rows import as_matrix, output_matrix
 from npu_ops.ops.gdn_gate import reference
+
+# The most heads whose sums fit a vector core's memory (csrc/gdn_gate).
+_ASCENDC_HEADS = 8192
 
 _INPUTS = "Tensor a, Tensor A_log, Tensor? dt_bias, Tensor? b, float scale"
 
@@ -20,21 +23,22 @@ _LAY_OUT = (
 )
 
 
-def _new(like, dtype=None):
-    return None if like is None else library.new_output(like, dtype, torch.contiguous_format)
+def _many_heads(arguments) -> str | None:
+    heads = arguments.a.shape[1]
+    return f"{heads} heads are more than {_ASCENDC_HEADS}" if heads > _ASCENDC_HEADS else None
 
 
 def _outputs(inputs):
     """g is wide; beta has b's dtype."""
     wide = reference.g_dtype(inputs.a, inputs.A_log, inputs.dt_bias)
-    return _new(inputs.a, wide), _new(inputs.b)
+    return dense_like(inputs.a, wide), dense_like(inputs.b)
 
 
 def _gradients(inputs):
     """Sums over rows are wide."""
     wide = reference.g_dtype(inputs.a, inputs.A_log, inputs.dt_bias)
-    sums = _new(inputs.A_log, wide), _new(inputs.A_log, wide)
-    return _new(inputs.a), *sums, _new(inputs.b)
+    sums = dense_like(inputs.A_log, wide), dense_like(inputs.A_log, wide)
+    return dense_like(inputs.a), *sums, dense_like(inputs.b)
 
 
 forward = Operator(
@@ -44,6 +48,8 @@ forward = Operator(
     new=_outputs,
     reference=reference.gdn_gate,
     lay_out=_LAY_OUT,
+    why_not={"ascendc": _many_heads},
+    ascendc=True,
 )
 backward = Backward(
     forward,
@@ -52,4 +58,6 @@ backward = Backward(
     new=_gradients,
     reference=reference.gdn_gate_backward,
     lay_out=_LAY_OUT,
+    why_not={"ascendc": _many_heads},
+    ascendc=True,
 )

@@ -7,7 +7,9 @@ import dataclasses
 import torch
 
 from npu_ops.core import make
+from npu_ops.core.cases import Call
 from npu_ops.core.compare import Tolerance
+from npu_ops.core.models import LINEAR_DIM, Model
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. In fp32 the
 # sum over a row counts too, and the gradient is a difference.
@@ -67,3 +69,13 @@ CASES = [
 DIFFERENTIABLE = ("x",)
 # Across these, every branch of the Triton kernels.
 REPRESENTATIVE = ("qwen3-next-tp1-t64", "qwen3-next-dense-t64", "one-element", "wide-4096")
+
+CALLS = [Call("l2norm", lambda draw: {"x": draw(3, 8)})]
+
+
+def of_model(model: Model, tokens: int) -> list[Case]:
+    """Gated Delta Net's queries, before keys and values in one projection."""
+    if model.linear is None:
+        return []
+    heads = model.linear[0]
+    return [Case("linear", tokens, heads, LINEAR_DIM, model.linear_channels - heads * LINEAR_DIM)]

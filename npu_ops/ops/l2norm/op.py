@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from npu_ops.core import library
+from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Backward, Operator
 from npu_ops.core.rows import as_rows
 from npu_ops.ops.l2norm import reference
@@ -38,17 +36,19 @@ forward = Operator(
     takes="Tensor x, float eps",
     shapes="ScalarType dtype",
     writes="out",
-    new=lambda inputs: library.new_output(inputs.x, inputs.dtype, torch.contiguous_format),
+    new=lambda inputs: dense_like(inputs.x, inputs.dtype),
     reference=reference.l2norm,
     lay_out=_rows,
     why_not={"triton_ascend": _too_wide},
+    ascendc=True,
 )
 backward = Backward(
     forward,
     takes="Tensor grad, Tensor x, float eps",
     writes="grad_x",
-    new=lambda inputs: library.new_output(inputs.x, None, torch.contiguous_format),
+    new=lambda inputs: dense_like(inputs.x),
     reference=reference.l2norm_backward,
     lay_out=_backward_rows,
     why_not={"triton_ascend": _too_wide},
+    ascendc=True,
 )

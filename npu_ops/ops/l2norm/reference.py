@@ -1,4 +1,4 @@
-"""The definition of l2norm, in plain PyTorch."""
+"""Shared by l2norm, causal_conv1d_qkv and chunk_gated_delta_rule: the definition of right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""l2norm in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""Shared by l2norm, causal_conv1d and chunk_gated_delta_rule: kernels in Triton.
+
+For Ascend and NVIDIA. Definition: reference.py
 
 A program walks over tiles of BO outer rows by BI inner ones, each of them whole: [BO, BI, BD].
 """
@@ -36,12 +38,12 @@ def normalise(value, eps):
 
 
 @triton.jit
-def normalise_backward(slope, value, eps):
-    """The gradient of `value`, of whose rows over their norm `slope` is the gradient."""
+def normalise_backward(grad, value, eps):
+    """The gradient of `value`; `grad` is that of its rows over their norm."""
     rstd = _reciprocal_norm(value, eps)
     value = value * rstd
-    along = tl.sum(slope * value, axis=2)[:, :, None]
-    return rstd * (slope - value * along)
+    along = tl.sum(grad * value, axis=2)[:, :, None]
+    return rstd * (grad - value * along)
 
 
 @triton.jit(do_not_specialize=["outer", "inner"])
@@ -75,10 +77,10 @@ def _l2norm_backward_kernel(
         mask = (o < outer) & (i < inner) & (d < D)
         value = tl.load(x + _offsets(o, i, d, x_outer, x_inner), mask=mask, other=0.0)
         value = value.to(tl.float32)
-        slope = tl.load(grad + _offsets(o, i, d, grad_outer, grad_inner), mask=mask, other=0.0)
-        slope = normalise_backward(slope.to(tl.float32), value, eps)
+        grad_out = tl.load(grad + _offsets(o, i, d, grad_outer, grad_inner), mask=mask, other=0.0)
+        grad_value = normalise_backward(grad_out.to(tl.float32), value, eps)
         to = grad_x + _offsets(o, i, d, out_outer, out_inner)
-        tl.store(to, slope.to(grad_x.dtype.element_ty), mask=mask)
+        tl.store(to, grad_value.to(grad_x.dtype.element_ty), mask=mask)
 
 
 def l2norm(x, eps, out):

@@ -59,29 +59,36 @@ def apply_multimodal_rotary_pos_emb(
         q, k, cos, sin, mrope_section, unsqueeze_dim, section_layout=section_layout, layout=layout,
         pair_layout=pair_layout, rotary_dim=rotary_dim, inverse=inverse, inplace=inplace,
     )  # fmt: skip
-    return op.call(k, inplace, *args)
+    return op.rotate(k, inplace, *args)
 
 
 def _prepare(
     q, k, cos, sin, mrope_section, unsqueeze_dim=1, *, section_layout, layout=None,
     pair_layout="half", rotary_dim=None, inverse=False, inplace=False,
 ):  # fmt: skip
-    """Check the public arguments; return them as the operator takes them."""
+    """The public arguments as the operator takes them."""
     layout = arguments.resolve_layout(q, layout, unsqueeze_dim)
-    check.one_of("pair_layout", pair_layout, arguments.PAIR_LAYOUTS)
-    k = arguments.check_heads(q, k, layout)
-    arguments.check_tables(cos, sin, q)
-    if cos.dim() != (3 if layout == "TND" else 4) or cos.shape[0] != 3:
-        raise check.shape("cos", cos, "[3, T, W]" if layout == "TND" else "[3, B, S, W]")
+    _check(q, k, cos, sin, layout, pair_layout, inplace)
     rotary_dim = arguments.resolve_rotary_dim(rotary_dim, cos.shape[-1], q.shape[-1])
-    section = _check_section(mrope_section, section_layout, rotary_dim // 2)
+    _check_section(mrope_section, section_layout, rotary_dim // 2)
     cos, sin = (table if table.dim() == 4 else table[:, None] for table in (cos, sin))
+    k = arguments.k_or_no_heads(q, k, layout)
+    settings = list(mrope_section), section_layout, layout, pair_layout, bool(inverse), rotary_dim
+    return q, k, cos, sin, None, *settings
+
+
+def _check(q, k, cos, sin, layout, pair_layout, inplace) -> None:
+    check.one_of("pair_layout", pair_layout, arguments.PAIR_LAYOUTS)
+    arguments.check_heads(q, k, layout)
+    arguments.check_tables(cos, sin, q)
+    packed = layout == "TND"
+    if cos.dim() != (3 if packed else 4) or cos.shape[0] != 3:
+        raise check.shape("cos", cos, "[3, T, W]" if packed else "[3, B, S, W]")
     batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")
-    arguments.check_table_size("cos", cos, 2, 1, batch, length, False)
+    rows = cos[:, None] if packed else cos
+    arguments.check_table_size("cos", rows, 2, 1, batch, length, False)
     if inplace:
         check.inplace({"q": q, "k": k}, {"cos": cos, "sin": sin})
-    settings = (section, section_layout, layout, pair_layout, bool(inverse), rotary_dim)
-    return q, k, cos, sin, None, *settings
 
 
 def apply_multimodal_rotary_pos_emb_cached(
@@ -122,7 +129,7 @@ def apply_multimodal_rotary_pos_emb_cached(
         positions, q, k, cos_sin_cache, mrope_section, section_layout, pair_layout, rotary_dim,
         head_dim=head_dim, inverse=inverse, inplace=inplace,
     )  # fmt: skip
-    q_out, k_out = op.call(k, inplace, *args)
+    q_out, k_out = op.rotate(k, inplace, *args)
     return q_out.view(q.shape), None if k is None else k_out.view(k.shape)
 
 
@@ -130,9 +137,21 @@ def _prepare_cached(
     positions, q, k, cos_sin_cache, mrope_section, section_layout, pair_layout="half",
     rotary_dim=None, *, head_dim=None, inverse=False, inplace=False,
 ):  # fmt: skip
-    """Check the public arguments; return them as the operator takes them."""
+    """The public arguments as the operator takes them."""
     q = _split_heads("q", q, head_dim)
-    k = arguments.check_heads(q, None if k is None else _split_heads("k", k, head_dim), "TND")
+    k = None if k is None else _split_heads("k", k, head_dim)
+    _check_cached(positions, q, k, cos_sin_cache, pair_layout, rotary_dim, inplace)
+    width = cos_sin_cache.shape[1]
+    _check_section(mrope_section, section_layout, width // 2)
+    cos, sin = cos_sin_cache[None, None].chunk(2, dim=-1)
+    positions = positions.expand(3, -1)[:, None]
+    k = arguments.k_or_no_heads(q, k, "TND")
+    settings = list(mrope_section), section_layout, "TND", pair_layout, bool(inverse), width
+    return q, k, cos, sin, positions, *settings
+
+
+def _check_cached(positions, q, k, cos_sin_cache, pair_layout, rotary_dim, inplace) -> None:
+    arguments.check_heads(q, k, "TND")
     check.one_of("pair_layout", pair_layout, arguments.PAIR_LAYOUTS)
     check.tensor("cos_sin_cache", cos_sin_cache)
     if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[1] % 2:
@@ -144,16 +163,10 @@ def _prepare_cached(
             f"at most head_dim {q.shape[-1]}"
         )
     arguments.check_table("cos_sin_cache", cos_sin_cache, q)
-    cos, sin = cos_sin_cache[None, None].chunk(2, dim=-1)
-    section = _check_section(mrope_section, section_layout, width // 2)
     shapes = ((q.shape[0],), (3, q.shape[0]))
     arguments.check_positions("positions", positions, shapes, cos_sin_cache.shape[0], q)
-    positions = positions.expand(3, -1)[:, None]
     if inplace:
-        read = {"positions": positions, "cos_sin_cache": cos_sin_cache}
-        check.inplace({"q": q, "k": k}, read)
-    settings = (section, section_layout, "TND", pair_layout, bool(inverse), width)
-    return q, k, cos, sin, positions, *settings
+        check.inplace({"q": q, "k": k}, {"positions": positions, "cos_sin_cache": cos_sin_cache})
 
 
 def _split_heads(name, x, head_dim):
@@ -163,10 +176,10 @@ def _split_heads(name, x, head_dim):
     if x.dim() != 2 or not head_dim or x.shape[-1] % head_dim:
         needs = f"[T, N, D], or [T, N * D] with head_dim=D (got head_dim {head_dim})"
         raise check.shape(name, x, needs)
-    return x.unflatten(-1, (-1, head_dim))
+    return x.view(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)
 
 
-def _check_section(section, section_layout, frequencies):
+def _check_section(section, section_layout, frequencies) -> None:
     """Check that T, H and W share all frequencies and that interleaved ones stay within them."""
     check.one_of("section_layout", section_layout, SECTION_LAYOUTS)
     if not isinstance(section, Sequence):
@@ -185,18 +198,7 @@ def _check_section(section, section_layout, frequencies):
             f"mrope_section: got {section}, which interleaved reaches frequency {last}, "
             f"needs less than {frequencies}"
         )
-    return section
 
 
-def _implementation_args(*args, **kwargs):
-    prepared = _prepare(*args, **kwargs)
-    return *prepared, *prepared[:2]
-
-
-def _implementation_args_cached(*args, **kwargs):
-    prepared = _prepare_cached(*args, **kwargs)
-    return *prepared, *prepared[:2]
-
-
-explains("apply_multimodal_rotary_pos_emb", op.table, _implementation_args)
-explains("apply_multimodal_rotary_pos_emb_cached", op.table, _implementation_args_cached)
+explains("apply_multimodal_rotary_pos_emb", op.rotate.forward, _prepare)
+explains("apply_multimodal_rotary_pos_emb_cached", op.rotate.forward, _prepare_cached)

@@ -8,6 +8,8 @@ import itertools
 import torch
 
 from npu_ops.core import make
+from npu_ops.core.cases import Call
+from npu_ops.core.models import Model
 from npu_ops.ops.rope import cases as rope
 
 TOLERANCES = rope.TOLERANCES  # the same arithmetic
@@ -127,3 +129,48 @@ CASES = [
 DIFFERENTIABLE = ("q", "k")
 # Across these, every branch of the Triton kernels.
 REPRESENTATIVE = ("qwen3-vl-8b-tp1-t64", "qwen3.5-9b-tp4-t64", "few-pairs-interleaved")
+
+
+def _call(draw):
+    return {
+        "q": draw(2, 5, 4, 8), "k": draw(2, 5, 3, 8), "cos": draw(3, 2, 5, 8),
+        "sin": draw(3, 2, 5, 8), "layout": "BSND", "mrope_section": [2, 1, 1],
+        "section_layout": "interleaved",
+    }  # fmt: skip
+
+
+def _call_by_position(draw):
+    positions = [[3, 1, 4, 15, 9], [2, 6, 5, 3, 5], [8, 9, 7, 9, 3]]
+    return {
+        "positions": make.indices(positions),
+        "q": draw(5, 4, 8), "k": draw(5, 3, 8), "cos_sin_cache": draw(20, 8),
+        "mrope_section": [2, 1, 1], "section_layout": "chunked",
+    }  # fmt: skip
+
+
+_IN_PLACE = {"writes": ("q", "k"), "in_place": {"inplace": True}}
+CALLS = [
+    Call(
+        "apply_multimodal_rotary_pos_emb",
+        _call,
+        "mrope",
+        writes=("q", "k"),
+        in_place={"inplace": True},
+    ),
+    Call(
+        "apply_multimodal_rotary_pos_emb_cached",
+        _call_by_position,
+        "cached",
+        writes=("q", "k"),
+        in_place={"inplace": True},
+    ),
+]
+
+
+def of_model(model: Model, tokens: int) -> list[Case]:
+    """Text with positions of images in it."""
+    if model.section is None:
+        return []
+    rope_part = model.heads, model.kv_heads, model.head_dim, model.rotary_dim, model.theta
+    sections = {"mrope_section": model.section, "section_layout": model.section_layout}
+    return [Case("text", tokens, *rope_part, **sections)]

@@ -7,7 +7,9 @@ import dataclasses
 import torch
 
 from npu_ops.core import make
+from npu_ops.core.cases import Call
 from npu_ops.core.compare import Tolerance
+from npu_ops.core.models import LINEAR_DIM, Model
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. The gradient
 # of weight is a sum over rows of few elements: its ratio is that of the worst rounding.
@@ -91,3 +93,12 @@ REPRESENTATIVE = (
     "qwen3-next-tp1-t64", "qwen3-next-fused-t8", "odd-t63-d60-after-sigmoid", "mamba2-groups",
     "wide-8192", "wide-9000-after-sigmoid", "wide-groups",
 )  # fmt: skip
+
+CALLS = [
+    Call("rms_norm_gated", lambda draw: {"x": draw(3, 8), "weight": draw(8), "z": draw(3, 8)}),
+]
+
+
+def of_model(model: Model, tokens: int) -> list[Case]:
+    """Gated Delta Net's outputs."""
+    return [Case("linear", tokens, model.linear[1], LINEAR_DIM)] if model.linear else []

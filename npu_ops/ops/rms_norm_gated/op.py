@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-
-from npu_ops.core import check, library
+from npu_ops.core import check
+from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Backward, Operator
 from npu_ops.core.rows import as_matrix, as_rows, output_matrix
 from npu_ops.ops.rms_norm_gated import reference
+
+# The longest row whose sums fit a vector core's memory (csrc/rms_norm_gated).
+_ASCENDC_WIDEST = 16384
 
 # weight is [1, D], or [groups, D / groups] where x and z are normalised in groups.
 _INPUTS = "Tensor x, Tensor weight, Tensor z, float eps, bool norm_before_gate, str activation"
@@ -39,24 +41,28 @@ def _mixed(arguments) -> str | None:
     return None if x == z else f"x is {x} and z is {z}"
 
 
-def _new(like, dtype=None):
-    return library.new_output(like, dtype, torch.contiguous_format)
+def _too_wide(arguments) -> str | None:
+    width = arguments.weight.shape[-1]
+    if width > _ASCENDC_WIDEST:
+        return f"rows of {width} elements are longer than {_ASCENDC_WIDEST}"
+    return None
 
 
 def _gradients(inputs):
     """That of weight, a sum, is wide."""
     wide = reference.compute_dtype(*inputs[:4])
-    return _new(inputs.x), _new(inputs.weight, wide), _new(inputs.z)
+    return dense_like(inputs.x), dense_like(inputs.weight, wide), dense_like(inputs.z)
 
 
 forward = Operator(
     "rms_norm_gated",
     takes=_INPUTS,
     writes="out",
-    new=lambda inputs: _new(inputs.x),
+    new=lambda inputs: dense_like(inputs.x),
     reference=reference.rms_norm_gated,
     lay_out=_lay_out,
-    why_not={"cpu": _mixed},
+    why_not={"cpu": _mixed, "ascendc": _too_wide},
+    ascendc=True,
 )
 backward = Backward(
     forward,
@@ -65,5 +71,6 @@ backward = Backward(
     new=_gradients,
     reference=reference.rms_norm_gated_backward,
     lay_out=_lay_out_backward,
-    why_not={"cpu": _mixed},
+    why_not={"cpu": _mixed, "ascendc": _too_wide},
+    ascendc=True,
 )

@@ -68,52 +68,55 @@ def apply_rotary_pos_emb(
         q, k, cos, sin, position_ids, unsqueeze_dim, layout=layout, pair_layout=pair_layout,
         rotary_dim=rotary_dim, cu_seqlens=cu_seqlens, inverse=inverse, inplace=inplace,
     )  # fmt: skip
-    return op.call(k, inplace, *args)
+    return op.rotate(k, inplace, *args)
 
 
 def _prepare(
     q, k, cos, sin, position_ids=None, unsqueeze_dim=1, *, layout=None, pair_layout="half",
     rotary_dim=None, cu_seqlens=None, inverse=False, inplace=False,
 ):  # fmt: skip
-    """Check the public arguments; return them as the operator takes them."""
+    """The public arguments as the operator takes them."""
     if isinstance(position_ids, int):  # transformers 5 has unsqueeze_dim in this place
         position_ids, unsqueeze_dim = None, position_ids
     layout = arguments.resolve_layout(q, layout, unsqueeze_dim)
+    _check(q, k, cos, sin, position_ids, cu_seqlens, layout, pair_layout, inplace)
+    rotary_dim = arguments.resolve_rotary_dim(rotary_dim, cos.shape[-1], q.shape[-1])
+    positions = _positions(q, cos, position_ids, cu_seqlens)
+    cos, sin = (table if table.dim() == 3 else table[None] for table in (cos, sin))
+    k = arguments.k_or_no_heads(q, k, layout)
+    return q, k, cos, sin, positions, layout, pair_layout, bool(inverse), rotary_dim
+
+
+def _check(q, k, cos, sin, position_ids, cu_seqlens, layout, pair_layout, inplace) -> None:
     check.one_of("pair_layout", pair_layout, arguments.PAIR_LAYOUTS)
-    k = arguments.check_heads(q, k, layout)
+    arguments.check_heads(q, k, layout)
     arguments.check_tables(cos, sin, q)
     if cos.dim() not in (2, 3) or (layout == "TND" and cos.dim() == 3):
         forms = "[T, W]" if layout == "TND" else "[S, W] or [B, S, W]"
         raise check.shape("cos", cos, forms)
-    rotary_dim = arguments.resolve_rotary_dim(rotary_dim, cos.shape[-1], q.shape[-1])
-    positions = _positions(q, cos, position_ids, cu_seqlens, layout)
-    cos, sin = (table if table.dim() == 3 else table[None] for table in (cos, sin))
     batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")
-    arguments.check_table_size("cos", cos, 1, 0, batch, length, positions is not None)
-    if inplace:
-        read = {"cos": cos, "sin": sin, "position_ids": positions}
-        check.inplace({"q": q, "k": k}, read)
-    return q, k, cos, sin, positions, layout, pair_layout, bool(inverse), rotary_dim
-
-
-def _positions(q, cos, position_ids, cu_seqlens, layout):
-    """The rows of a [rows, W] table that the tokens use, [B or 1, S]; None: one after another."""
     if cu_seqlens is not None:
         if layout != "TND" or position_ids is not None:
             raise ValueError("cu_seqlens: got one, needs layout TND and no position_ids")
         arguments.check_cu_seqlens(cu_seqlens, q)
+    elif cos.dim() == 3:  # gathered already
+        arguments.check_table_size("cos", cos, 1, 0, batch, length, False)
+    elif position_ids is None:
+        arguments.check_table_size("cos", cos[None], 1, 0, batch, length, False)
+    else:
+        shapes = ((length,), (1, length), (batch, length))
+        arguments.check_positions("position_ids", position_ids, shapes, cos.shape[0], q)
+    if inplace:
+        check.inplace({"q": q, "k": k}, {"cos": cos, "sin": sin, "position_ids": position_ids})
+
+
+def _positions(q, cos, position_ids, cu_seqlens):
+    """The rows of a [rows, W] table that the tokens use, [B or 1, S]; None: one after another."""
+    if cu_seqlens is not None:
         return packing.packed_positions(cu_seqlens, q.shape[0], cos.shape[0])
     if position_ids is None or cos.dim() == 3:
         return None
-    batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")
-    shapes = ((length,), (1, length), (batch, length))
-    arguments.check_positions("position_ids", position_ids, shapes, cos.shape[0], q)
     return position_ids if position_ids.dim() == 2 else position_ids[None]
 
 
-def _implementation_args(q, k, *args, **kwargs):
-    prepared = _prepare(q, k, *args, **kwargs)
-    return *prepared, *prepared[:2]
-
-
-explains("apply_rotary_pos_emb", op.table, _implementation_args)
+explains("apply_rotary_pos_emb", op.rotate.forward, _prepare)

@@ -1,4 +1,4 @@
-"""Turns what callers of rope and mrope pass into what the operators take, and refuses the rest."""
+"""Shared by rope and mrope: what callers pass, checked and turned into what operators take."""
 
 from __future__ import annotations
 
@@ -31,23 +31,31 @@ def size(x, layout: str, axis: str) -> int:
     return x.shape[layout.index("T" if layout == "TND" and axis == "S" else axis)]
 
 
-def check_heads(q, k, layout: str):
-    """Check k against q; a missing k becomes one with no heads, which costs nothing to rotate."""
-    if k is None:  # memory of its own: what is written in place may share none
-        heads = layout.index("N")
-        return q.new_empty([0 if i == heads else n for i, n in enumerate(q.shape)])
+def check_heads(q, k, layout: str) -> None:
+    """Check k against q: the same but for the number of heads."""
+    if k is None:
+        return
     check.floating("k", k)
     check.same_device("k", k, "q", q)
     check.same_dtype("k", k, "q", q)
     heads = layout.index("N")
-    needs = (
-        [k.shape[i] if i == heads else n for i, n in enumerate(q.shape)]
-        if k.dim() == q.dim()
-        else None
-    )
-    if list(k.shape) != needs:
+    if k.dim() != q.dim() or _without(heads, k.shape) != _without(heads, q.shape):
         raise check.shape("k", k, f"q's shape {list(q.shape)} except for the heads ({layout})")
-    return k
+
+
+def _without(i: int, shape) -> list[int]:
+    return [*shape[:i], *shape[i + 1 :]]
+
+
+def k_or_no_heads(q, k, layout: str):
+    """k; where there is none, one with no heads, which costs nothing to rotate.
+
+    It has memory of its own: what is written in place may share none.
+    """
+    if k is not None:
+        return k
+    heads = layout.index("N")
+    return q.new_empty([0 if i == heads else n for i, n in enumerate(q.shape)])
 
 
 def resolve_rotary_dim(rotary_dim, width: int, head_dim: int) -> int:

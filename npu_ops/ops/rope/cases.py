@@ -8,7 +8,9 @@ import itertools
 import torch
 
 from npu_ops.core import make
+from npu_ops.core.cases import Call
 from npu_ops.core.compare import Tolerance
+from npu_ops.core.models import Model
 from npu_ops.ops.rope.arguments import PAIR_LAYOUTS
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
@@ -148,3 +150,63 @@ REPRESENTATIVE = (
     "qwen3-vl-8b-tp1-t64", "qwen3.5-9b-tp4-t64", "qwen3-vl-8b-vision-256",
     "odd-BNSD-t65-interleaved", "head-96-interleaved-half-table", "few-pairs-interleaved",
 )  # fmt: skip
+
+
+def _call(draw):
+    return {
+        "q": draw(2, 5, 4, 8), "k": draw(2, 5, 3, 8), "cos": draw(2, 5, 8), "sin": draw(2, 5, 8),
+        "layout": "BSND",
+    }  # fmt: skip
+
+
+def _call_by_position(draw):
+    position_ids = make.indices([[3, 1, 4, 15, 9]])
+    return _call(draw) | {"cos": draw(20, 8), "sin": draw(20, 8), "position_ids": position_ids}
+
+
+def _call_of_packed(draw):
+    return {
+        "q": draw(10, 4, 8), "k": draw(10, 3, 8), "cos": draw(7, 8), "sin": draw(7, 8),
+        "cu_seqlens": make.indices([0, 3, 10]),
+    }  # fmt: skip
+
+
+def _call_by_freqs(draw):
+    return {"q": draw(5, 2, 4, 8), "k": draw(5, 2, 3, 8), "freqs": draw(5, 2, 1, 8)}
+
+
+_IN_PLACE = {"writes": ("q", "k"), "in_place": {"inplace": True}}
+CALLS = [
+    Call("apply_rotary_pos_emb", _call, "rope", **_IN_PLACE),
+    Call(
+        "apply_rotary_pos_emb",
+        _call_by_position,
+        "rope_gather",
+        writes=("q", "k"),
+        in_place={"inplace": True},
+    ),
+    Call(
+        "apply_rotary_pos_emb",
+        _call_of_packed,
+        "rope_packed",
+        writes=("q", "k"),
+        in_place={"inplace": True},
+    ),
+    Call(
+        "apply_rotary_pos_emb_freqs",
+        _call_by_freqs,
+        "freqs",
+        writes=("q", "k"),
+        in_place={"inplace": True},
+    ),
+]
+
+
+def of_model(model: Model, tokens: int) -> list[Case]:
+    """Text and, where it has one, the vision tower."""
+    rotated = model.head_dim, model.rotary_dim, model.theta
+    cases = [Case("text", tokens, model.heads, model.kv_heads, *rotated)]
+    if model.vision:
+        heads, dim = model.vision
+        cases.append(Case("vision", tokens, heads, heads, dim, dim, 1e4))
+    return cases

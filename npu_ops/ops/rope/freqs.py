@@ -44,7 +44,7 @@ def apply_rotary_pos_emb_freqs(
         max_seqlen: freqs are per packed token if there are more of them than this; None: if there
             are as many as tokens on all cp ranks.
         cp_size, cp_rank: context parallel: this rank has chunks cp_rank and 2 cp_size - 1 - cp_rank
-            of the 2 cp_size equal chunks of each sequence.
+            of the 2 cp_size equal chunks of each sequence, whose length is a multiple of that.
 
     Returns:
         q and k rotated, like q and k; None for a k that is None. Differentiable in q and k.
@@ -59,31 +59,39 @@ def apply_rotary_pos_emb_freqs(
         q, k, freqs, layout=layout, pair_layout=pair_layout, mscale=mscale, cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen, cp_size=cp_size, cp_rank=cp_rank, inverse=inverse, inplace=inplace,
     )  # fmt: skip
-    return op.call(k, inplace, *args)
+    return op.rotate(k, inplace, *args)
 
 
 def _prepare(
     q, k, freqs, *, layout="SBND", pair_layout="half", mscale=1.0, cu_seqlens=None,
     max_seqlen=None, cp_size=1, cp_rank=0, inverse=False, inplace=False,
 ):  # fmt: skip
-    """Check the public arguments; return them as the operator takes them."""
+    """The public arguments as the operator takes them."""
     layout = arguments.resolve_layout(q, layout, 1)
-    check.one_of("pair_layout", pair_layout, arguments.PAIR_LAYOUTS)
-    k = arguments.check_heads(q, k, layout)
-    _check_freqs(freqs, q)
-    if not isinstance(mscale, (int, float)):
-        raise TypeError(f"mscale: got {type(mscale).__name__}, needs a number")
+    _check(q, k, freqs, layout, pair_layout, mscale, cu_seqlens, cp_size, cp_rank, inplace)
     cos, sin = _tables.get(freqs, mscale, lambda: _cos_sin(freqs, mscale))
     positions = None
     if cu_seqlens is not None:
-        _check_packing(cu_seqlens, q, layout, cp_size, cp_rank)
         key = (q.shape[0], freqs.shape[0], max_seqlen, cp_size, cp_rank)
         positions = _positions.get(cu_seqlens, key, lambda: packing.packed_rows(cu_seqlens, *key))
+    k = arguments.k_or_no_heads(q, k, layout)
+    return q, k, cos, sin, positions, layout, pair_layout, bool(inverse), freqs.shape[-1]
+
+
+def _check(
+    q, k, freqs, layout, pair_layout, mscale, cu_seqlens, cp_size, cp_rank, inplace
+) -> None:  # fmt: skip
+    check.one_of("pair_layout", pair_layout, arguments.PAIR_LAYOUTS)
+    arguments.check_heads(q, k, layout)
+    _check_freqs(freqs, q)
+    if not isinstance(mscale, (int, float)):
+        raise TypeError(f"mscale: got {type(mscale).__name__}, needs a number")
+    if cu_seqlens is not None:
+        _check_packing(cu_seqlens, q, layout, cp_size, cp_rank)
     batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")
-    arguments.check_table_size("freqs", freqs, 0, 1, batch, length, positions is not None)
+    arguments.check_table_size("freqs", freqs, 0, 1, batch, length, cu_seqlens is not None)
     if inplace:
         check.inplace({"q": q, "k": k}, {"freqs": freqs})
-    return q, k, cos, sin, positions, layout, pair_layout, bool(inverse), freqs.shape[-1]
 
 
 def _check_freqs(freqs, q):
@@ -96,13 +104,6 @@ def _check_freqs(freqs, q):
         raise check.shape("freqs", freqs, needs)
 
 
-def _cos_sin(freqs, mscale):
-    """Tables [1 or B, S, R] in fp32 (fp64 for fp64 freqs)."""
-    angles = freqs.squeeze(2).transpose(0, 1)
-    angles = angles if angles.dtype == torch.float64 else angles.float()
-    return angles.cos() * mscale, angles.sin() * mscale
-
-
 def _check_packing(cu_seqlens, q, layout, cp_size, cp_rank):
     if layout != "TND":
         raise ValueError(f"cu_seqlens: got one with layout {layout}, needs TND")
@@ -111,9 +112,11 @@ def _check_packing(cu_seqlens, q, layout, cp_size, cp_rank):
         raise ValueError(f"cp_rank: got {cp_rank}, needs 0 <= cp_rank < cp_size {cp_size}")
 
 
-def _implementation_args(*args, **kwargs):
-    prepared = _prepare(*args, **kwargs)
-    return *prepared, *prepared[:2]
+def _cos_sin(freqs, mscale):
+    """Tables [1 or B, S, R] in fp32 (fp64 for fp64 freqs)."""
+    angles = freqs.squeeze(2).transpose(0, 1)
+    angles = angles if angles.dtype == torch.float64 else angles.float()
+    return angles.cos() * mscale, angles.sin() * mscale
 
 
-explains("apply_rotary_pos_emb_freqs", op.table, _implementation_args)
+explains("apply_rotary_pos_emb_freqs", op.rotate.forward, _prepare)

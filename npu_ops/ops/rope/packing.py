@@ -5,6 +5,8 @@ On the CPU, that is; on a device it would wait for it, and a row outside the tab
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from npu_ops.core import indices, library, make
@@ -44,6 +46,7 @@ def _rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank):
     if cu_seqlens.device.type == "cpu":
         starts = indices.starts_of("cu_seqlens", cu_seqlens, tokens * cp_size, padded=True)
         _check_longest([0, starts[-1]] if per_token else starts, rows, "freqs'")
+        _check_chunks(starts, 1 if cp_size == 1 else 2 * cp_size)
     starts = cu_seqlens.long()
     if cp_size == 1:
         return _whole_rows(starts[:-1], tokens, rows, per_token)
@@ -71,10 +74,19 @@ def _whole_rows(starts, tokens, rows, per_token):
 
 
 def _check_longest(starts, rows, whose) -> None:
-    lengths = (end - start for start, end in zip(starts, starts[1:], strict=False))
+    lengths = (end - start for start, end in itertools.pairwise(starts))
     longest = max(lengths, default=0)
     if longest > rows:
         raise ValueError(f"cu_seqlens: got length {longest}, needs at most {whose} {rows} rows")
+
+
+def _check_chunks(starts, chunks: int) -> None:
+    for begin, end in itertools.pairwise(starts):
+        if (end - begin) % chunks:
+            raise ValueError(
+                f"cu_seqlens: got length {end - begin}, needs multiples of {chunks}, chunks of "
+                "equal lengths for context parallel ranks"
+            )
 
 
 library.operator(

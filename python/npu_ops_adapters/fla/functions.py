@@ -6,6 +6,9 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
 
 from npu_ops_adapters.calls import falling_through
 from npu_ops_adapters.patching import Names, Patch
@@ -39,8 +42,21 @@ def refuse(**given) -> None:
             raise ValueError(f"{name}: got {type(value).__name__}, needs None")
 
 
-def v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
-    """Whether states have values first; the second argument is what fla once called the first."""
+def converted(call: NamedTuple, transpose_state_layout: bool | None):
+    """A call of fla's delta rule as one of ours, by the arguments' names.
+
+    What no flag reads is left out. A state of half precision becomes fp32; its gradient comes back
+    in its own dtype. transpose_state_layout is what fla once called state_v_first.
+    """
+    if not call.use_gate_in_kernel:
+        call = call._replace(A_log=None, dt_bias=None)
+    state, halves = call.initial_state, (torch.float16, torch.bfloat16)
+    if isinstance(state, torch.Tensor) and state.dtype in halves:
+        call = call._replace(initial_state=state.float())
+    return call._replace(state_v_first=_v_first(call.state_v_first, transpose_state_layout))
+
+
+def _v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     if transpose_state_layout is None:
         return state_v_first
     if state_v_first:
@@ -48,6 +64,6 @@ def v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
     warnings.warn(
         "transpose_state_layout is deprecated, and now called state_v_first",
         DeprecationWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
     return transpose_state_layout

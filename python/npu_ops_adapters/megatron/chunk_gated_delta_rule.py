@@ -13,8 +13,8 @@ import torch
 
 import npu_ops
 from npu_ops.core import check
-from npu_ops.ops.chunk_gated_delta_rule.op import CHUNK_SIZES
-from npu_ops.ops.fused_recurrent_gated_delta_rule import MAX_DIM
+from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK_SIZES
+from npu_ops.ops.fused_recurrent_gated_delta_rule.arguments import MAX_DIM
 from npu_ops_adapters.megatron import gated_delta_net
 from npu_ops_adapters.patching import Patch
 

@@ -7,10 +7,12 @@ to compute the delta rule and the convolution by its own functions.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 
 from npu_ops_adapters.patching import Names, Patch
+from npu_ops_adapters.patching.signatures import is_ours
 
 MODULE = "megatron.core.ssm.gated_delta_net"
 VERSIONS = "Megatron-Core 0.16 to 0.19"
@@ -28,19 +30,22 @@ def patches() -> Iterable[Patch]:
     )
 
 
-def replaced(name: str, op: str, make: Callable, signatures, **changes) -> Iterable[Patch]:
-    """A patch of `name` where the layers look it up, once that is imported.
+def replaced(
+    name: str, op: str, make: Callable, signatures, module: str | None = None, **changes
+) -> Iterable[Patch]:
+    """A patch of `name` where the layers look it up (`home`, or `module`), once that is imported.
 
     Without fla it is None there, or was never set, and modules that imported it hold None.
     """
-    if home() not in sys.modules:
+    module = module or home()
+    if module not in sys.modules:
         return
     settings = {
         "why": "it is fla's: on NPUs another stack, and without it no layer is built",
         "remove_when": "Megatron-Core calls an operator here that has an NPU kernel",
     }
     yield Patch(
-        target=f"{home()}:{name}",
+        target=f"{module}:{name}",
         op=op,
         make=make,
         signatures=signatures,
@@ -52,10 +57,51 @@ def replaced(name: str, op: str, make: Callable, signatures, **changes) -> Itera
 
 def method(name: str, op: str, make: Callable, parameters: Names, why: str) -> Iterable[Patch]:
     """A patch of a method of the layer, in the class that defines it; some versions have it not."""
-    module = sys.modules.get(home())
-    for owner, value in list(vars(module).items()) if module else ():
-        if issubclass(type(value), type) and name in vars(value):
-            yield from replaced(f"{owner}.{name}", op, make, (("self", *parameters),), why=why)
+    for module, owner, layer in layers():
+        if name in vars(layer) and not _is_abstract(vars(layer)[name]):
+            target, signatures = f"{owner}.{name}", (("self", *parameters),)
+            yield from replaced(target, op, make, signatures, module=module, why=why)
+
+
+def layers() -> Iterable[tuple[str, str, type]]:
+    """The classes of the layer's modules: module, name, class."""
+    for module in dict.fromkeys((home(), *importers())):
+        for name, value in list(vars(sys.modules.get(module, sys)).items()):
+            at_home = module == home() or getattr(value, "__module__", None) == module
+            if issubclass(type(value), type) and at_home:
+                yield module, name, value
+
+
+def _is_abstract(function) -> bool:
+    """Whether all it does is to raise NotImplementedError."""
+    names = getattr(inspect.unwrap(function), "__code__", None)
+    return names is not None and names.co_names == ("NotImplementedError",)
+
+
+def for_decoding(name: str, op: str, ours: Callable) -> Iterable[Patch]:
+    """A patch of what decoding calls of fla where fla is not there: it is None (from main on).
+
+    ours: takes fla's arguments and returns a call. fla's own function, where it is there, is
+        replaced by the adapter of fla.
+    """
+    decoding = f"{MODULE}.gdn"
+    held = vars(sys.modules.get(decoding, sys)).get(name, sys)
+    if held is None or is_ours(held):
+        yield from replaced(
+            name,
+            op,
+            lambda original: _called(ours),
+            (None,),
+            module=decoding,
+            why="without fla decoding ends in an AssertionError",
+        )
+
+
+def _called(ours: Callable) -> Callable:
+    def npu_ops_decoding(*args, **kwargs):
+        return ours(*args, **kwargs)()
+
+    return npu_ops_decoding
 
 
 def home() -> str:

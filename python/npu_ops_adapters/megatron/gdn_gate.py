@@ -1,8 +1,10 @@
-"""The gates of Gated Delta Net: a method of its own from 0.18 on, several kernels."""
+"""The gates of Gated Delta Net: a method from 0.18 on, of another name on main; several kernels."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Iterable
 
 import torch
@@ -13,17 +15,37 @@ from npu_ops_adapters.megatron import gated_delta_net
 from npu_ops_adapters.patching import Patch
 
 PARAMETERS = ("A_log_local_cp", "dt_bias_local_cp", "alpha", "beta")
+_OF_ANY_VARIANT = (*PARAMETERS[:2], "batch", "seq_len", "gate_feats")
+_WHY = "it is six kernels, and exp(A_log) is rounded to the parameter's dtype"
 
 
 def patches() -> Iterable[Patch]:
-    """The method; before 0.18 `forward` has it inline."""
-    yield from gated_delta_net.method(
-        "_compute_g_and_beta",
-        "gdn_gate",
-        replace,
-        PARAMETERS,
-        why="it is six kernels, and exp(A_log) is rounded to the parameter's dtype",
-    )
+    """The method; before 0.18 `forward` has it inline.
+
+    Where there is neither, the method has yet another name: a patch of what is not there, which is
+    refused.
+    """
+    found = [
+        *gated_delta_net.method("_compute_g_and_beta", "gdn_gate", replace, PARAMETERS, _WHY),
+        *(
+            patch
+            for patch in gated_delta_net.method(
+                "_compute_gates", "gdn_gate", replace_gates, _OF_ANY_VARIANT, _WHY
+            )
+            if patch.attribute.startswith("GatedDeltaNet.")  # other variants have other gates
+        ),
+    ]
+    layers = [layer for *_, layer in gated_delta_net.layers() if "forward" in vars(layer)]
+    whole = all(module in sys.modules for module in gated_delta_net.importers())
+    if layers and whole and not found and not any(map(_is_inline, layers)):
+        yield from gated_delta_net.replaced(
+            "GatedDeltaNet._compute_g_and_beta", "gdn_gate", replace, (), why=_WHY
+        )
+    yield from found
+
+
+def _is_inline(layer: type) -> bool:
+    return "softplus" in inspect.unwrap(layer.forward).__code__.co_names
 
 
 def replace(original: Callable) -> Callable:
@@ -34,6 +56,20 @@ def replace(original: Callable) -> Callable:
         return original(self, A_log_local_cp, dt_bias_local_cp, alpha, beta)
 
     return npu_ops_gate
+
+
+def replace_gates(original: Callable) -> Callable:
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_gates(self, A_log_local_cp, dt_bias_local_cp, batch, seq_len, *gate_feats):
+        given = A_log_local_cp, dt_bias_local_cp
+        if len(gate_feats) == 2:
+            beta, alpha = gate_feats
+            if _is_ours(*given, alpha, beta):
+                g, beta = npu_ops.gdn_gate(alpha, *given, beta)
+                return g, {"beta": beta}
+        return original(self, *given, batch, seq_len, *gate_feats)
+
+    return npu_ops_gates
 
 
 def _is_ours(A_log, dt_bias, alpha, beta) -> bool:

@@ -97,15 +97,35 @@ def prefill(
     qkv, q_weight, k_weight, cos_sin, num_q_heads, num_kv_heads, head_size, eps, mrope_section,
     is_interleaved, rope_dim=None, q_bias=None, k_bias=None, has_gate=False,
 ):  # fmt: skip
-    """The same of three axes, cos_sin `[3, T, R]`; weights are whole, and a gate may be missing."""
+    """The same of three axes, cos_sin `[3, T, R]`; weights are whole, and a gate may be missing.
+
+    R is rope_dim, or head_size. Sections need not fill the R / 2 frequencies, see `fitted`.
+    """
+    rope_dim = rope_dim or head_size
     sizes, weights = (num_q_heads * head_size, num_kv_heads * head_size), (q_weight, k_weight)
     q, k, v, gate = _split(qkv, *sizes, head_size, has_gate, weights, eps, (q_bias, k_bias))
     cos, sin = cos_sin.chunk(2, dim=-1)
     npu_ops.apply_multimodal_rotary_pos_emb(
-        q, k, cos, sin, mrope_section, layout="TND", inplace=True, rotary_dim=rope_dim,
-        section_layout="interleaved" if is_interleaved else "chunked",
+        q, k, cos, sin, fitted(mrope_section, is_interleaved, rope_dim // 2), layout="TND",
+        section_layout="interleaved" if is_interleaved else "chunked", inplace=True,
+        rotary_dim=rope_dim,
     )  # fmt: skip
     return q.flatten(1), k.flatten(1), v, gate
+
+
+def fitted(section, is_interleaved: bool, frequencies: int) -> list[int]:
+    """How many of the frequencies T, H and W own, by sections of another sum.
+
+    As sgl-kernel-npu's test of its kernel says: what is beyond the last frequency is cut off; what
+    nobody owns is T's where axes are interleaved, else W's.
+    """
+    t, h, w = section
+    if is_interleaved:  # H has every third frequency from 1 on, W from 2 on
+        h, w = min(h, (frequencies + 1) // 3), min(w, frequencies // 3)
+        return [frequencies - h - w, h, w]
+    t = min(t, frequencies)
+    h = min(h, frequencies - t)
+    return [t, h, frequencies - t - h]
 
 
 def _split(x, queries, keys, width, gated, weights, eps, biases=(None, None)):

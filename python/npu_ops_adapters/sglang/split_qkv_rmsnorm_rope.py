@@ -79,7 +79,7 @@ def compute(
     if not is_neox_style:  # a pair's angle is where its halves would be
         cos, sin = (x[:, : x.shape[1] // 2].repeat_interleave(2, dim=1) for x in (cos, sin))
     npu_ops.apply_rotary_pos_emb(
-        q, k, cos, sin, layout="TND", inplace=True,
+        q, k, cos, sin, layout="TND", inplace=True, rotary_dim=cos.shape[1],
         pair_layout="half" if is_neox_style else "interleaved",
     )  # fmt: skip
     return q.flatten(1), k.flatten(1), v.contiguous()

@@ -12,19 +12,15 @@ import torch
 
 import npu_ops
 from npu_ops.core import check
-from npu_ops.ops.chunk_gated_delta_rule.op import CHUNK_SIZES
-from npu_ops.ops.fused_recurrent_gated_delta_rule import (
-    check_cu_seqlens,
-    check_heads,
-    check_like,
-    check_state,
-)
+from npu_ops.core.signature import call_of
+from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK_SIZES, check_call
 from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
 from npu_ops_adapters.verl import ulysses
 
 _HEAD = ("query", "key", "value", "g", "beta")
+_Call = call_of(npu_ops.chunk_gated_delta_rule)
 _STATE = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
 
 
@@ -65,19 +61,14 @@ def ours(
 
 def checked(q, k, v, g, beta, initial_state, cu_seqlens) -> dict:
     """The arguments by our names; a state that was kept in half precision in fp32, as theirs."""
-    check_heads(q, k, v)
-    check_device(q)
-    check.one_of("q's dtype", q.dtype, check.FLOATS[:3])  # theirs computes fp64 in fp32
-    for name, x in (("g", g), ("beta", beta)):
-        check.tensor(name, x)
-        check_like(name, x, v, v.shape[:3])
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, v)
     if initial_state is not None:
         check.floating("initial_state", initial_state)
         initial_state = initial_state.to(torch.float32)
-    check_state(initial_state, v, q.shape[3], False, cu_seqlens)
-    return {
+    given = {
         "q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state,
         "cu_seqlens": cu_seqlens,
     }  # fmt: skip
+    check_call(_Call(**given))
+    check_device(q)
+    check.one_of("q's dtype", q.dtype, check.FLOATS[:3])  # theirs computes fp64 in fp32
+    return given

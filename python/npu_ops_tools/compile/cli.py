@@ -12,8 +12,9 @@ import torch
 import typer
 from npu_ops_emulator import vendor
 
+from npu_ops.core import cases as op_cases
 from npu_ops.core.socs import ub_bytes
-from npu_ops_tools.compile.launches import Launch, cases_of, from_file, launches
+from npu_ops_tools.compile.launches import Launch, from_file, launches
 from npu_ops_tools.compile.report import CompileReport, compile_launch
 from npu_ops_tools.options import AsJson, Dtype, fail, print_json
 from npu_ops_tools.where import ops
@@ -70,6 +71,9 @@ def compile_command(
     constexpr: Annotated[
         list[str] | None, typer.Option(help='Of FILE.py::KERNEL: "BLOCK=1024"; may be repeated.')
     ] = None,
+    suggest_tile: Annotated[
+        bool, typer.Option("--suggest-tile", help="Print the largest tile that fits, of an op.")
+    ] = False,
     bodies: Annotated[bool, typer.Option("--bodies", help="Also show each loop's body.")] = False,
     as_json: AsJson = False,
     csv: Annotated[
@@ -88,6 +92,11 @@ def compile_command(
     # Compiling takes minutes, and then it is too late to say no.
     if csv and not csv.parent.is_dir():
         fail(f"--csv: got '{csv}', needs a folder that exists")
+    if suggest_tile:
+        _suggest_tiles(
+            targets or list(ops()), soc or vendor.SOCS[:1], case, dtype or Dtype, as_json
+        )
+        return
     given = Signature(",".join(signature or ()), ",".join(constexpr or ()))
     dtypes = [name.value for name in dtype or Dtype]
     try:
@@ -101,6 +110,29 @@ def compile_command(
     else:
         _print(rows, bodies)
     raise typer.Exit(1 if not rows or any(row.faults for row in rows) else 0)
+
+
+def _suggest_tiles(targets, socs, case, dtypes, as_json: bool) -> None:
+    from npu_ops_tools.compile import tiles
+
+    dtypes, found = [getattr(torch, name.value) for name in dtypes], []
+    try:
+        _check_cases(targets, case or ())
+        for target in targets:
+            if target not in ops():
+                fail(f"--suggest-tile: got {target!r}, needs ops")
+            for soc in socs:
+                found += tiles.suggest(target, case, dtypes, soc)
+    except (FileNotFoundError, RuntimeError, ValueError) as error:
+        fail(error)
+    if as_json:
+        print_json([dataclasses.asdict(each) for each in found])
+        return
+    for each in found:
+        print(
+            f"{each.kernel} {each.case}: tile of {each.launched} elements; {each.tile} fit, "
+            f"tile_elements({each.bytes_per_element})"
+        )
 
 
 def _rows(
@@ -131,7 +163,7 @@ def _check_cases(targets: list[str], names: list[str]) -> None:
     known = set()
     for target in targets:
         if target in ops():
-            known |= {case.name for case in cases_of(target).CASES}
+            known |= {case.name for case in op_cases.of(target).CASES}
         elif "::" not in target:
             needs = f"{', '.join(ops())} or FILE.py::KERNEL"
             raise ValueError(f"target: got {target!r}, needs one of {needs}")

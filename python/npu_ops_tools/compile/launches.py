@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import importlib.util
 import inspect
 import pathlib
@@ -12,6 +11,8 @@ import sys
 from collections.abc import Iterator
 
 from npu_ops_emulator import vendor
+
+from npu_ops.core import cases as op_cases
 
 DTYPES = {
     "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int64": "i64", "int32": "i32",
@@ -120,26 +121,19 @@ def launches(
     """
     import torch
 
-    package = importlib.import_module(f"npu_ops.ops.{op}")
     seen = set()
-    for case in cases_of(op).CASES:
+    for case in op_cases.of(op).CASES:
         if cases is not None and case.name not in cases:
             continue
-        function = getattr(package, getattr(case, "function", package.__all__[0]))
+        function, wrt = op_cases.function(op, case), op_cases.differentiable(op, case)
         small = dataclasses.replace(case, tokens=min(case.tokens, 8))  # constants know no lengths
         for dtype in dtypes or [getattr(torch, name) for name in FLOATS]:
             label = f"{case.name}-{str(dtype).removeprefix('torch.')}"
-            wrt = getattr(case, "differentiable", cases_of(op).DIFFERENTIABLE)
             for launch in _launched(label, soc, function, small.inputs(dtype), wrt):
                 key = (launch.name, launch.signature, launch.constants, launch.options)
                 if key not in seen:
                     seen.add(key)
                     yield launch
-
-
-def cases_of(op: str):
-    """Its `cases` module."""
-    return importlib.import_module(f"npu_ops.ops.{op}.cases")
 
 
 def _launched(label: str, soc: str, function, inputs: dict, wrt: tuple[str, ...]) -> list[Launch]:

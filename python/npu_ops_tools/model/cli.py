@@ -72,13 +72,13 @@ def _calls(op: str, names: list[str] | None, dtype: str, soc: str, tokens: int |
     """The launches of each case."""
     import torch
 
-    from npu_ops_tools.compile.launches import cases_of
+    from npu_ops.core import cases
     from npu_ops_tools.model import of_case
     from npu_ops_tools.where import ops
 
     if op not in ops():
         raise ValueError(f"target: got {op!r}, needs one of {', '.join(ops())} or FILE.py::KERNEL")
-    for name in names or [case.name for case in cases_of(op).CASES]:
+    for name in names or [case.name for case in cases.of(op).CASES]:
         yield of_case(op, name, getattr(torch, dtype), soc, tokens)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 
 import torch
 from npu_ops_emulator import vendor
 
-from npu_ops.core import hardware, registry
+from npu_ops.core import cases, hardware, registry
 from npu_ops_tools.compile.launches import (
     DTYPES,
     Launch,
-    cases_of,
     forward_and_backward,
     from_file,
     recorded,
@@ -29,14 +27,11 @@ def of_case(
     Raises:
         ValueError: no such case.
     """
-    module = cases_of(op)
-    found = {each.name: each for each in module.CASES}
+    found = {each.name: each for each in cases.of(op).CASES}
     if case not in found:
         raise ValueError(f"case: got {case!r}, needs one of {', '.join(found)}")
     chosen = dataclasses.replace(found[case], tokens=tokens or found[case].tokens)
-    package = importlib.import_module(f"npu_ops.ops.{op}")
-    function = getattr(package, getattr(chosen, "function", package.__all__[0]))
-    wrt = getattr(chosen, "differentiable", module.DIFFERENTIABLE)
+    function, wrt = cases.function(op, chosen), cases.differentiable(op, chosen)
     return of_call(case, soc, function, chosen.inputs(dtype), wrt)
 
 

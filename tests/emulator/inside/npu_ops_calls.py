@@ -51,8 +51,10 @@ def test_every_op_takes_a_kernel(op, name, expected, monkeypatch):
 def test_explain_answers_for_npu_tensors():
     case = importlib.import_module("npu_ops.ops.rope.cases").CASES[0]
     verdicts = npu_ops.explain("apply_rotary_pos_emb", **case.inputs(torch.bfloat16, "npu"))
-    assert [(v.implementation, v.why_not) for v in verdicts] == [
-        ("triton_ascend", None),
-        ("cpu", "tensors are on npu, it runs on cpu"),
-        ("reference", "triton_ascend comes first"),
-    ]
+    said = {verdict.implementation: verdict.why_not for verdict in verdicts}
+    assert said.pop("ascendc")  # that Triton's comes first, or that there are no headers
+    assert said == {
+        "triton_ascend": None,
+        "cpu": "tensors are on npu, it runs on cpu",
+        "reference": "triton_ascend comes first",
+    }

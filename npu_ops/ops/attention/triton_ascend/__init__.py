@@ -1,8 +1,8 @@
 """Flash attention in Triton, for Ascend and NVIDIA. Definition: reference.py
 
-A program takes a block of queries of one head through the keys in its window (forward.py), or a
-block of keys through its queries and a block of queries through its keys (backward.py). Which
-blocks there are in packed sequences is found on the device (blocks.py).
+Forward, a program takes a block of queries of one head through the keys in its window (forward.py).
+Backward, one kernel takes a block of keys through its queries, another a block of queries through
+its keys (backward.py). The blocks of packed sequences are found on the device (blocks.py).
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from npu_ops.ops.attention.triton_ascend.forward import forward_kernel
 # Rows of queries that a group of heads may have for a sequence to share one tile, as in decoding.
 SHARED_ROWS = 128
 SMALL_TILE = 32
-# Queries and keys in a tile. What of the scores fits the unified buffer of a vector core, which has
-# half of a tile, depends on the wider head dimension in the forward kernel ...
+# Queries and keys in a tile, by the wider head dimension: half of a tile's scores must fit into the
+# unified buffer of a vector core.
 FORWARD_TILES = {128: (128, 64), 256: (64, 32)}
-# ... and what fits beside the matrix unit, where gradients are summed, on the bytes of rows of q
-# and v in the backward kernels.
+# By the bytes of a row of q and one of v: gradients are summed beside the matrix unit.
 KEYS_TILES = {512: (64, 64), 1024: (32, 32), 2048: (16, 32)}
 QUERIES_TILES = {1024: (64, 32), 2048: (32, 32)}
 DELTA_BYTES = 32 * 1024
@@ -49,14 +48,15 @@ def attention(q, k, v, extra, rule, out, lse):
 
 
 def attention_backward(
-    dout, dlse, q, k, v, extra, rule, out, lse, dq, dk, dv, dbias, dsinks
+    grad_out, grad_lse, out, lse, q, k, v, extra, rule,
+    grad_q, grad_k, grad_v, grad_bias, grad_sinks,
 ):  # fmt: skip
-    """Write the gradients; dbias and dsinks may be None. The arguments are the operator's."""
+    """Write the gradients that are not None; the arguments are the operator's."""
     extra = _dense(extra)
-    delta = _delta(dout, dlse, out)
+    delta = _delta(grad_out, grad_lse, out)
     constants = _constants(q, k, v, rule)
     keep, *numbers = _keep_and_numbers(k, extra, rule, lse)
-    given, strides = _with_strides(q, (dout, q, k, v, extra.bias, extra.mask))
+    given, strides = _with_strides(q, (grad_out, q, k, v, extra.bias, extra.mask))
 
     row_bytes = (constants["BD"] + constants["BDV"]) * q.element_size()
     size_q, size_k = _tile(KEYS_TILES, row_bytes)
@@ -65,26 +65,26 @@ def attention_backward(
     blocks = blocks_of(k, extra.cu_seqlens_k, size_k)
     lengths = extra.cu_seqlens_q, extra.cu_seqlens_k, extra.seqlens_k, lse, delta
     backward.keys_kernel[_cube_grid(blocks.number * k.shape[1], q.device)](
-        *given, keep, blocks.table, *lengths, dk, dv, *strides, *dk.stride()[:3], *dv.stride()[:3],
-        *numbers, blocks.number, blocks.across, k.shape[1], q.shape[2], k.shape[2],
-        BQ=size_q, BK=size_k, **constants,
+        *given, keep, blocks.table, *lengths, grad_k, grad_v, *strides, *grad_k.stride()[:3],
+        *grad_v.stride()[:3], *numbers, blocks.number, blocks.across, k.shape[1], q.shape[2],
+        k.shape[2], BQ=size_q, BK=size_k, **constants,
     )  # fmt: skip
 
     size_q, size_k = _tile(QUERIES_TILES, row_bytes)
     blocks = blocks_of(q, extra.cu_seqlens_q, size_q)
-    dpairs = None
-    if dbias is not None:  # also for pairs that no tile has
-        dpairs = dbias.new_zeros((*q.shape[:3], k.shape[2]))
+    grad_pairs = None
+    if grad_bias is not None:  # also for pairs that no tile has
+        grad_pairs = grad_bias.new_zeros((*q.shape[:3], k.shape[2]))
     backward.queries_kernel[_cube_grid(blocks.number * q.shape[1], q.device)](
-        *given, keep, blocks.table, *lengths, dq, dpairs, *strides, *dq.stride()[:3],
+        *given, keep, blocks.table, *lengths, grad_q, grad_pairs, *strides, *grad_q.stride()[:3],
         *numbers, blocks.number, blocks.across, q.shape[1], q.shape[2], k.shape[2],
         BQ=size_q, BK=size_k, **constants,
     )  # fmt: skip
-    if dbias is not None:
-        dbias.copy_(dpairs.sum_to_size(dbias.shape))
-    if dsinks is not None:
+    if grad_bias is not None:
+        grad_bias.copy_(grad_pairs.sum_to_size(grad_bias.shape))
+    if grad_sinks is not None:
         weights = (extra.sinks[:, None] - lse).exp()
-        torch.sum(weights * -delta, (0, 2), out=dsinks)
+        torch.sum(weights * -delta, (0, 2), out=grad_sinks)
 
 
 def _dense(extra):
@@ -121,16 +121,16 @@ def _forward(q, k, v, extra, rule, sinks, out, lse, rows=None, step=1):
     )  # fmt: skip
 
 
-def _delta(dout, dlse, out):
-    """The inner products of rows of out and of its gradient, less dlse; fp32 [B, N, Sq]."""
+def _delta(grad_out, grad_lse, out):
+    """fp32 `[B, N, Sq]`: the inner products of rows of out and grad_out, less grad_lse."""
     batch, heads, queries, dim = out.shape
     delta = out.new_empty((batch, heads, queries), dtype=torch.float32)
     width = max(16, next_power_of_2(dim))
     size = DELTA_BYTES // 4 // width
     across = cdiv(queries, size)
     backward.delta_kernel[vector_grid(batch * across * heads, out.device)](
-        dout, dlse, out, delta, *dout.stride()[:3], *out.stride()[:3], batch * across, across,
-        heads, queries, DV=dim, BDV=width, BQ=size,
+        grad_out, grad_lse, out, delta, *grad_out.stride()[:3], *out.stride()[:3], batch * across,
+        across, heads, queries, DV=dim, BDV=width, BQ=size,
     )  # fmt: skip
     return delta
 
@@ -143,8 +143,10 @@ def _shares_rows(extra, rule, step: int) -> bool:
 
 
 def _shared(x, step: int):
-    """`[batch, heads, tokens, dim]` as `[batch, heads / step, tokens * step, dim]`; where that is
-    no view, a copy."""
+    """`[batch, heads, tokens, dim]` as `[batch, heads / step, tokens * step, dim]`.
+
+    A view where that is possible, else a copy.
+    """
     return x.unflatten(1, (-1, step)).transpose(2, 3).flatten(2, 3)
 
 
@@ -159,7 +161,7 @@ def _constants(q, k, v, rule) -> dict:
 
 
 def _keep_and_numbers(k, extra, rule, lse) -> tuple:
-    """The bits of dropout, or None, and the kernels' numbers: theirs are the last two."""
+    """The bits of dropout, or None; then the kernels' numbers, dropout's two last."""
     numbers = rule.scale, rule.softcap, rule.window_left, rule.window_right
     if not rule.dropout_p:
         return None, *numbers, 0, 1.0
@@ -174,7 +176,7 @@ def _tile(tiles: dict, size: int) -> tuple[int, int]:
 
 
 def _with_strides(q, given):
-    """Tensors, and the strides of all but their last dimensions; masks as bytes, for each query."""
+    """Tensors as kernels read them, masks as bytes; the strides of their first three dimensions."""
     tensors, strides = [], []
     for x in given:
         if x is not None and x.dtype == torch.bool:

@@ -1,7 +1,7 @@
-"""Gradients. The weights are made again from lse; no tile of them is kept.
+"""Gradients. The weights are computed again from lse; no tile of them is kept.
 
-A kernel sums for each block of keys over its queries, another for each block of queries over its
-keys: twice the scores, but no sum depends on what runs when.
+One kernel sums over the queries of each block of keys, another over the keys of each block of
+queries. Both compute the scores, but no sum depends on which program runs first.
 """
 
 from __future__ import annotations
@@ -23,66 +23,67 @@ from npu_ops.ops.attention.triton_ascend.tiles import (
 
 @triton.jit(do_not_specialize=["number", "across", "heads", "queries"])
 def delta_kernel(
-    dout, dlse, out, delta, dout_batch, dout_head, dout_stride, out_batch, out_head, out_stride,
-    number, across, heads, queries, DV: tl.constexpr, BDV: tl.constexpr, BQ: tl.constexpr,
+    grad_out, grad_lse, out, delta, grad_out_batch, grad_out_head, grad_out_stride, out_batch,
+    out_head, out_stride, number, across, heads, queries, DV: tl.constexpr, BDV: tl.constexpr,
+    BQ: tl.constexpr,
 ):  # fmt: skip
-    """delta: what a query's output and gradient of it have in common, less dlse; like lse."""
+    """delta, fp32 like lse: the inner product of each row of out and grad_out, less grad_lse."""
     row = tl.arange(0, BQ)
     for item in range(tl.program_id(0), number * heads, tl.num_programs(0)):
         block, head = item // heads, item % heads
         batch, first = block // across, block % across * BQ
         rows = queries - first
-        from_dout = of_head(dout, batch, head, dout_batch, dout_head)
+        from_grad_out = of_head(grad_out, batch, head, grad_out_batch, grad_out_head)
         from_out = of_head(out, batch, head, out_batch, out_head)
-        b_dout = load_rows(from_dout, dout_stride, first, rows, DV, BDV, BQ).to(tl.float32)
-        b_out = load_rows(from_out, out_stride, first, rows, DV, BDV, BQ).to(tl.float32)
-        total = tl.sum(b_dout * b_out, 1)
+        b_grad_out = load_rows(from_grad_out, grad_out_stride, first, rows, DV, BDV, BQ)
+        b_out = load_rows(from_out, out_stride, first, rows, DV, BDV, BQ)
+        total = tl.sum(b_grad_out.to(tl.float32) * b_out.to(tl.float32), 1)
         place = tl.cast(batch * heads + head, tl.int64) * queries + first
-        if dlse is not None:
-            total -= tl.load(dlse + place + row, mask=row < rows, other=0.0)
+        if grad_lse is not None:
+            total -= tl.load(grad_lse + place + row, mask=row < rows, other=0.0)
         tl.store(delta + place + row, total, mask=row < rows)
 
 
 @triton.jit
-def _gradient_of_scores(scores, b_lse, b_delta, b_dout, b_v, keep, keep_stride, kept_scale, row0,
-                        rows, key0, BQ: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """The weights that dropout leaves, yet to be scaled, and the gradients of scores."""
+def _gradient_of_scores(scores, b_lse, b_delta, b_grad_out, b_v, keep, keep_stride, kept_scale,
+                        row0, rows, key0, BQ: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """The weights that dropout leaves, not scaled yet, and the gradients of the scores."""
     weights = tl.exp(scores - tl.maximum(b_lse, LOWEST)[:, None])
-    dweights = tl.dot(b_dout, tl.trans(b_v), input_precision="ieee")
+    grad_weights = tl.dot(b_grad_out, tl.trans(b_v), input_precision="ieee")
     dropped = weights
     if keep is not None:
         kept = load_keep(keep, keep_stride, row0, rows, key0, BQ, BK)
         dropped = weights * kept
-        dweights = dweights * (kept * kept_scale)
-    return dropped, weights * (dweights - b_delta[:, None])
+        grad_weights = grad_weights * (kept * kept_scale)
+    return dropped, weights * (grad_weights - b_delta[:, None])
 
 
 @triton.jit
 def _of_queries(
-    dk, dv, b_k, b_v, q, dout, lse, delta, bias, mask, keep, q_stride, dout_stride, bias_stride,
-    mask_stride, place, first_q, query0, key0, lq, lk, shift, left, right, scale, softcap,
-    keep_stride, kept_scale, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    grad_k, grad_v, b_k, b_v, q, grad_out, lse, delta, bias, mask, keep, q_stride, grad_out_stride,
+    bias_stride, mask_stride, place, first_q, query0, key0, lq, lk, shift, left, right, scale,
+    softcap, keep_stride, kept_scale, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    BDV: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of BK keys and values with BQ more queries."""
     rows, row = lq - query0, tl.arange(0, BQ)
     b_q = load_rows(q, q_stride, first_q + query0, rows, D, BD, BQ, MASKED)
-    b_dout = load_rows(dout, dout_stride, first_q + query0, rows, DV, BDV, BQ, MASKED)
+    b_grad_out = load_rows(grad_out, grad_out_stride, first_q + query0, rows, DV, BDV, BQ, MASKED)
     b_lse = tl.load(lse + place + query0 + row, mask=row < rows, other=0.0)
     b_delta = tl.load(delta + place + query0 + row, mask=row < rows, other=0.0)
     scores, slope = scores_of(
         b_q, b_k, bias, mask, bias_stride, mask_stride, query0, key0, lq, lk, shift, left, right,
         scale, softcap, BQ, BK, 1, LEFT, RIGHT, CAPPED, MASKED,
     )  # fmt: skip
-    weights, dscores = _gradient_of_scores(
-        scores, b_lse, b_delta, b_dout, b_v, keep, keep_stride, kept_scale, place + query0, rows,
-        key0, BQ, BK,
+    weights, grad_scores = _gradient_of_scores(
+        scores, b_lse, b_delta, b_grad_out, b_v, keep, keep_stride, kept_scale, place + query0,
+        rows, key0, BQ, BK,
     )  # fmt: skip
-    dv += tl.dot(tl.trans(weights.to(b_dout.dtype)), b_dout, input_precision="ieee")
-    dproduct = (dscores * slope).to(b_q.dtype)
-    dk += tl.dot(tl.trans(dproduct), b_q, input_precision="ieee")
-    return dk, dv
+    grad_v += tl.dot(tl.trans(weights.to(b_grad_out.dtype)), b_grad_out, input_precision="ieee")
+    grad_product = (grad_scores * slope).to(b_q.dtype)
+    grad_k += tl.dot(tl.trans(grad_product), b_q, input_precision="ieee")
+    return grad_k, grad_v
 
 
 @triton.jit(
@@ -93,16 +94,17 @@ def _of_queries(
     ]
 )  # fmt: skip
 def keys_kernel(
-    dout, q, k, v, bias, mask, keep, table, starts_q, starts_k, lengths_k, lse, delta, dk, dv,
-    dout_batch, dout_head, dout_stride, q_batch, q_head, q_stride, k_batch, k_head, k_stride,
-    v_batch, v_head, v_stride, bias_batch, bias_head, bias_stride, mask_batch, mask_head,
-    mask_stride, dk_batch, dk_head, dk_stride, dv_batch, dv_head, dv_stride, scale, softcap, left,
-    right, keep_stride, kept_scale, number, across, heads, queries, keys, GROUP: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BQ: tl.constexpr,
-    BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
-    CAPPED: tl.constexpr,
+    grad_out, q, k, v, bias, mask, keep, table, starts_q, starts_k, lengths_k, lse, delta, grad_k,
+    grad_v, grad_out_batch, grad_out_head, grad_out_stride, q_batch, q_head, q_stride, k_batch,
+    k_head, k_stride, v_batch, v_head, v_stride, bias_batch, bias_head, bias_stride, mask_batch,
+    mask_head, mask_stride, grad_k_batch, grad_k_head, grad_k_stride, grad_v_batch, grad_v_head,
+    grad_v_stride, scale, softcap, left, right, keep_stride, kept_scale, number, across, heads,
+    queries, keys,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BK keys of one of `heads` key heads, summed over its GROUP query heads."""
+    """grad_k and grad_v of BK keys of one key head, summed over its GROUP query heads."""
     for item in range(tl.program_id(0), number * heads, tl.num_programs(0)):
         block, key_head = item // heads, item % heads
         _, within, batch, first_q, lq, first_k, lk = find(
@@ -127,7 +129,7 @@ def keys_kernel(
         sum_k, sum_v = tl.zeros((BK, BD), tl.float32), tl.zeros((BK, BDV), tl.float32)
         for head in range(key_head * GROUP, (key_head + 1) * GROUP):
             from_q = of_head(q, batch, head, q_batch, q_head)
-            from_dout = of_head(dout, batch, head, dout_batch, dout_head)
+            from_grad_out = of_head(grad_out, batch, head, grad_out_batch, grad_out_head)
             place = tl.cast(batch * heads * GROUP + head, tl.int64) * queries + first_q
             of_bias, of_mask = bias, mask
             if bias is not None:
@@ -137,38 +139,38 @@ def keys_kernel(
             if mask is None:
                 for query0 in range(whole * BQ, split * BQ, BQ):
                     sum_k, sum_v = _of_queries(
-                        sum_k, sum_v, b_k, b_v, from_q, from_dout, lse, delta, of_bias, None, keep,
-                        q_stride, dout_stride, bias_stride, mask_stride, place, first_q, query0,
-                        key0, lq, lk, shift, left, right, scale, softcap, keep_stride, kept_scale,
-                        D, DV, BD, BDV, BQ, BK, LEFT, RIGHT, CAPPED, False,
+                        sum_k, sum_v, b_k, b_v, from_q, from_grad_out, lse, delta, of_bias, None,
+                        keep, q_stride, grad_out_stride, bias_stride, mask_stride, place, first_q,
+                        query0, key0, lq, lk, shift, left, right, scale, softcap, keep_stride,
+                        kept_scale, D, DV, BD, BDV, BQ, BK, LEFT, RIGHT, CAPPED, False,
                     )  # fmt: skip
             for edge in range(begin, end - (split - whole)):
                 query0 = edge_block(edge, whole, split) * BQ
                 sum_k, sum_v = _of_queries(
-                    sum_k, sum_v, b_k, b_v, from_q, from_dout, lse, delta, of_bias, of_mask, keep,
-                    q_stride, dout_stride, bias_stride, mask_stride, place, first_q, query0, key0,
-                    lq, lk, shift, left, right, scale, softcap, keep_stride, kept_scale, D, DV, BD,
-                    BDV, BQ, BK, LEFT, RIGHT, CAPPED, True,
+                    sum_k, sum_v, b_k, b_v, from_q, from_grad_out, lse, delta, of_bias, of_mask,
+                    keep, q_stride, grad_out_stride, bias_stride, mask_stride, place, first_q,
+                    query0, key0, lq, lk, shift, left, right, scale, softcap, keep_stride,
+                    kept_scale, D, DV, BD, BDV, BQ, BK, LEFT, RIGHT, CAPPED, True,
                 )  # fmt: skip
         written = rows
         if lengths_k is not None:  # keys that do not exist have gradients, too
             written = keys - key0
             exists = (tl.arange(0, BK) < rows)[:, None]
             sum_k, sum_v = tl.where(exists, sum_k, 0.0), tl.where(exists, sum_v, 0.0)
-        to_k = of_head(dk, batch, key_head, dk_batch, dk_head)
-        to_v = of_head(dv, batch, key_head, dv_batch, dv_head)
-        store_rows(to_k, sum_k * scale, dk_stride, first_k + key0, written, D, BD, BK)
+        to_k = of_head(grad_k, batch, key_head, grad_k_batch, grad_k_head)
+        to_v = of_head(grad_v, batch, key_head, grad_v_batch, grad_v_head)
+        store_rows(to_k, sum_k * scale, grad_k_stride, first_k + key0, written, D, BD, BK)
         if keep is not None:
             sum_v = sum_v * kept_scale
-        store_rows(to_v, sum_v, dv_stride, first_k + key0, written, DV, BDV, BK)
+        store_rows(to_v, sum_v, grad_v_stride, first_k + key0, written, DV, BDV, BK)
 
 
 @triton.jit
 def _of_keys(
-    dq, dbias, b_q, b_dout, b_lse, b_delta, k, v, bias, mask, keep, k_stride, v_stride, bias_stride,
-    mask_stride, first_k, row0, query0, key0, lq, lk, bias_keys, shift, left, right, scale, softcap,
-    keep_stride, kept_scale, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    grad_q, grad_bias, b_q, b_grad_out, b_lse, b_delta, k, v, bias, mask, keep, k_stride, v_stride,
+    bias_stride, mask_stride, first_k, row0, query0, key0, lq, lk, bias_keys, shift, left, right,
+    scale, softcap, keep_stride, kept_scale, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    BDV: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradient of BQ queries with BK more keys."""
@@ -178,13 +180,13 @@ def _of_keys(
         b_q, b_k, bias, mask, bias_stride, mask_stride, query0, key0, lq, lk, shift, left, right,
         scale, softcap, BQ, BK, 1, LEFT, RIGHT, CAPPED, MASKED,
     )  # fmt: skip
-    _, dscores = _gradient_of_scores(
-        scores, b_lse, b_delta, b_dout, b_v, keep, keep_stride, kept_scale, row0, lq - query0, key0,
-        BQ, BK,
+    _, grad_scores = _gradient_of_scores(
+        scores, b_lse, b_delta, b_grad_out, b_v, keep, keep_stride, kept_scale, row0, lq - query0,
+        key0, BQ, BK,
     )  # fmt: skip
-    if dbias is not None:
-        store_pairs(dbias, dscores, bias_keys, query0, key0, lq, lk, BQ, BK)
-    return dq + tl.dot((dscores * slope).to(b_k.dtype), b_k, input_precision="ieee")
+    if grad_bias is not None:
+        store_pairs(grad_bias, grad_scores, bias_keys, query0, key0, lq, lk, BQ, BK)
+    return grad_q + tl.dot((grad_scores * slope).to(b_k.dtype), b_k, input_precision="ieee")
 
 
 @triton.jit(
@@ -195,15 +197,16 @@ def _of_keys(
     ]
 )  # fmt: skip
 def queries_kernel(
-    dout, q, k, v, bias, mask, keep, table, starts_q, starts_k, lengths_k, lse, delta, dq, dbias,
-    dout_batch, dout_head, dout_stride, q_batch, q_head, q_stride, k_batch, k_head, k_stride,
-    v_batch, v_head, v_stride, bias_batch, bias_head, bias_stride, mask_batch, mask_head,
-    mask_stride, dq_batch, dq_head, dq_stride, scale, softcap, left, right, keep_stride, kept_scale,
-    number, across, heads, queries, keys, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
+    grad_out, q, k, v, bias, mask, keep, table, starts_q, starts_k, lengths_k, lse, delta, grad_q,
+    grad_bias, grad_out_batch, grad_out_head, grad_out_stride, q_batch, q_head, q_stride, k_batch,
+    k_head, k_stride, v_batch, v_head, v_stride, bias_batch, bias_head, bias_stride, mask_batch,
+    mask_head, mask_stride, grad_q_batch, grad_q_head, grad_q_stride,
+    scale, softcap, left, right, keep_stride, kept_scale, number, across, heads, queries, keys,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """dq of BQ queries of a head, and dbias [batch, heads, queries, keys] of keys they meet."""
+    """grad_q of BQ queries of a head; grad_bias [batch, heads, queries, keys] of keys they meet."""
     row = tl.arange(0, BQ)
     for item in range(tl.program_id(0), number * heads, tl.num_programs(0)):
         block, head = item // heads, item % heads
@@ -225,36 +228,38 @@ def queries_kernel(
         from_k = of_head(k, batch, head // GROUP, k_batch, k_head)
         from_v = of_head(v, batch, head // GROUP, v_batch, v_head)
         from_q = of_head(q, batch, head, q_batch, q_head)
-        from_dout = of_head(dout, batch, head, dout_batch, dout_head)
+        from_grad_out = of_head(grad_out, batch, head, grad_out_batch, grad_out_head)
         of_bias, of_mask = bias, mask
         if bias is not None:
             of_bias = of_head(bias, batch, head, bias_batch, bias_head)
         if mask is not None:
             of_mask = of_head(mask, batch, head, mask_batch, mask_head)
-        of_dbias = dbias
-        if dbias is not None:
-            of_dbias = of_head(dbias, batch * heads + head, 0, tl.cast(queries, tl.int64) * keys, 0)
+        of_grad_bias = grad_bias
+        if grad_bias is not None:
+            of_grad_bias = of_head(
+                grad_bias, batch * heads + head, 0, tl.cast(queries, tl.int64) * keys, 0
+            )
         place = tl.cast(batch * heads + head, tl.int64) * queries + first_q + query0
         b_q = load_rows(from_q, q_stride, first_q + query0, rows, D, BD, BQ)
-        b_dout = load_rows(from_dout, dout_stride, first_q + query0, rows, DV, BDV, BQ)
+        b_grad_out = load_rows(from_grad_out, grad_out_stride, first_q + query0, rows, DV, BDV, BQ)
         b_lse = tl.load(lse + place + row, mask=row < rows, other=0.0)
         b_delta = tl.load(delta + place + row, mask=row < rows, other=0.0)
         total = tl.zeros((BQ, BD), tl.float32)
         if mask is None:
             for key0 in range(whole * BK, split * BK, BK):
                 total = _of_keys(
-                    total, of_dbias, b_q, b_dout, b_lse, b_delta, from_k, from_v, of_bias, None,
-                    keep, k_stride, v_stride, bias_stride, mask_stride, first_k, place, query0,
-                    key0, lq, lk, keys, shift, left, right, scale, softcap, keep_stride, kept_scale,
-                    D, DV, BD, BDV, BQ, BK, LEFT, RIGHT, CAPPED, False,
+                    total, of_grad_bias, b_q, b_grad_out, b_lse, b_delta, from_k, from_v, of_bias,
+                    None, keep, k_stride, v_stride, bias_stride, mask_stride, first_k, place,
+                    query0, key0, lq, lk, keys, shift, left, right, scale, softcap, keep_stride,
+                    kept_scale, D, DV, BD, BDV, BQ, BK, LEFT, RIGHT, CAPPED, False,
                 )  # fmt: skip
         for edge in range(begin, end - (split - whole)):
             key0 = edge_block(edge, whole, split) * BK
             total = _of_keys(
-                total, of_dbias, b_q, b_dout, b_lse, b_delta, from_k, from_v, of_bias, of_mask,
-                keep, k_stride, v_stride, bias_stride, mask_stride, first_k, place, query0, key0,
-                lq, lk, keys, shift, left, right, scale, softcap, keep_stride, kept_scale, D, DV,
-                BD, BDV, BQ, BK, LEFT, RIGHT, CAPPED, True,
+                total, of_grad_bias, b_q, b_grad_out, b_lse, b_delta, from_k, from_v, of_bias,
+                of_mask, keep, k_stride, v_stride, bias_stride, mask_stride, first_k, place,
+                query0, key0, lq, lk, keys, shift, left, right, scale, softcap, keep_stride,
+                kept_scale, D, DV, BD, BDV, BQ, BK, LEFT, RIGHT, CAPPED, True,
             )  # fmt: skip
-        to = of_head(dq, batch, head, dq_batch, dq_head)
-        store_rows(to, total * scale, dq_stride, first_q + query0, rows, D, BD, BQ)
+        to = of_head(grad_q, batch, head, grad_q_batch, grad_q_head)
+        store_rows(to, total * scale, grad_q_stride, first_q + query0, rows, D, BD, BQ)

@@ -1,6 +1,6 @@
-"""Which blocks of tokens there are, on the device, and which of the other side each one meets.
+"""The blocks of tokens, found on the device, and which blocks of the other side each one meets.
 
-A block is a piece of one sequence. Of dense tensors a sequence is an entry of the batch.
+A block is a piece of one sequence. In dense tensors, each entry of the batch is a sequence.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from npu_ops.core.grid import cdiv
 class Blocks(NamedTuple):
     """The blocks of a tensor's tokens; made without waiting for the device.
 
-    number: of blocks at the most; what is beyond the last has no rows.
-    across: blocks of each sequence, where all have as many.
+    number: of blocks at the most; those beyond the last one have no rows.
+    across: of blocks of each sequence, where all have equally many.
     table: int32 [number, 2]: the sequence of each block and which of its blocks it is; None where
         that follows from `across`.
     """

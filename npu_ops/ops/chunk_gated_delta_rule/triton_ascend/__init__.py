@@ -1,8 +1,8 @@
 """The chunked gated delta rule in Triton, for Ascend and NVIDIA. Definition: reference.py
 
-Forward: gates by chunk (chunks.py), what tokens of a chunk do to each other (intra.py), and one
-pass through each sequence in which neither states nor what is written leave the chip (forward.py).
-Backward: backward.py.
+Forward, in three steps. Gates are laid out by chunk (chunks.py). Tokens of one chunk act on each
+other (intra.py). One pass through each sequence computes the rest: states, and what tokens write to
+them, stay on the chip (forward.py). Backward: backward.py.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def chunk_gated_delta_rule(
 
 
 def chunk_gated_delta_rule_backward(
-    do, dht, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first,
-    normalize, dq, dk, dv, dg, dbeta, dh0,
+    grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size,
+    state_v_first, normalize, grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial_state,
 ):  # fmt: skip
-    """Write the gradients; dh0 may be None. The arguments are the operator's."""
+    """Write the gradients; grad_initial_state may be None. The arguments are the operator's."""
     chunk_size = _chunk_size(q, v, chunk_size)
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
@@ -56,87 +56,97 @@ def chunk_gated_delta_rule_backward(
     constants = _constants(q, v, state_v_first, chunk_size)
     grid = _grid(spans.sequences, v, constants)
     per_chunk = (spans.number, v.shape[2], q.shape[3], v.shape[3])
-    states, dstates = (solved.new_empty(per_chunk) for _ in "sd")
-    written, dwanted = (torch.empty_like(v, dtype=solved.dtype) for _ in "wd")
+    states, grad_states = solved.new_empty(per_chunk), solved.new_empty(per_chunk)
+    written, grad_wanted = (torch.empty_like(v, dtype=solved.dtype) for _ in range(2))
     backward.states_kernel[grid](
         k, v, *gates, solved, norms[1], initial_state, spans.starts, spans.firsts, states, written,
         1.0, spans.sequences, **constants,
     )  # fmt: skip
     of_values = gates[0].new_empty((cdiv(v.shape[3], constants["BV"]), *gates[0].shape))
     backward.state_gradients_kernel[grid](
-        do, dht, q, k, v, *gates, solved, scores, *norms, spans.starts, spans.firsts, dstates,
-        dwanted, dv, of_values, dh0, scale, spans.number, spans.sequences, **constants,
+        grad_o, grad_final_state, q, k, v, *gates, solved, scores, *norms, spans.starts,
+        spans.firsts, grad_states, grad_wanted, grad_v, of_values, grad_initial_state, scale,
+        spans.number, spans.sequences, **constants,
     )  # fmt: skip
     del solved, scores
-    dg_sums, kept_sums, dbetas = _gradients(
-        do, q, k, v, gates, norms, spans, states, written, dstates, dwanted, dq, dk, scale,
-        constants,
+    grad_g_sums, kept_sums, grad_betas = _gradients(
+        grad_o, q, k, v, gates, norms, spans, states, written, grad_states, grad_wanted, grad_q,
+        grad_k, scale, constants,
     )  # fmt: skip
-    totals = _inner_products(states, dstates, gates[0])
-    chunks.scatter(dg_sums, kept_sums, totals, dbetas + _sum(of_values), spans, dg, dbeta)
+    totals = _inner_products(states, grad_states, gates[0])
+    grad_betas = grad_betas + _sum(of_values)
+    chunks.scatter(grad_g_sums, kept_sums, totals, grad_betas, spans, grad_g, grad_beta)
 
 
 def _gradients(
-    do, q, k, v, gates, norms, spans, states, written, dstates, dwanted, dq, dk, scale, constants
-):
-    """Write dq and dk; return what gates and betas weigh, each [chunks, HV, C]."""
+    grad_o, q, k, v, gates, norms, spans, states, written, grad_states, grad_wanted, grad_q, grad_k,
+    scale, constants,
+):  # fmt: skip
+    """Write grad_q and grad_k; return grad_g_sums, kept_sums and grad_betas, [chunks, HV, C]."""
     values = _width(v.shape[3], q.device)
     room = PRODUCT_BYTES * hardware.cores_of_a_tile(q.device)
     if values * states.element_size() > 256:
         room //= 2
     keys = min(constants["BK"], max(_narrowest(q.device), room // (states.element_size() * values)))
     blocks = cdiv(q.shape[3], keys)
-    sums = [gates[0].new_empty((blocks, *gates[0].shape)) for _ in "gkb"]
+    grad_g_sums, kept_sums, grad_betas = (
+        gates[0].new_empty((blocks, *gates[0].shape)) for _ in range(3)
+    )
     grid = _cube_grid(spans.number * q.shape[2] * blocks, q.device)
     kernel = backward.gradients_kernel
     kernel[grid](
-        do, q, k, *gates, *norms, spans.spans, states, written, dstates, dwanted, dq, dk, *sums,
-        scale, spans.number, H=q.shape[2], HV=v.shape[2], K=q.shape[3], V=v.shape[3], BK=keys,
-        BV=values, C=constants["C"],
+        grad_o, q, k, *gates, *norms, spans.spans, states, written, grad_states, grad_wanted,
+        grad_q, grad_k, grad_g_sums, kept_sums, grad_betas, scale, spans.number, H=q.shape[2],
+        HV=v.shape[2], K=q.shape[3], V=v.shape[3], BK=keys, BV=values, C=constants["C"],
         # Two buffers for what it loads; there is no room for two of what the matrix unit hands it.
         **hardware.ascend_options(
             kernel, q.device, limit_auto_multi_buffer_only_for_local_buffer=True
         ),
     )  # fmt: skip
     if norms[0] is not None and blocks > 1:
-        for gradient, x in ((dq, q), (dk, k)):
+        for gradient, x in ((grad_q, q), (grad_k, k)):
             rows = gradient.flatten(0, 1)
             norm.l2norm_backward(rows, x.flatten(0, 1), EPS, rows)
-    return map(_sum, sums)
+    return _sum(grad_g_sums), _sum(kept_sums), _sum(grad_betas)
 
 
 def _sum(parts):
     return parts[0] if parts.shape[0] == 1 else parts.sum(0)
 
 
-def _inner_products(states, dstates, g_sums):
-    """What the decay of a chunk as a whole weighs, fp32 [chunks, HV]."""
+def _inner_products(states, grad_states, g_sums):
+    """Of each chunk: decay times (state before it, grad of the state after), fp32 [chunks, HV]."""
     number, value_heads, keys, values = states.shape
     totals = g_sums.new_empty((number, value_heads))
     backward.inner_products_kernel[vector_grid(totals.numel(), states.device)](
-        states, dstates, g_sums, totals, number, HV=value_heads, K=keys, V=values,
+        states, grad_states, g_sums, totals, number, HV=value_heads, K=keys, V=values,
         C=g_sums.shape[2], ROWS=ROWS, BV=_width(values, states.device),
     )  # fmt: skip
     return totals
 
 
 def _chunk_size(q, v, size: int) -> int:
-    """Tokens in a chunk: rows of more than 128 fp32 leave room for 32. The result is the same."""
+    """Tokens in a chunk. Rows of more than 128 fp32 leave room for 32. The result is the same."""
     wide = q.dtype != torch.bfloat16 and max(q.shape[3], v.shape[3]) > 128
     return max(_narrowest(q.device), min(size, 32) if wide else size)
 
 
 def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
-    """The inverse, weighed by betas or not, and the scores of each chunk and value head; 1 over the
-    norms of q and k, fp32 [chunks, H, C], or None twice."""
+    """What tokens of one chunk do to each other, by `intra_kernel`.
+
+    Returns:
+        solved and scores `[chunks, HV, C, C]`; then 1 over the norms of q and of k, fp32
+        `[chunks, H, C]`, or None twice. weighed: the columns of solved are multiplied by betas.
+    """
     number, value_heads, size = gates[0].shape
     # fp16 cannot hold what a state may grow to, so its products are fp32.
     wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    solved, scores = (
-        q.new_empty((number, value_heads, size, size), dtype=wide) for _ in "as"
-    )  # fmt: skip
+    square = number, value_heads, size, size
+    solved, scores = q.new_empty(square, dtype=wide), q.new_empty(square, dtype=wide)
     heads, keys = q.shape[2:]
-    norms = [gates[0].new_empty((number, heads, size)) if normalize else None for _ in "qk"]
+    norms = [None, None]
+    if normalize:
+        norms = [gates[0].new_empty((number, heads, size)) for _ in range(2)]
     intra.intra_kernel[_cube_grid(number * heads, q.device)](
         q, k, *gates, spans.spans, solved, scores, *norms, scale, number, EPS, H=heads,
         HV=value_heads, K=keys, BK=_width(keys, q.device), C=size, WEIGHED=weighed,
@@ -156,7 +166,7 @@ def _constants(q, v, state_v_first: bool, size: int) -> dict:
 
 
 def _width(elements: int, device) -> int:
-    """Of a tile."""
+    """The width of a tile that holds so many elements in a row."""
     return max(_narrowest(device), next_power_of_2(elements))
 
 

@@ -1,7 +1,7 @@
-"""What chunks there are, on the device: gates and betas by chunk, gradients of them by token.
+"""Where the chunks are, found on the device. Gates and betas by chunk, their gradients by token.
 
-Gates come as [tokens, heads]; the kernels of a chunk want the tokens of one head in one piece, so
-they are laid out as [chunks, heads, C] once, summed up on the way.
+Gates come as [tokens, heads]. The kernels of a chunk want the tokens of one head in one piece. So
+gates are laid out as [chunks, heads, C] once, and summed up on the way.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ def chunks_of(q, cu_seqlens, size: int) -> Chunks:
 @triton.jit(do_not_specialize=["number"])
 def _gather_kernel(g, beta, spans, g_sums, betas, number, HV: tl.constexpr, BH: tl.constexpr,
                    C: tl.constexpr):  # fmt: skip
-    """[tokens, HV] -> [chunks, HV, C]; g summed up within its chunk. Rows beyond a chunk's end
-    neither decay nor write."""
+    """[tokens, HV] -> [chunks, HV, C]. g is summed up within its chunk.
+
+    Rows beyond a chunk's end neither decay nor write.
+    """
     row, head = tl.arange(0, C), tl.arange(0, BH)
     for chunk in range(tl.program_id(0), number, tl.num_programs(0)):
         first, rows = tl.load(spans + 2 * chunk), tl.load(spans + 2 * chunk + 1)
@@ -69,18 +71,21 @@ def _gather_kernel(g, beta, spans, g_sums, betas, number, HV: tl.constexpr, BH: 
         mask = (row < rows)[:, None] & (head < HV)[None, :]
         to = tl.cast(chunk, tl.int64) * (HV * C) + head[:, None] * C + row[None, :]
         exists = (head < HV)[:, None] & (row < C)[None, :]
-        # A decay to 4e-28 is one to nothing. Further down, a gate only takes digits from the sums,
-        # and the decays of later tokens are their differences.
+        # A decay to 4e-28 is one to nothing. A smaller gate would only take digits from the sums,
+        # whose differences are the decays of later tokens.
         sums = tl.cumsum(tl.maximum(tl.load(g + at, mask=mask, other=0.0), -63.0), 0)
         tl.store(g_sums + to, tl.trans(sums), mask=exists)
         tl.store(betas + to, tl.trans(tl.load(beta + at, mask=mask, other=0.0)), mask=exists)
 
 
 @triton.jit(do_not_specialize=["number"])
-def _scatter_kernel(dg_sums, kept_sums, totals, dbetas, spans, dg, dbeta, number,
+def _scatter_kernel(grad_g_sums, kept_sums, totals, grad_betas, spans, grad_g, grad_beta, number,
                     HV: tl.constexpr, BH: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """The transpose of `_gather_kernel`. A gate weighs on its token and the later ones by dg_sums,
-    on what the earlier ones leave in the state by kept_sums, on the state by totals."""
+    """The transpose of `_gather_kernel`.
+
+    A gate acts on its own token and on later ones (grad_g_sums), on what earlier ones leave in the
+    state (kept_sums), and on the state before the chunk (totals).
+    """
     row, head = tl.arange(0, C), tl.arange(0, BH)
     for chunk in range(tl.program_id(0), number, tl.num_programs(0)):
         first, rows = tl.load(spans + 2 * chunk), tl.load(spans + 2 * chunk + 1)
@@ -88,13 +93,14 @@ def _scatter_kernel(dg_sums, kept_sums, totals, dbetas, spans, dg, dbeta, number
         mask = (row < rows)[:, None] & (head < HV)[None, :]
         place = tl.cast(chunk, tl.int64) * (HV * C) + head[:, None] * C + row[None, :]
         exists = (head < HV)[:, None] & (row < C)[None, :]
-        own = tl.trans(tl.load(dg_sums + place, mask=exists, other=0.0))
+        own = tl.trans(tl.load(grad_g_sums + place, mask=exists, other=0.0))
         kept = tl.trans(tl.load(kept_sums + place, mask=exists, other=0.0))
         whole = tl.load(totals + tl.cast(chunk, tl.int64) * HV + head, mask=head < HV, other=0.0)
         whole += tl.sum(own, 0)
-        d_g = own - kept - tl.cumsum(own - kept, 0) + whole[None, :]
-        tl.store(dg + at, d_g, mask=mask)
-        tl.store(dbeta + at, tl.trans(tl.load(dbetas + place, mask=exists, other=0.0)), mask=mask)
+        b_grad_g = own - kept - tl.cumsum(own - kept, 0) + whole[None, :]
+        tl.store(grad_g + at, b_grad_g, mask=mask)
+        b_grad_beta = tl.trans(tl.load(grad_betas + place, mask=exists, other=0.0))
+        tl.store(grad_beta + at, b_grad_beta, mask=mask)
 
 
 def gather(g, beta, chunks: Chunks, size: int):
@@ -106,10 +112,10 @@ def gather(g, beta, chunks: Chunks, size: int):
     return sums, betas
 
 
-def scatter(dg_sums, kept_sums, totals, dbetas, chunks: Chunks, dg, dbeta) -> None:
+def scatter(grad_g_sums, kept_sums, totals, grad_betas, chunks: Chunks, grad_g, grad_beta) -> None:
     """Write the gradients of g and beta, fp32 [tokens, HV], from those of what `gather` made."""
-    tensors = dg_sums, kept_sums, totals, dbetas, chunks.spans, dg, dbeta
-    _launch(_scatter_kernel, tensors, chunks, *dg_sums.shape[1:])
+    tensors = grad_g_sums, kept_sums, totals, grad_betas, chunks.spans, grad_g, grad_beta
+    _launch(_scatter_kernel, tensors, chunks, *grad_g_sums.shape[1:])
 
 
 def _launch(kernel, tensors, chunks: Chunks, heads: int, size: int) -> None:

@@ -1,8 +1,8 @@
 """The recurrent gated delta rule in Triton, for Ascend and NVIDIA. Definition: reference.py
 
-A program keeps the state of BV value columns of one head on chip, in fp32 and in the layout that it
-has in memory, and walks over the tokens: nothing but vector instructions. Columns do not know of
-each other, so a head's are shared out among programs.
+A program keeps BV value columns of one head's state on chip. The state is fp32, in the layout that
+it has in memory. The program walks over the tokens, by vector instructions alone. No column depends
+on another one, so programs share out the columns of a head.
 """
 
 from __future__ import annotations
@@ -11,7 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+from npu_ops.core.grid import cdiv, tile_elements, vector_grid
+from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
+    keys_of,
+    load_row,
+    over_keys,
+    over_values,
+    state_tile,
+    tile_constants,
+    values_of,
+    within,
+)
 
 # Bytes that a state element needs on chip at the most, by the plan of the vendor's compiler.
 TILE = tile_elements(40)
@@ -19,59 +29,6 @@ TILE_BACKWARD = tile_elements(80)
 # Tokens between two states that the backward keeps. It computes the ones between again for each
 # token, so that a state is never written and read back within one launch.
 SEGMENT = 16
-
-
-@triton.jit
-def keys_of(x, V_FIRST: tl.constexpr):
-    """A vector of keys as a tile that broadcasts over values."""
-    if V_FIRST:
-        return x[None, :]
-    else:
-        return x[:, None]
-
-
-@triton.jit
-def values_of(x, V_FIRST: tl.constexpr):
-    """A vector of values as a tile that broadcasts over keys."""
-    if V_FIRST:
-        return x[:, None]
-    else:
-        return x[None, :]
-
-
-@triton.jit
-def over_keys(x, V_FIRST: tl.constexpr):
-    """The sum over the keys of a state tile."""
-    if V_FIRST:
-        return tl.sum(x, 1)
-    else:
-        return tl.sum(x, 0)
-
-
-@triton.jit
-def over_values(x, V_FIRST: tl.constexpr):
-    """The sum over the values of a state tile."""
-    if V_FIRST:
-        return tl.sum(x, 0)
-    else:
-        return tl.sum(x, 1)
-
-
-@triton.jit
-def state_tile(key, value, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
-    """Where a tile of a state lies in it, and which of it exists."""
-    key, value = keys_of(key, V_FIRST), values_of(value, V_FIRST)
-    exists = (key < K) & (value < V)
-    if V_FIRST:
-        return value * K + key, exists
-    else:
-        return key * V + value, exists
-
-
-@triton.jit
-def load_row(x, row, at, WIDTH: tl.constexpr):
-    """Part of a row of [rows, WIDTH] in fp32, 0 beyond its end."""
-    return tl.load(x + row * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -85,8 +42,7 @@ def span_of(cu_seqlens, n, length):
     else:
         begin = tl.load(cu_seqlens + n).to(tl.int32)
         end = tl.load(cu_seqlens + n + 1).to(tl.int32)
-        begin = tl.minimum(tl.maximum(begin, 0), length)
-        return begin, tl.minimum(tl.maximum(end, begin), length)
+        return within(begin, end, length)
 
 
 @triton.jit
@@ -176,7 +132,7 @@ def fused_recurrent_gated_delta_rule(
     batch, length, heads, keys = q.shape
     value_heads, values = v.shape[2:]
     sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
-    constants = tile_constants(keys, values)
+    constants = tile_constants(keys, values, TILE)
     items = sequences * value_heads * cdiv(values, constants["BV"])
     _forward_kernel[vector_grid(items, q.device)](
         q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale, o, final_state, sequences,
@@ -213,13 +169,16 @@ def _checkpoint_kernel(
 
 @triton.jit(do_not_specialize=["sequences", "length", "tokens"])
 def _backward_kernel(
-    do, dht, q, k, v, g, gk, gv, beta, cu_seqlens, checkpoints, scale,
-    dq, dk, dv, dg, dgk, dgv, dbeta, dh0, sequences, length, tokens,
+    grad_o, grad_final_state, q, k, v, g, gk, gv, beta, cu_seqlens, checkpoints, scale,
+    grad_q, grad_k, grad_v, grad_g, grad_gk, grad_gv, grad_beta, grad_initial_state,
+    sequences, length, tokens,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
     PER_VALUE: tl.constexpr, SEGMENT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Walk over the tokens backwards. What a block of values adds to a gradient that all of them
-    share goes to a part of its own."""
+    """Walk over the tokens backwards.
+
+    All blocks of values share the gradients of q, k, g, gk and beta. Each writes a part of its own.
+    """
     blocks: tl.constexpr = (V + BV - 1) // BV
     key = tl.arange(0, BK)
     for item in range(tl.program_id(0), sequences * HV * blocks, tl.num_programs(0)):
@@ -227,7 +186,7 @@ def _backward_kernel(
         value = block * BV + tl.arange(0, BV)
         at, exists = state_tile(key, value, K, V, V_FIRST)
         here = tl.cast(n * HV + head, tl.int64) * (K * V)
-        dstate = load_state(dht, here, at, exists)
+        grad_state = load_state(grad_final_state, here, at, exists)
         begin, end = span_of(cu_seqlens, n, length)
         for back in range(0, end - begin):
             token = end - 1 - back
@@ -246,36 +205,37 @@ def _backward_kernel(
             b_k, error, b_beta = written(state, k, v, beta, row, qk_row, key, value, K, V, V_FIRST,
                                          PER_VALUE)  # fmt: skip
             write = values_of(error * b_beta, V_FIRST)
-            b_do = values_of(load_row(do, row, value, V), V_FIRST)
-            b_dq = over_values((state + b_k * write) * b_do, V_FIRST) * scale
-            tl.store(dq + part * K + key, b_dq, mask=key < K)
-            dstate += keys_of(load_row(q, qk_row, key, K) * scale, V_FIRST) * b_do
-            dwrite = over_keys(dstate * b_k, V_FIRST)
-            derror = dwrite * b_beta
-            tl.store(dv + row * V + value, derror, mask=value < V)
+            b_grad_o = values_of(load_row(grad_o, row, value, V), V_FIRST)
+            b_grad_q = over_values((state + b_k * write) * b_grad_o, V_FIRST) * scale
+            tl.store(grad_q + part * K + key, b_grad_q, mask=key < K)
+            grad_state += keys_of(load_row(q, qk_row, key, K) * scale, V_FIRST) * b_grad_o
+            grad_write = over_keys(grad_state * b_k, V_FIRST)
+            grad_error = grad_write * b_beta
+            tl.store(grad_v + row * V + value, grad_error, mask=value < V)
             if PER_VALUE:
-                tl.store(dbeta + row * V + value, dwrite * error, mask=value < V)
+                tl.store(grad_beta + row * V + value, grad_write * error, mask=value < V)
             else:
-                tl.store(dbeta + part, tl.sum(dwrite * error, 0))
-            b_derror = values_of(derror, V_FIRST)
-            b_dk = over_values(dstate * write - state * b_derror, V_FIRST)
-            tl.store(dk + part * K + key, b_dk, mask=key < K)
-            dstate -= b_k * b_derror
-            dlog = dstate * state
-            if dg is not None:
-                tl.store(dg + part, tl.sum(over_values(dlog, V_FIRST), 0))
-            if dgk is not None:
-                tl.store(dgk + part * K + key, over_values(dlog, V_FIRST), mask=key < K)
-            if dgv is not None:
-                tl.store(dgv + row * V + value, over_keys(dlog, V_FIRST), mask=value < V)
-            dstate = decayed(dstate, g, gk, gv, row, key, value, K, V, V_FIRST)
-        if dh0 is not None:
-            tl.store(dh0 + here + at, dstate, mask=exists)
+                tl.store(grad_beta + part, tl.sum(grad_write * error, 0))
+            b_grad_error = values_of(grad_error, V_FIRST)
+            b_grad_k = over_values(grad_state * write - state * b_grad_error, V_FIRST)
+            tl.store(grad_k + part * K + key, b_grad_k, mask=key < K)
+            grad_state -= b_k * b_grad_error
+            grad_log = grad_state * state
+            if grad_g is not None:
+                tl.store(grad_g + part, tl.sum(over_values(grad_log, V_FIRST), 0))
+            if grad_gk is not None:
+                tl.store(grad_gk + part * K + key, over_values(grad_log, V_FIRST), mask=key < K)
+            if grad_gv is not None:
+                tl.store(grad_gv + row * V + value, over_keys(grad_log, V_FIRST), mask=value < V)
+            grad_state = decayed(grad_state, g, gk, gv, row, key, value, K, V, V_FIRST)
+        if grad_initial_state is not None:
+            tl.store(grad_initial_state + here + at, grad_state, mask=exists)
 
 
 def fused_recurrent_gated_delta_rule_backward(
-    do, dht, q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale, state_v_first,
-    dq, dk, dv, dg, dgk, dgv, dbeta, dh0,
+    grad_o, grad_final_state, q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale,
+    state_v_first,
+    grad_q, grad_k, grad_v, grad_g, grad_gk, grad_gv, grad_beta, grad_initial_state,
 ):  # fmt: skip
     """Write the gradients, all fp32, that are not None."""
     batch, length, heads, keys = q.shape
@@ -300,21 +260,20 @@ def fused_recurrent_gated_delta_rule_backward(
         return None if gradient is None else gradient.new_empty(shape)
 
     per_value = constants["PER_VALUE"]
-    dq_parts, dk_parts = parts(dq, keys), parts(dk, keys)
-    dg_parts, dgk_parts = parts(dg), parts(dgk, keys)
-    dbeta_parts = dbeta if per_value else parts(dbeta, 1)
+    grad_q_parts, grad_k_parts = parts(grad_q, keys), parts(grad_k, keys)
+    grad_g_parts, grad_gk_parts = parts(grad_g), parts(grad_gk, keys)
+    grad_beta_parts = grad_beta if per_value else parts(grad_beta, 1)
     _backward_kernel[grid](
-        do, dht, q, k, v, g, gk, gv, beta, cu_seqlens, checkpoints, scale, dq_parts, dk_parts, dv,
-        dg_parts, dgk_parts, dgv, dbeta_parts, dh0, sequences, length, tokens, **constants,
+        grad_o, grad_final_state, q, k, v, g, gk, gv, beta, cu_seqlens, checkpoints, scale,
+        grad_q_parts, grad_k_parts, grad_v, grad_g_parts, grad_gk_parts, grad_gv, grad_beta_parts,
+        grad_initial_state, sequences, length, tokens, **constants,
     )  # fmt: skip
-    for total, summed in ((dq, dq_parts), (dk, dk_parts)):
+    for total, summed in ((grad_q, grad_q_parts), (grad_k, grad_k_parts)):
         total.copy_(summed.unflatten(3, (heads, -1)).sum((0, 4)))
-    for total, summed in ((dg, dg_parts), (dgk, dgk_parts), (dbeta, dbeta_parts)):
+    for total, summed in (
+        (grad_g, grad_g_parts),
+        (grad_gk, grad_gk_parts),
+        (grad_beta, grad_beta_parts),
+    ):
         if total is not None and total is not summed:
             total.copy_(summed.sum(0))
-
-
-def tile_constants(keys: int, values: int, tile: int = TILE) -> dict:
-    """The tile of a state that a program keeps: all keys, as many values as fit."""
-    rows = next_power_of_2(keys)
-    return {"BK": rows, "BV": min(next_power_of_2(values), tile // rows)}

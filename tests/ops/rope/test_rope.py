@@ -1,4 +1,4 @@
-"""rope: every implementation against the reference, the reference against others' formulas."""
+"""rope: against others' formulas; layouts, heads, strides, positions, models."""
 
 import itertools
 
@@ -6,43 +6,38 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rope_calls import (
+    BOTH_ROUND,
+    IMPLEMENTATIONS,
+    LAYOUTS,
+    PAIRS,
+    qkv,
+    rope,
+    rope_freqs,
+    table,
+    to_layout,
+)
 from support import (
     assert_all_close,
-    assert_fake_is_like_real,
     assert_same_steps,
     copies,
     evaluate,
     floats,
     forced,
-    implementations,
     named,
-    parametrize_cases,
     parametrize_dtypes,
     threads,
     train_step,
-    twice,
 )
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 from transformers.models.cohere.modeling_cohere import rotate_half as rotate_pairs
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb as qwen3_next
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
-import npu_ops
 from npu_ops.core import env
 from npu_ops.core.compare import assert_close
-from npu_ops.core.memo import ByContents
-from npu_ops.ops.rope import freqs as freqs_form
-from npu_ops.ops.rope import op
 from npu_ops.ops.rope.cases import CASES, TOLERANCES, tables
-
-BOTH_ROUND = twice(TOLERANCES)
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation, device", implementations(op.table))
-PAIRS = pytest.mark.parametrize("pair_layout", ["half", "interleaved"])
-LAYOUTS = ("BSND", "SBND", "BNSD")
-rope, rope_freqs = npu_ops.apply_rotary_pos_emb, npu_ops.apply_rotary_pos_emb_freqs
 
 
 def run(implementation, inputs):
@@ -50,46 +45,11 @@ def run(implementation, inputs):
         return evaluate(rope, inputs, ("q", "k"))
 
 
-def compare(case, dtype, implementation, device, wide=torch.float64):
-    expected = run("reference", floats(case.inputs(dtype), wide))
-    actual = run(implementation, case.inputs(dtype, device))
-    assert all(value.dtype == dtype for value in actual.values())
-    assert_all_close(actual, expected, TOLERANCES)
-
-
-def to_layout(x, layout):
-    """[B, S, N, D] as a view in another layout."""
-    return x.permute(*("BSND".index(axis) for axis in layout))
-
-
 def from_layout(x, layout):
     return x.permute(*(layout.index(axis) for axis in "BSND"))
 
 
-def qkv(batch=2, tokens=9, q_heads=4, k_heads=2, dim=16, dtype=torch.float32):
-    return torch.randn(batch, tokens, q_heads, dim).to(dtype), torch.randn(
-        batch, tokens, k_heads, dim
-    ).to(dtype)
-
-
-def table(rows, width, pair_layout="half", half_table=False):
-    return tables(torch.arange(rows), width, 1e4, pair_layout, half_table)
-
-
 # The values
-
-
-@parametrize_cases(CASES, large=False)
-@parametrize_dtypes()
-@IMPLEMENTATIONS
-def test_against_reference(case, dtype, implementation, device):
-    compare(case, dtype, implementation, device)
-
-
-@pytest.mark.slow
-@parametrize_cases(CASES, large=True)
-def test_large_against_reference(case):
-    compare(case, torch.bfloat16, "cpu", "cpu", wide=torch.float32)
 
 
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
@@ -426,218 +386,6 @@ def test_cu_seqlens_is_a_loop_over_sequences(lengths, dtype, pair_layout, implem
         assert torch.equal(a, torch.cat(e))
 
 
-# The freqs form
-
-
-def megatron_loop(x, freqs, pair_layout, mscale=1.0, inverse=False):
-    """Megatron's `_apply_rotary_pos_emb_bshd` on one [S, B, N, D], in fp64, pair by pair."""
-    out = x.double().clone()
-    angles, rotary_dim = freqs.double(), freqs.shape[-1]
-    cos, sin = angles.cos() * mscale, angles.sin() * (-mscale if inverse else mscale)
-    for j in range(rotary_dim // 2):
-        one, two = (j, j + rotary_dim // 2) if pair_layout == "half" else (2 * j, 2 * j + 1)
-        x1, x2 = x[..., one].double(), x[..., two].double()
-        out[..., one] = x1 * cos[..., one] - x2 * sin[..., one]
-        out[..., two] = x2 * cos[..., two] + x1 * sin[..., two]
-    return out
-
-
-def angles(rows, width, pair_layout="half", batch=1):
-    """Megatron's freqs: [rows, batch, 1, width] in fp32."""
-    half = torch.randn(rows, batch, 1, width // 2)
-    return torch.cat((half, half), -1) if pair_layout == "half" else half.repeat_interleave(2, -1)
-
-
-@IMPLEMENTATIONS
-@PAIRS
-@pytest.mark.parametrize("batch", [1, 2], ids=["rope", "mrope"])
-@pytest.mark.parametrize("mscale", [1.0, 1.3])
-@pytest.mark.parametrize("inverse", [True, False])
-def test_freqs(batch, mscale, inverse, pair_layout, implementation, device):
-    q, k = (x.transpose(0, 1).to(device) for x in qkv(dim=24))
-    freqs = angles(9, 16, pair_layout, batch).to(device)
-    with forced(implementation, "rope"):
-        outputs = rope_freqs(q, k, freqs, pair_layout=pair_layout, mscale=mscale, inverse=inverse)
-    for x, out in zip((q, k), outputs, strict=True):
-        expected = megatron_loop(x, freqs, pair_layout, mscale, inverse)
-        assert_close("x", out, expected, BOTH_ROUND[torch.float32])
-
-
-def zigzag(x, lengths, cp_size, cp_rank):
-    """What a rank has of packed x: two of the 2 cp_size chunks of each sequence."""
-    parts = []
-    for sequence in x.split(lengths):
-        chunks = sequence.chunk(2 * cp_size) if len(sequence) else [sequence] * 2 * cp_size
-        parts += [chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]] if cp_size > 1 else [sequence]
-    return torch.cat(parts)
-
-
-def megatron_packed(x, freqs, lengths, cp_size, cp_rank, per_token, pair_layout, mscale):
-    """Megatron's `_apply_rotary_pos_emb_thd`: each sequence with its slices of freqs."""
-    outputs, start = [], 0
-    for n, sequence in zip(lengths, x.split([n // cp_size for n in lengths]), strict=True):
-        offset = start if per_token else 0
-        if cp_size > 1:
-            piece = n // cp_size // 2
-            first = freqs[offset + cp_rank * piece : offset + (cp_rank + 1) * piece]
-            last = freqs[offset + n - (cp_rank + 1) * piece : offset + n - cp_rank * piece]
-            mine = torch.cat((first, last))
-        else:
-            mine = freqs[offset : offset + n]
-        outputs.append(megatron_loop(sequence[:, None], mine, pair_layout, mscale)[:, 0])
-        start += n
-    return torch.cat(outputs)
-
-
-@IMPLEMENTATIONS
-@PAIRS
-@pytest.mark.parametrize("per_token", [True, False])
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize("lengths", [[16, 8, 40], [8], [8, 0, 24]], ids=str)
-def test_packed_freqs(lengths, cp_size, per_token, pair_layout, implementation, device):
-    total = sum(lengths)
-    rows = total if per_token else max(lengths) + 3
-    freqs = angles(rows, 16, pair_layout)
-    q, k = torch.randn(total, 3, 24), torch.randn(total, 1, 24)
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    for cp_rank in range(cp_size):
-        local = [zigzag(x, lengths, cp_size, cp_rank) for x in (q, k)]
-        with forced(implementation, "rope"):
-            outputs = rope_freqs(
-                *(x.to(device) for x in local), freqs.to(device), layout="TND", mscale=1.1,
-                pair_layout=pair_layout, cu_seqlens=cu_seqlens.to(device),
-                cp_size=cp_size, cp_rank=cp_rank,
-                max_seqlen=max(lengths) if per_token and len(lengths) > 1 else None,
-            )  # fmt: skip
-        for x, out in zip(local, outputs, strict=True):
-            expected = megatron_packed(
-                x, freqs, lengths, cp_size, cp_rank, per_token, pair_layout, 1.1
-            )
-            assert_close("x", out.cpu(), expected, BOTH_ROUND[torch.float32])
-
-
-@pytest.mark.parametrize("cp_size", [2, 4])
-def test_ranks_together_are_the_whole(cp_size):
-    """Every rank's tokens, rotated there, are the ones rotated together."""
-    lengths, freqs = [16, 48], angles(48, 16)
-    q = torch.randn(64, 3, 16)
-    packing = {"layout": "TND", "cu_seqlens": torch.tensor([0, 16, 64])}
-    whole, _ = rope_freqs(q, None, freqs, **packing)
-    for rank in range(cp_size):
-        mine = zigzag(q, lengths, cp_size, rank)
-        out, _ = rope_freqs(mine, None, freqs, cp_size=cp_size, cp_rank=rank, **packing)
-        assert torch.equal(out, zigzag(whole, lengths, cp_size, rank))
-
-
-def test_max_seqlen_says_which_freqs_are_per_token():
-    """As many rows as tokens: without max_seqlen they are the tokens' own."""
-    q, freqs, cu_seqlens = torch.randn(8, 1, 16), angles(8, 16), torch.tensor([0, 3, 8])
-    packing = {"layout": "TND", "cu_seqlens": cu_seqlens}
-    own = rope_freqs(q, None, freqs, layout="TND")[0]
-    restarting = torch.cat(
-        [rope_freqs(x, None, freqs[: len(x)], layout="TND")[0] for x in q.split((3, 5))]
-    )
-    assert torch.equal(rope_freqs(q, None, freqs, **packing)[0], own)
-    assert torch.equal(rope_freqs(q, None, freqs, max_seqlen=5, **packing)[0], own)
-    assert torch.equal(rope_freqs(q, None, freqs, max_seqlen=8, **packing)[0], restarting)
-
-
-def test_padding_after_the_last_sequence_is_finite():
-    q, freqs = torch.randn(12, 1, 16), angles(8, 16)
-    out, _ = rope_freqs(
-        q, None, freqs, layout="TND", cu_seqlens=torch.tensor([0, 3, 8]), max_seqlen=8
-    )
-    assert out.isfinite().all()
-    expected = rope_freqs(
-        q[:8], None, freqs, layout="TND", cu_seqlens=torch.tensor([0, 3, 8]), max_seqlen=8
-    )
-    assert torch.equal(out[:8], expected[0])
-
-
-def test_bf16_freqs_are_not_rounded_again():
-    """cos and sin of bf16 angles are fp32."""
-    q, freqs = torch.randn(9, 2, 1, 16), angles(9, 16).bfloat16()
-    out, _ = rope_freqs(q, None, freqs)
-    assert_close("q", out, megatron_loop(q, freqs, "half"), BOTH_ROUND[torch.float32])
-
-
-def test_freqs_of_no_tokens():
-    q, freqs = torch.randn(0, 2, 1, 16), angles(0, 16)
-    assert rope_freqs(q, q, freqs)[1].shape == q.shape
-    packed = {"layout": "TND", "cu_seqlens": torch.tensor([0, 0])}
-    assert rope_freqs(q[:, 0], None, angles(9, 16), **packed)[0].shape == (0, 1, 16)
-
-
-def test_an_update_of_cu_seqlens_is_seen():
-    q, freqs, cu_seqlens = torch.randn(8, 1, 16), angles(9, 16), torch.tensor([0, 3, 8])
-    packing = {"layout": "TND", "cu_seqlens": cu_seqlens}
-    before, _ = rope_freqs(q, None, freqs, **packing)
-    cu_seqlens[1] = 5
-    after, _ = rope_freqs(q, None, freqs, **packing)
-    assert torch.equal(before[:3], after[:3]) and not torch.equal(before[3:5], after[3:5])
-    restarting = [rope_freqs(x, None, freqs[: len(x)], layout="TND")[0] for x in q.split((5, 3))]
-    assert torch.equal(after, torch.cat(restarting))
-
-
-@pytest.fixture
-def made(monkeypatch):
-    """Counts how often cos and sin are made of freqs."""
-    calls, make = [], freqs_form._cos_sin
-    monkeypatch.setattr(freqs_form, "_cos_sin", lambda *args: calls.append(args) or make(*args))
-    monkeypatch.setattr(freqs_form, "_tables", ByContents())
-    return calls
-
-
-def test_tables_are_made_once_for_all_layers(made):
-    q, freqs = torch.randn(9, 2, 1, 16), angles(9, 16)
-    for _ in range(36):
-        rope_freqs(q, None, freqs)
-        rope_freqs(q, None, freqs.detach())  # activation checkpointing makes such aliases
-    assert len(made) == 1
-    rope_freqs(q, None, freqs, mscale=2.0)
-    rope_freqs(q, None, freqs.clone())  # it has the same contents
-    rope_freqs(q, None, freqs + 1)
-    assert len(made) == 3
-
-
-def test_an_update_of_freqs_is_seen(made):
-    q, freqs = torch.randn(9, 2, 1, 16), angles(9, 16)
-    for update in (lambda: freqs.mul_(2), lambda: freqs[3].zero_(), lambda: freqs.detach().add_(1)):
-        rope_freqs(q, None, freqs)
-        update()
-        out, _ = rope_freqs(q, None, freqs)
-        assert_close("q", out, megatron_loop(q, freqs, "half"), BOTH_ROUND[torch.float32])
-    assert len(made) == 4
-
-
-def test_tables_of_an_inference_serve_training():
-    """Megatron hands the same cached freqs to evaluation and to training."""
-    q, freqs = torch.randn(9, 2, 1, 16, requires_grad=True), angles(9, 16)
-    with torch.inference_mode():
-        expected, _ = rope_freqs(q, None, freqs)
-    out, _ = rope_freqs(q, None, freqs)
-    out.sum().backward()
-    assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing(use_reentrant, made):
-    q, freqs = torch.randn(9, 2, 1, 16), angles(9, 16)
-    grads = []
-    for run_it in (
-        lambda f, *args: f(*args),
-        lambda f, *args: checkpoint(f, *args, use_reentrant=use_reentrant),
-    ):
-        leaf = q.clone().requires_grad_()
-        hidden = leaf
-        for _ in range(3):
-            hidden = run_it(lambda x, f: rope_freqs(x.sin(), None, f)[0], hidden, freqs)
-        hidden.square().sum().backward()
-        grads.append(leaf.grad)
-    assert torch.equal(*grads)
-    assert len(made) == 1
-
-
 # Properties
 
 
@@ -713,231 +461,6 @@ def test_scores_depend_on_distance_alone(distance, start, shift, seed):
         return (rotated[0] * rotated[1]).sum()
 
     torch.testing.assert_close(score(start), score(start + shift), rtol=0, atol=1e-5)  # fp32 tables
-
-
-# In place
-
-
-@IMPLEMENTATIONS
-@parametrize_dtypes()
-@PAIRS
-def test_inplace_writes_q_and_k(dtype, pair_layout, implementation, device):
-    q, k = (x.to(device) for x in qkv(dim=24, dtype=dtype))
-    cos, sin = (t.to(device) for t in table(9, 16, pair_layout))
-    keywords = {"layout": "BSND", "pair_layout": pair_layout}
-    with forced(implementation, "rope"):
-        expected = rope(q, k, cos, sin, **keywords)
-        out = rope(q, k, cos, sin, inplace=True, **keywords)
-    for x, o, e in zip((q, k), out, expected, strict=True):
-        assert o is x and torch.equal(x, e)
-
-
-@IMPLEMENTATIONS
-def test_inplace_on_slices_leaves_the_rest(implementation, device):
-    fused = torch.randn(9, 8, 16, device=device)
-    before = fused.clone()
-    q, k, v = fused.split((4, 2, 2), dim=1)
-    cos, sin = (t.to(device) for t in table(9, 16))
-    with forced(implementation, "rope"):
-        expected = rope(q, k, cos, sin)
-        assert rope(q, k, cos, sin, inplace=True)[1] is k
-    assert torch.equal(fused, torch.cat((*expected, before[:, 6:]), dim=1))
-    assert torch.equal(v, before[:, 6:])
-
-
-def test_inplace_without_k():
-    q = torch.randn(9, 4, 16)
-    expected, _ = rope(q, None, *table(9, 16))
-    out, none = rope(q, None, *table(9, 16), inplace=True)
-    assert out is q and none is None and torch.equal(q, expected)
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_inplace_is_allowed_where_nothing_is_recorded(context):
-    q = torch.randn(9, 4, 16, requires_grad=True)
-    expected = rope(q.detach(), None, *table(9, 16))[0]
-    with context():
-        rope(q, None, *table(9, 16), inplace=True)
-    assert torch.equal(q.detach(), expected)
-
-
-# torch's machinery
-
-
-def operator_inputs(dtype=torch.float32, requires_grad=True, gather=False):
-    q, k = (x.to(dtype).requires_grad_(requires_grad) for x in qkv())
-    cos, sin = (t[None] for t in table(20 if gather else 9, 8))
-    positions = torch.randint(20, (2, 9)) if gather else None
-    return q, k, cos, sin, positions, "BSND", "half", False, 8
-
-
-@parametrize_dtypes(torch.float64)
-@pytest.mark.parametrize("gather", [True, False])
-def test_opcheck(dtype, gather):
-    torch.library.opcheck(torch.ops.npu_ops.rope.default, operator_inputs(dtype, gather=gather))
-
-
-@parametrize_dtypes(torch.float64)
-def test_opcheck_in_place(dtype):
-    inputs = operator_inputs(dtype, requires_grad=False)
-    torch.library.opcheck(torch.ops.npu_ops.rope_.default, inputs)
-
-
-@PAIRS
-@pytest.mark.parametrize("layout", [*LAYOUTS, "TND"])
-@pytest.mark.parametrize("inverse", [True, False])
-def test_gradcheck(layout, pair_layout, inverse):
-    q, k = qkv(2, 2, 1, 1, 8, torch.float64)
-    q, k = (x[0] if layout == "TND" else to_layout(x, layout) for x in (q, k))
-    cos, sin = torch.randn(2, 2, 6, dtype=torch.float64).unbind(0)
-
-    def function(q, k):
-        return rope(q, k, cos, sin, layout=layout, pair_layout=pair_layout, inverse=inverse)
-
-    inputs = [x.detach().requires_grad_() for x in (q, k)]
-    assert torch.autograd.gradcheck(function, inputs)
-    assert torch.autograd.gradgradcheck(function, inputs)
-
-
-@pytest.mark.parametrize("mscale", [1.0, 1.5])
-def test_gradcheck_freqs(mscale):
-    q, k = (x.transpose(0, 1).detach().requires_grad_() for x in qkv(2, 3, 2, 1, 8, torch.float64))
-    freqs = torch.randn(3, 2, 1, 6, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda q, k: rope_freqs(q, k, freqs, mscale=mscale), (q, k))
-
-
-CALLS = {
-    "tables": lambda q, k: rope(q, k, *table(9, 16), layout="BSND"),
-    "position_ids": lambda q, k: rope(q, k, *table(30, 16), torch.arange(9)[None] * 3, 2),
-    "k None": lambda q, k: (rope(q, None, *table(9, 16), layout="BSND")[0], k.sin()),
-    "packed": lambda q, k: rope(
-        q.flatten(0, 1), k.flatten(0, 1), *table(9, 16), cu_seqlens=torch.tensor([0, 9, 18])
-    ),
-    "freqs": lambda q, k: rope_freqs(
-        q, k, torch.arange(9.0).view(9, 1, 1, 1).expand(9, 1, 1, 16), layout="BSND"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile(call, backend):
-    """One graph, forward and backward equal to eager."""
-    if backend == "inductor":
-        call = {"tables": "tables"}.get(call, "freqs")
-    q, k = qkv()
-
-    def function(q, k):
-        outputs = CALLS[call](q.sin(), k.sin())
-        return outputs[0].square().sum() + outputs[1].cos().sum()
-
-    results = []
-    for run_it in (function, torch.compile(function, fullgraph=True, backend=backend)):
-        leaves = [x.clone().requires_grad_() for x in (q, k)]
-        value = run_it(*leaves)
-        results.append([value, *torch.autograd.grad(value, leaves)])
-    torch._dynamo.reset()
-    for actual, expected in zip(*results[::-1], strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
-def test_compile_in_place():
-    q, k = qkv()
-    cos, sin = table(9, 16)
-    expected = rope(q, k, cos, sin, layout="BSND")
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def function(q, k):
-        rope(q, k, cos, sin, layout="BSND", inplace=True)
-        return q + 1
-
-    out = function(q, k)
-    torch._dynamo.reset()
-    assert torch.equal(q, expected[0]) and torch.equal(k, expected[1]) and torch.equal(out, q + 1)
-
-
-def test_one_compilation_serves_all_lengths():
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(
-        lambda *args: rope(*args), fullgraph=True, dynamic=True, backend=counter
-    )
-    for tokens in (7, 64, 131):
-        inputs = torch.randn(tokens, 4, 16), torch.randn(tokens, 2, 16), *table(tokens, 16)
-        for a, e in zip(compiled(*inputs), rope(*inputs), strict=True):
-            assert torch.equal(a, e)
-    torch._dynamo.reset()
-    assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("row", [-1, 5, 7])
-def test_compiled_call_reads_no_row_outside_the_table(row):
-    """A compiled call has no check in Python: the native kernel's own must hold."""
-    around = torch.full((12, 16), 7.0)
-    inside = around[2:7]
-    compiled = torch.compile(
-        lambda q, positions: rope(q, None, inside, inside, positions)[0],
-        fullgraph=True,
-        backend="eager",
-    )
-    with pytest.raises(RuntimeError, match=f"positions: got row {row}, needs 0 to 4"):
-        compiled(torch.ones(2, 1, 16), torch.tensor([0, row]))
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=named)
-def test_autocast(dtype):
-    """q and k keep their dtype, bf16 from a linear layer or fp32; the arithmetic stays fp32."""
-    q, k = qkv(dtype=dtype)
-    linear = torch.nn.Linear(16, 16)
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = rope(q, k, *table(9, 16), layout="BSND")
-        through, _ = rope(linear(q), linear(k), *table(9, 16), layout="BSND")
-    expected = rope(q, k, *table(9, 16), layout="BSND")
-    for a, e in zip(outputs, expected, strict=True):
-        assert a.dtype == dtype and torch.equal(a, e)
-    assert through.dtype == torch.bfloat16
-    through.float().square().sum().backward()
-    assert linear.weight.grad.dtype == torch.float32
-
-
-FAKE_CALLS = {
-    "tables": lambda q, k: rope(q, k, q.new_ones(9, 16), q.new_ones(9, 16), layout="BSND"),
-    "position_ids": lambda q, k: rope(
-        q, k, q.new_ones(30, 16), q.new_ones(30, 16), torch.arange(9)[None], layout="BSND"
-    ),
-    "packed": lambda q, k: rope(
-        q.flatten(0, 1), k.flatten(0, 1), q.new_ones(30, 16), q.new_ones(30, 16),
-        cu_seqlens=torch.tensor([0, 9, 18]),
-    ),
-    "freqs": lambda q, k: rope_freqs(q, k, q.new_ones(9, 1, 1, 16), layout="BSND"),
-    "packed freqs": lambda q, k: rope_freqs(
-        q.flatten(0, 1), k.flatten(0, 1), q.new_ones(9, 1, 1, 16), layout="TND",
-        cu_seqlens=torch.tensor([0, 9, 18]),
-    ),
-}  # fmt: skip
-STRIDED = {
-    "dense": lambda heads: torch.randn(2, 9, heads, 16),
-    "transposed": lambda heads: torch.randn(heads, 9, 2, 16).transpose(0, 2),
-    "slice": lambda heads: torch.randn(2, 9, heads + 3, 16)[:, :, 1:-2],
-    "last dimension not last": lambda heads: torch.randn(2, 9, 16, heads).transpose(2, 3),
-}
-
-
-@pytest.mark.parametrize("call", FAKE_CALLS)
-@pytest.mark.parametrize("strides", STRIDED)
-def test_fake_is_like_real(call, strides):
-    """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
-
-    def function(q, k):
-        leaves = [x.detach().requires_grad_() for x in (q, k)]
-        outputs = FAKE_CALLS[call](*leaves)
-        return *outputs, *torch.autograd.grad(
-            outputs, leaves, [torch.ones_like(o) for o in outputs]
-        )
-
-    real = [STRIDED[strides](heads) for heads in (4, 2)]
-    for _ in range(2):  # a cache must not carry a fake tensor from one mode into another
-        assert_fake_is_like_real(function, *real)
 
 
 # Models

@@ -1,0 +1,135 @@
+"""The time of a call in two checkouts, each built in its own environment, in turns.
+
+    python benchmarks/between_commits.py BEFORE AFTER [--rounds 100] > ratios.csv
+
+BEFORE, AFTER: roots of checkouts, with an environment in .venv. A process for each is asked for one
+row after the other, so what else the machine does falls on both; a ratio is that of a round.
+"""
+
+import argparse
+import csv
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+
+LENGTHS = {64: [16] * 4, 512: [128] * 4}
+
+
+def rows():
+    """Calls that look at contents: what was made of lengths and of angles is kept for them."""
+    import npu_ops
+
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape, dtype=torch.bfloat16):
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    calls = {}
+    for tokens, lengths in LENGTHS.items():
+        starts = torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+        packed = {"layout": "TND", "cu_seqlens": starts}
+        q, k, freqs = normal(tokens, 16, 128), normal(tokens, 8, 128), normal(tokens, 1, 1, 128)
+        tables = normal(tokens, 128, dtype=torch.float32), normal(tokens, 128, dtype=torch.float32)
+        rule = [normal(1, tokens, n, 64) for n in (4, 4, 8)]
+        gates = [normal(1, tokens, 8, dtype=torch.float32).sigmoid() for _ in range(2)]
+        calls |= {
+            ("apply_rotary_pos_emb", "packed", tokens): (
+                npu_ops.apply_rotary_pos_emb, (q, k, *tables), packed,
+            ),
+            ("apply_rotary_pos_emb_freqs", "packed", tokens): (
+                npu_ops.apply_rotary_pos_emb_freqs, (q, k, freqs.float()),
+                packed | {"max_seqlen": tokens},
+            ),
+            ("apply_rotary_pos_emb_freqs", "dense", tokens): (
+                npu_ops.apply_rotary_pos_emb_freqs, (q[:, None], k[:, None], freqs.float()), {},
+            ),
+            ("attention", "packed", tokens): (
+                npu_ops.attention, (q[:, :8], k[:, :4], k[:, :4]),
+                {"layout": "TND", "cu_seqlens_q": starts, "is_causal": True},
+            ),
+            ("chunk_gated_delta_rule", "packed", tokens): (
+                npu_ops.chunk_gated_delta_rule, (*rule, -gates[0], gates[1]),
+                {"cu_seqlens": starts},
+            ),
+        }  # fmt: skip
+    return list(calls.items())
+
+
+def work() -> None:
+    """Answer a line "row count" with the lower quartile of so many calls, in seconds."""
+    torch.set_num_threads(1)
+    calls = [call for _, call in rows()]
+    print(len(calls), flush=True)
+    with torch.no_grad():
+        for line in sys.stdin:
+            row, count = map(int, line.split())
+            function, args, kwargs = calls[row]
+            times = []
+            for _ in range(count):
+                begin = time.perf_counter()
+                function(*args, **kwargs)
+                times.append(time.perf_counter() - begin)
+            print(sorted(times)[count // 4], flush=True)
+
+
+class Checkout:
+    def __init__(self, root: str):
+        self.root = root
+        python = os.path.join(root, ".venv", "bin", "python")
+        alone = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [python, os.path.abspath(__file__), "--work"], cwd=root, text=True, env=alone,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        self.process.stdout.readline()
+
+    def ask(self, row: int, count: int) -> float:
+        self.process.stdin.write(f"{row} {count}\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    @property
+    def commit(self) -> str:
+        command = ["git", "-C", self.root, "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("before", nargs="?")
+    parser.add_argument("after", nargs="?")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--work", action="store_true")
+    given = parser.parse_args()
+    if given.work:
+        return work()
+    sides = Checkout(given.before), Checkout(given.after)
+    names = [name for name, _ in rows()]
+    counts = [max(3, min(40, int(0.02 / sides[1].ask(row, 5)))) for row in range(len(names))]
+    times = [([], []) for _ in names]
+    for turn in range(given.rounds):
+        for row, count in enumerate(counts):
+            for side in (0, 1) if turn % 2 else (1, 0):
+                times[row][side].append(sides[side].ask(row, count))
+    out = csv.writer(sys.stdout, lineterminator="\n")
+    out.writerow(
+        "op,case,tokens,dtype,before_us,after_us,ratio_of_least,ratio_p50,ratio_p10,ratio_p90,"
+        "rounds,device,threads,torch,before,after,repro".split(",")
+    )
+    for (op, case, tokens), (before, after) in zip(names, times, strict=True):
+        ratios = statistics.quantiles([b / a for a, b in zip(before, after, strict=True)], n=10)
+        out.writerow([
+            op, case, tokens, "bfloat16",
+            *(f"{statistics.median(t) * 1e6:.1f}" for t in (before, after)),
+            *(f"{x:.3f}" for x in (min(after) / min(before), ratios[4], ratios[0], ratios[8])),
+            given.rounds, "cpu", 1, torch.__version__, sides[0].commit, sides[1].commit,
+            "python benchmarks/between_commits.py BEFORE AFTER",
+        ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

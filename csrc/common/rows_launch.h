@@ -1,0 +1,52 @@
+// What launchers of kernels that work along rows share: tensors [outer, inner, width] as rows.
+#pragma once
+
+#include <initializer_list>
+
+#include "common/ascendc_launch.h"
+#include "common/rows_tiling.h"
+
+namespace npu_ops {
+
+// One group of all rows of an [outer, inner, width] tensor, not cut yet.
+inline RowsTiling rows_of(const Tensor& tensor) {
+  RowsTiling rows{};
+  rows.rows = tensor.size(0) * tensor.size(1);
+  rows.inner = tensor.size(1);
+  rows.groups = 1;
+  rows.width = static_cast<int32_t>(tensor.size(2));
+  return rows;
+}
+
+// Where those rows lie. A dimension of size 1 has the stride that makes one run of all.
+inline RowTensor row_tensor(const Tensor& tensor, const char* argument) {
+  RowTensor made{0, tensor.stride(0), tensor.stride(1), element_type(tensor, argument)};
+  if (tensor.size(1) == 1) made.inner = made.outer;
+  if (tensor.size(0) == 1) made.outer = tensor.size(1) * made.inner;
+  return made;
+}
+
+// As above, but where there are groups, inner is their number, and a group is a run of columns.
+inline RowsTiling grouped_rows_of(const Tensor& tensor, int32_t groups) {
+  RowsTiling rows = rows_of(tensor);
+  if (groups == 1) return rows;
+  rows.rows = tensor.size(0);
+  rows.inner = 1;
+  rows.groups = groups;
+  return rows;
+}
+
+inline RowTensor grouped_row_tensor(const Tensor& tensor, int32_t groups, const char* argument) {
+  if (groups == 1) return row_tensor(tensor, argument);
+  const int64_t apart = tensor.stride(0);
+  return {tensor.stride(1), apart, apart, element_type(tensor, argument)};
+}
+
+// Bytes of an element in two tiles of each tensor.
+inline int64_t doubled(std::initializer_list<const Tensor*> tensors) {
+  int64_t bytes = 0;
+  for (const Tensor* tensor : tensors) bytes += tensor ? 2 * tensor->element_size() : 0;
+  return bytes;
+}
+
+}  // namespace npu_ops

@@ -1,0 +1,54 @@
+// How AscendC kernels that work along rows cut them; host and device share it.
+//
+// A tensor is groups of rows of `width` columns. A piece of work is `piece_rows` rows of a group,
+// and a core takes every blocks-th piece. A tile is `tile_rows` rows of it by `chunk` columns.
+#pragma once
+
+#include "common/ascendc_types.h"
+
+namespace npu_ops {
+
+// Where the rows of a tensor lie: elements from one to the next. Columns are neighbours.
+struct RowTensor {
+  int64_t group, outer, inner;
+  int32_t type;  // ElementType
+};
+
+struct RowsTiling {
+  int64_t rows, inner;  // of a group; rows before the outer stride counts
+  int64_t piece_rows;
+  int32_t groups, width, chunk, tile_rows;
+  int32_t stride;    // of a tile's rows, elements: the chunk, up to a multiple of 16
+  int32_t elements;  // of a tile: tile_rows * stride
+
+  int32_t chunks() const { return (width + chunk - 1) / chunk; }
+  int32_t whole_row() const { return chunks() * stride; }  // elements, up to a multiple of 16
+  int64_t pieces_of_group() const { return (rows + piece_rows - 1) / piece_rows; }
+  int64_t pieces() const { return groups * pieces_of_group(); }
+};
+
+// A vector instruction's rows lie at most 255 blocks of 32 bytes apart, and it repeats 255 times.
+constexpr int64_t kWidestChunk = 2032, kMostRows = 248;
+
+// Fills in the cut. `element_bytes`, `row_bytes`, `fixed_bytes`: of the unified buffer, for an
+// element of a tile, for one of its rows, and besides. `cores`: all get work where there is enough.
+inline void cut_rows(RowsTiling& tiling, int64_t cores, int64_t ub_bytes, int64_t element_bytes,
+                     int64_t row_bytes, int64_t fixed_bytes) {
+  const auto least = [](int64_t a, int64_t b) { return a < b ? a : b; };
+  const auto most = [](int64_t a, int64_t b) { return a > b ? a : b; };
+  const auto over = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t room = ub_bytes - kReservedBytes - fixed_bytes;
+  const int64_t widest = least(kWidestChunk, (room - row_bytes) / element_bytes / 16 * 16);
+  // Chunks of one size, so that the last is not a sliver.
+  const int64_t chunks = over(tiling.width, widest);
+  const int64_t stride = over(over(tiling.width, chunks), 16) * 16;
+  tiling.stride = static_cast<int32_t>(stride);
+  tiling.chunk = static_cast<int32_t>(least(stride, tiling.width));
+  const int64_t share = over(tiling.rows, most(1, over(cores, tiling.groups)));
+  tiling.piece_rows = most(1, share);
+  const int64_t fit = room / (element_bytes * stride + row_bytes);
+  tiling.tile_rows = static_cast<int32_t>(most(1, least(least(fit, kMostRows), share)));
+  tiling.elements = static_cast<int32_t>(tiling.tile_rows * stride);
+}
+
+}  // namespace npu_ops

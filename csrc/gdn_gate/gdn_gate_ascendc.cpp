@@ -1,0 +1,210 @@
+// gdn_gate for Ascend910B and Ascend910_93, forward and backward.
+// Definition: npu_ops/ops/gdn_gate/reference.py
+//
+// A row is a token, a column a head. Sums over tokens go to a row of `A_sums` and of `bias_sums`,
+// [pieces, heads], for each piece. Barriers inside the vector pipe are bisheng's (--cce-auto-sync);
+// queues order the copies.
+#include "common/activation_ascendc.h"
+#include "common/rows_ascendc.h"
+#include "gdn_gate/gdn_gate_tiling.h"
+
+namespace npu_ops {
+
+using namespace AscendC;
+
+// What forward and backward share: a + dt_bias, its softplus, and the decay of each head.
+class Gate {
+ public:
+  __aicore__ inline Gate(GM_ADDR a, GM_ADDR A_log, GM_ADDR dt_bias, GM_ADDR b,
+                         const GdnGateTiling& tiling)
+      : tiling_(tiling), rows_(tiling.rows), a_(a), A_log_(A_log), dt_bias_(dt_bias), b_(b) {
+    rows_.make(in_queue_);
+    rows_.pipe_.InitBuffer(head_queue_, 2, tiling.rows.stride * sizeof(float));
+    x_ = rows_.tile_of_floats();
+    plus_ = rows_.tile_of_floats();
+    s_ = rows_.tile_of_floats();
+    t_ = rows_.tile_of_floats();
+    ones_ = rows_.floats(tiling.rows.elements, 1.0f);
+    decay_ = rows_.floats(tiling.rows.stride);
+    bias_ = rows_.floats(tiling.rows.stride);
+  }
+
+ protected:
+  // x = a + dt_bias, decay = -exp(A_log).
+  __aicore__ inline void LoadGate(RowTile tile) {
+    rows_.load(in_queue_, a_, tiling_.a, tile);
+    LoadHeads(decay_, A_log_, tiling_.A_log, tile);
+    Exp(decay_, decay_, tile.columns);
+    Muls(decay_, decay_, -1.0f, tile.columns);
+    rows_.take(in_queue_, x_, tiling_.a, tile);
+    if (!dt_bias_) return;
+    LoadHeads(bias_, dt_bias_, tiling_.dt_bias, tile);
+    rows_.plus_row(x_, bias_, tile);
+  }
+
+  // plus = softplus(x) = max(x, 0) + log(1 + e) with e = exp(-|x|). log(1 + e) = 2 artanh(s) with
+  // s = e / (2 + e) <= 1/3, by its series: Ln(1 + e) would lose what of e is smaller than 1.
+  __aicore__ inline void Softplus(int32_t count) {
+    Abs(s_, x_, count);
+    Muls(s_, s_, -1.0f, count);
+    Exp(s_, s_, count);
+    Adds(t_, s_, 2.0f, count);
+    Div(s_, s_, t_, count);
+    Mul(t_, s_, s_, count);
+    Muls(plus_, t_, 1.0f / 13, count);
+    for (int32_t i = 11; i > 1; i -= 2) {
+      Adds(plus_, plus_, 1.0f / i, count);
+      Mul(plus_, plus_, t_, count);
+    }
+    Adds(plus_, plus_, 1.0f, count);
+    Mul(plus_, plus_, s_, count);
+    Muls(plus_, plus_, 2.0f, count);
+    Maxs(t_, x_, 0.0f, count);
+    Add(plus_, plus_, t_, count);
+  }
+
+  GdnGateTiling tiling_;
+  Rows rows_;
+  __gm__ uint8_t *a_, *A_log_, *dt_bias_, *b_;
+  TQue<TPosition::VECIN, 2> in_queue_, head_queue_;
+  Floats x_, plus_, s_, t_, ones_, decay_, bias_;
+
+ private:
+  __aicore__ inline void LoadHeads(Floats to, GM_ADDR from, const RowTensor& tensor, RowTile tile) {
+    const RowTile row{0, 0, 1, tile.column, tile.columns};
+    rows_.load(head_queue_, from, tensor, row);
+    rows_.take(head_queue_, to, tensor, row);
+  }
+};
+
+class Forward : private Gate {
+ public:
+  __aicore__ inline Forward(GM_ADDR a, GM_ADDR A_log, GM_ADDR dt_bias, GM_ADDR b, GM_ADDR g,
+                            GM_ADDR beta, const GdnGateTiling& tiling)
+      : Gate(a, A_log, dt_bias, b, tiling), g_(g), beta_(beta) {
+    rows_.make(g_queue_, tiling.g);
+    if (b) rows_.make(beta_queue_, tiling.beta);
+  }
+
+  __aicore__ inline void Process() {
+    rows_.each_tile([&](RowTile rows) { rows_.each_chunk(rows, [&](RowTile tile) { Run(tile); }); },
+                    [](int64_t) {});
+  }
+
+ private:
+  __aicore__ inline void Run(RowTile tile) {
+    const int32_t count = rows_.count(tile);
+    LoadGate(tile);
+    Softplus(count);
+    rows_.times_row(plus_, decay_, tile);
+    rows_.store(g_queue_, g_, tiling_.g, plus_, tile);
+    if (!b_) return;
+    rows_.load(in_queue_, b_, tiling_.b, tile);
+    rows_.take(in_queue_, x_, tiling_.b, tile);
+    sigmoid(s_, x_, ones_, count);
+    Muls(s_, s_, tiling_.scale, count);
+    rows_.store(beta_queue_, beta_, tiling_.beta, s_, tile);
+  }
+
+  __gm__ uint8_t *g_, *beta_;
+  TQue<TPosition::VECOUT, 2> g_queue_, beta_queue_;
+};
+
+class Backward : private Gate {
+ public:
+  __aicore__ inline Backward(GM_ADDR grad_g, GM_ADDR grad_beta, GM_ADDR a, GM_ADDR A_log,
+                             GM_ADDR dt_bias, GM_ADDR b, GM_ADDR grad_a, GM_ADDR A_sums,
+                             GM_ADDR bias_sums, GM_ADDR grad_b, const GdnGateTiling& tiling)
+      : Gate(a, A_log, dt_bias, b, tiling),
+        grad_g_(grad_g),
+        grad_beta_(grad_beta),
+        grad_a_(grad_a),
+        A_sums_(A_sums),
+        bias_sums_(bias_sums),
+        grad_b_(grad_b) {
+    rows_.make(slope_queue_);
+    rows_.make(grad_a_queue_, tiling.grad_a);
+    if (b) rows_.make(grad_b_queue_, tiling.grad_b);
+    slope_ = rows_.tile_of_floats();
+    sum_width_ = tiling.rows.whole_row();
+    rows_.pipe_.InitBuffer(sum_queue_, 1, 2 * sum_width_ * sizeof(float));
+  }
+
+  __aicore__ inline void Process() {
+    BeginSums();
+    rows_.each_tile([&](RowTile rows) { rows_.each_chunk(rows, [&](RowTile tile) { Run(tile); }); },
+                    [&](int64_t piece) { StoreSums(piece); });
+    sum_queue_.FreeTensor(sums_);
+  }
+
+ private:
+  __aicore__ inline void Run(RowTile tile) {
+    const int32_t count = rows_.count(tile);
+    LoadGate(tile);
+    rows_.load(slope_queue_, grad_g_, tiling_.g, tile);
+    Softplus(count);
+    sigmoid(s_, x_, ones_, count);
+    rows_.take(slope_queue_, slope_, tiling_.g, tile);
+    rows_.times_row(slope_, decay_, tile);
+    Mul(plus_, plus_, slope_, count);
+    rows_.add_rows(sums_[tile.column], plus_, tile);
+    Mul(s_, s_, slope_, count);
+    rows_.store(grad_a_queue_, grad_a_, tiling_.grad_a, s_, tile);
+    rows_.add_rows(sums_[sum_width_ + tile.column], s_, tile);
+    if (b_) GradB(tile);
+  }
+
+  __aicore__ inline void GradB(RowTile tile) {
+    const int32_t count = rows_.count(tile);
+    rows_.load(in_queue_, b_, tiling_.b, tile);
+    rows_.load(slope_queue_, grad_beta_, tiling_.beta, tile);
+    rows_.take(in_queue_, x_, tiling_.b, tile);
+    rows_.take(slope_queue_, plus_, tiling_.beta, tile);
+    sigmoid_slope(s_, x_, t_, count);
+    Mul(s_, s_, plus_, count);
+    Muls(s_, s_, tiling_.scale, count);
+    rows_.store(grad_b_queue_, grad_b_, tiling_.grad_b, s_, tile);
+  }
+
+  __aicore__ inline void BeginSums() {
+    sums_ = sum_queue_.AllocTensor<float>();
+    Duplicate(sums_, 0.0f, 2 * sum_width_);
+  }
+
+  __aicore__ inline void StoreSums(int64_t piece) {
+    sum_queue_.EnQue(sums_);
+    sums_ = sum_queue_.DeQue<float>();
+    const int32_t heads = tiling_.rows.width, stride = (heads + 15) / 16 * 16;
+    const int64_t at = piece * heads * sizeof(float);
+    copy_out(A_sums_ + at, sums_.ReinterpretCast<uint8_t>(), kFloat32, {1, heads, heads}, stride);
+    copy_out(bias_sums_ + at, sums_[sum_width_].ReinterpretCast<uint8_t>(), kFloat32,
+             {1, heads, heads}, stride);
+    sum_queue_.FreeTensor(sums_);
+    BeginSums();
+  }
+
+  __gm__ uint8_t *grad_g_, *grad_beta_, *grad_a_, *A_sums_, *bias_sums_, *grad_b_;
+  TQue<TPosition::VECIN, 2> slope_queue_;
+  TQue<TPosition::VECOUT, 2> grad_a_queue_, grad_b_queue_;
+  TQue<TPosition::VECOUT, 1> sum_queue_;
+  Floats slope_, sums_;
+  int32_t sum_width_;
+};
+
+}  // namespace npu_ops
+
+extern "C" __global__ __aicore__ void gdn_gate(GM_ADDR a, GM_ADDR A_log, GM_ADDR dt_bias, GM_ADDR b,
+                                               GM_ADDR g, GM_ADDR beta,
+                                               npu_ops::GdnGateTiling tiling) {
+  npu_ops::Forward(a, A_log, dt_bias, b, g, beta, tiling).Process();
+}
+
+extern "C" __global__ __aicore__ void gdn_gate_backward(GM_ADDR grad_g, GM_ADDR grad_beta,
+                                                        GM_ADDR a, GM_ADDR A_log, GM_ADDR dt_bias,
+                                                        GM_ADDR b, GM_ADDR grad_a, GM_ADDR A_sums,
+                                                        GM_ADDR bias_sums, GM_ADDR grad_b,
+                                                        npu_ops::GdnGateTiling tiling) {
+  npu_ops::Backward(grad_g, grad_beta, a, A_log, dt_bias, b, grad_a, A_sums, bias_sums, grad_b,
+                    tiling)
+      .Process();
+}

@@ -1,0 +1,25 @@
+// What host and device share of gdn_gate, forward and backward.
+#pragma once
+
+#include "common/rows_tiling.h"
+
+namespace npu_ops {
+
+struct GdnGateTiling {
+  RowsTiling rows;
+  // Forward writes g and beta. Backward reads the gradients of both, in g and beta, and writes
+  // those of a and b. A_log and dt_bias have one row.
+  RowTensor a, A_log, dt_bias, b, g, beta, grad_a, grad_b;
+  float scale;
+};
+
+// Bytes of the unified buffer, as in l2norm_tiling.h. Tiles of a and of b come one after the other
+// through one queue, and their gradients' through another: as floats, two of each. Besides: rows of
+// parameters, and in backward the sums of two gradients, each a whole row.
+constexpr int64_t kGdnGateQueueBytes = 2 * 4;
+constexpr int64_t kGdnGateFloats = 5, kGdnGateBackwardFloats = 6;
+constexpr int64_t kGdnGateFixedBytes = 2 * 3 * 4 * kWidestChunk;
+// More heads' sums leave no room for tiles.
+constexpr int64_t kMostHeads = 8192;
+
+}  // namespace npu_ops

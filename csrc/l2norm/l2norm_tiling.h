@@ -1,0 +1,19 @@
+// What host and device share of l2norm, forward and backward.
+#pragma once
+
+#include "common/rows_tiling.h"
+
+namespace npu_ops {
+
+struct L2NormTiling {
+  RowsTiling rows;
+  RowTensor grad, x, out;  // grad: of backward alone; there out is the gradient of x
+  float eps;
+};
+
+// Bytes of the unified buffer. An element: two tiles of each tensor, and floats: two tiles, in
+// backward three. A row: two partial sums of 64, eight floats to spread a factor, four numbers.
+constexpr int64_t kL2NormFloats = 2, kL2NormBackwardFloats = 3;
+constexpr int64_t kL2NormRowBytes = 4 * (2 * 64 + 8 + 4), kL2NormFixedBytes = 4 * 64;
+
+}  // namespace npu_ops

@@ -1,0 +1,90 @@
+// Launches the AscendC kernels of rope and mrope.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+
+#include "common/ascendc_launch.h"
+#include "rope/rotary_tiling.h"
+
+namespace npu_ops {
+
+struct RotaryArguments {
+  const Tensor &q, &k, &cos, &sin;
+  const std::optional<Tensor>& positions;
+  const std::string &layout, &pair_layout;
+  bool inverse;
+  int64_t rotary_dim;
+  const Tensor &q_out, &k_out;
+};
+
+inline Heads heads_of(const Tensor& x, const std::string& layout) {
+  const auto stride = [&](char axis) {
+    const size_t at = layout.find(axis);
+    return at == std::string::npos ? 0 : x.stride(static_cast<int64_t>(at));
+  };
+  const char token = layout == "TND" ? 'T' : 'S';
+  const auto count = x.size(static_cast<int64_t>(layout.find('N')));
+  return {stride('B'), stride(token), stride('N'), static_cast<int32_t>(count)};
+}
+
+// Of [.., batch, rows, width] or, with `behind` 0, [.., batch, tokens]. What has a size of 1 serves
+// all.
+inline Table table_of(const Tensor& table, int64_t behind) {
+  const auto stride = [&](int64_t from_end) {
+    const int64_t at = table.dim() - 1 - from_end;
+    return at < 0 || table.size(at) == 1 ? 0 : table.stride(at);
+  };
+  const int64_t row = table.stride(table.dim() - 1 - behind);
+  return {stride(2 + behind), stride(1 + behind), row};
+}
+
+// `axis_of_pair`: which of `axes` rows of the tables owns a pair's frequency.
+template <class AxisOfPair>
+void launch_rotary(const char* kernel, const RotaryArguments& given, int32_t axes,
+                   const AxisOfPair& axis_of_pair, const KernelTarget& target) {
+  const auto& [q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_out, k_out] =
+      given;
+  RotaryTiling tiling{};
+  tiling.q = heads_of(q, layout);
+  tiling.k = heads_of(k, layout);
+  tiling.q_out = heads_of(q_out, layout);
+  tiling.k_out = heads_of(k_out, layout);
+  tiling.cos = table_of(cos, 1);
+  tiling.sin = table_of(sin, 1);
+  if (positions) tiling.positions = table_of(*positions, 0);
+  tiling.wide_positions = positions && positions->scalar_type() == ScalarType::Long;
+  tiling.type = element_type(q, "q");
+  tiling.table_type = element_type(cos, "cos");
+  tiling.length = q.size(static_cast<int64_t>(layout.find_first_of("ST")));
+  tiling.table_rows = cos.size(cos.dim() - 2);
+  tiling.table_width = static_cast<int32_t>(cos.size(cos.dim() - 1));
+  tiling.rotary_dim = static_cast<int32_t>(rotary_dim);
+  tiling.axes = axes;
+  tiling.interleaved = pair_layout == "interleaved";
+  tiling.inverse = inverse;
+  for (int64_t pair = 0; pair < rotary_dim / 2; ++pair)
+    tiling.axis_of_pair[pair] = static_cast<uint8_t>(axis_of_pair(pair));
+  const int64_t batch = layout == "TND" ? 1 : q.size(static_cast<int64_t>(layout.find('B')));
+  // In place, what is not rotated stays where it is.
+  const bool in_place = q.const_data_ptr() == q_out.const_data_ptr();
+  tiling.rows.groups = static_cast<int32_t>(batch * tiling.length);
+  tiling.rows.rows = tiling.q.count + tiling.k.count;
+  tiling.rows.inner = 1;
+  tiling.rows.width = static_cast<int32_t>(in_place ? rotary_dim : q.size(q.dim() - 1));
+  const int64_t queues = 4 * static_cast<int64_t>(q.element_size());
+  cut_rows(tiling.rows, target.cores, target.ub_bytes, queues + kRotaryElementBytes, 0,
+           kRotaryFixedBytes);
+  launch_ascendc(target, kernel, tiling.rows.pieces(),
+                 {{"q", &q},
+                  {"k", &k},
+                  {"cos", &cos},
+                  {"sin", &sin},
+                  {"positions", pointer(positions)},
+                  {"q_out", &q_out},
+                  {"k_out", &k_out}},
+                 tiling);
+}
+
+}  // namespace npu_ops

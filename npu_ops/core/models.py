@@ -1,0 +1,80 @@
+"""The models whose shapes `npu-ops parity` takes: what an op's `of_model` makes its cases from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+# Gated Delta Net's key and value heads are so wide in all of them.
+LINEAR_DIM = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Shapes of a published model, all heads of it.
+
+    section: None without multimodal positions. vision: heads and head dimension, or None.
+    linear: key heads and value heads of Gated Delta Net, `LINEAR_DIM` wide, or None.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    rotary_dim: int = 128
+    theta: float = 1e6
+    section: tuple[int, int, int] | None = None
+    section_layout: str = "interleaved"
+    vision: tuple[int, int] | None = None
+    linear: tuple[int, int] | None = None
+
+    @property
+    def linear_channels(self) -> int:
+        """q, k and v of Gated Delta Net together."""
+        keys, values = self.linear
+        return (2 * keys + values) * LINEAR_DIM
+
+
+_QWEN3_VL = {"theta": 5e6, "section": (24, 20, 20), "vision": (16, 72)}
+_QWEN3_5 = {
+    "head_dim": 256, "rotary_dim": 64, "theta": 1e7, "section": (11, 11, 10), "vision": (16, 72),
+}  # fmt: skip
+
+MODELS = {
+    "qwen2-vl-7b": Model(
+        3584, 28, 4, section=(16, 24, 24), section_layout="chunked", vision=(16, 80)
+    ),
+    "qwen3-4b": Model(2560, 32, 8),
+    "qwen3-8b": Model(4096, 32, 8),
+    "qwen3-30b-a3b": Model(2048, 32, 4),
+    "qwen3-vl-4b": Model(2560, 32, 8, **_QWEN3_VL | {"vision": (16, 64)}),
+    "qwen3-vl-8b": Model(4096, 32, 8, **_QWEN3_VL),
+    "qwen3-vl-30b-a3b": Model(2048, 32, 4, **_QWEN3_VL),
+    "qwen3-next-80b-a3b": Model(
+        2048, 16, 2, head_dim=256, rotary_dim=64, theta=1e7, linear=(16, 32)
+    ),
+    "qwen3.5-4b": Model(2560, 16, 4, **_QWEN3_5, linear=(16, 32)),
+    "qwen3.5-9b": Model(4096, 16, 4, **_QWEN3_5, linear=(16, 32)),
+    "qwen3.5-27b": Model(5120, 24, 4, **_QWEN3_5, linear=(16, 48)),
+    "qwen3.5-35b-a3b": Model(2048, 16, 2, **_QWEN3_5, linear=(16, 32)),
+}
+
+
+def divided(model: Model, tp: int) -> Model:
+    """What one of `tp` tensor-parallel ranks has of a model.
+
+    Raises:
+        ValueError: heads that do not divide by it.
+    """
+
+    def share(heads: int) -> int:
+        if tp < 1 or heads % tp:
+            raise ValueError(f"tp: got {tp}, needs a divisor of {heads} heads")
+        return heads // tp
+
+    return dataclasses.replace(
+        model,
+        heads=share(model.heads),
+        kv_heads=max(1, model.kv_heads // tp),
+        vision=model.vision and (share(model.vision[0]), model.vision[1]),
+        linear=model.linear and tuple(map(share, model.linear)),
+    )

@@ -1,0 +1,71 @@
+"""Shared by causal_conv1d, causal_conv1d_qkv, causal_conv1d_update: how tensors lie in memory."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import indices
+
+
+def rows_of(x):
+    """x with each token's channels in one piece, as the kernels read it."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def like_rows(x):
+    """Uninitialised, as `rows_of` would give x."""
+    if x.stride(-1) == 1:
+        return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def channels_last(state):
+    """A `[N, D, W]` state with D in one piece, as the kernels read it."""
+    return state if state.stride(1) == 1 else state.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def new_state(x, count: int, width: int):
+    """An uninitialised `[count, D, W]` state of x's dtype with D in one piece."""
+    return x.new_empty((count, width, x.shape[-1])).transpose(1, 2)
+
+
+def sequences(x, cu_seqlens) -> int:
+    """How many sequences x has."""
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def check_starts(arguments) -> None:
+    """What the reference needs of an operator's NamedTuple of arguments."""
+    indices.check_starts("cu_seqlens", arguments.cu_seqlens, arguments.x.shape[1])
+
+
+def final_state(inputs):
+    """The final state of an operator's NamedTuple of inputs, uninitialised; None: not wanted."""
+    if not inputs.output_final_state:
+        return None
+    return new_state(inputs.x, sequences(inputs.x, inputs.cu_seqlens), inputs.weight.shape[1])
+
+
+def no_tokens(arguments) -> None:
+    """Write the outputs of a call without tokens: a state passes through."""
+    _pass_through(arguments.initial_state, arguments.final_state)
+
+
+def no_tokens_backward(arguments) -> None:
+    """Write the gradients of such a call."""
+    _pass_through(None, arguments.grad_weight)
+    _pass_through(None, arguments.grad_bias)
+    _pass_through(arguments.grad_final_state, arguments.grad_initial_state)
+
+
+def _pass_through(given, wanted) -> None:
+    if wanted is not None:
+        wanted.zero_() if given is None else wanted.copy_(given)
+
+
+def gradients(inputs):
+    """Those of x, weight, bias and initial state, uninitialised; None of what there is not."""
+    x, weight, bias, state = inputs.x, inputs.weight, inputs.bias, inputs.initial_state
+    grad_bias = None if bias is None else torch.empty_like(bias)
+    grad_state = None if state is None else new_state(x, state.shape[0], weight.shape[1])
+    return like_rows(x), torch.empty_like(weight), grad_bias, grad_state

@@ -1,0 +1,23 @@
+"""The checks of calls of chunk_gated_delta_rule. A call has its arguments by name."""
+
+from __future__ import annotations
+
+from npu_ops.core import check
+from npu_ops.ops.fused_recurrent_gated_delta_rule.arguments import check_common, check_like
+
+CHUNK_SIZES = (16, 32, 64)
+
+
+def check_call(call) -> None:
+    """Check a call of `chunk_gated_delta_rule`."""
+    check.tensor("g", call.g)
+    check.tensor("beta", call.beta)
+    check_common(call)
+    check_like("g", call.g, call.v, call.v.shape[:3])
+    check_like("beta", call.beta, call.v, call.v.shape[:3])
+    for name in ("cu_seqlens_cpu", "chunk_indices"):
+        if getattr(call, name) is not None and call.cu_seqlens is None:
+            raise ValueError(f"{name}: got one without cu_seqlens, needs both")
+    if call.cp_group is not None:
+        check.alone("cp_group", initial_state=call.initial_state, cu_seqlens=call.cu_seqlens)
+    check.one_of("chunk_size", call.chunk_size, CHUNK_SIZES)

@@ -1,0 +1,105 @@
+"""Shared by all gated delta rules: the checks of their calls.
+
+A call has the public function's arguments by name.
+"""
+
+from __future__ import annotations
+
+from npu_ops.core import check, library
+from npu_ops.ops.fused_recurrent_gated_delta_rule.reference import compute_dtype
+
+MAX_DIM = 256  # of K and V
+
+
+def check_call(call) -> None:
+    """Check a call of `fused_recurrent_gated_delta_rule`."""
+    check_common(call)
+    tokens, keys, values = call.v.shape[:3], call.q.shape[3], call.v.shape[3]
+    check_like("g", call.g, call.v, tokens)
+    check_like("gk", call.gk, call.v, (*tokens, keys))
+    check_like("gv", call.gv, call.v, (*tokens, values))
+    check_like("beta", call.beta, call.v, tokens, (*tokens, values))
+
+
+def check_common(call) -> None:
+    """Check what both functions take, apart from the shapes of gates and beta."""
+    _check_heads(call.q, call.k, call.v)
+    _check_flags(call)
+    if call.cu_seqlens is not None:
+        _check_cu_seqlens(call.cu_seqlens, call.v)
+    if call.initial_state is not None:
+        _check_state(call)
+
+
+def check_like(name, x, like, *shapes) -> None:
+    """Check a floating tensor that may be None: its device, and that it has one of the shapes."""
+    if x is None:
+        return
+    check.floating(name, x)
+    check.same_device(name, x, "v", like)
+    if tuple(x.shape) not in map(tuple, shapes):
+        raise check.shape(name, x, " or ".join(str(list(shape)) for shape in shapes))
+
+
+def _check_heads(q, k, v) -> None:
+    """q, k `[B, T, H, K]` and v `[B, T, HV, V]`."""
+    check.floating("q", q)
+    for name, x in (("k", k), ("v", v)):
+        check.floating(name, x)
+        check.same_dtype(name, x, "q", q)
+        check.same_device(name, x, "q", q)
+    for name, x in (("q", q), ("v", v)):
+        if x.dim() != 4 or not (0 < x.shape[3] <= MAX_DIM and x.shape[2]):
+            raise check.shape(name, x, f"[B, T, heads, 1 to {MAX_DIM}]")
+    if k.shape != q.shape:
+        raise check.shape("k", k, f"q's {list(q.shape)}")
+    if v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
+        batch, length, heads = q.shape[:3]
+        raise check.shape("v", v, f"[{batch}, {length}, HV, V], HV a multiple of {heads}")
+
+
+def _check_flags(call) -> None:
+    """The flags have what they need, and nothing is given that none of them reads."""
+    for name, x in (("g", call.g), ("A_log", call.A_log)):
+        if call.use_gate_in_kernel and x is None:
+            raise ValueError(f"{name}: got None, needs a tensor for use_gate_in_kernel=True")
+    for name, x in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
+        if x is not None and not call.use_gate_in_kernel:
+            raise ValueError(f"{name}: got a tensor, needs use_gate_in_kernel=True")
+        if x is not None:
+            check_like(name, x, call.v, call.v.shape[2:3])
+    if call.allow_neg_eigval and not call.use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval: got True, needs use_beta_sigmoid_in_kernel=True")
+    if call.use_beta_sigmoid_in_kernel and call.beta is None:
+        raise ValueError("beta: got None, needs logits for use_beta_sigmoid_in_kernel=True")
+
+
+def _check_cu_seqlens(cu_seqlens, v) -> None:
+    """Where sequences begin and end; values only where reading them waits for no device."""
+    check.indices("cu_seqlens", cu_seqlens)
+    check.same_device("cu_seqlens", cu_seqlens, "v", v)
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise check.shape("cu_seqlens", cu_seqlens, "[sequences + 1]")
+    if v.shape[0] != 1:
+        raise ValueError(f"cu_seqlens: got one with batch {v.shape[0]}, needs batch 1")
+    if cu_seqlens.device.type != "cpu" or not library.is_plain(cu_seqlens):
+        return
+    first, last, tokens = int(cu_seqlens[0]), int(cu_seqlens[-1]), v.shape[1]
+    if first != 0 or last != tokens:
+        raise ValueError(f"cu_seqlens: got {first} first and {last} last, needs 0 and {tokens}")
+    if (cu_seqlens.diff() < 0).any():
+        raise ValueError("cu_seqlens: got a negative length, needs starts that do not decrease")
+
+
+def _check_state(call) -> None:
+    """A state of each sequence, in fp32 (fp64 where v is)."""
+    state, v, keys, starts = call.initial_state, call.v, call.q.shape[3], call.cu_seqlens
+    check.floating("initial_state", state)
+    check.dtype("initial_state", state, compute_dtype(v))
+    check.same_device("initial_state", state, "v", v)
+    sequences = v.shape[0] if starts is None else starts.shape[0] - 1
+    matrix = (v.shape[3], keys) if call.state_v_first else (keys, v.shape[3])
+    needs = (sequences, v.shape[2], *matrix)
+    if tuple(state.shape) != needs:
+        needs = f"{list(needs)} (state_v_first={call.state_v_first})"
+        raise check.shape("initial_state", state, needs)

@@ -1,0 +1,100 @@
+"""Shared by rope and mrope: an operator that rotates q and k, its in-place form, its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from npu_ops.core import check, indices, library
+from npu_ops.core.operator import InPlace, Operator
+
+# The widest rotation whose coefficients fit its kernel's table of axes (csrc/rope/rotary_tiling.h).
+_ASCENDC_WIDEST = 256
+
+
+class Rotation:
+    """An operator that writes `q_out` and `k_out`, like q and k.
+
+    Its gradient is itself, backwards: a rotation's inverse is its transpose.
+
+    Args:
+        name: of the operator.
+        tables: what it takes besides q and k: tensors first, `bool inverse` among the settings.
+        reference: as `Operator` takes it.
+    """
+
+    def __init__(self, name: str, *, tables: str, reference: Callable):
+        self.forward = Operator(
+            name,
+            takes=f"Tensor q, Tensor k, {tables}",
+            writes="q_out, k_out",
+            new=lambda inputs: (_like_rows(inputs.q), _like_rows(inputs.k)),
+            reference=reference,
+            lay_out=dict.fromkeys(("q", "k", "cos", "sin"), _rows),
+            why_not=dict.fromkeys(("triton_ascend", "cpu"), _why_not)
+            | {"ascendc": _why_not_ascendc},
+            ascendc=True,
+            is_empty=lambda arguments: not (arguments.q.numel() or arguments.k.numel()),
+            check_indices=_check_positions,
+        )
+        self.in_place = InPlace(self.forward, over={"q_out": "q", "k_out": "k"})
+        library.differentiable(name, self._gradients, self._save)
+
+    def __call__(self, k: torch.Tensor | None, inplace: bool, *inputs):
+        """The public function's results; `k` is the caller's, `inputs` the operator's."""
+        if inplace:
+            self.in_place(*inputs)
+            return inputs[0], k
+        q_out, k_out = self.forward(*inputs)
+        return q_out, None if k is None else k_out
+
+    def _save(self, ctx, inputs, output):
+        """Keep the tables; q and k are not needed."""
+        _, _, *tables = inputs
+        ctx.save_for_backward(*(x for x in tables if _is_tensor_or_none(x)))
+        ctx.settings = [x for x in tables if not _is_tensor_or_none(x)]
+
+    def _gradients(self, ctx, grad_q, grad_k):
+        inputs = self.forward.Inputs(grad_q, grad_k, *ctx.saved_tensors, *ctx.settings)
+        back = self.forward(*inputs._replace(inverse=not inputs.inverse))
+        return *back, *[None] * (len(inputs) - len(back))
+
+
+def _is_tensor_or_none(value) -> bool:
+    return value is None or isinstance(value, torch.Tensor)
+
+
+def _rows(x):
+    """x with its last dimension in one piece, as the kernels read it; a gradient often is not."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _like_rows(x):
+    """Uninitialised, as `_rows` would give x."""
+    if x.stride(-1) == 1:
+        return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _check_positions(arguments) -> None:
+    rows = arguments.cos.shape[-2]
+    indices.check_within("positions", arguments.positions, 0, rows - 1)
+
+
+def _why_not(arguments) -> str | None:
+    """What the kernels have against a call; only what is written in place may be in pieces."""
+    q, k, cos, sin, *_ = arguments
+    if k.dtype != q.dtype:
+        return f"q is {check.short(q.dtype)} and k is {check.short(k.dtype)}"
+    if sin.dtype != cos.dtype:
+        return f"cos is {check.short(cos.dtype)} and sin is {check.short(sin.dtype)}"
+    if q.stride(-1) != 1 or k.stride(-1) != 1:
+        return "the last dimension of q or k is not contiguous"
+    return None
+
+
+def _why_not_ascendc(arguments) -> str | None:
+    if arguments.rotary_dim > _ASCENDC_WIDEST:
+        return f"{arguments.rotary_dim} rotated elements are more than {_ASCENDC_WIDEST}"
+    return _why_not(arguments)

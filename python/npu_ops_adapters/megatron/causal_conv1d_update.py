@@ -1,0 +1,15 @@
+"""The short convolution's decoding step, where Megatron's layers have no fla to take it from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from npu_ops_adapters.fla.causal_conv1d_update import ours
+from npu_ops_adapters.megatron import gated_delta_net
+from npu_ops_adapters.patching import Patch
+
+
+def patches() -> Iterable[Patch]:
+    """`causal_conv1d_update`, which `GatedDeltaNet.ssm_decode` calls."""
+    name = "causal_conv1d_update"
+    yield from gated_delta_net.for_decoding(name, name, ours)

@@ -1,0 +1,15 @@
+"""The delta rule token by token, where Megatron's layers have no fla to take it from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from npu_ops_adapters.fla.fused_recurrent_gated_delta_rule import ours
+from npu_ops_adapters.megatron import gated_delta_net
+from npu_ops_adapters.patching import Patch
+
+
+def patches() -> Iterable[Patch]:
+    """`fused_recurrent_gated_delta_rule`, which `GatedDeltaNet.ssm_decode` calls."""
+    name = "fused_recurrent_gated_delta_rule"
+    yield from gated_delta_net.for_decoding(name, name, ours)

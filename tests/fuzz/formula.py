@@ -1,0 +1,64 @@
+"""What the formulas of all operators share.
+
+A formula is an operator's mathematics in fp64, written from the papers and docstrings without
+npu_ops: token by token, sequence by sequence. It takes the arguments of the public function,
+floating tensors in fp64, and returns a list of `Out`. Autograd of it is the gradient that is
+expected. Index values that the docstrings exclude raise `Refused`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+WIDE = torch.float64
+
+
+class Refused(Exception):
+    """The arguments have no meaning; says which of them."""
+
+
+@dataclasses.dataclass
+class Out:
+    """A result. argument: of which argument these are the contents afterwards, if of one.
+
+    known: bool, broadcast to the value, which elements are specified; None: all.
+    """
+
+    value: torch.Tensor | None
+    argument: str | None = None
+    known: torch.Tensor | None = None
+
+
+def need(condition: bool, argument: str) -> None:
+    if not condition:
+        raise Refused(argument)
+
+
+def spans(starts, tokens: int, name: str, *, whole: bool = True) -> list[tuple[int, int]]:
+    """Where each packed sequence begins and ends. whole: they cover all tokens."""
+    starts = starts.tolist()
+    need(starts[0] == 0, name)
+    need(starts[-1] == tokens if whole else starts[-1] <= tokens, name)
+    pairs = list(zip(starts, starts[1:], strict=False))
+    need(all(begin <= end for begin, end in pairs), name)
+    return pairs
+
+
+def softplus(x):
+    """torch's, which models are trained with: from 20 on its argument itself."""
+    return torch.where(x > 20, x, x.clamp_min(0) + torch.log1p(torch.exp(-x.abs())))
+
+
+def sigmoid(x):
+    return 1 / (1 + torch.exp(-x))
+
+
+def unit(x, eps):
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
+def drawn(p: float) -> float:
+    """The probability of dropping that 16 bits can have: never all or nothing."""
+    return min(max(round(p * 65536), 1), 65535) / 65536

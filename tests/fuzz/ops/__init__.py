@@ -1,0 +1,1 @@
+"""Each public function that is fuzzed: what it is called with, and its formula."""

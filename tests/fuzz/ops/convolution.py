@@ -1,0 +1,244 @@
+"""The causal convolution."""
+
+from __future__ import annotations
+
+import torch
+
+from fuzz.formula import Out, need, sigmoid, spans, unit
+from fuzz.target import DTYPES, INDEX, LENGTHS, NAN, NO, TOKENS, YES, Target, packed, tensor
+
+# What is right
+
+
+def silu(y, activation):
+    return y if activation is None else y * sigmoid(y)
+
+
+def convolved(rows, weight, bias, activation):
+    """`[W - 1 + T, D]` rows, of which the last T are tokens, as `[T, D]`."""
+    width = weight.shape[1]
+    tokens = rows.shape[0] - (width - 1)
+    y = sum(rows[j : j + tokens] * weight[:, j] for j in range(width))
+    return silu(y if bias is None else y + bias, activation)
+
+
+def sequences_of(x, cu_seqlens):
+    """`[T, D]` of each sequence."""
+    if cu_seqlens is None:
+        return list(x)
+    return [x[0, b:e] for b, e in spans(cu_seqlens, x.shape[1], "cu_seqlens")]
+
+
+def causal_conv1d(
+    x, weight, bias=None, residual=None, initial_state=None, output_final_state=False,
+    activation=None, cu_seqlens=None,
+):  # fmt: skip
+    width, ys, finals = weight.shape[1], [], []
+    for n, tokens in enumerate(sequences_of(x, cu_seqlens)):
+        before = x.new_zeros(width, x.shape[2]) if initial_state is None else initial_state[n].T
+        rows = torch.cat([before, tokens])
+        ys.append(convolved(rows[1:], weight, bias, activation))
+        finals.append(rows[len(rows) - width :].T)
+    y = torch.cat([x.new_zeros(0, x.shape[2]), *ys]).view(x.shape)
+    y = y if residual is None else y + residual
+    finals = torch.stack(finals) if finals else x.new_zeros(0, x.shape[2], width)
+    return [Out(y), Out(finals if output_final_state else None)]
+
+
+def causal_conv1d_qkv(
+    x, weight, bias=None, num_k_heads=1, num_v_heads=1, head_k_dim=1, head_v_dim=1,
+    initial_state=None, output_final_state=False, activation="silu", cu_seqlens=None, eps=1e-6,
+    use_qk_l2norm=True,
+):  # fmt: skip
+    y, final = causal_conv1d(
+        x, weight, bias, None, initial_state, output_final_state, activation, cu_seqlens
+    )
+    keys, values = num_k_heads * head_k_dim, num_v_heads * head_v_dim
+    q, k, v = y.value.split([keys, keys, values], -1)
+    q, k = (part.unflatten(-1, (num_k_heads, head_k_dim)) for part in (q, k))
+    if use_qk_l2norm:
+        q, k = unit(q, eps), unit(k, eps)
+    return [Out(q), Out(k), Out(v.unflatten(-1, (num_v_heads, head_v_dim))), final]
+
+
+def causal_conv1d_update(
+    x, conv_state, weight, bias=None, activation=None, conv_state_indices=None,
+    num_accepted_tokens=None, query_start_loc=None, pad_slot_id=-1, intermediate_conv_window=None,
+    intermediate_state_indices=None, disable_state_update=False,
+):  # fmt: skip
+    history, (slots, channels, columns) = weight.shape[1] - 1, conv_state.shape
+    flat = x.reshape(-1, channels)
+    if query_start_loc is not None:
+        pieces = spans(query_start_loc, len(flat), "query_start_loc", whole=False)
+    else:
+        length = 1 if x.dim() == 2 else x.shape[1]
+        pieces = [(n * length, n * length + length) for n in range(x.shape[0])]
+    count = len(pieces)
+    slot_of = list(range(count)) if conv_state_indices is None else conv_state_indices.tolist()
+    real = [slot for slot in slot_of if slot != pad_slot_id or conv_state_indices is None]
+    need(all(0 <= slot < slots for slot in real), "conv_state_indices")
+    need(len(set(real)) == len(real), "conv_state_indices")
+    row_of = list(range(count))
+    if intermediate_state_indices is not None:
+        row_of = intermediate_state_indices.tolist()
+        rows = len(intermediate_conv_window)
+        kept = [row for row in row_of if row != -1]
+        need(all(0 <= row < rows for row in kept), "intermediate_state_indices")
+        need(len(set(kept)) == len(kept), "intermediate_state_indices")
+    y, state = torch.zeros_like(flat), conv_state.clone()
+    window = None if intermediate_conv_window is None else intermediate_conv_window.clone()
+    for n, (begin, end) in enumerate(pieces):
+        slot = slot_of[n]
+        if conv_state_indices is not None and slot == pad_slot_id:
+            continue
+        first = 0
+        if num_accepted_tokens is not None:
+            first = int(num_accepted_tokens[n]) - 1
+            need(0 <= first <= columns - history, "num_accepted_tokens")
+            need(history - 1 + end - begin <= columns, "query_start_loc")
+        rows = torch.cat([conv_state[slot, :, first : first + history].T, flat[begin:end]])
+        y[begin:end] = convolved(rows, weight, bias, activation)
+        if begin == end:
+            continue
+        if not disable_state_update:
+            kept = rows[len(rows) - history :] if num_accepted_tokens is None else rows[1:]
+            state[slot, :, : len(kept)] = kept.T
+        if window is not None and row_of[n] >= 0:
+            for t in range(end - begin):
+                window[row_of[n], t] = rows[t + 1 : t + 1 + history].T
+    outs = [Out(y.view(x.shape)), Out(state, "conv_state")]
+    return outs if window is None else [*outs, Out(window, "intermediate_conv_window")]
+
+
+# What is called
+
+
+CONV = {
+    "batch": (1, 2, 0), "tokens": TOKENS, "lengths": LENGTHS, "index": INDEX, "width": (4, 2, 3),
+    "bias": NO, "state": NO, "final": NO, "dtype": DTYPES, "parameter": ("same", "float32"),
+    "hide": NO, "broken": NO,
+}  # fmt: skip
+
+
+def conv_arguments(s, draw, channels):
+    batch, tokens, starts = packed(s, draw)
+    dtype = s["dtype"]
+    parameter = dtype if s["parameter"] == "same" else "float32"
+    count, state = batch if starts is None else len(starts) - 1, None
+    if s["state"]:
+        state = draw.normal(count, channels, s["width"], dtype=dtype)
+    if s["state"] and s["hide"] and not s["final"]:
+        state[..., 0] = NAN
+    x = draw.normal(batch, tokens, channels, dtype=dtype)
+    if s["broken"] and x.numel():  # other sequences must not see it
+        x[0, 0] = NAN
+    return {
+        "x": x,
+        "weight": draw.normal(channels, s["width"], dtype=parameter),
+        "bias": draw.normal(channels, dtype=parameter) if s["bias"] else None,
+        "initial_state": state, "output_final_state": s["final"], "cu_seqlens": starts,
+        "activation": s["activation"],
+    }  # fmt: skip
+
+
+def make_causal_conv1d(s, draw):
+    arguments = conv_arguments(s, draw, s["channels"])
+    if s["residual"]:
+        arguments["residual"] = draw.normal(*arguments["x"].shape, dtype=s["dtype"])
+    return arguments
+
+
+def make_causal_conv1d_qkv(s, draw):
+    channels = 2 * s["heads"] * s["keys"] + s["group"] * s["heads"] * s["values"]
+    return conv_arguments(s, draw, channels) | {
+        "num_k_heads": s["heads"], "num_v_heads": s["group"] * s["heads"],
+        "head_k_dim": s["keys"], "head_v_dim": s["values"], "eps": s["eps"],
+        "use_qk_l2norm": s["norm"],
+    }  # fmt: skip
+
+
+def make_causal_conv1d_update(s, draw):
+    dtype, channels, width = s["dtype"], s["channels"], s["width"]
+    parameter = dtype if s["parameter"] == "same" else "float32"
+    starts, batch, tokens = None, s["batch"], s["tokens"]
+    verify = s["accepted"]
+    if s["lengths"] is not None:
+        batch, tokens = len(s["lengths"]), max(s["lengths"])
+        starts = draw.starts(s["lengths"], s["index"])
+        x = draw.normal(int(starts[-1]) + s["spare"], channels, dtype=dtype)
+        if s["hide"]:
+            x[int(starts[-1]) :] = NAN
+    else:
+        shape = (batch, tokens) if s["three"] else (batch,)
+        tokens = tokens if s["three"] else 1
+        x = draw.normal(*shape, channels, dtype=dtype)
+    columns = width - 1 + (max(tokens - 1, 0) if verify else 0) + s["spare"]
+    indices, slots = None, batch
+    if s["indices"]:
+        slots = batch + s["spare"]
+        indices = tensor(draw.distinct(batch, slots), s["index"])
+        if s["pad"] and batch:
+            indices[int(draw.integers(batch))] = s["pad"]
+    state = draw.normal(slots, channels, columns, dtype=dtype)
+    if s["hide"]:
+        used = range(slots) if indices is None else indices.tolist()
+        for slot in set(range(slots)) - set(used):
+            state[slot] = NAN
+        if not verify:
+            state[..., width - 1 :] = NAN
+    arguments = {
+        "x": x, "conv_state": state, "weight": draw.normal(channels, width, dtype=parameter),
+        "bias": draw.normal(channels, dtype=parameter) if s["bias"] else None,
+        "activation": s["activation"], "conv_state_indices": indices, "query_start_loc": starts,
+        "num_accepted_tokens": None, "disable_state_update": s["disable"],
+    }  # fmt: skip
+    if s["pad"]:
+        arguments["pad_slot_id"] = s["pad"]
+    if verify:
+        most = columns - width + 2
+        arguments["num_accepted_tokens"] = 1 + draw.integers(most, batch, dtype=s["index"])
+    if s["window"] and starts is None:
+        rows = batch + s["spare"]
+        arguments["intermediate_conv_window"] = draw.normal(
+            rows, tokens + s["spare"], channels, width - 1, dtype=dtype
+        )
+        if s["rows"]:
+            chosen = tensor(draw.distinct(batch, rows), s["index"])
+            if batch:
+                chosen[int(draw.integers(batch))] = -1
+            arguments["intermediate_state_indices"] = chosen
+    return arguments
+
+
+TARGETS = {
+    "causal_conv1d": Target(
+        causal_conv1d,
+        dict(channels=(4, 1, 3, 8, 40, 0), residual=NO, activation=(None, "silu", "swish"), **CONV),
+        make_causal_conv1d, ("x", "weight", "bias", "residual", "initial_state"),
+        indices=("cu_seqlens",),
+    ),
+    "causal_conv1d_qkv": Target(
+        causal_conv1d_qkv,
+        dict(
+            heads=(1, 2), group=(1, 2), keys=(4, 1, 3, 8, 16), values=(4, 1, 3, 8),
+            eps=(1e-6, 1e-3), norm=YES, activation=("silu", None), **CONV,
+        ),
+        make_causal_conv1d_qkv, ("x", "weight", "bias", "initial_state"), indices=("cu_seqlens",),
+    ),
+    "causal_conv1d_update": Target(
+        causal_conv1d_update,
+        dict(
+            batch=(2, 1, 3, 0), tokens=(2, 1, 3), three=NO, spare=(0, 1, 3),
+            lengths=LENGTHS, index=INDEX,
+            width=(4, 2, 3), channels=(4, 1, 3, 8, 40), bias=NO, activation=(None, "silu"),
+            indices=NO, pad=(None, -1, 99), accepted=NO, window=NO, rows=NO, disable=NO,
+            dtype=DTYPES, parameter=("same", "float32"), hide=NO,
+        ),
+        make_causal_conv1d_update,
+        writes=lambda s: ("conv_state", "intermediate_conv_window"),
+        indices=(
+            "conv_state_indices", "num_accepted_tokens", "query_start_loc",
+            "intermediate_state_indices",
+        ),
+    ),
+}  # fmt: skip

@@ -1,0 +1,332 @@
+"""The gated delta rule."""
+
+from __future__ import annotations
+
+import torch
+
+from fuzz.formula import Out, need, sigmoid, softplus, spans, unit
+from fuzz.ops.norms import gdn_gate
+from fuzz.target import DTYPES, INDEX, LENGTHS, NAN, NO, YES, Target, packed, tensor
+
+# What is right
+
+
+def delta_rule(state, q, k, v, beta, log_decay):
+    """One token: state `[HV, K, V]`, q and k `[HV, K]`, v `[HV, V]`, beta `[HV, 1 or V]`."""
+    state = state * torch.exp(log_decay)
+    recalled = torch.einsum("hkv,hk->hv", state, k)
+    state = state + torch.einsum("hk,hv->hkv", k, beta * (v - recalled))
+    return state, torch.einsum("hkv,hk->hv", state, q)
+
+
+def gated_delta_rule(
+    q, k, v, g, gk, gv, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+    use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+    state_v_first, cu_seqlens,
+):  # fmt: skip
+    (batch, length, heads, keys), (value_heads, values) = q.shape, v.shape[2:]
+    if use_qk_l2norm_in_kernel:
+        q, k = unit(q, 1e-6), unit(k, 1e-6)
+    if use_gate_in_kernel:
+        g = gdn_gate(g, A_log, dt_bias)[0].value
+    if use_beta_sigmoid_in_kernel:
+        beta = sigmoid(beta) * (2 if allow_neg_eigval else 1)
+    q, k = (x.repeat_interleave(value_heads // heads, 2) for x in (q, k))
+    q = q * (keys**-0.5 if scale is None else scale)
+    log_decay = v.new_zeros(*v.shape[:3], 1, 1)
+    for gate, place in ((g, (1, 1)), (gk, (-1, 1)), (gv, (1, -1))):
+        if gate is not None:
+            log_decay = log_decay + gate.reshape(
+                *v.shape[:3], *(gate.shape[-1] if n == -1 else 1 for n in place)
+            )
+    beta = v.new_ones(*v.shape[:3], 1) if beta is None else beta
+    beta = beta if beta.dim() == 4 else beta[..., None]
+    pieces = [(n, 0, length) for n in range(batch)]
+    if cu_seqlens is not None:
+        pieces = [(0, *span) for span in spans(cu_seqlens, length, "cu_seqlens")]
+    o, finals = {}, []
+    for n, (b, begin, end) in enumerate(pieces):
+        state = v.new_zeros(value_heads, keys, values)
+        if initial_state is not None:
+            state = initial_state[n].mT if state_v_first else initial_state[n]
+        for t in range(begin, end):
+            state, o[b, t] = delta_rule(state, *(x[b, t] for x in (q, k, v, beta, log_decay)))
+        finals.append(state.mT if state_v_first else state)
+    flat = [o[b, t] for b in range(batch) for t in range(length)]
+    out = torch.stack(flat).view(v.shape) if flat else torch.zeros_like(v)
+    shape = (0, value_heads, *((values, keys) if state_v_first else (keys, values)))
+    final = torch.stack(finals) if finals else v.new_zeros(shape)
+    return [Out(out), Out(final if output_final_state else None)]
+
+
+def fused_recurrent_gated_delta_rule(
+    q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None,
+    output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None,
+    dt_bias=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False,
+    cu_seqlens=None,
+):  # fmt: skip
+    return gated_delta_rule(
+        q, k, v, g, gk, gv, beta, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, cu_seqlens,
+    )  # fmt: skip
+
+
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
+    state_v_first=False, cu_seqlens=None, use_gate_in_kernel=False, A_log=None, dt_bias=None,
+    chunk_size=64,
+):  # fmt: skip
+    return gated_delta_rule(
+        q, k, v, g, None, None, beta, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, cu_seqlens,
+    )  # fmt: skip
+
+
+def gated_delta_rule_update(
+    qkv, a, b, A_log, dt_bias, state, state_indices, state_v_first, cu_seqlens=None,
+    num_accepted_tokens=None, intermediate_states=None, intermediate_state_indices=None,
+    disable_state_update=False, scale=None, use_qk_l2norm_in_kernel=True,
+):  # fmt: skip
+    slots, value_heads = state.shape[:2]
+    keys, values = state.shape[:1:-1] if state_v_first else state.shape[2:]
+    if isinstance(qkv, tuple):
+        q, k, v = qkv
+    else:
+        width = (qkv.shape[1] - value_heads * values) // 2
+        q, k, v = qkv.split([width, width, value_heads * values], 1)
+        q, k = (x.unflatten(1, (-1, keys)) for x in (q, k))
+        v = v.unflatten(1, (value_heads, values))
+    tokens, count = v.shape[0], state_indices.shape[0]
+    if use_qk_l2norm_in_kernel:
+        q, k = unit(q, 1e-6), unit(k, 1e-6)
+    q, k = (x.repeat_interleave(value_heads // q.shape[1], 1) for x in (q, k))
+    q = q * (keys**-0.5 if scale is None else scale)
+    log_decay = (-torch.exp(A_log) * softplus(a + dt_bias))[..., None, None]
+    beta = sigmoid(b)[..., None]
+    length = tokens // max(count, 1)
+    pieces = [(n * length, n * length + length) for n in range(count)]
+    if cu_seqlens is not None:
+        pieces = spans(cu_seqlens, tokens, "cu_seqlens", whole=False)
+    table = state_indices.tolist()
+    by_token = state_indices.dim() == 2
+    every = [slot for row in table for slot in (row if by_token else [row])]
+    need(all(-1 <= slot < slots for slot in every), "state_indices")
+    rows = list(range(count)) if intermediate_states is not None else [-1] * count
+    if intermediate_state_indices is not None:
+        rows = intermediate_state_indices.tolist()
+        need(all(-1 <= r < len(intermediate_states) for r in rows), "intermediate_state_indices")
+        used = [r for r, slot in zip(rows, table, strict=True) if r >= 0 and slot >= 0]
+        need(len(set(used)) == len(used), "intermediate_state_indices")
+    steps = state_indices.shape[1] if by_token else 10**9
+    if intermediate_states is not None:
+        steps = intermediate_states.shape[1]
+    need(all(end - begin <= steps for begin, end in pieces), "cu_seqlens")
+    if not disable_state_update:
+        seen = set()
+        for row in table:
+            own = {slot for slot in (row if by_token else [row]) if slot >= 0}
+            need(not own & seen, "state_indices")
+            seen |= own
+    accepted = [0] * count if num_accepted_tokens is None else num_accepted_tokens.tolist()
+    if num_accepted_tokens is not None:
+        need(all((1 if by_token else 0) <= n <= steps for n in accepted), "num_accepted_tokens")
+        need(all(by_token or not n or r >= 0 for n, r in zip(accepted, rows, strict=True)),
+             "intermediate_state_indices")  # fmt: skip
+    stored = (lambda m: m.mT) if state_v_first else (lambda m: m)
+    o, new = torch.zeros_like(v), state.clone()
+    kept = None if intermediate_states is None else intermediate_states.clone()
+    for n, (begin, end) in enumerate(pieces):
+        own = table[n] if by_token else [table[n]] * (end - begin)
+        first = table[n][max(accepted[n] - 1, 0)] if by_token else table[n]
+        if begin == end or first < 0:
+            continue
+        source = state[first]
+        if not by_token and accepted[n]:
+            source = intermediate_states[rows[n], accepted[n] - 1]
+        matrix = stored(source)
+        for i, t in enumerate(range(begin, end)):
+            matrix, o[t] = delta_rule(matrix, q[t], k[t], v[t], beta[t], log_decay[t])
+            if kept is not None and rows[n] >= 0:
+                kept[rows[n], i] = stored(matrix)
+            last = t == end - 1
+            if not disable_state_update and own[i] >= 0 and (by_token or last):
+                new[own[i]] = stored(matrix)
+    outs = [Out(o), Out(new, "state")]
+    return outs if kept is None else [*outs, Out(kept, "intermediate_states")]
+
+
+# What is called
+
+
+RULE = {
+    "batch": (1, 2), "tokens": (3, 1, 2, 5, 0), "lengths": LENGTHS, "index": INDEX,
+    "heads": (1, 2), "group": (1, 2, 3), "keys": (4, 1, 3, 8, 16), "values": (4, 1, 3, 8, 16),
+    "state": NO, "final": NO, "norm": NO, "gate": NO, "bias": NO, "sigmoid": NO, "neg": NO,
+    "v_first": NO, "scale": (None, 1.0, 0.0, -0.5), "dtype": DTYPES, "gates": ("same", "float32"),
+    "broken": NO,
+}  # fmt: skip
+
+
+def rule_arguments(s, draw):
+    batch, tokens, starts = packed(s, draw)
+    heads, value_heads, dtype = s["heads"], s["heads"] * s["group"], s["dtype"]
+    wide = "float64" if dtype == "float64" else "float32"
+    gates = dtype if s["gates"] == "same" else wide
+    count = batch if starts is None else len(starts) - 1
+    shape = (batch, tokens, value_heads)
+    q, k = (draw.normal(batch, tokens, heads, s["keys"], dtype="float64") for _ in range(2))
+    if not s["norm"]:  # what models give to it: keys of length 1, or the state explodes
+        q, k = unit(q, 1e-6), unit(k, 1e-6)
+    matrix = (s["values"], s["keys"]) if s["v_first"] else (s["keys"], s["values"])
+    arguments = {
+        "q": q.to(getattr(torch, dtype)), "k": k.to(getattr(torch, dtype)),
+        "v": draw.normal(batch, tokens, value_heads, s["values"], dtype=dtype),
+        "g": draw.normal(*shape, dtype=gates) if s["gate"] else -draw.uniform(
+            0, 1, *shape, dtype=gates
+        ),
+        "beta": draw.normal(*shape, dtype=gates) if s["sigmoid"] else draw.uniform(
+            0, 1, *shape, dtype=gates
+        ),
+        "scale": s["scale"], "output_final_state": s["final"], "cu_seqlens": starts,
+        "use_qk_l2norm_in_kernel": s["norm"], "use_gate_in_kernel": s["gate"],
+        "use_beta_sigmoid_in_kernel": s["sigmoid"], "state_v_first": s["v_first"],
+        "allow_neg_eigval": s["neg"] and s["sigmoid"],
+        "initial_state": draw.normal(count, value_heads, *matrix, dtype=wide) if s["state"] else (
+            None
+        ),
+        "A_log": None, "dt_bias": None,
+    }  # fmt: skip
+    if s["broken"] and arguments["v"].numel():  # other sequences must not see it
+        arguments["v"][0, 0] = NAN
+    if s["gate"]:
+        arguments["A_log"] = draw.normal(value_heads, dtype=wide) - 2
+        if s["bias"]:
+            arguments["dt_bias"] = draw.normal(value_heads, dtype=wide)
+    return arguments
+
+
+def make_chunk(s, draw):
+    if s["long"] and s["lengths"] is None:
+        s = s | {"tokens": 60 + s["tokens"]}
+    return rule_arguments(s, draw) | {"chunk_size": s["chunk"]}
+
+
+def make_recurrent(s, draw):
+    arguments = rule_arguments(s, draw)
+    shape = arguments["v"].shape
+    if s["beta"] == "by value":
+        arguments["beta"] = draw.uniform(0, 1, *shape, dtype=s["dtype"])
+    if s["beta"] == "none" and not s["sigmoid"]:
+        arguments["beta"] = None
+    if "g" not in s["decays"] and not s["gate"]:
+        arguments["g"] = None
+    if "k" in s["decays"]:
+        arguments["gk"] = -draw.uniform(0, 1, *shape[:3], s["keys"], dtype=s["dtype"])
+    if "v" in s["decays"]:
+        arguments["gv"] = -draw.uniform(0, 1, *shape, dtype=s["dtype"])
+    return arguments
+
+
+def make_rule_update(s, draw):
+    dtype, index = s["dtype"], s["index"]
+    wide = "float64" if dtype == "float64" else "float32"
+    pool = wide if dtype == "float64" or not s["small_pool"] else "bfloat16"
+    heads, value_heads, keys, values = s["heads"], s["heads"] * s["group"], s["keys"], s["values"]
+    starts, count, length = None, s["batch"], s["tokens"]
+    tokens = count * length
+    if s["lengths"] is not None:
+        count, length = len(s["lengths"]), max(s["lengths"])
+        starts = draw.starts(s["lengths"], index)
+        tokens = sum(s["lengths"]) + s["spare"]
+    steps = max(length, 1) + s["spare"]
+    matrix = (values, keys) if s["v_first"] else (keys, values)
+    by_token = s["verify"] == "vllm"
+    slots = max(count * (steps if by_token else 1), 1) + s["spare"]
+    chosen = draw.distinct(count * steps if by_token else count, slots)
+    indices = tensor(chosen, index)
+    if s["skip"] and count:
+        indices[int(draw.integers(len(indices)))] = -1
+    if by_token:
+        indices = indices.view(count, steps)
+    q, k = (draw.normal(tokens, heads, keys, dtype=dtype) for _ in range(2))
+    v = draw.normal(tokens, value_heads, values, dtype=dtype)
+    state = draw.normal(slots, value_heads, *matrix, dtype=pool)
+    used = set(indices.flatten().tolist())
+    if s["hide"]:
+        for slot in set(range(slots)) - used:
+            state[slot] = NAN
+    split = s["split"]
+    arguments = {
+        "qkv": (q, k, v) if split else torch.cat([x.flatten(1) for x in (q, k, v)], 1),
+        "a": draw.normal(tokens, value_heads, dtype=dtype),
+        "b": draw.normal(tokens, value_heads, dtype=dtype),
+        "A_log": draw.normal(value_heads, dtype=wide) - 2,
+        "dt_bias": draw.normal(value_heads, dtype=wide),
+        "state": state, "state_indices": indices, "state_v_first": s["v_first"],
+        "cu_seqlens": starts, "disable_state_update": s["disable"], "scale": s["scale"],
+        "use_qk_l2norm_in_kernel": s["norm"],
+    }  # fmt: skip
+    if not s["norm"]:
+        size = keys**-0.5
+        if split:
+            arguments["qkv"] = (q * size, k * size, v)
+        else:
+            arguments["qkv"][:, : 2 * heads * keys] *= size
+    if by_token and s["accepted"]:
+        arguments["num_accepted_tokens"] = 1 + draw.integers(steps, count, dtype=index)
+    if s["verify"] == "sglang":
+        rows = count + s["spare"]
+        arguments["intermediate_states"] = draw.normal(
+            rows, steps, value_heads, *matrix, dtype=pool
+        )
+        if s["accepted"]:
+            arguments["num_accepted_tokens"] = draw.integers(steps + 1, count, dtype=index)
+        if s["rows"]:
+            places = tensor(draw.distinct(count, rows), index)
+            if count and not s["accepted"]:
+                places[int(draw.integers(count))] = -1
+            arguments["intermediate_state_indices"] = places
+    return arguments
+
+
+def pool_forms(name, s):
+    """States lie apart, but each in one piece."""
+    return ("dense", "inside", "apart") if name in ("state", "intermediate_states") else None
+
+
+TARGETS = {
+    "chunk_gated_delta_rule": Target(
+        chunk_gated_delta_rule,
+        dict(chunk=(64, 16, 32), long=NO, **RULE), make_chunk,
+        ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"),
+        indices=("cu_seqlens",), roundings=256, loose=True,
+    ),
+    "fused_recurrent_gated_delta_rule": Target(
+        fused_recurrent_gated_delta_rule,
+        dict(
+            beta=("by head", "by value", "none"), decays=("g", "", "gk", "kv", "gkv"), **RULE
+        ),
+        make_recurrent,
+        ("q", "k", "v", "g", "gk", "gv", "beta", "initial_state", "A_log", "dt_bias"),
+        indices=("cu_seqlens",), roundings=256,
+    ),
+    "gated_delta_rule_update": Target(
+        gated_delta_rule_update,
+        dict(
+            batch=(2, 1, 3), tokens=(1, 2, 3, 0), spare=(0, 1, 2),
+            lengths=LENGTHS, index=INDEX,
+            heads=(1, 2), group=(1, 2), keys=(4, 1, 3, 16), values=(4, 1, 3, 16), v_first=NO,
+            verify=("no", "sglang", "vllm"), accepted=NO, rows=NO, skip=NO, split=NO, disable=NO,
+            norm=YES, small_pool=NO, scale=(None, 1.0), dtype=DTYPES, hide=NO,
+        ),
+        make_rule_update,
+        writes=lambda s: ("state", "intermediate_states"),
+        indices=(
+            "state_indices", "cu_seqlens", "num_accepted_tokens", "intermediate_state_indices",
+        ),
+        forms=pool_forms, roundings=256,
+    ),
+}  # fmt: skip

@@ -1,0 +1,113 @@
+"""What the fuzzer is told of a public function: its settings, its arguments, its formula.
+
+Settings are plain values that hypothesis draws and makes small; `make` turns them and a seed into
+the arguments of a call that the docstring allows. Another seed gives other numbers of the same
+shapes, also of lengths and indices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+
+SIZES = (1, 2, 3, 5, 8)
+TOKENS = (3, 1, 2, 0, 5, 9)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+INDEX = ("int64", "int32")
+NAN = float("nan")
+
+
+class Drawn(NamedTuple):
+    """A setting's strategy, and the simplest value of it."""
+
+    simplest: object
+    strategy: st.SearchStrategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A public function.
+
+    formula: what it computes, see `formula.py`.
+    fields: of the settings: all values, the simplest first, or `Drawn`. make: see above.
+    wrt: arguments with a gradient. indices: arguments whose values it follows.
+    writes: settings -> arguments that it overwrites.
+    forms: (argument, settings) -> the forms of memory it may have; None: any.
+    roundings: how many an output may have seen, each relative to the largest number; loose: they
+        are those of the inputs' dtype, else of fp32.
+    drops: (arguments, outputs) -> which elements dropout kept, in the formula's argument `keep`.
+    """
+
+    formula: Callable[..., list]
+    fields: dict
+    make: Callable[[dict, Draw], dict]
+    wrt: tuple[str, ...] = ()
+    writes: Callable[[dict], tuple[str, ...]] = lambda s: ()
+    indices: tuple[str, ...] = ()
+    forms: Callable[[str, dict], tuple[str, ...] | None] = lambda name, s: None
+    roundings: int = 32
+    loose: bool = False
+    drops: Callable[[dict, list], object] | None = None
+
+    @property
+    def settings(self) -> st.SearchStrategy:
+        return st.fixed_dictionaries({
+            name: field.strategy if isinstance(field, Drawn) else st.sampled_from(field)
+            for name, field in self.fields.items()
+        })  # fmt: skip
+
+    @property
+    def simplest(self) -> dict:
+        """The settings that a case need not name."""
+        return {name: field[0] for name, field in self.fields.items()}
+
+
+class Draw:
+    """Numbers by a seed."""
+
+    def __init__(self, seed: int):
+        self.generator = torch.Generator(device="cpu").manual_seed(seed)
+
+    def normal(self, *shape, dtype="float32"):
+        x = torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu")
+        return x.to(getattr(torch, dtype))
+
+    def uniform(self, low, high, *shape, dtype="float32"):
+        x = torch.rand(shape, generator=self.generator, dtype=torch.float64, device="cpu")
+        return (low + (high - low) * x).to(getattr(torch, dtype))
+
+    def integers(self, below, *shape, dtype="int64"):
+        x = torch.randint(max(below, 1), shape, generator=self.generator, device="cpu")
+        return x.to(getattr(torch, dtype))
+
+    def shuffled(self, values: list) -> list:
+        order = torch.randperm(len(values), generator=self.generator, device="cpu")
+        return [values[i] for i in order]
+
+    def starts(self, lengths: list[int], dtype="int64"):
+        """The starts of sequences of these lengths in any order, and their end."""
+        lengths = torch.tensor([0, *self.shuffled(lengths)], dtype=torch.int64, device="cpu")
+        return lengths.cumsum(0).to(getattr(torch, dtype))
+
+    def distinct(self, count: int, below: int) -> list[int]:
+        return self.shuffled(list(range(below)))[:count]
+
+
+def tensor(values, dtype="int64"):
+    return torch.tensor(values, dtype=getattr(torch, dtype), device="cpu")
+
+
+YES, NO = (True, False), (False, True)
+LENGTHS = Drawn(None, st.none() | st.lists(st.integers(0, 6), min_size=1, max_size=4))
+SHAPE = Drawn([], st.lists(st.sampled_from(TOKENS), max_size=3))
+
+
+def packed(s, draw, tokens_name="tokens"):
+    """(batch, tokens, cu_seqlens) of settings with "lengths" or "batch" and "tokens"."""
+    if s["lengths"] is None:
+        return s["batch"], s[tokens_name], None
+    return 1, sum(s["lengths"]), draw.starts(s["lengths"], s["index"])

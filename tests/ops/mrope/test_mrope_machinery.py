@@ -1,0 +1,241 @@
+"""mrope in place, and under torch's machinery: opcheck, gradcheck, compilation, autocast."""
+
+import itertools
+
+import pytest
+import torch
+from mrope_calls import (
+    IMPLEMENTATIONS,
+    LAYOUTS,
+    PAIRS,
+    SECTION_LAYOUTS,
+    axes_table,
+    cached,
+    mrope,
+    qkv,
+)
+from support import (
+    assert_fake_is_like_real,
+    forced,
+    named,
+    parametrize_dtypes,
+)
+from torch.utils.checkpoint import checkpoint
+
+from npu_ops.ops.rope.cases import tables
+
+# In place
+
+
+@IMPLEMENTATIONS
+@SECTION_LAYOUTS
+@pytest.mark.parametrize("form", ["tables", "cached", "cached, heads flattened"])
+def test_inplace_writes_q_and_k(section_layout, form, implementation, device):
+    q, k = (x[0].to(device) for x in qkv(dim=16 if form == "tables" else 20))
+    cos, sin = (t.to(device) for t in axes_table(9))
+    cache = torch.cat(tables(torch.arange(50), 16, 1e4, "half", True), -1).to(device)
+    positions = torch.randint(50, (3, 9), device=device)
+
+    def function(q, k, inplace):
+        if form == "tables":
+            return mrope(q, k, cos, sin, [4, 2, 2], section_layout=section_layout, inplace=inplace)
+        args = positions, q, k, cache, [4, 2, 2], section_layout
+        return cached(*args, head_dim=20, inplace=inplace)
+
+    if form.endswith("flattened"):
+        q, k = q.flatten(1), k.flatten(1)
+    with forced(implementation, "mrope"):
+        expected = function(q, k, False)
+        outputs = function(q, k, True)
+    for x, out, e in zip((q, k), outputs, expected, strict=True):
+        assert out.data_ptr() == x.data_ptr() and out.shape == x.shape
+        assert torch.equal(x, e)
+
+
+def test_inplace_returns_its_arguments():
+    q, k = (x[0] for x in qkv())
+    out = mrope(q, k, *axes_table(9), [4, 2, 2], section_layout="chunked", inplace=True)
+    assert out[0] is q and out[1] is k
+
+
+# torch's machinery
+
+
+def operator_inputs(dtype=torch.float32, requires_grad=True, gather=False, sections="interleaved"):
+    q, k = (x.to(dtype).requires_grad_(requires_grad) for x in qkv())
+    if gather:
+        cos, sin = (t[None, None] for t in tables(torch.arange(20), 8, 1e4, "half", True))
+        positions = torch.randint(20, (3, 1, 9))
+    else:
+        (cos, sin), positions = axes_table(1, 9, width=8, half_table=True), None
+    return q, k, cos, sin, positions, [2, 1, 1], sections, "BSND", "half", False, 8
+
+
+@parametrize_dtypes(torch.float64)
+@SECTION_LAYOUTS
+@pytest.mark.parametrize("gather", [True, False])
+def test_opcheck(dtype, section_layout, gather):
+    inputs = operator_inputs(dtype, gather=gather, sections=section_layout)
+    torch.library.opcheck(torch.ops.npu_ops.mrope.default, inputs)
+
+
+@parametrize_dtypes(torch.float64)
+def test_opcheck_in_place(dtype):
+    inputs = operator_inputs(dtype, requires_grad=False)
+    torch.library.opcheck(torch.ops.npu_ops.mrope_.default, inputs)
+
+
+@SECTION_LAYOUTS
+@PAIRS
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("inverse", [True, False])
+def test_gradcheck(layout, section_layout, pair_layout, inverse):
+    q, k = (x.permute(LAYOUTS[layout]) for x in qkv(2, 2, 1, 1, 10, torch.float64))
+    cos, sin = torch.randn(2, 3, 2, 2, 8, dtype=torch.float64).unbind(0)
+    settings = {"section_layout": section_layout, "pair_layout": pair_layout}
+
+    def function(q, k):
+        return mrope(q, k, cos, sin, [2, 1, 1], layout=layout, inverse=inverse, **settings)
+
+    inputs = [x.detach().requires_grad_() for x in (q, k)]
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_gradcheck_cached():
+    q, k = (x[0].detach().requires_grad_() for x in qkv(1, 3, 2, 1, 10, torch.float64))
+    positions, cache = torch.randint(9, (3, 3)), torch.randn(9, 8, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda q, k: cached(positions, q, k, cache, [2, 1, 1], "chunked"), (q, k)
+    )
+
+
+CALLS = {
+    "tables": lambda q, k: mrope(
+        q, k, torch.ones(3, 2, 9, 16), torch.ones(3, 2, 9, 16) / 2, [4, 2, 2],
+        section_layout="interleaved", layout="BSND",
+    ),
+    "cached": lambda q, k: cached(
+        torch.arange(54).view(3, 18), q.flatten(0, 1), k.flatten(0, 1),
+        torch.arange(54.0 * 16).view(54, 16).cos(), [4, 2, 2], "chunked",
+    ),
+    "cached, text, heads flattened": lambda q, k: cached(
+        torch.arange(18), q.flatten(0, 1).flatten(1), k.flatten(0, 1).flatten(1),
+        torch.arange(54.0 * 16).view(54, 16).cos(), [4, 2, 2], "interleaved", head_dim=16,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "call, backend", [*itertools.product(CALLS, ["aot_eager"]), ("cached", "inductor")]
+)
+def test_compile(call, backend):
+    """One graph, forward and backward equal to eager."""
+    q, k = qkv()
+
+    def function(q, k):
+        outputs = CALLS[call](q.sin(), k.sin())
+        return outputs[0].square().sum() + outputs[1].cos().sum()
+
+    results = []
+    for run_it in (function, torch.compile(function, fullgraph=True, backend=backend)):
+        leaves = [x.clone().requires_grad_() for x in (q, k)]
+        value = run_it(*leaves)
+        results.append([value, *torch.autograd.grad(value, leaves)])
+    torch._dynamo.reset()
+    for actual, expected in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_compile_in_place():
+    q, k = qkv()
+    cos, sin = axes_table(2, 9)
+    settings = {"section_layout": "chunked", "layout": "BSND"}
+    expected = mrope(q, k, cos, sin, [4, 2, 2], **settings)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def function(q, k):
+        mrope(q, k, cos, sin, [4, 2, 2], inplace=True, **settings)
+        return q + 1
+
+    out = function(q, k)
+    torch._dynamo.reset()
+    assert torch.equal(q, expected[0]) and torch.equal(k, expected[1]) and torch.equal(out, q + 1)
+
+
+@pytest.mark.parametrize("row", [-1, 5])
+@pytest.mark.parametrize("axis", range(3))
+def test_compiled_call_reads_no_row_outside_the_cache(axis, row):
+    inside = torch.full((12, 16), 7.0)[2:7]
+    compiled = torch.compile(
+        lambda q, positions: cached(positions, q, None, inside, [4, 2, 2], "chunked")[0],
+        fullgraph=True, backend="eager",
+    )  # fmt: skip
+    positions = torch.zeros(3, 2, dtype=torch.long)
+    positions[axis, 1] = row
+    with pytest.raises(RuntimeError, match=f"positions: got row {row}, needs 0 to 4"):
+        compiled(torch.ones(2, 1, 16), positions)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=named)
+def test_autocast(dtype):
+    q, k = qkv(dtype=dtype)
+    cos, sin = axes_table(2, 9)
+    settings = {"section_layout": "chunked", "layout": "BSND"}
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = mrope(q, k, cos, sin, [4, 2, 2], **settings)
+    expected = mrope(q, k, cos, sin, [4, 2, 2], **settings)
+    for a, e in zip(outputs, expected, strict=True):
+        assert a.dtype == dtype and torch.equal(a, e)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing(use_reentrant):
+    q, _ = qkv()
+    cos, sin = axes_table(2, 9)
+
+    def layer(x):
+        return mrope(
+            x.sin(), None, cos, sin, [4, 2, 2], section_layout="interleaved", layout="BSND"
+        )[0]
+
+    grads = []
+    for run_it in (layer, lambda x: checkpoint(layer, x, use_reentrant=use_reentrant)):
+        leaf = q.clone().requires_grad_()
+        run_it(run_it(leaf)).square().sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+FAKE_CALLS = {
+    "tables": lambda q, k: mrope(
+        q, k, q.new_ones(3, 2, 9, 16), q.new_ones(3, 2, 9, 16), [4, 2, 2], layout="BSND",
+        section_layout="chunked",
+    ),
+    "cached": lambda q, k: cached(
+        torch.zeros(3, 18, dtype=torch.long), q.flatten(0, 1), k.flatten(0, 1), q.new_ones(50, 16),
+        [4, 2, 2], "chunked",
+    ),
+}  # fmt: skip
+STRIDED = {
+    "dense": lambda heads: torch.randn(2, 9, heads, 16),
+    "transposed": lambda heads: torch.randn(heads, 9, 2, 16).transpose(0, 2),
+    "slice": lambda heads: torch.randn(2, 9, heads + 3, 16)[:, :, 1:-2],
+}
+
+
+@pytest.mark.parametrize("call", FAKE_CALLS)
+@pytest.mark.parametrize("strides", STRIDED)
+def test_fake_is_like_real(call, strides):
+    """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
+
+    def function(q, k):
+        leaves = [x.detach().requires_grad_() for x in (q, k)]
+        outputs = FAKE_CALLS[call](*leaves)
+        return *outputs, *torch.autograd.grad(
+            outputs, leaves, [torch.ones_like(o) for o in outputs]
+        )
+
+    real = [STRIDED[strides](heads) for heads in (4, 2)]
+    assert_fake_is_like_real(function, *real)

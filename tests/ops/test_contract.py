@@ -1,0 +1,437 @@
+"""What every op promises, by the CASES and CALLS of its `cases.py`: one text for all.
+
+`test_<op>.py` has what an op promises beyond it, `test_every_function.py` how functions refuse,
+`test_defaults.py` torch's defaults, `test_rewritten.py` memory that is written behind our backs.
+"""
+
+import contextlib
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+from calls import CALLS, differentiable
+from npu_ops_tools.where import ops
+from support import (
+    DTYPES,
+    assert_checkpointing_changes_nothing,
+    assert_fake_is_like_real,
+    evaluate,
+    floats,
+    forced,
+    implementations,
+    named,
+    threads,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import npu_ops
+from npu_ops.core import cases, env, rng
+from npu_ops.core.compare import Tolerance, assert_close
+from npu_ops.core.registry import Table
+
+# Its implementations take some calls each, results may be -inf, its kernel for CPUs is torch's, of
+# which bits depend on the threads, and autocast casts for it as for torch's.
+COMPARES_ITSELF = {"attention"}
+OURS = [op for op in ops() if op not in COMPARES_ITSELF]
+# The reference goes token by token: at 4096 it is compared with transformers' chunks.
+LARGE_BY_ITSELF = {"attention", "chunk_gated_delta_rule"}
+TRAINING = [call for call in CALLS.values() if differentiable(call)]
+every_call = pytest.mark.parametrize("call", CALLS.values(), ids=str)
+every_way = pytest.mark.parametrize(  # in place too, where a call can be
+    "call, in_place",
+    [
+        pytest.param(call, in_place, id=f"{call}{' in place' * in_place}")
+        for call in CALLS.values()
+        for in_place in ([False, True] if call.in_place else [False])
+    ],
+)
+every_training_call = pytest.mark.parametrize("call", TRAINING, ids=str)
+
+
+def function_of(call):
+    return getattr(npu_ops, call.function)
+
+
+def tables(op):
+    """The names of an op's tables."""
+    return [name for name in Table.tables if name.removesuffix("_backward") == op]
+
+
+@contextlib.contextmanager
+def one_mask():
+    """What drops draws the same bits on every device."""
+    with mock.patch.object(rng, "new_state", lambda device, _: torch.tensor([3, 5], device=device)):
+        yield
+
+
+def results(op, function, inputs, wrt, implementation=None):
+    """Outputs, gradients and what is written, by name; `inputs` stay as they are."""
+    (writes,) = {call.writes for call in cases.of(op).CALLS if not call.in_place} or {()}
+    inputs = inputs | {name: inputs[name].clone() for name in writes if name in inputs}
+    wrt = [name for name in wrt if inputs.get(name) is not None]
+    by = forced(implementation, *tables(op)) if implementation else contextlib.nullcontext()
+    with by, one_mask():
+        found = evaluate(function, inputs, wrt)
+    return found | {f"{name} after": inputs[name] for name in writes if name in inputs}
+
+
+def of_case(op, case, implementation, dtype, device="cpu", wide=None):
+    inputs = case.inputs(dtype, device)
+    inputs = floats(inputs, wide) if wide else inputs
+    wrt = cases.differentiable(op, case)
+    return results(op, cases.function(op, case), inputs, wrt, implementation)
+
+
+def compare(op, case, dtype, implementation, device, wide=torch.float64):
+    expected = of_case(op, case, "reference", dtype, wide=wide)
+    actual = of_case(op, case, implementation, dtype, device)
+    assert actual.keys() == expected.keys()
+    given = case.inputs(dtype)
+    for name, value in actual.items():
+        tolerance = cases.tolerance(op, name, value, dtype)
+        assert_close(name, value, expected[name].to(value.device), tolerance)
+        of = given.get(name.removeprefix("gradient of ").removesuffix(" after"))
+        assert value.dtype == of.dtype if of is not None else value.dtype in (dtype, torch.float32)
+
+
+# The values
+
+
+def chosen(large):
+    """(op, case, implementation, device)."""
+    for op in ops():
+        if op in (LARGE_BY_ITSELF if large else COMPARES_ITSELF):
+            continue
+        for case in cases.of(op).CASES:
+            if case.large != large:
+                continue
+            for one in [("cpu", "cpu")] if large else implementations(Table.tables[op]):
+                values, marks = (one, ()) if large else (one.values, one.marks)
+                name = f"{op}-{case.name}-{'-'.join(values)}"
+                yield pytest.param(op, case, *values, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=named)
+@pytest.mark.parametrize("op, case, implementation, device", chosen(large=False))
+def test_an_implementation_is_the_reference(op, case, implementation, device, dtype):
+    """In fp64, from the same rounded inputs: outputs, gradients and what is written in place."""
+    compare(op, case, dtype, implementation, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op, case, implementation, device", chosen(large=True))
+def test_at_full_size(op, case, implementation, device):
+    compare(op, case, torch.bfloat16, implementation, device, torch.float32)
+
+
+@pytest.mark.parametrize("op", OURS)
+def test_threads_change_nothing(op):
+    """Bit for bit, by the largest of the small cases: it is cut."""
+    small = [case for case in cases.of(op).CASES if not case.large]
+
+    def size(case):
+        return max(x.numel() for x in case.inputs(torch.float32).values() if hasattr(x, "numel"))
+
+    case, found = max(small, key=size), []
+    for number in (1, 2, 3):
+        with threads(number):
+            found.append(of_case(op, case, None, torch.float32))
+    for other in found[1:]:
+        assert all(torch.equal(other[name], value) for name, value in found[0].items())
+
+
+@every_call
+def test_what_no_kernel_writes_is_nan(call, monkeypatch):
+    """Else a test would not see an element that a kernel forgets."""
+    monkeypatch.setattr(Table, "run", lambda self, *args: None)
+    outputs = function_of(call)(**call.arguments())
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    assert all(out.isnan().all() for out in outputs if out is not None)
+
+
+# Layouts
+
+
+def inside(x):
+    """The middle of something wider."""
+    wide = x.new_full((*x.shape[:-1], x.shape[-1] + 7), float("nan"))
+    wide[..., 3:-4] = x
+    return wide[..., 3:-4]
+
+
+def columns(x):
+    """The last dimension is not the last in memory."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def every_second(x):
+    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+def repeated(x):
+    """One in memory for all along the first dimension, where there is more than one."""
+    return x[:1].expand(x.shape) if x.dim() > 1 else x
+
+
+FORMS = pytest.mark.parametrize("form", [inside, columns, every_second, repeated])
+
+
+def dense(x):
+    return x.clone(memory_format=torch.contiguous_format) if isinstance(x, torch.Tensor) else x
+
+
+def in_form(call, form):
+    """The arguments that are not written to, laid out so."""
+    arguments = call.arguments(**call.fixed)
+    chosen = [n for n in call.tensors() if call.in_place or n not in call.writes]
+    chosen = [name for name in chosen if arguments[name].is_floating_point()]
+    return arguments | {name: form(arguments[name]) for name in chosen}
+
+
+@FORMS
+@every_call
+def test_strides_change_nothing(call, form):
+    """Of inputs; in results, gradients and what is written. The inputs are left as they are."""
+    (op,) = (op for op in ops() if call in cases.of(op).CALLS)
+
+    def run(laid):
+        return results(op, function_of(call), laid, differentiable(call))
+
+    laid = in_form(call, form)
+    before = {name: dense(value) for name, value in laid.items()}
+    actual = run(laid)
+    for name, value in run(before).items():
+        torch.testing.assert_close(actual[name], value, rtol=2e-5, atol=2e-5)
+    for name in call.tensors():
+        assert name in call.writes or torch.equal(laid[name], before[name])
+
+
+@FORMS
+@every_training_call
+def test_strides_of_gradients_change_nothing(call, form):
+    wrt, arguments = differentiable(call), call.arguments(**call.fixed)
+    leaves = [arguments[name].requires_grad_() for name in wrt]
+    outputs = function_of(call)(**arguments)
+    outputs = [x for x in (outputs if isinstance(outputs, tuple) else (outputs,)) if x is not None]
+    grads = [form(torch.randn(x.shape)) for x in outputs]
+    strided = torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+    contiguous = torch.autograd.grad(outputs, leaves, [dense(grad) for grad in grads])
+    for one, other in zip(strided, contiguous, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+
+
+# The gradient
+
+
+@every_training_call
+def test_gradcheck(call):
+    wrt = differentiable(call)
+    arguments = floats(call.arguments(**call.fixed), torch.float64)
+    leaves = [arguments[name].requires_grad_() for name in wrt]
+
+    def function(*leaves):
+        outputs = function_of(call)(**arguments | dict(zip(wrt, leaves, strict=True)))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return tuple(x for x in outputs if x is not None)
+
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+
+
+@every_training_call
+def test_each_gradient_alone(call):
+    """As among all."""
+    wrt, arguments = differentiable(call), call.arguments(**call.fixed)
+    every = evaluate(function_of(call), arguments, wrt)
+    for name in wrt:
+        alone = evaluate(function_of(call), arguments, (name,))
+        key = f"gradient of {name}"
+        torch.testing.assert_close(alone[key], every[key], rtol=1e-6, atol=1e-6)
+
+
+# torch warns of what has no gradient of its own, and leaves it out.
+@pytest.mark.filterwarnings("error:.*an autograd kernel was not registered")
+@every_training_call
+def test_a_second_derivative_is_right_or_refused(call):
+    wrt = differentiable(call)
+    arguments = floats(call.arguments(**call.fixed), torch.float64)
+    leaves = [arguments[name].requires_grad_() for name in wrt]
+
+    def function(*leaves):
+        outputs = function_of(call)(**arguments | dict(zip(wrt, leaves, strict=True)))
+        return outputs[0] if isinstance(outputs, tuple) else outputs
+
+    try:
+        assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+    except NotImplementedError as refused:
+        assert ": got a gradient of its gradient, " in str(refused)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@every_training_call
+def test_checkpointing_changes_nothing(call, use_reentrant):
+    wrt, arguments = differentiable(call), call.arguments()
+
+    def block(*leaves):
+        torch.manual_seed(0)
+        outputs = function_of(call)(**arguments | dict(zip(wrt, leaves, strict=True)))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return torch.cat([x.sin().flatten() for x in outputs if x is not None])
+
+    assert_checkpointing_changes_nothing(block, [arguments[n] for n in wrt], use_reentrant)
+
+
+# torch's machinery
+
+
+class Recorded(TorchDispatchMode):
+    """Our operators that are called, with what."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "npu_ops":
+            self.calls.append((function, args))
+        return function(*args, **(kwargs or {}))
+
+
+def copied(args, leaves):
+    return tuple(
+        x.detach().clone().requires_grad_(leaves and x.requires_grad)
+        if isinstance(x, torch.Tensor) else x
+        for x in args
+    )  # fmt: skip
+
+
+def of_the_dtype(op):
+    """The arguments that have the dtype of a case; others are fp32 whatever that is."""
+    small = [case.inputs(torch.bfloat16) for case in cases.of(op).CASES if not case.large]
+    return {n for x in small for n, value in x.items() if _dtype(value) == torch.bfloat16}
+
+
+def _dtype(value):
+    return getattr(value[0] if isinstance(value, tuple) else value, "dtype", None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=named)
+@every_way
+def test_opcheck(call, in_place, dtype):
+    """Every operator that the call ends in, and its gradient."""
+    (op,) = (op for op in ops() if call in cases.of(op).CALLS)
+    wrt = [] if in_place else differentiable(call)
+    arguments = call.arguments(in_place)
+    arguments |= floats({n: arguments[n] for n in of_the_dtype(op) & {*arguments}}, dtype)
+    with Recorded() as recorded:
+        evaluate(function_of(call), arguments, wrt)
+    assert recorded.calls and (not wrt or len(recorded.calls) > 1)
+    for n, (operator, args) in enumerate(recorded.calls):
+        torch.library.opcheck(operator, copied(args, leaves=n == 0))
+
+
+@FORMS
+@every_call
+def test_fake_is_like_real(call, form):
+    """Under FakeTensorMode: shapes, strides and dtypes of results and gradients."""
+    laid = in_form(call, form)
+    tensors, wrt = [n for n in call.tensors() if laid[n].is_floating_point()], differentiable(call)
+    others = [n for n in call.tensors() if n not in tensors]
+
+    def function(*values):
+        given = laid | dict(zip([*tensors, *others], values, strict=True))
+        given |= {name: given[name].detach().requires_grad_() for name in wrt}
+        outputs = function_of(call)(**given)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = [x for x in outputs if x is not None]
+        if not wrt:
+            return outputs
+        ones = [torch.ones_like(x) for x in outputs]
+        return *outputs, *torch.autograd.grad(outputs, [given[n] for n in wrt], ones)
+
+    assert_fake_is_like_real(function, *(laid[name] for name in [*tensors, *others]))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@every_call
+def test_compiled_is_eager(call, backend):
+    """In one graph, gradients too."""
+    wrt = differentiable(call)
+
+    def function(**arguments):
+        arguments = arguments | {name: arguments[name] * 2 for name in wrt}
+        outputs = function_of(call)(**arguments)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return tuple(x.cos() for x in outputs if x is not None)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    arguments = call.arguments(**call.fixed)
+    actual = evaluate(compiled, {n: dense(x) for n, x in arguments.items()}, wrt)
+    torch._dynamo.reset()
+    for name, value in evaluate(function, arguments, wrt).items():
+        assert_close(name, actual[name], value, Tolerance(1e-6, 2e-6))
+
+
+def one_of_few(op):
+    """Cases of one shape but for their numbers of tokens."""
+    case = next(case for case in cases.of(op).CASES if case.name in cases.of(op).REPRESENTATIVE)
+    return [dataclasses.replace(case, tokens=tokens, large=False) for tokens in (7, 12, 19)]
+
+
+@pytest.mark.parametrize("op", ops())
+def test_one_compilation_serves_all_lengths(op):
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    frames = []
+    for case in one_of_few(op):
+        function = cases.function(op, case)
+        compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+        inputs = case.inputs(torch.float32) | cases.of(op).CALLS[0].fixed
+        expected = function(**{n: dense(x) for n, x in inputs.items()})
+        actual = compiled(**inputs)
+        for one, other in zip(outputs_of(actual), outputs_of(expected), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        frames.append(counter.frame_count)
+    torch._dynamo.reset()
+    assert len(set(frames)) == 1, "compiled again for another length"
+
+
+def outputs_of(value):
+    return [x for x in (value if isinstance(value, tuple) else (value,)) if x is not None]
+
+
+@pytest.mark.parametrize("call", [c for op in OURS for c in cases.of(op).CALLS], ids=str)
+def test_autocast_changes_nothing(call):
+    """It would compute in another dtype than the arguments have."""
+    (op,) = (op for op in ops() if call in cases.of(op).CALLS)
+    given = op, function_of(call), call.arguments(**call.fixed), differentiable(call)
+    expected = results(*given)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = results(*given)
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype and torch.equal(actual[name], value), name
+
+
+# What runs
+
+
+@every_call
+def test_explain_names_what_runs(call):
+    def runs(arguments):
+        rows = npu_ops.explain(call.function, **arguments)
+        (cpu,) = (row.why_not for row in rows if row.implementation == "cpu")
+        return [row.implementation for row in rows if row.why_not is None], cpu
+
+    assert runs(call.arguments(**call.fixed)) == (["cpu"], None)
+    chosen, why_not = runs(floats(call.arguments(**call.fixed), torch.float64))
+    assert chosen == ["reference"] and "float64" in why_not
+
+
+@every_call
+def test_on_a_cpu_a_kernel_runs_and_strict_mode_is_content(call):
+    with env.override(strict=True):
+        function_of(call)(**call.arguments())
