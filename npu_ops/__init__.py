@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 
 from npu_ops import ops
+from npu_ops.core import compile_cache
 from npu_ops.core.hardware import is_npu
 from npu_ops.core.library import build_info
 from npu_ops.core.registry import check_forced, explain
@@ -21,3 +22,4 @@ for _module in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
     __all__ += _op.__all__
 
 check_forced()
+compile_cache.tell_torch()
