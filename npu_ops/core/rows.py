@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -35,17 +36,44 @@ def as_rows(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> 
     ]
 
 
-def lay_out_rows(inputs: Sequence[str], outputs: Sequence[str]):
-    """The `lay_out` of an Operator that works along the last dimension: `as_rows` of the tensors
-    with these names, which have one shape."""
+def lay_out_rows(inputs: Sequence[str], outputs: Sequence[str], groups: str | None = None):
+    """The `lay_out` of an Operator that works along the last dimension: the tensors with these
+    names, which have one shape, by `as_rows`.
+
+    groups: the name of a parameter `[groups, D / groups]`, which comes in one piece. Where it has
+        more than one group, each is a row of its own: tensors are `[rows, groups, D / groups]`.
+    """
+    names = (*inputs, *outputs)
 
     def lay_out(arguments):
-        given, written = ([getattr(arguments, n) for n in names] for names in (inputs, outputs))
-        return arguments._replace(
-            **dict(zip((*inputs, *outputs), as_rows(given, written), strict=True))
-        )
+        laid = list(arguments)
+        places = _places(type(arguments), names)
+        tensors = [laid[i] for i in places]
+        given, written = tensors[: len(inputs)], tensors[len(inputs) :]
+        if groups is None:
+            rows = as_rows(given, written)
+        else:
+            (place,) = _places(type(arguments), (groups,))
+            laid[place] = laid[place].contiguous()
+            rows = _grouped_rows(given, written, laid[place].shape)
+        for i, tensor in zip(places, rows, strict=True):
+            laid[i] = tensor
+        return laid
 
     return lay_out
+
+
+@functools.cache
+def _places(arguments: type, names: tuple[str, ...]) -> list[int]:
+    """Where a NamedTuple has the fields with these names."""
+    return [arguments._fields.index(name) for name in names]
+
+
+def _grouped_rows(inputs, outputs, groups):
+    if groups[0] == 1:
+        return as_rows(inputs, outputs)
+    matrices = [*map(as_matrix, inputs), *map(output_matrix, outputs)]
+    return [matrix.unflatten(1, groups) for matrix in matrices]
 
 
 def rows_up_to(name: str, widest: int):

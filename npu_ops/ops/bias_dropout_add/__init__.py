@@ -6,7 +6,7 @@ import torch
 
 from npu_ops.core import check, rng
 from npu_ops.core.registry import explains
-from npu_ops.ops.bias_dropout_add import op
+from npu_ops.ops.bias_dropout_add import gradients, op  # noqa: F401
 
 __all__ = ["bias_dropout_add"]
 

@@ -6,14 +6,13 @@ import torch
 
 from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Backward, Operator
-from npu_ops.core.rows import as_matrix, output_matrix
+from npu_ops.core.rows import as_matrix, output_matrix, rows_up_to
 from npu_ops.ops.gdn_gate import reference
 
 # The most heads whose sums fit a vector core's memory (csrc/gdn_gate).
-_ASCENDC_HEADS = 8192
+_up_to_8192 = rows_up_to("a", 8192)
 
 _INPUTS = "Tensor a, Tensor A_log, Tensor? dt_bias, Tensor? b, float scale"
-
 
 # What has a number for each row and head is [rows, HV] with contiguous columns.
 _LAY_OUT = (
@@ -21,11 +20,6 @@ _LAY_OUT = (
     | dict.fromkeys(("g", "beta", "grad_a", "grad_b"), output_matrix)
     | dict.fromkeys(("A_log", "dt_bias"), torch.Tensor.contiguous)
 )
-
-
-def _many_heads(arguments) -> str | None:
-    heads = arguments.a.shape[1]
-    return f"{heads} heads are more than {_ASCENDC_HEADS}" if heads > _ASCENDC_HEADS else None
 
 
 def _outputs(inputs):
@@ -48,7 +42,7 @@ forward = Operator(
     new=_outputs,
     reference=reference.gdn_gate,
     lay_out=_LAY_OUT,
-    why_not={"ascendc": _many_heads},
+    why_not={"ascendc": _up_to_8192},
     ascendc=True,
 )
 backward = Backward(
@@ -58,6 +52,6 @@ backward = Backward(
     new=_gradients,
     reference=reference.gdn_gate_backward,
     lay_out=_LAY_OUT,
-    why_not={"ascendc": _many_heads},
+    why_not={"ascendc": _up_to_8192},
     ascendc=True,
 )

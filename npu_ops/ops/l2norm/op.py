@@ -4,32 +4,11 @@ from __future__ import annotations
 
 from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Backward, Operator
-from npu_ops.core.rows import as_rows
+from npu_ops.core.rows import lay_out_rows, rows_up_to
 from npu_ops.ops.l2norm import reference
 
 # The longest row that fits a vector core's memory, forward and backward.
-_TRITON_WIDEST = 4096
-
-
-def _too_wide(arguments) -> str | None:
-    width = arguments.x.shape[-1]
-    if width > _TRITON_WIDEST:
-        return f"rows of {width} elements are longer than {_TRITON_WIDEST}"
-    return None
-
-
-def _rows(arguments):
-    """Tensors as [outer, inner, D] with a contiguous last dimension."""
-    x, eps, out = arguments
-    x, out = as_rows([x], [out])
-    return x, eps, out
-
-
-def _backward_rows(arguments):
-    grad, x, eps, grad_x = arguments
-    grad, x, grad_x = as_rows([grad, x], [grad_x])
-    return grad, x, eps, grad_x
-
+_up_to_4096 = rows_up_to("x", 4096)
 
 forward = Operator(
     "l2norm",
@@ -38,8 +17,8 @@ forward = Operator(
     writes="out",
     new=lambda inputs: dense_like(inputs.x, inputs.dtype),
     reference=reference.l2norm,
-    lay_out=_rows,
-    why_not={"triton_ascend": _too_wide},
+    lay_out=lay_out_rows(["x"], ["out"]),
+    why_not={"triton_ascend": _up_to_4096},
     ascendc=True,
 )
 backward = Backward(
@@ -48,7 +27,7 @@ backward = Backward(
     writes="grad_x",
     new=lambda inputs: dense_like(inputs.x),
     reference=reference.l2norm_backward,
-    lay_out=_backward_rows,
-    why_not={"triton_ascend": _too_wide},
+    lay_out=lay_out_rows(["grad", "x"], ["grad_x"]),
+    why_not={"triton_ascend": _up_to_4096},
     ascendc=True,
 )

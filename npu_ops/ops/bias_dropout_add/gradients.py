@@ -1,0 +1,66 @@
+"""The gradients of bias_dropout_add, which `Backward` does not write.
+
+The residual's is the output's own. That of a bias of x's shape is x's, in the bias's dtype. Where
+nothing is dropped, no kernel runs. And the gradient has a gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import library
+from npu_ops.ops.bias_dropout_add.op import backward, forward
+
+
+def _dtype(x):
+    return None if x is None else x.dtype
+
+
+def _save(ctx, inputs, output):
+    x, bias, residual, rng_state, ctx.p, _ = inputs
+    ctx.save_for_backward(rng_state)
+    ctx.dtypes = _dtype(x), _dtype(bias), _dtype(residual)
+    ctx.bias_is_row = bias is not None and bias.dim() < x.dim()
+
+
+def _gradients(ctx, grad):
+    (rng_state,) = ctx.saved_tensors
+    x_dtype, bias_dtype, residual_dtype = ctx.dtypes
+    needs = forward.Inputs(*ctx.needs_input_grad)
+    grads = dict.fromkeys(forward.Inputs._fields)
+    if needs.residual:
+        grads["residual"] = grad.to(residual_dtype)
+    if needs.x or (needs.bias and ctx.bias_is_row):
+        sum_rows = needs.bias and ctx.bias_is_row
+        grads["x"], row = _gradient_of_sum(grad, rng_state, ctx.p, x_dtype, sum_rows)
+        grads["bias"] = row.to(bias_dtype) if sum_rows else None
+    if needs.bias and not ctx.bias_is_row:
+        grads["bias"] = grads["x"]
+        if not needs.x or bias_dtype != x_dtype:
+            grads["bias"], _ = _gradient_of_sum(grad, rng_state, ctx.p, bias_dtype, False)
+    return tuple(grads.values())
+
+
+def _gradient_of_sum(grad, rng_state, p, dtype, sum_rows):
+    """The gradient of x + bias, and its sum; where nothing is dropped it is `grad` itself."""
+    if rng_state is None and not sum_rows:
+        return grad.to(dtype), None
+    return backward(grad, rng_state, p, dtype, sum_rows)
+
+
+def _save_backward(ctx, inputs, output):
+    grad, rng_state, ctx.p, _, ctx.sum_rows = inputs
+    ctx.save_for_backward(rng_state)
+    ctx.dtype = grad.dtype
+
+
+def _double_backward(ctx, grad_of_x, grad_of_bias):
+    """The backward is linear in `grad`: its gradient is the forward without a residual."""
+    (rng_state,) = ctx.saved_tensors
+    bias, residual = grad_of_bias if ctx.sum_rows else None, torch.zeros_like(grad_of_x)
+    grad = forward(grad_of_x, bias, residual, rng_state, ctx.p, ctx.dtype)
+    return grad, None, None, None, None
+
+
+library.differentiable(forward.name, _gradients, _save)
+library.differentiable(backward.name, _double_backward, _save_backward)
