@@ -20,9 +20,9 @@ struct BiasDropoutAddTiling {
   int32_t x_type, bias_type, residual_type, out_type;  // ElementType
   int32_t bias_kind;                                   // BiasKind
 
-  int64_t chunks() const { return (lane_width + chunk - 1) / chunk; }
-  int64_t row_pieces() const { return (rows + piece_rows - 1) / piece_rows; }
-  int64_t pieces() const { return chunks() * row_pieces(); }
+  NPU_OPS_SHARED int64_t chunks() const { return (lane_width + chunk - 1) / chunk; }
+  NPU_OPS_SHARED int64_t row_pieces() const { return (rows + piece_rows - 1) / piece_rows; }
+  NPU_OPS_SHARED int64_t pieces() const { return chunks() * row_pieces(); }
 };
 
 // Bytes of the unified buffer that an element of a tile needs: Philox's ten words, columns, two

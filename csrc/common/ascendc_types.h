@@ -3,6 +3,13 @@
 
 #include <cstdint>
 
+// Before a function that host and device share: without it bisheng has it for the host alone.
+#ifdef __NPU_ARCH__
+#define NPU_OPS_SHARED __aicore__ inline
+#else
+#define NPU_OPS_SHARED inline
+#endif
+
 namespace npu_ops {
 
 enum ElementType : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };

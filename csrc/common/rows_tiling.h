@@ -21,10 +21,11 @@ struct RowsTiling {
   int32_t stride;    // of a tile's rows, elements: the chunk, up to a multiple of 16
   int32_t elements;  // of a tile: tile_rows * stride
 
-  int32_t chunks() const { return (width + chunk - 1) / chunk; }
-  int32_t whole_row() const { return chunks() * stride; }  // elements, up to a multiple of 16
-  int64_t pieces_of_group() const { return (rows + piece_rows - 1) / piece_rows; }
-  int64_t pieces() const { return groups * pieces_of_group(); }
+  NPU_OPS_SHARED int32_t chunks() const { return (width + chunk - 1) / chunk; }
+  // Elements, up to a multiple of 16.
+  NPU_OPS_SHARED int32_t whole_row() const { return chunks() * stride; }
+  NPU_OPS_SHARED int64_t pieces_of_group() const { return (rows + piece_rows - 1) / piece_rows; }
+  NPU_OPS_SHARED int64_t pieces() const { return groups * pieces_of_group(); }
 };
 
 // A vector instruction's rows lie at most 255 blocks of 32 bytes apart, and it repeats 255 times.

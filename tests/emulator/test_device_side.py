@@ -1,0 +1,53 @@
+"""What a device would have against AscendC kernels: seen by clang, where g++ forgives."""
+
+import pathlib
+import re
+
+import device_side
+import pytest
+from npu_ops_emulator import headers
+
+pytestmark = pytest.mark.skipif(
+    device_side.why_not() is not None, reason=str(device_side.why_not())
+)
+MISTAKES = pathlib.Path(__file__).parent / "kernels" / "device_mistakes.cpp"
+
+# What is found of each mistake in device_mistakes.cpp.
+FOUND = {
+    "kDouble": "Run.*: double",
+    "kStandardLibrary": "std::max.*: has no __aicore__",
+    "kMathLibrary": "sinf: a function that is not there",
+    "kRecursion": "factorial.*: calls itself",
+    "kGlobalForPlain": "no matching function for call to 'plain_sum'",
+    "kPlainForGlobal": "no matching function for call to 'global_sum'",
+    "kBufferForGlobal": "no matching function for call to 'global_sum'",
+    "kDeepStack": "device_mistakes: [34].... bytes of stack",
+    "kOfTheHost": "Shared::half.*: has no __aicore__",
+    "kUnknownCall": "Run.*: calls what is not known before",
+    "kGlobalConstructor": "a global constructor",
+    "kCast": "Run.*: takes an address in one memory for one in another",
+    "kHeap": "operator new.*: a function that is not there",
+}
+
+
+def number(mistake: str) -> int:
+    names = re.search(r"enum Mistake \{(.*?)\}", MISTAKES.read_text(), re.S)[1].split(",")
+    return [name.strip() for name in names].index(mistake)
+
+
+SOURCES = sorted(headers.kernel_sources().glob("*/*_ascendc.cpp"))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.parent.name)
+def test_a_device_has_nothing_against_our_kernels(source):
+    assert device_side.findings(source) == []
+
+
+def test_a_right_kernel_has_no_findings():
+    assert device_side.findings(MISTAKES) == []
+
+
+@pytest.mark.parametrize("mistake", FOUND)
+def test_mistakes_are_found(mistake):
+    found = device_side.findings(MISTAKES, f"-DMISTAKE={number(mistake)}")
+    assert any(re.search(FOUND[mistake], finding) for finding in found), found
