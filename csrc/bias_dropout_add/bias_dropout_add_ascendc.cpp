@@ -56,10 +56,7 @@ class Dropper {
     const LocalTensor<int32_t> columns = columns_.Get<int32_t>();
     const int32_t used = tiling_.tile_rows * tiling_.chunk;
     for (int32_t i = 0; i < 16; ++i) columns.SetValue(i, i);
-    // What the scalar pipe wrote, the vector pipe reads.
-    const auto event = static_cast<int32_t>(GetTPipePtr()->FetchEventID(HardEvent::S_V));
-    SetFlag<HardEvent::S_V>(event);
-    WaitFlag<HardEvent::S_V>(event);
+    Wait<HardEvent::S_V>();
     for (int32_t filled = 16; filled < tiling_.chunk; filled *= 2)
       Adds(columns[filled], columns, filled,
            filled < tiling_.chunk - filled ? filled : tiling_.chunk - filled);

@@ -15,6 +15,24 @@ struct TileShape {
 };
 
 __aicore__ inline uint32_t bytes_of(ElementType type) { return type == kFloat32 ? 4 : 2; }
+__aicore__ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Element `at` of a tensor of integers, 64 bits wide or 32, by the scalar unit.
+__aicore__ inline int64_t integer(GM_ADDR from, bool wide, int64_t at) {
+  AscendC::GlobalTensor<int64_t> of_wide;
+  AscendC::GlobalTensor<int32_t> of_narrow;
+  of_wide.SetGlobalBuffer(reinterpret_cast<__gm__ int64_t*>(from));
+  of_narrow.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(from));
+  return wide ? of_wide.GetValue(at) : of_narrow.GetValue(at);
+}
+
+// What one pipe has done, the other sees: Wait<HardEvent::S_V>().
+template <AscendC::HardEvent event>
+__aicore__ inline void Wait() {
+  const auto id = static_cast<int32_t>(GetTPipePtr()->FetchEventID(event));
+  AscendC::SetFlag<event>(id);
+  AscendC::WaitFlag<event>(id);
+}
 
 // Rows of the tile as bytes, because the element type is not known before. In the unified buffer
 // they begin `stride` elements apart, a multiple of 16.

@@ -183,7 +183,6 @@ class Rows {
   AscendC::TPipe pipe_;
 
  private:
-  __aicore__ static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
   __aicore__ static inline uint64_t lanes(int32_t left) { return left < kLanes ? left : kLanes; }
   __aicore__ static inline ElementType type(const RowTensor& tensor) {
     return static_cast<ElementType>(tensor.type);

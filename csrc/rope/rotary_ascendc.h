@@ -111,35 +111,18 @@ class Rotary {
                     stride);
   }
 
-  template <AscendC::HardEvent event>
-  __aicore__ inline void Wait() {
-    const auto id = static_cast<int32_t>(GetTPipePtr()->FetchEventID(event));
-    AscendC::SetFlag<event>(id);
-    AscendC::WaitFlag<event>(id);
-  }
-
   // C and S of a token. An axis whose position is outside of the table has no row.
   __aicore__ inline void Prepare(int64_t batch, int64_t token) {
     int64_t rows[3] = {token, token, token};
     for (int32_t axis = 0; positions_ && axis < tiling_.axes; ++axis) {
-      const int64_t row = Position(axis * tiling_.positions.axis + batch * tiling_.positions.batch +
-                                   token * tiling_.positions.row);
+      const int64_t row = integer(positions_, tiling_.wide_positions,
+                                  axis * tiling_.positions.axis + batch * tiling_.positions.batch +
+                                      token * tiling_.positions.row);
       rows[axis] = row < tiling_.table_rows ? row : kNoRow;
     }
     Take(c_, cos_, tiling_.cos, of_cos_, batch, rows);
     Take(s_, sin_, tiling_.sin, of_sin_, batch, rows);
     AscendC::Mul(s_, s_, sign_, row_);
-  }
-
-  __aicore__ inline int64_t Position(int64_t at) const {
-    if (tiling_.wide_positions) {
-      AscendC::GlobalTensor<int64_t> wide;
-      wide.SetGlobalBuffer(reinterpret_cast<__gm__ int64_t*>(positions_));
-      return wide.GetValue(at);
-    }
-    AscendC::GlobalTensor<int32_t> narrow;
-    narrow.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(positions_));
-    return narrow.GetValue(at);
   }
 
   // Gathers `to` from a table's row for each axis, NaN where there is no row.

@@ -49,6 +49,17 @@ def run(implementation, inputs):
     return written
 
 
+def one_pass(implementation, x, weight, activation=None):
+    """Whole sequences at once, and the states after them as a pool has them."""
+    if implementation == "ascendc":  # it has no causal_conv1d
+        pool = x.new_zeros(len(x), weight.shape[1] - 1, x.shape[2]).transpose(1, 2)
+        with forced(implementation, "causal_conv1d_update"):
+            return npu_ops.causal_conv1d_update(x, pool, weight, None, activation), pool
+    with forced(implementation, "causal_conv1d"):
+        y, state = npu_ops.causal_conv1d(x, weight, activation=activation, output_final_state=True)
+    return y, state[..., 1:]
+
+
 def by_concatenation(
     x, conv_state, weight, bias=None, activation=None, conv_state_indices=None,
     num_accepted_tokens=None, query_start_loc=None, intermediate_conv_window=None,
@@ -122,20 +133,18 @@ def test_it_is_the_step_of_qwen3_next(implementation, device):
 @pytest.mark.parametrize("step", [1, 2, 7])
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_step_by_step_is_one_pass(step, width, implementation, device):
-    """Prefill with causal_conv1d, go on token by token: the same bits as one pass."""
+    """Prefill, go on token by token: the same bits as one pass."""
     x = torch.randn(2, 28, 20, device=device).bfloat16()
     weight = torch.randn(20, width, device=device).bfloat16()
-    with forced(implementation, "causal_conv1d", "causal_conv1d_update"):
-        whole, last = npu_ops.causal_conv1d(x, weight, activation="silu", output_final_state=True)
-        start, state = npu_ops.causal_conv1d(
-            x[:, :7], weight, activation="silu", output_final_state=True
-        )
-        pool, parts = state[..., 1:], [start]
+    whole, last = one_pass(implementation, x, weight, "silu")
+    start, pool = one_pass(implementation, x[:, :7], weight, "silu")
+    parts = [start]
+    with forced(implementation, "causal_conv1d_update"):
         for first in range(7, 28, step):
             new = x[:, first : first + step]
             parts.append(npu_ops.causal_conv1d_update(new, pool, weight, None, "silu"))
     assert torch.equal(torch.cat(parts, dim=1), whole)
-    assert torch.equal(pool, last[..., 1:])
+    assert torch.equal(pool, last)
 
 
 @IMPLEMENTATIONS
@@ -147,8 +156,8 @@ def test_rejected_drafts_leave_no_trace(width, drafts, implementation, device):
     truth = torch.randn(1, 60, 12, generator=draw).to(device)
     weight = torch.randn(12, width, generator=draw).to(device)
     pool = torch.zeros(1, 12, width - 1 + drafts, device=device)
-    with forced(implementation, "causal_conv1d", "causal_conv1d_update"):
-        expected, _ = npu_ops.causal_conv1d(truth, weight)
+    expected, _ = one_pass(implementation, truth, weight)
+    with forced(implementation, "causal_conv1d_update"):
         at, accepted = 0, 1
         while at + drafts <= 60:
             tokens = torch.randn(1, drafts, 12, generator=draw).to(device)
@@ -232,6 +241,55 @@ def test_strided_x_is_read_in_place(implementation, device):
     with forced(implementation, "causal_conv1d_update"):
         dense = npu_ops.causal_conv1d_update(fused[..., 8:16].contiguous(), pool, weight)
     assert torch.equal(y, dense)
+
+
+FORMS = {
+    "taps in one piece": lambda weight: weight.t().contiguous().t(),
+    "a slice of taps": lambda weight: torch.cat([weight, weight], 1)[:, :4],
+    "a slice of many taps": lambda weight: weight.repeat(1, 5)[:, 12:16],
+    "fp32": torch.Tensor.float,
+}
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("form", FORMS)
+def test_a_filter_may_lie_anywhere(form, implementation, device):
+    draw = torch.Generator().manual_seed(1)
+    x, pool = torch.randn(2, 3, 70, generator=draw), torch.randn(2, 70, 3, generator=draw)
+    weight, bias = torch.randn(70, 4, generator=draw), torch.randn(70, generator=draw)
+    x, pool, weight, bias = (t.to(device, torch.bfloat16) for t in (x, pool, weight, bias))
+    apart = torch.stack([bias, weight[:, 0]], 1)[:, 0]
+    with forced(implementation, "causal_conv1d_update"):
+        expected = npu_ops.causal_conv1d_update(x, pool.clone(), weight, bias)
+        y = npu_ops.causal_conv1d_update(x, pool, FORMS[form](weight), apart)
+    assert torch.equal(y, expected)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_windows_that_share_memory(channels_last, implementation, device):
+    """SGLang's: each is the one before, a token later."""
+    draw = torch.Generator().manual_seed(2)
+    x, weight = torch.randn(2, 4, 20, generator=draw), torch.randn(20, 4, generator=draw)
+    pool = torch.randn(2, 20, 3, generator=draw).to(device)
+    rows = torch.zeros(2, 6, 20, device=device).mT
+    rows = rows if channels_last else rows.contiguous()
+    n, d, t = rows.stride()
+    with forced(implementation, "causal_conv1d_update"):
+        npu_ops.causal_conv1d_update(
+            x.to(device), pool, weight.to(device), disable_state_update=True,
+            intermediate_conv_window=rows.as_strided((2, 4, 20, 3), (n, t, d, t)),
+        )  # fmt: skip
+    expected = torch.cat([pool.cpu(), x.mT], dim=2)[..., 1:]
+    assert torch.equal(rows.cpu(), expected)
+
+
+def test_what_the_ascendc_kernel_does_not_take():
+    state = torch.randn(2, 8, 6)
+    for pool, sentence in ((state[..., :3], None), (state[..., ::2], "of conv_state lie in one")):
+        args = op.forward.Arguments(*_prepare(torch.randn(2, 8), pool, torch.randn(8, 4)), None)
+        said = op._why_not_ascendc(args)
+        assert said is sentence or sentence in said
 
 
 def test_empty():

@@ -10,6 +10,16 @@ from npu_ops.ops.causal_conv1d_update import reference
 
 _INTEGERS = ("indices", "accepted", "starts", "window_indices")
 
+
+def _why_not_ascendc(arguments) -> str | None:
+    """It moves whole channels, or whole columns of a channel."""
+    for name in ("weight", "conv_state", "window"):
+        tensor = getattr(arguments, name)
+        if tensor is not None and 1 not in tensor.stride()[-2:]:
+            return f"neither channels nor columns of {name} lie in one piece"
+    return None
+
+
 # The state pool and the windows are read and written where they are.
 forward = Operator(
     "causal_conv1d_update",
@@ -19,7 +29,9 @@ forward = Operator(
     writes="y",
     new=lambda inputs: layout.like_rows(inputs.x),
     reference=reference.causal_conv1d_update,
-    lay_out={"x": layout.rows_of} | dict.fromkeys(_INTEGERS, torch.Tensor.contiguous),
+    lay_out={"x": layout.rows_of} | dict.fromkeys((*_INTEGERS, "bias"), torch.Tensor.contiguous),
+    why_not={"ascendc": _why_not_ascendc},
+    ascendc=True,
     check_indices=reference.check_indices,
     zeroed=lambda inputs: inputs.starts is not None,
 )

@@ -1,0 +1,73 @@
+// What host and device share of causal_conv1d_update.
+#pragma once
+
+#include "common/ascendc_types.h"
+
+namespace npu_ops {
+
+// A matrix [channels, columns] in a tensor: elements from one to the next. One of the two is 1.
+struct Plane {
+  int64_t channel, column;
+
+  bool apart() const { return channel != 1; }  // its channels
+};
+
+// Elements that a channel of such a matrix has in the unified buffer, where channels are apart:
+// what lies between is loaded too where that is little, else each channel has a block of its own.
+constexpr int32_t kOwnBlock = 16;
+inline int32_t pitch_on_chip(const Plane& plane) {
+  return plane.channel <= kOwnBlock ? static_cast<int32_t>(plane.channel) : kOwnBlock;
+}
+
+struct CausalConv1dUpdateTiling {
+  int64_t sequences, tokens, slots, columns, windows, pad;  // columns: of a state
+  int64_t x_batch, x_token, y_batch, y_token, state_slot, window_row, window_token;
+  Plane weight, state, window;
+  int32_t channels, width, silu, update;
+  int32_t type, weight_type, bias_type;                            // ElementType
+  int32_t wide_indices, wide_accepted, wide_starts, wide_windows;  // whether of 64 bits
+
+  int32_t block;        // channels of a piece of work, a multiple of 64
+  int32_t tile_tokens;  // that are on chip at once
+  int32_t loaded;       // bytes for each channel of a filter or a history, as it is loaded
+
+  int64_t blocks() const { return (channels + block - 1) / block; }
+  int64_t pieces() const { return sequences * blocks(); }
+  int32_t before() const { return width - 1; }
+  int32_t rows() const { return before() + tile_tokens; }  // of a tile, with those before it
+  bool spreads() const { return state.apart() || window.apart(); }
+};
+
+// A tile's tokens: what comes before it is read again, so they are more than a filter's history.
+constexpr int32_t kMostTokens = 8;
+// Wider blocks gain nothing, and where channels are apart an instruction repeats 255 times at most.
+constexpr int64_t kWidestBlock = 1024, kWidestApart = 512;
+
+// Fills in the cut: all `cores` get channels, also of a single token.
+inline void cut(CausalConv1dUpdateTiling& tiling, int64_t cores, int64_t ub_bytes) {
+  const auto least = [](int64_t a, int64_t b) { return a < b ? a : b; };
+  const auto most = [](int64_t a, int64_t b) { return a > b ? a : b; };
+  const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b * b; };
+  const auto size = [](int32_t type) { return type == kFloat32 ? 4 : 2; };
+  const auto on_chip = [&](const Plane& plane, int32_t type) {
+    return plane.apart() ? pitch_on_chip(plane) * size(type) : 0;
+  };
+  tiling.tile_tokens = static_cast<int32_t>(least(tiling.tokens, kMostTokens));
+  const int32_t filter = tiling.width * size(tiling.weight_type);
+  tiling.loaded =
+      static_cast<int32_t>(most(most(filter, 4), most(on_chip(tiling.weight, tiling.weight_type),
+                                                      on_chip(tiling.state, tiling.type))));
+  // Rows, results and what is loaded are there twice. In fp32: rows, results and a scratch, the
+  // filter with its bias, a row, channels and offsets.
+  int64_t each = 2 * (tiling.rows() + tiling.tile_tokens) * size(tiling.type) + 2 * tiling.loaded +
+                 4 * (tiling.rows() + 2 * tiling.tile_tokens + tiling.width + 4);
+  if (tiling.spreads()) each += kOwnBlock * (2 * size(tiling.type) + 4);
+  const int64_t fit = (ub_bytes - kReservedBytes) / each / 64 * 64;
+  const int64_t widest = least(fit, tiling.spreads() ? kWidestApart : kWidestBlock);
+  const int64_t share = (tiling.channels * tiling.sequences + cores - 1) / cores;
+  const int64_t block = most(64, least(widest, up(share, 64)));
+  const int64_t blocks = (tiling.channels + block - 1) / block;
+  tiling.block = static_cast<int32_t>(up((tiling.channels + blocks - 1) / blocks, 64));
+}
+
+}  // namespace npu_ops
