@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 
 import pytest
 import torch
@@ -14,6 +15,22 @@ from npu_ops.core import ascendc, env
 from npu_ops.core.compare import Tolerance, assert_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def mixed_dtypes():
+    """Every four of the dtypes. Nine of them, in which any two places see every pair of dtypes (an
+    orthogonal array, Taguchi's L9), are in `make test`, the others in `make test-all`."""
+    chosen = [
+        (i, j, (i + j) % 3, (i + 2 * j) % 3) for i, j in itertools.product(range(3), repeat=2)
+    ]
+    for row in itertools.product(range(3), repeat=4):
+        marks = () if row in chosen else pytest.mark.slow
+        yield pytest.param(*(DTYPES[i] for i in row), marks=marks)
+
+
+def on_device(inputs, device):
+    """Arguments with each tensor on a device."""
+    return {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
 
 
 def named(dtype: torch.dtype) -> str:

@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 from support import (
-    DTYPES,
     assert_all_close,
     assert_fake_is_like_real,
     copies,
@@ -15,7 +14,9 @@ from support import (
     floats,
     forced,
     implementations,
+    mixed_dtypes,
     named,
+    on_device,
     parametrize_dtypes,
 )
 from torch.utils.checkpoint import checkpoint
@@ -55,23 +56,21 @@ def run(implementation, inputs):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("bias", ["none", "row", "full"])
-@pytest.mark.parametrize("x, residual, out", list(itertools.product(DTYPES, repeat=3)))
-def test_mixed_dtypes(x, residual, out, bias, implementation, device):
+@pytest.mark.parametrize("shape", [None, (40,), (17, 3, 40)], ids=["none", "row", "full"])
+@pytest.mark.parametrize("x, residual, out, bias", mixed_dtypes())
+def test_mixed_dtypes(x, residual, out, bias, shape, implementation, device):
     """Each dtype is read and written as it is, and each gradient has its input's dtype."""
-    shape = (17, 3, 40)
-    tensors = {"x": torch.randn(shape).to(x), "residual": torch.randn(shape).to(residual)}
-    for bias_dtype in DTYPES if bias != "none" else DTYPES[:1]:
-        row = torch.randn(shape if bias == "full" else shape[-1:]).to(bias_dtype)
-        inputs = tensors | {"bias": row if bias != "none" else None, "p": 0.25, "training": True}
-        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-        actual = run(implementation, moved | {"dtype": out})
-        expected = run("reference", floats(inputs, torch.float64))
-        assert actual["output 0"].dtype == out
-        for name in TENSORS:
-            if inputs[name] is not None:
-                assert actual[f"gradient of {name}"].dtype == inputs[name].dtype
-        assert_all_close(actual, expected, SUM_TOLERANCES)
+    inputs = {
+        "x": torch.randn(17, 3, 40).to(x), "residual": torch.randn(17, 3, 40).to(residual),
+        "bias": shape and torch.randn(shape).to(bias), "p": 0.25, "training": True,
+    }  # fmt: skip
+    actual = run(implementation, on_device(inputs, device) | {"dtype": out})
+    expected = run("reference", floats(inputs, torch.float64))
+    assert actual["output 0"].dtype == out
+    for name in TENSORS:
+        if inputs[name] is not None:
+            assert actual[f"gradient of {name}"].dtype == inputs[name].dtype
+    assert_all_close(actual, expected, SUM_TOLERANCES)
 
 
 @pytest.mark.parametrize("position", range(3))
@@ -118,7 +117,7 @@ def test_with_dropping_it_has_torchs_semantics(p, implementation, device):
     its gradient."""
     x, bias, residual = torch.randn(64, 96), torch.randn(96), torch.randn(64, 96)
     inputs = {"x": x, "bias": bias, "residual": residual, "p": p, "training": True}
-    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    moved = on_device(inputs, device)
     results = {name: value.cpu() for name, value in run(implementation, moved).items()}
     added = results["output 0"] - residual
     dropped = added == 0

@@ -14,6 +14,7 @@ from support import (
     forced,
     implementations,
     named,
+    on_device,
     parametrize_dtypes,
     threads,
 )
@@ -118,7 +119,7 @@ def test_dtypes(dtype, filter_dtype, implementation, device):
     for name in ("weight", "bias"):
         inputs[name] = inputs[name].to(filter_dtype or dtype)
     expected = run("reference", floats(inputs, torch.float64))
-    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    moved = on_device(inputs, device)
     actual = run(implementation, moved)
     assert actual["output 0"].dtype == actual["output 1"].dtype == dtype
     for name in DIFFERENTIABLE:
@@ -150,7 +151,7 @@ def test_large_and_special_values(activation, implementation, device):
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_packed_equals_one_by_one(lengths, width, implementation, device):
     inputs = random_inputs(lengths=lengths, width=width, dtype=torch.float32)
-    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    moved = on_device(inputs, device)
     with forced(implementation, *OPS):
         packed, last = npu_ops.causal_conv1d(**moved)
     parts = []
@@ -169,7 +170,7 @@ def test_packed_equals_one_by_one(lengths, width, implementation, device):
 @pytest.mark.parametrize("cut", [0, 1, 2, 7, 39, 40])
 def test_a_carried_state_continues_the_sequence(cut, width, implementation, device):
     inputs = random_inputs(tokens=40, width=width, batch=2, dtype=torch.bfloat16)
-    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    inputs = on_device(inputs, device)
     with forced(implementation, *OPS):
         whole, last = npu_ops.causal_conv1d(**inputs)
         state, parts = inputs["initial_state"], []
@@ -183,7 +184,7 @@ def test_a_carried_state_continues_the_sequence(cut, width, implementation, devi
 @IMPLEMENTATIONS
 def test_the_gradient_through_a_carried_state_is_that_of_one_pass(implementation, device):
     inputs = random_inputs(tokens=30, channels=17, dtype=torch.float32)
-    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    inputs = on_device(inputs, device)
 
     def in_two(x, residual, initial_state, **rest):
         state, parts = initial_state, []
@@ -205,7 +206,7 @@ def test_strided_x_is_read_in_place(lengths, implementation, device):
     """x as a slice of a fused projection; outputs and gradients are those of a copy."""
     inputs = random_inputs(tokens=35, lengths=lengths, channels=16, dtype=torch.float32)
     fused = torch.randn(1, 35, 48, device=device)
-    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    inputs = on_device(inputs, device)
     inputs["x"] = fused[..., 16:32]
     with copies() as seen, forced(implementation, *OPS):
         npu_ops.causal_conv1d(**inputs | {"initial_state": None, "weight": torch.ones(
@@ -267,7 +268,7 @@ def test_gradcheck(width, lengths, activation):
 @IMPLEMENTATIONS
 def test_gradients_are_the_same_each_time(implementation, device):
     inputs = random_inputs(tokens=3000, channels=40, dtype=torch.bfloat16)
-    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    inputs = on_device(inputs, device)
     results = []
     for number in (1, 2, 3):
         with threads(number):

@@ -11,6 +11,7 @@ from support import (
     forced,
     implementations,
     named,
+    on_device,
     parametrize_cases,
     parametrize_dtypes,
 )
@@ -32,10 +33,6 @@ FP64 = {torch.float64: Tolerance(ratio=1e-13, max_abs=1e-12)}
 def poison(monkeypatch):
     """An element that no kernel wrote is NaN."""
     monkeypatch.setattr(library, "poison_outputs", True)
-
-
-def moved(inputs, device):
-    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 
 def run(implementation, inputs):
@@ -107,7 +104,7 @@ def test_rows_go_back_bit_for_bit(case, dtype, implementation, device):
     """And what is not written is left."""
     inputs = case.inputs(dtype)
     expected = run("reference", floats(inputs, torch.float64))
-    actual = run(implementation, moved(inputs, device))
+    actual = run(implementation, on_device(inputs, device))
     for name in actual.keys() - {"y"}:
         assert torch.equal(actual[name].cpu().double(), expected[name])
 

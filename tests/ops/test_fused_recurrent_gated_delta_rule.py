@@ -15,6 +15,7 @@ from support import (
     forced,
     implementations,
     named,
+    on_device,
     threads,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
@@ -34,7 +35,7 @@ delta_rule = npu_ops.fused_recurrent_gated_delta_rule
 
 
 def on(device, inputs):
-    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    return on_device(inputs, device)
 
 
 def run(implementation, inputs, wrt=None):

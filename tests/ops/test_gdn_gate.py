@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import (
-    DTYPES,
     assert_all_close,
     assert_fake_is_like_real,
     copies,
@@ -17,6 +16,8 @@ from support import (
     floats,
     forced,
     implementations,
+    mixed_dtypes,
+    on_device,
     parametrize_dtypes,
     twice,
 )
@@ -40,10 +41,6 @@ def run(implementation, inputs, wrt=DIFFERENTIABLE):
         return evaluate(npu_ops.gdn_gate, inputs, [n for n in wrt if inputs.get(n) is not None])
 
 
-def moved(inputs, device):
-    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
-
-
 def formula(a, A_log, dt_bias, b):
     """The two lines of Qwen3NextGatedDeltaNet.forward."""
     beta = b.sigmoid()
@@ -61,7 +58,7 @@ def test_formula_of_transformers(dtype, implementation, device):
     inputs = CASES[1].inputs(dtype)
     del inputs["allow_neg_eigval"]
     expected = evaluate(formula, floats(inputs, torch.float32), DIFFERENTIABLE)
-    assert_all_close(run(implementation, moved(inputs, device)), expected, twice(TOLERANCES))
+    assert_all_close(run(implementation, on_device(inputs, device)), expected, twice(TOLERANCES))
 
 
 def test_inside_a_layer_of_transformers(monkeypatch):
@@ -100,7 +97,7 @@ def test_no_overflow(A_log, implementation, device):
     a = torch.cat((ends, -ends))[:, None]
     inputs = {"a": a, "A_log": torch.tensor([A_log]), "b": a}
     expected = run("reference", floats(inputs, torch.float64))
-    actual = run(implementation, moved(inputs, device))
+    actual = run(implementation, on_device(inputs, device))
     for name, value in actual.items():
         assert value.isfinite().all(), name
         error = (value.cpu().double() - expected[name]).abs()
@@ -119,15 +116,13 @@ def test_special_values(implementation, device):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize(
-    "a, A_log, dt_bias, b", [d for d in itertools.product(DTYPES, repeat=4) if len(set(d)) > 1]
-)
+@pytest.mark.parametrize("a, A_log, dt_bias, b", mixed_dtypes())
 def test_mixed_dtypes(a, A_log, dt_bias, b, implementation, device):
     """Each is read as it is, and each gradient has its input's dtype."""
     inputs = CASES[1].inputs(torch.float32) | {"allow_neg_eigval": True}
     dtypes = dict(zip(DIFFERENTIABLE, (a, A_log, dt_bias, b), strict=True))
     inputs |= {name: inputs[name].to(dtype) for name, dtype in dtypes.items()}
-    actual = run(implementation, moved(inputs, device))
+    actual = run(implementation, on_device(inputs, device))
     assert actual["output 0"].dtype == torch.float32 and actual["output 1"].dtype == b
     for name, dtype in dtypes.items():
         assert actual[f"gradient of {name}"].dtype == dtype
@@ -163,7 +158,7 @@ def test_gates_are_gates(tokens, heads, A_log, seed):
 
 @IMPLEMENTATIONS
 def test_b_changes_nothing_of_g(implementation, device):
-    inputs = moved(CASES[1].inputs(torch.bfloat16), device)
+    inputs = on_device(CASES[1].inputs(torch.bfloat16), device)
     both = run(implementation, inputs)
     alone = run(implementation, inputs | {"b": None})
     assert alone.keys() == both.keys() - {"output 1", "gradient of b"}

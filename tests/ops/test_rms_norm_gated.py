@@ -15,6 +15,7 @@ from support import (
     floats,
     forced,
     implementations,
+    on_device,
     twice,
 )
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
@@ -39,10 +40,6 @@ norm = npu_ops.rms_norm_gated
 def run(implementation, inputs):
     with forced(implementation, *OPS):
         return evaluate(norm, inputs, DIFFERENTIABLE)
-
-
-def moved(inputs, device):
-    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
 
 
 def drawn(*shape, dtype=torch.float32, **settings):
@@ -77,7 +74,7 @@ def test_modules_of_transformers(module, settings, implementation, device):
     """Both orders, gradients too."""
     inputs = drawn(3, 5, 48)
     expected = evaluate(of_transformers(module), inputs, DIFFERENTIABLE)
-    actual = run(implementation, moved(inputs, device) | settings | {"eps": 1e-5})
+    actual = run(implementation, on_device(inputs, device) | settings | {"eps": 1e-5})
     assert_all_close(actual, expected, twice(TOLERANCES))
 
 
@@ -86,7 +83,7 @@ def test_transformers_in_bfloat16(implementation, device):
     """It rounds twice in between, so it is up to three roundings away; ours is one from fp64."""
     inputs = drawn(64, 128, dtype=torch.bfloat16)
     theirs = of_transformers(Qwen3NextRMSNormGated(128))(**inputs)
-    actual = run(implementation, moved(inputs, device))["output 0"].cpu()
+    actual = run(implementation, on_device(inputs, device))["output 0"].cpu()
     one = TOLERANCES[torch.bfloat16]
     assert_close("output", actual, theirs, Tolerance(3 * one.ratio, 3 * one.max_abs))
     assert_close("output", actual, norm(**floats(inputs, torch.float64)), one)
@@ -114,7 +111,7 @@ def test_is_built_of_torchs_functions(before, activation):
 @pytest.mark.parametrize("group_size", [1, 8, 24, 48])
 def test_groups_are_rows_of_their_own(group_size, before, activation, implementation, device):
     inputs = drawn(5, 48, norm_before_gate=before, activation=activation, eps=0.1)
-    grouped = run(implementation, moved(inputs, device) | {"group_size": group_size})
+    grouped = run(implementation, on_device(inputs, device) | {"group_size": group_size})
 
     def by_hand(x, weight, z, **settings):
         parts = (t.split(group_size, dim=-1) for t in (x, weight, z))
@@ -135,7 +132,7 @@ def test_mixed_dtypes(x, weight, z, implementation, device):
     dtypes = dict(zip(DIFFERENTIABLE, (x, weight, z), strict=True))
     inputs = {name: inputs[name].to(dtype) for name, dtype in dtypes.items()}
     name = implementation if implementation != "cpu" or x == z else "reference"
-    actual = run(name, moved(inputs, device))
+    actual = run(name, on_device(inputs, device))
     assert actual["output 0"].dtype == x
     for name, dtype in dtypes.items():
         assert actual[f"gradient of {name}"].dtype == dtype
@@ -150,7 +147,7 @@ def test_extreme_gates(before, activation, implementation, device):
     inputs = drawn(6, 14, norm_before_gate=before, activation=activation, eps=1e-3)
     inputs["z"] = torch.cat((ends, -ends)).expand(6, 14)
     expected = run("reference", floats(inputs, torch.float64))
-    assert_all_close(run(implementation, moved(inputs, device)), expected, TOLERANCES)
+    assert_all_close(run(implementation, on_device(inputs, device)), expected, TOLERANCES)
 
 
 @IMPLEMENTATIONS
@@ -159,7 +156,7 @@ def test_special_values(implementation, device):
     inputs = drawn(4, 40)
     inputs["x"][0, 3], inputs["z"][2, 5], inputs["x"][3] = float("nan"), float("nan"), 0.0
     with forced(implementation, *OPS):
-        out = norm(**moved(inputs, device)).cpu()
+        out = norm(**on_device(inputs, device)).cpu()
     expected = of_transformers(Qwen3NextRMSNormGated(40))(**inputs)
     torch.testing.assert_close(out, expected, equal_nan=True)
     assert out[0].isnan().all() and out[2].isnan().sum() == 1 and not out[3].any()
@@ -221,7 +218,7 @@ def laid_out(make, groups):
 @IMPLEMENTATIONS
 def test_any_layout(make, groups, implementation, device):
     inputs, grad = laid_out(make, groups)
-    inputs, grad = moved(inputs, device), grad.to(device)
+    inputs, grad = on_device(inputs, device), grad.to(device)
     results = []
     for change in (lambda t: t, dense):
         leaves = {name: change(inputs[name]).detach().requires_grad_() for name in DIFFERENTIABLE}

@@ -14,6 +14,7 @@ from support import (
     forced,
     implementations,
     named,
+    on_device,
     parametrize_cases,
     parametrize_dtypes,
     threads,
@@ -34,7 +35,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize(
 
 
 def on(device, inputs):
-    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    return on_device(inputs, device)
 
 
 def compare(inputs, implementation, device):

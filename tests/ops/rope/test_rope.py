@@ -25,6 +25,7 @@ from support import (
     floats,
     forced,
     named,
+    on_device,
     parametrize_dtypes,
     threads,
     train_step,
@@ -204,7 +205,7 @@ def test_table_dtypes(dtype, table_dtype, implementation, device):
     inputs = dict(zip("qk", qkv(dtype=dtype), strict=True)) | {"layout": "BSND"}
     cos, sin = (t.to(table_dtype) for t in table(9, 16))
     expected = run("reference", floats(inputs | {"cos": cos, "sin": sin}, torch.float64))
-    moved = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
+    moved = on_device(inputs, device)
     actual = run(implementation, moved | {"cos": cos.to(device), "sin": sin.to(device)})
     assert_all_close(actual, expected, TOLERANCES)
 
