@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "lanes.h"
+#include "narrow.h"
 
 namespace npu_ops::twin {
 
@@ -69,7 +70,7 @@ inline float estimate(float value) {
                                    {b, b_block, b_repeat}, repeats, [](T x, T y, T z) {      \
                                      using W = npu_ops::twin::Wide<T>;                       \
                                      [[maybe_unused]] const W X(x), Y(y), Z(z);              \
-                                     return T(EXPRESSION);                                   \
+                                     return npu_ops::twin::narrow<T>(EXPRESSION);            \
                                    });                                                       \
   }
 NPU_OPS_TWIN_BINARY(vadd, X + Y)                                       // 6.3.4.1
@@ -90,9 +91,9 @@ NPU_OPS_TWIN_BINARY(vor, X | Y)                                        // 6.3.9.
 template <class D, class A>
 inline void vmla(D* to, A* a, A* b, uint8_t repeats, uint8_t to_block, uint8_t a_block,
                  uint8_t b_block, uint8_t to_repeat, uint8_t a_repeat, uint8_t b_repeat) {
-  npu_ops::twin::binary<D, A, A>("vmla", {to, to_block, to_repeat}, {a, a_block, a_repeat},
-                                 {b, b_block, b_repeat}, repeats,
-                                 [](A x, A y, D z) { return D(float(x) * float(y) + float(z)); });
+  npu_ops::twin::binary<D, A, A>(
+      "vmla", {to, to_block, to_repeat}, {a, a_block, a_repeat}, {b, b_block, b_repeat}, repeats,
+      [](A x, A y, D z) { return npu_ops::twin::narrow<D>(float(x) * float(y) + float(z)); });
 }
 
 #define NPU_OPS_TWIN_SCALAR(NAME, EXPRESSION)                                                     \
@@ -104,7 +105,7 @@ inline void vmla(D* to, A* a, A* b, uint8_t repeats, uint8_t to_block, uint8_t a
                                [y](T x, T) {                                                      \
                                  using W = npu_ops::twin::Wide<T>;                                \
                                  const W X(x), Y(y);                                              \
-                                 return T(EXPRESSION);                                            \
+                                 return npu_ops::twin::narrow<T>(EXPRESSION);                     \
                                });                                                                \
   }                                                                                               \
   template <class T, class S>                                                                     \
@@ -124,8 +125,9 @@ template <class D, class A, class S>
 inline void vaxpy(D* to, A* a, S scalar, uint8_t repeats, uint16_t to_block, uint16_t a_block,
                   uint16_t to_repeat, uint16_t a_repeat) {
   const float y = float(A(scalar));
-  npu_ops::twin::unary<D, A>("vaxpy", {to, to_block, to_repeat}, {a, a_block, a_repeat}, repeats,
-                             [y](A x, D z) { return D(float(x) * y + float(z)); });
+  npu_ops::twin::unary<D, A>(
+      "vaxpy", {to, to_block, to_repeat}, {a, a_block, a_repeat}, repeats,
+      [y](A x, D z) { return npu_ops::twin::narrow<D>(float(x) * y + float(z)); });
 }
 
 // 6.3.4.7
@@ -158,7 +160,7 @@ inline void vshr(T* to, T* a, int32_t distance, uint8_t repeats, uint16_t to_blo
     npu_ops::twin::unary<T, T>(#NAME, {to, to_block, to_repeat}, {a, a_block, a_repeat}, repeats, \
                                [](T x, T) {                                                       \
                                  [[maybe_unused]] const auto X = npu_ops::twin::Wide<T>(x);       \
-                                 return T(EXPRESSION);                                            \
+                                 return npu_ops::twin::narrow<T>(EXPRESSION);                     \
                                });                                                                \
   }
 NPU_OPS_TWIN_UNARY(vexp, float(std::exp(double(X))))                      // 6.3.5.1

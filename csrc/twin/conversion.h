@@ -1,76 +1,11 @@
 // Conversions between types: guide 6.3.10, vconv_<source>2<target><rounding>.
 #pragma once
 
-#include <cmath>
 #include <limits>
 
 #include "arithmetic.h"
 
 namespace npu_ops::twin {
-
-enum class Rounding { kEven, kAway, kFloor, kCeil, kZero, kOdd };  // suffixes r a f c z o
-
-inline double rounded(double value, Rounding rounding) {
-  const double down = std::trunc(value);
-  switch (rounding) {
-    case Rounding::kEven:
-      return std::nearbyint(value);
-    case Rounding::kAway:
-      return std::round(value);
-    case Rounding::kFloor:
-      return std::floor(value);
-    case Rounding::kCeil:
-      return std::ceil(value);
-    case Rounding::kZero:
-      return down;
-    case Rounding::kOdd:
-      return down == value || std::fmod(down, 2) != 0 ? down : down + (value > 0 ? 1 : -1);
-  }
-  return value;
-}
-
-// A float format with `fraction` bits whose smallest step is 2^`least` and whose largest value is
-// `greatest`.
-template <class D>
-struct Format;
-template <>
-struct Format<half> {
-  static constexpr int kFraction = 10, kLeast = -24;
-  static constexpr double kGreatest = 65504;
-};
-template <>
-struct Format<bfloat16_t> {
-  static constexpr int kFraction = 7, kLeast = -133;
-  static constexpr double kGreatest = 0x1.FEp127;
-};
-
-// Infinite and NaN stay so, as on a device in its inf-nan mode, which is torch_npu's default there;
-// the vendor's half would become the greatest number.
-template <class D>
-D special(float value) {
-  D result;
-  if constexpr (std::is_same_v<D, half>)
-    result.val = std::isnan(value) ? 0x7E00 : value > 0 ? 0x7C00 : 0xFC00;
-  else
-    result = D(value);
-  return result;
-}
-
-// What overflows becomes infinite where the rounding leads away from zero, else the greatest.
-template <class D>
-D narrowed(float value, Rounding rounding) {
-  if (!std::isfinite(value)) return special<D>(value);
-  using F = Format<D>;
-  int exponent;
-  std::frexp(value, &exponent);
-  const int step = std::max(exponent - 1 - F::kFraction, F::kLeast);
-  const double result = std::ldexp(rounded(std::ldexp(double{value}, -step), rounding), step);
-  if (std::fabs(result) <= F::kGreatest) return D(float(result));
-  const bool inward = rounding == Rounding::kZero || rounding == Rounding::kOdd ||
-                      (rounding == Rounding::kFloor && value > 0) ||
-                      (rounding == Rounding::kCeil && value < 0);
-  return inward ? D(float(std::copysign(F::kGreatest, value))) : special<D>(value);
-}
 
 // Integers saturate; NaN becomes 0.
 template <class D>
@@ -89,10 +24,12 @@ D converted(S value, Rounding rounding) {
         std::clamp<int64_t>(value, std::numeric_limits<D>::min(), std::numeric_limits<D>::max()));
   } else if constexpr (std::is_integral_v<D>) {
     return integer<D>(double(float(value)), rounding);
+  } else if constexpr (std::is_integral_v<S>) {
+    return narrowed<D>(static_cast<long double>(value), rounding);
   } else if constexpr (!std::is_same_v<D, float>) {
-    return narrowed<D>(float(value), rounding);
+    return narrowed<D>(double(float(value)), rounding);
   } else if constexpr (std::is_same_v<S, float>) {
-    return float(rounded(value, rounding));
+    return float(rounded(double(value), rounding));
   } else {
     return float(value);
   }

@@ -34,6 +34,7 @@ struct Registers {
   uint64_t compare[2] = {0, 0};  // 6.3.3 CMPMASK
   int64_t accumulated = 0;       // 6.3.6.2 ACC_VAL
   uint64_t reserved_count = 0;   // elements that vreducev2 kept
+  uint64_t blocks[8][8] = {};    // 6.3.11.4 VA0 to VA7: the addresses of eight blocks each
   uint8_t* gathered = nullptr;   // what Gather's 32-bit source address stands for
   Atomic atomic = Atomic::kNone;
   AtomicType atomic_type = AtomicType::kNone;

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "lanes.h"
+#include "arithmetic.h"
 
 namespace npu_ops::twin {
 
@@ -15,7 +15,7 @@ void accumulate(char* to, const char* from, size_t bytes) {
     std::memcpy(&old, to + i, sizeof(T));
     std::memcpy(&value, from + i, sizeof(T));
     const float a = float(old), b = float(value);
-    if (kind == Atomic::kAdd) value = T(old + value);
+    if (kind == Atomic::kAdd) value = narrow<T>(Wide<T>(old) + Wide<T>(value));
     if (kind == Atomic::kMax && a > b) value = old;
     if (kind == Atomic::kMin && a < b) value = old;
     std::memcpy(to + i, &value, sizeof(T));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstring>
+#include <utility>
 
 #include "lanes.h"
 
@@ -76,6 +77,66 @@ inline void vgatherb(T* to, uint32_t* offsets, uint32_t, uint16_t to_repeat, uin
       std::memcpy(at, from, kBlockBytes);
     }
   }
+}
+
+// 6.3.11.4
+inline void set_va_reg_sb(ub_addr8_t to, const uint64_t* addresses) {
+  std::memcpy(npu_ops::twin::registers().blocks[to], addresses, 8 * sizeof(uint64_t));
+}
+
+namespace npu_ops::twin {
+
+// 6.3.11.4: sixteen blocks, which two registers point to, become sixteen others. `from(e, k)` is
+// the block and the element that become element `first + k` of block e. The mask has no say.
+template <class T, class F>
+void scatter_blocks(const char* name, ub_addr8_t to, ub_addr8_t source, int repeats, int to_stride,
+                    int source_stride, int first, F from) {
+  constexpr int kBlocks = 16, kEach = sizeof(T) == 4 ? 8 : 16;
+  issue(name, PIPE_V);
+  const auto block = [](ub_addr8_t pair, int i, int64_t offset) {
+    return reinterpret_cast<T*>(registers().blocks[pair + i / 8][i % 8] + offset * kBlockBytes);
+  };
+  for (int r = 0; r < repeats; ++r) {
+    T values[kBlocks][kEach];
+    for (int i = 0; i < kBlocks; ++i) {
+      const T* at = block(source, i, int64_t{r} * source_stride);
+      aligned(at, kBlockBytes, "a block of the source");
+      touch(Access::kRead, at, kBlockBytes);
+    }
+    for (int e = 0; e < kBlocks; ++e)
+      for (int k = 0; k < kEach; ++k) {
+        const auto [i, element] = from(e, k);
+        values[e][k] = block(source, i, int64_t{r} * source_stride)[element];
+      }
+    for (int e = 0; e < kBlocks; ++e) {
+      T* at = block(to, e, int64_t{r} * to_stride);
+      aligned(at, kBlockBytes, "a block of the target");
+      touch(Access::kWrite, at + first, sizeof(values[e]));
+      std::memcpy(at + first, values[e], sizeof(values[e]));
+    }
+  }
+}
+
+}  // namespace npu_ops::twin
+
+inline void scatter_vnchwconv_b32(ub_addr8_t to, ub_addr8_t from, uint8_t repeats,
+                                  uint16_t to_stride, uint16_t from_stride) {
+  npu_ops::twin::scatter_blocks<uint32_t>(
+      "scatter_vnchwconv_b32", to, from, repeats, to_stride, from_stride, 0,
+      [](int e, int k) { return std::pair(k + e % 2 * 8, e / 2); });
+}
+inline void scatter_vnchwconv_b16(ub_addr8_t to, ub_addr8_t from, uint8_t repeats,
+                                  uint16_t to_stride, uint16_t from_stride) {
+  npu_ops::twin::scatter_blocks<uint16_t>("scatter_vnchwconv_b16", to, from, repeats, to_stride,
+                                          from_stride, 0,
+                                          [](int e, int k) { return std::pair(k, e); });
+}
+inline void scatter_vnchwconv_b8(ub_addr8_t to, ub_addr8_t from, uint8_t repeats,
+                                 uint16_t to_stride, uint16_t from_stride, bool to_high,
+                                 bool from_high) {
+  npu_ops::twin::scatter_blocks<uint8_t>(
+      "scatter_vnchwconv_b8", to, from, repeats, to_stride, from_stride, to_high ? 16 : 0,
+      [from_high](int e, int k) { return std::pair(k, e + (from_high ? 16 : 0)); });
 }
 
 // 6.3.11.5: a 16 x 16 matrix of 16-bit elements. The mask has no say.

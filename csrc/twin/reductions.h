@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "lanes.h"
+#include "narrow.h"
 
 namespace npu_ops::twin {
 
@@ -46,7 +47,7 @@ void by_block(const char* name, T* to, const Operand<T>& from, int repeats, int 
       from, extent, Operand<T>::kPerBlock, [](T value, int) { return float(value); },
       [f](float a, T b, int) { return f(a, float(b)); },
       [&](int repeat, int block, float value) {
-        put(to + int64_t{repeat} * to_repeat * 8 + block, T(value));
+        put(to + int64_t{repeat} * to_repeat * 8 + block, narrow<T>(value));
       });
 }
 
@@ -60,12 +61,12 @@ template <class T>
 void put_best(T* to, int repeat, int to_repeat, Order_t order, Best best) {
   if (order == ONLY_INDEX)
     return put(reinterpret_cast<uint32_t*>(to) + int64_t{repeat} * to_repeat, best.index);
-  if (order == ONLY_VALUE) return put(to + int64_t{repeat} * to_repeat, T(best.value));
+  if (order == ONLY_VALUE) return put(to + int64_t{repeat} * to_repeat, narrow<T>(best.value));
   T index;
   std::memcpy(&index, &best.index, sizeof(T));
   T* pair = to + int64_t{repeat} * to_repeat * 2;
-  put(pair, order == VALUE_INDEX ? T(best.value) : index);
-  put(pair + 1, order == VALUE_INDEX ? index : T(best.value));
+  put(pair, order == VALUE_INDEX ? narrow<T>(best.value) : index);
+  put(pair + 1, order == VALUE_INDEX ? index : narrow<T>(best.value));
 }
 
 template <class T, class Better>
@@ -103,10 +104,10 @@ inline void vcadd(T* to, T* from, uint8_t repeats, uint16_t to_repeat, uint16_t 
       [](float sum, T value, int) { return sum + float(value); },
       [&](int repeat, int, float sum) {
         total += sum;
-        if (!accumulate) put(to + int64_t{repeat} * to_repeat, T(sum));
+        if (!accumulate) put(to + int64_t{repeat} * to_repeat, narrow<T>(sum));
       });
   if (!accumulate) return;
-  const T result = T(total);
+  const T result = narrow<T>(total);
   registers().accumulated = 0;
   std::memcpy(&registers().accumulated, &result, sizeof(T));
 }
@@ -148,6 +149,6 @@ inline void vcpadd(T* to, T* from, uint8_t repeats, uint16_t to_repeat, uint16_t
       operand, extent, 2, [](T value, int) { return float(value); },
       [](float sum, T value, int) { return sum + float(value); },
       [&](int repeat, int pair, float sum) {
-        put(to + int64_t{repeat} * to_repeat * (128 / sizeof(T)) + pair, T(sum));
+        put(to + int64_t{repeat} * to_repeat * (128 / sizeof(T)) + pair, narrow<T>(sum));
       });
 }
