@@ -260,10 +260,14 @@ SHARED = {
     "fused_recurrent_gated_delta_rule.triton_ascend.states": {"gated_delta_rule_update"},
     "l2norm.reference": {"causal_conv1d_qkv", "chunk_gated_delta_rule"},
     "l2norm.triton_ascend": {"causal_conv1d", "chunk_gated_delta_rule"},
-    "rope.arguments": {"mrope"},
-    "rope.reference": {"mrope"},
+    "mrope.reference": {"qk_norm_rope"},
+    "mrope.sections": {"qk_norm_rope"},
+    "mrope.triton_ascend": {"qk_norm_rope"},
+    "rms_norm_gated.reference": {"qk_norm_rope"},
+    "rope.arguments": {"mrope", "qk_norm_rope"},
+    "rope.reference": {"mrope", "qk_norm_rope"},
     "rope.rotation": {"mrope"},
-    "rope.triton_ascend": {"mrope"},
+    "rope.triton_ascend": {"mrope", "qk_norm_rope"},
 }
 # Ops that call another one, as a user would: its public function.
 CALLED = {"gdn_gate": {"chunk_gated_delta_rule"}}

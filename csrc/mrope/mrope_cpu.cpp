@@ -1,16 +1,8 @@
 // mrope on the CPU. Definition: npu_ops/ops/mrope/reference.py
-#include "rope/rotate.h"
+#include "mrope/sections.h"
 
 namespace npu_ops {
 namespace {
-
-// The frequencies that axes T, H and W own. Interleaved, T is given all of them, and H and W then
-// take every third of theirs back.
-std::vector<Span> owned(const std::vector<int64_t>& section, bool interleaved, int64_t pairs) {
-  const int64_t t = section[0], h = section[1], w = section[2];
-  if (interleaved) return {{0, pairs, 1}, {1, 3 * h, 3}, {2, 3 * w, 3}};
-  return {{0, t, 1}, {t, t + h, 1}, {t + h, t + h + w, 1}};
-}
 
 void mrope(Tensor q, Tensor k, Tensor cos, Tensor sin, std::optional<Tensor> positions,
            std::vector<int64_t> section, std::string section_layout, std::string layout,

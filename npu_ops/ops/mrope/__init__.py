@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from npu_ops.core import check
 from npu_ops.core.registry import explains
 from npu_ops.ops.mrope import op
+from npu_ops.ops.mrope.sections import check_section
 from npu_ops.ops.rope import arguments
 
 __all__ = ["apply_multimodal_rotary_pos_emb", "apply_multimodal_rotary_pos_emb_cached"]
-
-SECTION_LAYOUTS = ("chunked", "interleaved")
 
 
 def apply_multimodal_rotary_pos_emb(
@@ -70,7 +67,7 @@ def _prepare(
     layout = arguments.resolve_layout(q, layout, unsqueeze_dim)
     _check(q, k, cos, sin, layout, pair_layout, inplace)
     rotary_dim = arguments.resolve_rotary_dim(rotary_dim, cos.shape[-1], q.shape[-1])
-    _check_section(mrope_section, section_layout, rotary_dim // 2)
+    check_section(mrope_section, section_layout, rotary_dim // 2)
     cos, sin = (table if table.dim() == 4 else table[:, None] for table in (cos, sin))
     k = arguments.k_or_no_heads(q, k, layout)
     settings = list(mrope_section), section_layout, layout, pair_layout, bool(inverse), rotary_dim
@@ -142,7 +139,7 @@ def _prepare_cached(
     k = None if k is None else _split_heads("k", k, head_dim)
     _check_cached(positions, q, k, cos_sin_cache, pair_layout, rotary_dim, inplace)
     width = cos_sin_cache.shape[1]
-    _check_section(mrope_section, section_layout, width // 2)
+    check_section(mrope_section, section_layout, width // 2)
     cos, sin = cos_sin_cache[None, None].chunk(2, dim=-1)
     positions = positions.expand(3, -1)[:, None]
     k = arguments.k_or_no_heads(q, k, "TND")
@@ -177,27 +174,6 @@ def _split_heads(name, x, head_dim):
         needs = f"[T, N, D], or [T, N * D] with head_dim=D (got head_dim {head_dim})"
         raise check.shape(name, x, needs)
     return x.view(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)
-
-
-def _check_section(section, section_layout, frequencies) -> None:
-    """Check that T, H and W share all frequencies and that interleaved ones stay within them."""
-    check.one_of("section_layout", section_layout, SECTION_LAYOUTS)
-    if not isinstance(section, Sequence):
-        raise TypeError(f"mrope_section: got {type(section).__name__}, needs a list of three")
-    section = list(section)
-    if len(section) != 3 or any(not isinstance(n, int) or n < 0 for n in section):
-        raise ValueError(f"mrope_section: got {section}, needs three counts, for T, H and W")
-    if sum(section) != frequencies:
-        raise ValueError(
-            f"mrope_section: got {section} with sum {sum(section)}, needs the sum "
-            f"{frequencies}, half the rotary dimension"
-        )
-    last = max([0] + [3 * (n - 1) + axis for axis, n in enumerate(section) if axis and n])
-    if section_layout == "interleaved" and last >= frequencies:
-        raise ValueError(
-            f"mrope_section: got {section}, which interleaved reaches frequency {last}, "
-            f"needs less than {frequencies}"
-        )
 
 
 explains("apply_multimodal_rotary_pos_emb", op.rotate.forward, _prepare)

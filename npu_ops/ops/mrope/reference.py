@@ -1,4 +1,4 @@
-"""The definition of multimodal rotary embedding, in plain PyTorch: which axis owns a frequency."""
+"""Shared by mrope and qk_norm_rope: its definition in plain PyTorch, and which axis owns what."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def mrope(
     cos, sin: [3, Bc, S, W], or [1, 1, rows, W] with positions [3, Bp, S].
     """
     axes = axis_of_frequency(mrope_section, section_layout, q.device)
-    cos, sin = (_merge(table, positions, axes, pair_layout) for table in (cos, sin))
+    cos, sin = (merge(table, positions, axes, pair_layout) for table in (cos, sin))
     return tuple(rope.rotate(x, cos, sin, layout, pair_layout, inverse, rotary_dim) for x in (q, k))
 
 
@@ -36,7 +36,7 @@ def axis_of_frequency(mrope_section, section_layout, device="cpu"):
     return is_h.long() + 2 * is_w.long()
 
 
-def _merge(table, positions, axes, pair_layout):
+def merge(table, positions, axes, pair_layout):
     """[3, B, S, W] -> [B, S, W]: each column from the axis that owns its frequency."""
     if positions is not None:
         table = torch.stack([rope.gather(table[0], positions[axis]) for axis in range(3)])

@@ -1,4 +1,4 @@
-"""mrope in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""Shared by mrope and qk_norm_rope: mrope in Triton, for Ascend and NVIDIA; defined in reference.py
 
 As rope, but a tile's coefficients come from three rows, T, H and W, merged on chip.
 """
@@ -36,7 +36,7 @@ def _merge(t, h, w, H_END: tl.constexpr, W_END: tl.constexpr, T_PAIRS: tl.conste
 
 
 @triton.jit
-def _load_axis(table, positions, axis, token, b, rows, length, table_a, table_b, table_s, pos_a,
+def load_axis(table, positions, axis, token, b, rows, length, table_a, table_b, table_s, pos_a,
                pos_b, pos_s, P: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
                FULL: tl.constexpr, INDEXED: tl.constexpr, BT: tl.constexpr):  # fmt: skip
     """The table entries of one axis, as `load_row` gives them. token: int32 [BT, 1], or one if
@@ -54,17 +54,17 @@ def _load_axis(table, positions, axis, token, b, rows, length, table_a, table_b,
 
 
 @triton.jit
-def _load_merged(table, positions, token, b, rows, length, table_a, table_b, table_s, pos_a, pos_b,
+def load_merged(table, positions, token, b, rows, length, table_a, table_b, table_s, pos_a, pos_b,
                  pos_s, P: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
                  FULL: tl.constexpr, INDEXED: tl.constexpr, BT: tl.constexpr,
                  T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr, W_PAIRS: tl.constexpr,
                  SECTIONS_INTERLEAVED: tl.constexpr):  # fmt: skip
     """A tile's merged entries for the first and the second of each pair."""
-    t1, t2 = _load_axis(table, positions, 0, token, b, rows, length, table_a, table_b, table_s,
+    t1, t2 = load_axis(table, positions, 0, token, b, rows, length, table_a, table_b, table_s,
                         pos_a, pos_b, pos_s, P, PAIRS, INTERLEAVED, FULL, INDEXED, BT)  # fmt: skip
-    h1, h2 = _load_axis(table, positions, 1, token, b, rows, length, table_a, table_b, table_s,
+    h1, h2 = load_axis(table, positions, 1, token, b, rows, length, table_a, table_b, table_s,
                         pos_a, pos_b, pos_s, P, PAIRS, INTERLEAVED, FULL, INDEXED, BT)  # fmt: skip
-    w1, w2 = _load_axis(table, positions, 2, token, b, rows, length, table_a, table_b, table_s,
+    w1, w2 = load_axis(table, positions, 2, token, b, rows, length, table_a, table_b, table_s,
                         pos_a, pos_b, pos_s, P, PAIRS, INTERLEAVED, FULL, INDEXED, BT)  # fmt: skip
     first = _merge(t1, h1, w1, 3 * H_PAIRS, 3 * W_PAIRS, T_PAIRS, H_PAIRS, SECTIONS_INTERLEAVED, P)
     second = _merge(t2, h2, w2, 3 * H_PAIRS, 3 * W_PAIRS, T_PAIRS, H_PAIRS, SECTIONS_INTERLEAVED, P)
@@ -90,12 +90,12 @@ def _mrope_kernel(
             place = start
         else:
             place = start + tl.arange(0, BT)[:, None]
-        cos1, cos2 = _load_merged(
+        cos1, cos2 = load_merged(
             cos, positions, place, b, rows, length, cos_a, cos_b, cos_s, pos_a, pos_b, pos_s,
             P, PAIRS, INTERLEAVED, FULL, INDEXED, BT, T_PAIRS, H_PAIRS, W_PAIRS,
             SECTIONS_INTERLEAVED,
         )  # fmt: skip
-        sin1, sin2 = _load_merged(
+        sin1, sin2 = load_merged(
             sin, positions, place, b, rows, length, sin_a, sin_b, sin_s, pos_a, pos_b, pos_s,
             P, PAIRS, INTERLEAVED, FULL, INDEXED, BT, T_PAIRS, H_PAIRS, W_PAIRS,
             SECTIONS_INTERLEAVED,

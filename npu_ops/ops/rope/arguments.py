@@ -1,4 +1,4 @@
-"""Shared by rope and mrope: what callers pass, checked and turned into what operators take."""
+"""Shared by rope, mrope and qk_norm_rope: callers' arguments, checked, as operators take them."""
 
 from __future__ import annotations
 

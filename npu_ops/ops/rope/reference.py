@@ -1,4 +1,4 @@
-"""Shared by rope and mrope: the definition of rotary embedding, in plain PyTorch."""
+"""Shared by rope, mrope and qk_norm_rope: the definition of rotary embedding, in plain PyTorch."""
 
 from __future__ import annotations
 

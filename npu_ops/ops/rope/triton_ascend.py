@@ -1,4 +1,4 @@
-"""Shared by rope and mrope: kernels in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""Shared by rope, mrope and qk_norm_rope: Triton for Ascend and NVIDIA; defined in reference.py
 
 A program walks over tiles of tokens. It takes a tile's coefficients once and rotates all heads of q
 and of k with them. Tiles are [BT tokens, BH heads, P pairs]; P is a power of two.

@@ -1,0 +1,239 @@
+// qk_norm_rope on the CPU. Definition: npu_ops/ops/qk_norm_rope/reference.py
+#include <cmath>
+#include <string>
+
+#include "common/partials.h"
+#include "common/sum.h"
+#include "mrope/sections.h"
+
+namespace npu_ops {
+namespace {
+
+// A norm's weight as what a normalised head is multiplied by, in fp32.
+std::vector<float> multiplier(const Tensor& weight, bool zero_centered) {
+  std::vector<float> values(weight.numel());
+  dispatch(weight.scalar_type(), "weight", [&]<class W>(W*) {
+    for (size_t i = 0; i < values.size(); ++i)
+      values[i] = load(input<W>(weight)[i]) + (zero_centered ? 1.0f : 0.0f);
+  });
+  return values;
+}
+
+// A head, normalised and not yet rotated, in fp32.
+template <class T>
+NPU_OPS_CLONES void normalise(const T* x, const float* weight, float* y, int64_t dim, float eps) {
+  const float squares = sum(dim, [&](int64_t i) { return load(x[i]) * load(x[i]); });
+  const float r = 1.0f / std::sqrt(squares / static_cast<float>(dim) + eps);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < dim; ++i) y[i] = load(x[i]) * r * weight[i];
+}
+
+template <class T>
+NPU_OPS_CLONES void widen(const T* x, float* out, int64_t dim) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < dim; ++i) out[i] = load(x[i]);
+}
+
+template <class T>
+NPU_OPS_CLONES void narrow(const float* x, T* out, int64_t dim) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < dim; ++i) store(out + i, x[i]);
+}
+
+// The gradient of a head from that of its normalised form; adds to the weight's.
+template <class T>
+NPU_OPS_CLONES void normalise_backward(const float* grad_y, const T* x, const float* weight,
+                                       T* grad_x, float* grad_weight, int64_t dim, float eps) {
+  const float squares = sum(dim, [&](int64_t i) { return load(x[i]) * load(x[i]); });
+  const float r = 1.0f / std::sqrt(squares / static_cast<float>(dim) + eps);
+  const float dot = sum(dim, [&](int64_t i) { return grad_y[i] * weight[i] * load(x[i]); });
+  const float along = r * (r * (dot / static_cast<float>(dim)));
+#pragma GCC ivdep
+  for (int64_t i = 0; i < dim; ++i) {
+    const float value = load(x[i]);
+    grad_weight[i] += grad_y[i] * (value * r);
+    store(grad_x + i, r * (grad_y[i] * weight[i] - value * along));
+  }
+}
+
+// The heads of one kind in a tensor [B, S, ..]: in the projection, or in a tensor of their own.
+struct Part {
+  // `step` heads further is the next one of this kind.
+  static Part inside(const Tensor& qkv, int64_t first, int64_t heads, int64_t step, int64_t dim) {
+    return {heads, first * dim, qkv.stride(0), qkv.stride(1), step * dim};
+  }
+  static Part own(const Tensor& x) { return {x.size(2), 0, x.stride(0), x.stride(1), x.stride(2)}; }
+  int64_t at(int64_t b, int64_t s, int64_t n) const {
+    return first + b * batch_step + s * token_step + n * head_step;
+  }
+  int64_t heads, first, batch_step, token_step, head_step;
+};
+
+// Where q, k, v and the gate lie in a projection.
+struct Parts {
+  Parts(const Tensor& qkv, int64_t heads, int64_t kv_heads, int64_t dim, bool gated)
+      : q(Part::inside(qkv, 0, heads, gated ? 2 : 1, dim)),
+        k(Part::inside(qkv, heads * (gated ? 2 : 1), kv_heads, 1, dim)),
+        v(Part::inside(qkv, heads * (gated ? 2 : 1) + kv_heads, kv_heads, 1, dim)),
+        gate(Part::inside(qkv, 1, gated ? heads : 0, 2, dim)) {}
+  Part q, k, v, gate;
+};
+
+// The coefficients of any token.
+class Tables {
+ public:
+  Tables(const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& positions,
+         const std::vector<int64_t>& section, const std::string& section_layout,
+         const std::string& pair_layout, int64_t rotary_dim, int64_t length)
+      : pair(pair_layout, rotary_dim, cos.size(-1)),
+        cos_(cos),
+        sin_(sin),
+        rows_(positions, cos.size(2), length),
+        spans_(section.empty() ? std::vector<Span>{{0, pair.pairs, 1}}
+                               : owned(section, section_layout == "interleaved", pair.pairs)) {}
+  template <class C>
+  void take_token(int64_t b, int64_t s, Coefficients to, bool inverse) const {
+    for (size_t axis = 0; axis < spans_.size(); ++axis) {
+      const int64_t row = rows_.at(axis, b, s);
+      take(input<C>(cos_) + at(cos_, axis, b, row), input<C>(sin_) + at(sin_, axis, b, row), to,
+           spans_[axis], pair.step, pair.shift, inverse);
+    }
+  }
+  PairLayout pair;
+
+ private:
+  static int64_t at(const Tensor& table, int64_t axis, int64_t b, int64_t row) {
+    return (table.size(0) == 1 ? 0 : axis * table.stride(0)) +
+           (table.size(1) == 1 ? 0 : b * table.stride(1)) + row * table.stride(2);
+  }
+  const Tensor &cos_, &sin_;
+  Rows rows_;
+  std::vector<Span> spans_;
+};
+
+// A thread's memory: one token's coefficients, and one head.
+struct Scratch {
+  Scratch(const PairLayout& pair, int64_t dim)
+      : values(pair.row_size() + dim),
+        coefficients(values.data(), pair.pairs),
+        head(values.data() + pair.row_size()) {}
+  std::vector<float> values;
+  Coefficients coefficients;
+  float* head;
+};
+
+template <class T>
+void copy_heads(const T* from, const Part& source, T* to, const Part& target, int64_t b, int64_t s,
+                int64_t dim) {
+  for (int64_t n = 0; n < target.heads; ++n)
+    std::memcpy(to + target.at(b, s, n), from + source.at(b, s, n), dim * sizeof(T));
+}
+
+void forward(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin,
+             std::optional<Tensor> positions, int64_t heads, int64_t kv_heads, double eps,
+             bool zero_centered, bool gated, std::vector<int64_t> section,
+             std::string section_layout, std::string pair_layout, int64_t rotary_dim, Tensor q,
+             Tensor k, std::optional<Tensor> v, std::optional<Tensor> gate) {
+  const int64_t length = qkv.size(1), tokens = qkv.size(0) * length, dim = q_weight.numel();
+  const Tables tables(cos, sin, positions, section, section_layout, pair_layout, rotary_dim,
+                      length);
+  const auto of_q = multiplier(q_weight, zero_centered), of_k = multiplier(k_weight, zero_centered);
+  const Parts from(qkv, heads, kv_heads, dim, gated);
+  for (const Tensor* out : {&q, &k, v ? &*v : nullptr, gate ? &*gate : nullptr})
+    if (out) prefer_huge_pages(*out);
+  dispatch(qkv.scalar_type(), "qkv", [&]<class T>(T*) {
+    const T* x = input<T>(qkv);
+    const auto one = [&](const Part& part, const Tensor& to, const float* weight, int64_t b,
+                         int64_t s, Scratch& scratch) {
+      const Part target = Part::own(to);
+      for (int64_t n = 0; n < part.heads; ++n) {
+        normalise(x + part.at(b, s, n), weight, scratch.head, dim, static_cast<float>(eps));
+        rotate_head(scratch.head, scratch.head, scratch.coefficients, tables.pair, dim);
+        narrow(scratch.head, output<T>(to) + target.at(b, s, n), dim);
+      }
+    };
+    dispatch(cos.scalar_type(), "cos", [&]<class C>(C*) {
+      parallel(tokens, 2 * qkv.size(2), [&](int64_t begin, int64_t end) {
+        Scratch scratch(tables.pair, dim);
+        for (int64_t token = begin; token < end; ++token) {
+          const int64_t b = token / length, s = token % length;
+          tables.take_token<C>(b, s, scratch.coefficients, false);
+          one(from.q, q, of_q.data(), b, s, scratch);
+          one(from.k, k, of_k.data(), b, s, scratch);
+          if (v) copy_heads(x, from.v, output<T>(*v), Part::own(*v), b, s, dim);
+          if (gate) copy_heads(x, from.gate, output<T>(*gate), Part::own(*gate), b, s, dim);
+        }
+      });
+    });
+  });
+}
+
+// The gradient of what was copied, or zeros.
+template <class T>
+void fill_heads(const std::optional<Tensor>& grad, T* to, const Part& target, int64_t b, int64_t s,
+                int64_t dim) {
+  if (grad) return copy_heads(input<T>(*grad), Part::own(*grad), to, target, b, s, dim);
+  for (int64_t n = 0; n < target.heads; ++n)
+    std::memset(to + target.at(b, s, n), 0, dim * sizeof(T));
+}
+
+void backward(Tensor grad_q, Tensor grad_k, std::optional<Tensor> grad_v,
+              std::optional<Tensor> grad_gate, Tensor qkv, Tensor q_weight, Tensor k_weight,
+              Tensor cos, Tensor sin, std::optional<Tensor> positions, int64_t heads,
+              int64_t kv_heads, double eps, bool zero_centered, bool gated,
+              std::vector<int64_t> section, std::string section_layout, std::string pair_layout,
+              int64_t rotary_dim, Tensor grad_qkv, Tensor grad_q_weight, Tensor grad_k_weight) {
+  const int64_t length = qkv.size(1), tokens = qkv.size(0) * length, dim = q_weight.numel();
+  const Tables tables(cos, sin, positions, section, section_layout, pair_layout, rotary_dim,
+                      length);
+  const auto of_q = multiplier(q_weight, zero_centered), of_k = multiplier(k_weight, zero_centered);
+  const Parts from(qkv, heads, kv_heads, dim, gated), to(grad_qkv, heads, kv_heads, dim, gated);
+  Partials sums(tokens, 2 * dim, true);
+  prefer_huge_pages(grad_qkv);
+  dispatch(qkv.scalar_type(), "qkv", [&]<class T>(T*) {
+    const T* x = input<T>(qkv);
+    T* result = output<T>(grad_qkv);
+    const auto one = [&](const Part& part, const Part& target, const Tensor& grad,
+                         const float* weight, float* total, int64_t b, int64_t s,
+                         Scratch& scratch) {
+      const Part source = Part::own(grad);
+      for (int64_t n = 0; n < part.heads; ++n) {
+        widen(input<T>(grad) + source.at(b, s, n), scratch.head, dim);
+        rotate_head(scratch.head, scratch.head, scratch.coefficients, tables.pair, dim);
+        normalise_backward(scratch.head, x + part.at(b, s, n), weight, result + target.at(b, s, n),
+                           total, dim, static_cast<float>(eps));
+      }
+    };
+    dispatch(cos.scalar_type(), "cos", [&]<class C>(C*) {
+      const int64_t cost = 3 * sums.block_rows * qkv.size(2);
+      parallel(sums.blocks, cost, [&](int64_t begin, int64_t end) {
+        Scratch scratch(tables.pair, dim);
+        for (int64_t block = begin; block < end; ++block) {
+          float* total = sums.block(block);
+          const int64_t last = std::min(tokens, (block + 1) * sums.block_rows);
+          for (int64_t token = block * sums.block_rows; token < last; ++token) {
+            const int64_t b = token / length, s = token % length;
+            tables.take_token<C>(b, s, scratch.coefficients, true);
+            one(from.q, to.q, grad_q, of_q.data(), total, b, s, scratch);
+            one(from.k, to.k, grad_k, of_k.data(), total + dim, b, s, scratch);
+            fill_heads(grad_v, result, to.v, b, s, dim);
+            fill_heads(grad_gate, result, to.gate, b, s, dim);
+          }
+        }
+      });
+    });
+  });
+  std::vector<float> both(2 * dim);
+  sums.total(both.data());
+  std::copy_n(both.data(), dim, output<float>(grad_q_weight));
+  std::copy_n(both.data() + dim, dim, output<float>(grad_k_weight));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(npu_ops, CPU, m) {
+  m.impl("qk_norm_rope_cpu", TORCH_BOX(&forward));
+  m.impl("qk_norm_rope_backward_cpu", TORCH_BOX(&backward));
+}
+
+}  // namespace npu_ops

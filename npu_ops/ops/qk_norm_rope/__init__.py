@@ -1,0 +1,133 @@
+"""What is before attention in Qwen3: split of the projection, norm of q and k heads, rotation."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core.registry import explains
+from npu_ops.core.signature import call_of
+from npu_ops.ops.qk_norm_rope import op, reference
+from npu_ops.ops.qk_norm_rope.arguments import by_position, by_table
+
+__all__ = ["qk_norm_rope", "qk_norm_rope_cached"]
+
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def qk_norm_rope(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+    gated: bool = False,
+    mrope_section: list[int] | None = None,
+    section_layout: str | None = None,
+    pair_layout: str = "half",
+    rotary_dim: int | None = None,
+    copy_rest: bool = True,
+) -> Outputs:
+    """Split a fused projection, RMS-normalise each head of q and k, and rotate them: one pass.
+
+    Computed in fp32 whatever the dtypes and rounded once, where a norm and a rotation by themselves
+    round twice and transformers four times. The gradients of the weights are summed in fp32, in an
+    order that does not change from run to run.
+
+    Args:
+        qkv: `[B, S, W]` or packed `[T, W]`, float32, bfloat16, float16 or float64; a slice of
+            something wider is read in place. A row is N query heads, KV key heads, KV value heads;
+            W = (N + 2 KV) D, or (2 N + 2 KV) D if gated.
+        q_weight, k_weight: `[D]`, D the head dimension.
+        cos, sin: `[B or 1, S, R]` or, packed, `[T, R]`, as `apply_rotary_pos_emb` takes them: R the
+            rotary dimension or half of it. With an mrope_section, three of them, `[3, ..]`, for T,
+            H and W.
+        num_heads, num_kv_heads: N and KV.
+        eps: 0 or more.
+        zero_centered: the norm multiplies by 1 + weight (Qwen3-Next, Qwen3.5), not by weight.
+        gated: behind each head's query lies its gate (Qwen3-Next, Qwen3.5).
+        mrope_section, section_layout: as in `apply_multimodal_rotary_pos_emb`; None: one axis.
+        pair_layout, rotary_dim: as in `apply_rotary_pos_emb`.
+        copy_rest: False returns v and the gate as views of qkv, which costs nothing where no
+            gradient is needed. With one, copies are cheaper: qkv's gradient is then one pass too.
+
+    Returns:
+        q `[.., N, D]`, k and v `[.., KV, D]`, and the gate `[.., N, D]` or None, of qkv's dtype,
+        contiguous if they are no views. Differentiable once in qkv, q_weight and k_weight.
+
+    Raises:
+        TypeError: a dtype. ValueError: a shape, a device, heads, eps, sections that do not fit
+            R / 2, cos or sin that require a gradient. NotImplementedError: in backward of backward.
+
+    Source: transformers `Qwen3Attention`, `Qwen3VLTextAttention` and `Qwen3NextAttention`.
+    """
+    return _run(by_table, Call(
+        qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, zero_centered, gated,
+        mrope_section, section_layout, pair_layout, rotary_dim, copy_rest,
+    ))  # fmt: skip
+
+
+def qk_norm_rope_cached(
+    positions: torch.Tensor,
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+    gated: bool = False,
+    mrope_section: list[int] | None = None,
+    section_layout: str | None = None,
+    pair_layout: str = "half",
+    rotary_dim: int | None = None,
+    copy_rest: bool = True,
+) -> Outputs:
+    """The serving form of `qk_norm_rope`: angles are looked up by position.
+
+    Args:
+        positions: `[T]` or `[B, S]`, int32 or int64, as qkv's tokens; with an mrope_section also
+            `[3, ..]`, rows T, H, W.
+        cos_sin_cache: `[max_position, R]`, cosines in the first R / 2 columns, sines in the rest.
+        rotary_dim: R; None: the cache's width. Given, the cache must have that width.
+        Otherwise as `qk_norm_rope`.
+
+    Returns:
+        As `qk_norm_rope`.
+
+    Raises:
+        As `qk_norm_rope`; ValueError for a position outside the cache (on the CPU; on a device what
+        is rotated of its token becomes NaN).
+
+    Source: SGLang and vLLM, `Qwen3Attention`.
+    """
+    return _run(by_position, CachedCall(
+        positions, qkv, q_weight, k_weight, cos_sin_cache, num_heads, num_kv_heads, eps,
+        zero_centered, gated, mrope_section, section_layout, pair_layout, rotary_dim, copy_rest,
+    ))  # fmt: skip
+
+
+Call = call_of(qk_norm_rope)
+CachedCall = call_of(qk_norm_rope_cached)
+
+
+def _run(inputs_of, call) -> Outputs:
+    q, k, v, gate = op.forward(*inputs_of(call))
+    if not call.copy_rest:
+        sizes = call.num_heads, call.num_kv_heads, call.q_weight.shape[0], call.gated
+        _, _, v, gate = reference.split(call.qkv, *sizes)
+    return q, k, v, gate if call.gated else None
+
+
+explains("qk_norm_rope", op.forward, lambda *args, **named: by_table(Call(*args, **named)))
+explains(
+    "qk_norm_rope_cached",
+    op.forward,
+    lambda *args, **named: by_position(CachedCall(*args, **named)),
+)

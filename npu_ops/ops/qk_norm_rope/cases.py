@@ -1,0 +1,184 @@
+"""Named shapes and tolerances of qk_norm_rope, for tests, benchmarks and tools."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from npu_ops.core import make
+from npu_ops.core.cases import Call
+from npu_ops.core.compare import Tolerance
+from npu_ops.core.models import MODELS, Model
+from npu_ops.ops.rope.cases import tables
+
+# Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. The gradient
+# of a weight is a sum over tokens and heads of few elements: its ratio is that of the worst
+# rounding.
+TOLERANCES = {
+    torch.float64: Tolerance(ratio=1e-14, max_abs=1e-13),
+    torch.float32: Tolerance(ratio=2e-6, max_abs=4e-6),
+    torch.float16: Tolerance(ratio=5e-4, max_abs=1e-3),
+    torch.bfloat16: Tolerance(ratio=4e-3, max_abs=8e-3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """qkv is [batch, tokens, ..], or packed [tokens, ..] where batch is None.
+
+    section: of three axes; None for one. cached: positions and a cache, which is fp32, instead of
+    tables. half_table: cos and sin have one column for each pair.
+    behind: elements of each token that lie behind what is split.
+    large: takes seconds; for benchmarks and `make test-all`.
+    """
+
+    name: str
+    tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+    rotary_dim: int = 128
+    theta: float = 1e6
+    section: tuple[int, int, int] | None = None
+    section_layout: str = "interleaved"
+    gated: bool = False
+    zero_centered: bool = False
+    pair_layout: str = "half"
+    batch: int | None = None
+    cached: bool = False
+    half_table: bool = False
+    behind: int = 0
+    copy_rest: bool = True
+    large: bool = False
+
+    @property
+    def function(self) -> str:
+        """The public function that it is a call of."""
+        return "qk_norm_rope_cached" if self.cached else "qk_norm_rope"
+
+    def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
+        """Arguments: normal, weights around 1 or, zero-centered, 0; the same on every device."""
+        draw = torch.Generator(device="cpu").manual_seed(seed)
+        queries = self.num_heads * (2 if self.gated else 1)
+        width = (queries + 2 * self.num_kv_heads) * self.head_dim
+        tokens = (self.tokens,) if self.batch is None else (self.batch, self.tokens)
+        qkv = make.normal((*tokens, width + self.behind), draw).to(device, dtype)
+        weights = (make.normal((self.head_dim,), draw) / 4 for _ in range(2))
+        q_weight, k_weight = (w if self.zero_centered else 1 + w for w in weights)
+        given = {
+            "qkv": qkv[..., :width],
+            "q_weight": q_weight.to(device, dtype),
+            "k_weight": k_weight.to(device, dtype),
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "zero_centered": self.zero_centered,
+            "gated": self.gated,
+            "pair_layout": self.pair_layout,
+            "rotary_dim": self.rotary_dim,
+            "copy_rest": self.copy_rest,
+        }
+        if self.section is not None:
+            given |= {"mrope_section": list(self.section), "section_layout": self.section_layout}
+        return given | {n: x.to(device) for n, x in self._angles(tokens, draw).items()}
+
+    def _angles(self, tokens: tuple[int, ...], draw: torch.Generator) -> dict:
+        """Random positions on each axis, as tables or as they are."""
+        settings = self.rotary_dim, self.theta, self.pair_layout
+        axes = () if self.section is None else (3,)
+        if not self.cached:
+            positions = make.integers(32768, (*axes, *tokens), draw)
+            cos, sin = tables(positions, *settings, self.half_table)
+            return {"cos": cos, "sin": sin}
+        cache = torch.cat(tables(make.counted(4096), *settings, True), -1)
+        positions = make.integers(4096, (*axes, *tokens), draw)
+        return {"positions": positions, "cos_sin_cache": cache}
+
+
+def model_case(name: str, model: Model, tokens: int, tp: int = 1, **changes) -> Case:
+    """One rank of a model under tensor parallelism."""
+    of_next = model.head_dim == 256  # Qwen3-Next and Qwen3.5
+    return Case(
+        name, tokens, model.heads // tp, max(1, model.kv_heads // tp), model.head_dim,
+        model.rotary_dim, model.theta, model.section, model.section_layout, of_next, of_next,
+        **changes,
+    )  # fmt: skip
+
+
+# The first is what `npu-ops doctor` asks about.
+_NAMED = ("qwen3-8b", "qwen3-vl-8b", "qwen3.5-9b", "qwen3-next-80b-a3b")
+
+CASES = [
+    *(
+        model_case(f"{name}-t{tokens}", MODELS[name], tokens, large=tokens > 64)
+        for name in _NAMED
+        for tokens in (1, 64, 8192)
+    ),
+    *(
+        model_case(f"{name}-serve-t{tokens}", MODELS[name], tokens, 4, cached=True,
+                   copy_rest=False, large=tokens > 64)
+        for name in _NAMED[:3]
+        for tokens in (1, 64, 8192)
+    ),
+    model_case("qwen3-vl-8b-tp8-t64", MODELS["qwen3-vl-8b"], 64, 8),
+    Case("odd-t0", 0, 3, 1, 20, 12),
+    Case("odd-t1-gated", 1, 3, 2, 20, 12, gated=True, zero_centered=True, behind=4),
+    Case("odd-t63-gated-pairs", 63, 5, 2, 48, 32, gated=True, pair_layout="interleaved", batch=2),
+    Case("odd-t65-sections", 65, 3, 3, 80, 48, section=(10, 8, 6), section_layout="chunked",
+         batch=3, behind=7),
+    Case("odd-t31-sections-pairs", 31, 3, 1, 24, 24, section=(4, 4, 4), pair_layout="interleaved",
+         gated=True),
+    Case("odd-t33-half-table", 33, 2, 1, 96, 64, half_table=True, batch=2, copy_rest=False),
+    Case("odd-t7-cached-pairs", 7, 3, 1, 40, 40, cached=True, pair_layout="interleaved", batch=2),
+    Case("odd-t5-cached-sections", 5, 2, 2, 72, 36, section=(8, 6, 4), cached=True, batch=2,
+         zero_centered=True),
+    Case("wide-512-t3", 3, 2, 1, 512, 128),
+    Case("wide-640-t2", 2, 1, 1, 640, 640),
+]  # fmt: skip
+
+# What the function is differentiable in.
+DIFFERENTIABLE = ("qkv", "q_weight", "k_weight")
+# Across these, every branch of the Triton kernels.
+REPRESENTATIVE = (
+    "qwen3-8b-t64", "qwen3-vl-8b-tp8-t64", "qwen3.5-9b-t64", "qwen3-8b-serve-t64",
+    "qwen3-vl-8b-serve-t64", "qwen3.5-9b-serve-t64", "odd-t63-gated-pairs", "odd-t65-sections",
+    "odd-t31-sections-pairs", "odd-t33-half-table", "odd-t7-cached-pairs",
+)  # fmt: skip
+
+
+def _call(draw):
+    return {
+        "qkv": draw(2, 5, 7 * 8), "q_weight": draw(8), "k_weight": draw(8), "cos": draw(2, 5, 8),
+        "sin": draw(2, 5, 8), "num_heads": 3, "num_kv_heads": 2, "eps": 0.1,
+    }  # fmt: skip
+
+
+def _call_gated(draw):
+    return {
+        "qkv": draw(5, 8 * 8), "q_weight": draw(8), "k_weight": draw(8), "cos": draw(3, 5, 3),
+        "sin": draw(3, 5, 3), "num_heads": 3, "num_kv_heads": 1, "gated": True, "eps": 0.1,
+        "zero_centered": True, "mrope_section": [1, 1, 1], "section_layout": "interleaved",
+        "pair_layout": "interleaved", "rotary_dim": 6,
+    }  # fmt: skip
+
+
+def _call_by_position(draw):
+    return {
+        "positions": make.indices([3, 1, 4, 15, 9]), "qkv": draw(5, 5 * 8), "q_weight": draw(8),
+        "k_weight": draw(8), "cos_sin_cache": draw(20, 8), "num_heads": 3, "num_kv_heads": 1,
+        "eps": 0.1,
+    }  # fmt: skip
+
+
+CALLS = [
+    Call("qk_norm_rope", _call),
+    Call("qk_norm_rope", _call_gated, "qk_norm_rope_gated"),
+    Call("qk_norm_rope_cached", _call_by_position, "qk_norm_rope_cached"),
+]
+
+
+def of_model(model: Model, tokens: int) -> list[Case]:
+    """Text, with positions of images in it where the model has such."""
+    if model.head_dim == 128 and model.section_layout == "chunked":
+        return []  # Qwen2-VL has no norm of q and k
+    return [model_case("text", model, tokens)]

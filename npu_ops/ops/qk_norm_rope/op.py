@@ -1,0 +1,108 @@
+"""qk_norm_rope, declared: what it takes, what it writes, who computes it."""
+
+from __future__ import annotations
+
+from npu_ops.core import check, indices
+from npu_ops.core.library import dense_like
+from npu_ops.core.operator import Backward, Operator
+from npu_ops.ops.qk_norm_rope import reference
+from npu_ops.ops.rms_norm_gated.reference import compute_dtype
+
+# qkv: [B, S, W] or [T, W]. cos, sin: [A, Bc, rows, W], positions: [A, Bp, S]; A is 3 with a
+# section, else 1.
+_INPUTS = (
+    "Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, Tensor? positions, "
+    "int num_heads, int num_kv_heads, float eps, bool zero_centered, bool gated, "
+    "int[] mrope_section, str section_layout, str pair_layout, int rotary_dim"
+)
+# Wider heads do not fit a tile of one head in the backward kernel.
+WIDEST = 512
+
+
+def _outputs(inputs):
+    """q `[..., N, D]` and k `[..., KV, D]`; v and the gate where they are copied."""
+    dim = inputs.q_weight.shape[0]
+
+    def heads(number, wanted=True):
+        shape = (*inputs.qkv.shape[:-1], number, dim)
+        return inputs.qkv.new_empty(shape) if wanted else None
+
+    queries, keys = inputs.num_heads, inputs.num_kv_heads
+    v = heads(keys, inputs.copy_rest)
+    return heads(queries), heads(keys), v, heads(queries, inputs.copy_rest and inputs.gated)
+
+
+def _gradients(inputs):
+    """Those of the weights, which are sums, are wide."""
+    wide = compute_dtype(inputs.qkv, inputs.q_weight, inputs.k_weight)
+    weights = (dense_like(weight, wide) for weight in (inputs.q_weight, inputs.k_weight))
+    return dense_like(inputs.qkv), *weights
+
+
+def _lay_out(arguments):
+    """Packed tokens as a batch of one; what kernels read has its last dimension in one piece."""
+    packed = arguments.qkv.dim() == 2
+    outputs = ("q", "k", "v", "gate", "grad_qkv")
+    batched = ("qkv", "grad_q", "grad_k", "grad_v", "grad_gate", *outputs)
+    laid = {}
+    for name, x in zip(arguments._fields, arguments, strict=True):
+        if name in batched and x is not None:
+            laid[name] = x.unsqueeze(0) if packed else x
+            if name not in outputs:
+                laid[name] = _in_one_piece(laid[name])
+        elif name in ("cos", "sin"):
+            laid[name] = _in_one_piece(x)
+        elif name in ("q_weight", "k_weight"):
+            laid[name] = x.contiguous()
+    return arguments._replace(**laid)
+
+
+def _in_one_piece(x):
+    """x with its last dimension contiguous, and rows that do not overlap by a stride of 0."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _why_not(arguments) -> str | None:
+    cos, sin = check.short(arguments.cos.dtype), check.short(arguments.sin.dtype)
+    return None if cos == sin else f"cos is {cos} and sin is {sin}"
+
+
+def _why_not_triton(arguments) -> str | None:
+    dim = arguments.q_weight.shape[0]
+    if dim > WIDEST:
+        return f"heads of {dim} elements are longer than {WIDEST}"
+    return _why_not(arguments)
+
+
+def _no_tokens(arguments) -> bool:
+    return not arguments.qkv.numel()
+
+
+def _check_positions(arguments) -> None:
+    rows = arguments.cos.shape[-2]
+    indices.check_within("positions", arguments.positions, 0, rows - 1)
+
+
+_SHARED = {
+    "lay_out": _lay_out,
+    "why_not": {"cpu": _why_not, "triton_ascend": _why_not_triton},
+    "is_empty": _no_tokens,
+    "check_indices": _check_positions,
+}
+forward = Operator(
+    "qk_norm_rope",
+    takes=_INPUTS,
+    shapes="bool copy_rest",
+    writes="q, k, v?, gate?",
+    new=_outputs,
+    reference=reference.qk_norm_rope,
+    **_SHARED,
+)
+backward = Backward(
+    forward,
+    takes=f"Tensor grad_q, Tensor grad_k, Tensor? grad_v, Tensor? grad_gate, {_INPUTS}",
+    writes="grad_qkv, grad_q_weight, grad_k_weight",
+    new=_gradients,
+    reference=reference.qk_norm_rope_backward,
+    **_SHARED,
+)

@@ -1,0 +1,440 @@
+"""qk_norm_rope in Triton, for Ascend and NVIDIA. Definition: reference.py
+
+A program walks over tiles of tokens. It takes a tile's coefficients once, and normalises and
+rotates all heads of q and of k with them. A tile is [BT tokens, BH heads]; a head is the first and
+the second elements of its pairs, [P] each, and the tail that is not rotated, [BD].
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+from npu_ops.ops.mrope.triton_ascend import load_axis, load_merged
+from npu_ops.ops.rope.triton_ascend import NARROWEST, TABLE_PAIRS, with_direction
+
+# Bytes that an element of a head needs on chip at the most (fp32), by the plan of the vendor's
+# compiler, by whether pairs are interleaved: splitting those takes more room.
+TILE = {False: tile_elements(48), True: tile_elements(96)}
+BACKWARD_TILE = {False: tile_elements(96), True: tile_elements(192)}
+# Tokens in a tile at the most: their coefficients lie on chip too, those of three axes. With more
+# than one, the compiler spreads them over the heads, for which the backward kernel has no room.
+TOKENS, BACKWARD_TOKENS = 4, 1
+# Pieces that the tokens are cut into for the sums over them.
+PIECES = 48
+
+
+@triton.jit
+def _load_head(x, exists, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr,
+               TAIL: tl.constexpr, INTERLEAVED: tl.constexpr, BT: tl.constexpr,
+               BH: tl.constexpr):  # fmt: skip
+    """The first of each pair, the second and the tail of heads [BT, BH, 1], fp32; 0 where there is
+    nothing. Without a tail, the tail is not to be used."""
+    if INTERLEAVED:  # as they lie, split on chip: a strided load would move single elements
+        e = tl.arange(0, 2 * P)[None, None, :]
+        both = tl.load(x + e, mask=exists & (e < 2 * PAIRS), other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(both, (BT, BH, P, 2)))
+    else:
+        j = tl.arange(0, P)[None, None, :]
+        mask = exists & (j < PAIRS)
+        first = tl.load(x + j, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(x + j + PAIRS, mask=mask, other=0.0).to(tl.float32)
+    tail = first
+    if TAIL > 0:
+        d = tl.arange(0, BD)[None, None, :]
+        tail = tl.load(x + 2 * PAIRS + d, mask=exists & (d < TAIL), other=0.0).to(tl.float32)
+    return first, second, tail
+
+
+@triton.jit
+def _store_head(out, first, second, tail, exists, P: tl.constexpr, PAIRS: tl.constexpr,
+                BD: tl.constexpr, TAIL: tl.constexpr, INTERLEAVED: tl.constexpr, BT: tl.constexpr,
+                BH: tl.constexpr):  # fmt: skip
+    dtype = out.dtype.element_ty
+    if INTERLEAVED:
+        e = tl.arange(0, 2 * P)[None, None, :]
+        both = tl.reshape(tl.join(first, second), (BT, BH, 2 * P))
+        tl.store(out + e, both.to(dtype), mask=exists & (e < 2 * PAIRS))
+    else:
+        j = tl.arange(0, P)[None, None, :]
+        mask = exists & (j < PAIRS)
+        tl.store(out + j, first.to(dtype), mask=mask)
+        tl.store(out + j + PAIRS, second.to(dtype), mask=mask)
+    if TAIL > 0:
+        d = tl.arange(0, BD)[None, None, :]
+        tl.store(out + 2 * PAIRS + d, tail.to(dtype), mask=exists & (d < TAIL))
+
+
+@triton.jit
+def _multipliers(weight, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr,
+                 TAIL: tl.constexpr, INTERLEAVED: tl.constexpr,
+                 ZERO_CENTERED: tl.constexpr):  # fmt: skip
+    """What a normalised head is multiplied by, [1, 1, P] twice and [1, 1, BD]."""
+    first, second, tail = _load_head(
+        weight, tl.full((1, 1, 1), True, tl.int1), P, PAIRS, BD, TAIL, INTERLEAVED, 1, 1
+    )
+    if ZERO_CENTERED:
+        first, second, tail = first + 1.0, second + 1.0, tail + 1.0
+    return first, second, tail
+
+
+@triton.jit
+def _reciprocal_rms(first, second, tail, eps, D: tl.constexpr, TAIL: tl.constexpr):
+    """Of heads, [BT, BH, 1]."""
+    squares = tl.sum(first * first + second * second, axis=2)
+    if TAIL > 0:
+        squares += tl.sum(tail * tail, axis=2)
+    return (1.0 / tl.sqrt(squares / D + eps))[:, :, None]
+
+
+@triton.jit
+def _coefficients(
+    cos, sin, positions, start, b, rows, length, cos_a, cos_b, cos_s, sin_a, sin_b, sin_s,
+    pos_a, pos_b, pos_s, P: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    FULL: tl.constexpr, INDEXED: tl.constexpr, INVERSE: tl.constexpr, BT: tl.constexpr,
+    SECTIONS: tl.constexpr, T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr, W_PAIRS: tl.constexpr,
+    SECTIONS_INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """A tile's coefficients, as `with_direction` gives them."""
+    if INDEXED:  # BT is 1
+        place = start
+    else:
+        place = start + tl.arange(0, BT)[:, None]
+    if SECTIONS:
+        cos1, cos2 = load_merged(
+            cos, positions, place, b, rows, length, cos_a, cos_b, cos_s, pos_a, pos_b, pos_s, P,
+            PAIRS, INTERLEAVED, FULL, INDEXED, BT, T_PAIRS, H_PAIRS, W_PAIRS, SECTIONS_INTERLEAVED,
+        )  # fmt: skip
+        sin1, sin2 = load_merged(
+            sin, positions, place, b, rows, length, sin_a, sin_b, sin_s, pos_a, pos_b, pos_s, P,
+            PAIRS, INTERLEAVED, FULL, INDEXED, BT, T_PAIRS, H_PAIRS, W_PAIRS, SECTIONS_INTERLEAVED,
+        )  # fmt: skip
+    else:
+        cos1, cos2 = load_axis(
+            cos, positions, 0, place, b, rows, length, cos_a, cos_b, cos_s, pos_a, pos_b, pos_s, P,
+            PAIRS, INTERLEAVED, FULL, INDEXED, BT,
+        )  # fmt: skip
+        sin1, sin2 = load_axis(
+            sin, positions, 0, place, b, rows, length, sin_a, sin_b, sin_s, pos_a, pos_b, pos_s, P,
+            PAIRS, INTERLEAVED, FULL, INDEXED, BT,
+        )  # fmt: skip
+    return with_direction(cos1, cos2, sin1, sin2, INVERSE)
+
+
+@triton.jit
+def _copy_heads(x, out, x_row, out_row, x_head, out_head, inside, heads, D: tl.constexpr,
+                BH: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """Copy all heads of a tile of tokens."""
+    for first_head in range(0, heads, BH):
+        head = first_head + tl.arange(0, BH)[None, :, None]
+        c = tl.arange(0, BC)[None, None, :]
+        mask = inside & (head < heads) & (c < D)
+        at = head.to(tl.int64)
+        value = tl.load(x + x_row + at * x_head + c, mask=mask, other=0.0)
+        tl.store(out + out_row + at * out_head + c, value, mask=mask)
+
+
+@triton.jit
+def _clear_heads(out, out_row, out_head, inside, heads, D: tl.constexpr, BT: tl.constexpr,
+                 BH: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """Zeros for all heads of a tile of tokens."""
+    for first_head in range(0, heads, BH):
+        head = first_head + tl.arange(0, BH)[None, :, None]
+        c = tl.arange(0, BC)[None, None, :]
+        zeros = tl.zeros((BT, BH, BC), out.dtype.element_ty)
+        at = out + out_row + head.to(tl.int64) * out_head + c
+        tl.store(at, zeros, mask=inside & (head < heads) & (c < D))
+
+
+@triton.jit
+def _heads_forward(
+    x, out, x_row, out_row, x_head, out_head, inside, heads, w1, w2, w3, cos1, cos2, across1,
+    across2, eps, D: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr,
+    TAIL: tl.constexpr, INTERLEAVED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """Normalise and rotate every head of a tile of tokens.
+
+    x_row, out_row: where each token starts, int64 [BT, 1, 1]; inside: whether it exists.
+    """
+    for first_head in range(0, heads, BH):
+        head = first_head + tl.arange(0, BH)[None, :, None]
+        exists = inside & (head < heads)
+        at = head.to(tl.int64)
+        x1, x2, x3 = _load_head(
+            x + x_row + at * x_head, exists, P, PAIRS, BD, TAIL, INTERLEAVED, BT, BH
+        )
+        r = _reciprocal_rms(x1, x2, x3, eps, D, TAIL)
+        y1, y2, y3 = x1 * r * w1, x2 * r * w2, x3
+        if TAIL > 0:
+            y3 = x3 * r * w3
+        _store_head(out + out_row + at * out_head, y1 * cos1 + y2 * across1,
+                    y2 * cos2 + y1 * across2, y3, exists, P, PAIRS, BD, TAIL, INTERLEAVED, BT,
+                    BH)  # fmt: skip
+
+
+@triton.jit
+def _heads_backward(
+    grad, x, out, grad_row, x_row, out_row, grad_head, x_head, out_head, inside, heads, w1, w2, w3,
+    cos1, cos2, across1, across2, sum1, sum2, sum3, eps, D: tl.constexpr, P: tl.constexpr,
+    PAIRS: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BT: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of every head of a tile of tokens, and add to the weight's sums."""
+    for first_head in range(0, heads, BH):
+        head = first_head + tl.arange(0, BH)[None, :, None]
+        exists = inside & (head < heads)
+        at = head.to(tl.int64)
+        g1, g2, g3 = _load_head(
+            grad + grad_row + at * grad_head, exists, P, PAIRS, BD, TAIL, INTERLEAVED, BT, BH
+        )
+        x1, x2, x3 = _load_head(
+            x + x_row + at * x_head, exists, P, PAIRS, BD, TAIL, INTERLEAVED, BT, BH
+        )
+        y1 = g1 * cos1 + g2 * across1
+        y2 = g2 * cos2 + g1 * across2
+        r = _reciprocal_rms(x1, x2, x3, eps, D, TAIL)
+        r = tl.where(exists, r, 0.0)  # with an eps of 0 it is infinite where there is no head
+        n1, n2 = x1 * r, x2 * r
+        dot = tl.sum(y1 * w1 * n1 + y2 * w2 * n2, axis=2)
+        n3, d3 = x3, x3
+        if TAIL > 0:
+            n3 = x3 * r
+            dot += tl.sum(g3 * w3 * n3, axis=2)
+        along = (dot / D)[:, :, None]
+        d1 = r * (y1 * w1 - n1 * along)
+        d2 = r * (y2 * w2 - n2 * along)
+        sum1 += tl.sum(tl.reshape(y1 * n1, (BT * BH, P)), axis=0)
+        sum2 += tl.sum(tl.reshape(y2 * n2, (BT * BH, P)), axis=0)
+        if TAIL > 0:
+            d3 = r * (g3 * w3 - n3 * along)
+            sum3 += tl.sum(tl.reshape(g3 * n3, (BT * BH, BD)), axis=0)
+        _store_head(out + out_row + at * out_head, d1, d2, d3, exists, P, PAIRS, BD, TAIL,
+                    INTERLEAVED, BT, BH)  # fmt: skip
+    return sum1, sum2, sum3
+
+
+@triton.jit(do_not_specialize=["batch", "length", "rows"])
+def _qk_norm_rope_kernel(
+    qkv, q_weight, k_weight, cos, sin, positions, q, k, v, gate, batch, length, rows, heads,
+    kv_heads, eps, x_b, x_s, q_b, q_s, q_n, k_b, k_s, k_n, v_b, v_s, v_n, gate_b, gate_s, gate_n,
+    cos_a, cos_b, cos_s, sin_a, sin_b, sin_s, pos_a, pos_b, pos_s,
+    D: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr,
+    BC: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr, INDEXED: tl.constexpr,
+    SECTIONS: tl.constexpr, T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr, W_PAIRS: tl.constexpr,
+    SECTIONS_INTERLEAVED: tl.constexpr, ZERO_CENTERED: tl.constexpr, GATED: tl.constexpr,
+    COPY: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr,
+):  # fmt: skip
+    STEP: tl.constexpr = 2 * D if GATED else D  # from one query to the next
+    qw1, qw2, qw3 = _multipliers(q_weight, P, PAIRS, BD, TAIL, INTERLEAVED, ZERO_CENTERED)
+    kw1, kw2, kw3 = _multipliers(k_weight, P, PAIRS, BD, TAIL, INTERLEAVED, ZERO_CENTERED)
+    tiles = tl.cdiv(length, BT)
+    for item in range(tl.program_id(0), batch * tiles, tl.num_programs(0)):
+        b = (item // tiles).to(tl.int64)
+        start = (item % tiles) * BT
+        cos1, cos2, across1, across2 = _coefficients(
+            cos, sin, positions, start, b, rows, length, cos_a, cos_b, cos_s, sin_a, sin_b, sin_s,
+            pos_a, pos_b, pos_s, P, PAIRS, INTERLEAVED, FULL, INDEXED, False, BT, SECTIONS, T_PAIRS,
+            H_PAIRS, W_PAIRS, SECTIONS_INTERLEAVED,
+        )  # fmt: skip
+        token = start + tl.arange(0, BT)[:, None, None]
+        at, inside = token.to(tl.int64), token < length
+        x_row = b * x_b + at * x_s
+        _heads_forward(
+            qkv, q, x_row, b * q_b + at * q_s, STEP, q_n, inside, heads, qw1, qw2, qw3, cos1, cos2,
+            across1, across2, eps, D, P, PAIRS, BD, TAIL, INTERLEAVED, BT, BHQ,
+        )  # fmt: skip
+        keys = qkv + heads * STEP
+        _heads_forward(
+            keys, k, x_row, b * k_b + at * k_s, D, k_n, inside, kv_heads, kw1, kw2, kw3, cos1, cos2,
+            across1, across2, eps, D, P, PAIRS, BD, TAIL, INTERLEAVED, BT, BHK,
+        )  # fmt: skip
+        if COPY:
+            _copy_heads(keys + kv_heads * D, v, x_row, b * v_b + at * v_s, D, v_n, inside, kv_heads,
+                        D, BHK, BC)  # fmt: skip
+            if GATED:
+                _copy_heads(qkv + D, gate, x_row, b * gate_b + at * gate_s, STEP, gate_n, inside,
+                            heads, D, BHQ, BC)  # fmt: skip
+
+
+@triton.jit
+def _store_sums(sums, first, second, tail, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr,
+                TAIL: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
+    """A row of sums, in a head's order."""
+    _store_head(sums, first[None, None, :], second[None, None, :], tail[None, None, :],
+                tl.full((1, 1, 1), True, tl.int1), P, PAIRS, BD, TAIL, INTERLEAVED, 1,
+                1)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch", "length", "rows", "piece_tiles"])
+def _qk_norm_rope_backward_kernel(
+    grad_q, grad_k, grad_v, grad_gate, qkv, q_weight, k_weight, cos, sin, positions, grad_qkv, sums,
+    batch, length, rows, heads, kv_heads, piece_tiles, eps, q_b, q_s, q_n, k_b, k_s, k_n,
+    v_b, v_s, v_n, gate_b, gate_s, gate_n, x_b, x_s, gx_b, gx_s,
+    cos_a, cos_b, cos_s, sin_a, sin_b, sin_s, pos_a, pos_b, pos_s,
+    D: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr,
+    BC: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr, INDEXED: tl.constexpr,
+    SECTIONS: tl.constexpr, T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr, W_PAIRS: tl.constexpr,
+    SECTIONS_INTERLEAVED: tl.constexpr, ZERO_CENTERED: tl.constexpr, GATED: tl.constexpr,
+    HAS_V: tl.constexpr, HAS_GATE: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr,
+    BHK: tl.constexpr,
+):  # fmt: skip
+    """A piece of work is `piece_tiles` tiles; its sums are one row, of q and then of k."""
+    STEP: tl.constexpr = 2 * D if GATED else D
+    qw1, qw2, qw3 = _multipliers(q_weight, P, PAIRS, BD, TAIL, INTERLEAVED, ZERO_CENTERED)
+    kw1, kw2, kw3 = _multipliers(k_weight, P, PAIRS, BD, TAIL, INTERLEAVED, ZERO_CENTERED)
+    tiles = tl.cdiv(length, BT)
+    pieces = tl.cdiv(batch * tiles, piece_tiles)
+    for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
+        q1, q2 = tl.zeros((P,), tl.float32), tl.zeros((P,), tl.float32)
+        k1, k2 = tl.zeros((P,), tl.float32), tl.zeros((P,), tl.float32)
+        q3, k3 = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+        last = tl.minimum((piece + 1) * piece_tiles, batch * tiles)
+        for item in range(piece * piece_tiles, last):
+            b = (item // tiles).to(tl.int64)
+            start = (item % tiles) * BT
+            cos1, cos2, across1, across2 = _coefficients(
+                cos, sin, positions, start, b, rows, length, cos_a, cos_b, cos_s, sin_a, sin_b,
+                sin_s, pos_a, pos_b, pos_s, P, PAIRS, INTERLEAVED, FULL, INDEXED, True, BT,
+                SECTIONS, T_PAIRS, H_PAIRS, W_PAIRS, SECTIONS_INTERLEAVED,
+            )  # fmt: skip
+            token = start + tl.arange(0, BT)[:, None, None]
+            at, inside = token.to(tl.int64), token < length
+            if not INDEXED or P > PAIRS:  # NaN beyond the last token and pair; sums are over all
+                j = tl.arange(0, P)[None, None, :]
+                there = inside & (j < PAIRS)
+                cos1, cos2 = tl.where(there, cos1, 0.0), tl.where(there, cos2, 0.0)
+                across1, across2 = tl.where(there, across1, 0.0), tl.where(there, across2, 0.0)
+            x_row, out_row = b * x_b + at * x_s, b * gx_b + at * gx_s
+            q1, q2, q3 = _heads_backward(
+                grad_q, qkv, grad_qkv, b * q_b + at * q_s, x_row, out_row, q_n, STEP, STEP, inside,
+                heads, qw1, qw2, qw3, cos1, cos2, across1, across2, q1, q2, q3, eps, D, P, PAIRS,
+                BD, TAIL, INTERLEAVED, BT, BHQ,
+            )  # fmt: skip
+            keys, to_keys = qkv + heads * STEP, grad_qkv + heads * STEP
+            k1, k2, k3 = _heads_backward(
+                grad_k, keys, to_keys, b * k_b + at * k_s, x_row, out_row, k_n, D, D, inside,
+                kv_heads, kw1, kw2, kw3, cos1, cos2, across1, across2, k1, k2, k3, eps, D, P, PAIRS,
+                BD, TAIL, INTERLEAVED, BT, BHK,
+            )  # fmt: skip
+            to_values = to_keys + kv_heads * D
+            if HAS_V:
+                _copy_heads(grad_v, to_values, b * v_b + at * v_s, out_row, v_n, D, inside,
+                            kv_heads, D, BHK, BC)  # fmt: skip
+            else:
+                _clear_heads(to_values, out_row, D, inside, kv_heads, D, BT, BHK, BC)
+            if HAS_GATE:
+                _copy_heads(grad_gate, grad_qkv + D, b * gate_b + at * gate_s, out_row, gate_n,
+                            STEP, inside, heads, D, BHQ, BC)  # fmt: skip
+            elif GATED:
+                _clear_heads(grad_qkv + D, out_row, STEP, inside, heads, D, BT, BHQ, BC)
+        of_q = sums + piece * 2 * D
+        _store_sums(of_q, q1, q2, q3, P, PAIRS, BD, TAIL, INTERLEAVED)
+        _store_sums(of_q + D, k1, k2, k3, P, PAIRS, BD, TAIL, INTERLEAVED)
+
+
+def qk_norm_rope(
+    qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps, zero_centered,
+    gated, mrope_section, section_layout, pair_layout, rotary_dim, q, k, v, gate,
+):  # fmt: skip
+    """Write q, k, v and the gate; the arguments are the operator's."""
+    batch, length, _ = qkv.shape
+    angles, strides = _angles(
+        cos, sin, positions, mrope_section, section_layout, pair_layout, rotary_dim
+    )
+    sizes = _tiles(TILE, q_weight.shape[0], rotary_dim, num_heads, num_kv_heads, angles, TOKENS)
+    items = batch * cdiv(length, sizes["BT"])
+    _qk_norm_rope_kernel[vector_grid(items, qkv.device)](
+        qkv, q_weight, k_weight, cos, sin, positions, q, k, v, gate, batch, length, cos.shape[2],
+        num_heads, num_kv_heads, eps, *qkv.stride()[:2], *_strides(q), *_strides(k), *_strides(v),
+        *_strides(gate), *strides, ZERO_CENTERED=zero_centered, GATED=gated, COPY=v is not None,
+        **angles, **sizes,
+    )  # fmt: skip
+
+
+def qk_norm_rope_backward(
+    grad_q, grad_k, grad_v, grad_gate, qkv, q_weight, k_weight, cos, sin, positions, num_heads,
+    num_kv_heads, eps, zero_centered, gated, mrope_section, section_layout, pair_layout, rotary_dim,
+    grad_qkv, grad_q_weight, grad_k_weight,
+):  # fmt: skip
+    """Write the gradients.
+
+    Sums over tokens meet in one row a piece, so that no atomics are needed and the result is the
+    same each time.
+    """
+    batch, length, _ = qkv.shape
+    dim = q_weight.shape[0]
+    angles, strides = _angles(
+        cos, sin, positions, mrope_section, section_layout, pair_layout, rotary_dim
+    )
+    sizes = _tiles(
+        BACKWARD_TILE, dim, rotary_dim, num_heads, num_kv_heads, angles, BACKWARD_TOKENS
+    )  # fmt: skip
+    items = batch * cdiv(length, sizes["BT"])
+    piece_tiles = cdiv(items, PIECES)
+    pieces = cdiv(items, piece_tiles)
+    sums = qkv.new_empty((pieces, 2, dim), dtype=torch.float32)
+    _qk_norm_rope_backward_kernel[vector_grid(pieces, qkv.device)](
+        grad_q, grad_k, grad_v, grad_gate, qkv, q_weight, k_weight, cos, sin, positions, grad_qkv,
+        sums, batch, length, cos.shape[2], num_heads, num_kv_heads, piece_tiles, eps,
+        *_strides(grad_q), *_strides(grad_k), *_strides(grad_v), *_strides(grad_gate),
+        *qkv.stride()[:2], *grad_qkv.stride()[:2], *strides, ZERO_CENTERED=zero_centered,
+        GATED=gated, HAS_V=grad_v is not None, HAS_GATE=grad_gate is not None, **angles, **sizes,
+    )  # fmt: skip
+    grad_q_weight.copy_(sums[:, 0].sum(0))
+    grad_k_weight.copy_(sums[:, 1].sum(0))
+
+
+def _strides(x) -> tuple[int, int, int]:
+    """Of batch, token and head."""
+    return (0, 0, 0) if x is None else x.stride()[:3]
+
+
+def _angles(cos, sin, positions, mrope_section, section_layout, pair_layout, rotary_dim):
+    """The constants that say how heads are rotated, and the strides of the tables and positions,
+    0 where there is one of an axis or a batch for all."""
+    t, h, w = mrope_section or (0, 0, 0)
+    strides = []
+    for x in (cos, sin, positions):
+        each = (0, 0, 0) if x is None else x.stride()[:3]
+        shared = (False,) * 3 if x is None else [n == 1 for n in x.shape[:2]] + [False]
+        strides += [0 if one else stride for one, stride in zip(shared, each, strict=True)]
+    constants = {
+        "PAIRS": rotary_dim // 2,
+        "INTERLEAVED": pair_layout == "interleaved",
+        "FULL": cos.shape[-1] == rotary_dim,
+        "INDEXED": positions is not None,
+        "SECTIONS": bool(mrope_section),
+        "T_PAIRS": t,
+        "H_PAIRS": h,
+        "W_PAIRS": w,
+        "SECTIONS_INTERLEAVED": section_layout == "interleaved",
+    }
+    return constants, strides
+
+
+def _tiles(
+    tile: dict, dim: int, rotary_dim: int, heads: int, kv_heads: int, angles: dict,
+    most_tokens: int,
+) -> dict:  # fmt: skip
+    """The shape of a tile, by the elements that fit. It depends on the model, never on lengths."""
+    pairs, tail = max(NARROWEST, next_power_of_2(rotary_dim // 2)), dim - rotary_dim
+    padded_tail = max(NARROWEST, next_power_of_2(tail))
+    width = 2 * pairs + (padded_tail if tail else 0)
+    fits = max(1, tile[angles["INTERLEAVED"]] // width)  # heads of tokens
+    fits = next_power_of_2(fits + 1) // 2
+    q_heads = min(fits, next_power_of_2(heads))
+    tokens = 1 if angles["INDEXED"] else min(most_tokens, fits // q_heads)
+    if angles["INTERLEAVED"] and angles["FULL"]:
+        tokens = max(1, min(tokens, TABLE_PAIRS // pairs))
+    return {
+        "D": dim,
+        "P": pairs,
+        "BD": padded_tail,
+        "TAIL": tail,
+        "BC": max(NARROWEST, next_power_of_2(dim)),
+        "BT": tokens,
+        "BHQ": q_heads,
+        "BHK": min(fits // tokens, next_power_of_2(kv_heads)),
+    }

@@ -1,0 +1,259 @@
+"""qk_norm_rope: against transformers' layers and our own norms and rotations, one by one."""
+
+import dataclasses
+
+import pytest
+import torch
+from support import (
+    DTYPES,
+    assert_all_close,
+    evaluate,
+    floats,
+    forced,
+    implementations,
+    named,
+    twice,
+)
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
+
+import npu_ops
+from npu_ops.core.compare import Tolerance, assert_close
+from npu_ops.ops.qk_norm_rope import op
+from npu_ops.ops.qk_norm_rope.cases import CASES, DIFFERENTIABLE, TOLERANCES, Case
+
+OPS = ("qk_norm_rope", "qk_norm_rope_backward")
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation, device", implementations(op.forward.table)
+)
+PLAIN = Case("plain", 5, 4, 2, 32, 32, batch=2)
+GATED = Case(
+    "gated", 5, 4, 2, 32, 8, section=(2, 1, 1), gated=True, zero_centered=True, batch=2
+)  # fmt: skip
+SECTIONS = dataclasses.replace(PLAIN, section=(6, 5, 5))
+
+
+def call(inputs):
+    cached = "positions" in inputs
+    return (npu_ops.qk_norm_rope_cached if cached else npu_ops.qk_norm_rope)(**inputs)
+
+
+def run(implementation, inputs, wrt=DIFFERENTIABLE):
+    with forced(implementation, *OPS):
+        return evaluate(lambda **named: call(named), inputs, wrt)
+
+
+def moved(inputs, device):
+    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
+
+
+# The values
+
+
+def norm_of(module, weight):
+    return lambda x: torch.func.functional_call(module, {"weight": weight}, (x,))
+
+
+def of_transformers(case, norm, rotate, merge=None):
+    """The lines of a layer of transformers between its projections and its attention."""
+
+    def function(qkv, q_weight, k_weight, cos, sin, **_):
+        dim = case.head_dim
+        queries = case.num_heads * (2 if case.gated else 1) * dim
+        keys = case.num_kv_heads * dim
+        q, k, v = qkv.split([queries, keys, keys], dim=-1)
+        shape, gate = (*qkv.shape[:-1], -1, dim), None
+        if case.gated:
+            q, gate = q.view(*qkv.shape[:-1], -1, 2 * dim).chunk(2, dim=-1)
+        q = norm_of(norm, q_weight)(q.reshape(shape)).transpose(1, 2)
+        k = norm_of(norm, k_weight)(k.reshape(shape)).transpose(1, 2)
+        if merge:
+            cos, sin = merge(cos), merge(sin)
+        q, k = rotate(q, k, cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2), v.view(shape), gate
+
+    return function
+
+
+def merged(section):
+    """Qwen3-VL's lines, of tables instead of angles."""
+
+    def merge(table):
+        half = table.shape[-1] // 2
+        out = table[0].clone()
+        for axis in (1, 2):
+            for start in (0, half):
+                columns = slice(start + axis, start + 3 * section[axis], 3)
+                out[..., columns] = table[axis][..., columns]
+        return out
+
+    return merge
+
+
+LAYERS = {
+    "qwen3": (PLAIN, qwen3.Qwen3RMSNorm(32), qwen3.apply_rotary_pos_emb, None),
+    "qwen3-vl": (SECTIONS, qwen3_vl.Qwen3VLTextRMSNorm(32), qwen3_vl.apply_rotary_pos_emb,
+                 merged(SECTIONS.section)),
+    "qwen3.5": (GATED, qwen3_5.Qwen3_5RMSNorm(32), qwen3_5.apply_rotary_pos_emb,
+                merged(GATED.section)),
+}  # fmt: skip
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_of_transformers(layer, implementation, device):
+    """Gradients too."""
+    case, *parts = LAYERS[layer]
+    inputs = case.inputs(torch.float32)
+    expected = evaluate(of_transformers(case, *parts), inputs, DIFFERENTIABLE)
+    assert_all_close(run(implementation, moved(inputs, device)), expected, twice(TOLERANCES))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_transformers_in_bfloat16(layer):
+    """It rounds up to four times; ours is one rounding from fp64."""
+    case, *parts = LAYERS[layer]
+    inputs = case.inputs(torch.bfloat16)
+    inputs |= {name: inputs[name].bfloat16() for name in ("cos", "sin")}
+    theirs = of_transformers(case, *parts)(**inputs)
+    exact = call(floats(inputs, torch.float64))
+    one = TOLERANCES[torch.bfloat16]
+    for x, y, z in zip(call(inputs), theirs, exact, strict=True):
+        if x is not None:
+            assert_close("output", x, z, one)
+            assert_close("output", x, y, Tolerance(4 * one.ratio, 4 * one.max_abs))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", DTYPES, ids=named)
+@pytest.mark.parametrize("section", [None, (6, 5, 5)], ids=["one axis", "three"])
+def test_a_cache_is_tables(section, dtype, implementation, device):
+    """Of the rows at the positions; also where all axes have one position."""
+    case = dataclasses.replace(PLAIN, section=section, cached=True)
+    inputs = moved(case.inputs(dtype), device)
+    cache, positions = inputs["cos_sin_cache"], inputs["positions"]
+    tables = {n: x for n, x in inputs.items() if n not in ("cos_sin_cache", "positions")}
+    for rows in (positions, positions[0]) if section else (positions,):
+        cos, sin = cache[rows].chunk(2, dim=-1)
+        if section and rows.dim() == 2:
+            cos, sin = (table.expand(3, *table.shape) for table in (cos, sin))
+        expected = run(implementation, tables | {"cos": cos, "sin": sin})
+        actual = run(implementation, inputs | {"positions": rows})
+        assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+@IMPLEMENTATIONS
+def test_equal_rows_of_three_axes_are_one(implementation, device):
+    inputs = moved(PLAIN.inputs(torch.float32), device)
+    tables = {name: inputs[name].expand(3, *inputs[name].shape) for name in ("cos", "sin")}
+    settings = {"mrope_section": [6, 5, 5], "section_layout": "interleaved"}
+    expected = run(implementation, inputs)
+    actual = run(implementation, inputs | tables | settings)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+@IMPLEMENTATIONS
+def test_a_table_of_one_batch_is_for_all(implementation, device):
+    inputs = moved(PLAIN.inputs(torch.float32), device)
+    one = {name: inputs[name][:1] for name in ("cos", "sin")}
+    each = {name: table.expand(2, -1, -1) for name, table in one.items()}
+    expected = run(implementation, inputs | each)
+    for name, value in run(implementation, inputs | one).items():
+        assert torch.equal(value, expected[name])
+
+
+@IMPLEMENTATIONS
+def test_packed_tokens_are_a_batch_of_one(implementation, device):
+    inputs = moved(dataclasses.replace(PLAIN, batch=1).inputs(torch.float32), device)
+    packed = inputs | {name: inputs[name][0] for name in ("qkv", "cos", "sin")}
+    expected = run(implementation, inputs)
+    for name, value in run(implementation, packed).items():
+        assert torch.equal(value, expected[name].view(value.shape))
+
+
+@IMPLEMENTATIONS
+def test_rotation_keeps_norms(implementation, device):
+    """With weights of one a head is as long as sqrt(D), whatever its angles are."""
+    inputs = moved(PLAIN.inputs(torch.float32), device)
+    inputs |= {name: torch.ones_like(inputs[name]) for name in ("q_weight", "k_weight")}
+    with forced(implementation, *OPS):
+        q, k, *_ = call(inputs | {"eps": 0.0})
+    for x in (q, k):
+        torch.testing.assert_close(x.norm(dim=-1), torch.full_like(x[..., 0], 32**0.5))
+
+
+@IMPLEMENTATIONS
+def test_sums_are_the_same_each_time(implementation, device):
+    case = next(case for case in CASES if case.name == "qwen3.5-9b-t64")
+    inputs = moved(case.inputs(torch.float32), device)
+    first, second = (run(implementation, inputs) for _ in range(2))
+    assert all(torch.equal(first[name], value) for name, value in second.items())
+
+
+# Memory
+
+
+@pytest.mark.parametrize("case", [PLAIN, GATED], ids=["plain", "gated"])
+def test_views_are_the_copies(case):
+    inputs = case.inputs(torch.float32)
+    expected = run("cpu", inputs)
+    actual = run("cpu", inputs | {"copy_rest": False})
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    _, _, *rest = call(inputs | {"copy_rest": False})
+    memory = inputs["qkv"].untyped_storage().data_ptr()
+    assert all(x is None or x.untyped_storage().data_ptr() == memory for x in rest)
+
+
+@pytest.mark.parametrize("used", ["q", "k", "v", "gate"])
+def test_outputs_that_nobody_uses(used):
+    """Their gradient is zero."""
+    place = ("q", "k", "v", "gate").index(used)
+    inputs, grads = GATED.inputs(torch.float32), []
+    for implementation in ("reference", "cpu"):
+        qkv = inputs["qkv"].detach().requires_grad_()
+        with forced(implementation, *OPS):
+            grads += torch.autograd.grad(call(inputs | {"qkv": qkv})[place].square().sum(), qkv)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("index", [-1, 4096])
+def test_positions_outside_the_cache(index):
+    inputs = dataclasses.replace(PLAIN, cached=True).inputs(torch.float32)
+    inputs["positions"][1, 3] = index
+    with pytest.raises(ValueError, match="positions: got"):
+        call(inputs)
+
+
+REFUSED = [
+    ({"num_heads": 5}, ValueError, r"qkv: got shape \[2, 5, 256\], needs a last dimension of 288"),
+    ({"num_kv_heads": 0}, ValueError, "num_kv_heads: got 0, needs an integer, 1 or more"),
+    ({"gated": True}, ValueError, "needs a last dimension of 384 .* a gate for each query"),
+    ({"k_weight": torch.ones(31)}, ValueError, r"k_weight: got shape \[31\], needs q_weight's"),
+    ({"q_weight": torch.ones(4, 8)}, ValueError, r"q_weight: got shape \[4, 8\], needs \[D\]"),
+    ({"qkv": torch.ones(256)}, ValueError, r"qkv: got shape \[256\], needs \[B, S, W\] or"),
+    ({"qkv": torch.ones(2, 5, 256).int()}, TypeError, "qkv: got int32"),
+    ({"eps": -1.0}, ValueError, "eps: got -1.0"),
+    ({"mrope_section": [6, 5, 5]}, ValueError, r"cos: got shape \[2, 5, 32\], needs \[3, B, S, R"),
+    ({"section_layout": "chunked"}, ValueError, "section_layout: got 'chunked' without"),
+    ({"pair_layout": "neox"}, ValueError, "pair_layout: got 'neox'"),
+    ({"rotary_dim": 34}, ValueError, "rotary_dim: got 34"),
+    ({"cos": torch.ones(5, 32)}, ValueError, r"cos: got shape \[5, 32\]|sin: got shape"),
+]
+
+
+@pytest.mark.parametrize("change, error, message", REFUSED, ids=lambda value: None)
+def test_wrong_arguments(change, error, message):
+    with pytest.raises(error, match=message):
+        call(PLAIN.inputs(torch.float32) | change)
+
+
+def test_a_wide_head_is_not_for_triton():
+    case = next(case for case in CASES if case.name == "wide-640-t2")
+    found = npu_ops.explain("qk_norm_rope", **case.inputs(torch.float32))
+    assert next(v for v in found if v.implementation == "cpu").why_not is None
+    arguments = op.forward.Arguments(*[None] * 19)._replace(q_weight=torch.ones(640))
+    assert "heads of 640 elements" in op._why_not_triton(arguments)
