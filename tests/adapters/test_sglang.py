@@ -14,7 +14,8 @@ import sglang_process
 from sglang_cpu.checks import CHECKS
 
 HOOKS = re.compile(r"npu-ops in SGLang: (\d+) of (\d+) hooks in force")
-TEXT = {"rope", "attention"}
+TEXT = {"qk_norm_rope", "attention"}
+TOWER = {"rope"}
 GATED_DELTA_NET = {
     *("causal_conv1d", "causal_conv1d_update", "gdn_gate", "rms_norm_gated"),
     *("chunk_gated_delta_rule", "gated_delta_rule_update"),
@@ -22,8 +23,8 @@ GATED_DELTA_NET = {
 OPS = {
     "qwen3": TEXT,
     "qwen3next": TEXT | GATED_DELTA_NET,
-    "qwen3vl": {*TEXT, "mrope"},
-    "qwen3_5": {*TEXT, "mrope"} | GATED_DELTA_NET,
+    "qwen3vl": TEXT | TOWER,
+    "qwen3_5": TEXT | TOWER | GATED_DELTA_NET,
 }
 MORE = {name: ["mm_attention_backend=ascend_attn"] for name in ("qwen3vl", "qwen3_5")}
 _SELDOM = ("qwen3", "qwen3_5")
@@ -72,8 +73,7 @@ def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, mode
     assert "SGLang's own" not in said  # nothing fell back
 
 
-# There the towers rotate by `rope`, and so does a decoding step's fused entry point.
-ON_NPU = OPS | {"qwen3vl": TEXT}
+ON_NPU = OPS
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_sglangs_own_platform_for_npus_on_the_emulated_one(tiny, tmp_path, model
 
 @pytest.mark.slow
 def test_disabled_the_engine_runs_its_own(tiny):
-    changes = {"NPU_OPS_LOG": "calls", "NPU_OPS_DISABLE": "rope"}
+    changes = {"NPU_OPS_LOG": "calls", "NPU_OPS_DISABLE": "rope,qk_norm_rope"}
     rows, said = sglang_process.run("engine", tiny / "qwen3", **changes)
     assert {op for op, _ in sglang_process.calls(said)} == {"attention"}
     assert dict(rows) == expected(tiny / "qwen3")

@@ -85,12 +85,12 @@ def step(
     A head's query has its gate behind it, and weights are beside 1. The first rope_dim elements of
     a head are rotated.
     """
-    weights = 1 + q_weight.float(), 1 + k_weight.float()
-    q, k, v, gate = _split(input, q_hidden_size, kv_hidden_size, head_dim, True, weights, eps)
-    npu_ops.apply_rotary_pos_emb(
-        q, k, cos.flatten(1), sin.flatten(1), layout="TND", inplace=True, rotary_dim=rope_dim
-    )
-    return q.flatten(1), k.flatten(1), v, gate
+    parts = npu_ops.qk_norm_rope(
+        input, q_weight, k_weight, cos.flatten(1), sin.flatten(1),
+        num_heads=q_hidden_size // head_dim, num_kv_heads=kv_hidden_size // head_dim, eps=eps,
+        zero_centered=True, gated=True, rotary_dim=rope_dim,
+    )  # fmt: skip
+    return tuple(x.flatten(1) for x in parts)
 
 
 def prefill(
@@ -102,13 +102,22 @@ def prefill(
     R is rope_dim, or head_size. Sections need not fill the R / 2 frequencies, see `fitted`.
     """
     rope_dim = rope_dim or head_size
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    angles = {
+        "mrope_section": fitted(mrope_section, is_interleaved, rope_dim // 2),
+        "section_layout": "interleaved" if is_interleaved else "chunked", "rotary_dim": rope_dim,
+    }  # fmt: skip
+    if q_bias is None and k_bias is None:
+        q, k, v, gate = npu_ops.qk_norm_rope(
+            qkv, q_weight, k_weight, cos, sin, num_heads=num_q_heads, num_kv_heads=num_kv_heads,
+            eps=eps, gated=has_gate, **angles,
+        )  # fmt: skip
+        gate = gate.flatten(1) if has_gate else qkv.new_empty(qkv.shape[0], 0)
+        return q.flatten(1), k.flatten(1), v.flatten(1), gate
     sizes, weights = (num_q_heads * head_size, num_kv_heads * head_size), (q_weight, k_weight)
     q, k, v, gate = _split(qkv, *sizes, head_size, has_gate, weights, eps, (q_bias, k_bias))
-    cos, sin = cos_sin.chunk(2, dim=-1)
     npu_ops.apply_multimodal_rotary_pos_emb(
-        q, k, cos, sin, fitted(mrope_section, is_interleaved, rope_dim // 2), layout="TND",
-        section_layout="interleaved" if is_interleaved else "chunked", inplace=True,
-        rotary_dim=rope_dim,
+        q, k, cos, sin, layout="TND", inplace=True, **angles
     )  # fmt: skip
     return q.flatten(1), k.flatten(1), v, gate
 
@@ -128,7 +137,7 @@ def fitted(section, is_interleaved: bool, frequencies: int) -> list[int]:
     return [t, h, frequencies - t - h]
 
 
-def _split(x, queries, keys, width, gated, weights, eps, biases=(None, None)):
+def _split(x, queries, keys, width, gated, weights, eps, biases):
     """q and k `[T, N, D]`, normalised; v and the gate `[T, ..]`."""
     fused, k, v = x.split([queries * (1 + gated), keys, keys], dim=-1)
     q, *gate = fused.unflatten(-1, (-1, 1 + gated, width)).unbind(2)

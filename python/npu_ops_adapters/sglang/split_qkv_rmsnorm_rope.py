@@ -69,19 +69,23 @@ def compute(
     k_weight=None, q_bias=None, k_bias=None, is_neox_style=True,
 ):  # fmt: skip
     """q, k and v of `[T, q + 2 kv]`; sin and cos are `[T, 1, 1, R]`, R up to head_dim."""
+    cos, sin = cos.flatten(1), sin.flatten(1)
+    pairs = {"pair_layout": "half" if is_neox_style else "interleaved", "rotary_dim": cos.shape[1]}
+    if not is_neox_style:  # a pair's angle is where its halves would be
+        cos, sin = (x[:, : x.shape[1] // 2].repeat_interleave(2, dim=1) for x in (cos, sin))
+    if eps is not None and q_bias is None and k_bias is None:
+        *heads, _ = npu_ops.qk_norm_rope(
+            input, q_weight, k_weight, cos, sin, num_heads=q_hidden_size // head_dim,
+            num_kv_heads=kv_hidden_size // head_dim, eps=eps, **pairs,
+        )  # fmt: skip
+        return tuple(x.flatten(1) for x in heads)
     sizes = [q_hidden_size, kv_hidden_size, kv_hidden_size]
     q, k, v = input.split(sizes, dim=-1)
     q, k = (
         norm(x.unflatten(-1, (-1, head_dim)), weight, bias, eps)
         for x, weight, bias in ((q, q_weight, q_bias), (k, k_weight, k_bias))
     )
-    cos, sin = cos.flatten(1), sin.flatten(1)
-    if not is_neox_style:  # a pair's angle is where its halves would be
-        cos, sin = (x[:, : x.shape[1] // 2].repeat_interleave(2, dim=1) for x in (cos, sin))
-    npu_ops.apply_rotary_pos_emb(
-        q, k, cos, sin, layout="TND", inplace=True, rotary_dim=cos.shape[1],
-        pair_layout="half" if is_neox_style else "interleaved",
-    )  # fmt: skip
+    npu_ops.apply_rotary_pos_emb(q, k, cos, sin, layout="TND", inplace=True, **pairs)
     return q.flatten(1), k.flatten(1), v.contiguous()
 
 

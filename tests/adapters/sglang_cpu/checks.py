@@ -16,6 +16,7 @@ from writes import WRITES
 
 import npu_ops
 from npu_ops.core import log
+from sglang_cpu.layers import LAYERS, MODELS, attention
 
 ROPE = "sglang.srt.layers.rotary_embedding"
 GDN = "sglang.srt.layers.attention.linear.gdn_backend"
@@ -146,6 +147,60 @@ def text_in_a_multimodal_model_is_rotated_by_one():
         strict=True,
     ):  # fmt: skip
         close(x, y, 0)
+
+
+# What is before attention
+
+
+def rotaries():
+    """Each with positions of nine tokens."""
+    of_axes = embedding(
+        "MRotaryEmbedding", 64, 32, torch.float32, mrope_section=[6, 5, 5], mrope_interleaved=True
+    )
+    yield embedding("RotaryEmbedding", 64, 64, torch.float32), torch.arange(9)
+    yield of_axes, torch.randint(512, (3, 9))
+    yield of_axes, torch.arange(9)
+
+
+@check
+def heads_are_normalised_and_rotated_in_one_launch():
+    for layer, (norm, gated) in LAYERS.items():
+        dotted = f"{MODELS}.{layer}.forward_prepare_native"
+        for rotary, positions in rotaries():
+            made, x = attention(layer, norm, gated, rotary), rows(9, (8 + 4 * gated) * 64)
+            right = theirs(dotted)(made, positions, x)
+            with calls_of("qk_norm_rope", "rope", "mrope") as counted:
+                found = pkgutil.resolve_name(dotted)(made, positions, x)
+            assert counted == ["qk_norm_rope"], (layer, counted)
+            assert len(found) == len(right)
+            for one, other in zip(found, right, strict=True):
+                close(one, other)
+
+
+@check
+def so_are_those_of_experts():
+    dotted = f"{MODELS}.qwen3_moe.Qwen3MoeAttention.apply_qk_norm_rope"
+    for rotary, positions in rotaries():
+        made, x = attention("qwen3_moe", "RMSNorm", False, rotary), rows(9, 8 * 64)
+        with calls_of("qk_norm_rope") as counted:
+            found = pkgutil.resolve_name(dotted)(made, x, positions, None)
+        assert counted == ["qk_norm_rope"] and not made._used_fused_qk_norm_rope_last_call
+        right = theirs(f"{MODELS}.qwen3.Qwen3Attention.forward_prepare_native")(made, positions, x)
+        for one, other in zip(found, right, strict=True):
+            close(one, other)
+
+
+@check
+def a_norm_of_another_kind_is_sglangs():
+    layer = "qwen3.Qwen3Attention"
+    dotted = f"{MODELS}.{layer}.forward_prepare_native"
+    rotary, positions = next(rotaries())
+    made, x = attention(layer, "RMSNorm", False, rotary), rows(9, 8 * 64)
+    made.q_norm.cast_x_before_out_mul = True  # its policy for reinforcement learning
+    right = theirs(dotted)(made, positions, x)
+    with calls_of("qk_norm_rope") as counted:
+        found = pkgutil.resolve_name(dotted)(made, positions, x)
+    assert counted == [] and all(map(torch.equal, found, right))
 
 
 @check

@@ -1,0 +1,118 @@
+"""Split, norm of q and k heads and rotation of Qwen3's attention, where SGLang has them apart.
+
+That is a CPU, and on NPUs all but decoding: Qwen3 before 0.5.15, Qwen3-Next, Qwen3.5 without
+sections. What sgl-kernel-npu fuses is in `split_qkv_rmsnorm_rope` and `split_gated_qkv`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import npu_ops
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.sglang import functions, rope
+
+_WHY = "two norms and a rotation, each rounding to the heads' dtype, that read and write q and k"
+_PARAMETERS = ("self", "positions", "hidden_states")
+_OF_EXPERTS = ("self", "qkv", "positions", "forward_batch")
+_NORMS = {"RMSNorm": False, "GemmaRMSNorm": True}  # whether their weights are beside 1
+
+
+def patches() -> Iterable[Patch]:
+    """The methods of the models' attention that come before it."""
+    models = "sglang.srt.models"
+    yield functions.replaced(
+        f"{models}.qwen3:Qwen3Attention.forward_prepare_native", "qk_norm_rope", ours, _WHY,
+        _PARAMETERS,
+    )  # fmt: skip
+    yield functions.replaced(
+        f"{models}.qwen3_moe:Qwen3MoeAttention.apply_qk_norm_rope", "qk_norm_rope", ours_of_experts,
+        _WHY, _OF_EXPERTS,
+    )  # fmt: skip
+    if functions.since("0.5.15"):  # before, it was in the middle of a longer method
+        for layer, method in (
+            ("qwen3_next:Qwen3HybridAttentionDecoderLayer", ours_gated),
+            ("qwen3_5:Qwen3_5AttentionDecoderLayer", ours_gated_by_heads),
+        ):
+            yield functions.replaced(
+                f"{models}.{layer}.forward_prepare_native", "qk_norm_rope", method, _WHY,
+                _PARAMETERS,
+            )  # fmt: skip
+
+
+def ours(self, positions, hidden_states):
+    """q, k and v, `[T, heads * D]`; v is a view of the projection."""
+    check(self, hidden_states)
+    qkv, _ = self.qkv_proj(hidden_states)
+    q, k, v, _ = prepared(self, positions, qkv)
+    return q, k, v
+
+
+def ours_of_experts(self, qkv, positions, forward_batch):
+    """The same of a projection that is there."""
+    if getattr(self, "use_fused_qk_norm_rope_cpu", False):
+        raise functions.NotOursError("SGLang's own kernel for CPUs is asked for")
+    check(self, qkv)
+    q, k, v, _ = prepared(self, positions, qkv)
+    self._used_fused_qk_norm_rope_last_call = False  # which asks whether k and v were kept, too
+    return q, k, v
+
+
+def ours_gated(self, positions, hidden_states):
+    """The same, and the gate `[T, N * D]` or None."""
+    q, k, v, gate = ours_gated_by_heads(self, positions, hidden_states)
+    return q, k, v, gate if gate is None else gate.flatten(1)
+
+
+def ours_gated_by_heads(self, positions, hidden_states):
+    """The same with a gate `[T, N, D]`, a view of the projection, as Qwen3.5 takes it."""
+    check(self, hidden_states)
+    qkv, _ = self.qkv_proj(hidden_states)
+    return prepared(self, positions, qkv, gated=bool(self.attn_output_gate))
+
+
+def check(attention, x) -> None:
+    """Raise ValueError unless this layer computes what ours does, before it computes anything."""
+    embedding = attention.rotary_emb
+    of_axes = getattr(embedding, "mrope_section", None)
+    rope.check_plain(embedding, x, "MRotaryEmbedding" if of_axes else "RotaryEmbedding")
+    functions.refuse(mrope_interleaved_glm=getattr(embedding, "mrope_interleaved_glm", False))
+    norms = attention.q_norm, attention.k_norm
+    kinds = {type(norm).__name__ for norm in norms}
+    if len(kinds) > 1 or not kinds <= _NORMS.keys():
+        raise ValueError(f"norms: got {', '.join(sorted(kinds))}, needs one of {', '.join(_NORMS)}")
+    if len({norm.variance_epsilon for norm in norms}) > 1:
+        raise ValueError("norms: got two epsilons, needs one")
+    for norm in norms:
+        functions.refuse(
+            bias=getattr(norm, "bias", None),
+            cast_x_before_out_mul=getattr(norm, "cast_x_before_out_mul", False),
+            override_orig_dtype=getattr(norm, "override_orig_dtype", None),
+            variance_size_override=getattr(norm, "variance_size_override", None),
+        )
+
+
+def prepared(attention, positions, qkv, gated: bool = False):
+    """q, k and v with their heads side by side, and the gate."""
+    embedding, norm = attention.rotary_emb, attention.q_norm
+    sections = {}
+    if positions.dim() == 2 and getattr(embedding, "mrope_section", None):
+        layout = "interleaved" if embedding.mrope_interleaved else "chunked"
+        sections = {"mrope_section": list(embedding.mrope_section), "section_layout": layout}
+    *heads, gate = npu_ops.qk_norm_rope_cached(
+        positions,
+        qkv,
+        norm.weight,
+        attention.k_norm.weight,
+        embedding.cos_sin_cache,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        eps=norm.variance_epsilon,
+        zero_centered=_NORMS[type(norm).__name__],
+        gated=gated,
+        pair_layout=rope.pair_layout(embedding),
+        rotary_dim=embedding.rotary_dim,
+        copy_rest=False,
+        **sections,
+    )
+    return *(x.flatten(1) for x in heads), gate

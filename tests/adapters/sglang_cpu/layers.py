@@ -1,0 +1,33 @@
+"""What the methods of SGLang's attention layers see of them, for checks.py."""
+
+import importlib
+import pkgutil
+import types
+
+import torch
+
+MODELS = "sglang.srt.models"
+LAYERS = {  # norm, whether queries have gates
+    "qwen3.Qwen3Attention": ("RMSNorm", False),
+    "qwen3_next.Qwen3HybridAttentionDecoderLayer": ("GemmaRMSNorm", True),
+    "qwen3_5.Qwen3_5AttentionDecoderLayer": ("GemmaRMSNorm", True),
+}
+
+
+def attention(layer, norm, gated, rotary):
+    """What a layer's method sees of it, with 4 and 2 heads of 64; its input is the projection."""
+    norms = [
+        getattr(importlib.import_module("sglang.srt.layers.layernorm"), norm)(64) for _ in "qk"
+    ]
+    for top, module in enumerate(norms):
+        module.weight.data.copy_(torch.linspace(0.5, 1.5 + top, 64))
+    made = types.SimpleNamespace(
+        qkv_proj=lambda x: (x.clone(), None), q_norm=norms[0], k_norm=norms[1], head_dim=64,
+        q_size=256, kv_size=128, num_heads=4, num_kv_heads=2, alt_stream=None, rotary_emb=rotary,
+        attn_output_gate=gated, use_fused_qk_norm_rope=False, use_fused_qk_norm_rope_cpu=False,
+        compatible_with_fused_kv_buffer=False,
+    )  # fmt: skip
+    if gated:
+        method = pkgutil.resolve_name(f"{MODELS}.{layer}._apply_qk_norm")
+        made._apply_qk_norm = types.MethodType(method, made)
+    return made
