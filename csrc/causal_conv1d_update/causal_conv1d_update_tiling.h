@@ -9,13 +9,13 @@ namespace npu_ops {
 struct Plane {
   int64_t channel, column;
 
-  bool apart() const { return channel != 1; }  // its channels
+  NPU_OPS_SHARED bool apart() const { return channel != 1; }  // its channels
 };
 
 // Elements that a channel of such a matrix has in the unified buffer, where channels are apart:
 // what lies between is loaded too where that is little, else each channel has a block of its own.
 constexpr int32_t kOwnBlock = 16;
-inline int32_t pitch_on_chip(const Plane& plane) {
+NPU_OPS_SHARED int32_t pitch_on_chip(const Plane& plane) {
   return plane.channel <= kOwnBlock ? static_cast<int32_t>(plane.channel) : kOwnBlock;
 }
 
@@ -31,11 +31,13 @@ struct CausalConv1dUpdateTiling {
   int32_t tile_tokens;  // that are on chip at once
   int32_t loaded;       // bytes for each channel of a filter or a history, as it is loaded
 
-  int64_t blocks() const { return (channels + block - 1) / block; }
-  int64_t pieces() const { return sequences * blocks(); }
-  int32_t before() const { return width - 1; }
-  int32_t rows() const { return before() + tile_tokens; }  // of a tile, with those before it
-  bool spreads() const { return state.apart() || window.apart(); }
+  NPU_OPS_SHARED int64_t blocks() const { return (channels + block - 1) / block; }
+  NPU_OPS_SHARED int64_t pieces() const { return sequences * blocks(); }
+  NPU_OPS_SHARED int32_t before() const { return width - 1; }
+  NPU_OPS_SHARED int32_t rows() const {
+    return before() + tile_tokens;
+  }  // of a tile, with those before it
+  NPU_OPS_SHARED bool spreads() const { return state.apart() || window.apart(); }
 };
 
 // A tile's tokens: what comes before it is read again, so they are more than a filter's history.

@@ -34,15 +34,23 @@ __aicore__ inline void Wait() {
   AscendC::WaitFlag<event>(id);
 }
 
+// Rows that follow each other in both memories are one: a burst for each costs more.
+__aicore__ inline TileShape in_one_run(TileShape tile, int32_t stride) {
+  const bool follows = tile.columns == stride && tile.pitch == stride;
+  return follows ? TileShape{1, tile.rows * stride, tile.rows * int64_t{stride}} : tile;
+}
+
 // Rows of the tile as bytes, because the element type is not known before. In the unified buffer
 // they begin `stride` elements apart, a multiple of 16.
 __aicore__ inline void copy_in(AscendC::LocalTensor<uint8_t> to, GM_ADDR from, ElementType type,
-                               TileShape tile, int32_t stride) {
+                               TileShape shape, int32_t stride) {
+  const TileShape tile = in_one_run(shape, stride);
   const uint32_t size = bytes_of(type), bytes = tile.columns * size;
   AscendC::GlobalTensor<uint8_t> source;
   source.SetGlobalBuffer(from);
-  const uint32_t gap = (stride * size - (bytes + 31) / 32 * 32) / 32;
-  const auto skipped = static_cast<uint32_t>((tile.pitch - tile.columns) * size);
+  const uint32_t gap = tile.rows == 1 ? 0 : (stride * size - (bytes + 31) / 32 * 32) / 32;
+  const auto skipped =
+      static_cast<uint32_t>(tile.rows == 1 ? 0 : (tile.pitch - tile.columns) * size);
   AscendC::DataCopyPad(
       to, source,
       AscendC::DataCopyExtParams{static_cast<uint16_t>(tile.rows), bytes, skipped, gap, 0},
@@ -50,12 +58,14 @@ __aicore__ inline void copy_in(AscendC::LocalTensor<uint8_t> to, GM_ADDR from, E
 }
 
 __aicore__ inline void copy_out(GM_ADDR to, AscendC::LocalTensor<uint8_t> from, ElementType type,
-                                TileShape tile, int32_t stride) {
+                                TileShape shape, int32_t stride) {
+  const TileShape tile = in_one_run(shape, stride);
   const uint32_t size = bytes_of(type), bytes = tile.columns * size;
   AscendC::GlobalTensor<uint8_t> target;
   target.SetGlobalBuffer(to);
-  const uint32_t gap = (stride * size - (bytes + 31) / 32 * 32) / 32;
-  const auto skipped = static_cast<uint32_t>((tile.pitch - tile.columns) * size);
+  const uint32_t gap = tile.rows == 1 ? 0 : (stride * size - (bytes + 31) / 32 * 32) / 32;
+  const auto skipped =
+      static_cast<uint32_t>(tile.rows == 1 ? 0 : (tile.pitch - tile.columns) * size);
   AscendC::DataCopyPad(
       target, from,
       AscendC::DataCopyExtParams{static_cast<uint16_t>(tile.rows), bytes, gap, skipped, 0});

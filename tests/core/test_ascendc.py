@@ -5,6 +5,8 @@ import torch
 
 import npu_ops
 from npu_ops.core import ascendc, socs
+from npu_ops.ops.causal_conv1d_update import op as convolution
+from npu_ops.ops.gated_delta_rule_update import op as delta_rule
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,25 @@ def test_tensors_elsewhere_are_told_so():
     }
     assert rows["ascendc"] == "tensors are on cpu, it runs on npu"
     assert "not on cpu" in ascendc.why_not("bias_dropout_add", x.device)
+
+
+def arguments(op, **given):
+    fields = op.forward.Arguments._fields
+    return op.forward.Arguments(**dict.fromkeys(fields) | given)
+
+
+@pytest.mark.parametrize(
+    "keys, sentence", [(256, None), (264, "heads of 264 keys are more than 256")]
+)
+def test_decoding_has_so_many_keys(keys, sentence):
+    assert delta_rule._many_keys(arguments(delta_rule, q=torch.empty(1, 1, keys))) == sentence
+
+
+def test_a_convolution_moves_whole_channels_or_columns():
+    def said(state):
+        given = arguments(convolution, weight=torch.empty(8, 4), conv_state=state)
+        return convolution._why_not_ascendc(given)
+
+    state = torch.empty(2, 8, 6)
+    assert said(state) is said(state[..., 1:4]) is said(state.mT.contiguous().mT) is None
+    assert said(state[..., ::2]) == "neither channels nor columns of conv_state lie in one piece"

@@ -281,14 +281,6 @@ def test_windows_that_share_memory(channels_last, implementation, device):
     assert torch.equal(rows.cpu(), expected)
 
 
-def test_what_the_ascendc_kernel_does_not_take():
-    state = torch.randn(2, 8, 6)
-    for pool, sentence in ((state[..., :3], None), (state[..., ::2], "of conv_state lie in one")):
-        args = op.forward.Arguments(*_prepare(torch.randn(2, 8), pool, torch.randn(8, 4)), None)
-        said = op._why_not_ascendc(args)
-        assert said is sentence or sentence in said
-
-
 def test_empty():
     pool = torch.randn(4, 8, 3)
     before = pool.clone()

@@ -225,13 +225,15 @@ def test_three_tensors_are_the_packed_one(implementation, device):
     for qkv in (three, tuple(x.contiguous() for x in three)):
         actual = run(implementation, device, inputs | {"qkv": qkv})
         assert all(map(torch.equal, actual[:2], expected))
-    ab = torch.cat([inputs["b"], inputs["a"]], 1)
-    strided = {"a": ab[:, 4:], "b": ab[:, :4], "state_indices": inputs["state_indices"].int()}
     with forced(implementation, OP):
-        moved_there = moved(inputs | {"state": inputs["state"].clone()}, lambda x: x.to(device))
-        ab = ab.to(device)
-        strided = {"a": ab[:, 4:], "b": ab[:, :4]}
-        assert torch.equal(update(**moved_there | strided).cpu(), expected[0])
+        there = moved(inputs, lambda x: x.clone().to(device))
+        ab = torch.cat([there["b"], there["a"]], 1)
+        strided = {"a": ab[:, 4:], "b": ab[:, :4], "state_indices": there["state_indices"].int()}
+        assert torch.equal(update(**there | strided).cpu(), expected[0])
+        there |= {"state_indices": there["state_indices"][:2], "disable_state_update": True}
+        one = {name: there[name][:1].expand_as(there[name]) for name in ("qkv", "a", "b")}
+        dense = {name: x.contiguous() for name, x in one.items()}
+        assert torch.equal(update(**there | one), update(**there | dense))
 
 
 def test_nothing_is_copied():

@@ -140,7 +140,10 @@ CASES = [
     Case("vllm", 20, 5, 1, 2, 16, 16, mode="vllm"),
     Case("vllm-ragged-k-first", 9, 5, 1, 2, 12, 8, mode="vllm", ragged=True, v_first=False),
     Case("vllm-bf16-pool", 12, 4, 1, 2, 16, 16, mode="vllm", pool=torch.bfloat16),
+    Case("sglang-t17-k-first", 34, 2, 1, 2, 20, 24, mode="sglang", v_first=False),
+    Case("vllm-t17", 34, 2, 1, 2, 20, 24, mode="vllm"),
     Case("wide", 2, 2, 1, 1, 256, 256),
+    Case("wide-k-first", 2, 2, 1, 1, 256, 200, v_first=False, pool=torch.bfloat16),
     Case("one", 1, 1, 1, 1, 1, 1),
     Case("empty", 0, 3, 1, 2, 8, 8),
 ]

@@ -15,6 +15,15 @@ def _rows(x):
     return x if x[:1].is_contiguous() else x.contiguous()
 
 
+# The most keys of a head that an AscendC kernel takes (csrc/gated_delta_rule_update).
+_ASCENDC_KEYS = 256
+
+
+def _many_keys(arguments) -> str | None:
+    keys = arguments.q.shape[2]
+    return f"heads of {keys} keys are more than {_ASCENDC_KEYS}" if keys > _ASCENDC_KEYS else None
+
+
 # The states and their indices may have any strides.
 _CONTIGUOUS = (
     "A_log", "dt_bias", "cu_seqlens", "num_accepted_tokens", "intermediate_state_indices",
@@ -29,6 +38,8 @@ forward = Operator(
     writes="o",
     new=lambda inputs: dense_like(inputs.v),
     reference=reference.gated_delta_rule_update,
+    why_not={"ascendc": _many_keys},
+    ascendc=True,
     check_indices=check_values,
     lay_out=dict.fromkeys(("q", "k", "v", "a", "b"), _rows)
     | dict.fromkeys(_CONTIGUOUS, torch.Tensor.contiguous),

@@ -1,0 +1,82 @@
+// What host and device share of gated_delta_rule_update.
+#pragma once
+
+#include "common/ascendc_types.h"
+
+namespace npu_ops {
+
+// Tokens on chip at once: a repeat of a vector instruction holds a block for each.
+constexpr int32_t kTileTokens = 8;
+// Rows of partial sums, where a sum goes over rows.
+constexpr int32_t kSumRows = 32;
+// The most keys of a head (npu_ops/ops/gated_delta_rule_update/op.py).
+constexpr int32_t kMostKeys = 256;
+
+struct GatedDeltaRuleUpdateTiling {
+  // length: of each sequence, unless they are packed. rows, steps: of intermediate states; without
+  // those, steps are the slots of a sequence.
+  int64_t sequences, length, tokens, slots, rows, steps;
+  int64_t q_token, k_token, v_token, a_token, b_token;  // elements from one token to the next
+  int64_t state_slot, kept_row, kept_step, index_sequence, index_token;
+  int32_t heads, value_heads, keys, values;
+  int32_t q_type, k_type, v_type, a_type, b_type, rate_type, bias_type, state_type;  // ElementType
+  int32_t wide_indices, wide_starts, wide_accepted, wide_kept;  // whether of 64 bits
+  int32_t packed, normalize, v_first, update, slot_per_token;
+  float scale;
+
+  int32_t block;        // values of a piece of work
+  int32_t tile_tokens;  // that are on chip at once
+
+  NPU_OPS_SHARED int32_t blocks() const { return (values + block - 1) / block; }
+  // One more than there are has the tokens that are of none.
+  NPU_OPS_SHARED int64_t walked() const { return sequences + packed; }
+  NPU_OPS_SHARED int64_t pieces() const { return walked() * value_heads * blocks(); }
+  // Of rows on chip, elements.
+  NPU_OPS_SHARED int32_t key_stride() const { return (keys + 15) / 16 * 16; }
+  NPU_OPS_SHARED int32_t value_stride() const { return (block + 15) / 16 * 16; }
+  // A piece's state on chip: its rows are values, or keys.
+  NPU_OPS_SHARED int32_t state_rows() const { return v_first ? block : keys; }
+  NPU_OPS_SHARED int32_t state_stride() const { return v_first ? key_stride() : value_stride(); }
+  NPU_OPS_SHARED int32_t state_elements() const { return state_rows() * state_stride(); }
+  NPU_OPS_SHARED int32_t partial_elements() const {
+    return v_first ? 64 * block : kSumRows * value_stride();
+  }
+};
+
+inline int64_t element_bytes(int32_t type) { return type == kFloat32 ? 4 : 2; }
+
+// Bytes of the unified buffer that a piece needs.
+inline int64_t on_chip(const GatedDeltaRuleUpdateTiling& t) {
+  const int64_t keys = t.key_stride(), values = t.value_stride(), tokens = t.tile_tokens;
+  const int64_t state = t.state_elements() * (4 * element_bytes(t.state_type) + 4);
+  const int64_t loaded = tokens * (keys * (element_bytes(t.q_type) + element_bytes(t.k_type)) +
+                                   values * element_bytes(t.v_type) + 2 * 64) +
+                         2 * 64;
+  const int64_t stored = tokens * values * element_bytes(t.v_type);
+  // q, k, v and o; spread: eight floats for each of a vector's.
+  const int64_t wide = tokens * (2 * keys + 2 * values) + 2 * values;
+  const int64_t spread = 8 * (t.v_first ? values : 2 * keys);
+  const int64_t gates = 10 * 64 + 16 * kTileTokens;
+  return state + 2 * (loaded + stored) + 4 * (wide + spread + gates + t.partial_elements());
+}
+
+// Fills in the cut: of the blocks that fit, those that are done first.
+inline void cut(GatedDeltaRuleUpdateTiling& tiling, int64_t cores, int64_t ub_bytes) {
+  const int64_t step = tiling.v_first ? 8 : 16, overhead = 8;
+  const int64_t most = tiling.packed ? tiling.tokens : tiling.length;
+  tiling.tile_tokens = static_cast<int32_t>(most < kTileTokens ? most : kTileTokens);
+  int64_t least = -1;
+  for (int64_t blocks = 1; blocks <= (tiling.values + step - 1) / step; ++blocks) {
+    GatedDeltaRuleUpdateTiling tried = tiling;
+    tried.block =
+        static_cast<int32_t>(((tiling.values + blocks - 1) / blocks + step - 1) / step * step);
+    // Rows of a state are rows of one instruction.
+    if (tried.block > 248 || on_chip(tried) > ub_bytes - kReservedBytes) continue;
+    const int64_t time = (tried.pieces() + cores - 1) / cores * (tried.block + overhead);
+    if (least >= 0 && time >= least) continue;
+    least = time;
+    tiling.block = tried.block;
+  }
+}
+
+}  // namespace npu_ops
