@@ -1,7 +1,8 @@
-// The dynamic loader's functions by the versions that glibc had before they moved into libc (2.34),
-// so that one wheel serves glibc 2.28 (manylinux_2_28).
+// What a library built with a new glibc would ask of the machine that it runs on, so that one wheel
+// serves glibc 2.27. To be included in one source file.
 #pragma once
 
+// The dynamic loader's functions, by the versions that they had before they moved into libc (2.34).
 #if defined(__GLIBC__) && defined(__x86_64__)
 #define NPU_OPS_OLD(name) __asm__(".symver " #name "," #name "@GLIBC_2.2.5")
 #elif defined(__GLIBC__) && defined(__aarch64__)
@@ -13,4 +14,10 @@ NPU_OPS_OLD(dlopen);
 NPU_OPS_OLD(dlsym);
 NPU_OPS_OLD(dlerror);
 #undef NPU_OPS_OLD
+
+// libstdc++ looks here whether there is one thread; glibc has it since 2.32. It says: there may be
+// more, so counters of references are atomic.
+extern "C" {
+__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
+}
 #endif

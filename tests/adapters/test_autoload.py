@@ -18,9 +18,9 @@ import npu_ops_adapters
 import npu_ops_autoload
 import pytest
 import torch
-from conftest import environment
 from npu_ops_adapters.sglang import functions
 from packaging.version import Version
+from processes import environment
 
 SOURCE = pathlib.Path(npu_ops_autoload.__file__)
 

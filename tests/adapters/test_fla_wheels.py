@@ -7,7 +7,7 @@ import sys
 
 import fetch_frameworks
 import pytest
-from conftest import environment
+from processes import environment
 
 HERE = pathlib.Path(__file__).parent
 

@@ -9,7 +9,6 @@ import types
 import fetch_megatron
 import pytest
 import torch
-from conftest import environment
 from npu_ops_adapters.megatron import (
     causal_conv1d,
     chunk_gated_delta_rule,
@@ -17,6 +16,7 @@ from npu_ops_adapters.megatron import (
     l2norm,
     rms_norm_gated,
 )
+from processes import environment
 
 import npu_ops
 

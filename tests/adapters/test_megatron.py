@@ -6,8 +6,8 @@ import types
 import fetch_megatron
 import megatron_checks
 import pytest
-from conftest import run_checks
 from npu_ops_adapters.megatron import qwen3_vl
+from processes import run_checks
 
 RUNS = [
     pytest.param(

@@ -12,8 +12,8 @@ import sys
 import fetch_megatron
 import mindspeed_checks
 import pytest
-from conftest import environment
 from npu_ops_adapters.mindspeed import attention
+from processes import environment
 
 HERE = pathlib.Path(__file__).parent
 BRANCHES = {"core_r0.12": "0.12.3", "core_r0.16": "0.16.1", "core_r0.18": "0.18.2"}

@@ -13,9 +13,9 @@ import npu_ops_autoload
 import pytest
 import torch
 import transformers_models
-from conftest import HERE, environment
 from npu_ops_adapters.transformers import attention as adapter
 from npu_ops_adapters.transformers import models
+from processes import HERE, environment
 from transformers import DynamicCache, StaticCache, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import fetch_verl
-from conftest import HERE, environment
+from processes import HERE, environment
 
 
 def test_two_ranks_equal_one(tmp_path):

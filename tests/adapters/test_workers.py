@@ -8,7 +8,7 @@ import sys
 
 import fetch_frameworks
 import pytest
-from conftest import environment
+from processes import environment
 
 # What a worker sees; nothing in it, nor in who starts it, names npu-ops before the last lines.
 WORKER = """

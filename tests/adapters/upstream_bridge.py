@@ -32,7 +32,7 @@ import fetch_megatron
 import megatron_cpu
 import torch
 import upstream_megatron
-from conftest import environment
+from processes import environment
 
 HERE = pathlib.Path(__file__).parent
 MODELLING = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"

@@ -36,8 +36,8 @@ import mindspeed_checks
 import torch
 import upstream_bridge
 import upstream_megatron
-from conftest import environment
 from npu_ops_tools import demo_model
+from processes import environment
 
 from npu_ops.core import env
 
