@@ -65,6 +65,9 @@ CALLS = {
     "rope Qwen3-VL-8B T=8192": case("rope", "qwen3-vl-8b-tp1-t512", 8192),
     "mrope Qwen3-VL-8B T=512": case("mrope", "qwen3-vl-8b-tp1-t512"),
     "mrope Qwen3-VL-8B T=8192": case("mrope", "qwen3-vl-8b-tp1-t8192"),
+    "qk_norm_rope Qwen3-8B T=8192": case("qk_norm_rope", "qwen3-8b-t8192"),
+    "qk_norm_rope Qwen3-VL-8B T=8192": case("qk_norm_rope", "qwen3-vl-8b-t8192"),
+    "qk_norm_rope Qwen3.5-9B T=8192": case("qk_norm_rope", "qwen3.5-9b-t8192"),
     "bias_dropout_add Qwen3-VL-8B T=512": case("bias_dropout_add", "qwen3-vl-8b-decode-512"),
     "bias_dropout_add Qwen3-VL-8B T=8192": case("bias_dropout_add", "qwen3-vl-8b-train-8192-tp1"),
     "l2norm Qwen3-Next T=8192": case("l2norm", "qwen3-next-tp1-t8192"),
@@ -87,17 +90,20 @@ def rows(name: str) -> Iterator[dict]:
     """One for each kernel; forward and backward of rope are the same one."""
     seen = set()
     for said in model.predict_all(CALLS[name](), SOC):
-        row = {"call": name, "kernel": said.kernel, "soc": said.soc, "label": said.label}
-        row |= {
-            each: f"{getattr(said, each):.3g}" for each in ("us", "low_us", "high_us", "limit_us")
-        }
-        row |= {each: f"{getattr(said, each):.2f}" for each in ("of_limit", "balance")}
-        for each in ("loaded", "stored", "workspace"):
-            row[f"{each}_mb"] = f"{getattr(said, each) / 1e6:.3f}"
-        row |= {"bottleneck": said.bottleneck, "programs": said.programs, "git": _commit()}
+        row = {"call": name} | row_of(said)
         if tuple(row.values()) not in seen:
             seen.add(tuple(row.values()))
             yield row
+
+
+def row_of(said: model.Prediction) -> dict:
+    """A prediction in the table's words."""
+    row = {"kernel": said.kernel, "soc": said.soc, "label": said.label}
+    row |= {each: f"{getattr(said, each):.3g}" for each in ("us", "low_us", "high_us", "limit_us")}
+    row |= {each: f"{getattr(said, each):.2f}" for each in ("of_limit", "balance")}
+    for each in ("loaded", "stored", "workspace"):
+        row[f"{each}_mb"] = f"{getattr(said, each) / 1e6:.3f}"
+    return row | {"bottleneck": said.bottleneck, "programs": said.programs, "git": _commit()}
 
 
 def _commit() -> str:

@@ -150,11 +150,12 @@ def _clear_heads(out, out_row, out_head, inside, heads, D: tl.constexpr, BT: tl.
 
 @triton.jit
 def _heads_forward(
-    x, out, x_row, out_row, x_head, out_head, inside, heads, w1, w2, w3, cos1, cos2, across1,
-    across2, eps, D: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr,
-    TAIL: tl.constexpr, INTERLEAVED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+    x, out, x_row, out_row, x_head, out_head, inside, heads, cos1, cos2, across1, across2, w3, eps,
+    D: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate every head of a tile of tokens.
+    """Normalise and rotate every head of a tile of tokens. The coefficients have the weights in
+    them; w3 is the tail's.
 
     x_row, out_row: where each token starts, int64 [BT, 1, 1]; inside: whether it exists.
     """
@@ -166,12 +167,11 @@ def _heads_forward(
             x + x_row + at * x_head, exists, P, PAIRS, BD, TAIL, INTERLEAVED, BT, BH
         )
         r = _reciprocal_rms(x1, x2, x3, eps, D, TAIL)
-        y1, y2, y3 = x1 * r * w1, x2 * r * w2, x3
+        y1, y2, y3 = x1 * cos1 + x2 * across1, x2 * cos2 + x1 * across2, x3
         if TAIL > 0:
-            y3 = x3 * r * w3
-        _store_head(out + out_row + at * out_head, y1 * cos1 + y2 * across1,
-                    y2 * cos2 + y1 * across2, y3, exists, P, PAIRS, BD, TAIL, INTERLEAVED, BT,
-                    BH)  # fmt: skip
+            y3 = x3 * w3 * r
+        _store_head(out + out_row + at * out_head, y1 * r, y2 * r, y3, exists, P, PAIRS, BD, TAIL,
+                    INTERLEAVED, BT, BH)  # fmt: skip
 
 
 @triton.jit
@@ -181,7 +181,8 @@ def _heads_backward(
     PAIRS: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr, INTERLEAVED: tl.constexpr,
     BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of every head of a tile of tokens, and add to the weight's sums."""
+    """Write the gradients of every head of a tile of tokens, and add to the weight's sums, [BT, BH,
+    P] twice and [BT, BH, BD]: adding them up is for the end."""
     for first_head in range(0, heads, BH):
         head = first_head + tl.arange(0, BH)[None, :, None]
         exists = inside & (head < heads)
@@ -205,11 +206,11 @@ def _heads_backward(
         along = (dot / D)[:, :, None]
         d1 = r * (y1 * w1 - n1 * along)
         d2 = r * (y2 * w2 - n2 * along)
-        sum1 += tl.sum(tl.reshape(y1 * n1, (BT * BH, P)), axis=0)
-        sum2 += tl.sum(tl.reshape(y2 * n2, (BT * BH, P)), axis=0)
+        sum1 += y1 * n1
+        sum2 += y2 * n2
         if TAIL > 0:
             d3 = r * (g3 * w3 - n3 * along)
-            sum3 += tl.sum(tl.reshape(g3 * n3, (BT * BH, BD)), axis=0)
+            sum3 += g3 * n3
         _store_head(out + out_row + at * out_head, d1, d2, d3, exists, P, PAIRS, BD, TAIL,
                     INTERLEAVED, BT, BH)  # fmt: skip
     return sum1, sum2, sum3
@@ -242,13 +243,13 @@ def _qk_norm_rope_kernel(
         at, inside = token.to(tl.int64), token < length
         x_row = b * x_b + at * x_s
         _heads_forward(
-            qkv, q, x_row, b * q_b + at * q_s, STEP, q_n, inside, heads, qw1, qw2, qw3, cos1, cos2,
-            across1, across2, eps, D, P, PAIRS, BD, TAIL, INTERLEAVED, BT, BHQ,
+            qkv, q, x_row, b * q_b + at * q_s, STEP, q_n, inside, heads, cos1 * qw1, cos2 * qw2,
+            across1 * qw2, across2 * qw1, qw3, eps, D, P, PAIRS, BD, TAIL, INTERLEAVED, BT, BHQ,
         )  # fmt: skip
         keys = qkv + heads * STEP
         _heads_forward(
-            keys, k, x_row, b * k_b + at * k_s, D, k_n, inside, kv_heads, kw1, kw2, kw3, cos1, cos2,
-            across1, across2, eps, D, P, PAIRS, BD, TAIL, INTERLEAVED, BT, BHK,
+            keys, k, x_row, b * k_b + at * k_s, D, k_n, inside, kv_heads, cos1 * kw1, cos2 * kw2,
+            across1 * kw2, across2 * kw1, kw3, eps, D, P, PAIRS, BD, TAIL, INTERLEAVED, BT, BHK,
         )  # fmt: skip
         if COPY:
             _copy_heads(keys + kv_heads * D, v, x_row, b * v_b + at * v_s, D, v_n, inside, kv_heads,
@@ -260,11 +261,13 @@ def _qk_norm_rope_kernel(
 
 @triton.jit
 def _store_sums(sums, first, second, tail, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr,
-                TAIL: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
-    """A row of sums, in a head's order."""
-    _store_head(sums, first[None, None, :], second[None, None, :], tail[None, None, :],
-                tl.full((1, 1, 1), True, tl.int1), P, PAIRS, BD, TAIL, INTERLEAVED, 1,
-                1)  # fmt: skip
+                TAIL: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Add up the sums of `ROWS` heads, and write a row in a head's order."""
+    first = tl.sum(tl.reshape(first, (ROWS, P)), axis=0)[None, None, :]
+    second = tl.sum(tl.reshape(second, (ROWS, P)), axis=0)[None, None, :]
+    tail = tl.sum(tl.reshape(tail, (ROWS, BD)), axis=0)[None, None, :]
+    _store_head(sums, first, second, tail, tl.full((1, 1, 1), True, tl.int1), P, PAIRS, BD, TAIL,
+                INTERLEAVED, 1, 1)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch", "length", "rows", "piece_tiles"])
@@ -287,9 +290,9 @@ def _qk_norm_rope_backward_kernel(
     tiles = tl.cdiv(length, BT)
     pieces = tl.cdiv(batch * tiles, piece_tiles)
     for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
-        q1, q2 = tl.zeros((P,), tl.float32), tl.zeros((P,), tl.float32)
-        k1, k2 = tl.zeros((P,), tl.float32), tl.zeros((P,), tl.float32)
-        q3, k3 = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+        q1, q2 = tl.zeros((BT, BHQ, P), tl.float32), tl.zeros((BT, BHQ, P), tl.float32)
+        k1, k2 = tl.zeros((BT, BHK, P), tl.float32), tl.zeros((BT, BHK, P), tl.float32)
+        q3, k3 = tl.zeros((BT, BHQ, BD), tl.float32), tl.zeros((BT, BHK, BD), tl.float32)
         last = tl.minimum((piece + 1) * piece_tiles, batch * tiles)
         for item in range(piece * piece_tiles, last):
             b = (item // tiles).to(tl.int64)
@@ -330,8 +333,8 @@ def _qk_norm_rope_backward_kernel(
             elif GATED:
                 _clear_heads(grad_qkv + D, out_row, STEP, inside, heads, D, BT, BHQ, BC)
         of_q = sums + piece * 2 * D
-        _store_sums(of_q, q1, q2, q3, P, PAIRS, BD, TAIL, INTERLEAVED)
-        _store_sums(of_q + D, k1, k2, k3, P, PAIRS, BD, TAIL, INTERLEAVED)
+        _store_sums(of_q, q1, q2, q3, P, PAIRS, BD, TAIL, INTERLEAVED, BT * BHQ)
+        _store_sums(of_q + D, k1, k2, k3, P, PAIRS, BD, TAIL, INTERLEAVED, BT * BHK)
 
 
 def qk_norm_rope(
@@ -422,6 +425,8 @@ def _tiles(
     pairs, tail = max(NARROWEST, next_power_of_2(rotary_dim // 2)), dim - rotary_dim
     padded_tail = max(NARROWEST, next_power_of_2(tail))
     width = 2 * pairs + (padded_tail if tail else 0)
+    if most_tokens > 1:  # the forward kernel has room for a tail's padding
+        width = min(width, next_power_of_2(dim))
     fits = max(1, tile[angles["INTERLEAVED"]] // width)  # heads of tokens
     fits = next_power_of_2(fits + 1) // 2
     q_heads = min(fits, next_power_of_2(heads))
