@@ -18,7 +18,7 @@ namespace {
 // The interface of a twin's library (csrc/twin/launch.h).
 using Kernel = void (*)(const void*);
 using Regions = void (*)(const char* const*, const uint64_t*, const uint64_t*, int64_t);
-using Launch = int64_t (*)(Kernel, int64_t, const void*, int);
+using Launch = int64_t (*)(Kernel, int64_t, const void*, int, int);
 using Findings = const char* (*)();
 
 struct Function {
@@ -117,7 +117,7 @@ aclError aclrtLaunchKernelWithHostArgs(aclrtFuncHandle handle, uint32_t blocks, 
   for (const std::string& name : announced.names) names.push_back(name.c_str());
   function.regions(names.data(), announced.addresses.data(), announced.bytes.data(),
                    static_cast<int64_t>(names.size()));
-  function.launch(function.kernel, blocks, arguments, 0);
+  function.launch(function.kernel, blocks, arguments, 0, 0);
   const std::string errors = errors_in(function.findings(), function.name);
   if (errors.empty()) return ACL_SUCCESS;
   return fail(ACL_ERROR_RT_AICORE_EXCEPTION, "the AscendC kernel is wrong:" + errors);

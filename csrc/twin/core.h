@@ -33,6 +33,7 @@ struct Launch {
   std::vector<Finding> findings;
   std::set<std::string> seen;  // one finding for each check and line
   int64_t blocks = 0;
+  bool goes_on = false;       // past checks of the vendor's that fail
   bool vector_order = false;  // also warn where V needs a barrier before it reads what V wrote
 };
 

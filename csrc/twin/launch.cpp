@@ -126,11 +126,12 @@ void npu_ops_twin_regions(const char* const* names, const uint64_t* addresses,
 }
 
 int64_t npu_ops_twin_launch(NpuOpsTwinKernel kernel, int64_t blocks, const void* arguments,
-                            int vector_order) {
+                            int vector_order, int goes_on) {
   const std::lock_guard lock(mutex);
   launch = Launch{};
   launch.blocks = blocks;
   launch.vector_order = vector_order != 0;
+  launch.goes_on = goes_on != 0;
   block_num = blocks;
   sub_block_idx = 0;
   g_coreType = AscendC::AIV;

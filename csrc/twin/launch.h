@@ -17,6 +17,6 @@ void npu_ops_twin_regions(const char* const* names, const uint64_t* addresses,
 // Runs a kernel's blocks one after another. Returns how many findings there are; their text, one
 // a line, is `npu_ops_twin_findings()` until the next launch.
 int64_t npu_ops_twin_launch(NpuOpsTwinKernel kernel, int64_t blocks, const void* arguments,
-                            int vector_order);
+                            int vector_order, int goes_on);
 const char* npu_ops_twin_findings();
 }

@@ -302,7 +302,7 @@ void vendor_check_failed(const char* file, int line) {
   issue("a check of AscendC's", PIPE_S);
   report(true, "vendor-check",
          last_sentence() + " (" + (name ? name + 1 : file) + ":" + std::to_string(line) + ")");
-  throw CoreStopped();
+  if (!launch.goes_on) throw CoreStopped();
 }
 
 void not_emulated(const char* instruction) {

@@ -38,7 +38,8 @@ inline void vbrcb(T* to, T* from, uint16_t to_block, uint16_t to_repeat, uint8_t
   }
 }
 
-// 6.3.11.2: elements at byte offsets. The headers cut the source's address to 32 bits; registers()
+// 6.3.11.2: elements at byte offsets; a repeat reads all of its own before it writes, for kernels
+// gather in place. The headers cut the source's address to 32 bits; registers()
 // holds the whole one.
 template <class T>
 inline void vgather(T* to, uint32_t* offsets, uint32_t, uint16_t to_repeat, uint8_t repeats) {
@@ -47,14 +48,22 @@ inline void vgather(T* to, uint32_t* offsets, uint32_t, uint16_t to_repeat, uint
   aligned(to, kBlockBytes, "the target");
   const Operand<T> target{to, 1, to_repeat};
   const Extent extent(repeats, per_repeat<T>());
-  extent.each([&](int r, int e) {
-    uint32_t* offset = offsets + int64_t{r} * extent.per_repeat() + e;
-    touch(Access::kRead, offset, sizeof(uint32_t));
-    const auto* from = reinterpret_cast<T*>(registers().gathered + *offset);
-    touch(Access::kRead, from, sizeof(T));
-    touch(Access::kWrite, target.at(r, e), sizeof(T));
-    *target.at(r, e) = *from;
-  });
+  for (int r = 0; r < extent.repeats(); ++r) {
+    T values[kRepeatBytes / sizeof(T)];
+    for (int e = 0; e < extent.per_repeat(); ++e) {
+      if (!extent.has(r, e)) continue;
+      uint32_t* offset = offsets + int64_t{r} * extent.per_repeat() + e;
+      touch(Access::kRead, offset, sizeof(uint32_t));
+      const auto* from = reinterpret_cast<T*>(registers().gathered + *offset);
+      touch(Access::kRead, from, sizeof(T));
+      values[e] = *from;
+    }
+    for (int e = 0; e < extent.per_repeat(); ++e) {
+      if (!extent.has(r, e)) continue;
+      touch(Access::kWrite, target.at(r, e), sizeof(T));
+      *target.at(r, e) = values[e];
+    }
+  }
 }
 
 // 6.3.11.3: whole blocks at byte offsets. The mask has no say.

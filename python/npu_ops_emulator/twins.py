@@ -79,10 +79,12 @@ class Twin:
         arguments: bytes,
         tensors: Mapping[str, tuple[int, int]],
         vector_order: bool = False,
+        goes_on: bool = False,
     ) -> list[Finding]:
         """Run a kernel; it may touch `tensors`, {name: (address, bytes)}, alone.
 
         vector_order: also warn where the vector pipe needs a barrier to read what it wrote.
+        goes_on: where a check of the vendor's fails, the core goes on, to see what comes of it.
         """
         twin = _loaded_library()
         run = ctypes.cast(getattr(_loaded(self.path), f"{kernel}__twin"), ctypes.c_void_p)
@@ -90,7 +92,9 @@ class Twin:
         addresses = (ctypes.c_uint64 * len(tensors))(*(a for a, _ in tensors.values()))
         sizes = (ctypes.c_uint64 * len(tensors))(*(b for _, b in tensors.values()))
         twin.npu_ops_twin_regions(names, addresses, sizes, ctypes.c_int64(len(tensors)))
-        twin.npu_ops_twin_launch(run, ctypes.c_int64(blocks), arguments, int(vector_order))
+        twin.npu_ops_twin_launch(
+            run, ctypes.c_int64(blocks), arguments, int(vector_order), int(goes_on)
+        )
         return parse(twin.npu_ops_twin_findings().decode())
 
 

@@ -1,10 +1,14 @@
 """Wrong kernels made from ours: each must be caught by a check of the twin or by a wrong result.
 
-    npu-ops emulate -- python tests/emulator/mutants.py           # all; --every 20: a sample
+    npu-ops emulate -- python tests/emulator/mutants.py                        # all of them
+    npu-ops emulate -- python tests/emulator/mutants.py --op rope --sample 40  # some, by --seed
 
-A mutant is one of our AscendC kernels with one line changed: a wait, a free or an event left out, a
-buffer halved, an edge shifted, a queue taken for another, cores that do the same. It runs the cases
-of its op below. Prints those that survive and the score; ends with 1 if that is below 95 %.
+A mutant is one of our AscendC kernels with one place changed (mutations.py): a wait, a free, an
+event or an instruction left out, a buffer halved, an edge shifted, a queue taken for another, cores
+that do the same. It runs the cases of its op that come past that place, the quickest first, until
+one gives it away: on all cores, and on two with less of their memory, where a core has many tiles.
+Prints the score of each file, and what survives; ends with 1 if a mutant survives that
+equivalent_mutants.py does not explain.
 """
 
 from __future__ import annotations
@@ -12,197 +16,365 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import ctypes
 import dataclasses
-import importlib
+import json
+import os
 import pathlib
-import re
-import shutil
+import random
+import selectors
+import subprocess
 import sys
-import tempfile
+import time
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
 import torch_npu  # noqa: F401
-from npu_ops_emulator import EmulatorError, headers, twins
+from npu_ops_emulator import twins
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from support import assert_all_close, evaluate, floats, forced
+import mutations
+from equivalent_mutants import EQUIVALENT
+from mutations import Build, Mutant
+from support import evaluate, floats, forced
 
 import npu_ops
 from npu_ops.core import ascendc, library, rng
+from npu_ops.core import cases as kit
+from npu_ops.core.compare import assert_close
 
-library.poison_outputs = True
-LOWEST = 0.95
+LARGEST = 130_000  # elements of a case's arguments: the twin takes about 1 us for each
+# Seconds of a processor that a mutant has, which catches those that never end, and of waiting.
+LIMIT, PATIENCE = 15, 1200
+# Vector cores and bytes of their memory: all there are, and few, so that a core has many tiles.
+CORES = ((None, None), (2, 144 * 1024))
+# Arguments that are also tried with numbers whose exponentials overflow.
+STEEP = {"gdn_gate": ("a", "b"), "rms_norm_gated": ("z",)}
+# Of calls, the argument with positions, which are also tried as int32 and behind their table.
+POSITIONS = {"rope_gather": "position_ids", "cached": "positions"}
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+CAUGHT = ("check", "result", "warning", "crash", "no end")
 
-# Of each op, cases and changes of them that take every branch of its kernels, and are small.
-CASES = {
-    "bias_dropout_add": [("odd-t65-h7-full", {"tokens": 700}), ("odd-t63-h129-row", {})],
-    "l2norm": [("odd-t131-d256-behind5", {}), ("wide-4096", {}), ("odd-t63-d60-behind5", {}),
-               ("one-element", {})],
-    "rms_norm_gated": [("odd-t63-d60-after-sigmoid", {}), ("mamba2-groups", {"tokens": 60}),
-                       ("wide-8192", {}), ("qwen3-next-tp1-t64", {"tokens": 9})],
-    "gdn_gate": [("many-heads", {}), ("odd-t131-h100", {}), ("odd-t63-h6", {"tokens": 500})],
-}  # fmt: skip
-# Headers that ops share are tried with one of them.
-SHARED = {
-    "common/rows_ascendc.h": "rms_norm_gated",
-    "common/activation_ascendc.h": "gdn_gate",
-    "common/ascendc.h": "bias_dropout_add",
-    "common/philox_ascendc.h": "bias_dropout_add",
-}
 
-# What a mutation is called; what it finds in a line; what it puts there.
-_STATEMENT = r"^(\s*)[\w.\[\]>-]*\b{}\b.*;$"
-RULES = [
-    ("no EnQue", _STATEMENT.format("EnQue"), r"\1;"),
-    ("no DeQue", r"^(\s*)\w+ = .*\bDeQue<.*;$", r"\1;"),
-    ("no FreeTensor", _STATEMENT.format("FreeTensor"), r"\1;"),
-    ("no SetFlag", _STATEMENT.format(r"SetFlag<.*>"), r"\1;"),
-    ("no WaitFlag", _STATEMENT.format(r"WaitFlag<.*>"), r"\1;"),
-    ("no event", r"^(\s*)(Set|Wait)Flag<.*>\(.*\);$", r"\1;"),
-    ("half a buffer", r"(InitBuffer\(\w+, (?:2, |1, )?)(.*)(\);)$", r"\1(\2) / 2\3"),
-    ("half the floats", r"(\.floats\()([^,;]*)(.*\);)$", r"\1(\2) / 2\3"),
-    ("a column more", r"\btile\.columns\b(?! ==)", "(tile.columns + 1)"),
-    ("a row more", r"\btile\.rows\b(?! /|\);)", "(tile.rows + 1)"),
-    ("a row less", r"\btile\.rows\b(?! /)", "(tile.rows - 1)"),
-    ("the first columns again", r" \+ tile\.column\b", ""),
-    ("the first column's sums again", r"\[tile\.column\]", ""),
-    ("an edge forgotten", r"\bsmaller\((.*), (tiling_\.rows|last - row)\)", r"(\1)"),
-    ("cores do the same", r"\+= AscendC::GetBlockNum\(\)|\+= GetBlockNum\(\)", "+= 1"),
-    ("cores begin alike", r"= (AscendC::)?GetBlockIdx\(\)", "= 0"),
-    ("another queue", r"\bx_queue_(?=, x_)", "out_queue_"),
-    ("buffers swapped", r"\btake\((\w+)_queue_, (wide_x_|value_|x_), ", r"take(\1_queue_, s_, "),
-    ("no zeros before", r"^(\s*)(?:AscendC::)?Duplicate\(\w+(?:\[.*\])?, 0.*;$", r"\1;"),
-    ("not added up", r"^(\s*)rows_\.add_(?:products|rows)\(.*;$", r"\1;"),
-    ("an instruction less",
-     r"^(\s*)(?:AscendC::)?(?:Add|Sub|Mul|Muls|Adds|Div|Exp|Sqrt|Brcb|Select)\(.*\);$", r"\1;"),
-    ("a stride less", r"\bapart\b(?=[,}])", "(apart - 2)"),
-]  # fmt: skip
+# ---- what is run ----
 
 
 @dataclasses.dataclass(frozen=True)
-class Mutant:
-    """`line` of `file`, counted from 1, is `text` instead; `op` is what it is tried with."""
+class Example:
+    """A call on the NPU, and what is right."""
 
-    rule: str
+    name: str
     op: str
-    file: str
-    line: int
-    text: str
+    function: Callable
+    arguments: dict
+    wrt: tuple[str, ...]
+    expected: dict
+    dtype: torch.dtype
+    cores: int | None = None
+    memory: int | None = None
 
-    def __str__(self):
-        return f"{self.rule}: {self.file}:{self.line}: {self.text.strip() or '(nothing)'}"
-
-
-def mutants() -> list[Mutant]:
-    """All of them, the files one after the other."""
-    files = {f"{op}/{op}_ascendc.cpp": op for op in CASES} | SHARED
-    found = {}
-    for file, op in files.items():
-        lines = (headers.kernel_sources() / file).read_text().splitlines()
-        for number, line in enumerate(lines, 1):
-            if line.lstrip().startswith("//"):
-                continue
-            for rule, pattern, replacement in RULES:
-                changed, count = re.subn(pattern, replacement, line, count=1)
-                if count and changed != line:
-                    found.setdefault(
-                        (file, number, changed), Mutant(rule, op, file, number, changed)
-                    )
-    return list(found.values())
+    def run(self) -> bool:
+        """Whether the results are right. Raises what the call does."""
+        actual = compute(self.op, "ascendc", self.function, self.arguments, self.wrt)
+        try:
+            for name, value in actual.items():
+                tolerance = kit.tolerance(self.op, name, value, self.dtype)
+                right = self.expected[name].to(value.device)
+                # A NaN belongs where one is expected, and is then as good as a number.
+                value, right = (torch.nan_to_num(x, nan=100.0) for x in (value, right))
+                assert_close(name, value, right, tolerance)
+        except AssertionError:
+            return False
+        return True
 
 
-def compiled(mutant: Mutant, folder: pathlib.Path) -> pathlib.Path | str:
-    """The mutant's twin, or why there is none."""
-    sources = folder / f"{abs(hash(mutant))}"
-    for part in ("common", mutant.op):
-        shutil.copytree(headers.kernel_sources() / part, sources / part)
-    path = sources / mutant.file
-    lines = path.read_text().splitlines()
-    lines[mutant.line - 1] = mutant.text
-    path.write_text("\n".join(lines) + "\n")
-    try:
-        return twins.compile(sources / mutant.op / f"{mutant.op}_ascendc.cpp", [sources]).path
-    except EmulatorError as error:
-        return str(error)
+def examples(op: str) -> list[Example]:
+    """The cases of an op that are not too large, each in one dtype, and its small calls."""
+    made = []
+    for case in kit.of(op).CASES:
+        dtype = DTYPES[len(made) % 3]
+        if case.large or case.tokens == 0 or elements(case.inputs(torch.float32)) > LARGEST:
+            continue
+        inputs, on_npu = case.inputs(dtype), case.inputs(dtype, "npu")
+        function, wrt = kit.function(op, case), kit.differentiable(op, case)
+        made.append(example(case.name, op, function, inputs, on_npu, wrt, dtype))
+        if len(made) == 1 and op in STEEP:
+            steep = {name: inputs[name] * 40 for name in STEEP[op]}
+            on_npu = on_npu | {name: value.npu() for name, value in steep.items()}
+            made.append(example("steep", op, function, inputs | steep, on_npu, wrt, dtype))
+    for call in kit.of(op).CALLS:
+        inputs = call.arguments()
+        on_npu = {k: v.npu() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        wrt = kit.of(op).DIFFERENTIABLE if call.differentiable is None else call.differentiable
+        wrt = tuple(name for name in wrt if name in inputs)
+        function = getattr(npu_ops, call.function)
+        made.append(example(str(call), op, function, inputs, on_npu, wrt, torch.float32))
+        if name := POSITIONS.get(str(call)):
+            narrow = {name: on_npu[name].int()}
+            made.append(example(f"{call}-int32", op, function, inputs, on_npu | narrow, wrt,
+                                torch.float32))  # fmt: skip
+            made.append(outside(call, name, op, function, inputs, wrt))
+    return [dataclasses.replace(of_all, cores=cores, memory=memory)
+            for of_all in made for cores, memory in CORES]  # fmt: skip
 
 
-def verdict(op: str, path: pathlib.Path) -> str | None:
-    """What gives a twin away: "check" or "result"; None if nothing does."""
-    ascendc.target.cache_clear()
-    with mock.patch.object(ascendc, "locate", lambda op, family: path):
-        for inputs, expected, tolerances in examples(op):
-            try:
-                actual = run(op, "ascendc", inputs)
-            except RuntimeError as error:
-                if "the AscendC kernel is wrong" not in str(error):
-                    raise
-                return "check"
-            try:
-                assert_all_close(actual, expected, tolerances)
-            except AssertionError:
-                return "result"
-    return None
+def outside(call, name: str, op: str, function, inputs: dict, wrt) -> Example:
+    """A call with a position, the last of the last axis, behind its table: there it reads NaN."""
+    positions = inputs[name].clone()
+    tables = {table: inputs[table] for table in ("cos", "sin", "cos_sin_cache") if table in inputs}
+    positions[-1, -1] = next(iter(tables.values())).shape[0]
+    longer = {table: torch.cat((rows, torch.full_like(rows[:1], torch.nan)))
+              for table, rows in tables.items()}  # fmt: skip
+    right = compute(op, "reference", function,
+                    floats(inputs | longer | {name: positions}, torch.float64), wrt)  # fmt: skip
+    on_npu = {k: v.npu() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    on_npu[name] = positions.npu()
+    return Example(f"{call}-outside", op, function, on_npu, wrt, right, torch.float32)
 
 
-def examples(op: str):
-    """(arguments on the NPU, right results, tolerances) of each case, in a dtype of its own."""
-    if op not in examples.made:
-        cases = importlib.import_module(f"npu_ops.ops.{op}.cases")
-        named = {case.name: case for case in cases.CASES}
-        dtypes = torch.float32, torch.bfloat16, torch.float16
-        made = examples.made[op] = []
-        for i, (name, changes) in enumerate(CASES[op]):
-            case, dtype = dataclasses.replace(named[name], **changes), dtypes[i % 3]
-            right = run(op, "reference", floats(case.inputs(dtype), torch.float64))
-            made.append((case.inputs(dtype, "npu"), right, cases.TOLERANCES))
-    return examples.made[op]
+def example(name, op, function, inputs, on_npu, wrt, dtype) -> Example:
+    right = compute(op, "reference", function, floats(inputs, torch.float64), wrt)
+    return Example(name, op, function, on_npu, wrt, right, dtype)
 
 
-examples.made = {}
+def elements(inputs: dict) -> int:
+    return sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
 
 
-def run(op: str, implementation: str, inputs: dict) -> dict:
+def compute(op: str, implementation: str, function, inputs: dict, wrt) -> dict:
     """Results and gradients; what is random is the same each time."""
 
     def state(device, generator):
         return torch.tensor((3, 5), device=device)
 
-    differentiable = importlib.import_module(f"npu_ops.ops.{op}.cases").DIFFERENTIABLE
     with mock.patch.object(rng, "new_state", state), forced(implementation, op):
-        return evaluate(getattr(npu_ops, op), inputs, differentiable)
+        return evaluate(function, inputs, wrt)
+
+
+# ---- the process that runs them ----
+
+
+class Library:
+    """A build in use: which mutant is on, which were come past, and what the twin warned of."""
+
+    def __init__(self, build: Build):
+        self.path = build.path
+        loaded = ctypes.CDLL(str(build.path))
+        self._on = ctypes.c_int.in_dll(loaded, "npu_ops_mutant")
+        self._reached = (ctypes.c_ubyte * len(build.mutants)).in_dll(loaded, "npu_ops_reached")
+        self._findings = twins._loaded_library().npu_ops_twin_findings
+        self._target = ascendc.target
+        self.example: Example
+        self.warnings: set[str] = set()
+
+    def install(self) -> None:
+        """Let npu_ops launch this build. It asks for a target before each launch, when what the
+        last one was warned of is still there."""
+
+        def target(op, device):
+            self._collect()
+            _, cores, memory = self._target(op, device)
+            return str(self.path), self.example.cores or cores, self.example.memory or memory
+
+        ascendc.target = target
+
+    def run(self, example: Example, mutant: int = -1) -> str | None:
+        """What gives a mutant away, None if nothing does; of the kernel itself, too."""
+        self._on.value = mutant
+        self.example, self.warnings = example, set()
+        try:
+            right = example.run()
+        except RuntimeError as error:
+            if "the AscendC kernel is wrong" not in str(error):
+                raise
+            return "check"
+        self._collect()
+        return None if right else "result"
+
+    def reached(self) -> list[int]:
+        """The mutants that were come past since this was asked before."""
+        numbers = [number for number, reached in enumerate(self._reached) if reached]
+        ctypes.memset(self._reached, 0, len(self._reached))
+        return numbers
+
+    def _collect(self) -> None:
+        for finding in twins.parse(self._findings().decode()):
+            if finding.severity == "warning":
+                self.warnings.add(f"{finding.check} {finding.access} {finding.other}")
+
+
+@dataclasses.dataclass
+class Known:
+    """Of an example: how long it takes, which mutants it comes past, what is warned of anyway."""
+
+    seconds: float
+    reached: set[int]
+    warnings: set[str]
+
+
+def work(op: str) -> None:
+    """Run the mutants whose numbers come line by line; print a verdict for each."""
+    build = mutations.build(op)
+    library.poison_outputs = True
+    running = Library(build)
+    running.install()
+    made = examples(op)
+    known = [learn(running, example) for example in made]
+    order = sorted(range(len(made)), key=lambda i: known[i].seconds)
+    passed = {number for of_one in known for number in of_one.reached}
+    print(json.dumps({"reached": sorted(passed)}), flush=True)
+    for line in sys.stdin:
+        number = int(line)
+        verdict = None
+        for i in order:
+            if number in known[i].reached:
+                verdict = running.run(made[i], number)
+                if verdict is None and running.warnings - known[i].warnings:
+                    verdict = "warning"
+                if verdict:
+                    break
+        print(json.dumps({"verdict": verdict, "by": made[i].name if verdict else None}), flush=True)
+
+
+def learn(running: Library, example: Example) -> Known:
+    running.reached()
+    begin = time.perf_counter()
+    verdict = running.run(example)
+    seconds = time.perf_counter() - begin
+    if verdict:
+        raise AssertionError(f"{example.op}, {example.name}: the kernel itself is wrong: {verdict}")
+    return Known(seconds, set(running.reached()), running.warnings)
+
+
+class Worker:
+    """A process in which mutants may crash or never end."""
+
+    def __init__(self, op: str):
+        command = [sys.executable, __file__, "--work", op]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        answer = self._answer(PATIENCE)
+        if "reached" not in answer:
+            raise RuntimeError(f"{op}: its kernels do not run: {answer}")
+        self.reached = set(answer["reached"])
+
+    def verdict(self, number: int) -> str | None:
+        print(number, file=self._process.stdin, flush=True)
+        return self._answer(LIMIT)["verdict"]
+
+    def _answer(self, seconds: float) -> dict:
+        """Its next line; a machine that is busy with other things does not count as its time."""
+        patience, used = time.monotonic() + PATIENCE, self._processor_time()
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self._process.stdout, selectors.EVENT_READ)
+            while not waiting.select(1):
+                if self._processor_time() > used + seconds or time.monotonic() > patience:
+                    return {"verdict": "no end"}
+        line = self._process.stdout.readline()
+        return json.loads(line) if line.startswith("{") else {"verdict": "crash"}
+
+    def _processor_time(self) -> float:
+        """Seconds that it has had so far (proc(5), stat)."""
+        stat = pathlib.Path(f"/proc/{self._process.pid}/stat").read_text()
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def verdicts(op: str, chosen: list[Mutant], build: Build) -> Iterator[tuple[Mutant, str | None]]:
+    """What gives each mutant away; "unreached" where no case comes past it."""
+    worker = Worker(op)
+    for mutant in chosen:
+        number = build.mutants.index(mutant)
+        verdict = worker.verdict(number) if number in worker.reached else "unreached"
+        if verdict in ("crash", "no end"):
+            worker.end()
+            worker = Worker(op)
+        yield mutant, verdict
+    worker.end()
+
+
+# ---- the score ----
+
+
+def why_equivalent(mutant: Mutant) -> str | None:
+    """Why nobody can tell a mutant from the kernel, if that is so."""
+    for (file, rule, old), why in EQUIVALENT.items():
+        if (file, rule) == (mutant.file, mutant.rule) and old in " ".join(mutant.old.split()):
+            return why
+    return None
+
+
+def chosen_mutants(options) -> dict[str, list[Mutant]]:
+    """The mutants of each op, or a sample of them."""
+    chosen = {}
+    for op in [options.op] if options.op else mutations.ops():
+        found = [m for file in mutations.device_files(op) for m in mutations.mutants_of(file)]
+        found = [mutant for mutant in found if (options.only or "") in str(mutant)]
+        if options.sample:
+            found = random.Random(options.seed).sample(found, min(options.sample, len(found)))
+        chosen[op] = found
+    return chosen
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--every", type=int, default=1, help="take each so many'th")
     parser.add_argument("--op", help="of one op alone")
+    parser.add_argument("--only", help="those that have this in their line, a file or a rule")
+    parser.add_argument("--sample", type=int, help="so many of each op")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    chosen = [m for m in mutants() if options.op in (None, m.op)][:: options.every]
-    for op in {mutant.op for mutant in chosen}:
-        assert verdict(op, ascendc.locate(op, "")) is None, f"{op}: the kernel itself is wrong"
-    count: collections.Counter[str] = collections.Counter()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        concurrent.futures.ThreadPoolExecutor(2) as pool,
-    ):
-        paths = pool.map(lambda m: compiled(m, pathlib.Path(folder)), chosen)
-        for mutant, path in zip(chosen, paths, strict=True):
-            if isinstance(path, str):
-                count["does not compile"] += 1
-                continue
-            caught = verdict(mutant.op, path)
-            path.unlink()
-            count[caught or "survives"] += 1
-            if not caught:
-                print(f"survives: {mutant}", flush=True)
-    caught = count["check"] + count["result"]
-    tried = caught + count["survives"]
-    print(
-        f"{caught} of {tried} caught ({100 * caught / tried:.1f} %): {count['check']} by a check, "
-        f"{count['result']} by a wrong result; {count['does not compile']} do not compile"
-    )
-    return caught < LOWEST * tried
+    if options.work:
+        work(options.work)
+        return 0
+    results: dict[Mutant, str | None] = {}
+    chosen = chosen_mutants(options)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        builds = {op: pool.submit(mutations.build, op) for op in chosen}
+        for op, mutants in chosen.items():
+            build = builds[op].result()
+            results |= dict.fromkeys(set(mutants) & set(build.refused), "does not compile")
+            # A mutant of a shared header that one op has caught is caught.
+            left = [m for m in mutants if m in build.mutants and results.get(m) not in CAUGHT]
+            for mutant, verdict in verdicts(op, left, build):
+                if mutant not in results or verdict != "unreached":
+                    results[mutant] = verdict
+                if verdict not in CAUGHT:
+                    print(f"{op}: {verdict or 'survives'}: {mutant}", file=sys.stderr, flush=True)
+            print(f"{op}: {len(left)} tried", file=sys.stderr, flush=True)
+    return report(results)
+
+
+def report(results: dict[Mutant, str | None]) -> int:
+    """Print the score; 1 if it is too low."""
+    by_file: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    unexplained = []
+    for mutant, verdict in sorted(results.items(), key=lambda item: (item[0].file, item[0].line)):
+        if verdict not in CAUGHT and verdict != "does not compile":
+            why = why_equivalent(mutant)
+            verdict = "equivalent" if why else verdict or "survives"
+            print(f"{verdict}: {mutant}{f': {why}' if why else ''}")
+            unexplained += [] if why else [mutant]
+        by_file[mutant.file][verdict] += 1
+    for file, count in by_file.items():
+        print(f"{file}: {summary(count)}")
+    total = sum(by_file.values(), collections.Counter())
+    print(f"all: {summary(total)}; {total['equivalent']} explained, {len(unexplained)} not")
+    return bool(unexplained)
+
+
+def summary(count: collections.Counter) -> str:
+    caught = sum(count[verdict] for verdict in CAUGHT)
+    tried = sum(count.values()) - count["does not compile"]
+    share = f"{100 * caught / tried:.1f} %" if tried else "none"
+    kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(count.items()))
+    return f"{caught} of {tried} caught ({share}): {kinds}"
 
 
 if __name__ == "__main__":

@@ -287,7 +287,11 @@ def test_gather(instruction, kind, seed):
     unit = 32 if blocks else size
     call.fill(call.b, "uint32_t", unit * call.draw.integers(0, 16 * 1024 // unit, 4096))
     if not blocks:
-        call.to = (TO, 1, call.to[2])
+        call.to = (A if seed == 0 else TO, 1, 8 if seed == 0 else call.to[2])  # once in place
+        if seed == 0:  # from its own repeat
+            repeats, elements = np.divmod(np.arange(4096), 256 // size)
+            offsets = np.minimum(repeats * 256 + (elements ^ 1) * size, 16 * 1024 - size)
+            call.fill(call.b, "uint32_t", offsets)
 
     def expect(image):
         offsets = image[B : B + 16 * 1024].view(np.uint32).astype(np.int64)

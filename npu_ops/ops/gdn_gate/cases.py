@@ -67,6 +67,7 @@ CASES = [
     ),
     Case("neither", 65, 7, bias=False, beta=False),
     Case("many-heads", 9, 1500),
+    Case("whole-blocks-neg-eigval", 9, 32, allow_neg_eigval=True),
 ]
 
 # What the function is differentiable in.

@@ -1,0 +1,26 @@
+"""Mutants that no call tells from the kernel, and why.
+
+(file of csrc, rule of mutations.py, what the changed text is): why.
+"""
+
+UNUSED = "a buffer is made that nobody uses"
+AGAIN = "what is there already is made again"
+ONE_BY_ONE = "rows that lie together are converted one by one"
+
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    ("bias_dropout_add/bias_dropout_add_ascendc.cpp", "a condition forgotten",
+     "tiling.bias_kind != kNoBias"): UNUSED,
+    ("rope/rotary_ascendc.h", "a condition forgotten", "!whole_halves_"): UNUSED,
+    ("rope/rotary_ascendc.h", "a condition forgotten", "prepared != tile.group"): AGAIN,
+    ("l2norm/l2norm_ascendc.cpp", "a condition forgotten", "!whole"): AGAIN,
+    ("rms_norm_gated/rms_norm_gated_ascendc.cpp", "a condition forgotten", "!whole"): AGAIN,
+    ("common/ascendc.h", "a condition never met", "tile.columns == stride"): ONE_BY_ONE,
+    ("common/rows_ascendc.h", "a condition never met",
+     "tile.columns == tiling_.stride"): ONE_BY_ONE,
+    ("common/rows_ascendc.h", "an offset forgotten", "row * row_bytes(tensor)"):
+        "in `store`: what is written has rows at one distance, so it is one copy from the first",
+    ("rope/rotary_ascendc.h", "no event", "Wait<AscendC::HardEvent::S_V>();"):
+        "the scalar pipe stores before it issues to the vector pipe; bisheng puts a flag there",
+    ("gdn_gate/gdn_gate_ascendc.cpp", "an element less", "count"):
+        "of the series' last term alone, in one element of a tile: 1.4e-7 of it at the most",
+}  # fmt: skip
