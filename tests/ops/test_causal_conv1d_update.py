@@ -228,6 +228,26 @@ def test_wrong_numbers_that_nobody_saw(implementation, device):
 
 
 @IMPLEMENTATIONS
+def test_starts_that_nobody_saw(implementation, device):
+    """On a device they lead nowhere but to the tokens there are; on the CPU they are an error."""
+    x, weight = torch.randn(1, 9, 8, device=device), torch.randn(8, 4, device=device)
+    pool = torch.randn(2, 8, 3, device=device)
+    expected = pool.clone()
+    starts = torch.tensor([0, 3, 12], device=device)
+    args = (weight, None, None, None, starts, None, None, -1, False, True)
+    with forced(implementation, "causal_conv1d_update"):
+        if device == "cpu":
+            with pytest.raises((RuntimeError, ValueError), match="query_start_loc: got"):
+                torch.ops.npu_ops.causal_conv1d_update(x, pool, *args)
+            return
+        y = torch.ops.npu_ops.causal_conv1d_update(x, pool, *args)
+        for n, tokens in enumerate((x[:, :3], x[:, 3:])):
+            part = npu_ops.causal_conv1d_update(tokens, expected[n : n + 1], weight)
+            assert torch.equal(part, y[:, :3] if n == 0 else y[:, 3:])
+    assert torch.equal(pool, expected)
+
+
+@IMPLEMENTATIONS
 def test_strided_x_is_read_in_place(implementation, device):
     fused, weight = torch.randn(3, 2, 24, device=device), torch.randn(4, 8, device=device).t()
     pool = torch.randn(3, 8, 3, device=device)

@@ -54,7 +54,7 @@ def _causal_conv1d_update_kernel(
             begin = tl.maximum(tl.load(starts + n), 0).to(tl.int32)
             end = tl.minimum(tl.load(starts + n + 1), tokens).to(tl.int32)
             b = tl.cast(0, tl.int64)
-        slot, first = b, 0
+        slot, first = tl.cast(n, tl.int64), 0
         if indices is not None:
             slot = tl.load(indices + n).to(tl.int64)
         if accepted is not None:
