@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from npu_ops.core import hardware, socs
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.mrope.triton_ascend import load_axis, load_merged
 from npu_ops.ops.rope.triton_ascend import NARROWEST, TABLE_PAIRS, with_direction
@@ -346,7 +347,9 @@ def qk_norm_rope(
     angles, strides = _angles(
         cos, sin, positions, mrope_section, section_layout, pair_layout, rotary_dim
     )
-    sizes = _tiles(TILE, q_weight.shape[0], rotary_dim, num_heads, num_kv_heads, angles, TOKENS)
+    sizes = _tiles(
+        TILE, q_weight.shape[0], rotary_dim, num_heads, num_kv_heads, angles, TOKENS, qkv.device
+    )
     items = batch * cdiv(length, sizes["BT"])
     _qk_norm_rope_kernel[vector_grid(items, qkv.device)](
         qkv, q_weight, k_weight, cos, sin, positions, q, k, v, gate, batch, length, cos.shape[2],
@@ -372,7 +375,8 @@ def qk_norm_rope_backward(
         cos, sin, positions, mrope_section, section_layout, pair_layout, rotary_dim
     )
     sizes = _tiles(
-        BACKWARD_TILE, dim, rotary_dim, num_heads, num_kv_heads, angles, BACKWARD_TOKENS
+        BACKWARD_TILE, dim, rotary_dim, num_heads, num_kv_heads, angles, BACKWARD_TOKENS,
+        qkv.device,
     )  # fmt: skip
     items = batch * cdiv(length, sizes["BT"])
     piece_tiles = cdiv(items, PIECES)
@@ -419,10 +423,12 @@ def _angles(cos, sin, positions, mrope_section, section_layout, pair_layout, rot
 
 def _tiles(
     tile: dict, dim: int, rotary_dim: int, heads: int, kv_heads: int, angles: dict,
-    most_tokens: int,
+    most_tokens: int, device: torch.device,
 ) -> dict:  # fmt: skip
     """The shape of a tile, by the elements that fit. It depends on the model, never on lengths."""
     pairs, tail = max(NARROWEST, next_power_of_2(rotary_dim // 2)), dim - rotary_dim
+    if angles["INTERLEAVED"] and pairs == 32 and socs.is_ascend950(hardware.soc(device)):
+        pairs = 64  # that compiler stops at an assertion of its own where a row has 32 pairs
     padded_tail = max(NARROWEST, next_power_of_2(tail))
     width = 2 * pairs + (padded_tail if tail else 0)
     if most_tokens > 1:  # the forward kernel has room for a tail's padding
