@@ -204,6 +204,17 @@ def test_skipped_sequences(pad, implementation, device):
 
 
 @IMPLEMENTATIONS
+def test_slots_in_order_are_none_of_them_padding(implementation, device):
+    """Only an index says that a sequence is padding, as upstream's kernels have it."""
+    inputs = {"x": torch.randn(3, 16), "conv_state": torch.randn(3, 16, 3)}
+    inputs |= {"weight": torch.randn(16, 4)}
+    inputs = on_device(inputs, device)
+    actual, expected = (run(implementation, inputs | {"pad_slot_id": n}) for n in (1, -1))
+    for name, value in actual.items():
+        assert torch.equal(value, expected[name])
+
+
+@IMPLEMENTATIONS
 def test_wrong_numbers_that_nobody_saw(implementation, device):
     """On a device NaN for that sequence, its state left, the others right; on the CPU an error."""
     x, weight = torch.randn(4, 2, 8, device=device), torch.randn(8, 4, device=device)

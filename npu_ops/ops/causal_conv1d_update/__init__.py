@@ -52,8 +52,8 @@ def causal_conv1d_update(
         num_accepted_tokens: int32 or int64 `[B]`.
         query_start_loc: int32 or int64 `[B + 1]`, where sequences start and the last one ends; they
             may be empty. Outputs of tokens behind the end are 0.
-        pad_slot_id: sequences with this slot are skipped: no state is read or written, outputs are
-            0.
+        pad_slot_id: sequences with this in conv_state_indices are skipped: no state is read or
+            written, outputs are 0.
         intermediate_conv_window: `[rows, T, D, W - 1]` of x's dtype, T or more; not with
             query_start_loc.
         intermediate_state_indices: int32 or int64 `[B]`, a row of it, or -1 to keep none; None: row
@@ -119,8 +119,9 @@ def _prepare(
     check.writable(written, read)
     return (
         rows, conv_state, weight, bias, conv_state_indices, num_accepted_tokens, query_start_loc,
-        intermediate_conv_window, intermediate_state_indices, pad_slot_id, activation is not None,
-        not disable_state_update,
+        intermediate_conv_window, intermediate_state_indices,
+        -1 if conv_state_indices is None else pad_slot_id,  # -1 is no slot in order
+        activation is not None, not disable_state_update,
     )  # fmt: skip
 
 
