@@ -157,9 +157,10 @@ class _Case:
         noise = torch.Generator().manual_seed(1)
         off = [self.by_formula(keep, seeds, noise) for _ in range(2)]
         limits, known = {}, {}
+        met = self.target.met(self.arguments(wide=True)) if self.wrt else 0.0
         for name, (value, part) in right.items():
             deviation = max(_largest(other[name][0] - value) for other in off)
-            size = max(1.0 if name.startswith("gradient") else 0.0, _largest(value))
+            size = max(met if name.startswith("gradient") else 0.0, _largest(value))
             limits[name] = self.roundings * (deviation + self.unit * size)
             known[name] = part
         return {name: value for name, (value, _) in right.items()}, limits, known

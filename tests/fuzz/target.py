@@ -39,6 +39,7 @@ class Target:
     forms: (argument, settings) -> the forms of memory it may have; None: any.
     roundings: how many an output may have seen, each relative to the largest number; loose: they
         are those of the inputs' dtype, else of fp32.
+    met: (arguments) -> the largest number that gradients meet, where such numbers cancel.
     drops: (arguments, outputs) -> which elements dropout kept, in the formula's argument `keep`.
     """
 
@@ -51,6 +52,7 @@ class Target:
     forms: Callable[[str, dict], tuple[str, ...] | None] = lambda name, s: None
     roundings: int = 32
     loose: bool = False
+    met: Callable[[dict], float] = lambda arguments: 1.0
     drops: Callable[[dict, list], object] | None = None
 
     @property

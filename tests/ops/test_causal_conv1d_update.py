@@ -204,6 +204,20 @@ def test_skipped_sequences(pad, implementation, device):
 
 
 @IMPLEMENTATIONS
+def test_sequences_may_read_one_slot_where_none_is_written(implementation, device):
+    inputs = {
+        "x": torch.randn(2, 16), "conv_state": torch.randn(3, 16, 3), "weight": torch.randn(16, 4),
+        "conv_state_indices": torch.tensor([1, 1]), "disable_state_update": True,
+    }  # fmt: skip
+    inputs = on_device(inputs, device)
+    both = run(implementation, inputs)
+    for n in range(2):
+        one = {"x": inputs["x"][n : n + 1], "conv_state_indices": torch.tensor([1], device=device)}
+        assert torch.equal(both["y"][n], run(implementation, inputs | one)["y"][0])
+    assert torch.equal(both["conv_state"], inputs["conv_state"])
+
+
+@IMPLEMENTATIONS
 def test_slots_in_order_are_none_of_them_padding(implementation, device):
     """Only an index says that a sequence is padding, as upstream's kernels have it."""
     inputs = {"x": torch.randn(3, 16), "conv_state": torch.randn(3, 16, 3)}

@@ -47,8 +47,8 @@ def causal_conv1d_update(
             Face keep it goes in as `cache[..., 1:]`.
         weight: `[D, W]` with W 2, 3 or 4, of x's dtype or float32. bias: `[D]`, likewise, or None.
         activation: "silu", "swish" (the same) or None.
-        conv_state_indices: int32 or int64 `[B]`, each sequence's slot, all different; pad_slot_id
-            skips a sequence. None: B slots in order.
+        conv_state_indices: int32 or int64 `[B]`, each sequence's slot, all different unless
+            disable_state_update; pad_slot_id skips a sequence. None: B slots in order.
         num_accepted_tokens: int32 or int64 `[B]`.
         query_start_loc: int32 or int64 `[B + 1]`, where sequences start and the last one ends; they
             may be empty. Outputs of tokens behind the end are 0.
@@ -96,6 +96,7 @@ def _prepare(
     _check_numbers(
         conv_state, weight.shape[1], batch, conv_state_indices, num_accepted_tokens,
         query_start_loc, pad_slot_id, x,
+        distinct=not disable_state_update,
     )  # fmt: skip
     _check_window(
         intermediate_conv_window, intermediate_state_indices, rows, weight.shape[1], batch,
@@ -150,8 +151,10 @@ def _check_state(conv_state, x, width, extra):
         raise check.shape("conv_state", conv_state, needs)
 
 
-def _check_numbers(conv_state, width, batch, indices, accepted, starts, pad_slot_id, x):
-    """Slots, counts and starts; on the CPU their values too."""
+def _check_numbers(
+    conv_state, width, batch, indices, accepted, starts, pad_slot_id, x, distinct
+):  # fmt: skip
+    """Slots, counts and starts; on the CPU their values too. distinct: slots are written."""
     slots, _, columns = conv_state.shape
     if indices is None and slots != batch:
         raise check.shape("conv_state", conv_state, f"{batch} slots without conv_state_indices")
@@ -159,7 +162,7 @@ def _check_numbers(conv_state, width, batch, indices, accepted, starts, pad_slot
         raise TypeError(f"pad_slot_id: got {type(pad_slot_id).__name__}, needs an int")
     if indices is not None:
         arguments.check_integers("conv_state_indices", indices, x, batch)
-        _check_range("conv_state_indices", indices, 0, slots - 1, pad_slot_id, distinct=True)
+        _check_range("conv_state_indices", indices, 0, slots - 1, pad_slot_id, distinct)
     if accepted is not None:
         arguments.check_integers("num_accepted_tokens", accepted, x, batch)
         if indices is not None and arguments.readable(indices):

@@ -77,7 +77,7 @@ def causal_conv1d_update(
     slot_of = list(range(count)) if conv_state_indices is None else conv_state_indices.tolist()
     real = [slot for slot in slot_of if slot != pad_slot_id or conv_state_indices is None]
     need(all(0 <= slot < slots for slot in real), "conv_state_indices")
-    need(len(set(real)) == len(real), "conv_state_indices")
+    need(disable_state_update or len(set(real)) == len(real), "conv_state_indices")
     row_of = list(range(count))
     if intermediate_state_indices is not None:
         row_of = intermediate_state_indices.tolist()
