@@ -23,9 +23,10 @@ def mixed_dtypes():
     chosen = [
         (i, j, (i + j) % 3, (i + 2 * j) % 3) for i, j in itertools.product(range(3), repeat=2)
     ]
-    for row in itertools.product(range(3), repeat=4):
-        marks = () if row in chosen else pytest.mark.slow
-        yield pytest.param(*(DTYPES[i] for i in row), marks=marks)
+    return [
+        pytest.param(*(DTYPES[i] for i in row), marks=() if row in chosen else pytest.mark.slow)
+        for row in itertools.product(range(3), repeat=4)
+    ]
 
 
 def on_device(inputs, device):

@@ -291,20 +291,14 @@ def test_explain_rows():
 
 def public_calls():
     """Arguments of every public function, made afresh."""
-    q, k, table = torch.rand(5, 2, 8), torch.rand(5, 1, 8), torch.rand(5, 8)
-    calls = {
-        "apply_rotary_pos_emb_freqs": {
-            "q": q, "k": k, "freqs": table[:, None, None], "layout": "TND",
-        },
-        "apply_multimodal_rotary_pos_emb_cached": {
-            "positions": torch.arange(5), "q": q, "k": k, "cos_sin_cache": table,
-            "mrope_section": [2, 1, 1], "section_layout": "chunked",
-        },
-    }  # fmt: skip
+    calls = {}
     for op in pkgutil.iter_modules(ops.__path__):
-        package = importlib.import_module(f"npu_ops.ops.{op.name}")
-        case = importlib.import_module(f"npu_ops.ops.{op.name}.cases").CASES[0]
-        small = dataclasses.replace(case, tokens=1)
+        package, cases = (
+            importlib.import_module(f"npu_ops.ops.{op.name}{of}") for of in ("", ".cases")
+        )
+        for call in cases.CALLS:
+            calls.setdefault(call.function, call.arguments())
+        small = dataclasses.replace(cases.CASES[0], tokens=1)
         calls[package.__all__[0]] = small.inputs(torch.float32, "cpu")
     return calls
 
@@ -446,7 +440,7 @@ def test_a_dispatch_mode_sees_one_operator(name, way, registered):
 def test_a_call_is_the_same_however_it_is_made(name, way, registered):
     """Unwatched, watched, under inference_mode and, out of place, with a gradient to record."""
     arguments = public_calls()[name] | way
-    first = next(argument for argument in ("x", "q", "a") if argument in arguments)
+    first = next(n for n, x in arguments.items() if torch.is_tensor(x) and x.is_floating_point())
 
     def call(context, requires_grad=False):
         fresh = copy.deepcopy(arguments)

@@ -201,8 +201,8 @@ REPRESENTATIVE = (
     "softcap",
     "dropout",
     "packed-window",
-    "padded",
     "paged-packed",
+    "padded",
 )
 
 
