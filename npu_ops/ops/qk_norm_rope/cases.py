@@ -133,7 +133,6 @@ CASES = [
     Case("odd-t5-cached-sections", 5, 2, 2, 72, 36, section=(8, 6, 4), cached=True, batch=2,
          zero_centered=True),
     Case("wide-512-t3", 3, 2, 1, 512, 128),
-    Case("wide-640-t2", 2, 1, 1, 640, 640),
 ]  # fmt: skip
 
 # What the function is differentiable in.
