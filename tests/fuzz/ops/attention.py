@@ -6,6 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from fuzz.formula import Out, drawn, need, spans
+from fuzz.memory import FORMS
 from fuzz.target import DTYPES, INDEX, NAN, NO, Drawn, Target, tensor
 
 # What is right
@@ -40,7 +41,8 @@ def softmax_rows(q, k, v, *, scale, left, right, shift, softcap, bias, mask, sin
     weights = (weights / torch.where(nothing, 1.0, total))[..., :keys]
     if keep is not None:
         weights = weights * keep / (1 - drawn(p))
-    return torch.einsum("nqk,nkd->nqd", weights, v), lse[..., 0]
+    v = v[:, None].masked_fill(~part[..., None], 0.0)  # what a row does not see may be NaN
+    return torch.einsum("nqk,nqkd->nqd", weights, v), lse[..., 0]
 
 
 def in_heads(x, layout, heads):
@@ -295,6 +297,22 @@ def hide_blocks(k, v, table, lengths, size, layout):
                     rows[block, row] = NAN
 
 
+def forms(name, s):
+    """v that shows dropped weights differs from key to key: its keys are not the same memory."""
+    return tuple(f for f in FORMS if f != "expanded") if name == "v" and s["p"] else None
+
+
+def largest_product(arguments):
+    """In the gradients of q and k: a row's products of v and the output's gradient, of which
+    softmax subtracts their mean. With one key nothing is left but their rounding."""
+    q, k, v = (arguments[name].detach() for name in "qkv")
+    if not (q.numel() and k.numel() and v.numel()):
+        return 1.0
+    largest = [float(x.nan_to_num().abs().max()) for x in (q, k, v)]
+    scale = 1.0 if arguments["scale"] is None else abs(arguments["scale"])
+    return max(1.0, scale * max(largest[:2]) * largest[2] * v.shape[-1] ** 0.5)
+
+
 def dropped_weights(arguments, outputs):
     """Which weights attention's dropout kept, for each sequence `[N, Sq, Sk]`."""
     if not arguments["dropout_p"]:
@@ -318,6 +336,6 @@ TARGETS = {
         attention,
         ATTENTION, make_attention, ("q", "k", "v", "bias", "sinks"),
         indices=("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table"),
-        roundings=32, loose=True, drops=dropped_weights,
+        roundings=32, loose=True, drops=dropped_weights, forms=forms, met=largest_product,
     ),
 }  # fmt: skip
