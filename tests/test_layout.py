@@ -251,7 +251,7 @@ GROUPS = {"all gated delta rules": set(DELTA_RULES)}
 SHARED = {
     "bias_dropout_add.triton_ascend": {"attention"},
     "causal_conv1d.arguments": {"causal_conv1d_qkv", "causal_conv1d_update"},
-    "causal_conv1d.layout": {"causal_conv1d_qkv", "causal_conv1d_update"},
+    "causal_conv1d.layout": {"causal_conv1d_qkv"},
     "causal_conv1d.reference": {"causal_conv1d_qkv", "causal_conv1d_update"},
     "causal_conv1d.triton_ascend": {"causal_conv1d_qkv", "causal_conv1d_update"},
     "fused_recurrent_gated_delta_rule.arguments": set(DELTA_RULES[1:]),
@@ -266,7 +266,7 @@ SHARED = {
     "rms_norm_gated.reference": {"qk_norm_rope"},
     "rope.arguments": {"mrope", "qk_norm_rope"},
     "rope.reference": {"mrope", "qk_norm_rope"},
-    "rope.rotation": {"mrope"},
+    "rope.rotation": {"mrope", "qk_norm_rope"},
     "rope.triton_ascend": {"mrope", "qk_norm_rope"},
 }
 # Ops that call another one, as a user would: its public function.

@@ -116,6 +116,21 @@ def output_matrix(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return matrix
 
 
+def in_one_piece(x: torch.Tensor) -> torch.Tensor:
+    """An input with its last dimension in one piece, as kernels read it; a gradient often is not.
+
+    A last dimension expanded from one element has stride 0, so it is copied too.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def like_one_piece(x: torch.Tensor) -> torch.Tensor:
+    """Uninitialised, as `in_one_piece` would give x."""
+    if x.stride(-1) == 1:
+        return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _storage(tensor) -> int:
     return tensor.untyped_storage()._cdata
 

@@ -6,6 +6,7 @@ import torch
 
 from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Backward, Operator
+from npu_ops.core.rows import in_one_piece
 from npu_ops.ops.attention import cpu, reference
 from npu_ops.ops.attention.arguments import Extra, Rule, normal, shape_in_layout
 from npu_ops.ops.attention.limits import triton_why_not
@@ -20,11 +21,6 @@ _INPUTS = (
     "SymInt window_right, bool bottom_right, float softcap, float dropout_p, bool deterministic, "
     "bool training"
 )
-
-
-def _rows(x):
-    """x with its last dimension contiguous, as the kernels read it."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _aclnn_why_not(arguments) -> str | None:
@@ -92,7 +88,7 @@ forward = Operator(
     writes="out, lse",
     new=_outputs,
     reference=reference.attention,
-    lay_out=dict.fromkeys(("q", "k", "v"), _rows),
+    lay_out=dict.fromkeys(("q", "k", "v"), in_one_piece),
     why_not={"aclnn": _aclnn_why_not, "triton_ascend": triton_why_not},
     empty=_read_nothing,
     **_SHARED,
@@ -104,7 +100,7 @@ backward = Backward(
     writes="grad_q, grad_k, grad_v, grad_bias?, grad_sinks?",
     new=_gradients,
     reference=reference.attention_backward,
-    lay_out=dict.fromkeys(("grad_out", "q", "k", "v"), _rows)
+    lay_out=dict.fromkeys(("grad_out", "q", "k", "v"), in_one_piece)
     | {"grad_lse": torch.Tensor.contiguous},
     why_not={"aclnn": _aclnn_backward_why_not, "triton_ascend": triton_why_not},
     empty=_gradients_of_nothing,

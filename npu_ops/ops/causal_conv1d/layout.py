@@ -1,22 +1,11 @@
-"""Shared by causal_conv1d, causal_conv1d_qkv, causal_conv1d_update: how tensors lie in memory."""
+"""Shared by causal_conv1d and causal_conv1d_qkv: how tensors lie in memory."""
 
 from __future__ import annotations
 
 import torch
 
 from npu_ops.core import indices
-
-
-def rows_of(x):
-    """x with each token's channels in one piece, as the kernels read it."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def like_rows(x):
-    """Uninitialised, as `rows_of` would give x."""
-    if x.stride(-1) == 1:
-        return torch.empty_like(x)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+from npu_ops.core.rows import like_one_piece
 
 
 def channels_last(state):
@@ -68,4 +57,4 @@ def gradients(inputs):
     x, weight, bias, state = inputs.x, inputs.weight, inputs.bias, inputs.initial_state
     grad_bias = None if bias is None else torch.empty_like(bias)
     grad_state = None if state is None else new_state(x, state.shape[0], weight.shape[1])
-    return like_rows(x), torch.empty_like(weight), grad_bias, grad_state
+    return like_one_piece(x), torch.empty_like(weight), grad_bias, grad_state

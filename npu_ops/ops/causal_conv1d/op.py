@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from npu_ops.core.operator import Backward, Operator
+from npu_ops.core.rows import in_one_piece, like_one_piece
 from npu_ops.ops.causal_conv1d import layout, reference
 
 _LAY_OUT = (
-    dict.fromkeys(("x", "residual", "grad_y"), layout.rows_of)
+    dict.fromkeys(("x", "residual", "grad_y"), in_one_piece)
     | dict.fromkeys(("initial_state", "grad_final_state"), layout.channels_last)
 )  # fmt: skip
 
@@ -16,7 +17,7 @@ forward = Operator(
     "Tensor? cu_seqlens, bool silu",
     shapes="bool output_final_state",
     writes="y, final_state?",
-    new=lambda inputs: (layout.like_rows(inputs.x), layout.final_state(inputs)),
+    new=lambda inputs: (like_one_piece(inputs.x), layout.final_state(inputs)),
     reference=reference.with_final_state,
     lay_out=_LAY_OUT,
     empty=layout.no_tokens,

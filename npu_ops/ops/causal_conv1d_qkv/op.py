@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from npu_ops.core.operator import Backward, Operator
+from npu_ops.core.rows import in_one_piece
 from npu_ops.ops.causal_conv1d import layout
 from npu_ops.ops.causal_conv1d_qkv import reference
 
@@ -19,7 +20,7 @@ def _heads_in_one_piece(grad):
     return grad if whole else grad.contiguous()
 
 
-_LAY_OUT = {"x": layout.rows_of} | (
+_LAY_OUT = {"x": in_one_piece} | (
     dict.fromkeys(("initial_state", "grad_final_state"), layout.channels_last)
     | dict.fromkeys(("grad_q", "grad_k", "grad_v"), _heads_in_one_piece)
 )

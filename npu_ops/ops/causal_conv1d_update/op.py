@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from npu_ops.core.operator import Operator
-from npu_ops.ops.causal_conv1d import layout
+from npu_ops.core.rows import in_one_piece, like_one_piece
 from npu_ops.ops.causal_conv1d_update import reference
 
 _INTEGERS = ("indices", "accepted", "starts", "window_indices")
@@ -27,9 +27,9 @@ forward = Operator(
     "Tensor? accepted, Tensor? starts, Tensor(b!)? window, Tensor? window_indices, int pad, "
     "bool silu, bool update",
     writes="y",
-    new=lambda inputs: layout.like_rows(inputs.x),
+    new=lambda inputs: like_one_piece(inputs.x),
     reference=reference.causal_conv1d_update,
-    lay_out={"x": layout.rows_of} | dict.fromkeys((*_INTEGERS, "bias"), torch.Tensor.contiguous),
+    lay_out={"x": in_one_piece} | dict.fromkeys((*_INTEGERS, "bias"), torch.Tensor.contiguous),
     why_not={"ascendc": _why_not_ascendc},
     ascendc=True,
     check_indices=reference.check_indices,

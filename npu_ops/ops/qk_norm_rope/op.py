@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from npu_ops.core import check, indices
+from npu_ops.core import check
 from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Backward, Operator
+from npu_ops.core.rows import in_one_piece
 from npu_ops.ops.qk_norm_rope import reference
 from npu_ops.ops.rms_norm_gated.reference import compute_dtype
+from npu_ops.ops.rope.rotation import check_positions
 
 # qkv: [B, S, W] or [T, W]. cos, sin: [A, Bc, rows, W], positions: [A, Bp, S]; A is 3 with a
 # section, else 1.
@@ -49,17 +51,12 @@ def _lay_out(arguments):
         if name in batched and x is not None:
             laid[name] = x.unsqueeze(0) if packed else x
             if name not in outputs:
-                laid[name] = _in_one_piece(laid[name])
+                laid[name] = in_one_piece(laid[name])
         elif name in ("cos", "sin"):
-            laid[name] = _in_one_piece(x)
+            laid[name] = in_one_piece(x)
         elif name in ("q_weight", "k_weight"):
             laid[name] = x.contiguous()
     return arguments._replace(**laid)
-
-
-def _in_one_piece(x):
-    """x with its last dimension contiguous, and rows that do not overlap by a stride of 0."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _why_not(arguments) -> str | None:
@@ -78,16 +75,11 @@ def _no_tokens(arguments) -> bool:
     return not arguments.qkv.numel()
 
 
-def _check_positions(arguments) -> None:
-    rows = arguments.cos.shape[-2]
-    indices.check_within("positions", arguments.positions, 0, rows - 1)
-
-
 _SHARED = {
     "lay_out": _lay_out,
     "why_not": {"cpu": _why_not, "triton_ascend": _why_not_triton},
     "is_empty": _no_tokens,
-    "check_indices": _check_positions,
+    "check_indices": check_positions,
 }
 forward = Operator(
     "qk_norm_rope",

@@ -1,4 +1,4 @@
-"""Shared by rope and mrope: an operator that rotates q and k, its in-place form, its gradient."""
+"""Shared by rope, mrope and qk_norm_rope: q and k rotated in place or not, and the gradient."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from npu_ops.core import check, indices, library
 from npu_ops.core.operator import InPlace, Operator
+from npu_ops.core.rows import in_one_piece, like_one_piece
 
 # The widest rotation whose coefficients fit its kernel's table of axes (csrc/rope/rotary_tiling.h).
 _ASCENDC_WIDEST = 256
@@ -29,14 +30,14 @@ class Rotation:
             name,
             takes=f"Tensor q, Tensor k, {tables}",
             writes="q_out, k_out",
-            new=lambda inputs: (_like_rows(inputs.q), _like_rows(inputs.k)),
+            new=lambda inputs: (like_one_piece(inputs.q), like_one_piece(inputs.k)),
             reference=reference,
-            lay_out=dict.fromkeys(("q", "k", "cos", "sin"), _rows),
+            lay_out=dict.fromkeys(("q", "k", "cos", "sin"), in_one_piece),
             why_not=dict.fromkeys(("triton_ascend", "cpu"), _why_not)
             | {"ascendc": _why_not_ascendc},
             ascendc=True,
             is_empty=lambda arguments: not (arguments.q.numel() or arguments.k.numel()),
-            check_indices=_check_positions,
+            check_indices=check_positions,
         )
         self.in_place = InPlace(self.forward, over={"q_out": "q", "k_out": "k"})
         library.differentiable(name, self._gradients, self._save)
@@ -65,19 +66,8 @@ def _is_tensor_or_none(value) -> bool:
     return value is None or isinstance(value, torch.Tensor)
 
 
-def _rows(x):
-    """x with its last dimension in one piece, as the kernels read it; a gradient often is not."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _like_rows(x):
-    """Uninitialised, as `_rows` would give x."""
-    if x.stride(-1) == 1:
-        return torch.empty_like(x)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _check_positions(arguments) -> None:
+def check_positions(arguments) -> None:
+    """Raise ValueError unless each of an operator's positions is a row of its tables."""
     rows = arguments.cos.shape[-2]
     indices.check_within("positions", arguments.positions, 0, rows - 1)
 
