@@ -68,10 +68,14 @@ class _Case:
             self.call()
 
     def make(self, seed: int) -> dict:
-        """The arguments. A broken number is in the gradients of its whole sequence."""
+        """The arguments. A broken number is in the gradients of its whole sequence; wrong indices
+        may show what is hidden."""
         settings = self.case["settings"]
-        wanted = self.case["grad"] or self.case["way"] in ("checkpoint", *ways.TRANSFORMS)
-        return self.target.make(settings | {"broken": False} if wanted else settings, Draw(seed))
+        if self.case["grad"] or self.case["way"] in ("checkpoint", *ways.TRANSFORMS):
+            settings = settings | {"broken": False}
+        if self.case["malformed"]:
+            settings = settings | {"hide": False}
+        return self.target.make(settings, Draw(seed))
 
     def variants(self, made: dict) -> list[dict]:
         """The arguments, or one set for each way in which one of them is malformed."""

@@ -17,6 +17,7 @@ from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.routing import plan_of
 
 _WINDOW = 256  # queries at a time, where they have windows
+_FEW = 128  # keys: more than torch's flash attention ever takes one at a time
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -203,24 +204,34 @@ def _spans(queries: int, keys: int, mask, rule: Rule) -> Iterator[Span]:
 def _forward(q, k, v, mask, rule: Rule, out, lse) -> None:
     out.zero_()
     lse.fill_(-torch.inf)
-    masked = False
+    masked = hidden = False
     for block, causal, part, more in _spans(q.shape[2], k.shape[2], mask, rule):
         masked |= causal or part is not None
         mine = block.rows(q), block.columns(k), block.columns(v)
         found, log_sum = _flash(*mine, 0.0, causal, attn_mask=_added(part, q), scale=rule.scale)
         to, to_lse = block.rows(out), block.rows(lse)
-        if more:
-            _merge(to, to_lse, found, log_sum)
-            continue
         if part is not None:  # there may be a query without a key
             nothing = ~part.any(-1).expand(to_lse.shape)
             found = found.masked_fill(nothing[..., None], 0)
             log_sum = log_sum.masked_fill(nothing, -torch.inf)
+        hidden = hidden or _may_hide_nan(log_sum, k)
+        if more:
+            _merge(to, to_lse, found, log_sum)
+            continue
         to.copy_(found)
         to_lse.copy_(log_sum)
     # Flash attention adds -inf, also to scores that are NaN, and multiplies values by 0.
-    if masked and not blocks.all_finite(out):
+    if hidden or (masked and not blocks.all_finite(out)):
         blocks.forward(q, k, v, blocks.Pairs(None, mask, None, None), rule, out, lse)
+
+
+def _may_hide_nan(log_sum, k) -> bool:
+    """Whether there may be a row of scores that are all NaN.
+
+    Where flash attention takes keys one at a time, it takes such a row for one without keys, and
+    gives 0 for its output and for its log-sum.
+    """
+    return k.shape[2] < _FEW and bool(((log_sum == 0) | (log_sum == torch.inf)).any())
 
 
 def _backward(grad_out, out, lse, q, k, v, mask, rule: Rule, grad_q, grad_k, grad_v) -> None:

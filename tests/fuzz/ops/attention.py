@@ -298,8 +298,10 @@ def hide_blocks(k, v, table, lengths, size, layout):
 
 
 def forms(name, s):
-    """v that shows dropped weights differs from key to key: its keys are not the same memory."""
-    return tuple(f for f in FORMS if f != "expanded") if name == "v" and s["p"] else None
+    """v that shows dropped weights differs from key to key, and what is hidden from what is not:
+    they are not the same memory."""
+    own = name in "kv" and (s["p"] or s["hide"])
+    return tuple(form for form in FORMS if form != "expanded") if own else None
 
 
 def largest_product(arguments):

@@ -335,6 +335,26 @@ def test_what_takes_no_part_does_not_matter(mask, value, implementation, device)
             assert torch.equal(broken, queries), f"out with {value} in {what}[{place}]"
 
 
+@OURS
+@pytest.mark.parametrize("keys", [1, 3, 15, 40])
+@pytest.mark.parametrize("asked", [{}, {"is_causal": True}, {"window": (1, 1)}], ids=str)
+def test_scores_that_are_all_nan_are_not_no_keys(asked, keys, implementation, device):
+    """torch's flash attention gives 0 for such a row of less than 16 keys."""
+    q, k, v = (torch.randn(1, n, 2, 16, device=device) for n in (3, keys, keys))
+    q[:, 1] = torch.nan
+    with forced(implementation, *OPS):
+        out, lse = npu_ops.attention(q, k, v, return_lse=True, **asked)
+    ahead = torch.arange(keys) - torch.arange(3)[:, None] - (keys - 3)
+    part = torch.ones(3, keys, dtype=torch.bool)
+    if "is_causal" in asked:
+        part = ahead <= 0
+    if "window" in asked:
+        part = ahead.abs() <= 1
+    nan = part.any(1) & (torch.arange(3) == 1)
+    assert torch.equal(out.isnan().all(-1).cpu(), nan[None, :, None].expand(1, 3, 2))
+    assert torch.equal(lse.isnan().cpu(), nan.expand(1, 2, 3))
+
+
 def test_no_second_gradient():
     q, k, v = (x.requires_grad_() for x in qkv())
     (grad,) = torch.autograd.grad(npu_ops.attention(q, k, v).sum(), q, create_graph=True)
