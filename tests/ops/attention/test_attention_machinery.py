@@ -252,9 +252,12 @@ BLOCKS = {"block_table": torch.tensor([[3, 0, 2]], dtype=torch.int32)}
 
 
 # The vendor's operators multiply by 0.
+EVERY = implementations(op.forward.table)
 OURS = pytest.mark.parametrize(
-    "implementation, device",
-    [p for p in implementations(op.forward.table) if p.values[0] in ("cpu", "reference")],
+    "implementation, device", [p for p in EVERY if p.values[0] in ("cpu", "reference")]
+)
+KERNELS = pytest.mark.parametrize(
+    "implementation, device", [p for p in EVERY if p.values[0] != "aclnn"]
 )
 
 
@@ -335,7 +338,20 @@ def test_what_takes_no_part_does_not_matter(mask, value, implementation, device)
             assert torch.equal(broken, queries), f"out with {value} in {what}[{place}]"
 
 
-@OURS
+@KERNELS
+@pytest.mark.parametrize("mask", [name for name in MASKS if name != "bias"])
+def test_nan_in_a_key_is_in_the_outputs_of_queries_that_see_it(mask, implementation, device):
+    """And in those alone. A NaN and a bias of -inf are a NaN; of values see the docstring."""
+    asked, part = MASKS[mask]
+    expected = with_broken(asked, None, 0, torch.nan, device, implementation)["out"]
+    for place in (20, 35):
+        actual = with_broken(asked, "k", place, torch.nan, device, implementation)["out"]
+        sees = part[:, place]
+        torch.testing.assert_close(actual[~sees], expected[~sees])
+        assert actual[sees].isnan().all()
+
+
+@KERNELS
 @pytest.mark.parametrize("keys", [1, 3, 15, 40])
 @pytest.mark.parametrize("asked", [{}, {"is_causal": True}, {"window": (1, 1)}], ids=str)
 def test_scores_that_are_all_nan_are_not_no_keys(asked, keys, implementation, device):
