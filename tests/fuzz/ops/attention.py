@@ -300,7 +300,7 @@ def hide_blocks(k, v, table, lengths, size, layout):
 def forms(name, s):
     """v that shows dropped weights differs from key to key, and what is hidden from what is not:
     they are not the same memory."""
-    own = name in "kv" and (s["p"] or s["hide"])
+    own = (name == "v" and s["p"]) or (name in ("k", "v", "block_table") and s["hide"])
     return tuple(form for form in FORMS if form != "expanded") if own else None
 
 
