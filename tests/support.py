@@ -181,6 +181,18 @@ def assert_fake_is_like_real(function, *tensors: torch.Tensor) -> None:
         assert actual.shape == expected.shape and actual.stride() == expected.stride()
 
 
+def assert_compiled_is_eager(function, tensors, backend: str) -> None:
+    """In one graph, `function(*tensors)`, one tensor, and the gradients of all tensors."""
+    results = []
+    for call in (function, torch.compile(function, fullgraph=True, backend=backend)):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        value = call(*leaves)
+        results.append([value, *torch.autograd.grad(value, leaves)])
+    torch._dynamo.reset()
+    for actual, expected in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 def assert_checkpointing_changes_nothing(block, tensors, use_reentrant: bool) -> None:
     """Bit for bit the same gradients when `block(*tensors)`, one tensor, is computed again."""
 

@@ -18,8 +18,10 @@ _PACKAGE = pathlib.Path(__file__).parent.parent
 def tell_torch(package: pathlib.Path = _PACKAGE) -> None:
     """Add what `package` consists of to the key of torch's caches, behind a tag that is there."""
     tag = getattr(torch.compiler.config, "cache_key_tag", None)
+    if tag is None:  # a torch that knows no tags
+        return
     ours = f"npu_ops={fingerprint(package)}"
-    if tag is not None and ours not in tag:
+    if ours not in tag:
         torch.compiler.config.cache_key_tag = f"{tag} {ours}".lstrip()
 
 

@@ -77,31 +77,16 @@ def install(source: str | None = None) -> None:
     Raises:
         EmulatorError: there is no such wheel.
     """
-    requirement = f"torch_npu=={torch_npu_version()}"
-    where = []
-    if not source and pinned() is None:
-        raise EmulatorError(
-            f"torch_npu: got torch {torch_version()}, whose torch_npu this npu-ops does not know. "
-            "Download its wheel and name it: `npu-ops emulate --torch-npu WHEEL -- ...`"
-        )
-    if source:
-        path = pathlib.Path(source)
-        if not path.exists():
-            raise EmulatorError(f"torch_npu: {source} does not exist")
-        requirement = str(path) if path.is_file() else requirement
-        where = ["--no-index"] if path.is_file() else ["--no-index", "--find-links", str(path)]
     cache().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache()) as scratch:
         target = pathlib.Path(scratch) / "torch_npu"
-        wanted = [requirement]
-        if not source:
-            (pathlib.Path(scratch) / "wanted.txt").write_text(pinned())
-            wanted = ["--require-hashes", "--requirement", f"{scratch}/wanted.txt"]
+        asked = _given(pathlib.Path(source)) if source else _pinned_only(pathlib.Path(scratch))
         command = [
             sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-            "--no-deps", "--no-compile", *where, "--target", str(target), *wanted,
+            "--no-deps", "--no-compile", "--target", str(target), *asked,
         ]  # fmt: skip
-        print(f"npu-ops: installing {requirement} into {folder()}", file=sys.stderr)
+        what = source or f"torch_npu {torch_npu_version()}"
+        print(f"npu-ops: installing {what} into {folder()}", file=sys.stderr)
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             python = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -111,3 +96,24 @@ def install(source: str | None = None) -> None:
                 f"set NPU_OPS_TORCH_NPU. pip said:\n{done.stderr.strip()}"
             )
         target.rename(folder())
+
+
+def _given(path: pathlib.Path) -> list[str]:
+    """What pip is told of a wheel, or of a folder of wheels, and nowhere else."""
+    if not path.exists():
+        raise EmulatorError(f"torch_npu: {path} does not exist")
+    if path.is_file():
+        return ["--no-index", str(path)]
+    return ["--no-index", "--find-links", str(path), f"torch_npu=={torch_npu_version()}"]
+
+
+def _pinned_only(scratch: pathlib.Path) -> list[str]:
+    """What pip is told so that it takes no other wheel than the pinned ones."""
+    wanted = pinned()
+    if wanted is None:
+        raise EmulatorError(
+            f"torch_npu: got torch {torch_version()}, whose torch_npu this npu-ops does not know. "
+            "Download its wheel and name it: `npu-ops emulate --torch-npu WHEEL -- ...`"
+        )
+    (scratch / "wanted.txt").write_text(wanted)
+    return ["--require-hashes", "--requirement", str(scratch / "wanted.txt")]

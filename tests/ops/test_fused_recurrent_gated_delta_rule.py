@@ -5,9 +5,11 @@ import re
 
 import pytest
 import torch
+from delta_rule_calls import assert_flags_are_what_they_say
 from support import (
     assert_all_close,
     assert_checkpointing_changes_nothing,
+    assert_compiled_is_eager,
     assert_fake_is_like_real,
     evaluate,
     exact,
@@ -34,10 +36,6 @@ IMPLEMENTATIONS = pytest.mark.parametrize(
 delta_rule = npu_ops.fused_recurrent_gated_delta_rule
 
 
-def on(device, inputs):
-    return on_device(inputs, device)
-
-
 def run(implementation, inputs, wrt=None):
     """The outputs, and gradients of everything that is there."""
     wrt = DIFFERENTIABLE if wrt is None else wrt
@@ -48,7 +46,7 @@ def run(implementation, inputs, wrt=None):
 def compare(inputs, implementation, device, tolerances=TOLERANCES):
     """With the reference in fp64; returns what was computed."""
     expected = run("reference", floats(inputs, torch.float64))
-    actual = run(implementation, on(device, inputs))
+    actual = run(implementation, on_device(inputs, device))
     assert_all_close(actual, expected, tolerances)
     return actual
 
@@ -87,7 +85,7 @@ def by_matrices(q, k, v, g, beta, initial_state, scale):
 def test_against_the_paper(implementation, device):
     inputs = qkv(2, 11, 2, 4)
     with forced(implementation, OP):
-        o, final = delta_rule(**on(device, inputs), scale=0.3)
+        o, final = delta_rule(**on_device(inputs, device), scale=0.3)
     wide = floats(inputs, torch.float64)
     for n in range(2):
         for head in range(4):
@@ -139,7 +137,7 @@ def test_a_decay_to_nothing(gate, implementation, device):
     """The state is gone and nothing is NaN: each token reads what it wrote itself."""
     inputs = qkv(1, 9, 1, 2) | {"scale": 1.0}
     inputs["g"] = torch.full_like(inputs["g"], gate)
-    actual = run(implementation, on(device, inputs))
+    actual = run(implementation, on_device(inputs, device))
     assert all(value.isfinite().all() for value in actual.values())
     match = (inputs["q"] * inputs["k"]).sum(-1, keepdim=True)
     expected = match * inputs["beta"][..., None] * inputs["v"]
@@ -153,7 +151,7 @@ def test_large_values_in_bf16(implementation, device):
     inputs = qkv(1, 9, dtype=torch.bfloat16)
     inputs["v"] = inputs["v"] * 1e30
     with forced(implementation, OP):
-        o, final = delta_rule(**on(device, inputs))
+        o, final = delta_rule(**on_device(inputs, device))
     assert final.dtype == torch.float32 and o.isfinite().all() and final.abs().max() > 1e29
 
 
@@ -178,7 +176,7 @@ def test_a_memory_returns_what_was_written(implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("cut", [1, 4, 8])
 def test_two_parts_are_the_whole(cut, implementation, device):
-    inputs = on(device, qkv(2, 9, 1, 2))
+    inputs = on_device(qkv(2, 9, 1, 2), device)
     by_token = ("q", "k", "v", "g", "beta")
     with forced(implementation, OP):
         whole, final = delta_rule(**inputs)
@@ -198,7 +196,7 @@ def test_packed_is_one_by_one(index, implementation, device):
     inputs = qkv(1, 9, 1, 2)
     inputs["initial_state"] = torch.randn(6, 2, 8, 6)
     inputs["cu_seqlens"] = torch.tensor(starts, dtype=index)
-    actual = {n: x.cpu() for n, x in run(implementation, on(device, inputs)).items()}
+    actual = {n: x.cpu() for n, x in run(implementation, on_device(inputs, device)).items()}
     by_token = ("q", "k", "v", "g", "beta")
     grad_o, grad_state = exact(actual["output 0"], 7), exact(actual["output 1"], 8)
     for n, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
@@ -224,7 +222,7 @@ def test_packed_is_one_by_one(index, implementation, device):
 def test_state_layouts_are_transposes(implementation, device):
     """Also where K is V, which hides a mistake from shapes."""
     for values in (6, 8):
-        inputs = on(device, qkv(1, 5, 1, 2, 8, values))
+        inputs = on_device(qkv(1, 5, 1, 2, 8, values), device)
         turned = inputs["initial_state"].transpose(-1, -2).contiguous()
         with forced(implementation, OP):
             o, final = delta_rule(**inputs)
@@ -236,7 +234,7 @@ def test_state_layouts_are_transposes(implementation, device):
 @IMPLEMENTATIONS
 def test_ways_to_say_the_same(implementation, device):
     """A gate or beta for all is one by key or value that does not vary; heads may be repeated."""
-    inputs = on(device, qkv(1, 7, 1, 2))
+    inputs = on_device(qkv(1, 7, 1, 2), device)
     g, beta = inputs["g"], inputs["beta"]
     same = [
         {"g": None, "gk": g[..., None].expand(1, 7, 2, 8)},
@@ -258,26 +256,7 @@ def test_ways_to_say_the_same(implementation, device):
 
 def test_flags_are_what_they_say():
     inputs = qkv(1, 7, 1, 2)
-    A_log, dt_bias = torch.randn(2), torch.randn(2)
-    raw, logits = torch.randn(1, 7, 2), torch.randn(1, 7, 2)
-    q, k = (
-        x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (inputs["q"], inputs["k"])
-    )
-    composed = {"q": q, "k": k, "beta": 2 * logits.sigmoid()}
-    composed["g"] = -A_log.exp() * torch.nn.functional.softplus(raw + dt_bias)
-    flags = {
-        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "A_log": A_log,
-        "dt_bias": dt_bias, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True,
-        "g": raw, "beta": logits,
-    }  # fmt: skip
-    expected = delta_rule(**inputs | composed)
-    for a, e in zip(delta_rule(**inputs | flags), expected, strict=True):
-        assert_close("flags", a, e, Tolerance(1e-6, 1e-6))
-    without = delta_rule(**inputs | flags | {"dt_bias": None, "allow_neg_eigval": False})
-    composed["g"] = -A_log.exp() * torch.nn.functional.softplus(raw)
-    composed["beta"] = logits.sigmoid()
-    for a, e in zip(without, delta_rule(**inputs | composed), strict=True):
-        assert_close("flags", a, e, Tolerance(1e-6, 1e-6))
+    assert_flags_are_what_they_say(delta_rule, inputs, Tolerance(1e-6, 1e-6))
 
 
 def test_no_final_state_unless_wanted():
@@ -288,7 +267,7 @@ def test_no_final_state_unless_wanted():
 
 @IMPLEMENTATIONS
 def test_strided_inputs(implementation, device):
-    inputs = on(device, qkv(2, 5, 1, 2))
+    inputs = on_device(qkv(2, 5, 1, 2), device)
     strided = inputs | {
         name: inputs[name].transpose(0, 1).contiguous().transpose(0, 1)
         for name in ("q", "k", "v", "g", "beta", "initial_state")
@@ -299,7 +278,7 @@ def test_strided_inputs(implementation, device):
 
 @IMPLEMENTATIONS
 def test_the_same_each_time(implementation, device):
-    inputs = on(device, qkv(2, 20, 2, 4, 8, 70))
+    inputs = on_device(qkv(2, 20, 2, 4, 8, 70), device)
     first = run(implementation, inputs)
     with threads(2):
         second = run(implementation, inputs)
@@ -375,14 +354,7 @@ def test_compile(flags):
         o, final = delta_rule(**inputs | dict(zip(names, leaves, strict=True)))
         return o.square().sum() + final.cos().sum()
 
-    results = []
-    for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
-        leaves = [inputs[n].clone().requires_grad_() for n in names]
-        value = call(*leaves)
-        results.append([value, *torch.autograd.grad(value, leaves)])
-    torch._dynamo.reset()
-    for actual, expected in zip(*results[::-1], strict=True):
-        torch.testing.assert_close(actual, expected)
+    assert_compiled_is_eager(function, [inputs[n] for n in names], "aot_eager")
 
 
 @pytest.mark.parametrize("name", ["packed", "all-gates-v-first", "no-gates"])

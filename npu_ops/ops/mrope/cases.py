@@ -150,20 +150,8 @@ def _call_by_position(draw):
 
 _IN_PLACE = {"writes": ("q", "k"), "in_place": {"inplace": True}}
 CALLS = [
-    Call(
-        "apply_multimodal_rotary_pos_emb",
-        _call,
-        "mrope",
-        writes=("q", "k"),
-        in_place={"inplace": True},
-    ),
-    Call(
-        "apply_multimodal_rotary_pos_emb_cached",
-        _call_by_position,
-        "cached",
-        writes=("q", "k"),
-        in_place={"inplace": True},
-    ),
+    Call("apply_multimodal_rotary_pos_emb", _call, "mrope", **_IN_PLACE),
+    Call("apply_multimodal_rotary_pos_emb_cached", _call_by_position, "cached", **_IN_PLACE),
 ]
 
 

@@ -178,27 +178,9 @@ def _call_by_freqs(draw):
 _IN_PLACE = {"writes": ("q", "k"), "in_place": {"inplace": True}}
 CALLS = [
     Call("apply_rotary_pos_emb", _call, "rope", **_IN_PLACE),
-    Call(
-        "apply_rotary_pos_emb",
-        _call_by_position,
-        "rope_gather",
-        writes=("q", "k"),
-        in_place={"inplace": True},
-    ),
-    Call(
-        "apply_rotary_pos_emb",
-        _call_of_packed,
-        "rope_packed",
-        writes=("q", "k"),
-        in_place={"inplace": True},
-    ),
-    Call(
-        "apply_rotary_pos_emb_freqs",
-        _call_by_freqs,
-        "freqs",
-        writes=("q", "k"),
-        in_place={"inplace": True},
-    ),
+    Call("apply_rotary_pos_emb", _call_by_position, "rope_gather", **_IN_PLACE),
+    Call("apply_rotary_pos_emb", _call_of_packed, "rope_packed", **_IN_PLACE),
+    Call("apply_rotary_pos_emb_freqs", _call_by_freqs, "freqs", **_IN_PLACE),
 ]
 
 

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from chunk_calls import BY_TOKEN, OP, delta_rule, qkv, run
+from delta_rule_calls import assert_flags_are_what_they_say
 from support import (
     assert_all_close,
     evaluate,
@@ -34,14 +35,10 @@ IMPLEMENTATIONS = pytest.mark.parametrize(
 )
 
 
-def on(device, inputs):
-    return on_device(inputs, device)
-
-
 def compare(inputs, implementation, device):
     """With the recurrence in fp64, all as close as the inputs' dtype lets it be."""
     expected = run("reference", floats(inputs, torch.float64))
-    actual = run(implementation, on(device, inputs))
+    actual = run(implementation, on_device(inputs, device))
     tolerance = TOLERANCES[inputs["q"].dtype]
     assert_all_close(actual, expected, dict.fromkeys(TOLERANCES, tolerance))
 
@@ -138,7 +135,7 @@ def test_a_decay_to_nothing(gate, implementation, device):
     """The state is gone and nothing is NaN: each token reads what it wrote itself."""
     inputs = qkv() | {"scale": 1.0}
     inputs["g"] = torch.full_like(inputs["g"], gate)
-    actual = run(implementation, on(device, inputs))
+    actual = run(implementation, on_device(inputs, device))
     assert all(value.isfinite().all() for value in actual.values())
     match = (inputs["q"] * inputs["k"]).sum(-1, keepdim=True)
     expected = match * inputs["beta"][..., None] * inputs["v"]
@@ -153,7 +150,7 @@ def test_gradients_of_gates_do_not_drown(gate, implementation, device):
     inputs = qkv(1, 100, correlated=True, dtype=torch.bfloat16) | {"chunk_size": 64}
     inputs["g"] = torch.full_like(inputs["g"], gate)
     expected = run("reference", floats(inputs, torch.float64))["gradient of g"]
-    actual = run(implementation, on(device, inputs))["gradient of g"].cpu()
+    actual = run(implementation, on_device(inputs, device))["gradient of g"].cpu()
     off = (actual - expected).norm()
     assert off < 6e-3 * expected.norm() or off < 1e-8
 
@@ -168,7 +165,7 @@ def test_a_state_beyond_half(dtype, implementation, device):
     with forced("reference", OP):
         expected = delta_rule(**floats(inputs, torch.float64))
     with forced(implementation, OP):
-        actual = delta_rule(**on(device, inputs))
+        actual = delta_rule(**on_device(inputs, device))
     assert actual[1].abs().max() > 1e6
     for a, e in zip(actual, expected, strict=True):
         assert_close("output", a.cpu(), e, TOLERANCES[dtype])
@@ -202,7 +199,7 @@ def by_formula(inputs):
 @parametrize_dtypes()
 def test_norms(dtype, implementation, device):
     inputs = not_normalized(dtype)
-    actual = run(implementation, on(device, inputs))
+    actual = run(implementation, on_device(inputs, device))
     tolerance = TOLERANCES[dtype]
     assert_all_close(actual, by_formula(inputs), dict.fromkeys(TOLERANCES, tolerance))
 
@@ -261,7 +258,7 @@ def test_growth_is_said_once(caplog):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("cut", [1, 16, 39])
 def test_two_parts_are_the_whole(cut, implementation, device):
-    inputs = on(device, qkv(2))
+    inputs = on_device(qkv(2), device)
     with forced(implementation, OP):
         whole, final = delta_rule(**inputs)
         one, state = delta_rule(**inputs | {n: inputs[n][:, :cut] for n in BY_TOKEN})
@@ -280,7 +277,7 @@ def test_packed_is_one_by_one(index, implementation, device):
     inputs = qkv(1, 52)
     inputs["initial_state"] = torch.randn(7, 2, 16, 24)
     inputs["cu_seqlens"] = torch.tensor(starts, dtype=index)
-    actual = {n: x.cpu() for n, x in run(implementation, on(device, inputs)).items()}
+    actual = {n: x.cpu() for n, x in run(implementation, on_device(inputs, device)).items()}
     grad_o, grad_state = exact(actual["output 0"], 7), exact(actual["output 1"], 8)
     for n, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
         if begin == end:
@@ -303,7 +300,7 @@ def test_packed_is_one_by_one(index, implementation, device):
 
 @IMPLEMENTATIONS
 def test_state_layouts_are_transposes(implementation, device):
-    inputs = on(device, qkv(1, 21))
+    inputs = on_device(qkv(1, 21), device)
     turned = inputs["initial_state"].transpose(-1, -2).contiguous()
     one = run(implementation, inputs)
     two = run(implementation, inputs | {"initial_state": turned, "state_v_first": True})
@@ -313,7 +310,7 @@ def test_state_layouts_are_transposes(implementation, device):
 
 @IMPLEMENTATIONS
 def test_ways_to_say_the_same(implementation, device):
-    inputs = on(device, qkv())
+    inputs = on_device(qkv(), device)
     same = [
         {name: inputs[name].repeat_interleave(2, 2) for name in ("q", "k")},
         {"scale": 16**-0.5},
@@ -334,27 +331,7 @@ def test_flas_metadata_changes_nothing():
 
 
 def test_flags_are_what_they_say():
-    inputs = qkv()
-    A_log, dt_bias = torch.randn(2), torch.randn(2)
-    raw, logits = torch.randn(1, 40, 2), torch.randn(1, 40, 2)
-    q, k = (
-        x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (inputs["q"], inputs["k"])
-    )
-    composed = {"q": q, "k": k, "beta": 2 * logits.sigmoid()}
-    composed["g"] = -A_log.exp() * torch.nn.functional.softplus(raw + dt_bias)
-    flags = {
-        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "A_log": A_log,
-        "dt_bias": dt_bias, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True,
-        "g": raw, "beta": logits,
-    }  # fmt: skip
-    expected = delta_rule(**inputs | composed)
-    for a, e in zip(delta_rule(**inputs | flags), expected, strict=True):
-        assert_close("flags", a, e, Tolerance(2e-6, 2e-6))
-    without = delta_rule(**inputs | flags | {"dt_bias": None, "allow_neg_eigval": False})
-    composed["g"] = -A_log.exp() * torch.nn.functional.softplus(raw)
-    composed["beta"] = logits.sigmoid()
-    for a, e in zip(without, delta_rule(**inputs | composed), strict=True):
-        assert_close("flags", a, e, Tolerance(2e-6, 2e-6))
+    assert_flags_are_what_they_say(delta_rule, qkv(), Tolerance(2e-6, 2e-6))
 
 
 def test_no_final_state_unless_wanted():
@@ -365,7 +342,7 @@ def test_no_final_state_unless_wanted():
 
 @IMPLEMENTATIONS
 def test_strided_inputs(implementation, device):
-    inputs = on(device, qkv(2, 21))
+    inputs = on_device(qkv(2, 21), device)
     strided = inputs | {
         name: inputs[name].transpose(0, 1).contiguous().transpose(0, 1)
         for name in (*BY_TOKEN, "initial_state")
@@ -377,7 +354,7 @@ def test_strided_inputs(implementation, device):
 
 @IMPLEMENTATIONS
 def test_the_same_each_time(implementation, device):
-    inputs = on(device, qkv(2, 40, 2, 4))
+    inputs = on_device(qkv(2, 40, 2, 4), device)
     first = run(implementation, inputs)
     with threads(2):
         second = run(implementation, inputs)
