@@ -129,7 +129,10 @@ class Operator:
         self._check_indices = check_indices
         self._tensors = sum(argument.is_tensor for argument in self.inputs)
         self._overwritten = [i for i, a in enumerate(self.takes) if a.is_written]
-        self.table = Table(name, self._usual(why_not or {}, aclnn, ascendc, cpu_in_python))
+        arguments = [argument.name for argument in (*self.takes, *self.writes)]
+        written = [*(a.name for a in self.takes if a.is_written), *outputs]
+        usual = self._usual(why_not or {}, aclnn, ascendc, cpu_in_python)
+        self.table = Table(name, usual, arguments, written)
         library.operator(self._schema(), self.run, self._fake)
 
     def __call__(self, *inputs):

@@ -88,11 +88,21 @@ def _device_type(args: tuple) -> str:
 
 
 class Table:
-    """The ordered implementations of one op. The first that has nothing against a call runs it."""
+    """The ordered implementations of one op. The first that has nothing against a call runs it.
+
+    arguments: the names of what implementations take, those of a group one by one. writes: which of
+    them are written. Tools call tensors by these.
+    """
 
     tables: dict[str, Table] = {}
 
-    def __init__(self, op: str, implementations: Sequence[Implementation]):
+    def __init__(
+        self,
+        op: str,
+        implementations: Sequence[Implementation],
+        arguments: Sequence[str] = (),
+        writes: Sequence[str] = (),
+    ):
         if op in Table.tables:
             raise ValueError(f"op {op!r} is registered already")
         names = [i.name for i in implementations]
@@ -100,6 +110,7 @@ class Table:
             raise ValueError(f"op {op!r}: an implementation is registered twice in {names}")
         self.op = op
         self.implementations = tuple(implementations)
+        self.arguments, self.writes = tuple(arguments), frozenset(writes)
         self._meant_for: dict[str, tuple[Implementation, ...]] = {}
         Table.tables[op] = self
 

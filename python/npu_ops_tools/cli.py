@@ -16,6 +16,7 @@ import npu_ops
 from npu_ops_tools.compile.cli import compile_command
 from npu_ops_tools.model.cli import model_command
 from npu_ops_tools.options import AsJson, Device, Dtype, Ops, fail, print_json
+from npu_ops_tools.verify.cli import verify_command
 
 app = typer.Typer(
     help="Operators for Qwen3-VL, Qwen3-Next and Qwen3.5 class models on Ascend NPUs.",
@@ -255,17 +256,24 @@ def show_row(row: dict) -> None:
 
 @app.command()
 def report(
-    csv: Annotated[list[pathlib.Path], typer.Argument(help="What `npu-ops bench` wrote.")],
+    files: Annotated[
+        list[pathlib.Path],
+        typer.Argument(help="CSV that `npu-ops bench` wrote, or verify.json of `npu-ops verify`."),
+    ],
     output: Annotated[pathlib.Path, typer.Option(help="Folder of the report.")] = pathlib.Path(
         "report"
     ),
 ) -> None:
-    """Make a page of benchmark results."""
+    """Make a page of benchmark results, or of one report of `npu-ops verify`."""
     from npu_ops_tools import report
+    from npu_ops_tools.verify import report as verified
 
     try:
-        path = report.write(output, timings=[report.read_timings(path) for path in csv])
-    except (FileNotFoundError, ImportError, ValueError) as error:
+        if [file.suffix for file in files] == [".json"]:
+            path = verified.write(verified.read(files[0]), output)[1]
+        else:
+            path = report.write(output, timings=[report.read_timings(file) for file in files])
+    except (OSError, ImportError, ValueError) as error:
         fail(error)
     console.print(f"written: {path}")
 
@@ -311,6 +319,7 @@ def fuzz(
 
 app.command("compile")(compile_command)
 app.command("model")(model_command)
+app.command("verify")(verify_command)
 app.command(context_settings=emulator.CONTEXT)(emulator.emulate)
 
 

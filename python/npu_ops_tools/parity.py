@@ -64,7 +64,7 @@ def measure(op: str, case, dtype: torch.dtype, device: str) -> Row:
     function, wrt = cases.function(op, case), cases.differentiable(op, case)
     chosen = next(r for r in explain(function, **case.inputs(dtype, device)) if r.why_not is None)
     actual = evaluate(function, case.inputs(dtype, device), wrt)
-    expected = _expected(function, case, dtype, device, wrt)
+    expected = by_reference(function, case.inputs(dtype, device), wrt)
     used = {
         name: error_ratio(x, expected[name]) / cases.tolerance(op, name, x, dtype).ratio
         for name, x in actual.items()
@@ -104,9 +104,9 @@ def evaluate(function, inputs: dict, wrt: tuple[str, ...]) -> dict[str, torch.Te
     return {name: value.cpu() for name, value in found.items()}
 
 
-def _expected(function, case, dtype, device, wrt) -> dict[str, torch.Tensor]:
-    """What the reference computes in fp64 on the CPU."""
-    inputs = {n: _double(x) for n, x in case.inputs(dtype, device).items()}
+def by_reference(function, inputs: dict, wrt, wide=torch.float64) -> dict[str, torch.Tensor]:
+    """What the reference computes on the CPU from the same inputs, in a wider dtype."""
+    inputs = {name: _widened(value, wide) for name, value in inputs.items()}
     with env.override(impl=dict.fromkeys(Table.tables, "reference")):
         return evaluate(function, inputs, wrt)
 
@@ -118,11 +118,11 @@ def _copied(value, leaf: bool):
     return value.requires_grad_() if leaf else value
 
 
-def _double(value):
+def _widened(value, wide: torch.dtype):
     if isinstance(value, tuple):
-        return tuple(map(_double, value))
+        return tuple(_widened(item, wide) for item in value)
     floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.cpu().double() if floating else _on_cpu(value)
+    return value.cpu().to(wide) if floating else _on_cpu(value)
 
 
 def _on_cpu(value):

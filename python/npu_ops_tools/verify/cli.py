@@ -1,0 +1,78 @@
+"""`npu-ops verify`."""
+
+from __future__ import annotations
+
+import enum
+import pathlib
+from typing import Annotated
+
+import typer
+
+from npu_ops_tools.options import fail
+
+
+class VerifiedDevice(str, enum.Enum):
+    """What can be verified."""
+
+    CPU = "cpu"
+    NPU = "npu"
+    EMULATED = "npu-emulated"
+    CUDA = "cuda"
+
+
+def verify_command(
+    device: Annotated[VerifiedDevice, typer.Option(help="What to verify.")] = VerifiedDevice.NPU,
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Everything, or what 5 minutes allow.")
+    ] = False,
+    output: Annotated[pathlib.Path, typer.Option(help="Folder of the report.")] = pathlib.Path(
+        "report"
+    ),
+    only: Annotated[
+        list[str] | None, typer.Option(help="An op; may be repeated; default: all.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="For all; default: 5, or no end with --full.")
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option(min=1, help="Seconds for one call before it counts as hung.")
+    ] = None,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="Import this too, e.g. an implementation of yours."),
+    ] = None,
+    compare: Annotated[
+        tuple[pathlib.Path, pathlib.Path] | None,
+        typer.Option(metavar="A.json B.json", help="Compare two reports instead."),
+    ] = None,
+) -> None:
+    """Check every op and implementation on this machine, time them, and write a report to send.
+
+    The exit status is 1 if anything is wrong. A run that was stopped goes on when it is called
+    again. With --compare it is 1 if something is wrong in B that is not in A.
+
+    \b
+    npu-ops verify                       # on an NPU, 5 minutes
+    npu-ops verify --device cpu --only l2norm
+    npu-ops verify --compare before/verify.json after/verify.json
+    """
+    from npu_ops_tools import verify
+    from npu_ops_tools.verify import compare as comparing
+    from npu_ops_tools.verify import report
+    from npu_ops_tools.verify.worker import NoWorker
+
+    try:
+        if compare:
+            found = comparing.compare(*map(report.read, compare))
+            print("\n".join(comparing.lines(found)))
+            raise typer.Exit(1 if found["newly wrong"] else 0)
+        options = verify.Options(
+            device.value, full, tuple(only or ()), limit, minutes and 60 * minutes,
+            tuple(modules or ()),
+        )  # fmt: skip
+        made = report.scrubbed(verify.run(options, output, lambda line: print(line, flush=True)))
+    except (NoWorker, OSError, ValueError) as error:
+        fail(error)
+    paths = report.write(made, output)
+    print(f"{report.summary(made)}\nwritten: {', '.join(map(str, paths))}")
+    raise typer.Exit(1 if report.wrong(made) else 0)

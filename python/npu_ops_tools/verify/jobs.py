@@ -1,0 +1,123 @@
+"""What there is to check."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from npu_ops.core import cases
+from npu_ops.core.models import MODELS
+from npu_ops.core.registry import Table
+from npu_ops_tools.where import ops
+
+DEVICES = ("cpu", "npu", "npu-emulated", "cuda")
+# Of these models the first that has an op gives the shapes that it is timed at.
+TIMED_MODELS = ("qwen3.5-9b", "qwen3-vl-8b")
+DTYPES = ("bfloat16", "float32", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One implementation of an op and one call of it.
+
+    kind: "check", of one of the op's cases, or "time", of `case` of `model` with so many tokens.
+    """
+
+    kind: str
+    op: str
+    implementation: str
+    case: str
+    dtype: str
+    model: str = ""
+    tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        shape = f"{self.model} {self.case} of {self.tokens} tokens" if self.model else self.case
+        return f"{self.op} by {self.implementation}, {shape} in {self.dtype}"
+
+    def find(self) -> cases.Case:
+        """The case that it is of."""
+        module = cases.of(self.op)
+        known = module.of_model(MODELS[self.model], self.tokens) if self.model else module.CASES
+        return next(case for case in known if case.name == self.case)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+def plan(device: str, full: bool, only: list[str]) -> dict[str, list[Job]]:
+    """The jobs of each op; what tells most comes first, for there may be no time for all.
+
+    device: one of DEVICES.
+
+    Raises:
+        ValueError: no such device or op.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"device: got {device!r}, needs one of {', '.join(DEVICES)}")
+    unknown = set(only) - set(ops())
+    if unknown:
+        raise ValueError(
+            f"only: got {', '.join(sorted(unknown))}, needs some of {', '.join(ops())}"
+        )
+    return {op: list(_of_op(op, device, full)) for op in ops() if not only or op in only}
+
+
+def _of_op(op: str, device: str, full: bool) -> Iterator[Job]:
+    names = _implementations(op, device)
+    checks = [
+        Job("check", op, implementation, case.name, dtype)
+        for case, dtype in _checked(op, full)
+        for implementation in names
+    ]
+    timed = list(_timed(op, names, device, full))
+    # The first case by each implementation, the times, the rest; plain PyTorch comes last.
+    first, checks = checks[: len(names)], checks[len(names) :]
+    ours = [job for job in checks if job.implementation != "reference"]
+    others = [job for job in checks if job.implementation == "reference"]
+    yield from (*first, *timed, *ours, *others)
+
+
+def _implementations(op: str, device: str) -> list[str]:
+    """Those that are meant for a device, and the reference, which runs anywhere."""
+    kind = torch_device(device)
+    listed = Table.tables[op].implementations
+    return [i.name for i in listed if not i.devices or kind in i.devices]
+
+
+def torch_device(device: str) -> str:
+    return device.partition("-")[0]
+
+
+def _checked(op: str, full: bool) -> Iterator[tuple[cases.Case, str]]:
+    """All small cases in all dtypes; of a quick run those that take every branch of the kernels,
+    the first in all dtypes."""
+    module = cases.of(op)
+    by_name = {case.name: case for case in module.CASES}
+    chosen = [by_name[name] for name in module.REPRESENTATIVE]
+    dtypes = [(case, dtype) for dtype in DTYPES for case in chosen[: None if full else 1]]
+    yield from dtypes
+    if not full:
+        yield from ((case, DTYPES[0]) for case in chosen[1:])
+        return
+    rest = [case for case in module.CASES if case not in chosen]
+    yield from ((case, dtype) for dtype in DTYPES for case in rest if not case.large)
+    yield from ((case, DTYPES[0]) for case in rest if case.large)
+
+
+def _timed(op: str, names: list[str], device: str, full: bool) -> Iterator[Job]:
+    """Nothing on an emulated NPU, which has no times."""
+    if device == "npu-emulated":
+        return
+    small = (64,) if device == "cpu" else (1024,)
+    more = (1, 512) if device == "cpu" else (1, 1024, 8192)
+    having = [name for name in TIMED_MODELS if cases.of(op).of_model(MODELS[name], 1)]
+    for model in having[: None if full else 1]:
+        for tokens in more if full else small:
+            for case in cases.of(op).of_model(MODELS[model], tokens):
+                for implementation in names:
+                    yield Job("time", op, implementation, case.name, DTYPES[0], model, tokens)

@@ -1,0 +1,212 @@
+"""Goes through the jobs within a time, and keeps a journal, so that a stop loses nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import pathlib
+import time
+from collections.abc import Callable
+
+import torch
+
+import npu_ops
+from npu_ops.core import compile_cache
+from npu_ops_tools.verify import jobs, ranks, worker
+
+QUICK = 300.0  # seconds of a quick run
+LIMITS = {"npu-emulated": 300.0}  # seconds for one job; a first compilation there takes a minute
+LIMIT = 120.0
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to verify.
+
+    device: one of `jobs.DEVICES`. full: all cases, without a limit of time. only: ops; empty: all.
+    limit: seconds for one call; None: by the device. budget: seconds for all; None: by `full`.
+    modules: are imported in the processes that check, e.g. for an implementation of one's own.
+    """
+
+    device: str = "npu"
+    full: bool = False
+    only: tuple[str, ...] = ()
+    limit: float | None = None
+    budget: float | None = None
+    modules: tuple[str, ...] = ()
+
+
+class Journal:
+    """What is known already, a line for each job, in a file that a killed run leaves behind.
+
+    A job that was begun and neither finished nor interrupted ended verify itself, and maybe the
+    machine: it is wrong, and not tried again.
+    """
+
+    def __init__(self, path: pathlib.Path, key: dict):
+        self._path = path
+        self.done: dict[str, dict] = {}
+        begun = self._read(json.dumps(key))
+        self._file = path.open("a" if begun is not None else "w")
+        if begun is None:
+            self._write(key)
+        for name in begun or ():
+            why = "ended: verify, or the machine, stopped while it ran"
+            self.finish(name, {"verdict": "wrong", "why": why, "ended": "stopped", "seconds": 0.0})
+
+    def _read(self, key: str) -> set[str] | None:
+        """The names of jobs that were begun alone; None if the file is of another run."""
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        if not lines or lines[0] != key:
+            return None
+        begun = set()
+        for line in filter(_is_whole, lines[1:]):
+            entry = json.loads(line)
+            if entry["what"] == "begin":
+                begun.add(entry["job"])
+                continue
+            begun.discard(entry["job"])
+            if entry["what"] == "finish":
+                self.done[entry["job"]] = entry["result"]
+        return begun
+
+    def begin(self, job: str) -> None:
+        self._write({"what": "begin", "job": job})
+
+    def interrupt(self, job: str) -> None:
+        self._write({"what": "interrupt", "job": job})
+
+    def finish(self, job: str, result: dict) -> None:
+        self.done[job] = result
+        self._write({"what": "finish", "job": job, "result": result})
+
+    def _write(self, entry: dict) -> None:
+        print(json.dumps(entry), file=self._file, flush=True)
+
+    def close(self, remove: bool) -> None:
+        self._file.close()
+        if remove:
+            self._path.unlink()
+
+
+def _is_whole(line: str) -> bool:
+    """The last line may be cut off."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def run(options: Options, output: pathlib.Path, say: Callable[[str], None]) -> dict:
+    """Check everything there is time for, and return the report, as `report.write` takes it.
+
+    output: folder, for the journal. say: is told each result, as one line.
+
+    Raises:
+        ValueError: no such device or op. worker.NoWorker: nothing can be checked here.
+    """
+    plan = jobs.plan(options.device, options.full, list(options.only))
+    device = worker.label(options.device)
+    budget = options.budget or (None if options.full else QUICK)
+    key = {
+        "format": FORMAT, "device": device, "full": options.full, "only": sorted(options.only),
+        "npu_ops": compile_cache.fingerprint(pathlib.Path(npu_ops.__file__).parent),
+        "torch": torch.__version__,
+    }  # fmt: skip
+    output.mkdir(parents=True, exist_ok=True)
+    journal = Journal(output / "verify.journal", key)
+    one = _Run(options, device, journal, say, budget)
+    try:
+        results = one.through(plan)
+    except BaseException:
+        journal.close(remove=False)
+        raise
+    left = sum(result["verdict"] == "not reached" for result in results)
+    journal.close(remove=not left)
+    return {
+        "format": FORMAT,
+        "made": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "device": device,
+        "mode": "full" if options.full else "quick",
+        "environment": one.environment,
+        "results": results,
+    }
+
+
+class _Run:
+    """Through the plan, op by op, each in a process of its own."""
+
+    def __init__(self, options: Options, device: str, journal: Journal, say, budget: float | None):
+        self._options, self._device, self._journal, self._say = options, device, journal, say
+        self._limit = options.limit or LIMITS.get(device, LIMIT)
+        self._end = time.monotonic() + budget if budget else None
+        self._variables = worker.variables_of(options.device)
+        self.environment: dict = {}
+
+    def through(self, plan: dict[str, list[jobs.Job]]) -> list[dict]:
+        results = []
+        for index, members in enumerate(plan.values()):
+            left = len(plan) - index + 1  # the ranks come last
+            now = time.monotonic()
+            until = now + (self._end - now) / left if self._end else None
+            results += self._of_op(members, until)
+        return [*results, self._ranks()]
+
+    def _of_op(self, members: list[jobs.Job], until: float | None) -> list[dict]:
+        mine = worker.Worker(self._options.device, list(self._options.modules), self._variables)
+        try:
+            if not self.environment:
+                mine.start()
+                self.environment = mine.environment
+            return [self._one(mine, job, until) for job in members]
+        finally:
+            mine.stop()
+
+    def _one(self, mine: worker.Worker, job: jobs.Job, until: float | None) -> dict:
+        about = dataclasses.asdict(job) | {"name": job.name}
+        late = until is not None and time.monotonic() > until
+        return about | self._result(job.name, late, lambda: mine.do(job, self._limit))
+
+    def _result(self, name: str, late: bool, do: Callable[[], dict]) -> dict:
+        if name not in self._journal.done:
+            if late:
+                return {"verdict": "not reached", "why": "", "seconds": 0.0}
+            self._journal.begin(name)
+            try:
+                result = do()
+            except BaseException:
+                self._journal.interrupt(name)
+                raise
+            self._journal.finish(name, result)
+        result = self._journal.done[name]
+        self._say(line(name, result))
+        return result
+
+    def _ranks(self) -> dict:
+        """Two of them, where there are two devices; a CPU is as many as are wanted."""
+        kind, name = jobs.torch_device(self._device), "two ranks"
+        machine = self.environment.get("machine", {})
+        count = ranks.RANKS if kind == "cpu" else machine.get(f"{kind} devices") or 0
+        about = {"kind": "ranks", "name": name}
+        if count < ranks.RANKS:
+            why = f"there is {count} {kind} device"
+            return about | {"verdict": "declined", "why": why, "seconds": 0.0}
+        modules, limit = list(self._options.modules), self._limit
+
+        def do() -> dict:
+            return ranks.run(self._options.device, modules, self._variables, limit)
+
+        return about | self._result(name, False, do)
+
+
+def line(name: str, result: dict) -> str:
+    """A result as text."""
+    if result["verdict"] == "wrong":
+        return f"WRONG: {name}: {result['why']}"
+    why = f" ({result['why']})" if result["why"] else ""
+    forward = result.get("times", {}).get("forward")
+    time_ = f", {forward['p50']:.1f} us" if forward else ""
+    return f"{result['verdict']:9}{name}{time_}{why}"

@@ -1,0 +1,128 @@
+"""How long a call takes: on the device with a cold cache, and on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+
+from npu_ops.core.registry import Table
+from npu_ops_tools.verify.checks import Subject
+
+FLUSHED = {"cpu": 64 << 20, "npu": 256 << 20, "cuda": 256 << 20}  # bytes, more than any cache here
+SECONDS, FEWEST, MOST = 0.5, 5, 100  # of one measurement
+
+
+def measure(subject: Subject) -> dict:
+    """Times in us: {"forward": {"p20", "p50", "p80", "runs"}, "forward+backward": ..., "host"}."""
+    found = {}
+    with subject.forced():
+        inputs = subject.inputs()
+        found["forward"] = timed(lambda: _forward(subject, inputs), subject.device)
+        if subject.wrt:
+            leaves = _leaves(subject)
+            found["forward+backward"] = timed(lambda: _both(subject, *leaves), subject.device)
+        found["host"] = host_us(lambda: _forward(subject, inputs), subject.device)
+    return found
+
+
+def _forward(subject: Subject, inputs: dict):
+    with torch.no_grad():
+        return subject.function(**inputs)
+
+
+def _leaves(subject: Subject) -> tuple[dict, list[torch.Tensor], list[torch.Tensor]]:
+    """Inputs, those that get a gradient, and gradients of the outputs."""
+    inputs = subject.inputs()
+    leaves = [inputs[n].requires_grad_() for n in subject.wrt if inputs.get(n) is not None]
+    outputs = _differentiable(subject.function(**inputs))
+    return inputs, leaves, [torch.ones_like(out) for out in outputs]
+
+
+def _both(subject: Subject, inputs: dict, leaves: list, gradients: list):
+    torch.autograd.grad(_differentiable(subject.function(**inputs)), leaves, gradients)
+
+
+def _differentiable(outputs) -> list[torch.Tensor]:
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [out for out in outputs if out is not None and out.requires_grad]
+
+
+def timed(run: Callable[[], object], device: torch.device) -> dict:
+    """Percentiles in us. Before each run memory is written that pushes the tensors out of the
+    cache; on a device that also gives the host a head start."""
+    for _ in range(3):
+        run()
+    flush = torch.empty(FLUSHED[device.type], dtype=torch.uint8, device=device)
+    once = _once_on_cpu if device.type == "cpu" else _once_on_device
+    taken, start = [], time.perf_counter()
+    while len(taken) < FEWEST or (time.perf_counter() - start < SECONDS and len(taken) < MOST):
+        flush.zero_()
+        taken.append(once(run, device))
+    ordered = sorted(taken)
+    found = {f"p{p}": ordered[min(len(ordered) - 1, len(ordered) * p // 100)] for p in (20, 50, 80)}
+    return found | {"runs": len(ordered)}
+
+
+def _once_on_cpu(run, device) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e6
+
+
+def _once_on_device(run, device) -> float:
+    backend = getattr(torch, device.type)
+    begin, end = (backend.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def host_us(run: Callable[[], object], device: torch.device, calls: int = 50) -> float:
+    """Until a call returns that nobody waits for, the fastest of a few. On a CPU, where the call is
+    the computation, without its kernel."""
+    without = _no_kernels() if device.type == "cpu" else contextlib.nullcontext()
+    best = float("inf")
+    with without:
+        for _ in range(5):
+            _synchronize(device)
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            best = min(best, (time.perf_counter() - start) / calls)
+    _synchronize(device)
+    return best * 1e6
+
+
+@contextlib.contextmanager
+def _no_kernels() -> Iterator[None]:
+    """Implementations are chosen, and not run."""
+    with mock.patch.object(Table, "run", lambda table, *args: table.select(*args) and None):
+        yield
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+def predicted(subject: Subject, soc: str) -> dict:
+    """What npu-model says of the Triton kernels on `soc`: {"forward": {"us", "low", "high"}}, or
+    {"why_not": a sentence}."""
+    try:
+        from npu_ops_tools.model import of_call, predict_all
+        from npu_ops_tools.model.prediction import totals
+
+        inputs = subject.case.inputs(subject.job.torch_dtype)
+        launches = of_call(subject.job.case, soc, subject.function, inputs)
+        total = totals(list(predict_all(launches, soc)))
+    except (FileNotFoundError, ImportError, RuntimeError, ValueError) as error:
+        return {"why_not": str(error).partition("\n")[0]}
+    if not total:
+        return {"why_not": "no Triton kernel is launched"}
+    return {"forward": {"us": total["us"], "low": total["low_us"], "high": total["high_us"]}}

@@ -1,0 +1,249 @@
+"""`npu-ops verify`, and what it says of kernels with faults."""
+
+import json
+import textwrap
+
+import pytest
+import torch
+from npu_ops_tools import verify
+from npu_ops_tools.verify import compare, guards, jobs, report, runs
+from npu_ops_tools.where import ops
+from test_cli import call, command
+
+from npu_ops.core.registry import Table
+
+# An implementation of l2norm on the CPU that calls the right one, and then does something wrong,
+# by the width of the rows.
+FAULTY = """
+import ctypes, dataclasses, itertools, os, time
+from npu_ops.core.registry import Table
+import npu_ops
+
+table, calls = Table.tables["l2norm"], itertools.count()
+right = next(i for i in table.implementations if i.name == "cpu").launcher
+
+
+def launcher(x, eps, out):
+    right(x, eps, out)
+    exec(FAULTS.get(x.shape[-1], ""), globals(), locals())
+
+
+def changed(implementation):
+    if implementation.name != "cpu":
+        return implementation
+    return dataclasses.replace(implementation, load=lambda: launcher)
+
+
+table.implementations = tuple(map(changed, table.implementations))
+"""
+LIMIT = 12.0
+FAULTS = {  # of l2norm's case -> what the kernel does, and what is said of it
+    "odd-t1-d7-behind0": ("time.sleep(1000)", "hung: no answer in 12 s, in bounds: l2norm"),
+    "one-head": ("os.abort()", "crashed: the process died of SIGABRT in bounds: l2norm"),
+    "odd-t63-d60-behind5": ("out.view(-1)[77] += 0.1", "values: output 0: error ratio"),
+    "odd-t65-d129-behind0": (
+        "ctypes.memset(out.data_ptr() + out.nbytes, 0, 4)",
+        "bounds: l2norm: 4 bytes behind out were written, as far as 4 bytes from it",
+    ),
+    "odd-t131-d256-behind0": (
+        "ctypes.memset(out.data_ptr() - 8, 0, 2)",
+        "bounds: l2norm: 2 bytes before out were written, as far as 8 bytes from it",
+    ),
+    "wide-2048": ("x[0, 0, 0] = 0", "in the memory of x that are not its to write"),
+    "wide-4096": (
+        "out.view(-1)[5] *= 1 + 2**-7 * (next(calls) % 2)",
+        "determinism: run 2 differs from run 1 in 1 elements of output 0",
+    ),
+    "one-element": ("raise RuntimeError('no such stream')", "RuntimeError: no such stream"),
+}
+RIGHT = "qwen3-next-dense-t64"  # a case in which nothing goes wrong
+
+
+def job(case, implementation="cpu", op="l2norm"):
+    return jobs.Job("check", op, implementation, case, "bfloat16")
+
+
+def width(case):
+    return job(case).find().dim
+
+
+@pytest.fixture(scope="module")
+def with_faults(tmp_path_factory):
+    """The report of a run with every fault, and its journal's path."""
+    folder = tmp_path_factory.mktemp("verify")
+    faults = {width(case): code for case, (code, _) in FAULTS.items()}
+    (folder / "faulty.py").write_text(f"FAULTS = {faults!r}\n{textwrap.dedent(FAULTY)}")
+    planned = [job(case) for case in (*FAULTS, RIGHT)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=":")
+        patch.setattr(jobs, "plan", lambda *args: {"l2norm": planned})
+        patch.setattr(runs._Run, "_ranks", lambda self: ranks("right"))
+        options = verify.Options("cpu", limit=LIMIT, budget=3600, modules=("faulty",))
+        return report.scrubbed(verify.run(options, folder / "report", lambda line: None))
+
+
+def ranks(verdict):
+    return {"kind": "ranks", "name": "two ranks", "verdict": verdict, "why": "", "seconds": 0}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_fault_is_reported_by_name(case, with_faults):
+    (found,) = (r for r in report.wrong(with_faults) if r["case"] == case)
+    assert found["name"] == f"l2norm by cpu, {case} in bfloat16"
+    assert FAULTS[case][1] in found["why"]
+
+
+def test_what_is_right_is_right_after_all_that(with_faults):
+    others = [r for r in with_faults["results"] if r["verdict"] != "wrong"]
+    assert [r.get("case", r["kind"]) for r in others] == [RIGHT, "ranks"]
+    assert all(r["verdict"] == "right" for r in others)
+    checks = {name: check["verdict"] for name, check in others[0]["checks"].items()}
+    missing = {"streams": "not here", "graphs": "not here"}
+    assert checks == dict.fromkeys(("bounds", "values", "determinism"), "right") | missing
+
+
+def test_the_page_has_all_of_it_and_loads_nothing(with_faults):
+    page = report.page(with_faults)
+    assert "8 wrong" in page
+    assert all(case in page for case in FAULTS)
+    assert "http" not in page and "src=" not in page
+
+
+def test_a_quick_run_by_the_command(tmp_path):
+    """Two ranks and times included; the exit status, both files, and no name of this machine."""
+    arguments = ("--device", "cpu", "--only", "l2norm", "--minutes", 60, "--output", tmp_path)
+    said = command("verify", *arguments)
+    assert "0 wrong" not in said and "right    two ranks" in said
+    found = report.read(tmp_path / "verify.json")
+    assert report.counts(found) == {"right": len(jobs.plan("cpu", False, ["l2norm"])["l2norm"]) + 1}
+    times = [r["times"] for r in found["results"] if r.get("times")]
+    assert times and all(t["forward"]["p20"] <= t["forward"]["p50"] for t in times)
+    assert not (tmp_path / "verify.journal").exists()
+    call("report", tmp_path / "verify.json", "--output", tmp_path / "again")
+    assert (tmp_path / "again/verify.html").read_text() == (tmp_path / "verify.html").read_text()
+    text = (tmp_path / "verify.json").read_text() + (tmp_path / "verify.html").read_text()
+    assert report._scrubbed(text) == text
+
+
+@pytest.mark.slow
+def test_a_quick_run_on_the_emulated_npu(tmp_path):
+    command("verify", "--device", "npu-emulated", "--quick", "--output", tmp_path)
+    found = report.read(tmp_path / "verify.json")
+    (last,) = (r for r in found["results"] if r["kind"] == "ranks")
+    assert last["verdict"] == "right"
+    reached = {r["op"] for r in found["results"] if r["verdict"] == "right" and r is not last}
+    assert reached and not any(r.get("times") for r in found["results"])
+
+
+# What there is to do
+
+
+@pytest.mark.parametrize("device", jobs.DEVICES)
+def test_a_plan_has_every_op_and_implementation(device):
+    quick, full = jobs.plan(device, False, []), jobs.plan(device, True, [])
+    assert quick.keys() == full.keys() == ops().keys()
+    kind = jobs.torch_device(device)
+    for op, members in quick.items():
+        wanted = {i.name for i in Table.tables[op].implementations
+                  if not i.devices or kind in i.devices}  # fmt: skip
+        assert {one.implementation for one in members} == wanted
+        assert any(one.kind == "time" for one in members) == (device != "npu-emulated")
+        assert len({one.name for one in full[op]}) == len(full[op]) > len(members)
+
+
+def test_what_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="device: got 'tpu'"):
+        jobs.plan("tpu", False, [])
+    with pytest.raises(ValueError, match="only: got l3norm"):
+        jobs.plan("cpu", False, ["l3norm"])
+
+
+# The journal
+
+
+def test_a_journal_keeps_what_was_done(tmp_path):
+    path, key = tmp_path / "journal", {"device": "cpu"}
+    first = runs.Journal(path, key)
+    first.begin("a")
+    first.finish("a", {"verdict": "right"})
+    first.begin("b")
+    first.interrupt("b")
+    first.begin("c")  # and then the machine stops
+    first.close(remove=False)
+    path.write_text(path.read_text() + '{"what": "fin')
+    again = runs.Journal(path, key)
+    assert again.done.keys() == {"a", "c"}
+    assert again.done["c"]["why"].startswith("ended: verify, or the machine")
+    assert runs.Journal(path, {"device": "npu"}).done == {}
+
+
+# Bounds
+
+
+def test_guards_see_reads_too():
+    """Beside what is read is NaN; results are where they would be without guards."""
+    found = []
+    table = Table.tables["l2norm"]
+    x = torch.randn(4, 1, 8, dtype=torch.float32)
+    out, seen = torch.empty_like(x), []
+
+    def launch(table, x, eps, out):
+        beside = x.as_strided((1,), (1,), x.storage_offset() + x.numel())
+        seen.append(float(beside))
+        out.copy_(x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Table, "run", launch)
+        with guards.guarded(found, seen.append):
+            table.run(x, 1e-6, out)
+    assert seen[0] == "l2norm" and seen[1] != seen[1] and found == []
+    assert torch.equal(out, x)
+
+
+# Reports
+
+
+def test_reports_have_no_names(monkeypatch, tmp_path):
+    monkeypatch.setattr(report.socket, "gethostname", lambda: "node17")
+    monkeypatch.setattr(report.getpass, "getuser", lambda: "wanda")
+    home = "/".join(["", "home", "wanda"])
+    text = f"node17 of wanda: {home}/x at 10.0.0.7, Wandas"
+    assert report.scrubbed({"a": [text, 3, None]}) == {
+        "a": ["<host> of <user>: ~/x at <address>, Wandas", 3, None]
+    }
+
+
+def test_what_is_no_report_is_refused(tmp_path):
+    path = tmp_path / "a.json"
+    for text in ("nothing", "[]"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="a.json: got"):
+            report.read(path)
+
+
+def timed(p20, p50, p80, verdict="right", name="a"):
+    times = {"forward": {"p20": p20, "p50": p50, "p80": p80}}
+    return {"name": name, "verdict": verdict, "times": times}
+
+
+def made(*results, torch_="2.13"):
+    environment = {"npu_ops": "1", "machine": {}, "packages": {"torch": torch_}}
+    return {"format": 1, "device": "cpu", "environment": environment, "results": list(results)}
+
+
+def test_compare(tmp_path):
+    before = made(timed(9, 10, 11), timed(1, 1, 1, "wrong", "b"), timed(1, 2, 9, name="c"))
+    after = made(
+        timed(19, 20, 21), timed(1, 1, 1, "right", "b"), timed(2, 3, 4, "wrong", "c"), torch_="2.14"
+    )
+    found = compare.compare(before, after)
+    assert found["environment"] == {"torch": ("2.13", "2.14")}
+    assert (found["newly wrong"], found["newly right"]) == (["c"], ["b"])
+    assert found["times"]["a"] == {"ratio": 2.0, "apart": True}
+    assert not found["times"]["c"]["apart"]
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, one in zip(paths, (before, after), strict=True):
+        path.write_text(json.dumps(one))
+    said = call("verify", "--compare", *paths, code=1)
+    assert "slower: a: 2.00 of the time before" in said and "newly wrong: c" in said
+    call("verify", "--compare", paths[0], paths[0])
