@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/* csrc/*/*)  # the folders too: a file may have gone
 
-.PHONY: demo demo-serve test test-all test-trainers test-aarch64 wheels bench check format clean
+.PHONY: demo demo-serve test test-all test-trainers test-aarch64 wheels check format clean
+.PHONY: bench bench-quick report
 
 # torch first and alone, so that nothing else chooses its build.
 $(VENV)/torch: 
@@ -56,7 +57,7 @@ ON_CPU := OMP_NUM_THREADS=1 $(BIN)/$(PYTEST) --dist loadgroup
 ON_NPU := OMP_NUM_THREADS=1 $(BIN)/npu-ops emulate -- $(PYTEST) --dist worksteal --device npu
 INTERPRETED := TRITON_INTERPRET=1 $(ON_CPU)
 
-FETCHED := $(patsubst %,.cache/%/ready,megatron sglang frameworks trainers)
+FETCHED := $(patsubst %,.cache/%/ready,chromium megatron sglang frameworks trainers)
 
 test: check $(FETCHED)
 	$(ON_CPU) -m "not slow"
@@ -74,8 +75,22 @@ test-all: check $(FETCHED)
 test-trainers: .cache/trainers/ready
 	$(ON_CPU) tests/trainers tests/adapters/test_verl.py
 
-bench: $(VENV)/ready
-	$(BIN)/npu-ops bench --output benchmarks/results
+# The tests of the report's page look at it in a browser: the system's Chromium, or playwright's.
+.cache/chromium/ready: $(VENV)/ready
+	command -v chromium || command -v google-chrome || $(BIN)/playwright install chromium
+	@mkdir -p $(@D) && touch $@
+
+# Everything, of a clean tree, to be committed: 20 minutes on a quiet machine.
+bench: $(VENV)/ready .cache/megatron/0.16.1
+	$(BIN)/npu-ops bench --commit --longest 10
+
+# Two sizes of one model, and the page of them: under 3 minutes.
+bench-quick: $(VENV)/ready
+	$(BIN)/npu-ops bench --quick --longest 1 --output report/quick
+	$(BIN)/npu-ops report report/quick --output report/quick
+
+report: $(VENV)/ready
+	$(BIN)/npu-ops report benchmarks/results --output report
 
 # For x86_64, aarch64 (needs g++-aarch64-linux-gnu), of Python alone, and the sources: in dist/.
 wheels: $(VENV)/ready

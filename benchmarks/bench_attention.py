@@ -1,119 +1,151 @@
-"""attention against torch's: packed images, a causal prefill, a sliding window, decoding."""
+"""attention against torch's: a causal prompt, decoding from a paged cache, images packed."""
+
+import dataclasses
+import types
 
 import torch
 import torch.nn.functional as F
-from npu_ops_tools.bench import Benchmark
+from npu_ops_tools.bench import Sweep
+from npu_ops_tools.bench.peers import ON_GPUS, ON_NPUS
+from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 
-import npu_ops
 from npu_ops.ops.attention import cases
 
-# Images of Qwen3-VL's vision tower, in patches.
-IMAGES = (1024, 2048, 1296, 1024, 1600, 1024, 1296, 1024)
+TEXT = ("qwen3-vl-8b", "qwen3.5-9b", "qwen3-next-80b-a3b")
+IMAGES = 8
 
 
-def benchmarks(device, quick):
-    for dtype in (torch.bfloat16, torch.float32):
-        yield vision(tuple(n // 16 for n in IMAGES) if quick else IMAGES, dtype, device)
-        for backward in (False, True):
-            yield dense("causal", 64 if quick else 2048, dtype, device, backward, None)
-        yield dense("window-256", 64 if quick else 2048, dtype, device, False, (256, 0))
-    yield decode(64 if quick else 4096, torch.bfloat16, device)
+def prompt(op, model, size):
+    return dataclasses.replace(cases.of_model(model, size)[0], sequences=1)
 
 
-def benchmark(case, mode, dtype, shape, providers, moved, expected):
-    return Benchmark(
-        "attention", case, mode, dtype, shape, providers, "sdpa", moved, expected,
-        cases.TOLERANCES[dtype].ratio,
+def decode(op, model, size):
+    """A token for each of 8 sequences, from a paged cache of about `size` keys."""
+    return cases.Case(
+        "decode", 1, model.heads, model.kv_heads, model.head_dim, more=size - 1, keys="paged",
+        block_size=128, sequences=8,
     )  # fmt: skip
 
 
-def vision(lengths, dtype, device):
-    """All images in one call, where torch wants a mask of all pairs; 16 heads of 72."""
-    draw = torch.Generator().manual_seed(0)
-    tokens, shape = sum(lengths), (sum(lengths), 16, 72)
-    q, k, v = (torch.randn(shape, generator=draw).to(device, dtype) for _ in range(3))
-    lengths = torch.tensor(lengths)
-    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    image = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
-    mask = image[:, None] == image
-    rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
-
-    def ours():
-        return (
-            npu_ops.attention(
-                q, k, v, layout="TND", cu_seqlens_q=starts.to(device), cu_seqlens_cpu=starts
-            ),
-        )
-
-    def sdpa():
-        return (F.scaled_dot_product_attention(*rows, attn_mask=mask)[0].transpose(0, 1),)
-
-    def expected():
-        found = [
-            F.scaled_dot_product_attention(*(x[:, :, a:b].float() for x in rows))
-            for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
-        ]
-        return (torch.cat(found, 2)[0].transpose(0, 1),)
-
-    return benchmark(
-        f"vision-{len(lengths)}-images-{tokens}", "forward", dtype, {"q": list(shape)},
-        {"npu_ops": ours, "sdpa": sdpa}, 4 * q.nbytes, expected,
-    )  # fmt: skip
+def vision(op, model, size):
+    """Equal images, so that a size is a size."""
+    if model.vision is None:
+        return None
+    heads, dim = model.vision
+    return Images("vision", size, heads, heads, dim, layout="TND", keys="packed")
 
 
-def dense(name, tokens, dtype, device, backward, window):
-    """A Qwen3-8B layer's heads of one sequence."""
-    case = cases.Case(name, tokens, 32, 8, 128, sequences=1, causal=True, window=window)
-    inputs = case.inputs(dtype, device)
-    leaves = [inputs[x].requires_grad_(backward) for x in "qkv"]
-    grad = torch.ones_like(leaves[0])
-    ahead = torch.arange(tokens) - torch.arange(tokens)[:, None]
-    mask = None if window is None else ((ahead <= 0) & (ahead >= -window[0])).to(device)
+@dataclasses.dataclass(frozen=True)
+class Images(cases.Case):
+    """IMAGES packed images of `tokens` patches together."""
 
-    def step(function):
-        out = function(*leaves)
-        return torch.autograd.grad(out, leaves, grad) if backward else (out,)
-
-    def torchs(q, k, v):
-        rows = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(
-            *rows, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
-        return out.transpose(1, 2)
-
-    def ours(q, k, v):
-        return npu_ops.attention(q, k, v, is_causal=True, window=window)
-
-    def expected():
-        wide = [x.detach().float().requires_grad_(backward) for x in leaves]
-        out = torchs(*wide)
-        return torch.autograd.grad(out, wide, grad.float()) if backward else (out,)
-
-    return benchmark(
-        f"qwen3-8b-{name}-{tokens}", "forward+backward" if backward else "forward", dtype,
-        {"q": list(leaves[0].shape)}, {"npu_ops": lambda: step(ours), "sdpa": lambda: step(torchs)},
-        sum(x.nbytes for x in leaves) + leaves[0].nbytes, expected,
-    )  # fmt: skip
+    def inputs(self, dtype, device="cpu", seed=0):
+        starts = torch.arange(0, self.tokens + 1, self.tokens // IMAGES)
+        made = super().inputs(dtype, device, seed)
+        lengths = {"cu_seqlens_q": starts.to(device), "cu_seqlens_cpu": starts}
+        return {x: made[x] for x in "qkv"} | {"layout": "TND"} | lengths
 
 
-def decode(keys, dtype, device):
-    """One token for each of 8 sequences from a paged cache, against torch on gathered keys."""
-    case = cases.Case(
-        "decode", 1, 32, 8, 128, more=keys - 1, keys="paged", block_size=128, sequences=8
-    )
-    inputs = case.inputs(dtype, device)
-    width = inputs["block_table"].shape[1] * 128
-    lengths = inputs["seqlens_k"].view(-1, 1, 1, 1)
-    mask = torch.arange(width, device=device) < lengths
+def plain(inputs):
+    return {x: inputs[x] for x in "qkv"} | {"is_causal": inputs["is_causal"]}
 
-    def sdpa():
-        k, v = (inputs[x][inputs["block_table"].long()].flatten(1, 2).transpose(1, 2) for x in "kv")
-        q = inputs["q"].transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return (out.transpose(1, 2),)
 
-    return benchmark(
-        f"qwen3-8b-decode-{keys}", "forward", dtype, {"q": list(inputs["q"].shape)},
-        {"npu_ops": lambda: (npu_ops.attention(**inputs),), "sdpa": sdpa},
-        2 * inputs["k"].nbytes, sdpa,
-    )  # fmt: skip
+def sdpa(q, k, v, is_causal):
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(*rows, is_causal=is_causal, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def eager(q, k, v, is_causal):
+    """transformers' attn_implementation="eager"."""
+    layer = types.SimpleNamespace(num_key_value_groups=q.shape[2] // k.shape[2], training=False)
+    tokens, scale = q.shape[1], q.shape[3] ** -0.5
+    mask = torch.full((tokens, tokens), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    return eager_attention_forward(layer, *rows, mask, scale)[0]
+
+
+def gathered(q, k, v, block_table, seqlens_k, **rest):
+    """What a server without a paged kernel does."""
+    width = block_table.shape[1] * k.shape[1]
+    mask = torch.arange(width, device=q.device) < seqlens_k.view(-1, 1, 1, 1)
+    k, v = (x[block_table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v))
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def masked(q, k, v, cu_seqlens_q, **rest):
+    """All images in one call."""
+    image = torch.repeat_interleave(torch.arange(IMAGES), cu_seqlens_q.diff()).to(q.device)
+    rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(*rows, attn_mask=image[:, None] == image)
+    return out[0].transpose(0, 1)
+
+
+def image_by_image(q, k, v, cu_seqlens_q, **rest):
+    """As transformers' vision towers do without flash-attn."""
+    lengths = cu_seqlens_q.diff().tolist()
+    rows = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)), strict=True)
+    return torch.cat([F.scaled_dot_product_attention(*row) for row in rows], 2)[0].transpose(0, 1)
+
+
+def flop(case):
+    """Two products of all pairs, of half of them where it is causal."""
+    pairs = case.tokens * (case.tokens + case.more)
+    if isinstance(case, Images):
+        pairs //= IMAGES
+    batch = case.sequences if case.keys == "paged" else 1
+    return 4 * batch * pairs * case.heads * case.dim // (2 if case.causal else 1)
+
+
+def cache(case, inputs):
+    """The keys and values that sequences have, of a pool that has more."""
+    rows = inputs["seqlens_k"].sum().item()
+    return 2 * rows * inputs["k"][0, 0].nbytes + 2 * inputs["q"].nbytes
+
+
+SWEEPS = [
+    Sweep(
+        "attention",
+        peers={"SDPA": lambda: sdpa, "eager": lambda: eager, "flash-attn": ON_GPUS},
+        label="causal prompt",
+        models=TEXT,
+        case=prompt,
+        prepare=plain,
+        sizes=(1, 16, 64, 512, 2048),
+        backward_to=512,
+        exact_to=512,
+        at_most={"eager": 512},
+        flop=flop,
+    ),
+    Sweep(
+        "attention",
+        peers={"SDPA, keys gathered": lambda: gathered, "torch_npu": ON_NPUS},
+        label="decoding, 8 sequences",
+        models=TEXT,
+        case=decode,
+        unit="keys",
+        sizes=(128, 512, 2048, 8192, 32768),
+        backward_to=0,
+        exact_to=512,
+        moved=cache,
+        flop=flop,
+    ),
+    Sweep(
+        "attention",
+        peers={
+            "SDPA, one mask": lambda: masked,
+            "SDPA, image by image": lambda: image_by_image,
+            "flash-attn": ON_GPUS,
+        },
+        label=f"{IMAGES} images",
+        models=("qwen3-vl-8b",),
+        case=vision,
+        unit="patches",
+        sizes=(64, 256, 1024, 4096, 8192),
+        backward_to=1024,
+        exact_to=1024,
+        at_most={"SDPA, one mask": 4096},
+        flop=flop,
+    ),
+]

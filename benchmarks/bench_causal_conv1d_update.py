@@ -1,40 +1,36 @@
-"""The convolution's decoding step against Hugging Face's, and a copy of the states."""
+"""The convolution's decoding step against transformers'."""
 
-import torch
-from npu_ops_tools.bench import Benchmark, into
-from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
-
-import npu_ops
-from npu_ops.ops.causal_conv1d_update import cases, reference
+from npu_ops_tools.bench import Sweep
+from npu_ops_tools.bench.peers import ON_GPUS, SGLANG
+from npu_ops_tools.bench.sweep import of_sequences
+from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_update
 
 
-def benchmarks(device, quick):
-    for batch in (1,) if quick else (1, 32):
-        case = next(case for case in cases.CASES if case.name == f"qwen3-next-b{batch}")
-        for dtype in (torch.bfloat16, torch.float32):
-            yield step(case, dtype, device)
+def without_a_pool(inputs):
+    """transformers has a state for each sequence, in their order."""
+    batch, channels = inputs["x"].shape[0], inputs["x"].shape[2]
+    state = inputs["conv_state"][:batch].reshape(batch, channels, -1).contiguous()
+    del inputs["conv_state_indices"]
+    return inputs | {"conv_state": state}
 
 
-def step(case, dtype, device):
-    """One token of each sequence. All rows are the same, so that a step leaves the states alike."""
-    inputs = case.inputs(dtype, device)
-    x, weight = inputs["x"][:, 0], inputs["weight"]
-    state = x[..., None].expand(-1, -1, case.width - 1).contiguous()
-    pool = state.mT.contiguous().mT
+def transformers(x, conv_state, weight, activation):
+    return causal_conv1d_update(x.mT, conv_state, weight, None, activation).mT
 
-    def ours():
-        return npu_ops.causal_conv1d_update(x, pool, weight, None, "silu")
 
-    def eager():
-        return qwen3_next.causal_conv1d_update(x[..., None], state, weight, None, "silu")[..., 0]
-
-    def expected():
-        rest = (None, None, None, None, None, None, -1, True, False)
-        return reference.causal_conv1d_update(x[:, None], pool, weight, *rest)[:, 0]
-
-    run = {"npu_ops": ours, "eager": eager, "memcpy_into": into(state)}
-    moved = 2 * x.nbytes + 2 * state.nbytes + weight.nbytes
-    return Benchmark(
-        "causal_conv1d_update", case.name, "forward", dtype, {"x": list(x.shape)}, run, "eager",
-        moved, expected, cases.TOLERANCES[dtype].ratio,
-    )  # fmt: skip
+SWEEPS = [
+    Sweep(
+        "causal_conv1d_update",
+        peers={
+            "transformers": lambda: transformers,
+            "SGLang": SGLANG,
+            "causal-conv1d": ON_GPUS,
+        },
+        case=of_sequences,
+        prepare=without_a_pool,
+        unit="sequences",
+        sizes=(1, 4, 16, 64, 256),
+        backward_to=0,
+        writes=("conv_state",),
+    )
+]

@@ -1,10 +1,10 @@
 """The recurrent gated delta rule against transformers' recurrence."""
 
-import torch
-from npu_ops_tools.bench import Benchmark, by_reference
+from npu_ops_tools.bench import Sweep
+from npu_ops_tools.bench.peers import ON_GPUS, fla_naive
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
-import npu_ops
+from npu_ops.core.models import LINEAR_DIM
 from npu_ops.ops.fused_recurrent_gated_delta_rule import cases
 
 recurrent = getattr(
@@ -12,51 +12,49 @@ recurrent = getattr(
     "__wrapped__",
     qwen3_5.torch_recurrent_gated_delta_rule,
 )
-LEAVES = ("q", "k", "v", "g", "beta", "initial_state")
+TENSORS = ("q", "k", "v", "g", "beta", "initial_state")
+SETTINGS = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
 
 
-def eager(q, k, v, g, beta, initial_state):
-    return recurrent(
-        q, k, v, g=g, beta=beta, initial_state=initial_state, output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )  # fmt: skip
+def of_tokens(op, model, size):
+    dims = LINEAR_DIM, LINEAR_DIM
+    return cases.Case("", size, *model.linear, *dims) if model.linear else None
 
 
-def ours(**inputs):
-    return npu_ops.fused_recurrent_gated_delta_rule(
-        **inputs, output_final_state=True, use_qk_l2norm_in_kernel=True
-    )
+def as_layers_call_it(inputs):
+    return {name: inputs[name] for name in TENSORS} | SETTINGS
 
 
-def benchmarks(device, quick):
-    for tokens in (16,) if quick else (16, 128):
-        for backward in (False, True):
-            yield run(tokens, backward, device)
+def transformers(q, k, v, g, beta, **rest):
+    return recurrent(q, k, v, g=g, beta=beta, **rest)
 
 
-def run(tokens, backward, device):
-    heads = cases.MODELS["qwen3.5-9b-tp1"]
-    case = cases.Case("", tokens, *heads)
-    given = case.inputs(torch.bfloat16, device)
-    inputs = {name: given[name] for name in LEAVES}
+def naive():
+    function = fla_naive("naive_recurrent_gated_delta_rule")
 
-    def step(function):
-        if not backward:
-            return tuple(function(**inputs))
-        leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-        o, final = function(**leaves)
-        return torch.autograd.grad(
-            (o, final), tuple(leaves.values()), (torch.ones_like(o), torch.ones_like(final))
+    def run(q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel):
+        times = v.shape[2] // q.shape[2]
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        q, k = (x.repeat_interleave(times, dim=2) for x in (q, k))
+        o, final = function(
+            q, k, v, beta, g, initial_state=initial_state, output_final_state=output_final_state
         )
+        return o.to(v.dtype), final
 
-    def expected():
-        return by_reference("fused_recurrent_gated_delta_rule", lambda: step(ours))
+    return run
 
-    providers = {"npu_ops": lambda: step(ours), "eager": lambda: step(eager)}
-    moved = sum(x.nbytes for x in inputs.values()) + given["v"].nbytes
-    return Benchmark(
-        "fused_recurrent_gated_delta_rule", f"qwen3.5-9b-t{tokens}",
-        "forward+backward" if backward else "forward", torch.bfloat16,
-        {name: list(x.shape) for name, x in inputs.items()}, providers, "eager", moved, expected,
-        2 * cases.TOLERANCES[torch.bfloat16].ratio,
-    )  # fmt: skip
+
+SWEEPS = [
+    Sweep(
+        "fused_recurrent_gated_delta_rule",
+        peers={"transformers": lambda: transformers, "fla naive": naive, "fla": ON_GPUS},
+        prepare=as_layers_call_it,
+        case=of_tokens,
+        sizes=(1, 4, 16, 64, 256),
+        backward_to=64,
+        exact_to=64,
+        beyond="transformers",
+        at_most={"fla naive": 64},
+        flop=lambda case: 7 * case.tokens * case.value_heads * case.keys * case.values,
+    )
+]

@@ -1,11 +1,13 @@
-"""The decoding step against transformers' recurrence and a copy of the states."""
+"""The decoding step against transformers' recurrence on states gathered from the same pool."""
+
+import dataclasses
 
 import torch
-from npu_ops_tools.bench import Benchmark, by_reference, into
+import torch.nn.functional as F
+from npu_ops_tools.bench import Sweep
+from npu_ops_tools.bench.peers import ON_GPUS, ON_NPUS, SGLANG
+from npu_ops_tools.bench.sweep import of_sequences
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
-
-import npu_ops
-from npu_ops.ops.gated_delta_rule_update import cases
 
 recurrent = getattr(
     qwen3_5.torch_recurrent_gated_delta_rule,
@@ -14,58 +16,64 @@ recurrent = getattr(
 )
 
 
-def eager(heads, qkv, a, b, A_log, dt_bias, state, state_indices):
-    """The same from the convolution's output to o, with the states in the pool."""
-    key_heads, value_heads, keys, values = heads
-    widths = (key_heads * keys, key_heads * keys, value_heads * values)
-    q, k, v = qkv[:, None].split(widths, -1)
-    g = -A_log.exp() * torch.nn.functional.softplus(a.float() + dt_bias)
+def of_pool(pool):
+    """States with the keys first, as transformers has them."""
+
+    def case(op, model, size):
+        found = of_sequences(op, model, size)
+        return found and dataclasses.replace(found, v_first=False, pool=pool)
+
+    return case
+
+
+def all_decode(inputs):
+    """The case skips every third sequence, which transformers cannot."""
+    slots, batch = inputs["state"].shape[0], inputs["qkv"].shape[0]
+    inputs["state_indices"] = torch.arange(slots - 1, slots - 1 - batch, -1).to(
+        inputs["state_indices"]
+    )
+    del inputs["cu_seqlens"], inputs["disable_state_update"]
+    return inputs
+
+
+def transformers(qkv, a, b, A_log, dt_bias, state, state_indices, state_v_first):
+    """The same from the convolution's output to o."""
+    value_heads, keys, values = state.shape[1:]
+    key_width = (qkv.shape[1] - value_heads * values) // 2
+    q, k, v = qkv[:, None].split((key_width, key_width, value_heads * values), -1)
+    g = -A_log.exp() * F.softplus(a.float() + dt_bias)
     o, final = recurrent(
-        *(x.unflatten(-1, (key_heads, keys)) for x in (q, k)),
-        v.unflatten(-1, (value_heads, values)), g=g[:, None], beta=b.sigmoid()[:, None],
-        initial_state=state[state_indices].float(), output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
+        *(x.unflatten(-1, (-1, keys)) for x in (q, k)), v.unflatten(-1, (value_heads, values)),
+        g=g[:, None], beta=b.sigmoid()[:, None], initial_state=state[state_indices].float(),
+        output_final_state=True, use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
     state[state_indices] = final.to(state.dtype)
-    return o
+    return o[:, 0]
 
 
-def benchmarks(device, quick):
-    for batch in (4,) if quick else (1, 32):
-        for pool in (torch.float32, torch.bfloat16):
-            for v_first in (True, False):
-                yield decode(batch, pool, v_first, device)
+def moved(case, inputs):
+    """The states of the batch, read and written."""
+    return 2 * case.sequences * inputs["state"][0].nbytes + 2 * inputs["qkv"].nbytes
 
 
-def decode(batch, pool, v_first, device):
-    heads = cases.MODELS["qwen3.5-9b-tp1"]
-    case = cases.Case("", batch, batch, *heads, v_first=v_first, pool=pool)
-    inputs = case.inputs(torch.bfloat16, device)
-    inputs["state_indices"] = torch.randperm(batch + 2, device=device)[:batch]
-    del inputs["cu_seqlens"], inputs["disable_state_update"]
-
-    def own():
-        """The same inputs with a pool of their own."""
-        return inputs | {"state": inputs["state"].clone()}
-
-    ours, theirs, reference = own(), own(), own()
-    del theirs["state_v_first"]  # its states have the keys first
-    theirs["state"] = theirs["state"].reshape(-1, heads[1], heads[2], heads[3])
-    used = inputs["state"][:batch]
-    run = {
-        "npu_ops": lambda: (npu_ops.gated_delta_rule_update(**ours),),
-        "eager": lambda: eager(heads, **theirs),
-        "memcpy_into": into(used),
-    }
-
-    def expected():
-        call = lambda: npu_ops.gated_delta_rule_update(**reference)  # noqa: E731
-        return (by_reference("gated_delta_rule_update", call),)
-
-    layout = "v-first" if v_first else "k-first"
-    dtype = str(pool).removeprefix("torch.")
-    return Benchmark(
-        "gated_delta_rule_update", f"qwen3.5-9b-b{batch}", f"decode {dtype} pool {layout}",
-        torch.bfloat16, {"qkv": list(inputs["qkv"].shape), "state": list(used.shape)}, run,
-        "eager", 2 * used.nbytes, expected, 2 * cases.TOLERANCES[torch.bfloat16].ratio,
-    )  # fmt: skip
+SWEEPS = [
+    Sweep(
+        "gated_delta_rule_update",
+        peers={
+            "transformers": lambda: transformers,
+            "SGLang": SGLANG,
+            "fla": ON_GPUS,
+            "sgl-kernel-npu": ON_NPUS,
+        },
+        label=f"{name} states",
+        prepare=all_decode,
+        case=of_pool(pool),
+        unit="sequences",
+        sizes=(1, 4, 16, 64, 128),
+        backward_to=0,
+        exact_to=64,
+        moved=moved,
+        writes=("state",),
+    )
+    for name, pool in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+]

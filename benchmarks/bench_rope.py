@@ -1,66 +1,70 @@
-"""Rotary embedding against Hugging Face's eager function, torch.compile and a copy of the bytes."""
+"""Rotary embedding against transformers' function, and against Megatron's from its angles."""
+
+import dataclasses
 
 import torch
-from npu_ops_tools.bench import Benchmark, by_reference, into
-from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb as hugging_face
+from npu_ops_tools.bench import Sweep
+from npu_ops_tools.bench.peers import ON_GPUS, SGLANG, megatron
+from npu_ops_tools.bench.sweep import first_case
+from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb
 
-import npu_ops
-from npu_ops.ops.rope import cases, reference
+from npu_ops.ops.rope import cases
 
-
-def benchmarks(device, quick):
-    for tokens in (64,) if quick else (8192, 64):
-        case = cases.model_case("qwen3-vl-8b", tokens, 1, layout="BSND")
-        for dtype in (torch.bfloat16, torch.float32):
-            yield forward(case, dtype, device, quick)
-            if not quick:
-                yield forward_backward(case, dtype, device)
+MODELS = ("qwen3-vl-8b", "qwen3.5-9b", "qwen3-next-80b-a3b", "qwen3.5-35b-a3b")
 
 
-def inputs(case, dtype, device):
-    """q and k as a Hugging Face model has them: [B, N, S, D], laid out as [B, S, N, D]."""
-    made = case.inputs(dtype, device)
-    q, k = made["q"].transpose(1, 2), made["k"].transpose(1, 2)
-    return q, k, made["cos"].to(dtype), made["sin"].to(dtype)
+def of_hugging_face(inputs):
+    """q and k are [B, N, S, D], laid out as [B, S, N, D]; tables in their dtype."""
+    q, k = (inputs[x][None].transpose(1, 2) for x in "qk")
+    cos, sin = (inputs[x][None].to(q.dtype) for x in ("cos", "sin"))
+    return {"q": q, "k": k, "cos": cos, "sin": sin}
 
 
-def functions(quick):
-    chosen = {"npu_ops": npu_ops.apply_rotary_pos_emb, "eager": hugging_face}
-    return chosen if quick else chosen | {"compile": torch.compile(hugging_face)}
+@dataclasses.dataclass(frozen=True)
+class Angles(cases.Case):
+    """As Megatron has it: [S, B, N, D], and angles for each layer to take cos and sin of."""
+
+    function = "apply_rotary_pos_emb_freqs"
+
+    def inputs(self, dtype, device="cpu", seed=0):
+        made = super().inputs(dtype, device, seed)
+        freqs = torch.atan2(made["sin"], made["cos"])
+        return {"q": made["q"][:, None], "k": made["k"][:, None], "freqs": freqs[:, None, None]}
 
 
-def forward(case, dtype, device, quick):
-    arguments = inputs(case, dtype, device)
-    q, k, cos, sin = arguments
-    run = {name: lambda f=f: f(*arguments) for name, f in functions(quick).items()}
-    run["in_place"] = lambda: npu_ops.apply_rotary_pos_emb(*arguments, inplace=True)
-    run["memcpy"] = lambda: (q.clone(), k.clone())
-    run["memcpy_into"] = into(q, k)
-
-    def expected():
-        wide = (q.float(), k.float(), cos, sin)
-        return reference.rope(*wide, None, "BNSD", "half", False, case.rotary_dim)
-
-    return Benchmark(
-        "rope", case.name, "forward", dtype, {"q": list(q.shape), "k": list(k.shape)}, run, "eager",
-        2 * (q.nbytes + k.nbytes) + cos.nbytes + sin.nbytes, expected,
-        cases.TOLERANCES[dtype].ratio,
-    )  # fmt: skip
+def of_angles(op, model, size):
+    case = first_case(op, model, size)
+    return Angles(**dataclasses.asdict(case))
 
 
-def forward_backward(case, dtype, device):
-    q, k, cos, sin = inputs(case, dtype, device)
-    q.requires_grad_(), k.requires_grad_()
-    grads = (torch.randn_like(q), torch.randn_like(k))
+def megatrons():
+    rotate = megatron("models.common.embeddings.rope_utils", "_apply_rotary_pos_emb_bshd")
 
-    def step(function):
-        return torch.autograd.grad(function(q, k, cos, sin), (q, k), grads)
+    def run(q, k, freqs):
+        return rotate(q, freqs), rotate(k, freqs)
 
-    run = {name: lambda f=f: step(f) for name, f in functions(False).items()}
-    copied = (q.detach(), k.detach(), *grads)
-    run["memcpy"] = lambda: tuple(t.clone() for t in copied)
-    moved = 2 * sum(t.nbytes for t in copied) + 2 * (cos.nbytes + sin.nbytes)
-    return Benchmark(
-        "rope", case.name, "forward+backward", dtype, {"q": list(q.shape), "k": list(k.shape)}, run,
-        "eager", moved, lambda: by_reference("rope", run["npu_ops"]), cases.TOLERANCES[dtype].ratio,
-    )  # fmt: skip
+    return run
+
+
+SWEEPS = [
+    Sweep(
+        "rope",
+        peers={
+            "transformers": lambda: apply_rotary_pos_emb,
+            "SGLang": SGLANG,
+            "Liger": ON_GPUS,
+            "flash-attn": ON_GPUS,
+        },
+        compiled="transformers",
+        models=MODELS,
+        prepare=of_hugging_face,
+    ),
+    Sweep(
+        "rope",
+        peers={"Megatron": megatrons},
+        compiled="Megatron",
+        label="from angles",
+        models=MODELS,
+        case=of_angles,
+    ),
+]

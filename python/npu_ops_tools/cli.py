@@ -13,9 +13,11 @@ from npu_ops_emulator import __main__ as emulator
 from rich.console import Console
 
 import npu_ops
+from npu_ops_tools.bench.cli import bench_command
 from npu_ops_tools.compile.cli import compile_command
 from npu_ops_tools.model.cli import model_command
 from npu_ops_tools.options import AsJson, Device, Dtype, Ops, fail, print_json
+from npu_ops_tools.report.cli import report_command
 from npu_ops_tools.verify.cli import verify_command
 
 app = typer.Typer(
@@ -221,64 +223,6 @@ def replay(
 
 
 @app.command()
-def bench(
-    ops: Ops = None,
-    output: Annotated[
-        pathlib.Path | None,
-        typer.Option(help="Folder for the CSV, named after the device."),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few small cases.")] = False,
-    device: Device = "cpu",
-    as_json: AsJson = False,
-) -> None:
-    """Time the ops against what they replace, after checking that they are right."""
-    from npu_ops_tools import bench
-
-    try:
-        rows = bench.run(ops, quick, device, report=(lambda row: None) if as_json else show_row)
-    except (FileNotFoundError, ValueError, AssertionError) as error:
-        fail(error)
-    if output:
-        path = bench.write(rows, output)
-    if as_json:
-        print_json(rows)
-    elif output:
-        print(f"{len(rows)} rows in {path}")
-
-
-def show_row(row: dict) -> None:
-    print(
-        f"{row['op']:16} {row['case']:23} {row['mode']:23} {row['dtype']:9} {row['impl']:9} "
-        f"{row['ms_p50']:>10} ms {row['gbps']:>7} GB/s {row['speedup']:>8} x {row['ref_impl']}",
-        flush=True,
-    )
-
-
-@app.command()
-def report(
-    files: Annotated[
-        list[pathlib.Path],
-        typer.Argument(help="CSV that `npu-ops bench` wrote, or verify.json of `npu-ops verify`."),
-    ],
-    output: Annotated[pathlib.Path, typer.Option(help="Folder of the report.")] = pathlib.Path(
-        "report"
-    ),
-) -> None:
-    """Make a page of benchmark results, or of one report of `npu-ops verify`."""
-    from npu_ops_tools import report
-    from npu_ops_tools.verify import report as verified
-
-    try:
-        if [file.suffix for file in files] == [".json"]:
-            path = verified.write(verified.read(files[0]), output)[1]
-        else:
-            path = report.write(output, timings=[report.read_timings(file) for file in files])
-    except (OSError, ImportError, ValueError) as error:
-        fail(error)
-    console.print(f"written: {path}")
-
-
-@app.command()
 def fuzz(
     functions: Annotated[
         list[str] | None, typer.Argument(help="Some public functions; default: all.")
@@ -317,6 +261,8 @@ def fuzz(
     raise typer.Exit(1 if found else 0)
 
 
+app.command("bench")(bench_command)
+app.command("report")(report_command)
 app.command("compile")(compile_command)
 app.command("model")(model_command)
 app.command("verify")(verify_command)

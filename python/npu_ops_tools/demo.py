@@ -23,7 +23,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from npu_ops_tools import bench, demo_data, demo_model, doctor, report, where
+from npu_ops_tools import demo_data, demo_model, doctor, report, where
+from npu_ops_tools.bench.run import run as run_benchmarks
 
 BATCH, LENGTH, DROPOUT = 4, 512, 0.1
 VERSION = "0.16.1"
@@ -94,18 +95,10 @@ def run(
     if device == "cpu" and not found["machine"]["npu devices"]:
         console.print("No NPU here. On an emulated one: npu-ops demo --device npu-emulated")
     console.rule("kernels, timed on the CPU")
-    timings = [report.Timings("measured now, decode sizes", bench.run(quick=True))]
-    timings += [report.read_timings(path) for path in sorted(committed().glob("*.csv"))]
-    path = report.write(
-        output, found=found, timings=timings, comparison=page(device, sides, checks)
-    )
+    rows = list(run_benchmarks(quick=True, longest=1.0))
+    path = report.write(output, rows, found=found, comparison=page(device, sides, checks))
     console.print(f"written: {path}")
     return all(check.passed for check in checks)
-
-
-def committed() -> pathlib.Path:
-    """The results that come with a clone."""
-    return where.ROOT / "benchmarks" / "results"
 
 
 def find_megatron(folder: pathlib.Path | None) -> pathlib.Path | None:

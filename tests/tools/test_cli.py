@@ -140,15 +140,12 @@ def test_doctor_finds_a_checkout_on_the_path(tmp_path):
 
 
 def test_bench_then_report(tmp_path):
-    shown = call("bench", "rope", "select", "--quick", "--output", tmp_path)
-    assert "rows in" in shown and "GB/s" in shown
-    page = report_of(tmp_path / "cpu.csv", tmp_path)
-    assert "Kernel timings: cpu.csv" in page and "<svg" in page and "npu-ops bench" not in page[:50]
-
-
-def report_of(csv, folder):
-    call("report", csv, "--output", folder)
-    return (folder / "index.html").read_text()
+    settings = ("--quick", "--longest", 0, "--only", ", forward, ")
+    shown = call("bench", "l2norm", "gdn_gate", *settings, "--output", tmp_path)
+    assert f"8 rows in {tmp_path}" in shown and " ms (" in shown
+    call("report", tmp_path, "--output", tmp_path / "page")
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert "l2norm" in page and page.count("data-row=") == 8
 
 
 def test_bench_of_something_else():
@@ -156,9 +153,9 @@ def test_bench_of_something_else():
 
 
 def test_report_of_something_else(tmp_path):
-    assert "No such file" in command("report", tmp_path / "no.csv", code=2)
+    assert "no such file" in command("report", tmp_path / "no.csv", code=2)
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    assert "needs a bench CSV" in command("report", tmp_path / "other.csv", code=2)
+    assert "needs what npu-ops bench wrote" in command("report", tmp_path / "other.csv", code=2)
 
 
 def test_demo_trains_and_compares(tmp_path):
@@ -210,8 +207,9 @@ def test_json_of_ops_and_places():
 def test_json_of_parity_and_bench():
     (row, *_) = json.loads(call("parity", "rope", "--tokens", 8, "--json"))
     assert row["op"] == "rope" and row["passed"] is True and row["forward"] <= 1
-    rows = json.loads(call("bench", "select", "--quick", "--json"))
-    assert {row["op"] for row in rows} == {"select"} and float(rows[0]["ms_p50"]) > 0
+    settings = ("--quick", "--longest", 0, "--only", " 16 tokens, forward, ")
+    rows = json.loads(call("bench", "gdn_gate", *settings, "--json"))
+    assert {row["op"] for row in rows} == {"gdn_gate"} and rows[0]["ms_p50"] > 0
 
 
 def test_json_of_what_the_emulator_has():

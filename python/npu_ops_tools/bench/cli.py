@@ -1,0 +1,98 @@
+"""`npu-ops bench`."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Annotated
+
+import typer
+
+from npu_ops_tools.options import AsJson, Device, Ops, fail, print_json
+
+
+def bench_command(
+    ops: Ops = None,
+    output: Annotated[
+        pathlib.Path | None, typer.Option(help="Folder; rows go to <device>/<op>.csv in it.")
+    ] = None,
+    commit: Annotated[
+        bool,
+        typer.Option("--commit", help="To benchmarks/results, to be committed: of a clean tree."),
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Two sizes of one model.")] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Benchmarks with this in their name; may be repeated."),
+    ] = None,
+    longest: Annotated[
+        float, typer.Option(min=0, help="Seconds for one benchmark that does not settle.")
+    ] = 60.0,
+    compare: Annotated[
+        tuple[pathlib.Path, pathlib.Path] | None,
+        typer.Option(metavar="OLD NEW", help="Time nothing: compare two results of ours."),
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option(min=0, help="With --compare: how much slower is an error.")
+    ] = 0.05,
+    device: Device = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Time the ops against what they replace, after checking that they are right.
+
+    With --compare the exit status is 1 when something became slower beyond doubt.
+    """
+    from npu_ops_tools import where
+    from npu_ops_tools.bench import rows
+    from npu_ops_tools.bench.run import run
+
+    if compare:
+        raise typer.Exit(_compare(*compare, threshold, as_json))
+    if commit:
+        if rows.commit()[1]:
+            fail("the tree has changes that are not committed: its results are of no commit")
+        output = where.ROOT / "benchmarks" / "results"
+    found = []
+    try:
+        for row in run(ops, quick, device, only, longest):
+            found.append(row)
+            if not as_json:
+                print(line(row), flush=True)
+            if output:
+                rows.upsert([row], output)
+    except (FileNotFoundError, ValueError, AssertionError) as error:
+        fail(error)
+    if as_json:
+        print_json([dataclasses.asdict(row) for row in found])
+    elif output:
+        print(f"{len(found)} rows in {output}")
+
+
+def line(row) -> str:
+    """A row as text."""
+    if row.state == "absent":
+        return f"{row.op}: {row.provider} is absent: {row.note}"
+    name = f"{row.op}: {row.shape}, {row.size} {row.unit}, {row.mode}, {row.dtype}"
+    spread = f"{row.ms_p20:.4g} to {row.ms_p80:.4g}"
+    mark = "" if row.state == "stable" else "  unstable"
+    return f"{name:95} {row.provider:20} {row.ms_p50:10.4g} ms ({spread}){mark}"
+
+
+def _compare(old: pathlib.Path, new: pathlib.Path, threshold: float, as_json: bool) -> int:
+    """Print the ratios; 1 where one is beyond the threshold."""
+    from npu_ops_tools.bench import rows
+    from npu_ops_tools.bench.compare import compare, slower
+
+    try:
+        changes = compare(rows.read(old), rows.read(new))
+    except (FileNotFoundError, ValueError) as error:
+        fail(error)
+    worse = slower(changes, threshold)
+    if as_json:
+        print_json([dataclasses.asdict(change) for change in changes])
+    else:
+        print("new over old (95 % interval)")
+        for change in changes:
+            print(change)
+        print(f"{len(worse)} of {len(changes)} slower by more than {threshold:.0%} beyond doubt")
+    return 1 if worse else 0

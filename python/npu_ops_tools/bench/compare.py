@@ -1,0 +1,54 @@
+"""Two results of the same benchmarks: how much slower or faster what is ours became."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from npu_ops_tools.bench.rows import Row
+from npu_ops_tools.bench.work import OURS
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """The time of `new` over that of `old`, and its range by both medians' intervals."""
+
+    old: Row
+    new: Row
+    ratio: float
+    low: float
+    high: float
+
+    def __str__(self):
+        row = self.new
+        name = f"{row.op}: {row.shape}, {row.size} {row.unit}, {row.mode}, {row.dtype}"
+        state = "" if self.old.state == row.state == "stable" else "  unstable"
+        return f"{self.ratio:6.3f} ({self.low:.3f} to {self.high:.3f})  {name}{state}"
+
+
+def compare(old: Iterable[Row], new: Iterable[Row]) -> list[Change]:
+    """What is ours and in both, the one that became slowest first.
+
+    Raises:
+        ValueError: nothing is in both, on one machine with as many threads.
+    """
+    before = {row.key: row for row in old if _timed(row)}
+    changes = [_change(before[row.key], row) for row in new if _timed(row) and row.key in before]
+    if not changes:
+        raise ValueError("compare: no benchmark is in both, on one machine with as many threads")
+    return sorted(changes, key=lambda change: -change.ratio)
+
+
+def _timed(row: Row) -> bool:
+    return row.provider.startswith(OURS) and row.state != "absent"
+
+
+def _change(old: Row, new: Row) -> Change:
+    return Change(
+        old, new, new.ms_p50 / old.ms_p50, new.ms_low / old.ms_high, new.ms_high / old.ms_low
+    )
+
+
+def slower(changes: Iterable[Change], threshold: float) -> list[Change]:
+    """Those that are slower by more than `threshold`, even at the near end of the interval."""
+    return [change for change in changes if change.low > 1 + threshold]

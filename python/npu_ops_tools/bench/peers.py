@@ -1,0 +1,64 @@
+"""What npu-ops is timed against, and where it is found."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+
+from npu_ops_tools import where
+
+MEGATRON = where.ROOT / ".cache" / "megatron" / "0.16.1"
+# fla's package asks for a GPU as it is imported; this file of it does not.
+FLA_NAIVE = (
+    where.ROOT / ".cache/frameworks/fla-core-0.6.0/fla/ops/gated_delta_rule/naive.py"
+)  # fmt: skip
+
+
+class Absent(Exception):
+    """A peer that cannot be timed here; the sentence says why."""
+
+
+def megatron(module: str, name: str):
+    """A function of megatron-core: of the one installed, or of what `make demo` fetches.
+
+    Raises:
+        Absent: there is none.
+    """
+    if importlib.util.find_spec("megatron") is None:
+        if not MEGATRON.is_dir():
+            raise Absent("megatron-core is not there; `make demo` fetches it")
+        sys.path.append(str(MEGATRON))
+    try:
+        return getattr(importlib.import_module(f"megatron.core.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise Absent(f"this megatron-core has no {module}.{name}: {error}") from error
+
+
+def fla_naive(name: str):
+    """A function in PyTorch by which flash-linear-attention defines its kernels.
+
+    Raises:
+        Absent: it was not fetched.
+    """
+    if not FLA_NAIVE.exists():
+        raise Absent("not there; python tests/adapters/fetch_frameworks.py fla-core-0.6.0")
+    spec = importlib.util.spec_from_file_location("fla_naive", FLA_NAIVE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def untimed(why: str) -> Callable[[], Callable]:
+    """A peer that no benchmark calls yet."""
+
+    def find():
+        raise Absent(why)
+
+    return find
+
+
+ON_GPUS = untimed("its kernels run on GPUs alone; no benchmark calls them yet")
+ON_NPUS = untimed("its operators run on NPUs alone; no benchmark calls them yet")
+SGLANG = untimed("it wants packages of other versions than this environment's")

@@ -1,0 +1,188 @@
+"""A row of a benchmark's results: one schema, in benchmarks/results/<device>/<op>.csv."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import pathlib
+import platform
+import subprocess
+import typing
+from collections.abc import Iterable
+
+import torch
+
+import npu_ops
+from npu_ops_tools import where
+
+STATES = ("stable", "unstable", "absent")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One provider's part in one benchmark.
+
+    shape: the models and ranks whose layers have it; size, unit: how many tokens or sequences.
+    implementation: which of ours computed. state: "stable": the 95 % interval of the median is
+    within 5 % of it; "unstable"; or "absent", and then `note` says why and there are no numbers.
+    ms_p20, ms_p50, ms_p80: milliseconds of a call; ms_low, ms_high: the interval of ms_p50; runs:
+    how often it was measured, each time as the mean of `calls`.
+    bytes, flop: what must be moved and computed at the least. copy_gbps: a copy of as many bytes,
+    measured in turns with it; matmul_tflops: a product in that dtype, in the same run.
+    peak_mb: memory beyond the inputs. error: the RMS of the error over that of the result.
+    command: repeats it.
+    """
+
+    op: str
+    shape: str
+    size: int
+    unit: str
+    mode: str
+    dtype: str
+    provider: str
+    implementation: str
+    state: str
+    note: str
+    ms_p20: float | None
+    ms_p50: float | None
+    ms_p80: float | None
+    ms_low: float | None
+    ms_high: float | None
+    runs: int | None
+    calls: int | None
+    bytes: int | None
+    flop: int | None
+    copy_gbps: float | None
+    matmul_tflops: float | None
+    peak_mb: float | None
+    error: float | None
+    error_against: str
+    device: str
+    machine: str
+    threads: int
+    versions: str
+    commit: str
+    dirty: bool
+    timestamp: str
+    command: str
+
+    @property
+    def benchmark(self) -> tuple:
+        """Rows with the same are of the same work on the same machine."""
+        return tuple(getattr(self, name) for name in _BENCHMARK)
+
+    @property
+    def key(self) -> tuple:
+        """One row for each."""
+        return (*self.benchmark, self.provider)
+
+    @property
+    def gbps(self) -> float | None:
+        return self.bytes / self.ms_p50 / 1e6 if self.ms_p50 and self.bytes else None
+
+    @property
+    def tflops(self) -> float | None:
+        return self.flop / self.ms_p50 / 1e9 if self.ms_p50 and self.flop else None
+
+
+_BENCHMARK = ("device", "machine", "threads", "op", "shape", "size", "mode", "dtype")
+FIELDS = tuple(field.name for field in dataclasses.fields(Row))
+_TYPES = typing.get_type_hints(Row)
+
+
+def read(path: pathlib.Path) -> list[Row]:
+    """The rows of a file, or of all files in a folder.
+
+    Raises:
+        FileNotFoundError: there is none. ValueError: a file has other columns.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    files = sorted(path.glob("**/*.csv")) if path.is_dir() else [path]
+    if not files:
+        raise FileNotFoundError(f"{path}: no CSV in it")
+    return [row for file in files for row in _read(file)]
+
+
+def _read(path: pathlib.Path) -> list[Row]:
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        found = list(reader)
+    missing = set(FIELDS) - set(reader.fieldnames or ())
+    if missing:
+        raise ValueError(f"{path}: got no column {', '.join(sorted(missing))}, needs a bench CSV")
+    return [Row(**{name: _parsed(row[name], _TYPES[name]) for name in FIELDS}) for row in found]
+
+
+def _parsed(text: str, kind):
+    if kind is str:
+        return text
+    if kind is bool:
+        return text == "True"
+    if not text:
+        return None
+    return int(text) if kind in (int, int | None) else float(text)
+
+
+def upsert(rows: Iterable[Row], folder: pathlib.Path) -> list[pathlib.Path]:
+    """Write rows to <device>/<op>.csv; one with the same key is replaced, the others stay."""
+    by_file: dict[pathlib.Path, list[Row]] = {}
+    for row in rows:
+        by_file.setdefault(folder / row.device / f"{row.op}.csv", []).append(row)
+    for path, new in by_file.items():
+        kept = _read(path) if path.exists() else []
+        merged = {row.key: row for row in [*kept, *new]}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(map(_written, merged.values()))
+    return list(by_file)
+
+
+def _written(row: Row) -> dict:
+    """Four digits are more than a time has."""
+    values = dataclasses.asdict(row)
+    return {n: f"{x:.4g}" if isinstance(x, float) else x for n, x in values.items()}
+
+
+# Where a row is from
+
+
+@functools.cache
+def commit() -> tuple[str, bool]:
+    """The commit of this clone, and whether anything but results differs from it."""
+
+    def git(*arguments):
+        command = ["git", "-C", str(where.ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    return git("rev-parse", "--short=12", "HEAD"), bool(changed)
+
+
+@functools.cache
+def machine(device: str) -> str:
+    """The processor's or the accelerator's name."""
+    kind = torch.device(device).type
+    if kind != "cpu":
+        return getattr(torch, kind).get_device_name(device)
+    cpus = pathlib.Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+@functools.cache
+def versions() -> str:
+    """Of what took part."""
+    import importlib.metadata as metadata
+
+    found = [f"npu-ops {npu_ops.__version__}", f"torch {torch.__version__}"]
+    for name in ("transformers", "torch_npu", "triton", "triton-ascend"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)

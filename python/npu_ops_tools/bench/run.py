@@ -1,0 +1,97 @@
+"""Runs benchmarks, and makes rows of them."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+from collections.abc import Iterator
+
+import torch
+
+from npu_ops_tools.bench import rows, timing
+from npu_ops_tools.bench.rows import Row
+from npu_ops_tools.bench.sweep import Benchmark, Sweep, discover, load
+from npu_ops_tools.bench.work import Work
+
+
+def run(ops=None, quick=False, device="cpu", only=(), longest=60.0):
+    """Yield the rows of the benchmarks of `ops` (all) as they are made.
+
+    quick: two sizes of one model. only: those with all of these in their name. longest: seconds for
+    each benchmark that does not settle.
+
+    Raises:
+        AssertionError: npu-ops computes something else than the reference.
+        ValueError: no such op, or nothing has that name.
+    """
+    none = True
+    for path in discover(ops).values():
+        for sweep in load(path):
+            chosen = [
+                b for b in sweep.benchmarks(quick) if all(part in b.name for part in only or ())
+            ]
+            none &= not chosen
+            for benchmark in chosen:
+                yield from measure(benchmark, device, longest)
+            if chosen and not only:
+                yield from absent(sweep, device)
+        torch._dynamo.reset()
+    if none:
+        raise ValueError(f"only: got {only}, which is in no benchmark's name")
+
+
+def measure(benchmark: Benchmark, device: str, longest: float) -> Iterator[Row]:
+    """A row for each provider."""
+    work = Work(benchmark, device)
+    errors = work.errors()
+    peaks = {name: timing.peak_mb(call, device) for name, call in work.calls.items()}
+    copy = timing.copy_of(work.moved, device)
+    times = timing.interleaved(work.calls | {"copy": copy}, device, longest)
+    copied = times.pop("copy").percentile(50)
+    for name, found in times.items():
+        low, high = found.interval()
+        yield _row(
+            benchmark.sweep, device,
+            shape=benchmark.shape, size=benchmark.size, mode=benchmark.mode,
+            dtype=str(benchmark.dtype).removeprefix("torch."), provider=name,
+            implementation=work.implementations.get(name, ""),
+            state="stable" if found.stable() else "unstable",
+            ms_p20=found.percentile(20) * 1e3, ms_p50=found.percentile(50) * 1e3,
+            ms_p80=found.percentile(80) * 1e3, ms_low=low * 1e3, ms_high=high * 1e3,
+            runs=len(found.seconds), calls=found.calls, bytes=work.moved, flop=work.flop,
+            copy_gbps=work.moved / copied / 1e9,
+            matmul_tflops=timing.matmul_tflops(benchmark.dtype, device) if work.flop else None,
+            peak_mb=peaks[name], error=errors.get(name),
+            error_against=work.against() if name in errors else "",
+            command=shlex.join(["npu-ops", "bench", benchmark.op, "--only", benchmark.name]),
+        )  # fmt: skip
+
+
+def absent(sweep: Sweep, device: str) -> Iterator[Row]:
+    """A row for each peer that could not be timed."""
+    for name, why in sweep.found()[1].items():
+        yield _row(sweep, device, shape=sweep.label, provider=name, state="absent", note=why)
+    for name, most in sweep.at_most.items():
+        why = f"takes minutes beyond {most} {sweep.unit}, or all memory; it is timed up to there"
+        yield _row(sweep, device, shape=sweep.label, provider=name, state="absent", note=why)
+
+
+def _row(sweep: Sweep, device: str, **values) -> Row:
+    commit, dirty = rows.commit()
+    numbers = dict.fromkeys(rows.FIELDS)
+    texts = {"mode": "", "dtype": "", "implementation": "", "note": "", "error_against": ""}
+    now = datetime.datetime.now(datetime.timezone.utc)
+    same = {
+        "op": sweep.op,
+        "size": 0,
+        "unit": sweep.unit,
+        "device": torch.device(device).type,
+        "machine": rows.machine(device),
+        "threads": torch.get_num_threads(),
+        "versions": rows.versions(),
+        "commit": commit,
+        "dirty": dirty,
+        "timestamp": now.isoformat(timespec="seconds"),
+        "command": f"npu-ops bench {sweep.op}",
+    }
+    return Row(**numbers | texts | same | values)

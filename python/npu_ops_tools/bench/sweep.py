@@ -1,0 +1,200 @@
+"""What is timed: an op's cases by size, model, tensor parallelism, dtype and mode, and its peers.
+
+A full product would be thousands of benchmarks of each op. A sweep is a star: every size of the
+first model in bf16, and from its middle size every dtype, model and number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+
+import npu_ops
+from npu_ops.core import cases
+from npu_ops.core.models import MODELS, divided
+from npu_ops_tools.bench.peers import Absent
+
+SIZES = (1, 16, 128, 1024, 8192, 32768)
+SHAPES = ("qwen3.5-9b", "qwen3-vl-8b", "qwen3-next-80b-a3b", "qwen3.5-35b-a3b")
+RANKS = (1, 4, 8)
+MODES = ("forward", "backward", "forward+backward")
+
+
+def first_case(op: str, model, size: int) -> cases.Case:
+    """The first case that an op makes of a model, of `size` tokens."""
+    return next(iter(cases.of(op).of_model(model, size)), None)
+
+
+def of_sequences(op: str, model, size: int) -> cases.Case:
+    """The same of one token of each of `size` sequences."""
+    case = first_case(op, model, 1)
+    return case and dataclasses.replace(case, sequences=size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """One case of a sweep in one mode and dtype.
+
+    shape: the models and tensor-parallel ranks whose layers have it. peers: as the sweep's.
+    """
+
+    sweep: Sweep
+    shape: str
+    size: int
+    mode: str
+    dtype: torch.dtype
+    case: cases.Case
+    peers: dict[str, Callable]
+
+    @property
+    def op(self) -> str:
+        return self.sweep.op
+
+    def inputs(self, device: str) -> dict:
+        """Arguments of the op's public function, and of the peers."""
+        return self.sweep.prepare(self.case.inputs(self.dtype, device))
+
+    @property
+    def name(self) -> str:
+        """Unique among an op's; `npu-ops bench OP --only NAME` repeats it."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.shape}, {self.size} {self.sweep.unit}, {self.mode}, {dtype}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What is timed of an op.
+
+    peers: name -> a function of no arguments that returns one of the case's arguments, which
+        returns what npu-ops returns, or raises `Absent`. compiled: the peer that torch.compile is
+        shown, too.
+    at_most: the largest size at which a peer is timed, where larger ones take minutes.
+    label: where an op has several sweeps, what this one is. prepare: a case's inputs as the peers
+        take them, the same for ours. case: (op, model, size) -> a case, or
+        None where the model has no such layer; unit: what size counts.
+    backward_to: the largest size with gradients; 0 without. exact_to: the largest size whose error
+        is measured against fp64; beyond, against `beyond` in fp32: "reference", or a peer where the
+        reference takes minutes.
+    flop: case -> floating-point operations of a forward. moved: (case, inputs) -> bytes that it
+        must read or write, where that is not its inputs and outputs. writes: arguments that it
+        overwrites.
+    random: peers draw other numbers, and are compared with nothing. slack: how many times what
+        `cases` allows an error may be.
+    """
+
+    op: str
+    peers: dict[str, Callable[[], Callable]]
+    compiled: str | None = None
+    at_most: dict[str, int] = dataclasses.field(default_factory=dict)
+    label: str = ""
+    prepare: Callable[[dict], dict] = dict
+    case: Callable = first_case
+    unit: str = "tokens"
+    sizes: tuple[int, ...] = SIZES
+    models: tuple[str, ...] = SHAPES
+    backward_to: int = 8192
+    exact_to: int = 8192
+    beyond: str = "reference"
+    flop: Callable[[cases.Case], int] | None = None
+    moved: Callable[[cases.Case, dict], int] | None = None
+    writes: tuple[str, ...] = ()
+    random: bool = False
+    slack: float = 2.0
+
+    def found(self) -> tuple[dict[str, Callable], dict[str, str]]:
+        """The peers that are there, and why the others are not."""
+        present, absent = {}, {}
+        for name, find in self.peers.items():
+            try:
+                present[name] = find()
+            except Absent as why:
+                absent[name] = str(why)
+        return present, absent
+
+    def benchmarks(self, quick: bool = False) -> Iterator[Benchmark]:
+        """All of the star; quick: a small size of the first model."""
+        peers, _ = self.found()
+        with_compile = dict(peers)
+        if self.compiled in peers and not quick:
+            with_compile["torch.compile"] = torch.compile(peers[self.compiled])
+        shapes = self._shapes(self.middle)
+        first, *others = shapes if not quick else shapes[:1]
+        sizes = (self.sizes[1], self.middle) if quick else self.sizes
+        for size in sizes:
+            for mode in self._modes(size):
+                yield self._one(first, size, mode, torch.bfloat16, with_compile)
+        for dtype in () if quick else (torch.float32, torch.float16):
+            for mode in self._modes(self.middle):
+                yield self._one(first, self.middle, mode, dtype, with_compile)
+        for shape in others:
+            for mode in self._modes(self.middle)[::2]:
+                yield self._one(shape, self.middle, mode, torch.bfloat16, peers)
+
+    @property
+    def middle(self) -> int:
+        """The size at which models and dtypes are compared."""
+        return self.sizes[len(self.sizes) // 2]
+
+    def _modes(self, size: int) -> tuple[str, ...]:
+        return MODES if size <= self.backward_to else MODES[:1]
+
+    def _shapes(self, size: int) -> list[tuple[str, Callable]]:
+        """A name for each case that differs: "qwen3.5-9b, qwen3.5-35b-a3b tp4", with its model."""
+        names: dict[tuple, tuple[list[str], object]] = {}
+        for ranks in RANKS:
+            for name in self.models:
+                model = divided(MODELS[name], ranks)
+                case = self.case(self.op, model, size)
+                if case is not None:
+                    names.setdefault((ranks, case), ([], model))[0].append(name)
+        return [
+            (self._label(" = ".join(same), ranks), model)
+            for (ranks, _), (same, model) in names.items()
+        ]
+
+    def _label(self, models: str, ranks: int) -> str:
+        label = f"{self.label} of " if self.label else ""
+        return f"{label}{models} tp{ranks}"
+
+    def _one(self, shape, size, mode, dtype, peers) -> Benchmark:
+        label, model = shape
+        chosen = {n: f for n, f in peers.items() if size <= self.at_most.get(n, size)}
+        return Benchmark(self, label, size, mode, dtype, self.case(self.op, model, size), chosen)
+
+
+def discover(ops: list[str] | None = None) -> dict[str, pathlib.Path]:
+    """The benchmark file of each op, in the repository that this package is run from.
+
+    Raises:
+        FileNotFoundError: there is no repository. ValueError: no such op.
+    """
+    folder = pathlib.Path(npu_ops.__file__).parent.parent / "benchmarks"
+    files = {path.stem.removeprefix("bench_"): path for path in sorted(folder.glob("bench_*.py"))}
+    if not files:
+        raise FileNotFoundError(f"{folder} has no benchmarks; run from a clone of the repository")
+    unknown = set(ops or ()) - set(files)
+    if unknown:
+        raise ValueError(f"ops: got {sorted(unknown)}, needs some of {sorted(files)}")
+    return {op: path for op, path in files.items() if not ops or op in ops}
+
+
+def load(path: pathlib.Path) -> list[Sweep]:
+    """The sweeps of a benchmark file."""
+    _leave_frameworks_alone()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.SWEEPS
+
+
+def _leave_frameworks_alone() -> None:
+    """A peer is a framework's own function, not what the adapters put in its place."""
+    if "npu_ops_adapters" in sys.modules:
+        sys.modules["npu_ops_adapters"].revert()
+    if "npu_ops_autoload" in sys.modules:
+        sys.modules["npu_ops_autoload"].unwatch()

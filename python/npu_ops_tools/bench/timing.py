@@ -1,0 +1,145 @@
+"""Times of calls, turn by turn, until their medians are known; memory; rooflines."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import pathlib
+import time
+from collections.abc import Callable
+
+import torch
+
+# A median is known when its 95 % interval is within so much of it.
+WITHIN = 0.05
+LEAST_RUNS = 7
+
+
+@dataclasses.dataclass
+class Times:
+    """Seconds of a call, in the order they were measured; each the mean of `calls` in a row."""
+
+    calls: int
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def percentile(self, percent: int) -> float:
+        """By linear interpolation."""
+        ordered = sorted(self.seconds)
+        at = (len(ordered) - 1) * percent / 100
+        low = math.floor(at)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+    def interval(self) -> tuple[float, float]:
+        """Where the median lies with a probability of 95 %, whatever the distribution is."""
+        below = _ranks(len(self.seconds))
+        ordered = sorted(self.seconds)
+        return ordered[below], ordered[-1 - below]
+
+    def stable(self) -> bool:
+        """Whether the interval is within WITHIN of the median."""
+        if len(self.seconds) < LEAST_RUNS:
+            return False
+        low, high = self.interval()
+        middle = self.percentile(50)
+        return low >= (1 - WITHIN) * middle and high <= (1 + WITHIN) * middle
+
+
+@functools.cache
+def _ranks(runs: int) -> int:
+    """How many of so many runs may be left out at each end: a binomial's quantile."""
+    chance, below = 0.0, 0
+    while below < runs // 2:
+        chance += math.comb(runs, below) / 2**runs
+        if chance > 0.025:
+            break
+        below += 1
+    return max(below - 1, 0)
+
+
+def interleaved(calls: dict[str, Callable], device: str, longest: float) -> dict[str, Times]:
+    """Time all calls in turns, so that they see the same noise, until all medians are known.
+
+    longest: seconds after which it ends anyway, but for LEAST_RUNS. The order changes each turn.
+    """
+    found = {name: Times(_repeats(call, device)) for name, call in calls.items()}
+    start, turn = time.perf_counter(), 0
+    while turn < LEAST_RUNS or time.perf_counter() - start < longest:
+        for name in list(calls)[:: 1 if turn % 2 else -1]:
+            found[name].seconds.append(seconds(calls[name], found[name].calls, device))
+        turn += 1
+        if all(times.stable() for times in found.values()):
+            break
+    return found
+
+
+def _repeats(call: Callable, device: str) -> int:
+    """How often to repeat a call so that the clock's resolution does not matter. The first call
+    may compile, and the second touch memory for the first time."""
+    for _ in range(2):
+        call()
+    return max(1, min(1000, int(0.002 / max(seconds(call, 1, device), 1e-6))))
+
+
+def seconds(call: Callable, calls: int, device: str) -> float:
+    """Of one call, by so many."""
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    _synchronize(device)
+    return (time.perf_counter() - start) / calls
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        getattr(torch, torch.device(device).type).synchronize()
+
+
+def peak_mb(call: Callable, device: str) -> float | None:
+    """The most memory that a call needs beyond what was there before it; None where unknown."""
+    if device != "cpu":
+        return _peak_of_device(call, getattr(torch, torch.device(device).type))
+    status = pathlib.Path("/proc/self/status")
+    if not status.exists():
+        return None
+    call()  # what is allocated once does not count
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    before = _status_kb(status, "VmRSS")
+    result = call()
+    peak = _status_kb(status, "VmHWM")
+    del result
+    return max(0.0, (peak - before) / 1024)
+
+
+def _peak_of_device(call: Callable, device) -> float:
+    device.synchronize()
+    device.reset_peak_memory_stats()
+    before = device.memory_allocated()
+    result = call()
+    device.synchronize()
+    del result
+    return (device.max_memory_allocated() - before) / 1e6
+
+
+def _status_kb(status: pathlib.Path, field: str) -> int:
+    line = next(line for line in status.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1])
+
+
+def copy_of(moved: int, device: str) -> Callable[[], None]:
+    """A copy that moves so many bytes, to memory that is there: what bounds a kernel that does."""
+    size = max(1, moved // 2)
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return lambda: target.copy_(source)
+
+
+@functools.cache
+def matmul_tflops(dtype: torch.dtype, device: str) -> float:
+    """What a product of square matrices gets, at the best of a few."""
+    size = 1024 if device == "cpu" else 8192
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    torch.mm(a, b)
+    best = min(seconds(lambda: torch.mm(a, b), 1, device) for _ in range(5))
+    return 2 * size**3 / best / 1e12
