@@ -181,7 +181,7 @@ def test_demo_without_megatron(tmp_path):
 
 VERBS = typer.main.get_command(app).commands
 # Their results are pages, files or another program.
-WITHOUT_A_TABLE = {"demo", "new-op", "report"}
+WITHOUT_A_TABLE = {"demo", "new-op", "report", "verify"}
 
 
 @pytest.mark.parametrize("verb", VERBS)
