@@ -7,6 +7,7 @@ What a test draws is the same in every run, whichever tests ran before it.
 """
 
 import random
+import sys
 
 import npu_ops_autoload
 import pytest
@@ -46,6 +47,7 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if _parameters(item).get("device") == device]
     config.hook.pytest_deselected(items=others)
     _leave_dtypes_to_test_all(items)
+    _leave_cases_to_test_all(items)
 
 
 def _leave_dtypes_to_test_all(items):
@@ -57,6 +59,20 @@ def _leave_dtypes_to_test_all(items):
         others = {n: i for n, i in item.callspec.indices.items() if n not in dtypes}
         turn = tests.setdefault(str((item.path, item.originalname, others)), len(tests))
         if dtypes and (sum(dtypes.values()) + turn) % len(DTYPES):
+            item.add_marker(pytest.mark.slow)
+
+
+def _leave_cases_to_test_all(items):
+    """A kernel is compiled for the shapes of each case, and on the CPU all of them run: mark slow
+    two cases of three, but none of those that together take every branch of the kernels."""
+    tests = {}
+    for item in items:
+        case = _parameters(item).get("case")
+        known = getattr(sys.modules[type(case).__module__], "REPRESENTATIVE", ())
+        if not known or case.name in known:
+            continue
+        cases = tests.setdefault((item.path, item.originalname), {})
+        if cases.setdefault((type(case), case.name), len(cases)) % 3:
             item.add_marker(pytest.mark.slow)
 
 
