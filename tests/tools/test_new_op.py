@@ -37,6 +37,7 @@ class Clone:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
         shutil.copy(ROOT / "npu_ops/_build_info.json", folder / "npu_ops")
+        (folder / ".cache").symlink_to(ROOT / ".cache")  # what tests of tools have fetched
         who = "-c", "user.name=test", "-c", "user.email=test@example.org"
         for arguments in (("init", "-q"), ("add", "-A"), (*who, "commit", "-q", "-m", "before")):
             subprocess.run(["git", *arguments], cwd=folder, check=True)
