@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import importlib
 import os
@@ -254,7 +255,8 @@ def _patch_backend(backend, target: lowering.Target, judge: bool) -> None:
 
     def binary(linalg: str, metadata: dict, options) -> bytes:
         linalg, metadata = vendor["_parse_linalg_metadata"](linalg, metadata)
-        return lowering.build(linalg, metadata, target, judge)
+        with _one_process_at_a_time(linalg):
+            return lowering.build(linalg, metadata, target, judge)
 
     front_end = vendor.setdefault("_npu_ops_front_end", vendor["ttir_to_linalg"])
     vendor["ttir_to_linalg"] = functools.partial(tools.retried, front_end)
@@ -265,6 +267,15 @@ def _patch_backend(backend, target: lowering.Target, judge: bool) -> None:
         vendor[name] = binary
     key = f"emulated-{judge}-{lowering.fingerprint()}"
     backend.hash = lambda self: f"{self.target}-{key}"
+
+
+@contextlib.contextmanager
+def _one_process_at_a_time(linalg: str):
+    """Of processes that want a kernel at once, as ranks do, one compiles it for all."""
+    name = lowering.digest(linalg.encode())[:2]  # a few hundred locks for all kernels
+    with open(lowering.cache_folder() / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _patch_front_end(npu: lowering.Target) -> None:

@@ -121,3 +121,10 @@ def test_a_second_process_compiles_nothing(tmp_path):
         with new_worker(tmp_path) as worker:
             made.append(worker.submit(call, __name__, "compiled_by_a_launch").result())
     assert made == [["shift"], []]
+
+
+def test_processes_that_want_a_kernel_at_once_compile_it_once(tmp_path):
+    """As ranks do."""
+    with new_worker(tmp_path) as one, new_worker(tmp_path) as other:
+        made = [worker.submit(call, __name__, "compiled_by_a_launch") for worker in (one, other)]
+        assert sorted(m.result() for m in made) == [[], ["shift"]]
