@@ -125,12 +125,14 @@ def test_tools_know_it(clone):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_rest(clone):
     clone.python("npu_ops_tools", "compile", "toy")
     clone.python("npu_ops_tools", "bench", "toy", "--quick")
     assert clone.pytest("tests/tools/test_parity.py", "tests/tools/test_cli.py") > 20
     emulated = "emulate", "--", sys.executable, "-m", "pytest", "--device", "npu"
-    said = clone.python("npu_ops_tools", *emulated, "tests/ops", "-k", "toy", "-m", "not slow")
+    sweeps = [f"tests/ops/test_{name}.py" for name in SWEEPS]
+    said = clone.python("npu_ops_tools", *emulated, *sweeps, "-k", "toy", "-m", "not slow")
     assert re.search(r"[1-9]\d* passed", said), said
 
 
