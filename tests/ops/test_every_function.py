@@ -160,6 +160,26 @@ def test_compiled_in_place_is_eager_in_place(call, with_k):
             assert not torch.equal(eager[name], call.arguments()[name])
 
 
+@pytest.mark.parametrize("call", [call for call in IN_PLACE if call.in_place], ids=str)
+def test_what_is_written_in_place_is_what_comes_back(call):
+    """Itself: torch.compile cannot return views of two inputs that are parts of one tensor."""
+    arguments = call.arguments(True, **call.fixed)
+    outputs = as_tuple(run(call, **arguments))
+    assert all(out is arguments[name] for name, out in zip(call.writes, outputs, strict=True))
+
+
+def test_heads_of_one_tensor_in_place_compiled():
+    arguments = calls.CALLS["cached"].arguments(True)
+    heads = arguments["q"].shape[1]
+    both = torch.cat([arguments["q"], arguments["k"]], 1)
+    parts = {"q": both[:, :heads], "k": both[:, heads:]}
+    expected = npu_ops.apply_multimodal_rotary_pos_emb_cached(**arguments)
+    torch._dynamo.reset()
+    function = torch.compile(npu_ops.apply_multimodal_rotary_pos_emb_cached, backend="aot_eager")
+    function(**arguments | parts)
+    assert torch.equal(both, torch.cat(expected, 1))
+
+
 @every_written
 def test_an_inference_tensor_is_written_in_inference_mode_alone(call, name):
     with torch.inference_mode():

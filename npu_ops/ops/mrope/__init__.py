@@ -127,6 +127,8 @@ def apply_multimodal_rotary_pos_emb_cached(
         head_dim=head_dim, inverse=inverse, inplace=inplace,
     )  # fmt: skip
     q_out, k_out = op.rotate(k, inplace, *args)
+    if inplace:
+        return q, k
     return q_out.view(q.shape), None if k is None else k_out.view(k.shape)
 
 
