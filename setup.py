@@ -145,7 +145,7 @@ setuptools.setup(
     ],
     py_modules=["npu_ops_autoload"],
     package_data={
-        "npu_ops": ["_build_info.json"],
+        "npu_ops": ["_build_info.json", "preferences/*.json"],
         "npu_ops_tools": [
             "templates/**/*",
             "model/*.csv",

@@ -14,9 +14,10 @@ import pytest
 import torch
 from support import DTYPES
 
-from npu_ops.core import library
+from npu_ops.core import library, preferences
 
 library.poison_outputs = True
+preferences.cache = lambda: None  # what a user tuned is no part of the tests
 npu_ops_autoload.unwatch()
 
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -141,6 +142,15 @@ def override(**changes) -> Iterator[Settings]:
         yield settings
     finally:
         settings = before
+
+
+def cache_folder(name: str) -> pathlib.Path | None:
+    """What npu-ops keeps for a user under `name`; None for a user without a home."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return pathlib.Path(root or pathlib.Path.home() / ".cache") / "npu_ops" / name
+    except RuntimeError:  # as pathlib says that there is no home
+        return None
 
 
 def _row(switch: Switch) -> str:

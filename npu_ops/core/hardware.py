@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import pathlib
+import platform
 from collections.abc import Iterator
 
 import torch
@@ -61,6 +63,14 @@ def npu_name() -> str | None:
         return None
 
 
+def processor() -> str:
+    """The name of the processor."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "unknown")
+
+
 def first_line(error: Exception) -> str:
     """What an error says, without the traceback that torch_npu puts behind it."""
     return next(iter(str(error).splitlines()), "")
@@ -107,6 +117,11 @@ def as_if_soc(soc: str, cores: tuple[int, int] | None = None) -> Iterator[None]:
         yield
     finally:
         _assumed_soc, _assumed_cores = before
+
+
+def soc_is_assumed() -> bool:
+    """Whether `as_if_soc` is in force."""
+    return _assumed_soc is not None
 
 
 def soc(device: torch.device) -> str:

@@ -9,11 +9,13 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from npu_ops.core import env, library, log, shadow
+from npu_ops.core import env, hardware, library, log, preferences, shadow
 
 Launcher = Callable[..., None]
+_in_a_group = getattr(distributed, "is_initialized", bool)  # torch may be built without it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,11 @@ def as_if_on(device: str) -> Iterator[None]:
         _assumed_device = before
 
 
+def _led_by(name: str | None, implementations: Sequence[Implementation]):
+    """The implementations in order, but for the one of that name, which comes first."""
+    return tuple(sorted(implementations, key=lambda i: i.name != name)) if name else implementations
+
+
 def _device_type(args: tuple) -> str:
     return _assumed_device or args[0].device.type
 
@@ -112,6 +119,7 @@ class Table:
         self.implementations = tuple(implementations)
         self.arguments, self.writes = tuple(arguments), frozenset(writes)
         self._meant_for: dict[str, tuple[Implementation, ...]] = {}
+        self._led: dict[tuple[str, str], tuple[Implementation, ...]] = {}
         Table.tables[op] = self
 
     @property
@@ -144,13 +152,15 @@ class Table:
     def explain(self, *args) -> list[Verdict]:
         """What each implementation has against running `args`, in order."""
         forced = self._forced_name()
+        preferred = None if forced else self._preferred(_device_type(args), args)
+        first = f"tuned, {preferred} comes first" if preferred else None
         chosen, verdicts = None, []
-        for implementation in self.implementations:
+        for implementation in _led_by(preferred, self.implementations):
             reason = self._why_not(implementation, args)
             if reason is None and forced not in (None, implementation.name):
                 reason = f"NPU_OPS_IMPL forces {forced}"
             elif reason is None and chosen:
-                reason = f"{chosen} comes first"
+                reason = first if chosen == preferred else f"{chosen} comes first"
             elif reason is None:
                 chosen = implementation.name
             verdicts.append(Verdict(self.op, implementation.name, reason))
@@ -164,6 +174,10 @@ class Table:
     def _first(self, args: tuple) -> Implementation:
         device = _device_type(args)
         candidates = self._meant_for.get(device) or self._candidates(device)
+        preferred = self._preferred(device, args)
+        if preferred is not None:
+            led = self._led.get((device, preferred))
+            candidates = led or self._lead(device, preferred)
         declined = []
         for implementation in candidates:
             reason = implementation.why_not(*args)
@@ -179,6 +193,21 @@ class Table:
             i for i in self.implementations if not i.devices or device in i.devices
         )
         return self._meant_for[device]
+
+    def _preferred(self, device: str, args: tuple) -> str | None:
+        """The name of what `npu-ops tune` found to be fastest for such a call here."""
+        if device not in preferences.settled and _in_a_group():
+            preferences.settle(device)
+        mine = preferences.of(device).get(self.op)
+        if mine is None or hardware.soc_is_assumed():
+            return None
+        of_class, bits = preferences.class_of(args)
+        names = mine.get(of_class)
+        return names and names[bits]
+
+    def _lead(self, device: str, preferred: str) -> tuple[Implementation, ...]:
+        led = self._led[device, preferred] = _led_by(preferred, self._candidates(device))
+        return led
 
     def _forced(self, name: str, args: tuple) -> Implementation:
         for implementation in self.implementations:

@@ -18,6 +18,7 @@ from npu_ops_tools.compile.cli import compile_command
 from npu_ops_tools.model.cli import model_command
 from npu_ops_tools.options import AsJson, Device, Dtype, Ops, fail, print_json
 from npu_ops_tools.report.cli import report_command
+from npu_ops_tools.tune.cli import tune_command
 from npu_ops_tools.verify.cli import verify_command
 
 app = typer.Typer(
@@ -265,6 +266,7 @@ app.command("bench")(bench_command)
 app.command("report")(report_command)
 app.command("compile")(compile_command)
 app.command("model")(model_command)
+app.command("tune")(tune_command)
 app.command("verify")(verify_command)
 app.command(context_settings=emulator.CONTEXT)(emulator.emulate)
 

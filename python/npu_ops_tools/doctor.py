@@ -19,7 +19,7 @@ import torch
 from npu_ops_adapters import State
 
 import npu_ops
-from npu_ops.core import cases, env, hardware
+from npu_ops.core import cases, env, hardware, preferences
 from npu_ops.core.registry import as_if_on
 from npu_ops_tools import known_bad
 from npu_ops_tools.where import ops
@@ -67,6 +67,7 @@ def collect(modules: Iterable[str] = ()) -> dict:
         "tested": known_bad.tested(versions),
         "known bad": list(known_bad.problems(versions)),
         "implementations": implementations(),
+        "preferences": tuned(),
         "patches": patched,
     }
     return found | {"not in force": list(not_in_force(found))}
@@ -92,7 +93,7 @@ def machine() -> dict:
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "processor": _processor(),
+        "processor": hardware.processor(),
         "threads": torch.get_num_threads(),
         "cuda devices": torch.cuda.device_count() or None,
         "npu devices": hardware.npu_count() or None,
@@ -116,6 +117,21 @@ def implementations() -> list[dict]:
         for device in devices()
         for row in _explain(op, functions[0], device)
     ]
+
+
+def tuned() -> list[dict]:
+    """The tables of `npu-ops tune` that are in force, of each device here; in ranks of one job the
+    fingerprints must be equal."""
+    found = []
+    for device in devices():
+        path = preferences.path_of(device)
+        if path is None:
+            continue
+        rows = preferences.read(path)["rows"]
+        others = sum(row["implementation"] != row["instead_of"] for row in rows)
+        about = {"device": device, "path": str(path), "classes": len(rows), "changed": others}
+        found.append(about | {"fingerprint": preferences.fingerprint(device)})
+    return found
 
 
 def _explain(op: str, function: str, device: str):
@@ -223,13 +239,6 @@ def _trouble(error: Exception) -> tuple[Missing, str]:
     return Missing.BROKEN, f"{type(error).__name__}: {hardware.first_line(error)}"
 
 
-def _processor() -> str:
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or "unknown")
-
-
 def _cann() -> str | None:
     """The folder of CANN, with its version where it says one."""
     folder = next((os.environ[n] for n in known_bad.CANN_FOLDERS if n in os.environ), None)
@@ -248,7 +257,8 @@ def _cann() -> str | None:
 
 def text(found: dict) -> str:
     """What `collect` returned."""
-    parts = (_machine(found), _ops(found["implementations"]), _patches(found["patches"]))
+    ops = (*_ops(found["implementations"]), *_tuned(found["preferences"]))
+    parts = (_machine(found), ops, _patches(found["patches"]))
     return "\n\n".join("\n".join(part) for part in (*parts, _verdict(found)))
 
 
@@ -282,6 +292,15 @@ def _ops(rows: list[dict]) -> Iterator[str]:
             declined.setdefault(group, []).append(row["op"])
     for (implementation, device, why_not), names in declined.items():
         yield from _line(f"  not {implementation} on {device}: ", f"{', '.join(names)}: {why_not}")
+
+
+def _tuned(tables: list[dict]) -> Iterator[str]:
+    for table in tables:
+        yield from _line(
+            f"  tuned for {table['device']}: ",
+            f"{table['changed']} of {table['classes']} classes of calls by another implementation, "
+            f"{table['path']} ({table['fingerprint']})",
+        )
 
 
 def _goes_without_saying(why_not: str) -> bool:

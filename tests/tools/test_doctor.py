@@ -48,7 +48,7 @@ def found_with(**changes):
     return {
         "machine": doctor.machine(), "packages": dict.fromkeys(doctor.PACKAGES), "known bad": [],
         "build": {"why_not": None, "compiler": "g++"}, "switches": {}, "implementations": [],
-        "patches": [], "not in force": [], "tested": "torch",
+        "patches": [], "preferences": [], "not in force": [], "tested": "torch",
     } | changes  # fmt: skip
 
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 from npu_ops_tools import verify
 from npu_ops_tools.verify import compare, guards, jobs, report, runs
+from npu_ops_tools.verify import ranks as two_ranks
 from npu_ops_tools.where import ops
 from test_cli import call, command
 
+from npu_ops.core import preferences
 from npu_ops.core.registry import Table
 
 # An implementation of l2norm on the CPU that calls the right one, and then does something wrong,
@@ -100,6 +102,22 @@ def test_what_is_right_is_right_after_all_that(with_faults):
     checks = {name: check["verdict"] for name, check in others[0]["checks"].items()}
     missing = {"streams": "not here", "graphs": "not here"}
     assert checks == dict.fromkeys(("bounds", "values", "determinism"), "right") | missing
+
+
+def test_a_rank_with_another_table_is_reported_by_name(tmp_path):
+    rows = [dict(zip(("op", "dtype", "width", "bits", "implementation"), row, strict=True))
+            for row in [("l2norm", "float32", 8, 6, "reference")]]  # fmt: skip
+    name = preferences.file_name(preferences.soc_of("cpu"))
+    (tmp_path / name).write_text(json.dumps({"format": preferences.FORMAT, "rows": rows}))
+    (tmp_path / "other_table.py").write_text(
+        "import pathlib, sys\nfrom npu_ops.core import preferences\n"
+        "own = pathlib.Path(__file__).parent if sys.argv[2] == '1' else None\n"
+        "preferences.cache = lambda: own\n"
+    )
+    variables = {"PYTHONPATH": str(tmp_path)}
+    found = two_ranks.run("cpu", ["other_table"], variables, limit=300)
+    assert found["verdict"] == "wrong"
+    assert "preferences: rank" in found["why"] and "has another table for cpu" in found["why"]
 
 
 def test_the_page_has_all_of_it_and_loads_nothing(with_faults):

@@ -78,6 +78,7 @@ def _timed(subject: checks.Subject, expected: checks.Expected, note, found: dict
     result = checks.values(subject, subject.results(), expected.of(subject))
     if _is_wrong(result):
         return [f"values: {result['detail']}"]
+    found["classes"] = times.classes(subject)
     note("times")
     found["times"] = times.measure(subject)
     if subject.device.type == "npu" and subject.job.implementation == "triton_ascend":

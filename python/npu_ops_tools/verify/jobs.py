@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -68,7 +68,7 @@ def plan(device: str, full: bool, only: list[str]) -> dict[str, list[Job]]:
 
 
 def _of_op(op: str, device: str, full: bool) -> Iterator[Job]:
-    names = _implementations(op, device)
+    names = implementations(op, device)
     checks = [
         Job("check", op, implementation, case.name, dtype)
         for case, dtype in _checked(op, full)
@@ -82,7 +82,7 @@ def _of_op(op: str, device: str, full: bool) -> Iterator[Job]:
     yield from (*first, *timed, *ours, *others)
 
 
-def _implementations(op: str, device: str) -> list[str]:
+def implementations(op: str, device: str) -> list[str]:
     """Those that are meant for a device, and the reference, which runs anywhere."""
     kind = torch_device(device)
     listed = Table.tables[op].implementations
@@ -116,8 +116,16 @@ def _timed(op: str, names: list[str], device: str, full: bool) -> Iterator[Job]:
     small = (64,) if device == "cpu" else (1024,)
     more = (1, 512) if device == "cpu" else (1, 1024, 8192)
     having = [name for name in TIMED_MODELS if cases.of(op).of_model(MODELS[name], 1)]
-    for model in having[: None if full else 1]:
-        for tokens in more if full else small:
-            for case in cases.of(op).of_model(MODELS[model], tokens):
-                for implementation in names:
-                    yield Job("time", op, implementation, case.name, DTYPES[0], model, tokens)
+    yield from timed(op, names, having[: None if full else 1], more if full else small)
+
+
+def timed(
+    op: str, names: Iterable[str], models: Iterable[str], tokens: Iterable[int],
+    dtype: str = DTYPES[0],
+) -> Iterator[Job]:  # fmt: skip
+    """A job for each implementation and shape of some models."""
+    for model in models:
+        for count in tokens:
+            for case in cases.of(op).of_model(MODELS[model], count):
+                for name in names:
+                    yield Job("time", op, name, case.name, dtype, model, count)

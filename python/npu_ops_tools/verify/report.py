@@ -158,7 +158,7 @@ def _times(report: dict):
             times = result["times"]
             forward = times["forward"]
             yield {
-                "result": result, "forward": forward, "both": times.get("forward+backward"),
+                "result": result, "forward": forward, "backward": times.get("backward"),
                 "host": times["host"], "length": forward["p50"] / slowest,
                 "fastest": forward["p50"] == fastest,
                 "predicted": result.get("predicted", {}).get("forward"),

@@ -161,7 +161,9 @@ class _Run:
             if not self.environment:
                 mine.start()
                 self.environment = mine.environment
-            return [self._one(mine, job, until) for job in members]
+            # The first in any case: an op of which nothing is known helps nobody.
+            first = self._one(mine, members[0], None)
+            return [first, *(self._one(mine, job, until) for job in members[1:])]
         finally:
             mine.stop()
 

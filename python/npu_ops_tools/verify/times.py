@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
 
+from npu_ops.core import preferences
 from npu_ops.core.registry import Table
-from npu_ops_tools.verify.checks import Subject
+from npu_ops_tools.verify.checks import Subject, tables
 
-FLUSHED = {"cpu": 64 << 20, "npu": 256 << 20, "cuda": 256 << 20}  # bytes, more than any cache here
+# Bytes that push tensors out of the cache: a device's last one; a core's own one, for what the
+# interpreter lives by is in the others.
+FLUSHED = {"cpu": 4 << 20, "npu": 256 << 20, "cuda": 256 << 20}
 SECONDS, FEWEST, MOST = 0.5, 5, 100  # of one measurement
 
 
 def measure(subject: Subject) -> dict:
-    """Times in us: {"forward": {"p20", "p50", "p80", "runs"}, "forward+backward": ..., "host"}."""
+    """Times in us: {"forward": {"p20", "p50", "p80", "runs"}, "backward": ..., "host"}."""
     found = {}
     with subject.forced():
         inputs = subject.inputs()
         found["forward"] = timed(lambda: _forward(subject, inputs), subject.device)
         if subject.wrt:
-            leaves = _leaves(subject)
-            found["forward+backward"] = timed(lambda: _both(subject, *leaves), subject.device)
+            graph = _graph(subject)
+            backward = functools.partial(torch.autograd.grad, *graph, retain_graph=True)
+            found["backward"] = timed(backward, subject.device)
         found["host"] = host_us(lambda: _forward(subject, inputs), subject.device)
     return found
+
+
+def classes(subject: Subject) -> dict[str, dict]:
+    """The class of the call, as preferences know it, of the op's table and of its backward's."""
+    run, found = Table.run, {}
+
+    def noting(table: Table, *args) -> None:
+        (dtype, width), bits = preferences.class_of(args)
+        name = str(dtype).removeprefix("torch.")
+        found.setdefault(table.op, {"dtype": name, "width": width, "bits": bits})
+        run(table, *args)
+
+    with mock.patch.object(Table, "run", noting):
+        subject.results()
+    return {op: found[op] for op in tables(subject.job.op) if op in found}
 
 
 def _forward(subject: Subject, inputs: dict):
@@ -34,16 +54,12 @@ def _forward(subject: Subject, inputs: dict):
         return subject.function(**inputs)
 
 
-def _leaves(subject: Subject) -> tuple[dict, list[torch.Tensor], list[torch.Tensor]]:
-    """Inputs, those that get a gradient, and gradients of the outputs."""
+def _graph(subject: Subject) -> tuple[list, list, list]:
+    """Outputs with a gradient, the inputs that get one, and gradients of the outputs."""
     inputs = subject.inputs()
     leaves = [inputs[n].requires_grad_() for n in subject.wrt if inputs.get(n) is not None]
     outputs = _differentiable(subject.function(**inputs))
-    return inputs, leaves, [torch.ones_like(out) for out in outputs]
-
-
-def _both(subject: Subject, inputs: dict, leaves: list, gradients: list):
-    torch.autograd.grad(_differentiable(subject.function(**inputs)), leaves, gradients)
+    return outputs, leaves, [torch.ones_like(out) for out in outputs]
 
 
 def _differentiable(outputs) -> list[torch.Tensor]:

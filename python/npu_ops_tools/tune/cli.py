@@ -1,0 +1,119 @@
+"""`npu-ops tune`."""
+
+from __future__ import annotations
+
+import enum
+import pathlib
+from typing import Annotated
+
+import typer
+
+from npu_ops.core import preferences
+from npu_ops_tools.options import fail
+
+
+class TunedDevice(str, enum.Enum):
+    """What has times."""
+
+    CPU = "cpu"
+    NPU = "npu"
+    CUDA = "cuda"
+
+
+def tune_command(
+    device: Annotated[TunedDevice, typer.Option(help="What to tune for.")] = TunedDevice.NPU,
+    only: Annotated[
+        list[str] | None, typer.Option(help="An op; may be repeated; default: all.")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Shapes; may be repeated; default: three models.")
+    ] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="May be repeated; default: of 1 to thousands.")
+    ] = None,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds for one call.")] = 120.0,
+    export: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Write the table in force, or the new one, to this folder too."),
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Show the table in force.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the user's table.")] = False,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="Import this too, e.g. an implementation of yours."),
+    ] = None,
+) -> None:
+    """Time the implementations that are right here, and prefer the fastest from now on.
+
+    The table is of this SoC, in the user's cache, and is read when npu-ops is next imported.
+    All ranks of a job need the same: --export it, and put the file on every machine.
+
+    \b
+    npu-ops tune                        # on an NPU
+    npu-ops tune --device cpu --only l2norm --tokens 64
+    npu-ops tune --show
+    """
+    from npu_ops_tools.verify.worker import NoWorker
+
+    try:
+        if remove:
+            _remove(device.value)
+        elif show or (export and not (only or model or tokens)):
+            _show(device.value, export)
+        else:
+            settings = (only or [], model or [], tokens or [])
+            _tune(device.value, settings, modules or [], limit, export)
+    except (FileNotFoundError, NoWorker, ValueError) as error:
+        fail(error)
+
+
+def _tune(device: str, settings: tuple, modules: list[str], limit: float, export) -> None:
+    from npu_ops_tools import tune
+    from npu_ops_tools.verify import child, report, runs
+
+    soc, folder = _soc(device), preferences.cache()
+    if folder is None:
+        raise FileNotFoundError("this user has no home to keep a table in; set XDG_CACHE_HOME")
+    results = tune.measure(
+        device, tune.plan(device, *settings), modules, limit,
+        lambda job, result: print(runs.line(job.name, result), flush=True),
+    )  # fmt: skip
+    rows = tune.rows(results)
+    if not rows:
+        raise ValueError("nothing that was timed is right here; npu-ops verify says what is wrong")
+    made = report.scrubbed(tune.table(soc, rows, child.environment(device)))
+    for place in filter(None, (folder, export)):
+        print(f"written: {tune.write(made, place)}")
+    print("\n".join(tune.lines(rows)))
+
+
+def _show(device: str, export: pathlib.Path | None) -> None:
+    from npu_ops_tools import tune
+
+    found = preferences.read(_path(device))
+    print(f"{found['soc']}, {found['made']}: {_path(device)}")
+    print("\n".join(tune.lines(found["rows"])))
+    if export:
+        print(f"written: {tune.write(found, export)}")
+
+
+def _remove(device: str) -> None:
+    path = _path(device)
+    if path.parent == preferences.PACKAGED:
+        raise ValueError(f"{path} came with the package; the user has no table to remove")
+    path.unlink()
+    print(f"removed: {path}")
+
+
+def _path(device: str) -> pathlib.Path:
+    path = preferences.path_of(device)
+    if path is None:
+        raise FileNotFoundError(f"there is no table for {_soc(device)}; npu-ops tune makes one")
+    return path
+
+
+def _soc(device: str) -> str:
+    soc = preferences.soc_of(device)
+    if soc is None:
+        raise ValueError(f"device: there is no {device} here")
+    return soc
