@@ -1,0 +1,271 @@
+"""The parts of a page of benchmark results: devices, their ops, figures and tables."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import re
+import shlex
+from collections.abc import Iterable
+
+import npu_ops
+from npu_ops_tools import where
+from npu_ops_tools.bench.rows import Row
+from npu_ops_tools.bench.work import OURS
+from npu_ops_tools.report import plots, summary
+from npu_ops_tools.report.plots import Plot, Point, Series
+
+MODES = ("forward", "backward", "forward+backward")
+STYLES = 7  # colours and markers that the page has, ours the first
+LEAST_ERROR = 1e-9  # of an axis; an error of 0 is there
+
+
+@dataclasses.dataclass
+class Figure:
+    """Plots of the same work. more: those that are folded away. command: measures all of it."""
+
+    title: str
+    plots: list[Plot]
+    more: list[Plot]
+    legend: list[tuple[str, str]]
+    command: str
+
+
+@dataclasses.dataclass
+class Section:
+    """An op on a device. table: (row, its number, times as fast as it ours is), as marks know it."""
+
+    op: str
+    about: str
+    against: list[summary.Against]
+    slower: list[summary.Pair]
+    figures: list[Figure]
+    table: list[tuple[Row, int, float | None]]
+    absent: list[Row]
+
+    @property
+    def by_peer(self) -> dict[str, summary.Against]:
+        return {each.peer: each for each in self.against}
+
+    @property
+    def providers(self) -> list[str]:
+        return sorted({row.provider for row, _, _ in self.table})
+
+
+@dataclasses.dataclass
+class Device:
+    """All that was measured on one machine, with so many threads."""
+
+    name: str
+    rows: list[Row]
+    sections: list[Section]
+    peers: list[str]
+
+    @property
+    def commits(self) -> str:
+        """With a word on trees that had changes."""
+        found = collections.Counter(
+            f"{row.commit}{', with changes that are not committed' if row.dirty else ''}"
+            for row in self.rows
+        )
+        return "; ".join(f"{commit} ({count} rows)" for commit, count in found.items())
+
+    @property
+    def id(self) -> str:
+        """Of the page's anchors."""
+        return re.sub(r"\W+", "-", self.name).strip("-").lower()
+
+    @property
+    def npu(self) -> bool:
+        return self.name.startswith("npu")
+
+    @property
+    def versions(self) -> str:
+        return "; ".join(sorted({row.versions for row in self.rows}))
+
+    @property
+    def dates(self) -> str:
+        days = sorted({row.timestamp[:10] for row in self.rows})
+        return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+    @property
+    def unstable(self) -> int:
+        return sum(row.state == "unstable" for row in self.rows)
+
+    @property
+    def behind(self) -> list[summary.Against]:
+        """What is slower on average."""
+        found = [each for s in self.sections for each in s.against if each.pairs]
+        return [each for each in found if each.mean < summary.LEVEL]
+
+    @property
+    def pairs(self) -> list[summary.Pair]:
+        """What the headline counts."""
+        return [pair for s in self.sections for each in s.against for pair in each.pairs]
+
+
+def devices(rows: Iterable[Row]) -> list[Device]:
+    """One for each machine and number of threads: they never share a plot."""
+    groups = collections.defaultdict(list)
+    for row in rows:
+        groups[row.device, row.machine, row.threads].append(row)
+    return [_device(*key, found) for key, found in groups.items()]
+
+
+def _device(device, machine, threads, rows) -> Device:
+    timed = [row for row in rows if row.state != "absent"]
+    styles = _styles(timed)
+    numbers = {row.key: number for number, row in enumerate(timed)}
+    ops = collections.defaultdict(list)
+    for row in rows:
+        ops[row.op].append(row)
+    sections = [_section(op, found, styles, numbers) for op, found in sorted(ops.items())]
+    peers = list(dict.fromkeys(each.peer for s in sections for each in s.against))
+    peers.sort(key=lambda peer: -sum(each.peer == peer for s in sections for each in s.against))
+    name = f"{device}: {machine}" + (f", {threads} threads" if device == "cpu" else "")
+    return Device(name, timed, sections, peers)
+
+
+def _styles(rows: list[Row]) -> dict[str, str]:
+    """A provider looks the same in every plot."""
+    names = collections.Counter(row.provider for row in rows if row.provider != OURS)
+    others = [name for name, _ in names.most_common()]
+    styles = {name: f"s{1 + n % (STYLES - 1)}" for n, name in enumerate(others)}
+    return {OURS: "s0"} | styles
+
+
+def _section(op: str, rows: list[Row], styles, numbers) -> Section:
+    timed = [row for row in rows if row.state != "absent"]
+    ratios = {pair.peer.key: pair.ratio for pair in summary.pairs(timed)}
+    table = [(row, numbers[row.key], ratios.get(row.key)) for row in timed]
+    return Section(
+        op, _about(op), summary.against(timed), summary.slower(timed),
+        list(_figures(op, timed, styles, numbers)), table,
+        [row for row in rows if row.state == "absent"],
+    )  # fmt: skip
+
+
+def _about(op: str) -> str:
+    """The first line of its first public function's docstring."""
+    functions = where.ops().get(op, [])
+    return getattr(npu_ops, functions[0]).__doc__.partition("\n")[0].replace("`", "") if functions else ""
+
+
+def _figures(op: str, rows: list[Row], styles, numbers):
+    """Lines where there are sizes, then rows of marks for models and dtypes of one size."""
+    groups = collections.defaultdict(list)
+    for row in rows:
+        groups[row.shape, row.unit, row.dtype, row.mode].append(row)
+    lone = []
+    for key in sorted(groups, key=lambda key: (*map(str, key[:3]), MODES.index(key[3]))):
+        if len({row.size for row in groups[key]}) > 1:
+            yield _over_sizes(op, *key, groups[key], styles, numbers)
+        else:
+            lone += groups[key]
+    lone.sort(key=_kind)
+    for (sweep, unit, mode), found in itertools.groupby(lone, _kind):
+        yield _over_shapes(op, sweep, unit, MODES[mode], list(found), styles, numbers)
+
+
+def _kind(row: Row):
+    sweep, of, _ = row.shape.partition(" of ")
+    return sweep if of else "", row.unit, MODES.index(row.mode)
+
+
+def _over_sizes(op, shape, unit, dtype, mode, rows, styles, numbers) -> Figure:
+    by_provider = collections.defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.size):
+        by_provider[row.provider].append(row)
+    title = f"{readable(shape)}, {dtype}, {mode}"
+
+    def series(value, **more):
+        found = [
+            Series(name, styles[name], [
+                Point(row.size, value(row), hollow=row.state != "stable", title=_said(row),
+                      **{key: f(row) for key, f in more.items()})
+                for row in mine if value(row) is not None
+            ])
+            for name, mine in sorted(by_provider.items(), key=lambda item: styles[item[0]])
+        ]  # fmt: skip
+        return [each for each in found if each.points]
+
+    def plot(what, found, y_label, **options):
+        return plots.lines(what, found, unit, y_label, **options)
+
+    time = series(
+        lambda r: r.ms_p50, low=lambda r: r.ms_p20, high=lambda r: r.ms_p80,
+        row=lambda r: numbers[r.key],
+    )  # fmt: skip
+    shown = [plot("Time", time, "ms")]
+    if rows[0].flop:
+        unit_of_rate, times = ("GFLOP/s", 1e3) if rows[0].matmul_tflops < 10 else ("TFLOP/s", 1)
+        roof = {row.size: row.matmul_tflops * times for row in rows}
+        rate = [*series(lambda r: r.tflops * times), _roof("a matrix product", roof)]
+        shown.append(plot("Rate", rate, unit_of_rate))
+    else:
+        roof = {row.size: row.copy_gbps for row in rows}
+        rate = [*series(lambda r: r.gbps), _roof("a copy of as many bytes", roof)]
+        shown.append(plot("Rate", rate, "GB/s"))
+    more = []
+    errors = series(lambda r: None if r.error is None else max(r.error, LEAST_ERROR))
+    if errors:
+        more.append(plot("Error", errors, "RMS of error / RMS of result"))
+    memory = series(lambda r: r.peak_mb)
+    if memory:
+        more.append(plot("Memory beyond the inputs", memory, "MB", log_y=False))
+    legend = [(each.style, each.name) for each in time] + [("roof", rate[-1].name)]
+    command = _command(op, f"{shape},", f", {mode}, {dtype}")
+    return Figure(title, shown, more, legend, command)
+
+
+def _roof(name: str, values: dict) -> Series:
+    return Series(name, "roof", [Point(x, y) for x, y in sorted(values.items()) if y])
+
+
+def _over_shapes(op, sweep, unit, mode, rows, styles, numbers) -> Figure:
+    names = list(dict.fromkeys(_shape(row) for row in rows))
+    by_provider = collections.defaultdict(list)
+    for row in rows:
+        by_provider[row.provider].append(row)
+    series = [
+        Series(name, styles[name], [
+            Point(row.ms_p50, names.index(_shape(row)), hollow=row.state != "stable",
+                  title=_said(row), row=numbers[row.key]) for row in mine
+        ])
+        for name, mine in sorted(by_provider.items(), key=lambda item: styles[item[0]])
+    ]  # fmt: skip
+    sizes = sorted({row.size for row in rows})
+    what = f"{sweep}: other" if sweep else "Other"
+    title = f"{what} models, ranks and dtypes, {', '.join(map(str, sizes))} {unit}, {mode}"
+    plot = plots.dots("Time", series, names, "ms")
+    legend = [(each.style, each.name) for each in series]
+    return Figure(title, [plot], [], legend, _command(op, f", {mode},", f"{sizes[0]} {unit}"))
+
+
+def _shape(row: Row) -> str:
+    return f"{readable(row.shape.rpartition(' of ')[2])}, {row.dtype}"
+
+
+def _command(op: str, *parts: str) -> str:
+    return shlex.join(["npu-ops", "bench", op, *(x for part in parts for x in ("--only", part))])
+
+
+def _said(row: Row) -> str:
+    """A mark in words."""
+    spread = f"{row.ms_p50:.4g} ms (p20 {row.ms_p20:.4g}, p80 {row.ms_p80:.4g})"
+    state = "" if row.state == "stable" else ", unstable"
+    return f"{row.provider}, {row.size} {row.unit}: {spread}{state}"
+
+
+def readable(shape: str) -> str:
+    """`Qwen3.5-9B, Qwen3-Next-80B, TP4` of `qwen3.5-9b = qwen3-next-80b-a3b tp4`."""
+    sweep, of, models = shape.rpartition(" of ")
+    models, _, ranks = models.rpartition(" tp")
+    names = [re.sub(r"-a\d+b$", "", name) for name in models.split(" = ")]
+    names = ["-".join(_word(part) for part in name.split("-")) for name in names]
+    return f"{sweep}{': ' if of else ''}{', '.join(names)}, TP{ranks}"
+
+
+def _word(part: str) -> str:
+    return part.upper() if part in ("vl",) or part[:1].isdigit() else part.capitalize()

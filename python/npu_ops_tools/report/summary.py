@@ -1,0 +1,90 @@
+"""What rows say together: how many times as fast as each peer, and where the least so."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from npu_ops_tools.bench.rows import Row
+from npu_ops_tools.bench.work import OURS
+
+# A row that is slower than this against the best peer is named: timers are no better.
+LEVEL = 0.97
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Our row and a peer's of the same work; ratio: how many times as fast ours is."""
+
+    ours: Row
+    peer: Row
+
+    @property
+    def ratio(self) -> float:
+        return self.peer.ms_p50 / self.ours.ms_p50
+
+    @property
+    def faster(self) -> bool:
+        return self.ratio > 1
+
+    @property
+    def stable(self) -> bool:
+        return self.ours.state == self.peer.state == "stable"
+
+
+@dataclasses.dataclass(frozen=True)
+class Against:
+    """All stable pairs of an op with a family of peers."""
+
+    op: str
+    peer: str
+    pairs: tuple[Pair, ...]
+    left_out: int
+
+    @property
+    def mean(self) -> float:
+        """The geometric mean of the ratios."""
+        return math.exp(sum(math.log(pair.ratio) for pair in self.pairs) / len(self.pairs))
+
+    @property
+    def worst(self) -> Pair:
+        return min(self.pairs, key=lambda pair: pair.ratio)
+
+
+def family(provider: str) -> str:
+    """`SDPA` of `SDPA, keys gathered`."""
+    return provider.partition(",")[0]
+
+
+def pairs(rows: Iterable[Row]) -> list[Pair]:
+    """Ours beside each peer's, of all rows that were timed. Other rows of ours are no peers."""
+    timed = [row for row in rows if row.state != "absent"]
+    ours = {row.benchmark: row for row in timed if row.provider == OURS}
+    return [
+        Pair(ours[row.benchmark], row)
+        for row in timed
+        if row.benchmark in ours and not row.provider.startswith(OURS)
+    ]
+
+
+def against(rows: Iterable[Row]) -> list[Against]:
+    """Each op against each family of peers; what is unstable takes no part."""
+    groups = collections.defaultdict(list)
+    for pair in pairs(rows):
+        groups[pair.ours.op, family(pair.peer.provider)].append(pair)
+    return [
+        Against(op, peer, stable, len(found) - len(stable))
+        for (op, peer), found in groups.items()
+        for stable in [tuple(pair for pair in found if pair.stable)]
+    ]
+
+
+def slower(rows: Iterable[Row]) -> list[Pair]:
+    """Stable pairs with the fastest peer that are below LEVEL, the slowest first."""
+    best: dict[tuple, Pair] = {}
+    for pair in pairs(rows):
+        if pair.stable and pair.ratio < best.get(pair.ours.benchmark, pair).ratio + 1e-12:
+            best[pair.ours.benchmark] = pair
+    return sorted((p for p in best.values() if p.ratio < LEVEL), key=lambda p: p.ratio)
