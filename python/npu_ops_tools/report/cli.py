@@ -12,17 +12,25 @@ from npu_ops_tools.options import fail
 
 def report_command(
     results: Annotated[
-        list[pathlib.Path], typer.Argument(help="What `npu-ops bench` wrote: files or folders.")
+        list[pathlib.Path],
+        typer.Argument(help="What `npu-ops bench` wrote: files or folders; or a verify.json."),
     ],
     output: Annotated[
         pathlib.Path, typer.Option("--output", "-o", help="Folder of the report.")
     ] = pathlib.Path("report"),
 ) -> None:
-    """Make a page of benchmark results, index.html, and report.md beside it."""
+    """Make a page of benchmark results, index.html, and report.md beside it.
+
+    Of what `npu-ops verify` wrote, its page again.
+    """
     from npu_ops_tools import report
+    from npu_ops_tools.verify import report as verified
 
     try:
+        if [path.suffix for path in results] == [".json"]:
+            print(f"written: {verified.write(verified.read(results[0]), output)[1]}")
+            return
         written = report.write(output, **report.read(results))
-    except (FileNotFoundError, ImportError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         fail(error)
     print(f"written: {written}")

@@ -34,7 +34,7 @@ class Figure:
 
 @dataclasses.dataclass
 class Section:
-    """An op on a device. table: (row, its number, times as fast as it ours is), as marks know it."""
+    """An op on a device. table: (row, its number as marks know it, times as fast as it ours is)."""
 
     op: str
     about: str
@@ -149,7 +149,11 @@ def _section(op: str, rows: list[Row], styles, numbers) -> Section:
 def _about(op: str) -> str:
     """The first line of its first public function's docstring."""
     functions = where.ops().get(op, [])
-    return getattr(npu_ops, functions[0]).__doc__.partition("\n")[0].replace("`", "") if functions else ""
+    return (
+        getattr(npu_ops, functions[0]).__doc__.partition("\n")[0].replace("`", "")
+        if functions
+        else ""
+    )
 
 
 def _figures(op: str, rows: list[Row], styles, numbers):

@@ -127,8 +127,8 @@ def _alt(title, series, x_label, y_label) -> str:
     said = []
     for each in series:
         first, last = each.points[0], each.points[-1]
-        said.append(f"{each.name} {short(first.y)} at {short(first.x)}"
-                    + (f" to {short(last.y)} at {short(last.x)}" if first is not last else ""))  # fmt: skip
+        to = f" to {short(last.y)} at {short(last.x)}" if first is not last else ""
+        said.append(f"{each.name} {short(first.y)} at {short(first.x)}{to}")
     return f"{title}: {y_label} over {x_label}. {'; '.join(said)}."
 
 
@@ -141,8 +141,10 @@ def _axis(values, log, begin, end, apart, at=None) -> Axis:
         kept = _apart(ticks, apart) if at else ticks
         few = len(kept) <= MOST_TICKS or at
         few = few and all(len(label) <= LONGEST_LABEL for _, label in kept)
-        if few and len(kept) >= 2 and all(
-            abs(a - b) >= apart for (a, _), (b, _) in zip(kept, kept[1:], strict=False)
+        if (
+            few
+            and len(kept) >= 2
+            and all(abs(a - b) >= apart for (a, _), (b, _) in zip(kept, kept[1:], strict=False))
         ):
             axis.ticks = kept
             break
