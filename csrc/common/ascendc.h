@@ -11,7 +11,7 @@ namespace npu_ops {
 // A tile of rows in global memory: `columns` elements of each, `pitch` elements apart.
 struct TileShape {
   int32_t rows, columns;
-  int64_t pitch;
+  int64_t pitch;  // of a single row nobody asks
 };
 
 __aicore__ inline uint32_t bytes_of(ElementType type) { return type == kFloat32 ? 4 : 2; }
@@ -37,7 +37,7 @@ __aicore__ inline void Wait() {
 // Rows that follow each other in both memories are one: a burst for each costs more.
 __aicore__ inline TileShape in_one_run(TileShape tile, int32_t stride) {
   const bool follows = tile.columns == stride && tile.pitch == stride;
-  return follows ? TileShape{1, tile.rows * stride, tile.rows * int64_t{stride}} : tile;
+  return follows ? TileShape{1, tile.rows * stride, 0} : tile;
 }
 
 // Rows of the tile as bytes, because the element type is not known before. In the unified buffer

@@ -156,7 +156,7 @@ class Update {
     const int64_t end = tile.n < tiling_.sequences
                             ? integer(given_.starts, tiling_.wide_starts, tile.n + 1)
                             : tokens;
-    tile.begin = tile.n == 0 || begin < 0 ? 0 : smaller(begin, tokens);
+    tile.begin = tile.n == 0 || begin < 0 ? 0 : begin;
     tile.end = end < tile.begin ? tile.begin : smaller(end, tokens);
     return begin == tile.begin && begin <= end && end <= tokens;
   }

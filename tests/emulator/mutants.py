@@ -26,130 +26,22 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from unittest import mock
+from collections.abc import Iterator
 
-import torch
 import torch_npu  # noqa: F401
 from npu_ops_emulator import twins
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import mutations
 from equivalent_mutants import EQUIVALENT
+from mutant_examples import Example, examples
 from mutations import Build, Mutant
-from support import evaluate, floats, forced
 
-import npu_ops
-from npu_ops.core import ascendc, library, rng
-from npu_ops.core import cases as kit
-from npu_ops.core.compare import assert_close
+from npu_ops.core import ascendc, library
 
-LARGEST = 130_000  # elements of a case's arguments: the twin takes about 1 us for each
 # Seconds of a processor that a mutant has, which catches those that never end, and of waiting.
 LIMIT, PATIENCE = 15, 1200
-# Vector cores and bytes of their memory: all there are, and few, so that a core has many tiles.
-CORES = ((None, None), (2, 144 * 1024))
-# Arguments that are also tried with numbers whose exponentials overflow.
-STEEP = {"gdn_gate": ("a", "b"), "rms_norm_gated": ("z",)}
-# Of calls, the argument with positions, which are also tried as int32 and behind their table.
-POSITIONS = {"rope_gather": "position_ids", "cached": "positions"}
-DTYPES = torch.float32, torch.bfloat16, torch.float16
 CAUGHT = ("check", "result", "warning", "crash", "no end")
-
-
-# ---- what is run ----
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """A call on the NPU, and what is right."""
-
-    name: str
-    op: str
-    function: Callable
-    arguments: dict
-    wrt: tuple[str, ...]
-    expected: dict
-    dtype: torch.dtype
-    cores: int | None = None
-    memory: int | None = None
-
-    def run(self) -> bool:
-        """Whether the results are right. Raises what the call does."""
-        actual = compute(self.op, "ascendc", self.function, self.arguments, self.wrt)
-        try:
-            for name, value in actual.items():
-                tolerance = kit.tolerance(self.op, name, value, self.dtype)
-                right = self.expected[name].to(value.device)
-                # A NaN belongs where one is expected, and is then as good as a number.
-                value, right = (torch.nan_to_num(x, nan=100.0) for x in (value, right))
-                assert_close(name, value, right, tolerance)
-        except AssertionError:
-            return False
-        return True
-
-
-def examples(op: str) -> list[Example]:
-    """The cases of an op that are not too large, each in one dtype, and its small calls."""
-    made = []
-    for case in kit.of(op).CASES:
-        dtype = DTYPES[len(made) % 3]
-        if case.large or case.tokens == 0 or elements(case.inputs(torch.float32)) > LARGEST:
-            continue
-        inputs, on_npu = case.inputs(dtype), case.inputs(dtype, "npu")
-        function, wrt = kit.function(op, case), kit.differentiable(op, case)
-        made.append(example(case.name, op, function, inputs, on_npu, wrt, dtype))
-        if len(made) == 1 and op in STEEP:
-            steep = {name: inputs[name] * 40 for name in STEEP[op]}
-            on_npu = on_npu | {name: value.npu() for name, value in steep.items()}
-            made.append(example("steep", op, function, inputs | steep, on_npu, wrt, dtype))
-    for call in kit.of(op).CALLS:
-        inputs = call.arguments()
-        on_npu = {k: v.npu() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-        wrt = kit.of(op).DIFFERENTIABLE if call.differentiable is None else call.differentiable
-        wrt = tuple(name for name in wrt if name in inputs)
-        function = getattr(npu_ops, call.function)
-        made.append(example(str(call), op, function, inputs, on_npu, wrt, torch.float32))
-        if name := POSITIONS.get(str(call)):
-            narrow = {name: on_npu[name].int()}
-            made.append(example(f"{call}-int32", op, function, inputs, on_npu | narrow, wrt,
-                                torch.float32))  # fmt: skip
-            made.append(outside(call, name, op, function, inputs, wrt))
-    return [dataclasses.replace(of_all, cores=cores, memory=memory)
-            for of_all in made for cores, memory in CORES]  # fmt: skip
-
-
-def outside(call, name: str, op: str, function, inputs: dict, wrt) -> Example:
-    """A call with a position, the last of the last axis, behind its table: there it reads NaN."""
-    positions = inputs[name].clone()
-    tables = {table: inputs[table] for table in ("cos", "sin", "cos_sin_cache") if table in inputs}
-    positions[-1, -1] = next(iter(tables.values())).shape[0]
-    longer = {table: torch.cat((rows, torch.full_like(rows[:1], torch.nan)))
-              for table, rows in tables.items()}  # fmt: skip
-    right = compute(op, "reference", function,
-                    floats(inputs | longer | {name: positions}, torch.float64), wrt)  # fmt: skip
-    on_npu = {k: v.npu() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    on_npu[name] = positions.npu()
-    return Example(f"{call}-outside", op, function, on_npu, wrt, right, torch.float32)
-
-
-def example(name, op, function, inputs, on_npu, wrt, dtype) -> Example:
-    right = compute(op, "reference", function, floats(inputs, torch.float64), wrt)
-    return Example(name, op, function, on_npu, wrt, right, dtype)
-
-
-def elements(inputs: dict) -> int:
-    return sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
-
-
-def compute(op: str, implementation: str, function, inputs: dict, wrt) -> dict:
-    """Results and gradients; what is random is the same each time."""
-
-    def state(device, generator):
-        return torch.tensor((3, 5), device=device)
-
-    with mock.patch.object(rng, "new_state", state), forced(implementation, op):
-        return evaluate(function, inputs, wrt)
 
 
 # ---- the process that runs them ----

@@ -162,6 +162,17 @@ def expression(pattern: str, new: str) -> Find:
     return find
 
 
+def other_connectives(text: str) -> Iterator[Place]:
+    """Of what is true or false, an "and" is an "or", or the other way round."""
+    begin, part = r"(?:\bif \(|\breturn |[^=!<>]= |\bfor \([^;]*; )", r"(?:(?! = )[^;{}])*?"
+    whole = rf"{begin}({part}(?:&&|\|\|){part})(?:;|\)\s*(?:{{|\w))"
+    for match in re.finditer(whole, text):
+        for each in re.finditer(r"&&|\|\|", match[1]):
+            other = {"&&": "||", "||": "&&"}[each[0]]
+            new = match[1][: each.start()] + other + match[1][each.end() :]
+            yield match.start(1), match.end(1), " ".join(new.split())
+
+
 # Instructions that change values; which of the other arguments is the count.
 _INSTRUCTION = ("Add|Sub|Mul|Div|Max|Min|Adds|Muls|Maxs|Mins|Abs|Exp|Ln|Sqrt|Reciprocal|Cast|Brcb|"
                 "Select|CompareScalar|Gather|WholeReduceSum|And|Or|ShiftRight|Axpy|"
@@ -199,6 +210,7 @@ RULES: dict[str, tuple[Find, bool]] = {
         False),
     "a condition forgotten": (expression(r"\bif \(([^(){};]*)\)", "(({}) || true)"), False),
     "a condition never met": (expression(r"\bif \(([^(){};]*)\)", "(({}) && false)"), False),
+    "and for or": (other_connectives, False),
     "an offset forgotten": (
         expression(rf"(?<=[\w)\]])\[({_NUMBER}(?: [*+] {_NUMBER})*)\]", "0 * ({})"), False),
     "the first columns again": (expression(r"\+\s+(tile\.column)\b", "0 * {}"), False),

@@ -1,0 +1,175 @@
+"""What mutants of AscendC kernels are run on, and what is right: an op's cases and its calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+from mutant_calls import MORE, WRONG
+from support import evaluate, floats, forced, on_device
+
+import npu_ops
+from npu_ops.core import cases as kit
+from npu_ops.core import rng
+from npu_ops.core.cases import Call
+from npu_ops.core.compare import assert_close
+
+LARGEST = 130_000  # elements of a case's arguments: the twin takes about 1 us for each
+# Of a pool, the twin touches but a few slots.
+LARGEST_OF = {"gated_delta_rule_update": 270_000, "causal_conv1d_update": 270_000}
+# Vector cores and bytes of their memory: all there are, and few, so that a core has many tiles.
+CORES = ((None, None), (2, 144 * 1024))
+# Arguments that are also tried with numbers whose exponentials overflow.
+STEEP = {"gdn_gate": ("a", "b"), "rms_norm_gated": ("z",)}
+# Of calls, the argument with positions, which are also tried as int32 and behind their table.
+POSITIONS = {"rope_gather": "position_ids", "cached": "positions"}
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A call on the NPU, and what is right: of results, gradients and what is written in place."""
+
+    name: str
+    op: str
+    function: Callable
+    arguments: dict
+    wrt: tuple[str, ...]
+    writes: tuple[str, ...]
+    expected: dict
+    dtype: torch.dtype
+    cores: int | None = None
+    memory: int | None = None
+
+    def run(self) -> bool:
+        """Whether the results are right. Raises what the call does."""
+        actual = compute(self.op, "ascendc", self.function, self.arguments, self.wrt, self.writes)
+        try:
+            for name, value in actual.items():
+                tolerance = kit.tolerance(self.op, name, value, self.dtype)
+                right = self.expected[name].to(value.device)
+                # A NaN belongs where one is expected, and is then as good as a number.
+                value, right = (torch.nan_to_num(x, nan=100.0) for x in (value, right))
+                assert_close(name, value, right, tolerance)
+        except AssertionError:
+            return False
+        return True
+
+
+def compute(op: str, implementation: str, function, inputs: dict, wrt, writes) -> dict:
+    """Results, gradients and what is written, by name; the inputs stay as they are, and what is
+    random is the same each time."""
+    inputs = inputs | {name: inputs[name].clone() for name in writes}
+
+    def state(device, generator):
+        return torch.tensor((3, 5), device=device)
+
+    with mock.patch.object(rng, "new_state", state), forced(implementation, op):
+        found = evaluate(function, inputs, wrt)
+    return found | {f"{name} after": inputs[name] for name in writes}
+
+
+def examples(op: str) -> list[Example]:
+    """The cases of an op that are not too large, each in one dtype, and its small calls."""
+    made = [*of_cases(op), *of_calls(op), *of_more_calls(op), *of_wrong_calls(op)]
+    return [dataclasses.replace(of_all, cores=cores, memory=memory)
+            for of_all in made for cores, memory in CORES]  # fmt: skip
+
+
+def of_cases(op: str) -> Iterator[Example]:
+    largest, number = LARGEST_OF.get(op, LARGEST), 0
+    for case in kit.of(op).CASES:
+        dtype = DTYPES[number % 3]
+        if case.large or case.tokens == 0 or elements(case.inputs(torch.float32)) > largest:
+            continue
+        inputs, on_npu = case.inputs(dtype), case.inputs(dtype, "npu")
+        function, wrt = kit.function(op, case), kit.differentiable(op, case)
+        writes = written(op, inputs)
+        yield example(case.name, op, function, inputs, on_npu, wrt, writes, dtype)
+        if number == 0 and op in STEEP:
+            steep = {name: inputs[name] * 40 for name in STEEP[op]}
+            on_npu = on_npu | on_device(steep, "npu")
+            yield example("steep", op, function, inputs | steep, on_npu, wrt, writes, dtype)
+        number += 1
+
+
+def of_calls(op: str) -> Iterator[Example]:
+    for call in kit.of(op).CALLS:
+        yield of_call(op, call, call.arguments(), in_place=False)
+        if call.in_place:
+            yield of_call(op, call, call.arguments(in_place=True), in_place=True)
+        if name := POSITIONS.get(str(call)):
+            inputs = call.arguments()
+            yield of_call(op, call, inputs | {name: inputs[name].int()}, in_place=False)
+            yield outside(op, call, name)
+
+
+def of_call(op: str, call: Call, inputs: dict, in_place: bool) -> Example:
+    wrt = kit.of(op).DIFFERENTIABLE if call.differentiable is None else call.differentiable
+    wrt = tuple(name for name in wrt if name in inputs and not in_place)
+    writes = call.writes if in_place or not call.in_place else ()
+    function, on_npu = getattr(npu_ops, call.function), on_device(inputs, "npu")
+    name = f"{call} in place" if in_place else str(call)
+    return example(name, op, function, inputs, on_npu, wrt, writes, torch.float32)
+
+
+def outside(op: str, call: Call, name: str) -> Example:
+    """A call with a position, the last of the last axis, behind its table: there it reads NaN."""
+    inputs = call.arguments()
+    positions = inputs[name].clone()
+    tables = {table: inputs[table] for table in ("cos", "sin", "cos_sin_cache") if table in inputs}
+    positions[-1, -1] = next(iter(tables.values())).shape[0]
+    longer = {table: torch.cat((rows, torch.full_like(rows[:1], torch.nan)))
+              for table, rows in tables.items()}  # fmt: skip
+    given = of_call(op, call, inputs | longer | {name: positions}, in_place=False)
+    on_npu = on_device(inputs | {name: positions}, "npu")
+    return dataclasses.replace(given, name=f"{call}-outside", arguments=on_npu)
+
+
+def of_more_calls(op: str) -> Iterator[Example]:
+    for name, inputs in MORE.get(op, {}).items():
+        dtype = next(x.dtype for x in inputs.values() if isinstance(x, torch.Tensor))
+        writes = written(op, inputs)
+        yield example(name, op, getattr(npu_ops, op), inputs, moved(inputs), (), writes, dtype)
+
+
+def moved(inputs: dict) -> dict:
+    """Arguments on the NPU, laid out as they are here, those of a tuple too."""
+
+    def one(value):
+        if isinstance(value, tuple):
+            return tuple(map(one, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        size = value.untyped_storage().nbytes() // value.element_size()
+        there = value.as_strided((size,), (1,), 0).npu()
+        return there.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    return {name: one(value) for name, value in inputs.items()}
+
+
+def of_wrong_calls(op: str) -> Iterator[Example]:
+    """Calls with numbers that lead nowhere: what is theirs is NaN, and nothing else changes."""
+    for wrong in WRONG.get(op, ()):
+        function, on_npu = getattr(npu_ops, op), on_device(wrong.given, "npu")
+        writes = written(op, wrong.given)
+        made = example(wrong.name, op, function, wrong.right, on_npu, (), writes, torch.float32)
+        wrong.correct(made.expected)
+        yield made
+
+
+def example(name, op, function, inputs, on_npu, wrt, writes, dtype) -> Example:
+    right = compute(op, "reference", function, floats(inputs, torch.float64), wrt, writes)
+    return Example(name, op, function, on_npu, wrt, writes, right, dtype)
+
+
+def written(op: str, inputs: dict) -> tuple[str, ...]:
+    """The arguments that an op always overwrites."""
+    (names,) = {call.writes for call in kit.of(op).CALLS if not call.in_place} or {()}
+    return tuple(name for name in names if name in inputs)
+
+
+def elements(inputs: dict) -> int:
+    return sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
