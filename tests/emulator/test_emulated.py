@@ -9,24 +9,11 @@ import sys
 import textwrap
 
 import pytest
+from emulated import PYTHON, ROOT, emulate
 from npu_ops_emulator import headers
 
 INSIDE = pathlib.Path(__file__).parent / "inside"
-ROOT = pathlib.Path(__file__).parents[2]
-PYTHON = ROOT / "python"
 MEGATRON = ROOT / ".cache" / "megatron" / "0.17.1"
-
-
-def emulate(*command, options=(), **variables):
-    """Run a command on the emulated NPU."""
-    path = os.pathsep.join(filter(None, [str(ROOT), str(PYTHON), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, "-m", "npu_ops_emulator", *options, "--", *command],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2"} | variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 def python(code: str, *options: str, **variables):
@@ -60,6 +47,14 @@ def test_aten(queue):
 @pytest.mark.skipif(headers.why_not() is not None, reason=str(headers.why_not()))
 def test_ascendc_kernels():
     done = pytest_inside("ascendc.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(headers.why_not() is not None, reason=str(headers.why_not()))
+def test_ascendc_kernels_on_random_calls():
+    path = os.pathsep.join(map(str, (ROOT, PYTHON, ROOT / "tests")))
+    done = pytest_inside("ascendc_sweep.py", PYTHONPATH=path, seconds=3600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

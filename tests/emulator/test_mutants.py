@@ -1,7 +1,11 @@
-"""Mutants of our AscendC kernels change what they say; mutants.py runs them, by hand."""
+"""Mutants of our AscendC kernels change what they say, and mutants.py catches them."""
+
+import pathlib
+import sys
 
 import mutations
 import pytest
+from emulated import emulate
 from equivalent_mutants import EQUIVALENT
 from npu_ops_emulator import headers
 
@@ -32,3 +36,22 @@ def test_what_is_equivalent_is_still_there():
     there = {(m.file, m.rule, " ".join(m.old.split())) for m in all_mutants()}
     for file, rule, old in EQUIVALENT:
         assert any((file, rule) == m[:2] and old in m[2] for m in there), (file, rule, old)
+
+
+def assert_caught(*options: str, seconds: int) -> None:
+    """By mutants.py, or equivalent_mutants.py says why not."""
+    script = pathlib.Path(__file__).parent / "mutants.py"
+    done = emulate(sys.executable, str(script), *options, seconds=seconds)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 not" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("op, sample", [("l2norm", 20), ("causal_conv1d_update", 40)])
+def test_a_sample_is_caught(op, sample):
+    """Of the op's own file: an op alone does not come past all of a shared header."""
+    assert_caught("--op", op, "--only", f"{op}_ascendc.cpp", "--sample", str(sample), seconds=600)
+
+
+@pytest.mark.slow
+def test_all_are_caught():
+    assert_caught(seconds=7200)
