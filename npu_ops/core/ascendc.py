@@ -29,18 +29,30 @@ def locate(op: str, family: str) -> pathlib.Path | str:
     return "this installation has no AscendC kernels"
 
 
-@functools.cache
-def why_not(op: str, device: torch.device) -> str | None:
-    """None, or one sentence on why an op's AscendC kernels do not run on `device`."""
-    if library.native_why_not():
-        return library.native_why_not()
-    if device.type != "npu":
-        return f"AscendC kernels run on an NPU, not on {device.type}"
-    family = socs.ascendc_family(hardware.soc(device))
-    if family is None:
-        return f"there are no AscendC kernels for {hardware.soc(device)}"
+def why_not_built(op: str, family: str) -> str | None:
+    """None, or one sentence on why there is no object of an op's kernels for a family of NPUs."""
     found = locate(op, family)
     return found if isinstance(found, str) else None
+
+
+def why_not(op: str, device: torch.device) -> str | None:
+    """None, or one sentence on why an op's AscendC kernels do not run on `device`.
+
+    Tensors elsewhere, which are asked about as if on an NPU (`registry.as_if_on`), are asked about
+    for the NPU that is here.
+    """
+    soc = hardware.soc(device) or hardware.npu_name()
+    return _missing(op, soc) if soc else f"AscendC kernels run on an NPU, not on {device.type}"
+
+
+@functools.cache
+def _missing(op: str, soc: str) -> str | None:
+    if library.native_why_not():
+        return library.native_why_not()
+    family = socs.ascendc_family(soc)
+    if family is None:
+        return f"there are no AscendC kernels for {soc}"
+    return why_not_built(op, family)
 
 
 def launcher(op: str, name: str, arguments: str) -> Callable[[], Callable[..., None]]:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 
 import npu_ops_adapters
 import npu_ops_autoload
+import npu_ops_emulator
 import torch
 from npu_ops_adapters import State
 
@@ -99,6 +100,7 @@ def machine() -> dict:
         "npu devices": hardware.npu_count() or None,
         "no npu because": why_not if _is_there("torch_npu") or hasattr(torch, "npu") else None,
         "SoC": hardware.npu_name(),
+        "emulated": "these NPUs are software" if npu_ops_emulator.installed() else None,
         "CANN": _cann(),
     }
 

@@ -18,6 +18,8 @@ PLACES = {
     "Triton kernel": "npu_ops/ops/{op}/triton_ascend*",
     "CPU kernel": "csrc/{op}/{op}_cpu.cpp",
     "AscendC kernel": "csrc/{op}/{op}_ascendc.cpp",
+    "AscendC tiling": "csrc/{op}/*_tiling.h",
+    "AscendC launch": "csrc/{op}/{op}_npu.cpp",
     "cases": "npu_ops/ops/{op}/cases.py",
     "tests": "tests/ops/**/test_{op}.py",
     "benchmark": "benchmarks/bench_{op}.py",

@@ -45,8 +45,9 @@ def test_aten(queue):
 
 
 @pytest.mark.skipif(headers.why_not() is not None, reason=str(headers.why_not()))
-def test_ascendc_kernels():
-    done = pytest_inside("ascendc.py")
+@pytest.mark.parametrize("name", ["ascendc", "tools"])
+def test_ascendc_kernels(name):
+    done = pytest_inside(f"{name}.py")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

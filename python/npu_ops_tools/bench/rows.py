@@ -11,6 +11,7 @@ import subprocess
 import typing
 from collections.abc import Iterable
 
+import npu_ops_emulator
 import torch
 
 import npu_ops
@@ -160,6 +161,12 @@ def commit() -> tuple[str, bool]:
 
     changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
     return git("rev-parse", "--short=12", "HEAD"), bool(changed)
+
+
+def device_name(device: str) -> str:
+    """What numbers of a device carry; none of "npu-emulated" is a time of an NPU."""
+    kind = torch.device(device).type
+    return "npu-emulated" if kind == "npu" and npu_ops_emulator.installed() else kind
 
 
 @functools.cache

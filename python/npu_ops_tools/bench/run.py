@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from npu_ops.core import env
 from npu_ops_tools.bench import rows, timing
 from npu_ops_tools.bench.rows import Row
 from npu_ops_tools.bench.sweep import Benchmark, Sweep, discover, load
@@ -63,7 +64,7 @@ def measure(benchmark: Benchmark, device: str, longest: float) -> Iterator[Row]:
             matmul_tflops=timing.matmul_tflops(benchmark.dtype, device) if work.flop else None,
             peak_mb=peaks[name], error=errors.get(name),
             error_against=work.against() if name in errors else "",
-            command=shlex.join(["npu-ops", "bench", benchmark.op, "--only", benchmark.name]),
+            command=_command(benchmark.op, device, "--only", benchmark.name),
         )  # fmt: skip
 
 
@@ -76,6 +77,14 @@ def absent(sweep: Sweep, device: str) -> Iterator[Row]:
         yield _row(sweep, device, shape=sweep.label, provider=name, state="absent", note=why)
 
 
+def _command(op: str, device: str, *options: str) -> str:
+    """What repeats a row, with the switch that chose what it timed."""
+    forced = ",".join("=".join(pair) for pair in env.settings.impl.items())
+    switch = f"NPU_OPS_IMPL={forced} " if forced else ""
+    there = [] if device == "cpu" else ["--device", device]
+    return switch + shlex.join(["npu-ops", "bench", op, *options, *there])
+
+
 def _row(sweep: Sweep, device: str, **values) -> Row:
     commit, dirty = rows.commit()
     numbers = dict.fromkeys(rows.FIELDS)
@@ -85,13 +94,13 @@ def _row(sweep: Sweep, device: str, **values) -> Row:
         "op": sweep.op,
         "size": 0,
         "unit": sweep.unit,
-        "device": torch.device(device).type,
+        "device": rows.device_name(device),
         "machine": rows.machine(device),
         "threads": torch.get_num_threads(),
         "versions": rows.versions(),
         "commit": commit,
         "dirty": dirty,
         "timestamp": now.isoformat(timespec="seconds"),
-        "command": f"npu-ops bench {sweep.op}",
+        "command": _command(sweep.op, device),
     }
     return Row(**numbers | texts | same | values)
