@@ -245,7 +245,7 @@ class Update {
                                    ElementType type) {
     const auto whole = static_cast<int32_t>((count_ - 1) * plane.channel + columns);
     Bytes to = in_queue_.AllocTensor<uint8_t>();
-    if (plane.channel <= kOwnBlock)
+    if (plane.whole())
       copy_in(to, from + at * bytes_of(type), type, {1, whole, whole}, (whole + 15) / 16 * 16);
     else
       copy_in(to, from + at * bytes_of(type), type, {count_, columns, plane.channel}, kOwnBlock);

@@ -10,7 +10,7 @@ namespace {
 using Optional = std::optional<Tensor>;
 
 Plane plane(const Tensor& tensor, int64_t channel, int64_t column) {
-  return {tensor.stride(channel), tensor.stride(column)};
+  return {tensor.stride(channel), tensor.stride(column), false};
 }
 
 int32_t is_wide(const Optional& indices) {
@@ -34,8 +34,10 @@ CausalConv1dUpdateTiling tiling_of(const Tensor& x, const Tensor& state, const T
   tiling.y_token = y.stride(1);
   tiling.state_slot = state.stride(0);
   tiling.state = plane(state, 1, 2);
+  const int64_t end = (tiling.channels - 1) * tiling.state.channel + tiling.columns;
+  tiling.state.mixed = tiling.slots > 1 && tiling.state_slot < end;
   tiling.weight = plane(weight, 0, 1);
-  tiling.window = {1, 1};
+  tiling.window = {1, 1, false};
   if (window) {
     tiling.windows = window->size(0);
     tiling.window_row = window->stride(0);

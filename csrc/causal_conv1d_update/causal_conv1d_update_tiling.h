@@ -5,18 +5,22 @@
 
 namespace npu_ops {
 
+constexpr int32_t kOwnBlock = 16;  // elements of a channel that is loaded alone
+
 // A matrix [channels, columns] in a tensor: elements from one to the next. One of the two is 1.
+// mixed: what another core writes may lie between its channels.
 struct Plane {
   int64_t channel, column;
+  int32_t mixed;
 
   NPU_OPS_SHARED bool apart() const { return channel != 1; }  // its channels
+  // Whether what lies between channels is loaded too, where they are apart: it is little.
+  NPU_OPS_SHARED bool whole() const { return !mixed && channel <= kOwnBlock; }
 };
 
-// Elements that a channel of such a matrix has in the unified buffer, where channels are apart:
-// what lies between is loaded too where that is little, else each channel has a block of its own.
-constexpr int32_t kOwnBlock = 16;
+// Elements that a channel of such a matrix has in the unified buffer, where channels are apart.
 NPU_OPS_SHARED int32_t pitch_on_chip(const Plane& plane) {
-  return plane.channel <= kOwnBlock ? static_cast<int32_t>(plane.channel) : kOwnBlock;
+  return plane.whole() ? static_cast<int32_t>(plane.channel) : kOwnBlock;
 }
 
 struct CausalConv1dUpdateTiling {

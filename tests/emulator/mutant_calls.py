@@ -65,6 +65,9 @@ def _more_convolutions() -> dict[str, dict]:
         "a few of many columns": {
             "x": draw(2, 1, 8), "conv_state": draw(2, 8, 40), "weight": draw(8, 20)[:, 12:16],
         },
+        "slots between each other's channels": {
+            "x": draw(2, 1, 8), "conv_state": draw(8, 2, 3).transpose(0, 1), "weight": draw(8, 4),
+        },
         "channels that fill no instruction": {
             "x": draw(2, 2, 15).bfloat16(), "conv_state": draw(2, 15, 3).bfloat16(),
             "weight": draw(15, 4),
