@@ -32,8 +32,11 @@ def on_npu(function, counts):
     @functools.wraps(function)
     def call(**arguments):
         with torch.no_grad():
-            function(**copied(arguments))  # raises for index values, which no device looks at
-        there = {name: moved(value) for name, value in arguments.items()}
+            function(**placed(arguments, "cpu"))  # raises for index values: no device looks at them
+        if any(getattr(value, "dtype", None) == torch.float64 for value in arguments.values()):
+            counts["refused"] += 1  # an NPU has no fp64
+            return function(**arguments)
+        there = placed(arguments, "npu")
         try:
             with env.override(impl=FORCED):
                 outputs = function(**there)
@@ -52,25 +55,27 @@ def on_npu(function, counts):
     return call
 
 
-def copied(value):
-    if isinstance(value, dict):
-        return {name: copied(each) for name, each in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(copied, value))
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+def placed(arguments: dict, device: str) -> dict:
+    """Copies of the arguments on a device, laid out in memory as these are, and sharing what these
+    share; a tensor with a gradient is dense and alone."""
+    bases = {}
 
+    def one(value):
+        if isinstance(value, tuple):
+            return tuple(map(one, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.requires_grad and device != "cpu":
+            return value.to(device)
+        storage = value.untyped_storage()
+        key = storage.data_ptr(), value.dtype
+        if key not in bases:
+            count = storage.nbytes() // value.element_size()
+            whole = value.detach().as_strided((count,), (1,), 0)
+            bases[key] = whole.clone() if device == "cpu" else whole.to(device)
+        return bases[key].as_strided(value.shape, value.stride(), value.storage_offset())
 
-def moved(value):
-    """An argument on the NPU, laid out as it is here unless it has a gradient."""
-    if isinstance(value, tuple):
-        return tuple(map(moved, value))
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.requires_grad:
-        return value.npu()
-    size = value.untyped_storage().nbytes() // value.element_size()
-    there = value.as_strided((size,), (1,), 0).npu()
-    return there.as_strided(value.shape, value.stride(), value.storage_offset())
+    return {name: one(value) for name, value in arguments.items()}
 
 
 def give_back(value, there):
