@@ -78,7 +78,7 @@ class Work:
         return backward
 
     def _gradients(self, outputs, leaves: dict, **options) -> tuple:
-        weights = [w.to(out.dtype) for w, out in zip(self._weights, outputs, strict=True)]
+        weights = [w.to(out) for w, out in zip(self._weights, outputs, strict=True)]
         return torch.autograd.grad(outputs, list(leaves.values()), weights, **options)
 
     def _moved(self) -> int:
@@ -111,7 +111,9 @@ class Work:
         for name in self.calls:
             if name in self.implementations or not self.benchmark.sweep.random:
                 actual = self._once(self._functions[name], self._own())
-                errors = [error_ratio(a, e) for a, e in zip(actual, expected, strict=True)]
+                errors = [
+                    error_ratio(a.cpu(), e.cpu()) for a, e in zip(actual, expected, strict=True)
+                ]
                 found[name] = max(errors)
                 if name in self.implementations:
                     self._judge(name, actual, errors)

@@ -65,6 +65,6 @@ def test_shadow(forced, caplog):
 
 def test_bench(forced):
     row = next(run.run(["l2norm"], quick=True, device="npu", longest=0.0))
-    assert (row.device, row.provider, row.implementation) == ("npu-emulated", "npu_ops", "ascendc")
+    assert (row.device, row.provider, row.implementation) == ("npu-emulated", "npu-ops", "ascendc")
     assert row.command.startswith("NPU_OPS_IMPL=l2norm=ascendc,l2norm_backward=ascendc npu-ops")
     assert row.command.endswith("--device npu")
