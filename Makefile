@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/* csrc/*/*)  # the folders too: a file may have gone
 
-.PHONY: demo demo-serve test test-all test-trainers test-aarch64 wheels check format clean
+.PHONY: demo demo-serve fetch test test-all test-trainers test-aarch64 wheels check format clean
 .PHONY: bench bench-quick report
 
 # torch first and alone, so that nothing else chooses its build.
@@ -59,13 +59,17 @@ INTERPRETED := TRITON_INTERPRET=1 $(ON_CPU)
 
 FETCHED := $(patsubst %,.cache/%/ready,chromium megatron sglang frameworks trainers)
 
-test: check $(FETCHED)
+# All at once: each waits for its downloads, and unpacks with one core.
+fetch: $(VENV)/ready
+	@$(MAKE) --no-print-directory --jobs 5 $(FETCHED)
+
+test: check fetch
 	$(ON_CPU) -m "not slow"
 	$(INTERPRETED) -m "not slow" tests/interpreted
 	$(ON_NPU) -m "not slow" tests/ops
 
 # FLA: a clone of flash-linear-attention, whose own tests then run too: make FLA=... test-all
-test-all: check $(FETCHED)
+test-all: check fetch
 	$(ON_CPU)
 	$(INTERPRETED) tests/interpreted
 	$(ON_NPU) tests/ops
@@ -75,9 +79,11 @@ test-all: check $(FETCHED)
 test-trainers: .cache/trainers/ready
 	$(ON_CPU) tests/trainers tests/adapters/test_verl.py
 
-# The tests of the report's page look at it in a browser: the system's Chromium, or playwright's.
+# The tests of the report's page look at it in a browser: the system's Chromium (Debian: chromium),
+# or playwright's, where that can be downloaded. Where there is neither, they say so.
 .cache/chromium/ready: $(VENV)/ready
-	command -v chromium || command -v google-chrome || $(BIN)/playwright install chromium
+	@command -v chromium || command -v google-chrome || $(BIN)/playwright install chromium \
+		|| echo "no Chromium: nothing looks at the report's page"
 	@mkdir -p $(@D) && touch $@
 
 # Everything, of a clean tree, to be committed: 20 minutes on a quiet machine.

@@ -9,14 +9,17 @@ import pytest
 from npu_ops_adapters.megatron import qwen3_vl
 from processes import run_checks
 
+ENDS = (fetch_megatron.VERSIONS[0], fetch_megatron.VERSIONS[-1])
+
+
+def marks(version, mode):
+    """Registered late, the oldest and the newest release stand for those between them."""
+    slow = [pytest.mark.slow] if mode == "late" and version not in ENDS else []
+    return [pytest.mark.xdist_group(f"megatron-{version}-{mode}"), *slow]
+
+
 RUNS = [
-    pytest.param(
-        version,
-        mode,
-        check,
-        id=f"{version}-{mode}-{check}",
-        marks=pytest.mark.xdist_group(f"megatron-{version}-{mode}"),
-    )  # fmt: skip
+    pytest.param(version, mode, check, id=f"{version}-{mode}-{check}", marks=marks(version, mode))
     for version in fetch_megatron.VERSIONS
     for mode in megatron_checks.CHECKS
     for check in megatron_checks.names(mode, version)
