@@ -1,6 +1,7 @@
 """The page that a report is, as a browser shows it: in Chromium, wide and narrow."""
 
 import csv
+import pathlib
 import shutil
 
 import pytest

@@ -113,6 +113,20 @@ def longest_inverse(arguments):
     return max(1.0, float(1 / lengths.min())) if lengths.numel() else 1.0
 
 
+def largest_of_a_gated_row(arguments):
+    """What gradients are before the norm takes away the part along its row, of which with one
+    element nothing but rounding is left."""
+    x, weight, z = (arguments[name].detach() for name in ("x", "weight", "z"))
+    if not x.numel():
+        return 1.0
+    gate = sigmoid(z) * (z if arguments["activation"] == "silu" else 1)
+    rows = x if arguments["norm_before_gate"] else x * gate
+    rows = rows.unflatten(-1, (-1, arguments["group_size"] or x.shape[-1]))
+    inverse = 1 / (rows.square().mean(-1) + arguments["eps"]).sqrt()
+    largest = max(float(part.abs().max()) for part in (x, z, torch.ones(1)))
+    return max(1.0, float(inverse.max() * weight.abs().max()) * largest)
+
+
 TARGETS = {
     "l2norm": Target(
         l2norm,
@@ -128,7 +142,7 @@ TARGETS = {
             shape=SHAPE, dim=(4, 1, 3, 8, 16, 40, 128), groups=(None, 1, 2, 3), dtype=DTYPES,
             weight=DTYPES, z=DTYPES, before=YES, activation=("silu", "sigmoid"), eps=(1e-6, 1e-3),
         ),
-        make_rms_norm_gated, ("x", "weight", "z"),
+        make_rms_norm_gated, ("x", "weight", "z"), met=largest_of_a_gated_row,
     ),
     "gdn_gate": Target(
         gdn_gate,
