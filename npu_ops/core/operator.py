@@ -16,7 +16,7 @@ import inspect
 import string
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -83,7 +83,8 @@ class Operator:
         check_indices: raises ValueError for index values in host memory that are wrong, from a
             NamedTuple of the implementations' arguments. Native kernels look at them themselves;
             this is for the reference and for calls that need no kernel.
-        aclnn: torch_npu has operators for it, which the op's `aclnn.py` calls. They come first.
+        aclnn: torch_npu has operators for it, which the op's `aclnn.py` calls: "first", or "behind"
+            our own kernels, where NPU_OPS_IMPL and what `npu-ops tune` measured choose them.
         ascendc: it has an AscendC kernel and a native launcher of it. Triton's comes first: that
             one is compiled by the vendor's compiler here.
         cpu_in_python: the CPU implementation is in the op's `cpu.py`, not in the native library.
@@ -106,7 +107,7 @@ class Operator:
         empty: Callable[[NamedTuple], None] | None = None,
         zeroed: Callable[[NamedTuple], bool] | None = None,
         check_indices: Callable[[NamedTuple], None] | None = None,
-        aclnn: bool = False,
+        aclnn: Literal["first", "behind"] | None = None,
         ascendc: bool = False,
         cpu_in_python: bool = False,
     ):
@@ -218,7 +219,11 @@ class Operator:
                 output.copy_(value)
 
     def _usual(
-        self, why_not: Mapping[str, WhyNot], aclnn: bool, has_ascendc: bool, cpu_in_python: bool
+        self,
+        why_not: Mapping[str, WhyNot],
+        aclnn: str | None,
+        has_ascendc: bool,
+        cpu_in_python: bool,
     ) -> list[Implementation]:
         """Triton, CPU, reference: what every op has; and the vendor's, and AscendC."""
         folder = f"npu_ops.ops.{self.op}"
@@ -244,9 +249,10 @@ class Operator:
             load = from_native(schema)
             cpu = usual("cpu", {"cpu"}, lambda _: library.native_why_not(), load=load)
         return [
-            *([of_vendor] if aclnn else []),
+            *([of_vendor] if aclnn == "first" else []),
             usual("triton_ascend", {"npu", "cuda"}, lambda _: library.triton_why_not()),
             *([native] if has_ascendc else []),
+            *([of_vendor] if aclnn == "behind" else []),
             cpu,
             self._reference_checked(),
         ]

@@ -79,7 +79,7 @@ _SHARED = {
     "groups": {"extra": Extra, "rule": Rule},
     "is_empty": _nothing_to_read,
     "check_indices": _check_indices,
-    "aclnn": True,
+    "aclnn": "first",
     "cpu_in_python": True,
 }
 forward = Operator(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from npu_ops.ops.rope import reference
+from npu_ops.ops.rope import aclnn, reference
 from npu_ops.ops.rope.rotation import Rotation
 
 rotate = Rotation(
@@ -10,4 +10,5 @@ rotate = Rotation(
     tables="Tensor cos, Tensor sin, Tensor? positions, str layout, str pair_layout, bool inverse, "
     "int rotary_dim",
     reference=reference.rope,
+    aclnn_why_not=aclnn.why_not,
 )
