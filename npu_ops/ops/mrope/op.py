@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from npu_ops.ops.mrope import reference
+from npu_ops.ops.mrope import aclnn, reference
 from npu_ops.ops.rope.rotation import Rotation
 
 rotate = Rotation(
@@ -10,4 +10,5 @@ rotate = Rotation(
     tables="Tensor cos, Tensor sin, Tensor? positions, int[] mrope_section, str section_layout, "
     "str layout, str pair_layout, bool inverse, int rotary_dim",
     reference=reference.mrope,
+    aclnn_why_not=aclnn.why_not,
 )

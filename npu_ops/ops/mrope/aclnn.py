@@ -1,0 +1,76 @@
+"""Multimodal rotation by torch_npu's `npu_mrope`: the serving form, from one cache.
+
+What it takes is from torch_npu's documentation of it. A position outside of the cache, of which our
+own kernels make NaN, is an address outside of it there: nothing looks at values on a device.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from npu_ops.core import check
+from npu_ops.core.library import dtype_why_not
+
+_SECTIONS = ([16, 24, 24], [24, 20, 20], [8, 12, 12])
+_CACHE_MODES = {"chunked": "default", "interleaved": "interleave"}  # what it calls our layouts
+_MODES = {"half": "half", "interleaved": "interleave"}
+
+
+def why_not(arguments) -> str | None:
+    """None, or a sentence on why the operator does not take the implementations' arguments."""
+    q, k, cos, sin = arguments[:4]
+    if len({x.dtype for x in (q, k, cos, sin)}) > 1:
+        got = ", ".join(check.short(x.dtype) for x in (q, k, cos, sin))
+        return f"q, k, cos and sin are {got}, the vendor's operator takes one dtype"
+    if arguments.positions is None or arguments.layout != "TND" or not _one_cache(cos, sin):
+        return "the vendor's operator takes packed tokens, positions and one cache of both tables"
+    if arguments.inverse or not k.numel():
+        return "the vendor's operator rotates q and k, and never back"
+    if list(arguments.mrope_section) not in _SECTIONS:
+        needs = ", ".join(map(str, _SECTIONS))
+        return f"mrope_section is {list(arguments.mrope_section)}, the vendor's has {needs}"
+    multiple = 16 if q.dtype == torch.float32 else 32
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] % multiple or arguments.rotary_dim % multiple:
+        return f"heads and rotations of the vendor's operator are multiples of {multiple}"
+    return dtype_why_not(q) or _missing()
+
+
+def _one_cache(cos, sin) -> bool:
+    """Whether the tables are the halves of the columns of one."""
+    width = cos.shape[-1]
+    return (
+        cos.shape == sin.shape
+        and cos.stride() == sin.stride()
+        and cos.stride(-1) == 1
+        and cos.stride(-2) >= 2 * width
+        and torch._C._is_alias_of(cos, sin)
+        and sin.storage_offset() == cos.storage_offset() + width
+    )
+
+
+@functools.cache
+def _missing() -> str | None:
+    """Versions of torch_npu without it, or without interleaved sections."""
+    operator = getattr(torch.ops.npu, "npu_mrope", None)
+    if operator is None:
+        return "torch_npu has no npu_mrope"
+    names = {argument.name for argument in operator.default._schema.arguments}
+    return None if "cache_mode" in names else "torch_npu's npu_mrope has no cache_mode"
+
+
+def mrope(
+    q, k, cos, sin, positions, mrope_section, section_layout, layout, pair_layout, inverse,
+    rotary_dim, q_out, k_out,
+) -> None:  # fmt: skip
+    """Write q_out and k_out; they may be q and k."""
+    rows = cos[0, 0]
+    cache = rows.as_strided((rows.shape[0], 2 * rows.shape[1]), rows.stride())
+    found = torch.ops.npu.npu_mrope(
+        positions.flatten(1).contiguous(), q.flatten(1).contiguous(), k.flatten(1).contiguous(),
+        cache.contiguous(), q.shape[-1], mrope_section=list(mrope_section),
+        rotary_mode=_MODES[pair_layout], cache_mode=_CACHE_MODES[section_layout],
+    )  # fmt: skip
+    for out, value in zip((q_out, k_out), found, strict=True):
+        out.copy_(value.view(out.shape))
