@@ -40,14 +40,18 @@ void binary(const char* name, const Operand<D>& to, const Operand<A>& a, const O
 }
 
 template <class D, class A, class F>
-void unary(const char* name, const Operand<D>& to, const Operand<A>& a, int repeats, F f) {
+void unary(const char* name, const Operand<D>& to, const Operand<A>& a, const Extent& extent, F f) {
   issue(name, PIPE_V);
   aligned(to.base, kBlockBytes, "the target");
   aligned(a.base, kBlockBytes, "the source");
-  const Extent extent(repeats, per_repeat<D, A>());
   touch(Access::kRead, a, extent);
   touch(Access::kWrite, to, extent);
   extent.each([&](int r, int e) { *to.at(r, e) = f(*a.at(r, e), *to.at(r, e)); });
+}
+
+template <class D, class A, class F>
+void unary(const char* name, const Operand<D>& to, const Operand<A>& a, int repeats, F f) {
+  unary<D, A>(name, to, a, Extent(repeats, per_repeat<D, A>()), f);
 }
 
 // FRECPE and FRSQRTE of Arm, which the guide names, are estimates to about 8 bits.
@@ -171,5 +175,14 @@ NPU_OPS_TWIN_UNARY(vrec, npu_ops::twin::estimate(1.0f / X))               // 6.3
 NPU_OPS_TWIN_UNARY(vabs, x < T(0) ? -X : X)                               // 6.3.5.6
 NPU_OPS_TWIN_UNARY(vln, float(std::log(double(X))))                       // 6.3.5.7
 NPU_OPS_TWIN_UNARY(vnot, ~X)                                              // 6.3.9.3
-NPU_OPS_TWIN_UNARY(vcopy, x)                                              // 6.3.11.6
 #undef NPU_OPS_TWIN_UNARY
+
+// 6.3.11.6. The guide does not say that it keeps its repeats in counter mode; AscendC's Broadcast
+// (broadcast_v220_impl.h) copies a row with each.
+template <class T>
+inline void vcopy(T* to, T* a, uint8_t repeats, uint16_t to_block, uint16_t a_block,
+                  uint16_t to_repeat, uint16_t a_repeat) {
+  using namespace npu_ops::twin;
+  unary<T, T>("vcopy", {to, to_block, to_repeat}, {a, a_block, a_repeat},
+              Extent::of_each_repeat(repeats, per_repeat<T>()), [](T x, T) { return x; });
+}

@@ -40,6 +40,18 @@ class Extent {
     for (int i = leading_; i < per_repeat; ++i) scattered_ |= mask_.has(i);
   }
 
+  // Of an instruction that keeps its own count in counter mode: the mask says how many elements
+  // each repeat has, which may be more than 256 bytes.
+  static Extent of_each_repeat(int repeats, int per_repeat) {
+    Extent extent(repeats, per_repeat);
+    if (!extent.mask_.counts) return extent;
+    extent.mask_.counts = false;
+    extent.repeats_ = repeats;
+    extent.per_repeat_ = extent.leading_ = static_cast<int>(extent.mask_.low);
+    extent.scattered_ = false;
+    return extent;
+  }
+
   int repeats() const { return repeats_; }
   int per_repeat() const { return per_repeat_; }
 

@@ -11,6 +11,8 @@ BISHENG = "the scalar pipe stores before it issues to the vector pipe; bisheng p
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("bias_dropout_add/bias_dropout_add_ascendc.cpp", "a condition forgotten",
      "tiling.bias_kind != kNoBias"): UNUSED,
+    ("bias_dropout_add/bias_dropout_add_ascendc.cpp", "no event",
+     "Wait<HardEvent::S_V>();"): BISHENG,
     ("rope/rotary_ascendc.h", "a condition forgotten", "!whole_halves_"): UNUSED,
     ("rope/rotary_ascendc.h", "a condition forgotten", "prepared != tile.group"): AGAIN,
     ("l2norm/l2norm_ascendc.cpp", "a condition forgotten", "!whole"): AGAIN,

@@ -43,8 +43,12 @@ class Mask:
     def repeats(self, given: int, each: int) -> int:
         return -(-self.count // each) if self.counts else given
 
-    def elements(self, given: int, each: int) -> tuple[np.ndarray, np.ndarray]:
-        """The repeat and the place in it of what takes part."""
+    def elements(
+        self, given: int, each: int, of_each: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The repeat and the place in it of what takes part; of_each: a count is that of each."""
+        if self.counts and of_each:
+            return np.divmod(np.arange(given * self.count), self.count)
         if self.counts:
             return np.divmod(np.arange(self.count), each)
         (chosen,) = np.nonzero(self.bits[:each])
@@ -130,8 +134,10 @@ def check(call: Call, expect) -> None:
     assert not len(wrong), f"{call.name}: byte {wrong[0]}, {len(wrong)} differ"
 
 
-def elementwise(call: Call, target: str, source: str, formula, operands: int = 2):
-    """A call along elements: fills the operands, returns what is expected."""
+def elementwise(
+    call: Call, target: str, source: str, formula, operands: int = 2, of_each: bool = False
+):
+    """A call along elements: fills the operands, returns what is expected. of_each: see `Mask`."""
     each = 256 // max(TYPES[target].itemsize, TYPES[source].itemsize)
     call.fill(call.to, target)
     call.fill(call.a, source)
@@ -139,7 +145,7 @@ def elementwise(call: Call, target: str, source: str, formula, operands: int = 2
         call.fill(call.b, source)
 
     def expect(image):
-        where = call.mask.elements(call.repeats, each)
+        where = call.mask.elements(call.repeats, each, of_each)
         to = call.places(call.to, target, *where)
         x = image.view(TYPES[source])[call.places(call.a, source, *where)]
         z = image.view(TYPES[target])[to]

@@ -44,13 +44,20 @@ def _call(name: str, common: dict, wrong: dict, right: dict, nan: list[int]) -> 
     return Wrong(name, common | given, common | skipped, nan)
 
 
-# ---- bias_dropout_add ----
+# ---- ops with gradients ----
 
 
 def _more_biases() -> dict[str, dict]:
     draw = _normal()
     of_all = {name: draw(63, 129) for name in ("x", "bias", "residual")}
     return {"a bias of x's shape, in fp32": of_all | {"p": 0.1, "training": True}}
+
+
+def _more_norms() -> dict[str, dict]:
+    draw = _normal()
+    x = {"x": draw(320, 64), "weight": draw(64), "z": draw(320, 64)}
+    # Eight for each of 40 cores: buffers with a number for each row have no more than those.
+    return {"tiles of eight rows": x}
 
 
 # ---- causal_conv1d_update ----
@@ -216,6 +223,7 @@ MORE = {
     "bias_dropout_add": _more_biases(),
     "causal_conv1d_update": _more_convolutions(),
     "gated_delta_rule_update": _more_delta_rules(),
+    "rms_norm_gated": _more_norms(),
 }
 WRONG = {
     "causal_conv1d_update": _convolutions(),

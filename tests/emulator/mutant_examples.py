@@ -131,8 +131,9 @@ def outside(op: str, call: Call, name: str) -> Example:
 def of_more_calls(op: str) -> Iterator[Example]:
     for name, inputs in MORE.get(op, {}).items():
         dtype = next(x.dtype for x in inputs.values() if isinstance(x, torch.Tensor))
-        writes = written(op, inputs)
-        yield example(name, op, getattr(npu_ops, op), inputs, moved(inputs), (), writes, dtype)
+        wrt = tuple(name for name in kit.of(op).DIFFERENTIABLE if name in inputs)
+        function, writes = getattr(npu_ops, op), written(op, inputs)
+        yield example(name, op, function, inputs, moved(inputs), wrt, writes, dtype)
 
 
 def moved(inputs: dict) -> dict:

@@ -78,6 +78,19 @@ def test_one_operand(instruction):
             check(call, roughly)
 
 
+def test_copies():
+    """A count is that of each repeat, as AscendC's Broadcast has it: here up to 300 in 5."""
+    assert names("vcopy")
+    for name in names("vcopy"):
+        _, kind, _ = kinds_of(name)
+        for seed in range(3 * TRIES):
+            call = Call(name, seed)
+            # Repeats do not overwrite each other, whose order the guide leaves open.
+            call.to = (call.to[0], 1, 300 * TYPES[kind].itemsize // 32 + 1)
+            expect = elementwise(call, kind, kind, lambda x, *_: x, operands=1, of_each=True)
+            check(call, lambda image, expect=expect: expect(image) and None)
+
+
 @pytest.mark.parametrize("kind", ["int16_t", "uint16_t", "int32_t", "uint32_t"])
 def test_shift_right(kind):
     for seed in range(2 * TRIES):

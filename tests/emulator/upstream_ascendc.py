@@ -48,6 +48,17 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
+def aligned(array: np.ndarray | None) -> np.ndarray | None:
+    """A copy where an NPU's allocator would put it: the twin looks for races by 32 bytes."""
+    if array is None:
+        return None
+    memory = np.empty(array.nbytes + 512, np.uint8)
+    start = -memory.ctypes.data % 512
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 @dataclasses.dataclass
 class Run:
     """A launch: C++ that includes upstream's source and defines kernel `run`, its arguments in
@@ -60,6 +71,9 @@ class Run:
     scalars: bytes
     blocks: int
     expected: dict[str, np.ndarray]
+
+    def __post_init__(self):
+        self.arguments = {name: aligned(array) for name, array in self.arguments.items()}
 
     def judge(self) -> bool:
         """Print a line; whether nothing is wrong."""
@@ -244,8 +258,75 @@ extern "C" __global__ __aicore__ void run(GM_ADDR x, GM_ADDR cos, GM_ADDR sin, G
     return Run("vllm inplace_partial_rotary_mul", folder, source, arguments, b"", 2, {"x": right})
 
 
+def vllm_cut(heads: int, v_dim: int, k_dim: int) -> tuple[int, tuple[int, int], int]:
+    """As `cut`, with how many buffers results have: of those with the fewest tiles, the most."""
+    memory, heads = 192 * 1024, -(-heads // 16) * 16
+    queues = 16 * (4 * k_dim + 2 * v_dim) + 128 + 16 * 6 * heads
+    floats = 16 * (8 * k_dim + 4 * v_dim + 4 * heads)
+    found = {}
+    for stored in ((1, 1), (1, 2), (2, 2), (3, 3)):
+        each = (2 + 2 * stored[0]) * k_dim + 4 * stored[1]
+        most = (memory - queues - floats) // (each + 8 * k_dim + 8) // 8 * 8
+        tiles = -(-v_dim // most)
+        rows = -(-v_dim // tiles // 8) * 8
+        found[-tiles, sum(stored)] = rows, stored, memory - queues - each * rows
+    return found[max(found)]
+
+
+def vllm_delta(root: pathlib.Path, draw) -> Run:
+    """Two sequences of two tokens and one of one, a slot for each token's state. Unlike sgl's, it
+    takes beta as it is, and q and k as they are."""
+    step = Delta(draw)
+    for x in (step.q, step.k):
+        wide = numbers(x)
+        x[...] = bf16(wide / np.sqrt((wide * wide).sum(-1, keepdims=True)))
+    step.beta = bf16(sigmoid(numbers(step.beta)))
+    slots = np.array([[3, 1], [0, 7], [6, 2]], np.int32)
+    out, states = np.zeros(step.v.shape), numbers(step.state)
+    for i in range(step.sequences):
+        for h in range(step.v_heads):
+            state = states[slots[i, 0], h]
+            for t in range(step.tokens):
+                of = i, t, h // (step.v_heads // step.k_heads)
+                q, k, v = numbers(step.q[of]), numbers(step.k[of]), numbers(step.v[i, t, h])
+                state = state * np.exp(np.float64(step.g[i, t, h]))
+                beta = numbers(step.beta[i, t, h : h + 1])[0]
+                state = state + np.outer((v - state @ k) * beta, k)
+                out[i, t, h], states[slots[i, t], h] = state @ q * step.scale, state
+    # Where the first sequence begins, then the length of each.
+    lengths = np.array([0] + [step.tokens] * step.sequences, np.int32)
+    rows, stored, rest = vllm_cut(step.v_heads, step.dim, step.dim)
+    tiling = np.frombuffer(struct.pack(
+        "<13If3I", 4, 0, rest, step.sequences * step.tokens, step.k_heads, step.dim, step.v_heads,
+        step.dim, step.slots, step.sequences, rows, *stored, step.scale, True, False, False,
+    ), np.uint8).copy()  # fmt: skip
+    # float32_t is a type of bisheng's own.
+    source = """#include <kernel_operator.h>
+using float32_t = float;
+#include "recurrent_gated_delta_rule.h"
+extern "C" __global__ __aicore__ void run(GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR beta,
+                                          GM_ADDR state, GM_ADDR lengths, GM_ADDR slots, GM_ADDR g,
+                                          GM_ADDR out, GM_ADDR tiling) {
+  using namespace RecurrentGatedDeltaRule;
+  const auto data = *reinterpret_cast<__gm__ RecurrentGatedDeltaRuleTilingData*>(tiling);
+  AscendC::TPipe pipe;
+  RGDR<bfloat16_t, bfloat16_t, bfloat16_t> op(&data);
+  op.Init({q, k, v, g, nullptr, beta, state, lengths, slots, nullptr, out, state}, &pipe);
+  op.Process();
+}
+"""
+    arguments = {
+        "q": step.q, "k": step.k, "v": step.v, "beta": step.beta, "state": step.state,
+        "lengths": lengths, "slots": slots, "g": step.g,
+        "out": np.full(step.v.shape, NAN, np.uint16), "tiling": tiling,
+    }  # fmt: skip
+    folder = root / "csrc/attention/recurrent_gated_delta_rule/op_kernel"
+    return Run("vllm recurrent_gated_delta_rule", folder, source, arguments, b"", 4,
+               {"out": out, "state": states})  # fmt: skip
+
+
 SGL: tuple[Callable, ...] = (convolution, sgl_delta)
-VLLM: tuple[Callable, ...] = (vllm_rotary,)
+VLLM: tuple[Callable, ...] = (vllm_rotary, vllm_delta)
 
 
 def runs(options) -> Iterator[Run]:
