@@ -29,6 +29,7 @@ from npu_ops.core import library
 MALFORMED = (
     "negative", "smallest", "huge", "decreasing", "short", "long", "first", "above", "twice",
 )  # fmt: skip
+FP32 = 2.0**-24  # its unit roundoff
 ALLOWED = (ValueError, TypeError, NotImplementedError)
 # Words that stand for an argument in a message: of what is about to be written, and what has no
 # gradient; parts of `qkv`.
@@ -108,12 +109,14 @@ class _Case:
         if self.case["rewrite"]:
             self.wanted = {name: x.clone() for name, x in self.tensors.items()}
 
-    def arguments(self, *, wide: bool = False, noise: torch.Generator | None = None) -> dict:
+    def arguments(
+        self, *, wide: torch.dtype | None = None, noise: torch.Generator | None = None
+    ) -> dict:
         """The arguments of a call; wide: for the formula, with `noise` as if they were rounded."""
         tensors = {}
         for name, x in self.tensors.items():
             if wide and x.is_floating_point():
-                x = x.detach().double().clone()
+                x = x.detach().to(wide).clone()
                 if noise is not None:
                     x = x + x * self.unit * (2 * torch.rand(x.shape, generator=noise) - 1)
             tensors[name] = x.clone() if wide else x.detach()
@@ -138,7 +141,7 @@ class _Case:
         if all(dtype == torch.float64 for dtype in dtypes + self.results_dtypes):
             return 2.0**-53
         low = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
-        return low if self.target.loose and low > 2.0**-24 else 2.0**-24
+        return low if self.target.loose and low > FP32 else FP32
 
     # What is right
 
@@ -150,7 +153,7 @@ class _Case:
         if self.writes and self.wrt:
             return "inplace"
         try:
-            self.known = [out.known for out in self.formula(**self.arguments(wide=True))]
+            self.known = [out.known for out in self.formula(**self.arguments(wide=torch.float64))]
         except formula.Refused as refused:
             return str(refused)
         return None
@@ -160,10 +163,13 @@ class _Case:
         right = self.by_formula(keep, seeds)
         noise = torch.Generator().manual_seed(1)
         off = [self.by_formula(keep, seeds, noise) for _ in range(2)]
+        narrow = self.by_formula(keep, seeds, dtype=torch.float32)
         limits, known = {}, {}
-        met = self.target.met(self.arguments(wide=True)) if self.wrt else 0.0
+        met = self.target.met(self.arguments(wide=torch.float64)) if self.wrt else 0.0
         for name, (value, part) in right.items():
             deviation = max(_largest(other[name][0] - value) for other in off)
+            # Of sums of what cancels nothing but their rounding is left, in the formula too.
+            deviation += _largest(narrow[name][0] - value) * self.unit / FP32
             size = max(met if name.startswith("gradient") else 0.0, _largest(value))
             limits[name] = self.roundings * (deviation + self.unit * size)
             known[name] = part
@@ -172,11 +178,11 @@ class _Case:
     @property
     def roundings(self) -> int:
         """Of numbers of few bits few are added up, or the tolerance would be all."""
-        return self.target.roundings if self.unit <= 2.0**-24 else 6
+        return self.target.roundings if self.unit <= FP32 else 6
 
-    def by_formula(self, keep, seeds, noise=None) -> dict:
+    def by_formula(self, keep, seeds, noise=None, dtype=torch.float64) -> dict:
         """(value, known) by name."""
-        arguments = self.arguments(wide=True, noise=noise)
+        arguments = self.arguments(wide=dtype, noise=noise)
         outs = self.formula(**arguments, **({} if keep is None else {"keep": keep}))
         found = {}
         for i, out in enumerate(outs):
@@ -184,7 +190,7 @@ class _Case:
                 found[out.argument or f"output {i}"] = (out.value.detach(), out.known)
         if self.wrt:
             leaves = {name: arguments[name] for name in self.wrt}
-            wide = [None if seed is None else seed.double() for seed in seeds]
+            wide = [None if seed is None else seed.to(dtype) for seed in seeds]
             if noise is not None:
                 wide = [
                     None if s is None
@@ -309,7 +315,7 @@ class _Case:
             name: x.clone() if memory.is_expanded(x) else x for name, x in self.tensors.items()
         }
         arguments = self.arguments()
-        outs = self.formula(**self.arguments(wide=True))
+        outs = self.formula(**self.arguments(wide=torch.float64))
         plain = [out.value for out in outs]
         known = [out.known for out in outs if out.value is not None]
         draw = Draw(self.case["seed"] + 77)
@@ -336,17 +342,22 @@ class _Case:
         def formula(**arguments):
             return tuple(out.value for out in self.formula(**arguments))
 
+        cancelled = {}
         if how == "func.vmap":
             right = {f"output {i}": x for i, x in enumerate(x for x in plain if x is not None)}
         else:
             same = how if how == "func.grad" else "func.jvp"
-            right = ways.transformed(formula, self.arguments(wide=True), wrt, same, directions)
+            right, narrow = (
+                ways.transformed(formula, self.arguments(wide=dtype), wrt, same, directions)
+                for dtype in (torch.float64, torch.float32)
+            )
+            cancelled = {name: _largest(narrow[name] - right[name]) for name in right}
         limit = max(self.unit * self.target.roundings, 16 * self.lowest()) * 4
         parts = {} if how == "func.grad" else dict(zip(right, known, strict=True))
         for name, value in right.items():
             if actual[name] is None:
                 raise Wrong(f"{name}: none")
-            off = limit * max(1.0, _largest(value))
+            off = limit * max(1.0, _largest(value), cancelled.get(name, 0.0) / FP32)
             compare(name, actual[name], value, off, parts.get(name))
 
     def lowest(self) -> float:
@@ -369,7 +380,7 @@ class _Case:
             return
         second = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
 
-        wide = self.arguments(wide=True)
+        wide = self.arguments(wide=torch.float64)
         leaves = {name: wide[name].requires_grad_() for name in wrt}
         outputs = [out.value for out in self.formula(**wide) if out.value is not None]
         first = torch.autograd.grad(

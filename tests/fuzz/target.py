@@ -39,7 +39,8 @@ class Target:
     forms: (argument, settings) -> the forms of memory it may have; None: any.
     roundings: how many an output may have seen, each relative to the largest number; loose: they
         are those of the inputs' dtype, else of fp32.
-    met: (arguments) -> the largest number that gradients meet, where such numbers cancel.
+    met: (arguments) -> the largest number that gradients meet, where such numbers cancel, and in
+        the formula do so exactly.
     drops: (arguments, outputs) -> which elements dropout kept, in the formula's argument `keep`.
     """
 

@@ -106,27 +106,6 @@ def dropped_elements(arguments, outputs):
     return (outputs[0].double() - residual).abs() > 0.25 * (arguments["x"] + bias).abs()
 
 
-def longest_inverse(arguments):
-    """One over the shortest row's length: what a gradient is before its two parts cancel."""
-    x = arguments["x"].detach()
-    lengths = (x.square().sum(-1) + arguments["eps"]).sqrt()
-    return max(1.0, float(1 / lengths.min())) if lengths.numel() else 1.0
-
-
-def largest_of_a_gated_row(arguments):
-    """What gradients are before the norm takes away the part along its row, of which with one
-    element nothing but rounding is left."""
-    x, weight, z = (arguments[name].detach() for name in ("x", "weight", "z"))
-    if not x.numel():
-        return 1.0
-    gate = sigmoid(z) * (z if arguments["activation"] == "silu" else 1)
-    rows = x if arguments["norm_before_gate"] else x * gate
-    rows = rows.unflatten(-1, (-1, arguments["group_size"] or x.shape[-1]))
-    inverse = 1 / (rows.square().mean(-1) + arguments["eps"]).sqrt()
-    largest = max(float(part.abs().max()) for part in (x, z, torch.ones(1)))
-    return max(1.0, float(inverse.max() * weight.abs().max()) * largest)
-
-
 TARGETS = {
     "l2norm": Target(
         l2norm,
@@ -134,7 +113,7 @@ TARGETS = {
             shape=SHAPE, dim=(4, 1, 3, 8, 16, 40, 128, 0), dtype=DTYPES, eps=(1e-6, 1e-3),
             output_dtype=(None, *DTYPES),
         ),
-        make_l2norm, ("x",), met=longest_inverse,
+        make_l2norm, ("x",),
     ),
     "rms_norm_gated": Target(
         rms_norm_gated,
@@ -142,7 +121,7 @@ TARGETS = {
             shape=SHAPE, dim=(4, 1, 3, 8, 16, 40, 128), groups=(None, 1, 2, 3), dtype=DTYPES,
             weight=DTYPES, z=DTYPES, before=YES, activation=("silu", "sigmoid"), eps=(1e-6, 1e-3),
         ),
-        make_rms_norm_gated, ("x", "weight", "z"), met=largest_of_a_gated_row,
+        make_rms_norm_gated, ("x", "weight", "z"),
     ),
     "gdn_gate": Target(
         gdn_gate,

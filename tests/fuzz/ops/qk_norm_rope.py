@@ -99,18 +99,6 @@ def make_by_position(s, draw):
     return arguments | {"positions": positions, "cos_sin_cache": cache}
 
 
-def largest_of_a_head(arguments):
-    """What gradients are before a head's norm takes away the part along it: of a short one, much
-    more than what is left."""
-    qkv, *weights = (arguments[name].detach() for name in WRT)
-    if not qkv.numel():
-        return 1.0
-    heads = qkv.unflatten(-1, (-1, len(weights[0])))
-    inverse = 1 / (heads.square().mean(-1) + arguments["eps"]).sqrt()
-    scale = max(float(weight.abs().max()) for weight in weights) + 1  # of w, or of 1 + w
-    return max(1.0, float(inverse.max()) * scale)
-
-
 PROJECTION = dict(
     batch=(None, 1, 2, 0), tokens=TOKENS, heads=(1, 2, 3), kv_heads=(1, 2),
     dim=(4, 2, 6, 8, 16, 36), part=(0, 2), dtype=DTYPES, weight=DTYPES, k_weight=DTYPES,
@@ -122,10 +110,9 @@ WRT = ("qkv", "q_weight", "k_weight")
 TARGETS = {
     "qk_norm_rope": Target(
         qk_norm_rope, dict(one_table=NO, half=NO, **PROJECTION), make_by_table, WRT,
-        met=largest_of_a_head,
     ),
     "qk_norm_rope_cached": Target(
         qk_norm_rope_cached, dict(index=INDEX, text=NO, hide=NO, **PROJECTION), make_by_position,
-        WRT, indices=("positions",), met=largest_of_a_head,
+        WRT, indices=("positions",),
     ),
 }  # fmt: skip
