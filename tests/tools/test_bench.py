@@ -241,3 +241,14 @@ def test_pytest_runs_the_same_definitions(tmp_path):
 def test_an_op_without_a_benchmark():
     with pytest.raises(ValueError, match="nope"):
         discover(["nope"])
+
+
+def test_torch_compiles_every_size(monkeypatch):
+    """After eight it would give up, and its rows be eager's."""
+    import torch._dynamo.config as dynamo
+
+    monkeypatch.setattr(dynamo, "recompile_limit", 8)
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda f: made.append(dynamo.recompile_limit) or f)
+    (first, *_) = dataclasses.replace(SWEEP, compiled="eager").benchmarks()
+    assert "torch.compile" in first.peers and made[0] > 3 * 6 * 3  # sizes, dtypes, modes

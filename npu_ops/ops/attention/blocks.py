@@ -70,7 +70,12 @@ def all_finite(*tensors) -> bool:
 
     Only then matrices may be multiplied with 0 for what takes no part. Elsewhere it takes longer.
     """
-    return all(math.isfinite(x.sum(dtype=torch.float32).item()) for x in tensors)
+    return all(math.isfinite(_sum(x)) for x in tensors)
+
+
+def _sum(x) -> float:
+    """In fp32, whose range bf16 has too: a sum of that needs no copy of x."""
+    return x.sum(dtype=torch.float32 if x.dtype == torch.float16 else x.dtype).item()
 
 
 def _forward(q, k, v, pairs: Pairs, rule: Rule, out, lse, times) -> None:

@@ -46,7 +46,7 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
         elif by_blocks:
             blocks.forward(*mine, call, rule, *to)
         else:
-            _forward(*mine, call.mask, rule, *to)
+            _forward(*mine, call.mask, rule, *to, own=to[0] is out)
         if extra.sinks is not None:
             _add_sinks(extra.sinks, *to)
 
@@ -73,7 +73,8 @@ def attention_backward(
             blocks.backward(*saved, *mine, _of_piece(piece, extra, rows), rule, *to, pairs)
         else:
             mask = None if extra.mask is None else piece.pairs(extra.mask)
-            _backward(saved[0], *saved[2:], *mine, mask, rule, *to)
+            own = to[0] is grad_q
+            _backward(saved[0], *saved[2:], *mine, mask, rule, *to, own=own)
     if grad_sinks is not None:
         delta = (grad_out.float() * out.float()).sum(-1)
         delta = delta if grad_lse is None else delta - grad_lse
@@ -201,11 +202,15 @@ def _spans(queries: int, keys: int, mask, rule: Rule) -> Iterator[Span]:
         yield Span(blocks.Block(0, queries, shift, keys), causal=True, more=True)
 
 
-def _forward(q, k, v, mask, rule: Rule, out, lse) -> None:
-    out.zero_()
-    lse.fill_(-torch.inf)
+def _forward(q, k, v, mask, rule: Rule, out, lse, own: bool) -> None:
+    """own: out is no view, and may be given other memory."""
+    spans = list(_spans(q.shape[2], k.shape[2], mask, rule))
+    whole = _is_whole(spans, q)
+    if not whole:
+        out.zero_()
+        lse.fill_(-torch.inf)
     masked = hidden = False
-    for block, causal, part, more in _spans(q.shape[2], k.shape[2], mask, rule):
+    for block, causal, part, more in spans:
         masked |= causal or part is not None
         mine = block.rows(q), block.columns(k), block.columns(v)
         found, log_sum = _flash(*mine, 0.0, causal, attn_mask=_added(part, q), scale=rule.scale)
@@ -218,11 +223,25 @@ def _forward(q, k, v, mask, rule: Rule, out, lse) -> None:
         if more:
             _merge(to, to_lse, found, log_sum)
             continue
-        to.copy_(found)
+        _put(out if whole else to, found, own and whole)
         to_lse.copy_(log_sum)
     # Flash attention adds -inf, also to scores that are NaN, and multiplies values by 0.
     if hidden or (masked and not blocks.all_finite(out)):
         blocks.forward(q, k, v, blocks.Pairs(None, mask, None, None), rule, out, lse)
+
+
+def _is_whole(spans: list[Span], q) -> bool:
+    """Whether there is one span, of all queries and from the first key on."""
+    return len(spans) == 1 and spans[0].block[:3] == (0, q.shape[2], 0)
+
+
+def _put(to, found, own: bool) -> None:
+    """Write `found` to `to`. Where `to` may be given its memory and both lie alike, nothing is
+    copied: new memory is slower to touch than a short sequence is to compute."""
+    if own and to.shape == found.shape and to.stride() == found.stride():
+        to.set_(found)
+    else:
+        to.copy_(found)
 
 
 def _may_hide_nan(log_sum, k) -> bool:
@@ -234,23 +253,35 @@ def _may_hide_nan(log_sum, k) -> bool:
     return k.shape[2] < _FEW and bool(((log_sum == 0) | (log_sum == torch.inf)).any())
 
 
-def _backward(grad_out, out, lse, q, k, v, mask, rule: Rule, grad_q, grad_k, grad_v) -> None:
-    """The softmax is over all spans: each is given the output and the denominator of all."""
+def _backward(
+    grad_out, out, lse, q, k, v, mask, rule: Rule, grad_q, grad_k, grad_v, own: bool
+) -> None:  # fmt: skip
+    """The softmax is over all spans: each is given the output and the denominator of all.
+
+    own: the gradients are no views, and may be given other memory.
+    """
     finite_lse = lse.masked_fill(lse == -torch.inf, 0)  # and weights of 0, not exp(-inf + inf)
-    grad_q.zero_()
+    spans = list(_spans(q.shape[2], k.shape[2], mask, rule))
+    whole = _is_whole(spans, q) and spans[0].block.key_end == k.shape[2]
+    if not whole:
+        grad_q.zero_()
     masked = False
     overlap = rule.window_left >= 0 or rule.window_right > 0
     sums = [
         torch.zeros(x.shape, dtype=torch.float32, device="cpu") if overlap else x
         for x in (grad_k, grad_v)
     ]
-    for block, causal, part, more in _spans(q.shape[2], k.shape[2], mask, rule):
+    for block, causal, part, more in spans:
         masked |= causal or part is not None
         rows, columns = block.rows, block.columns
         found = _flash_backward(
             rows(grad_out), rows(q), columns(k), columns(v), rows(out), rows(finite_lse), 0.0,
             causal, attn_mask=_added(part, q), scale=rule.scale,
         )  # fmt: skip
+        if whole and not overlap:
+            for to, gradient in zip((grad_q, grad_k, grad_v), found, strict=True):
+                _put(to, gradient, own)
+            break
         rows(grad_q).add_(found[0]) if more else rows(grad_q).copy_(found[0])
         for to, gradient in zip(sums, found[1:], strict=True):
             columns(to).add_(gradient) if overlap else columns(to).copy_(gradient)

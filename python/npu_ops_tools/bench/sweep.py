@@ -121,7 +121,7 @@ class Sweep:
         peers, _ = self.found()
         with_compile = dict(peers)
         if self.compiled in peers and not quick:
-            with_compile["torch.compile"] = torch.compile(peers[self.compiled])
+            with_compile["torch.compile"] = _compiled(peers[self.compiled])
         shapes = self._shapes(self.middle)
         first, *others = shapes if not quick else shapes[:1]
         sizes = (self.sizes[1], self.middle) if quick else self.sizes
@@ -165,6 +165,15 @@ class Sweep:
         label, model = shape
         chosen = {n: f for n, f in peers.items() if size <= self.at_most.get(n, size)}
         return Benchmark(self, label, size, mode, dtype, self.case(self.op, model, size), chosen)
+
+
+def _compiled(function: Callable) -> Callable:
+    """Compiled anew for each size, dtype and mode that needs it: by default torch gives up after 8,
+    and then runs what it was to compile."""
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 128)
+    return torch.compile(function)
 
 
 def discover(ops: list[str] | None = None) -> dict[str, pathlib.Path]:
