@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/* csrc/*/*)  # the folders too: a file may have gone
 
 .PHONY: demo demo-serve fetch test test-all test-trainers test-aarch64 wheels check format clean
-.PHONY: bench bench-quick report
+.PHONY: bench bench-publish bench-quick report
 
 # torch first and alone, so that nothing else chooses its build.
 $(VENV)/torch: 
@@ -94,6 +94,11 @@ bench: $(VENV)/ready .cache/megatron/0.16.1
 bench-quick: $(VENV)/ready
 	$(BIN)/npu-ops bench --quick --longest 1 --output report/quick
 	$(BIN)/npu-ops report report/quick --output report/quick
+
+# All of it, for what is shown: times, the page, the README's table and picture.
+bench-publish: bench report
+	$(BIN)/python benchmarks/readme.py
+	$(BIN)/python benchmarks/screenshot.py
 
 report: $(VENV)/ready
 	$(BIN)/npu-ops report benchmarks/results --output report

@@ -1,12 +1,14 @@
 """The page that a report is, as a browser shows it: in Chromium, wide and narrow."""
 
 import csv
+import dataclasses
+import importlib.util
 import pathlib
 import shutil
 
 import pytest
 from made_rows import PEERS, SHAPE, absent, row, sweep
-from npu_ops_tools import report
+from npu_ops_tools import report, where
 from npu_ops_tools.bench import rows as bench_rows
 from npu_ops_tools.cli import app
 from npu_ops_tools.report import page, plots, summary
@@ -268,3 +270,26 @@ def test_curves_of_the_demo():
     plot = report.curves({"alone": [3.0, 2.0, 1.5], "ours": [3.0, 2.1, 1.4]}, "GPT")
     assert [len(each.points) for each in plot.series] == [3, 3]
     assert plot.names == [("s0", "alone"), ("s1", "ours")] and "loss over step" in plot.alt
+
+
+def readme():
+    spec = importlib.util.spec_from_file_location("readme", where.ROOT / "benchmarks/readme.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readmes_numbers_are_stable_rows_with_their_spread():
+    made = [r for r in sweep() if r.size <= 8192]
+    noisy = [r for r in sweep("gdn_gate") if r.provider == "npu-ops"]
+    noisy = [dataclasses.replace(r, state="unstable") for r in noisy]
+    text = readme().table([*made, *noisy, *(r for r in sweep("gdn_gate")[1:2])])
+    (line,) = text.splitlines()[2:]
+    assert "8192 tokens, forward+backward" in line and "4.92 (4.72 to 5.66)" in line
+    assert "**6.0** (5.8 to 6.2) transformers" in line and "**2.5** (2.4 to 2.6)" in line
+
+
+@pytest.mark.parametrize("changes", [{"dirty": True}, {"commit": "other"}, {"machine": "B"}])
+def test_the_readmes_numbers_are_of_one_clean_commit(changes):
+    with pytest.raises(ValueError, match="needs those of one clean commit"):
+        readme().table([*sweep(), row(**changes)])

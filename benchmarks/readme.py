@@ -1,0 +1,76 @@
+"""Writes the README's picture and table of speeds: a stable row of each op, with its spread.
+
+    python benchmarks/readme.py
+
+From benchmarks/results/cpu, between the two comments `speed`. Of each op and sweep it takes
+its largest size that was trained, or computed where there is no gradient, and its peers.
+"""
+
+import pathlib
+import re
+
+from npu_ops_tools.bench import rows
+from npu_ops_tools.report import page, plots, summary
+
+ROOT = pathlib.Path(__file__).parent.parent
+HEAD = """| op | | ms (p20 to p80) | times as fast as (95 % interval) |
+|---|---|--:|---|
+"""
+PICTURE = """<picture>
+<source media="(prefers-color-scheme: dark)" srcset="docs/report-dark.png">
+<img src="docs/report.png" alt="The report's first screen: how many times as fast each op is">
+</picture>
+
+"""
+
+
+def table(found: list[rows.Row]) -> str:
+    """A line for each op and kind of call that has a stable row and a stable peer.
+
+    Raises:
+        ValueError: the rows are of a tree with changes, of several commits or machines.
+    """
+    origins = {(row.commit, row.dirty, row.machine, row.threads) for row in found}
+    if len(origins) != 1 or next(iter(origins))[1]:
+        raise ValueError(f"results: got rows of {sorted(origins)}, needs those of one clean commit")
+    groups: dict[tuple, list[summary.Pair]] = {}
+    for pair in summary.pairs(found):
+        if pair.stable:
+            kind = pair.ours.shape.rpartition(" of ")[0]
+            groups.setdefault((pair.ours.op, kind), []).append(pair)
+    return HEAD + "".join(_line(*key, pairs) for key, pairs in sorted(groups.items()))
+
+
+def _line(op: str, kind: str, pairs: list[summary.Pair]) -> str:
+    both = [pair for pair in pairs if pair.ours.mode == "forward+backward"] or pairs
+    best = max(both, key=lambda pair: (pair.ours.dtype == "bfloat16", pair.ours.size)).ours
+    mine = [pair for pair in both if pair.ours is best]
+    ratios = ", ".join(f"{_ratio(pair)} {pair.peer.provider}" for pair in mine)
+    what = f"{page.readable(best.shape)}, {best.size} {best.unit}, {best.mode}"
+    times = f"{plots.short(best.ms_p50)} ({plots.short(best.ms_p20)} to {plots.short(best.ms_p80)})"
+    return f"| `{op}` | {what} | {times} | {ratios} |\n"
+
+
+def _ratio(pair: summary.Pair) -> str:
+    low, high = pair.peer.ms_low / pair.ours.ms_high, pair.peer.ms_high / pair.ours.ms_low
+    return f"**{pair.ratio:.1f}** ({low:.1f} to {high:.1f})"
+
+
+def main() -> None:
+    found = [row for row in rows.read(ROOT / "benchmarks" / "results" / "cpu")]
+    timed = [row for row in found if row.state != "absent"]
+    where = f"{timed[0].machine}, {timed[0].threads} threads, bf16, commit {timed[0].commit}.\n\n"
+    readme = ROOT / "README.md"
+    text, times = re.subn(
+        r"(<!-- speed -->\n).*?(<!-- speed -->)",
+        lambda match: f"{match[1]}{PICTURE}{where}{table(timed)}{match[2]}",
+        readme.read_text(),
+        flags=re.S,
+    )
+    if times != 1:
+        raise ValueError(f"README.md: got {times} places for the table, needs one")
+    readme.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
