@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import npu_ops
-from npu_ops.core import ascendc, socs
+from npu_ops.core import ascendc, hardware, socs
 from npu_ops.ops.causal_conv1d_update import op as convolution
 from npu_ops.ops.gated_delta_rule_update import op as delta_rule
 
@@ -36,6 +36,15 @@ def test_tensors_elsewhere_are_told_so():
     }
     assert rows["ascendc"] == "tensors are on cpu, it runs on npu"
     assert "not on cpu" in ascendc.why_not("bias_dropout_add", x.device)
+
+
+def test_as_if_on_an_npu_the_one_that_is_here_is_asked(monkeypatch):
+    """doctor asks so, with tensors of the CPU."""
+    asked = []
+    monkeypatch.setattr(ascendc, "why_not_built", lambda *of: asked.append(of) or "not built")
+    monkeypatch.setattr(hardware, "npu_name", lambda: "Ascend910B4-for-this-test")
+    assert ascendc.why_not("l2norm", torch.device("cpu")) == "not built"
+    assert asked == [("l2norm", "ascend910b")]
 
 
 def arguments(op, **given):
