@@ -1,17 +1,20 @@
 """`npu-ops verify`, and what it says of kernels with faults."""
 
+import contextlib
 import json
 import textwrap
+import types
+from unittest import mock
 
 import pytest
 import torch
 from npu_ops_tools import verify
-from npu_ops_tools.verify import compare, guards, jobs, report, runs
+from npu_ops_tools.verify import checks, compare, guards, jobs, report, runs
 from npu_ops_tools.verify import ranks as two_ranks
 from npu_ops_tools.where import ops
 from test_cli import call, command
 
-from npu_ops.core import preferences
+from npu_ops.core import hardware, preferences
 from npu_ops.core.registry import Table
 
 # An implementation of l2norm on the CPU that calls the right one, and then does something wrong,
@@ -216,6 +219,50 @@ def test_guards_see_reads_too():
             table.run(x, 1e-6, out)
     assert seen[0] == "l2norm" and seen[1] != seen[1] and found == []
     assert torch.equal(out, x)
+
+
+# Graphs
+
+
+class Backend:
+    """A device with graphs, on the CPU: replaying one computes again, or not."""
+
+    NPUGraph = types.SimpleNamespace
+    Stream = mock.MagicMock
+    stream = contextlib.nullcontext
+    current_stream = synchronize = mock.MagicMock()
+
+    def __init__(self, subject, frozen):
+        self.subject, self.frozen = subject, frozen
+
+    @contextlib.contextmanager
+    def graph(self, graph):
+        outcome, captured = checks.Subject.outcome, []
+
+        def capture(inputs):
+            captured[:] = [inputs, outcome(self.subject, inputs)]
+            return captured[1]
+
+        def replay():
+            if not self.frozen:
+                for out, again in zip(captured[1], outcome(self.subject, captured[0]), strict=True):
+                    out.copy_(again)
+
+        graph.replay, self.subject.outcome = replay, capture
+        yield
+        del self.subject.outcome
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_graph_must_compute_again(frozen, monkeypatch):
+    subject = checks.Subject(job(RIGHT), torch.device("cpu"))
+    monkeypatch.setattr(torch, "npu", Backend(subject, frozen), raising=False)
+    monkeypatch.setattr(hardware, "npu_why_not", lambda: "there is none")
+    on_cpu, subject.device = subject.device, types.SimpleNamespace(type="npu")
+    subject.inputs = lambda seed=0: subject.case.inputs(torch.bfloat16, on_cpu, seed)
+    found = checks.graphs(subject)
+    assert found["verdict"] == ("wrong" if frozen else "right")
+    assert ("when the graph is replayed with other inputs" in found["detail"]) == frozen
 
 
 # Reports

@@ -16,13 +16,15 @@ DEVICES = ("cpu", "npu", "npu-emulated", "cuda")
 # Of these models the first that has an op gives the shapes that it is timed at.
 TIMED_MODELS = ("qwen3.5-9b", "qwen3-vl-8b")
 DTYPES = ("bfloat16", "float32", "float16")
+FEW = 64  # tokens of a large case where it is not there for its size
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """One implementation of an op and one call of it.
 
-    kind: "check", of one of the op's cases, or "time", of `case` of `model` with so many tokens.
+    kind: "check", of one of the op's cases, or "time", of `case` of `model`. tokens: instead of the
+        case's own; of a model's case, its.
     """
 
     kind: str
@@ -35,14 +37,18 @@ class Job:
 
     @property
     def name(self) -> str:
-        shape = f"{self.model} {self.case} of {self.tokens} tokens" if self.model else self.case
+        shape = f"{self.model} {self.case}".lstrip()
+        shape += f" of {self.tokens} tokens" if self.tokens else ""
         return f"{self.op} by {self.implementation}, {shape} in {self.dtype}"
 
     def find(self) -> cases.Case:
         """The case that it is of."""
         module = cases.of(self.op)
         known = module.of_model(MODELS[self.model], self.tokens) if self.model else module.CASES
-        return next(case for case in known if case.name == self.case)
+        found = next(case for case in known if case.name == self.case)
+        if self.model or not self.tokens:
+            return found
+        return dataclasses.replace(found, tokens=self.tokens, large=False)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -70,8 +76,8 @@ def plan(device: str, full: bool, only: list[str]) -> dict[str, list[Job]]:
 def _of_op(op: str, device: str, full: bool) -> Iterator[Job]:
     names = implementations(op, device)
     checks = [
-        Job("check", op, implementation, case.name, dtype)
-        for case, dtype in _checked(op, full)
+        Job("check", op, implementation, case.name, dtype, tokens=tokens)
+        for case, dtype, tokens in _checked(op, full)
         for implementation in names
     ]
     timed = list(_timed(op, names, device, full))
@@ -89,24 +95,36 @@ def implementations(op: str, device: str) -> list[str]:
     return [i.name for i in listed if not i.devices or kind in i.devices]
 
 
+def representative(op: str) -> list[cases.Case]:
+    """Cases that together take every branch of the kernels; the most ordinary comes first."""
+    by_name = {case.name: case for case in cases.of(op).CASES}
+    return [by_name[name] for name in cases.of(op).REPRESENTATIVE]
+
+
+def few(case: cases.Case) -> int:
+    """Tokens for a case that is not there for its size; 0: its own."""
+    return FEW if case.large else 0
+
+
 def torch_device(device: str) -> str:
     return device.partition("-")[0]
 
 
-def _checked(op: str, full: bool) -> Iterator[tuple[cases.Case, str]]:
-    """All small cases in all dtypes; of a quick run those that take every branch of the kernels,
-    the first in all dtypes."""
-    module = cases.of(op)
-    by_name = {case.name: case for case in module.CASES}
-    chosen = [by_name[name] for name in module.REPRESENTATIVE]
-    dtypes = [(case, dtype) for dtype in DTYPES for case in chosen[: None if full else 1]]
-    yield from dtypes
+def _checked(op: str, full: bool) -> Iterator[tuple[cases.Case, str, int]]:
+    """Cases, dtypes and tokens, 0 for the case's own.
+
+    Of a quick run the cases that take every branch of the kernels, with few tokens where they are
+    large, the first in all dtypes; of a full one, all.
+    """
+    module, chosen = cases.of(op), representative(op)
+    for number, case in enumerate(chosen):
+        for dtype in DTYPES if full or not number else DTYPES[:1]:
+            yield case, dtype, few(case)
     if not full:
-        yield from ((case, DTYPES[0]) for case in chosen[1:])
         return
-    rest = [case for case in module.CASES if case not in chosen]
-    yield from ((case, dtype) for dtype in DTYPES for case in rest if not case.large)
-    yield from ((case, DTYPES[0]) for case in rest if case.large)
+    rest = [case for case in module.CASES if not case.large and case not in chosen]
+    yield from ((case, dtype, 0) for dtype in DTYPES for case in rest)
+    yield from ((case, DTYPES[0], 0) for case in module.CASES if case.large)
 
 
 def _timed(op: str, names: list[str], device: str, full: bool) -> Iterator[Job]:

@@ -19,7 +19,7 @@ import torch
 from torch import distributed
 
 import npu_ops
-from npu_ops.core import cases, collective, preferences
+from npu_ops.core import collective, preferences
 from npu_ops.core.compare import error_ratio
 from npu_ops_tools.verify import checks, jobs
 from npu_ops_tools.where import ops
@@ -125,8 +125,9 @@ def _split(device: torch.device):
 def _alike(device: torch.device):
     """Every op gives both ranks the same bits."""
     for op in ops():
-        case = cases.of(op).REPRESENTATIVE[0]
-        subject = checks.Subject(jobs.Job("check", op, "", case, "bfloat16"), device)
+        case = jobs.representative(op)[0]
+        job = jobs.Job("check", op, "", case.name, "bfloat16", tokens=jobs.few(case))
+        subject = checks.Subject(job, device)
         with checks.one_mask():
             outcome = subject.outcome(subject.inputs())
         digest = hashlib.sha256()
