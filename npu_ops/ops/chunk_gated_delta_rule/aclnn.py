@@ -1,0 +1,60 @@
+"""The chunked gated delta rule by torch_npu's `npu_chunk_gated_delta_rule`, forward.
+
+What it takes is from torch_npu's documentation of it. It computes with beta and states in bf16; a
+state that is handed on is fp32 here, so calls with states are not its.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from npu_ops.core import check
+from npu_ops.ops.chunk_gated_delta_rule import reference
+
+_HEADS, _DIM = 64, 128
+
+
+def why_not(arguments) -> str | None:
+    """None, or a sentence on why the operator does not take the implementations' arguments."""
+    q, v = arguments.q, arguments.v
+    if {x.dtype for x in (q, arguments.k, v)} != {torch.bfloat16}:
+        return f"q is {check.short(q.dtype)}, the vendor's operator takes bfloat16 q, k and v"
+    if arguments.initial_state is not None or arguments.final_state is not None:
+        return "states are float32, the vendor's operator keeps them in bfloat16"
+    if arguments.cu_seqlens is not None:
+        return "the vendor's operator takes no tokens behind the last of packed sequences"
+    if max(q.shape[2], v.shape[2]) > _HEADS or max(q.shape[3], v.shape[3]) > _DIM:
+        return f"the vendor's operator has at most {_HEADS} heads of {_DIM}"
+    return _missing()
+
+
+@functools.cache
+def _missing() -> str | None:
+    """Versions of torch_npu without it."""
+    there = hasattr(torch.ops.npu, "npu_chunk_gated_delta_rule")
+    return None if there else "torch_npu has no npu_chunk_gated_delta_rule"
+
+
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
+    o, final_state,
+) -> None:  # fmt: skip
+    """Write o. The size of a chunk is the operator's own."""
+    batch, tokens, heads, values = v.shape
+    if normalize:
+        q, k = (_normalized(x) for x in (q, k))
+    lengths = torch.full((batch,), tokens, dtype=torch.int32, device=q.device)
+    state = torch.zeros((batch, heads, values, q.shape[3]), dtype=q.dtype, device=q.device)
+    found, _ = torch.ops.npu.npu_chunk_gated_delta_rule(
+        *(x.flatten(0, 1) for x in (q, k, v)), beta=beta.to(q.dtype).flatten(0, 1),
+        initial_state=state, actual_seq_lengths=lengths, scale=scale, g=g.float().flatten(0, 1),
+    )  # fmt: skip
+    o.copy_(found.view(v.shape))
+
+
+def _normalized(x):
+    """Rounded to bf16, as the operator reads it."""
+    wide = x.float()
+    return (wide * (wide.square().sum(-1, keepdim=True) + reference.EPS).rsqrt()).to(x.dtype)

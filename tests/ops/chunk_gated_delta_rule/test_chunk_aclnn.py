@@ -1,0 +1,63 @@
+"""chunk_gated_delta_rule by torch_npu's operator: as the reference over all cases it takes."""
+
+import itertools
+
+import pytest
+import torch
+from npu_ops_tools import parity
+from support import devices, forced
+
+from npu_ops.core import cases
+from npu_ops.core.compare import assert_close
+from npu_ops.core.registry import as_if_on, explain
+from npu_ops.ops.chunk_gated_delta_rule import aclnn
+
+OP = "chunk_gated_delta_rule"
+CASES = [case for case in cases.of(OP).CASES if not case.large]
+
+
+def on_npu(test):
+    """A test where there is an NPU; nothing elsewhere."""
+    return pytest.mark.parametrize("device", ["npu"])(test) if "npu" in devices() else None
+
+
+STATELESS = {"initial_state": None, "output_final_state": False}
+
+
+def declined(case, monkeypatch, dtype=torch.bfloat16, **changes):
+    """What the vendor's operator has against a case on an NPU with torch_npu."""
+    monkeypatch.setattr(aclnn, "_missing", lambda: None)
+    with as_if_on("npu"), forced("aclnn", OP):
+        verdicts = explain(cases.function(OP, case), **case.inputs(dtype) | changes)
+    return next(v.why_not for v in verdicts if v.implementation == "aclnn")
+
+
+@on_npu
+def test_it_is_the_reference_over_all_cases_that_it_takes(device, monkeypatch):
+    """Without their states, and with norms too."""
+    taken = [case for case in CASES if declined(case, monkeypatch, **STATELESS) is None]
+    assert len(taken) > 5
+    for case, norms in itertools.product(taken, (False, True)):
+        function, given = cases.function(OP, case), case.inputs(torch.bfloat16, device)
+        given |= STATELESS | ({"use_qk_l2norm_in_kernel": True} if norms else {})
+        expected = parity.by_reference(function, given, ())
+        with forced("aclnn", OP):
+            actual = parity.evaluate(function, given, ())
+        for name, value in actual.items():
+            tolerance = cases.tolerance(OP, name, value, torch.bfloat16)
+            assert_close(f"{case.name} {name}", value, expected[name], tolerance)
+
+
+def test_what_it_declines(monkeypatch):
+    """By what a case has; everything else it takes."""
+    for case in CASES:
+        why_not = declined(case, monkeypatch)
+        if case.state != "none":
+            assert why_not.startswith("states are float32")
+        elif case.sequences:
+            assert why_not.startswith("the vendor's operator takes no tokens behind")
+        elif max(case.keys, case.values) > 128 or max(case.heads, case.value_heads) > 64:
+            assert why_not == "the vendor's operator has at most 64 heads of 128"
+        else:
+            assert why_not is None
+    assert "takes bfloat16" in declined(CASES[0], monkeypatch, torch.float16)
