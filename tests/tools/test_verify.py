@@ -296,6 +296,14 @@ def made(*results, torch_="2.13"):
     return {"format": 1, "device": "cpu", "environment": environment, "results": list(results)}
 
 
+def test_what_was_not_reached_is_said(with_faults):
+    late = {"verdict": "not reached", "why": "", "seconds": 0.0, "kind": "check", "op": "rope"}
+    late |= {"implementation": "cpu", "name": "rope by cpu", "case": "x", "dtype": "float32"}
+    found = with_faults | {"results": [*with_faults["results"], late]}
+    assert report.unknown(found) == ["rope by cpu"]
+    assert "1 of 11 were not reached" in report.page(found)
+
+
 def test_compare(tmp_path):
     before = made(timed(9, 10, 11), timed(1, 1, 1, "wrong", "b"), timed(1, 2, 9, name="c"))
     after = made(

@@ -106,9 +106,22 @@ def page(report: dict) -> str:
     return template.render(
         report=report, counts=counts(report), wrong=wrong(report),
         table=list(_by_implementation(report)), times=list(_times(report)),
-        declined=_declined(report), not_here=_not_here(report),
+        declined=_declined(report), unknown=unknown(report), not_here=_not_here(report),
         facts=_facts(report["environment"]),
     )  # fmt: skip
+
+
+def unknown(report: dict) -> list[str]:
+    """The implementations of which no check was reached."""
+    reached = {_who(r): False for r in report["results"] if r["kind"] != "ranks"}
+    for result in report["results"]:
+        if result["kind"] != "ranks" and result["verdict"] != "not reached":
+            reached[_who(result)] = True
+    return [who for who, known in reached.items() if not known]
+
+
+def _who(result: dict) -> str:
+    return f"{result['op']} by {result['implementation']}"
 
 
 def _by_implementation(report: dict):
@@ -170,8 +183,7 @@ def _declined(report: dict) -> dict[tuple[str, str], list[str]]:
     groups = collections.defaultdict(list)
     for result in report["results"]:
         if result["verdict"] == "declined" and result["kind"] != "ranks":
-            what = f"{result['op']} by {result['implementation']}"
-            groups[what, result["why"]].append(f"{result['case']} in {result['dtype']}")
+            groups[_who(result), result["why"]].append(f"{result['case']} in {result['dtype']}")
     return dict(groups)
 
 
