@@ -198,6 +198,32 @@ def test_a_journal_keeps_what_was_done(tmp_path):
     assert runs.Journal(path, {"device": "npu"}).done == {}
 
 
+def test_each_run_gets_further(tmp_path, monkeypatch):
+    """However little time there is, and nothing is done twice."""
+    ran = []
+
+    class Worker:
+        environment = {"machine": {}}
+
+        def __init__(self, *settings):
+            self.start = self.stop = lambda: None
+
+        def do(self, one, limit):
+            ran.append(one.name)
+            return {"verdict": "right", "why": "", "seconds": 0.0}
+
+    planned = [job(case) for case in (RIGHT, "one-head", "wide-4096")]
+    monkeypatch.setattr(jobs, "plan", lambda *args: {"l2norm": planned})
+    monkeypatch.setattr(runs.worker, "Worker", Worker)
+    monkeypatch.setattr(runs._Run, "_ranks", lambda self: ranks("right"))
+    options = verify.Options("cpu", budget=1e-9)
+    for reached in (1, 2, 3):
+        found = verify.run(options, tmp_path, lambda line: None)
+        assert report.counts(found).get("not reached", 0) == 3 - reached
+    assert ran == [one.name for one in planned]
+    assert not (tmp_path / "verify.journal").exists()
+
+
 # Bounds
 
 

@@ -161,9 +161,9 @@ class _Run:
             if not self.environment:
                 mine.start()
                 self.environment = mine.environment
-            # The first in any case: an op of which nothing is known helps nobody.
-            first = self._one(mine, members[0], None)
-            return [first, *(self._one(mine, job, until) for job in members[1:])]
+            # The first that is not known yet in any case: each run gets further, with every op.
+            first = next((job for job in members if job.name not in self._journal.done), None)
+            return [self._one(mine, job, None if job is first else until) for job in members]
         finally:
             mine.stop()
 
