@@ -123,7 +123,8 @@ def _device(device, machine, threads, rows) -> Device:
     sections = [_section(op, found, styles, numbers) for op, found in sorted(ops.items())]
     peers = list(dict.fromkeys(each.peer for s in sections for each in s.against))
     peers.sort(key=lambda peer: -sum(each.peer == peer for s in sections for each in s.against))
-    name = f"{device}: {machine}" + (f", {threads} threads" if device == "cpu" else "")
+    many = f", {threads} thread{'' if threads == 1 else 's'}"
+    name = f"{device}: {machine}{many if device == 'cpu' else ''}"
     return Device(name, timed, sections, peers)
 
 
