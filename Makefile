@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/* csrc/*/*)  # the folders too: a file may have gone
 
 .PHONY: demo demo-serve fetch test test-all test-trainers test-aarch64 wheels check format clean
-.PHONY: bench bench-publish bench-quick report
+.PHONY: docs docs-serve bench bench-publish bench-quick report
 
 # torch first and alone, so that nothing else chooses its build.
 $(VENV)/torch: 
@@ -102,6 +102,13 @@ bench-publish: bench report
 
 report: $(VENV)/ready
 	$(BIN)/npu-ops report benchmarks/results --output report
+
+# What README.md links to, as a site that needs no network; to search it: make docs-serve.
+docs: $(VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: docs
+	$(PYTHON) -m http.server --directory site
 
 # For x86_64, aarch64 (needs g++-aarch64-linux-gnu), of Python alone, and the sources: in dist/.
 wheels: $(VENV)/ready

@@ -19,7 +19,7 @@ __all__ = ["__version__", "build_info", "explain", "is_npu"]
 for _module in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
     _op = importlib.import_module(_module.name)
     globals().update({_name: getattr(_op, _name) for _name in _op.__all__})
-    __all__ += _op.__all__
+    __all__.extend(_op.__all__)
 
 check_forced()
 compile_cache.tell_torch()

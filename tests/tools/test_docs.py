@@ -1,0 +1,55 @@
+"""The site: it builds without a warning, every function is on it, and its code runs."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import npu_ops
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stdout + done.stderr
+    return folder
+
+
+def test_every_public_function_is_on_it(site):
+    page = (site / "api.html").read_text()
+    shown = set(re.findall(r'<h3 id="npu_ops\.[\w.]*?(\w+)"', page))
+    assert shown == set(npu_ops.__all__) - {"__version__"}
+
+
+def test_nothing_is_loaded_from_elsewhere(site):
+    for page in site.glob("*.html"):
+        loaded = re.findall(
+            r'<(?:script|img|link)[^>]*?(?:src|href)="(https?:[^"]+)"', page.read_text()
+        )
+        assert loaded == [], page.name
+
+
+def test_every_page_is_in_the_navigation(site):
+    linked = set(re.findall(r'href="(?:\./)?([\w-]+)\.html"', (site / "index.html").read_text()))
+    assert {pathlib.Path(name).stem for name in PAGES} - {"README"} <= linked
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_code_runs(page):
+    """Each block by itself, in one process; it says what it prints where that is shown."""
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    code = "\n".join(f"exec({block!r}, {{}})" for block in blocks)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    verdicts = [line for line in text.splitlines() if line.startswith("Verdict(")]
+    assert verdicts == [line for line in done.stdout.splitlines() if line.startswith("Verdict(")]
