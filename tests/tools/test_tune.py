@@ -93,6 +93,8 @@ def table(tmp_path, monkeypatch):
 
 def test_show_export_and_remove(table, tmp_path):
     assert "b instead of a, 2.00 times as fast" in call("tune", "--device", "cpu", "--show")
+    shown = json.loads(call("tune", "--device", "cpu", "--show", "--json"))
+    assert [row["implementation"] for row in shown["rows"]] == ["b"]
     call("tune", "--device", "cpu", "--export", tmp_path / "out")
     assert json.loads((tmp_path / "out" / table.name).read_text())["rows"][0]["bits"] == 9
     call("tune", "--device", "cpu", "--remove")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from npu_ops.core import preferences
-from npu_ops_tools.options import fail
+from npu_ops_tools.options import AsJson, fail, print_json
 
 
 class TunedDevice(str, enum.Enum):
@@ -42,6 +42,7 @@ def tune_command(
         list[str] | None,
         typer.Option("--import", help="Import this too, e.g. an implementation of yours."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Time the implementations that are right here, and prefer the fastest from now on.
 
@@ -59,15 +60,17 @@ def tune_command(
         if remove:
             _remove(device.value)
         elif show or (export and not (only or model or tokens)):
-            _show(device.value, export)
+            _show(device.value, export, as_json)
         else:
             settings = (only or [], model or [], tokens or [])
-            _tune(device.value, settings, modules or [], limit, export)
+            _tune(device.value, settings, modules or [], limit, export, as_json)
     except (FileNotFoundError, NoWorker, ValueError) as error:
         fail(error)
 
 
-def _tune(device: str, settings: tuple, modules: list[str], limit: float, export) -> None:
+def _tune(
+    device: str, settings: tuple, modules: list[str], limit: float, export, as_json: bool
+) -> None:
     from npu_ops_tools import tune
     from npu_ops_tools.verify import child, report, runs
 
@@ -76,25 +79,32 @@ def _tune(device: str, settings: tuple, modules: list[str], limit: float, export
         raise FileNotFoundError("this user has no home to keep a table in; set XDG_CACHE_HOME")
     results = tune.measure(
         device, tune.plan(device, *settings), modules, limit,
-        lambda job, result: print(runs.line(job.name, result), flush=True),
+        lambda job, result: as_json or print(runs.line(job.name, result), flush=True),
     )  # fmt: skip
     rows = tune.rows(results)
     if not rows:
         raise ValueError("nothing that was timed is right here; npu-ops verify says what is wrong")
     made = report.scrubbed(tune.table(soc, rows, child.environment(device)))
-    for place in filter(None, (folder, export)):
-        print(f"written: {tune.write(made, place)}")
+    written = [tune.write(made, place) for place in filter(None, (folder, export))]
+    if as_json:
+        print_json(made)
+        return
+    print("\n".join(f"written: {path}" for path in written))
     print("\n".join(tune.lines(rows)))
 
 
-def _show(device: str, export: pathlib.Path | None) -> None:
+def _show(device: str, export: pathlib.Path | None, as_json: bool) -> None:
     from npu_ops_tools import tune
 
     found = preferences.read(_path(device))
+    written = export and tune.write(found, export)
+    if as_json:
+        print_json(found)
+        return
     print(f"{found['soc']}, {found['made']}: {_path(device)}")
     print("\n".join(tune.lines(found["rows"])))
-    if export:
-        print(f"written: {tune.write(found, export)}")
+    if written:
+        print(f"written: {written}")
 
 
 def _remove(device: str) -> None:
