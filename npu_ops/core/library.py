@@ -190,6 +190,18 @@ def triton_why_not() -> str | None:
     return None
 
 
+@functools.cache
+def torch_npu_why_not(operator: str, argument: str | None = None) -> str | None:
+    """None, or a sentence on why the torch_npu here has no such operator, or none that takes an
+    argument of this name, which later versions of it do."""
+    found = getattr(torch.ops.npu, operator, None)
+    if found is None:
+        return f"torch_npu has no {operator}"
+    if argument is None or argument in {a.name for a in found.default._schema.arguments}:
+        return None
+    return f"torch_npu's {operator} has no {argument}"
+
+
 def dtype_why_not(*args) -> str | None:
     """None, or which floating dtype among the arguments the kernels are not compiled for."""
     for arg in args:

@@ -11,7 +11,9 @@ import functools
 import torch
 
 from npu_ops.core import check
+from npu_ops.core.library import torch_npu_why_not
 from npu_ops.ops.chunk_gated_delta_rule import reference
+from npu_ops.ops.l2norm import reference as norm
 
 _HEADS, _DIM = 64, 128
 
@@ -30,11 +32,7 @@ def why_not(arguments) -> str | None:
     return _missing()
 
 
-@functools.cache
-def _missing() -> str | None:
-    """Versions of torch_npu without it."""
-    there = hasattr(torch.ops.npu, "npu_chunk_gated_delta_rule")
-    return None if there else "torch_npu has no npu_chunk_gated_delta_rule"
+_missing = functools.partial(torch_npu_why_not, "npu_chunk_gated_delta_rule")
 
 
 def chunk_gated_delta_rule(
@@ -44,7 +42,8 @@ def chunk_gated_delta_rule(
     """Write o. The size of a chunk is the operator's own."""
     batch, tokens, heads, values = v.shape
     if normalize:
-        q, k = (_normalized(x) for x in (q, k))
+        # Rounded to bf16, as the operator reads it.
+        q, k = (norm.l2norm(x, reference.EPS).to(x.dtype) for x in (q, k))
     lengths = torch.full((batch,), tokens, dtype=torch.int32, device=q.device)
     state = torch.zeros((batch, heads, values, q.shape[3]), dtype=q.dtype, device=q.device)
     found, _ = torch.ops.npu.npu_chunk_gated_delta_rule(
@@ -52,9 +51,3 @@ def chunk_gated_delta_rule(
         initial_state=state, actual_seq_lengths=lengths, scale=scale, g=g.float().flatten(0, 1),
     )  # fmt: skip
     o.copy_(found.view(v.shape))
-
-
-def _normalized(x):
-    """Rounded to bf16, as the operator reads it."""
-    wide = x.float()
-    return (wide * (wide.square().sum(-1, keepdim=True) + reference.EPS).rsqrt()).to(x.dtype)

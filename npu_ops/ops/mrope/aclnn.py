@@ -11,7 +11,7 @@ import functools
 import torch
 
 from npu_ops.core import check
-from npu_ops.core.library import dtype_why_not
+from npu_ops.core.library import dtype_why_not, torch_npu_why_not
 
 _SECTIONS = ([16, 24, 24], [24, 20, 20], [8, 12, 12])
 _CACHE_MODES = {"chunked": "default", "interleaved": "interleave"}  # what it calls our layouts
@@ -50,14 +50,7 @@ def _one_cache(cos, sin) -> bool:
     )
 
 
-@functools.cache
-def _missing() -> str | None:
-    """Versions of torch_npu without it, or without interleaved sections."""
-    operator = getattr(torch.ops.npu, "npu_mrope", None)
-    if operator is None:
-        return "torch_npu has no npu_mrope"
-    names = {argument.name for argument in operator.default._schema.arguments}
-    return None if "cache_mode" in names else "torch_npu's npu_mrope has no cache_mode"
+_missing = functools.partial(torch_npu_why_not, "npu_mrope", "cache_mode")  # says sections' layout
 
 
 def mrope(

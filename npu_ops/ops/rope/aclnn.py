@@ -10,7 +10,7 @@ import functools
 import torch
 
 from npu_ops.core import check
-from npu_ops.core.library import dtype_why_not
+from npu_ops.core.library import dtype_why_not, torch_npu_why_not
 from npu_ops.ops.rope import reference
 
 _BELOW = 896  # elements of a rotation
@@ -34,14 +34,7 @@ def why_not(arguments) -> str | None:
     return dtype_why_not(q) or _missing()
 
 
-@functools.cache
-def _missing() -> str | None:
-    """Versions of torch_npu that have the operators with another signature."""
-    operator = getattr(torch.ops.npu, "npu_rotary_mul", None)
-    if operator is None:
-        return "torch_npu has no npu_rotary_mul"
-    names = {argument.name for argument in operator.default._schema.arguments}
-    return None if "rotary_mode" in names else "torch_npu's npu_rotary_mul has no rotary_mode"
+_missing = functools.partial(torch_npu_why_not, "npu_rotary_mul", "rotary_mode")
 
 
 def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_out, k_out) -> None:

@@ -23,17 +23,10 @@ class Rotation:
         name: of the operator.
         tables: what it takes besides q and k: tensors first, `bool inverse` among the settings.
         reference: as `Operator` takes it.
-        aclnn_why_not: what the op's `aclnn.py` has against a call; None: it has no such file.
+        aclnn_why_not: what the op's `aclnn.py` has against a call.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        tables: str,
-        reference: Callable,
-        aclnn_why_not: Callable | None = None,
-    ):
+    def __init__(self, name: str, *, tables: str, reference: Callable, aclnn_why_not: Callable):
         self.forward = Operator(
             name,
             takes=f"Tensor q, Tensor k, {tables}",
@@ -43,7 +36,7 @@ class Rotation:
             lay_out=dict.fromkeys(("q", "k", "cos", "sin"), in_one_piece),
             why_not=dict.fromkeys(("triton_ascend", "cpu"), _why_not)
             | {"ascendc": _why_not_ascendc, "aclnn": aclnn_why_not},
-            aclnn="behind" if aclnn_why_not else None,
+            aclnn="behind",
             ascendc=True,
             is_empty=lambda arguments: not (arguments.q.numel() or arguments.k.numel()),
             check_indices=check_positions,
