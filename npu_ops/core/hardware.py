@@ -68,7 +68,7 @@ def processor() -> str:
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or "unknown")
+    return next(names, platform.processor() or platform.machine() or "unknown")
 
 
 def first_line(error: Exception) -> str:

@@ -24,10 +24,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from npu_ops_tools import demo_data, demo_model, doctor, report, where
+from npu_ops_tools.bench import peers
 from npu_ops_tools.bench.run import run as run_benchmarks
 
 BATCH, LENGTH, DROPOUT = 4, 512, 0.1
-VERSION = "0.16.1"
+VERSION = peers.MEGATRON.name
 ALONE, OURS = "megatron-core alone", "with npu-ops"
 MODELS = {"gpt": "GPT", "hybrid": "Gated Delta Net and attention 3:1"}
 HYBRID = (
@@ -110,7 +111,7 @@ def find_megatron(folder: pathlib.Path | None) -> pathlib.Path | None:
     """
     if folder is None and importlib.util.find_spec("megatron") is not None:
         return None
-    chosen = folder or where.ROOT / ".cache" / "megatron" / VERSION
+    chosen = folder or peers.MEGATRON
     if not (chosen / "megatron" / "core").is_dir():
         raise FileNotFoundError(
             f"megatron: got {chosen}, which has no megatron-core; give --megatron FOLDER, made by "

@@ -106,7 +106,7 @@ def evaluate(function, inputs: dict, wrt: tuple[str, ...]) -> dict[str, torch.Te
 
 def by_reference(function, inputs: dict, wrt, wide=torch.float64) -> dict[str, torch.Tensor]:
     """What the reference computes on the CPU from the same inputs, in a wider dtype."""
-    inputs = {name: _widened(value, wide) for name, value in inputs.items()}
+    inputs = {name: widened(value, wide) for name, value in inputs.items()}
     with env.override(impl=dict.fromkeys(Table.tables, "reference")):
         return evaluate(function, inputs, wrt)
 
@@ -118,9 +118,10 @@ def _copied(value, leaf: bool):
     return value.requires_grad_() if leaf else value
 
 
-def _widened(value, wide: torch.dtype):
+def widened(value, wide: torch.dtype):
+    """A tensor, or those of a tuple, on the CPU, in a wider dtype where it is a floating one."""
     if isinstance(value, tuple):
-        return tuple(_widened(item, wide) for item in value)
+        return tuple(widened(item, wide) for item in value)
     floating = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.cpu().to(wide) if floating else _on_cpu(value)
 

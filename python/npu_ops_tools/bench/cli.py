@@ -72,10 +72,9 @@ def line(row) -> str:
     """A row as text."""
     if row.state == "absent":
         return f"{row.op}: {row.provider} is absent: {row.note}"
-    name = f"{row.op}: {row.shape}, {row.size} {row.unit}, {row.mode}, {row.dtype}"
     spread = f"{row.ms_p20:.4g} to {row.ms_p80:.4g}"
     mark = "" if row.state == "stable" else "  unstable"
-    return f"{name:95} {row.provider:20} {row.ms_p50:10.4g} ms ({spread}){mark}"
+    return f"{row.name:95} {row.provider:20} {row.ms_p50:10.4g} ms ({spread}){mark}"
 
 
 def _compare(old: pathlib.Path, new: pathlib.Path, threshold: float, as_json: bool) -> int:

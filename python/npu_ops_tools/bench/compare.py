@@ -20,10 +20,8 @@ class Change:
     high: float
 
     def __str__(self):
-        row = self.new
-        name = f"{row.op}: {row.shape}, {row.size} {row.unit}, {row.mode}, {row.dtype}"
-        state = "" if self.old.state == row.state == "stable" else "  unstable"
-        return f"{self.ratio:6.3f} ({self.low:.3f} to {self.high:.3f})  {name}{state}"
+        state = "" if self.old.state == self.new.state == "stable" else "  unstable"
+        return f"{self.ratio:6.3f} ({self.low:.3f} to {self.high:.3f})  {self.new.name}{state}"
 
 
 def compare(old: Iterable[Row], new: Iterable[Row]) -> list[Change]:

@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import functools
 import pathlib
-import platform
 import subprocess
 import typing
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ import npu_ops_emulator
 import torch
 
 import npu_ops
+from npu_ops.core import hardware
 from npu_ops_tools import where
 
 STATES = ("stable", "unstable", "absent")
@@ -77,6 +77,11 @@ class Row:
     def key(self) -> tuple:
         """One row for each."""
         return (*self.benchmark, self.provider)
+
+    @property
+    def name(self) -> str:
+        """What it is a row of, in words."""
+        return f"{self.op}: {self.shape}, {self.size} {self.unit}, {self.mode}, {self.dtype}"
 
     @property
     def gbps(self) -> float | None:
@@ -173,12 +178,7 @@ def device_name(device: str) -> str:
 def machine(device: str) -> str:
     """The processor's or the accelerator's name."""
     kind = torch.device(device).type
-    if kind != "cpu":
-        return getattr(torch, kind).get_device_name(device)
-    cpus = pathlib.Path("/proc/cpuinfo")
-    lines = cpus.read_text().splitlines() if cpus.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return hardware.processor() if kind == "cpu" else getattr(torch, kind).get_device_name(device)
 
 
 @functools.cache

@@ -147,7 +147,7 @@ class Work:
         sweep = self.benchmark.sweep
         inputs, function = self._own(), self._functions[OURS]
         if self.benchmark.size <= sweep.exact_to:
-            inputs = {name: parity._widened(x, torch.float64) for name, x in inputs.items()}
+            inputs = {name: parity.widened(x, torch.float64) for name, x in inputs.items()}
         else:
             inputs = {name: _single(x) for name, x in inputs.items()}
             if sweep.beyond != "reference":

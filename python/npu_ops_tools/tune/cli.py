@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from npu_ops.core import preferences
-from npu_ops_tools.options import AsJson, fail, print_json
+from npu_ops_tools.options import AsJson, Modules, Only, fail, print_json
 
 
 class TunedDevice(str, enum.Enum):
@@ -22,9 +22,7 @@ class TunedDevice(str, enum.Enum):
 
 def tune_command(
     device: Annotated[TunedDevice, typer.Option(help="What to tune for.")] = TunedDevice.NPU,
-    only: Annotated[
-        list[str] | None, typer.Option(help="An op; may be repeated; default: all.")
-    ] = None,
+    only: Only = None,
     model: Annotated[
         list[str] | None, typer.Option(help="Shapes; may be repeated; default: three models.")
     ] = None,
@@ -38,10 +36,7 @@ def tune_command(
     ] = None,
     show: Annotated[bool, typer.Option("--show", help="Show the table in force.")] = False,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the user's table.")] = False,
-    modules: Annotated[
-        list[str] | None,
-        typer.Option("--import", help="Import this too, e.g. an implementation of yours."),
-    ] = None,
+    modules: Modules = None,
     as_json: AsJson = False,
 ) -> None:
     """Time the implementations that are right here, and prefer the fastest from now on.

@@ -123,7 +123,7 @@ def check(subject: Subject, expected: Expected, note: Note) -> Iterator[tuple[st
     yield "values", values(subject, results, wanted)
     for name, one in (("determinism", determinism), ("streams", streams), ("graphs", graphs)):
         note(name)
-        with guards.noted(lambda op, name=name: note(f"{name}: {op}")):
+        with guards.noted(lambda table, _, name=name: note(f"{name}: {table.op}")):
             yield name, one(subject)
 
 

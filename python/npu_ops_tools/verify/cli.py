@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from npu_ops_tools.options import fail
+from npu_ops_tools.options import Modules, Only, fail
 
 
 class VerifiedDevice(str, enum.Enum):
@@ -28,19 +28,14 @@ def verify_command(
     output: Annotated[pathlib.Path, typer.Option(help="Folder of the report.")] = pathlib.Path(
         "report"
     ),
-    only: Annotated[
-        list[str] | None, typer.Option(help="An op; may be repeated; default: all.")
-    ] = None,
+    only: Only = None,
     minutes: Annotated[
         float | None, typer.Option(min=0, help="For all; default: 5, or no end with --full.")
     ] = None,
     limit: Annotated[
         float | None, typer.Option(min=1, help="Seconds for one call before it counts as hung.")
     ] = None,
-    modules: Annotated[
-        list[str] | None,
-        typer.Option("--import", help="Import this too, e.g. an implementation of yours."),
-    ] = None,
+    modules: Modules = None,
     compare: Annotated[
         tuple[pathlib.Path, pathlib.Path] | None,
         typer.Option(metavar="A.json B.json", help="Compare two reports instead."),

@@ -37,12 +37,12 @@ def guarded(found: list[str], note: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noted(note: Callable[[str], None]) -> Iterator[None]:
-    """Tell `note` of each launch in a block before it runs."""
+def noted(note: Callable[[Table, tuple], None]) -> Iterator[None]:
+    """Tell `note` of each launch in a block, its op and its arguments, before it runs."""
     run = Table.run
 
     def noting(table: Table, *args) -> None:
-        note(table.op)
+        note(table, args)
         run(table, *args)
 
     with mock.patch.object(Table, "run", noting):

@@ -12,6 +12,7 @@ import torch
 
 from npu_ops.core import preferences
 from npu_ops.core.registry import Table
+from npu_ops_tools.verify import guards
 from npu_ops_tools.verify.checks import Subject, tables
 
 # Bytes that push tensors out of the cache: a device's last one; a core's own one, for what the
@@ -36,15 +37,14 @@ def measure(subject: Subject) -> dict:
 
 def classes(subject: Subject) -> dict[str, dict]:
     """The class of the call, as preferences know it, of the op's table and of its backward's."""
-    run, found = Table.run, {}
+    found = {}
 
-    def noting(table: Table, *args) -> None:
+    def note(table: Table, args: tuple) -> None:
         (dtype, width), bits = preferences.class_of(args)
         name = str(dtype).removeprefix("torch.")
         found.setdefault(table.op, {"dtype": name, "width": width, "bits": bits})
-        run(table, *args)
 
-    with mock.patch.object(Table, "run", noting):
+    with guards.noted(note):
         subject.results()
     return {op: found[op] for op in tables(subject.job.op) if op in found}
 
