@@ -258,6 +258,7 @@ SHARED = {
     "fused_recurrent_gated_delta_rule.reference": set(DELTA_RULES[1:]),
     "fused_recurrent_gated_delta_rule.states": {"chunk_gated_delta_rule"},
     "fused_recurrent_gated_delta_rule.triton_ascend.states": {"gated_delta_rule_update"},
+    "gdn_gate.softplus": {"gated_delta_rule_update"},
     "l2norm.reference": {"causal_conv1d_qkv", "chunk_gated_delta_rule"},
     "l2norm.triton_ascend": {"causal_conv1d", "chunk_gated_delta_rule"},
     "mrope.reference": {"qk_norm_rope"},

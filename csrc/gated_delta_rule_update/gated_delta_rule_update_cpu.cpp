@@ -17,7 +17,7 @@ struct Call {
   Call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& b,
        const Tensor& A_log, const Tensor& dt_bias, const Tensor& state, const Tensor& state_indices,
        const std::optional<Tensor>& kept, double scale, bool normalize, bool v_first, bool update,
-       const Tensor& o)
+       double softplus_beta, double softplus_threshold, const Tensor& o)
       : q(q, q.stride(0)),
         k(k, k.stride(0)),
         v(v, v.stride(0)),
@@ -34,6 +34,8 @@ struct Call {
         keys(q.size(2)),
         values(v.size(2)),
         scale(static_cast<float>(scale)),
+        softplus_beta(static_cast<float>(softplus_beta)),
+        softplus_threshold(static_cast<float>(softplus_threshold)),
         normalize(normalize),
         v_first(v_first),
         update(update) {}
@@ -43,7 +45,7 @@ struct Call {
   const std::optional<Tensor>& kept;
   Indices slots;
   int64_t heads, value_heads, keys, values;
-  float scale;
+  float scale, softplus_beta, softplus_threshold;
   bool normalize, v_first, update;
 };
 
@@ -179,8 +181,7 @@ class Head {
     read_key(call_.k, token, qk_at, 1.0f, k_.data());
     call_.v.read(token, head * call_.values, call_.values, v_.data());
     const float raw = call_.a.one(token, head) + call_.dt_bias.one(head);
-    const float softplus = std::max(raw, 0.0f) + std::log1p(std::exp(-std::abs(raw)));
-    const float decay = std::exp(-std::exp(call_.A_log.one(head)) * softplus);
+    const float decay = std::exp(-std::exp(call_.A_log.one(head)) * softplus(raw));
     const float beta = 1.0f / (1.0f + std::exp(-call_.b.one(token, head)));
     if (call_.v_first) {
       advance_rows(state_.data(), call_.values, width_,
@@ -204,6 +205,11 @@ class Head {
   }
 
  private:
+  float softplus(float x) const {
+    const float bent = call_.softplus_beta * x;
+    if (bent > call_.softplus_threshold) return x;
+    return (std::max(bent, 0.0f) + std::log1p(std::exp(-std::abs(bent)))) / call_.softplus_beta;
+  }
   static int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
   float* block_data(int64_t block) { return state_.data() + block * call_.keys * kBlock; }
   int64_t block_values(int64_t block) const {
@@ -249,9 +255,9 @@ void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tens
             Tensor state, Tensor state_indices, std::optional<Tensor> cu_seqlens,
             std::optional<Tensor> num_accepted_tokens, std::optional<Tensor> intermediate_states,
             std::optional<Tensor> intermediate_state_indices, double scale, bool normalize,
-            bool v_first, bool update, Tensor o) {
+            bool v_first, bool update, double softplus_beta, double softplus_threshold, Tensor o) {
   const Call call(q, k, v, a, b, A_log, dt_bias, state, state_indices, intermediate_states, scale,
-                  normalize, v_first, update, o);
+                  normalize, v_first, update, softplus_beta, softplus_threshold, o);
   const int64_t count = state_indices.size(0);
   const Spans spans(cu_seqlens, count, count ? q.size(0) / count : 0, q.size(0), Ends::kAnywhere);
   const auto sequences = find_sequences(call, spans, Indices(num_accepted_tokens),

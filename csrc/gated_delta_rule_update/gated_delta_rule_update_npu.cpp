@@ -13,11 +13,12 @@ int32_t is_wide(const Tensor* indices) {
   return indices && indices->scalar_type() == ScalarType::Long;
 }
 
+// Softplus is log(1 + exp(x)): op.py refuses another.
 void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
             Tensor state, Tensor state_indices, Optional cu_seqlens, Optional num_accepted_tokens,
             Optional intermediate_states, Optional intermediate_state_indices, double scale,
-            bool normalize, bool v_first, bool update, Tensor o, std::string binary, int64_t cores,
-            int64_t ub) {
+            bool normalize, bool v_first, bool update, double, double, Tensor o, std::string binary,
+            int64_t cores, int64_t ub) {
   GatedDeltaRuleUpdateTiling tiling{};
   tiling.sequences = state_indices.size(0);
   tiling.tokens = q.size(0);

@@ -10,13 +10,24 @@
 namespace npu_ops {
 namespace {
 
-// -exp(A_log) and dt_bias in fp32.
+// What softplus is: log(1 + exp(beta x)) / beta, or x where beta x is above the threshold.
+struct Softplus {
+  Softplus(double beta, double threshold)
+      : beta(static_cast<float>(beta)), threshold(static_cast<float>(threshold)) {}
+  // Of beta x: softplus(x) times beta, and the derivative of softplus at x.
+  NPU_OPS_INLINE float value(float x) const { return x > threshold ? x : softplus(x); }
+  NPU_OPS_INLINE float slope(float x) const { return x > threshold ? 1.0f : sigmoid(x); }
+  float beta, threshold;
+};
+
+// -exp(A_log) / beta and beta dt_bias in fp32.
 struct Heads {
-  Heads(const Tensor& A_log, const std::optional<Tensor>& dt_bias)
+  Heads(const Tensor& A_log, const std::optional<Tensor>& dt_bias, float beta)
       : decay(A_log.numel()), bias(A_log.numel(), 0.0f) {
     widen(A_log, decay);
-    for (float& value : decay) value = -std::exp(value);
+    for (float& value : decay) value = -std::exp(value) / beta;
     if (dt_bias) widen(*dt_bias, bias);
+    for (float& value : bias) value *= beta;
   }
   static void widen(const Tensor& tensor, std::vector<float>& out) {
     dispatch(tensor.scalar_type(), "A_log", [&]<class T>(T*) {
@@ -43,12 +54,13 @@ struct Range {
 
 template <class A>
 NPU_OPS_CLONES void decay_rows(Matrix<A> a, const float* decay, const float* bias, Matrix<float> g,
-                               Range rows, int64_t heads) {
+                               Softplus plus, Range rows, int64_t heads) {
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     const A* from = a.row(row);
     float* to = g.row(row);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < heads; ++i) to[i] = decay[i] * softplus(load(from[i]) + bias[i]);
+    for (int64_t i = 0; i < heads; ++i)
+      to[i] = decay[i] * plus.value(plus.beta * load(from[i]) + bias[i]);
   }
 }
 
@@ -66,17 +78,17 @@ NPU_OPS_CLONES void beta_rows(Matrix<B> b, Matrix<B> beta, float scale, Range ro
 template <class A>
 NPU_OPS_CLONES void decay_gradient_rows(Matrix<float> grad_g, Matrix<A> a, const float* decay,
                                         const float* bias, Matrix<A> grad_a, float* sums,
-                                        Range rows, int64_t heads) {
+                                        Softplus plus, Range rows, int64_t heads) {
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     const float* grad = grad_g.row(row);
     const A* from = a.row(row);
     A* to = grad_a.row(row);
 #pragma GCC ivdep
     for (int64_t i = 0; i < heads; ++i) {
-      const float x = load(from[i]) + bias[i], of_decay = grad[i] * decay[i];
-      const float of_a = of_decay * sigmoid(x);
+      const float x = plus.beta * load(from[i]) + bias[i], of_decay = grad[i] * decay[i];
+      const float of_a = of_decay * plus.beta * plus.slope(x);
       store(to + i, of_a);
-      sums[i] += of_decay * softplus(x);
+      sums[i] += of_decay * plus.value(x);
       sums[heads + i] += of_a;
     }
   }
@@ -98,14 +110,16 @@ NPU_OPS_CLONES void beta_gradient_rows(Matrix<B> grad_beta, Matrix<B> b, Matrix<
 constexpr int64_t kCost = 10;
 
 void forward(Tensor a, Tensor A_log, std::optional<Tensor> dt_bias, std::optional<Tensor> b,
-             double scale, Tensor g, std::optional<Tensor> beta) {
+             double scale, double softplus_beta, double softplus_threshold, Tensor g,
+             std::optional<Tensor> beta) {
   const int64_t rows = a.size(0), heads = a.size(1);
-  const Heads of(A_log, dt_bias);
+  const Softplus plus(softplus_beta, softplus_threshold);
+  const Heads of(A_log, dt_bias, plus.beta);
   dispatch(a.scalar_type(), "a", [&]<class A>(A*) {
     const Matrix<A> from(a);
     const Matrix<float> to(g);
     parallel(rows, heads * kCost, [&](int64_t begin, int64_t end) {
-      decay_rows(from, of.decay.data(), of.bias.data(), to, {begin, end}, heads);
+      decay_rows(from, of.decay.data(), of.bias.data(), to, plus, {begin, end}, heads);
     });
   });
   if (!b) return;
@@ -118,10 +132,12 @@ void forward(Tensor a, Tensor A_log, std::optional<Tensor> dt_bias, std::optiona
 }
 
 void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A_log,
-              std::optional<Tensor> dt_bias, std::optional<Tensor> b, double scale, Tensor grad_a,
-              Tensor grad_A_log, Tensor grad_dt_bias, std::optional<Tensor> grad_b) {
+              std::optional<Tensor> dt_bias, std::optional<Tensor> b, double scale,
+              double softplus_beta, double softplus_threshold, Tensor grad_a, Tensor grad_A_log,
+              Tensor grad_dt_bias, std::optional<Tensor> grad_b) {
   const int64_t rows = a.size(0), heads = a.size(1);
-  const Heads of(A_log, dt_bias);
+  const Softplus plus(softplus_beta, softplus_threshold);
+  const Heads of(A_log, dt_bias, plus.beta);
   Partials sums(rows, 2 * heads, true);
   const int64_t block_rows = sums.block_rows, cost = block_rows * heads * kCost;
   dispatch(a.scalar_type(), "a", [&]<class A>(A*) {
@@ -131,7 +147,7 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
       for (int64_t block = begin; block < end; ++block) {
         const Range range{block * block_rows, std::min(rows, (block + 1) * block_rows)};
         decay_gradient_rows(grads, from, of.decay.data(), of.bias.data(), to, sums.block(block),
-                            range, heads);
+                            plus, range, heads);
       }
     });
   });

@@ -34,8 +34,9 @@ GdnGateTiling tiling_of(const Tensor& a, const Tensor& A_log, const Optional& dt
   return tiling;
 }
 
-void forward(Tensor a, Tensor A_log, Optional dt_bias, Optional b, double scale, Tensor g,
-             Optional beta, std::string binary, int64_t cores, int64_t ub) {
+// Softplus is log(1 + exp(x)): op.py refuses another.
+void forward(Tensor a, Tensor A_log, Optional dt_bias, Optional b, double scale, double, double,
+             Tensor g, Optional beta, std::string binary, int64_t cores, int64_t ub) {
   auto tiling = tiling_of(a, A_log, dt_bias, b, scale, g, pointer(beta));
   const int64_t queues = kGdnGateQueueBytes + doubled({&g, pointer(beta)});
   cut_rows(tiling.rows, cores, ub, queues + 4 * kGdnGateFloats, 0, kGdnGateFixedBytes);
@@ -50,8 +51,8 @@ void forward(Tensor a, Tensor A_log, Optional dt_bias, Optional b, double scale,
 }
 
 void backward(Tensor grad_g, Optional grad_beta, Tensor a, Tensor A_log, Optional dt_bias,
-              Optional b, double scale, Tensor grad_a, Tensor grad_A_log, Tensor grad_dt_bias,
-              Optional grad_b, std::string binary, int64_t cores, int64_t ub) {
+              Optional b, double scale, double, double, Tensor grad_a, Tensor grad_A_log,
+              Tensor grad_dt_bias, Optional grad_b, std::string binary, int64_t cores, int64_t ub) {
   auto tiling = tiling_of(a, A_log, dt_bias, b, scale, grad_g, pointer(grad_beta));
   tiling.grad_a = matrix(&grad_a, "grad_a");
   tiling.grad_b = matrix(pointer(grad_b), "grad_b");

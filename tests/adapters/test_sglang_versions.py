@@ -17,13 +17,12 @@ from npu_ops_adapters.sglang import (
     functions,
     gated_delta_net,
     gated_delta_rule_update,
+    gdn_gate,
     split_gated_qkv,
     split_qkv_rmsnorm_rope,
 )
 from packaging.version import Version
 from sglang_cpu import checks
-
-import npu_ops
 
 
 class Release:
@@ -132,11 +131,13 @@ def test_the_delta_rule_of_0_5_9_has_keys_first_in_its_states(monkeypatch):
     parameters = {"A_log": torch.randn(4), "dt_bias": torch.randn(4)}
     state = keys_first[3].mT.clone()
     o = gated_delta_rule_update.ours(
-        a=a, softplus_beta=1.0, softplus_threshold=20.0, q=q, k=k, v=v, b=b, **parameters,
+        a=a, softplus_beta=0.5, softplus_threshold=2.0, q=q, k=k, v=v, b=b, **parameters,
         initial_state_source=keys_first, initial_state_indices=slots,
         use_qk_l2norm_in_kernel=True, cu_seqlens=torch.tensor([0, 1, 2]),
     )  # fmt: skip
-    g, beta = npu_ops.gdn_gate(a[None], parameters["A_log"], parameters["dt_bias"], b[None])
+    g, beta = gdn_gate.ours(a=a, b=b, **parameters, beta=0.5, threshold=2.0)
+    plus = torch.nn.functional.softplus(a + parameters["dt_bias"], 0.5, 2.0)
+    checks.close(g[0], -parameters["A_log"].exp() * plus, 2e-6)
     right, after = checks.token_by_token((q, k, v, g, beta), state, 0, 1)
     checks.close(o[:, :1], right, 2e-4)
     checks.close(keys_first[3].mT, after[0], 2e-4)

@@ -46,9 +46,11 @@ def spans(starts, tokens: int, name: str, *, whole: bool = True) -> list[tuple[i
     return pairs
 
 
-def softplus(x):
-    """torch's, which models are trained with: from 20 on its argument itself."""
-    return torch.where(x > 20, x, x.clamp_min(0) + torch.log1p(torch.exp(-x.abs())))
+def softplus(x, beta=1.0, threshold=20.0):
+    """torch's, which models are trained with: from the threshold on its argument itself."""
+    bent = beta * x
+    plus = bent.clamp_min(0) + torch.log1p(torch.exp(-bent.abs()))
+    return torch.where(bent > threshold, x, plus / beta)
 
 
 def sigmoid(x):

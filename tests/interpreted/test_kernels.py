@@ -109,3 +109,18 @@ def test_in_place_leaves_the_tail():
     with registry.as_if_on("npu"):
         npu_ops.apply_rotary_pos_emb(q, None, cos, sin, inplace=True)
     assert_close("q", q, expected, Tolerance(1e-7, 3e-7))
+
+
+@pytest.mark.parametrize("op", ["gdn_gate", "gated_delta_rule_update"])
+@pytest.mark.parametrize("beta, threshold", [(0.5, 20.0), (3.0, 0.0), (1.0, 2.0)])
+def test_another_softplus(op, beta, threshold):
+    case = cases.of(op).CASES[-3]
+    inputs = case.inputs(torch.float32) | {"softplus_beta": beta, "softplus_threshold": threshold}
+    wrt = [name for name in cases.differentiable(op, case) if inputs.get(name) is not None]
+    with forced("reference", op, f"{op}_backward"):
+        expected = run(op, case, floats(inputs, torch.float64), wrt)
+    with registry.as_if_on("npu"):
+        actual = run(op, case, inputs, wrt)
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        assert_close(name, value, expected[name], cases.tolerance(op, name, value, torch.float32))

@@ -106,6 +106,27 @@ def test_no_overflow(A_log, implementation, device):
 
 
 @IMPLEMENTATIONS
+@pytest.mark.parametrize(
+    "beta, threshold", [(0.5, 20.0), (2.0, 20.0), (1.0, 2.0), (3.0, 0.0), (0.25, math.inf)]
+)
+def test_another_softplus(beta, threshold, implementation, device):
+    """torch's, by autograd in fp64, on both sides of the threshold."""
+    inputs = CASES[1].inputs(torch.float32)
+    del inputs["allow_neg_eigval"]
+
+    def right(a, A_log, dt_bias, b):
+        return -A_log.exp() * F.softplus(a + dt_bias, beta, threshold), b.sigmoid()
+
+    expected = evaluate(right, floats(inputs, torch.float64), DIFFERENTIABLE)
+    given = on_device(inputs | {"softplus_beta": beta, "softplus_threshold": threshold}, device)
+    if implementation == "ascendc":
+        with pytest.raises(RuntimeError, match=f"softplus has beta {beta}, threshold {threshold}"):
+            run(implementation, given)
+    else:
+        assert_all_close(run(implementation, given), expected, TOLERANCES)
+
+
+@IMPLEMENTATIONS
 def test_special_values(implementation, device):
     """A NaN or an infinity stays where it is."""
     a = torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0])[:, None].repeat(1, 3)
@@ -316,6 +337,8 @@ def test_autocast_keeps_g_in_fp32():
             ("A_log", 0), ("dt_bias", 0), ("b", slice(None))
         )),
         ({"b": None, "allow_neg_eigval": True}, ValueError, "allow_neg_eigval"),
+        *(({"softplus_beta": x}, ValueError, "softplus_beta") for x in (0.0, -1.0, math.inf)),
+        *(({"softplus_threshold": x}, ValueError, "softplus_threshold") for x in (-1, math.nan)),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )  # fmt: skip

@@ -8,6 +8,7 @@ from npu_ops.core.registry import explains
 from npu_ops.core.signature import call_of
 from npu_ops.ops.gated_delta_rule_update import op
 from npu_ops.ops.gated_delta_rule_update.arguments import check_inputs, pool_of, split
+from npu_ops.ops.gdn_gate.softplus import check_softplus
 
 __all__ = ["gated_delta_rule_update"]
 
@@ -29,6 +30,8 @@ def gated_delta_rule_update(
     disable_state_update: bool = False,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = True,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
 ) -> torch.Tensor:
     """Decode, or verify drafted tokens: a few tokens of each sequence, its state in a pool.
 
@@ -67,6 +70,7 @@ def gated_delta_rule_update(
         disable_state_update: the pool is left as it is.
         scale: of q; None: `K ** -0.5`.
         use_qk_l2norm_in_kernel: False where q and k are normalized already.
+        softplus_beta, softplus_threshold: of the gate's softplus, as in `gdn_gate`.
 
     Returns:
         o `[tokens, HV, V]` in v's dtype. There is no gradient.
@@ -84,7 +88,7 @@ def gated_delta_rule_update(
     inputs = _inputs(
         qkv, a, b, A_log, dt_bias, state, state_indices, state_v_first, cu_seqlens,
         num_accepted_tokens, intermediate_states, intermediate_state_indices, disable_state_update,
-        scale, use_qk_l2norm_in_kernel,
+        scale, use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold,
     )  # fmt: skip
     return op.forward(*inputs)
 
@@ -97,6 +101,7 @@ def _inputs(*args, **kwargs):
     call = _Call(*args, **kwargs)
     pool = pool_of(call.state, call.state_v_first)
     q, k, v = split(call.qkv, pool)
+    beta, threshold = check_softplus(call.softplus_beta, call.softplus_threshold)
     inputs = op.forward.Inputs(
         q=q,
         k=k,
@@ -115,6 +120,8 @@ def _inputs(*args, **kwargs):
         normalize=bool(call.use_qk_l2norm_in_kernel),
         state_v_first=bool(call.state_v_first),
         update=not call.disable_state_update,
+        softplus_beta=beta,
+        softplus_threshold=threshold,
     )
     check_inputs(inputs)
     return inputs

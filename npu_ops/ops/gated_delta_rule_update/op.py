@@ -8,6 +8,7 @@ from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Operator
 from npu_ops.ops.gated_delta_rule_update import reference
 from npu_ops.ops.gated_delta_rule_update.arguments import check_values
+from npu_ops.ops.gdn_gate.softplus import plain_alone
 
 
 def _rows(x):
@@ -19,9 +20,11 @@ def _rows(x):
 _ASCENDC_KEYS = 256
 
 
-def _many_keys(arguments) -> str | None:
+def _against_ascendc(arguments) -> str | None:
     keys = arguments.q.shape[2]
-    return f"heads of {keys} keys are more than {_ASCENDC_KEYS}" if keys > _ASCENDC_KEYS else None
+    if keys > _ASCENDC_KEYS:
+        return f"heads of {keys} keys are more than {_ASCENDC_KEYS}"
+    return plain_alone(arguments)
 
 
 # The states and their indices may have any strides.
@@ -34,11 +37,12 @@ forward = Operator(
     takes="Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, "
     "Tensor(a!) state, Tensor state_indices, Tensor? cu_seqlens, Tensor? num_accepted_tokens, "
     "Tensor(b!)? intermediate_states, Tensor? intermediate_state_indices, float scale, "
-    "bool normalize, bool state_v_first, bool update",
+    "bool normalize, bool state_v_first, bool update, float softplus_beta, "
+    "float softplus_threshold",
     writes="o",
     new=lambda inputs: dense_like(inputs.v),
     reference=reference.gated_delta_rule_update,
-    why_not={"ascendc": _many_keys},
+    why_not={"ascendc": _against_ascendc},
     ascendc=True,
     check_indices=check_values,
     lay_out=dict.fromkeys(("q", "k", "v", "a", "b"), _rows)

@@ -8,14 +8,17 @@ from __future__ import annotations
 import torch
 
 from npu_ops.ops.fused_recurrent_gated_delta_rule.reference import compute_dtype, step
+from npu_ops.ops.gdn_gate.softplus import softplus
 
 
 def gated_delta_rule_update(
     q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens, num_accepted_tokens,
     intermediate_states, intermediate_state_indices, scale, normalize, state_v_first, update,
+    softplus_beta, softplus_threshold,
 ):  # fmt: skip
     """o `[tokens, HV, V]`, fp32 or fp64; updates `state` and `intermediate_states` in place."""
-    tokens = _tokens(q, k, v, a, b, A_log, dt_bias, scale, normalize)
+    decay = _decay(a, A_log, dt_bias, softplus_beta, softplus_threshold)
+    tokens = _tokens(q, k, v, b, decay, scale, normalize)
     o = torch.zeros_like(tokens[2])
 
     def as_stored(matrix):
@@ -67,14 +70,20 @@ def sequences(
         yield begin, end, first, slots if slot_per_token else last_alone, rows[n]
 
 
-def _tokens(q, k, v, a, b, A_log, dt_bias, scale, normalize):
+def _decay(a, A_log, dt_bias, softplus_beta, softplus_threshold):
+    """`[tokens, HV]`: what a state is multiplied by before a token."""
+    wide = compute_dtype(a, A_log, dt_bias)
+    raw = a.to(wide) + dt_bias.to(wide)
+    plus = softplus(raw, softplus_beta, softplus_threshold)
+    return torch.exp(-A_log.to(wide).exp() * plus)
+
+
+def _tokens(q, k, v, b, decay, scale, normalize):
     """`[tokens, HV, ...]`: what steps take; q and k are repeated for value heads."""
-    wide = compute_dtype(q, k, v, a, b, A_log, dt_bias)
+    wide = compute_dtype(q, k, v, b, decay)
     group = v.shape[1] // q.shape[1]
     q, k = (x.to(wide) for x in (q, k))
     if normalize:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(group, 1) for x in (q * scale, k))
-    raw = a.to(wide) + dt_bias.to(wide)
-    decay = torch.exp(-A_log.to(wide).exp() * torch.nn.functional.softplus(raw))
-    return q, k, v.to(wide), b.to(wide).sigmoid()[..., None], decay[..., None, None]
+    return q, k, v.to(wide), b.to(wide).sigmoid()[..., None], decay.to(wide)[..., None, None]

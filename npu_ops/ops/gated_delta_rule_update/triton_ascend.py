@@ -19,6 +19,7 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
     values_of,
     within,
 )
+from npu_ops.ops.gdn_gate.softplus import is_plain
 
 # Bytes that a state element needs on chip at the most, by the plan of the vendor's compiler.
 TILE = tile_elements(40)
@@ -52,8 +53,13 @@ def _normalized(x, NORMALIZE: tl.constexpr):
 
 
 @triton.jit
-def _softplus(x):
-    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+def _softplus(x, beta, threshold, PLAIN: tl.constexpr):
+    if PLAIN:
+        return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+    else:
+        bent = x * beta
+        plus = tl.maximum(bent, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(bent)))
+        return tl.where(bent > threshold, x, plus / beta)
 
 
 @triton.jit
@@ -114,7 +120,8 @@ def _store(states, place, key, value, keys, matrix, K: tl.constexpr, V: tl.const
 @triton.jit
 def _step(matrix, q, k, v, a, b, A_log, dt_bias, scale, token, q_t, k_t, v_t, a_t, b_t, head, key,
           value, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-          V_FIRST: tl.constexpr, NORMALIZE: tl.constexpr):  # fmt: skip
+          V_FIRST: tl.constexpr, NORMALIZE: tl.constexpr, softplus_beta, softplus_threshold,
+          PLAIN: tl.constexpr):  # fmt: skip
     """The state after a token, and what q reads from it."""
     qk_head = head // (HV // H)
     b_k = keys_of(_normalized(load_row(k + token * k_t, qk_head, key, K), NORMALIZE), V_FIRST)
@@ -122,7 +129,8 @@ def _step(matrix, q, k, v, a, b, A_log, dt_bias, scale, token, q_t, k_t, v_t, a_
     # Vectors of one number: the scalar unit has no exp.
     raw = tl.zeros(key.shape, tl.float32) + tl.load(a + token * a_t + head).to(tl.float32)
     rate = tl.zeros(key.shape, tl.float32) + tl.load(A_log + head).to(tl.float32)
-    decay = tl.exp(-tl.exp(rate) * _softplus(raw + tl.load(dt_bias + head).to(tl.float32)))
+    raw += tl.load(dt_bias + head).to(tl.float32)
+    decay = tl.exp(-tl.exp(rate) * _softplus(raw, softplus_beta, softplus_threshold, PLAIN))
     logit = tl.zeros(value.shape, tl.float32) + tl.load(b + token * b_t + head).to(tl.float32)
     matrix = matrix * keys_of(decay, V_FIRST)
     error = load_row(v + token * v_t, head, value, V) - over_keys(matrix * b_k, V_FIRST)
@@ -133,12 +141,12 @@ def _step(matrix, q, k, v, a, b, A_log, dt_bias, scale, token, q_t, k_t, v_t, a_
 @triton.jit(do_not_specialize=["sequences", "length", "tokens", "slots", "rows", "steps"])
 def _update_kernel(
     q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens, num_accepted_tokens,
-    intermediate_states, intermediate_state_indices, scale, o,
+    intermediate_states, intermediate_state_indices, scale, softplus_beta, softplus_threshold, o,
     sequences, length, tokens, slots, rows, steps,
     q_t, k_t, v_t, a_t, b_t, state_n, index_n, index_t, kept_n, kept_t,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
     NORMALIZE: tl.constexpr, UPDATE: tl.constexpr, SLOT_PER_TOKEN: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
+    PLAIN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """steps: how many tokens a sequence may have where the state after each token is kept.
 
@@ -177,7 +185,8 @@ def _update_kernel(
         for i in range(0, count):
             matrix, read = _step(matrix, q, k, v, a, b, A_log, dt_bias, scale, begin + i, q_t, k_t,
                                  v_t, a_t, b_t, head, key, value, H, HV, K, V, V_FIRST,
-                                 NORMALIZE)  # fmt: skip
+                                 NORMALIZE, softplus_beta, softplus_threshold,
+                                 PLAIN)  # fmt: skip
             written = live
             if SLOT_PER_TOKEN:
                 own = state_indices + known * index_n + tl.minimum(i, steps - 1) * index_t
@@ -199,7 +208,8 @@ def _update_kernel(
 
 def gated_delta_rule_update(
     q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens, num_accepted_tokens,
-    intermediate_states, intermediate_state_indices, scale, normalize, state_v_first, update, o,
+    intermediate_states, intermediate_state_indices, scale, normalize, state_v_first, update,
+    softplus_beta, softplus_threshold, o,
 ):  # fmt: skip
     """Write o, and update the states in place; the arguments are the operator's."""
     tokens, heads, keys = q.shape
@@ -213,11 +223,12 @@ def gated_delta_rule_update(
     items = walked * value_heads * cdiv(values, constants["BV"])
     _update_kernel[vector_grid(items, q.device)](
         q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens, num_accepted_tokens,
-        kept, intermediate_state_indices, scale, o,
+        kept, intermediate_state_indices, scale, softplus_beta, softplus_threshold, o,
         sequences, tokens // sequences, tokens, state.shape[0], rows, steps,
         *(x.stride(0) for x in (q, k, v, a, b, state, state_indices)),
         state_indices.stride(1) if per_token else 0,
         *((0, 0) if kept is None else kept.stride()[:2]),
         H=heads, HV=value_heads, K=keys, V=values, V_FIRST=state_v_first, NORMALIZE=normalize,
-        UPDATE=update, SLOT_PER_TOKEN=per_token, **constants,
+        UPDATE=update, SLOT_PER_TOKEN=per_token,
+        PLAIN=is_plain(softplus_beta, softplus_threshold), **constants,
     )  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 from npu_ops.core import check
 from npu_ops.core.registry import explains
 from npu_ops.ops.gdn_gate import op
+from npu_ops.ops.gdn_gate.softplus import check_softplus
 
 __all__ = ["gdn_gate"]
 
@@ -18,6 +19,8 @@ def gdn_gate(
     b: torch.Tensor | None = None,
     *,
     allow_neg_eigval: bool = False,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The log decay `g = -exp(A_log) * softplus(a + dt_bias)`, and `beta = sigmoid(b)`.
 
@@ -32,6 +35,8 @@ def gdn_gate(
         b: a's shape, or None. dtypes may differ from each other.
         allow_neg_eigval: beta is `2 * sigmoid(b)`, so that an eigenvalue of the state's transition
             may be negative.
+        softplus_beta, softplus_threshold: softplus is `log(1 + exp(beta x)) / beta`, and x itself
+            where `beta x` is more than the threshold; torch's defaults, of which models are made.
 
     Returns:
         g, `[..., HV]` in float32 (float64 where a, A_log or dt_bias is), never positive; with b
@@ -39,17 +44,25 @@ def gdn_gate(
 
     Raises:
         TypeError: an argument is not a tensor or not of a floating dtype.
-        ValueError: a shape, a device, or `allow_neg_eigval` without b.
+        ValueError: a shape, a device, `allow_neg_eigval` without b, a softplus_beta that is not
+            above 0 or a softplus_threshold below 0.
         NotImplementedError: in backward of backward.
 
     Source: transformers `modeling_qwen3_next.py`; flash-linear-attention
     `fla/ops/gated_delta_rule/gate.py`; Yang et al., "Gated Delta Networks", 2024.
     """
-    g, beta = op.forward(*_prepare(a, A_log, dt_bias, b, allow_neg_eigval=allow_neg_eigval))
+    inputs = _prepare(
+        a, A_log, dt_bias, b, allow_neg_eigval=allow_neg_eigval, softplus_beta=softplus_beta,
+        softplus_threshold=softplus_threshold,
+    )  # fmt: skip
+    g, beta = op.forward(*inputs)
     return g if b is None else (g, beta)
 
 
-def _prepare(a, A_log, dt_bias=None, b=None, *, allow_neg_eigval=False):
+def _prepare(
+    a, A_log, dt_bias=None, b=None, *, allow_neg_eigval=False, softplus_beta=1.0,
+    softplus_threshold=20.0,
+):  # fmt: skip
     """Check the public arguments; return them as the operator takes them."""
     check.floating("a", a)
     if a.dim() == 0:
@@ -64,7 +77,8 @@ def _prepare(a, A_log, dt_bias=None, b=None, *, allow_neg_eigval=False):
         check.same_device("b", b, "a", a)
     elif allow_neg_eigval:
         raise ValueError(f"allow_neg_eigval: got {allow_neg_eigval!r}, needs b")
-    return a, A_log, dt_bias, b, 2.0 if allow_neg_eigval else 1.0
+    softplus = check_softplus(softplus_beta, softplus_threshold)
+    return a, A_log, dt_bias, b, 2.0 if allow_neg_eigval else 1.0, *softplus
 
 
 def _check_head(name, value, a):

@@ -8,11 +8,20 @@ from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Backward, Operator
 from npu_ops.core.rows import as_matrix, output_matrix, rows_up_to
 from npu_ops.ops.gdn_gate import reference
+from npu_ops.ops.gdn_gate.softplus import plain_alone
 
 # The most heads whose sums fit a vector core's memory (csrc/gdn_gate).
 _up_to_8192 = rows_up_to("a", 8192)
 
-_INPUTS = "Tensor a, Tensor A_log, Tensor? dt_bias, Tensor? b, float scale"
+_INPUTS = (
+    "Tensor a, Tensor A_log, Tensor? dt_bias, Tensor? b, float scale, float softplus_beta, "
+    "float softplus_threshold"
+)
+
+
+def _against_ascendc(arguments) -> str | None:
+    return _up_to_8192(arguments) or plain_alone(arguments)
+
 
 # What has a number for each row and head is [rows, HV] with contiguous columns.
 _LAY_OUT = (
@@ -42,7 +51,7 @@ forward = Operator(
     new=_outputs,
     reference=reference.gdn_gate,
     lay_out=_LAY_OUT,
-    why_not={"ascendc": _up_to_8192},
+    why_not={"ascendc": _against_ascendc},
     ascendc=True,
 )
 backward = Backward(
@@ -52,6 +61,6 @@ backward = Backward(
     new=_gradients,
     reference=reference.gdn_gate_backward,
     lay_out=_LAY_OUT,
-    why_not={"ascendc": _up_to_8192},
+    why_not={"ascendc": _against_ascendc},
     ascendc=True,
 )

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+
+from npu_ops.ops.gdn_gate.softplus import softplus
 
 
-def gdn_gate(a, A_log, dt_bias, b, scale):
+def gdn_gate(a, A_log, dt_bias, b, scale, softplus_beta, softplus_threshold):
     """The decay g = -exp(A_log) * softplus(a + dt_bias), and beta = scale * sigmoid(b) or None.
 
     a, b: [..., HV]; A_log, dt_bias: [HV]. Computed in fp32 (fp64 if an input is); g stays so, beta
-    is rounded to b's dtype. softplus is torch's: from 20 on its argument itself.
+    is rounded to b's dtype. softplus is torch's:
+    log(1 + exp(softplus_beta x)) / softplus_beta, or x where softplus_beta x is above the
+    threshold.
     """
     wide = g_dtype(a, A_log, dt_bias)
-    g = -A_log.to(wide).exp() * F.softplus(_argument(a, dt_bias, wide), threshold=20)
+    x = _argument(a, dt_bias, wide)
+    g = -A_log.to(wide).exp() * softplus(x, softplus_beta, softplus_threshold)
     if b is None:
         return g, None
     return g, (scale * b.to(_compute_dtype(b)).sigmoid()).to(b.dtype)
 
 
-def gdn_gate_backward(grad_g, grad_beta, a, A_log, dt_bias, b, scale):
+def gdn_gate_backward(
+    grad_g, grad_beta, a, A_log, dt_bias, b, scale, softplus_beta, softplus_threshold
+):
     """The gradients of a, A_log, dt_bias and b (None without b); those of A_log, dt_bias are wide.
 
     The gradient of dt_bias is that of a, summed before it is rounded.
@@ -27,9 +33,11 @@ def gdn_gate_backward(grad_g, grad_beta, a, A_log, dt_bias, b, scale):
     wide = g_dtype(a, A_log, dt_bias)
     x = _argument(a, dt_bias, wide)
     decay = -A_log.to(wide).exp()
-    slope = torch.where(x > 20, 1.0, x.sigmoid())
+    bent = softplus_beta * x
+    slope = torch.where(bent > softplus_threshold, 1.0, bent.sigmoid())
     grad_a = grad_g * decay * slope
-    grad_A_log = (grad_g * decay * F.softplus(x, threshold=20)).flatten(0, -2).sum(0)
+    plus = softplus(x, softplus_beta, softplus_threshold)
+    grad_A_log = (grad_g * decay * plus).flatten(0, -2).sum(0)
     grad_dt_bias = grad_a.flatten(0, -2).sum(0)
     if b is None:
         return grad_a.to(a.dtype), grad_A_log, grad_dt_bias, None

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+from npu_ops.ops.gdn_gate.softplus import is_plain
 
 # Bytes that an element needs on chip at the most (fp32), by the plan of the vendor's compiler.
 TILE = tile_elements(96)
@@ -36,6 +37,18 @@ def _sigmoid_and_softplus(x):
     p = p * t + 1.0 / 3
     p = p * t + 1.0
     return tl.where(x >= 0, 1.0, e) / (1.0 + e), tl.maximum(x, 0.0) + 2.0 * s * p
+
+
+@triton.jit
+def _slope_and_softplus(x, beta, threshold, PLAIN: tl.constexpr):
+    """softplus(x) = log(1 + exp(beta x)) / beta, or x above the threshold; and its derivative."""
+    if PLAIN:
+        return _sigmoid_and_softplus(x)
+    else:
+        bent = x * beta
+        slope, plus = _sigmoid_and_softplus(bent)
+        straight = bent > threshold
+        return tl.where(straight, 1.0, slope), tl.where(straight, x, plus / beta)
 
 
 @triton.jit
@@ -70,8 +83,9 @@ def _heads(A_log, dt_bias, column, exists, HAS_BIAS: tl.constexpr, BH: tl.conste
 
 @triton.jit(do_not_specialize=["rows"])
 def _gdn_gate_kernel(
-    a, A_log, dt_bias, b, g, beta, rows, heads, scale, a_row, b_row, g_row, beta_row,
-    HAS_BIAS: tl.constexpr, BETA: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+    a, A_log, dt_bias, b, g, beta, rows, heads, scale, softplus_beta, softplus_threshold,
+    a_row, b_row, g_row, beta_row, HAS_BIAS: tl.constexpr, BETA: tl.constexpr,
+    PLAIN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(heads, BH)
     for tile in range(tl.program_id(0), tl.cdiv(rows, BT) * across, tl.num_programs(0)):
@@ -80,7 +94,7 @@ def _gdn_gate_kernel(
         mask = (row < rows)[:, None] & (column < heads)[None, :]
         decay, bias = _heads(A_log, dt_bias, column, column < heads, HAS_BIAS, BH)
         x = _load(a, row, column, a_row, mask) + bias[None, :]
-        _, plus = _sigmoid_and_softplus(x)
+        _, plus = _slope_and_softplus(x, softplus_beta, softplus_threshold, PLAIN)
         _store(g, decay[None, :] * plus, row, column, g_row, mask)
         if BETA:
             slope, _ = _sigmoid_and_softplus(_load(b, row, column, b_row, mask))
@@ -90,8 +104,9 @@ def _gdn_gate_kernel(
 @triton.jit(do_not_specialize=["rows", "row_tiles"])
 def _gdn_gate_backward_kernel(
     grad_g, grad_beta, a, A_log, dt_bias, b, grad_a, grad_b, A_sums, bias_sums,
-    rows, heads, row_tiles, scale, gg_row, gbeta_row, a_row, b_row, ga_row, gb_row,
-    HAS_BIAS: tl.constexpr, BETA: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+    rows, heads, row_tiles, scale, softplus_beta, softplus_threshold,
+    gg_row, gbeta_row, a_row, b_row, ga_row, gb_row, HAS_BIAS: tl.constexpr, BETA: tl.constexpr,
+    PLAIN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """A piece of work is `row_tiles` tiles, one below the other; its sums are one row of each."""
     across = tl.cdiv(heads, BH)
@@ -106,7 +121,8 @@ def _gdn_gate_backward_kernel(
         for tile in range(0, row_tiles):
             row = (piece * row_tiles + tile) * BT + tl.arange(0, BT)
             mask = (row < rows)[:, None] & exists[None, :]
-            slope, plus = _sigmoid_and_softplus(_load(a, row, column, a_row, mask) + bias[None, :])
+            x = _load(a, row, column, a_row, mask) + bias[None, :]
+            slope, plus = _slope_and_softplus(x, softplus_beta, softplus_threshold, PLAIN)
             of_decay = _load(grad_g, row, column, gg_row, mask) * decay[None, :]
             of_a = of_decay * slope
             _store(grad_a, of_a, row, column, ga_row, mask)
@@ -121,20 +137,22 @@ def _gdn_gate_backward_kernel(
         tl.store(bias_sums + at, bias_sum, mask=exists)
 
 
-def gdn_gate(a, A_log, dt_bias, b, scale, g, beta):
+def gdn_gate(a, A_log, dt_bias, b, scale, softplus_beta, softplus_threshold, g, beta):
     """Write the decay to `g`, and to `beta` unless there is no b; the arguments are the op's."""
     rows, heads = a.shape
     bt, bh = _tile(heads)
     _gdn_gate_kernel[vector_grid(cdiv(rows, bt) * cdiv(heads, bh), a.device)](
-        a, A_log, dt_bias, b, g, beta, rows, heads, scale,
+        a, A_log, dt_bias, b, g, beta, rows, heads, scale, softplus_beta, softplus_threshold,
         a.stride(0), _stride(b), g.stride(0), _stride(beta),
-        HAS_BIAS=dt_bias is not None, BETA=b is not None, BT=bt, BH=bh,
+        HAS_BIAS=dt_bias is not None, BETA=b is not None,
+        PLAIN=is_plain(softplus_beta, softplus_threshold), BT=bt, BH=bh,
     )  # fmt: skip
 
 
 def gdn_gate_backward(
-    grad_g, grad_beta, a, A_log, dt_bias, b, scale, grad_a, grad_A_log, grad_dt_bias, grad_b
-):
+    grad_g, grad_beta, a, A_log, dt_bias, b, scale, softplus_beta, softplus_threshold, grad_a,
+    grad_A_log, grad_dt_bias, grad_b,
+):  # fmt: skip
     """Write the gradients.
 
     Sums over rows meet in one row a piece, so that no atomics are needed and the result is the same
@@ -147,9 +165,10 @@ def gdn_gate_backward(
     A_sums, bias_sums = a.new_empty((2, pieces, heads), dtype=torch.float32)
     _gdn_gate_backward_kernel[vector_grid(pieces * cdiv(heads, bh), a.device)](
         grad_g, grad_beta, a, A_log, dt_bias, b, grad_a, grad_b, A_sums, bias_sums,
-        rows, heads, row_tiles, scale, grad_g.stride(0), _stride(grad_beta), a.stride(0),
-        _stride(b), grad_a.stride(0), _stride(grad_b),
-        HAS_BIAS=dt_bias is not None, BETA=b is not None, BT=bt, BH=bh,
+        rows, heads, row_tiles, scale, softplus_beta, softplus_threshold, grad_g.stride(0),
+        _stride(grad_beta), a.stride(0), _stride(b), grad_a.stride(0), _stride(grad_b),
+        HAS_BIAS=dt_bias is not None, BETA=b is not None,
+        PLAIN=is_plain(softplus_beta, softplus_threshold), BT=bt, BH=bh,
     )  # fmt: skip
     grad_A_log.copy_(A_sums.sum(0))
     grad_dt_bias.copy_(bias_sums.sum(0))

@@ -38,13 +38,12 @@ def ours(
     """One token of each sequence; q, k and v are `[1, B, heads, ...]`, the states a pool."""
     functions.check_device(q)
     functions.refuse(is_kda=is_kda)
-    if softplus_beta != 1 or softplus_threshold < 20:
-        raise ValueError(f"softplus: got {softplus_beta}, {softplus_threshold}, needs 1 and 20")
     heads = v.shape[2]
     o = npu_ops.gated_delta_rule_update(
         (q[0], k[0], v[0]), a.reshape(-1, heads), b.reshape(-1, heads), A_log, dt_bias,
         initial_state_source, initial_state_indices, cu_seqlens=cu_seqlens, scale=scale,
         state_v_first=gated_delta_net.state_v_first(),
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, softplus_beta=softplus_beta,
+        softplus_threshold=softplus_threshold,
     )  # fmt: skip
     return o[None]

@@ -88,7 +88,8 @@ def chunk_gated_delta_rule(
 def gated_delta_rule_update(
     qkv, a, b, A_log, dt_bias, state, state_indices, state_v_first, cu_seqlens=None,
     num_accepted_tokens=None, intermediate_states=None, intermediate_state_indices=None,
-    disable_state_update=False, scale=None, use_qk_l2norm_in_kernel=True,
+    disable_state_update=False, scale=None, use_qk_l2norm_in_kernel=True, softplus_beta=1.0,
+    softplus_threshold=20.0,
 ):  # fmt: skip
     slots, value_heads = state.shape[:2]
     keys, values = state.shape[:1:-1] if state_v_first else state.shape[2:]
@@ -104,7 +105,8 @@ def gated_delta_rule_update(
         q, k = unit(q, 1e-6), unit(k, 1e-6)
     q, k = (x.repeat_interleave(value_heads // q.shape[1], 1) for x in (q, k))
     q = q * (keys**-0.5 if scale is None else scale)
-    log_decay = (-torch.exp(A_log) * softplus(a + dt_bias))[..., None, None]
+    plus = softplus(a + dt_bias, softplus_beta, softplus_threshold)
+    log_decay = (-torch.exp(A_log) * plus)[..., None, None]
     beta = sigmoid(b)[..., None]
     length = tokens // max(count, 1)
     pieces = [(n * length, n * length + length) for n in range(count)]
@@ -267,7 +269,8 @@ def make_rule_update(s, draw):
         "dt_bias": draw.normal(value_heads, dtype=wide),
         "state": state, "state_indices": indices, "state_v_first": s["v_first"],
         "cu_seqlens": starts, "disable_state_update": s["disable"], "scale": s["scale"],
-        "use_qk_l2norm_in_kernel": s["norm"],
+        "use_qk_l2norm_in_kernel": s["norm"], "softplus_beta": s["bend"],
+        "softplus_threshold": s["threshold"],
     }  # fmt: skip
     if not s["norm"]:
         size = keys**-0.5
@@ -321,6 +324,7 @@ TARGETS = {
             heads=(1, 2), group=(1, 2), keys=(4, 1, 3, 16), values=(4, 1, 3, 16), v_first=NO,
             verify=("no", "sglang", "vllm"), accepted=NO, rows=NO, skip=NO, split=NO, disable=NO,
             norm=YES, small_pool=NO, scale=(None, 1.0), dtype=DTYPES, hide=NO,
+            bend=(1.0, 0.5, 3.0), threshold=(20.0, 0.0, 2.0, 1e9),
         ),
         make_rule_update,
         writes=lambda s: ("state", "intermediate_states"),

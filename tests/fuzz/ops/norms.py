@@ -26,9 +26,12 @@ def rms_norm_gated(
     return [Out(y * gate if norm_before_gate else y)]
 
 
-def gdn_gate(a, A_log, dt_bias=None, b=None, allow_neg_eigval=False):
+def gdn_gate(
+    a, A_log, dt_bias=None, b=None, allow_neg_eigval=False, softplus_beta=1.0,
+    softplus_threshold=20.0,
+):  # fmt: skip
     raw = a if dt_bias is None else a + dt_bias
-    g = Out(-torch.exp(A_log) * softplus(raw))
+    g = Out(-torch.exp(A_log) * softplus(raw, softplus_beta, softplus_threshold))
     return [g] if b is None else [g, Out(sigmoid(b) * (2 if allow_neg_eigval else 1))]
 
 
@@ -69,7 +72,7 @@ def make_gdn_gate(s, draw):
         "a": draw.normal(*s["shape"], heads, dtype=dtype) * s["size"],
         "A_log": draw.normal(heads, dtype=parameter),
         "dt_bias": draw.normal(heads, dtype=parameter) if s["bias"] else None,
-        "b": None,
+        "b": None, "softplus_beta": s["bend"], "softplus_threshold": s["threshold"],
     }  # fmt: skip
     if s["b"]:
         arguments |= {
@@ -127,7 +130,8 @@ TARGETS = {
         gdn_gate,
         dict(
             shape=SHAPE, heads=(4, 1, 3, 32, 0), dtype=DTYPES, parameter=DTYPES, bias=NO,
-            b=(None, *DTYPES), neg=NO, size=(1, 30),
+            b=(None, *DTYPES), neg=NO, size=(1, 30), bend=(1.0, 0.5, 3.0),
+            threshold=(20.0, 0.0, 2.0, 1e9),
         ),
         make_gdn_gate, ("a", "A_log", "dt_bias", "b"),
     ),
