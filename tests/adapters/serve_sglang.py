@@ -30,7 +30,7 @@ def main(console: Console) -> bool:
         arguments = (model, "mm_attention_backend=ascend_attn")
         rows, said = sglang_process.run("engine", *arguments, NPU_OPS_LOG="calls")
         expected = json.loads((model / "expected.json").read_text())
-    same = [show(console, prompt, tokens, expected[prompt]) for prompt, tokens in rows]
+    same = [show(console, prompt, tokens, expected[prompt]) for _, prompt, tokens in rows]
     grid = Table("operator", "implementation", "calls", title="what SGLang's scheduler called")
     for (op, implementation), count in sorted(sglang_process.calls(said).items()):
         grid.add_row(op, implementation, str(count))

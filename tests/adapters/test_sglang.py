@@ -27,7 +27,6 @@ OPS = {
     "qwen3_5": TEXT | TOWER | GATED_DELTA_NET,
 }
 MORE = {name: ["mm_attention_backend=ascend_attn"] for name in ("qwen3vl", "qwen3_5")}
-_SELDOM = ("qwen3", "qwen3_5")
 
 
 def once(tmp_path_factory, name: str, make):
@@ -57,20 +56,30 @@ def expected(folder) -> dict:
     return {prompt: following for prompt, (_, following) in prompts.items()}
 
 
+def serve(tiny, *models: str, **settings):
+    """For each model its tokens after each prompt, and what was said of it."""
+    arguments = [argument for m in models for argument in (tiny / m, *MORE.get(m, ()))]
+    rows, said = sglang_process.run("engine", *arguments, NPU_OPS_LOG="calls", **settings)
+    parts = re.split(r"^model: (\w+)$", said, flags=re.M)
+    for model, part in zip(parts[1::2], parts[2::2], strict=True):
+        yield model, {prompt: tokens for m, prompt, tokens in rows if m == model}, part
+
+
 @pytest.mark.parametrize(
-    "model",
-    ["qwen3next", "qwen3vl", *(pytest.param(m, marks=pytest.mark.slow) for m in _SELDOM)],
+    "models",
+    [("qwen3next", "qwen3vl"), pytest.param(("qwen3", "qwen3_5"), marks=pytest.mark.slow)],
 )
-def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, model):
-    arguments = (tiny / model, *MORE.get(model, ()))
-    rows, said = sglang_process.run("engine", *arguments, NPU_OPS_LOG="calls", TRITON_INTERPRET="1")
-    assert dict(rows) == expected(tiny / model)
-    calls = sglang_process.calls(said)
-    assert {op for op, _ in calls} == OPS[model], calls
-    assert {implementation for _, implementation in calls} == {"cpu"}, calls
-    (found,) = set(HOOKS.findall(said))
-    assert found[0] == found[1] and int(found[0]) >= 14, found
-    assert "SGLang's own" not in said  # nothing fell back
+def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, models):
+    served = list(serve(tiny, *models, TRITON_INTERPRET="1"))
+    assert [model for model, *_ in served] == list(models)
+    for model, tokens, said in served:
+        assert tokens == expected(tiny / model)
+        calls = sglang_process.calls(said)
+        assert {op for op, _ in calls} == OPS[model], calls
+        assert {implementation for _, implementation in calls} == {"cpu"}, calls
+        (found,) = set(HOOKS.findall(said))
+        assert found[0] == found[1] and int(found[0]) >= 14, found
+        assert "SGLang's own" not in said  # nothing fell back
 
 
 ON_NPU = OPS
@@ -80,11 +89,9 @@ ON_NPU = OPS
 @pytest.mark.parametrize("model", ON_NPU)
 def test_sglangs_own_platform_for_npus_on_the_emulated_one(tiny, tmp_path, model):
     """Our kernels compiled by the vendor's compiler, and torch_npu's operators, emulated."""
-    settings = {"NPU_OPS_LOG": "calls", "ASCEND_USE_FIA": "0" if model == "qwen3" else "1"}
-    rows, said = sglang_process.run(
-        "engine", tiny / model, **sglang_process.on_npu(tmp_path) | settings
-    )
-    assert dict(rows) == expected(tiny / model)
+    settings = {"ASCEND_USE_FIA": "0" if model == "qwen3" else "1"}
+    ((_, tokens, said),) = serve(tiny, model, **sglang_process.on_npu(tmp_path) | settings)
+    assert tokens == expected(tiny / model)
     calls = sglang_process.calls(said)
     assert {op for op, _ in calls} == ON_NPU[model], calls
     assert {implementation for _, implementation in calls} <= {"triton_ascend", "aclnn"}, calls
@@ -93,34 +100,29 @@ def test_sglangs_own_platform_for_npus_on_the_emulated_one(tiny, tmp_path, model
 
 @pytest.mark.slow
 def test_disabled_the_engine_runs_its_own(tiny):
-    changes = {"NPU_OPS_LOG": "calls", "NPU_OPS_DISABLE": "rope,qk_norm_rope"}
-    rows, said = sglang_process.run("engine", tiny / "qwen3", **changes)
+    ((_, tokens, said),) = serve(tiny, "qwen3", NPU_OPS_DISABLE="rope,qk_norm_rope")
     assert {op for op, _ in sglang_process.calls(said)} == {"attention"}
-    assert dict(rows) == expected(tiny / "qwen3")
+    assert tokens == expected(tiny / "qwen3")
 
 
-@pytest.fixture(scope="module", params=[function.__name__ for function in CHECKS])
-def checked(request, tmp_path_factory):
-    """A check's name, and what went wrong."""
-    _, rows = once(tmp_path_factory, "checks", lambda _: sglang_process.run("checks")[0])
-    return request.param, dict(rows)[request.param]
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    """Of each module of checks: the name of each, and what went wrong or None."""
+    modules = ("checks", "gdn_kit", "ascend")
+    _, rows = once(tmp_path_factory, "checks", lambda _: sglang_process.run("each", *modules)[0])
+    return {m: [row for module, *row in rows if module == m] for m in modules}
 
 
-def test_a_hook(checked):
-    name, error = checked
+@pytest.mark.parametrize("name", [function.__name__ for function in CHECKS])
+def test_a_hook(errors, name):
+    error = dict(errors["checks"])[name]
     assert error is None, f"{name}:\n{error}"
 
 
-def test_sglangs_own_kit_of_gated_delta_net():
-    rows, _ = sglang_process.run("gdn_kit")
-    assert len(rows) == 10
-    assert [f"{name}:\n{error}" for name, error in rows if error] == []
-
-
-def test_the_backends_for_npus_on_cpu_tensors():
-    checked, _ = sglang_process.run("ascend")
-    assert len(checked) == 17
-    assert [f"{name}:\n{error}" for name, error in checked if error] == []
+@pytest.mark.parametrize("module, count", [("gdn_kit", 10), ("ascend", 17)])
+def test_sglangs_own_kit_of_gated_delta_net_and_the_backends_for_npus(errors, module, count):
+    assert len(errors[module]) == count
+    assert [f"{name}:\n{error}" for name, error in errors[module] if error] == []
 
 
 @pytest.mark.slow

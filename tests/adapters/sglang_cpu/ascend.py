@@ -1,6 +1,6 @@
 """The adapter's part for NPUs, on CPU tensors: a line of JSON for each check.
 
-python -m sglang_cpu.ascend
+python -m sglang_cpu.each ascend
 
 SGLang's backends for NPUs, of Gated Delta Net and of attention, are imported with doubles of what
 they need and what is published for NPUs alone; what the doubles hold is never called.
@@ -8,7 +8,6 @@ they need and what is published for NPUs alone; what the doubles hold is never c
 
 import importlib
 import importlib.machinery
-import json
 import sys
 import traceback
 import types
@@ -219,9 +218,3 @@ def run():
         except Exception:
             error = traceback.format_exc()
         yield function.__name__, error
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for row in run():
-        print(json.dumps(row), flush=True)

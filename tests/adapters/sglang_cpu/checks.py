@@ -1,12 +1,11 @@
 """What must hold of the hooks in one process: a line of JSON for each, [name, what went wrong].
 
-python -m sglang_cpu.checks
+python -m sglang_cpu.each checks
 
 SGLang's own function, which a hook wraps, is what ours is compared with, in fp32 or in fp64.
 """
 
 import importlib
-import json
 import pkgutil
 import traceback
 import types
@@ -575,9 +574,3 @@ def run():
         except Exception:
             error = traceback.format_exc()
         yield function.__name__, error
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for row in run():
-        print(json.dumps(row), flush=True)

@@ -1,12 +1,17 @@
-"""SGLang's engine on a tiny model of `tiny.py`: a line of JSON for each prompt, [name, tokens].
+"""SGLang's engine on tiny models of `tiny.py`: a line of JSON for each prompt.
 
-python -m sglang_cpu.engine FOLDER [KEY=VALUE...]
+python -m sglang_cpu.engine FOLDER [KEY=VALUE...] [FOLDER [KEY=VALUE...]...]
+
+A line is [model, prompt, tokens]. A line "model: NAME" on stderr comes before what is said of it.
 """
 
+import contextlib
 import json
+import multiprocessing
 import os
 import pathlib
 import sys
+from unittest import mock
 
 SETTINGS = {
     "device": "cpu",
@@ -60,7 +65,32 @@ def serve(folder: pathlib.Path, **changes):
         engine.shutdown()
 
 
+@contextlib.contextmanager
+def forked():
+    """SGLang's processes are this one's copies: each would import SGLang for 15 seconds else."""
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler  # noqa: F401
+
+    multiprocessing.set_start_method("fork", force=True)
+    with mock.patch.object(multiprocessing, "set_start_method"):
+        yield
+
+
+def main(arguments: list[str]):
+    jobs = []
+    for argument in arguments:
+        if "=" in argument:
+            jobs[-1][1].append(argument.split("="))
+        else:
+            jobs.append((pathlib.Path(argument), []))
+    for folder, changes in jobs:
+        print("model:", folder.name, file=sys.stderr, flush=True)
+        # The last one's are started as SGLang starts them; only a process that has not served yet
+        # has no threads, and may be copied.
+        with forked() if folder != jobs[-1][0] else contextlib.nullcontext():
+            for row in serve(folder, **dict(changes)):
+                print(json.dumps([folder.name, *row]), flush=True)
+
+
 if __name__ == "__main__":
-    changes = dict(argument.split("=") for argument in sys.argv[2:])
-    for row in serve(pathlib.Path(sys.argv[1]), **changes):
-        print(json.dumps(row), flush=True)
+    main(sys.argv[1:])

@@ -1,12 +1,11 @@
 """SGLang's own kit of Gated Delta Net: a line of JSON for each case, [name, what went wrong].
 
-python -m sglang_cpu.gdn_kit
+python -m sglang_cpu.each gdn_kit
 
 It builds SGLang's backend and pools and compares with a recurrence in torch. It is meant for CUDA:
 here it runs in fp32, without a CUDA generator to save.
 """
 
-import json
 import traceback
 import unittest
 
@@ -29,8 +28,3 @@ def run():
         except Exception:
             error = traceback.format_exc()
         yield case.name, error
-
-
-if __name__ == "__main__":
-    for row in run():
-        print(json.dumps(row), flush=True)
