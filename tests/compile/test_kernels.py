@@ -1,16 +1,20 @@
 """Every Triton kernel through the vendor's compiler: it compiles, in vectors, double-buffered."""
 
+import dataclasses
+import inspect
 import json
-import os
 import pkgutil
-import subprocess
-import sys
 
 import pytest
+import torch
+from npu_ops_tools.cli import app
 from npu_ops_tools.compile import SOCS
+from triton.runtime.jit import JITFunction
+from typer.testing import CliRunner
 
+import npu_ops
 from npu_ops import ops
-from npu_ops.core import cases
+from npu_ops.core import cases, registry
 from npu_ops.core.socs import ub_bytes
 
 OPS = [
@@ -25,12 +29,10 @@ REFUSED = {
 
 
 def compile_reports(*arguments):
-    """The rows of `npu-ops compile`, in a process that does not interpret Triton."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "npu_ops_tools", "compile", *arguments, "--json"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.stdout, result.stderr
-    return json.loads(result.stdout), result
+    """The rows of `npu-ops compile`, and its exit status."""
+    found = CliRunner().invoke(app, ["compile", *arguments, "--json"])
+    assert found.stdout, found.stderr
+    return json.loads(found.stdout), found.exit_code
 
 
 def check(rows):
@@ -49,19 +51,19 @@ def check(rows):
 @pytest.mark.parametrize("op", OPS)
 def test_representative_kernels(op, soc, chosen):
     chosen = [f"--case={case}" for case in cases.of(op).REPRESENTATIVE[chosen]]
-    rows, result = compile_reports(op, "--soc", soc, "--dtype", "bfloat16", *chosen)
+    rows, status = compile_reports(op, "--soc", soc, "--dtype", "bfloat16", *chosen)
     check(rows)
     assert {row["soc"] for row in rows} == {soc}
-    assert result.returncode == 0
+    assert status == 0
 
 
 @pytest.mark.parametrize("op, case, soc", REFUSED)
 def test_what_a_compiler_refuses(op, case, soc):
     """An entry can go, with its sentence in docs/verification.md, when the compiler takes it."""
     chosen = ("--case", case, "--soc", soc, "--dtype", "bfloat16")
-    rows, result = compile_reports(op, *chosen)
+    rows, status = compile_reports(op, *chosen)
     assert rows and all(REFUSED[op, case, soc] in row["faults"][0] for row in rows)
-    assert result.returncode == 1
+    assert status == 1
 
 
 @pytest.mark.slow
@@ -77,17 +79,9 @@ def is_refused(row):
     return (row["op"], case, row["soc"]) in REFUSED
 
 
-ONE_COMPILE = """
-import dataclasses, inspect, torch
-from triton.runtime.jit import JITFunction
-import npu_ops
-from npu_ops.core import registry
-from npu_ops.ops.{op} import cases
-
-seen = set()
-
-def record(kernel, *args, grid, warmup, **named):
-    bound = inspect.signature(kernel.fn).bind(*args, **named).arguments
+def compiled_by(kernel, named: dict) -> tuple:
+    """What Triton compiles a kernel anew for: its arguments, as far as they are told apart."""
+    bound = inspect.signature(kernel.fn).bind(**named).arguments
     key = [kernel.fn.__name__]
     for parameter in kernel.params:
         value = bound[parameter.name]
@@ -97,18 +91,9 @@ def record(kernel, *args, grid, warmup, **named):
             key.append(value)
         elif parameter.do_not_specialize:
             key.append("int")
-        else:  # what Triton compiles ints by
+        else:
             key.append(1 if value == 1 else value % 16 == 0)
-    seen.add(tuple(key))
-
-JITFunction.run = record
-case = next(case for case in cases.CASES if case.name == "{case}")
-for tokens in range(2, 42, 2):
-    inputs = dataclasses.replace(case, tokens=tokens).inputs(torch.bfloat16)
-    with registry.as_if_on("npu"):
-        npu_ops.{function}(**inputs)
-print(len(seen))
-"""
+    return tuple(key)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +108,17 @@ print(len(seen))
         ("gated_delta_rule_update", "gated_delta_rule_update", "vllm-ragged-k-first"),
     ],
 )
-def test_one_compile_serves_20_lengths(op, function, case):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    code = ONE_COMPILE.format(op=op, function=function, case=case)
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.stdout.strip() == "1", result.stderr
+def test_one_compile_serves_20_lengths(op, function, case, monkeypatch):
+    launched = set()
+
+    def run(kernel, *args, grid, warmup, **named):
+        names = [parameter.name for parameter in kernel.params]
+        launched.add(compiled_by(kernel, dict(zip(names, args, strict=False)) | named))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    case = next(each for each in cases.of(op).CASES if each.name == case)
+    for tokens in range(2, 42, 2):
+        inputs = dataclasses.replace(case, tokens=tokens).inputs(torch.bfloat16)
+        with registry.as_if_on("npu"):
+            getattr(npu_ops, function)(**inputs)
+    assert len(launched) == 1, launched

@@ -5,12 +5,13 @@ import json
 import pathlib
 import shutil
 import subprocess
-import sys
 
 import pytest
 from npu_ops_emulator import vendor
 from npu_ops_tools import compile as tool
+from npu_ops_tools.cli import app
 from npu_ops_tools.compile.launches import from_file
+from typer.testing import CliRunner
 
 FILE = pathlib.Path(__file__).with_name("kernels.py")
 ADD = {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}
@@ -92,11 +93,7 @@ def test_a_kept_report_is_the_same(tmp_path, monkeypatch):
 
 
 def command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "npu_ops_tools", "compile", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-    )
+    return CliRunner().invoke(app, ["compile", *map(str, arguments)])
 
 
 def test_the_command(tmp_path):
@@ -105,7 +102,7 @@ def test_the_command(tmp_path):
         "--constexpr", "BLOCK=4096",
     )  # fmt: skip
     done = command(*arguments, "--bodies")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "1 kernels, 0 with faults (triton-ascend 3.2.0, ascendnpu-ir 1.2.0)" in done.stdout
     assert "loop 1 kernels.py:" in done.stdout
     (row,) = json.loads(command(*arguments, "--json", "--csv", tmp_path / "r.csv").stdout)
@@ -116,7 +113,7 @@ def test_the_command(tmp_path):
 
 def test_the_command_fails_for_a_fault():
     done = command(f"{FILE}::random", "--signature", "x=*fp32,n=i32", "--constexpr", "BLOCK=1024")
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert "FAULT random" in done.stdout and "scalar loop(s) at random.py" in done.stdout
 
 
@@ -137,14 +134,14 @@ def test_the_command_fails_for_a_fault():
 )
 def test_mistakes(arguments, error):
     done = command(*arguments)
-    assert done.returncode == 2 and error in done.stderr
+    assert done.exit_code == 2 and error in done.stderr
 
 
 def test_a_file_that_does_not_import(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("import nothing_there")
     done = command(f"{file}::add")
-    assert done.returncode == 2 and "mine.py raised ModuleNotFoundError: No module" in done.stderr
+    assert done.exit_code == 2 and "mine.py raised ModuleNotFoundError: No module" in done.stderr
 
 
 def test_a_missing_compiler_is_a_sentence(monkeypatch):
