@@ -1,12 +1,13 @@
 """megatron-core's GPTModel trains on NPU tensors, on our Triton kernels; prints its losses.
 
-Run by torchrun, with "tensor" or "context": how the processes share the model.
+Run by torchrun with two ranks, it prints a line of JSON for each way to share the model: each rank
+trains all of it alone, then they share it by tensor and by context parallelism.
 """
 
+import collections
 import copy
 import json
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -88,16 +89,23 @@ def train(model):
         yield loss.item()
 
 
-rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-sizes = {"tensor": (ranks, 1), "context": (1, ranks)}[sys.argv[1]]
+def launches():
+    return collections.Counter(
+        {name: seen.launches for name, seen in triton_driver.statistics().items()}
+    )
+
+
+rank = int(os.environ["RANK"])
 torch.npu.set_device(rank)
 dist.init_process_group("hccl")
-parallel_state.initialize_model_parallel(
-    tensor_model_parallel_size=sizes[0], context_parallel_size=sizes[1]
-)
-model_parallel_cuda_manual_seed(0)
-losses = list(train(build(*sizes)))
-kernels = {name: seen.launches for name, seen in triton_driver.statistics().items()}
+for tensor_ranks, context_ranks in ((1, 1), (2, 1), (1, 2)):
+    before = launches()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_ranks, context_parallel_size=context_ranks
+    )
+    model_parallel_cuda_manual_seed(0)
+    losses = list(train(build(tensor_ranks, context_ranks)))
+    parallel_state.destroy_model_parallel()
+    if rank == 0:
+        print(json.dumps({"losses": losses, "kernels": launches() - before}), flush=True)
 dist.destroy_process_group()
-if rank == 0:
-    print(json.dumps({"losses": losses, "kernels": kernels}), flush=True)
