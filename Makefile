@@ -18,8 +18,13 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py
 	@touch $@
 
 # Python is used where it is; of the native sources, what has changed is compiled again.
-$(VENV)/ready: $(VENV)/installed $(SOURCES)
+$(VENV)/native: $(VENV)/torch $(SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+# Side by side: pip waits for downloads while the compiler works.
+$(VENV)/ready: $(VENV)/torch pyproject.toml setup.py $(SOURCES)
+	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/native $(VENV)/installed
 	@touch $@
 
 .cache/megatron/ready: $(VENV)/ready tests/adapters/fetch_megatron.py

@@ -7,6 +7,7 @@ Where CANN is installed (ASCEND_HOME_PATH), csrc/CMakeLists.txt compiles the Asc
 they are shipped as npu_ops/_ascendc/<family>/<op>.o. NPU_OPS_SKIP_ASCENDC=1 installs without them.
 """
 
+import fcntl
 import glob
 import json
 import os
@@ -49,6 +50,13 @@ def native_extension():
             super().finalize_options()
             # Else pip gives each build a new folder. The variable: another machine is built for.
             self.build_temp = f"build/{os.environ.get('_PYTHON_HOST_PLATFORM', 'native')}"
+
+        def run(self):
+            """One at a time: make begins to build while pip downloads what it will build for."""
+            pathlib.Path("build").mkdir(exist_ok=True)
+            with open("build/lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                super().run()
 
     here, compiler = os.getcwd(), find_compiler()
     version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True)

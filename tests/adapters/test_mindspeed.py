@@ -17,11 +17,19 @@ from processes import environment
 
 HERE = pathlib.Path(__file__).parent
 BRANCHES = {"core_r0.12": "0.12.3", "core_r0.16": "0.16.1", "core_r0.18": "0.18.2"}
+# Which of the three is imported first is told apart by what is the same for all branches.
+SELDOM = {(b, o) for b in ("core_r0.12", "core_r0.16") for o in ("late", "megatron first")}
 RUNS = [
-    pytest.param(branch, order, marks=pytest.mark.xdist_group(f"mindspeed-{branch}-{order}"))
+    pytest.param(
+        branch, order,
+        marks=[
+            pytest.mark.xdist_group(f"mindspeed-{branch}-{order}"),
+            *[pytest.mark.slow] * ((branch, order) in SELDOM),
+        ],
+    )
     for branch in BRANCHES
     for order in mindspeed_checks.ORDERS
-]
+]  # fmt: skip
 
 
 @functools.cache
