@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import tempfile
 
-from npu_ops_emulator import EmulatorError, headers, twins
+from npu_ops_emulator import EmulatorError, build, headers, twins
 
 STACK = (
     32 * 1024
@@ -89,7 +89,9 @@ def _headers() -> pathlib.Path:
              pathlib.Path(__file__).read_text(), _run([clang(), "--version"]).stdout)  # fmt: skip
     name = f"device-{hashlib.sha256(repr(state).encode()).hexdigest()[:16]}"
     kept, whole = headers.cache() / f"{name}.pch", headers.cache() / f"{name}.h"
-    if not kept.exists():
+    with build.locked():  # another process may make the same, and clang compares times
+        if kept.exists():
+            return kept
         with tempfile.TemporaryDirectory(dir=headers.cache()) as scratch:
             text, made = pathlib.Path(scratch) / "text.h", pathlib.Path(scratch) / "made.pch"
             text.write_text(_text_of_headers(pathlib.Path(scratch) / "start.h"))
