@@ -27,6 +27,23 @@ NPU_OPS_CLONES void convolve_row(const T* x0, const T* x1, const T* x2, const T*
   }
 }
 
+// z += x * w for a row of channels.
+template <class T>
+NPU_OPS_CLONES void add_tap(const T* x, const float* w, float* z, int64_t count) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) z[i] += load(x[i]) * w[i];
+}
+
+// y = act(z) + residual for a row of channels.
+template <class T, bool SILU, class Y>
+NPU_OPS_CLONES void finish_row(const float* z, const T* residual, Y* y, int64_t count) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = SILU ? z[i] * sigmoid(z[i]) : z[i];
+    store(y + i, value + load(residual[i]));
+  }
+}
+
 // The filter as rows of float; row j is the tap that meets the token j back, row W is the bias.
 class Filter {
  public:
@@ -67,13 +84,36 @@ class Filter {
   float* rows_;
 };
 
-// Calls body<W, SILU>() for what the filter is at run time.
+// The convolution of a row before its activation. back(j) is the row j before it.
+template <class Rows>
+void convolve_wide(const Filter& filter, int64_t c, const Rows& back, float* z, int64_t count) {
+  std::copy_n(filter.bias(c), count, z);
+  for (int64_t j = 0; j < filter.width; ++j) add_tap(back(j), filter.tap(j, c), z, count);
+}
+
+// y = act(convolution) + residual for a row. W is 0 for more than 4 taps, one after the other.
+template <class T, int W, bool SILU, class Rows, class Y>
+void convolve(const Filter& filter, int64_t c, const Rows& back, const T* residual, Y* y,
+              int64_t count) {
+  if constexpr (W) {
+    convolve_row<T, W, SILU>(back(0), back(1), back(2), back(3), filter.tap(0, c), filter.tap(1, c),
+                             filter.tap(2, c), filter.tap(3, c), filter.bias(c), residual, y,
+                             count);
+  } else {
+    float z[kChannels];
+    convolve_wide(filter, c, back, z, count);
+    finish_row<T, SILU>(z, residual, y, count);
+  }
+}
+
+// Calls body<W, SILU>() for what the filter is at run time; W is 0 for more than 4 taps.
 template <class Body>
 void dispatch_filter(int64_t width, bool silu, const Body& body) {
   const auto with_width = [&]<int W>() {
     silu ? body.template operator()<W, true>() : body.template operator()<W, false>();
   };
-  STD_TORCH_CHECK(width >= 2 && width <= 4, "weight: needs [D, W] with W 2, 3 or 4");
+  STD_TORCH_CHECK(width >= 2 && width <= 8, "weight: needs [D, W] with W 2 to 8");
+  if (width > 4) return with_width.template operator()<0>();
   if (width == 2) return with_width.template operator()<2>();
   if (width == 3) return with_width.template operator()<3>();
   with_width.template operator()<4>();

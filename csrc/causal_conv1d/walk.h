@@ -13,6 +13,20 @@ namespace npu_ops {
 
 constexpr int64_t kTokens = 128;  // of a piece
 
+// The gradient of a row of the convolution, by that of its activation.
+template <bool SILU, class G>
+NPU_OPS_CLONES void before_activation(const float* z, const G* grad, float* g, int64_t count) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) {
+    float value = load(grad[i]);
+    if constexpr (SILU) {
+      const float gate = sigmoid(z[i]);
+      value *= gate * (1.0f + z[i] * (1.0f - gate));
+    }
+    g[i] = value;
+  }
+}
+
 // g0, the gradient of a row of the convolution, and with those of the rows before it the gradient
 // of the row W - 1 back, to which `extra` is added.
 template <class T, int W, bool SILU, class G>
@@ -53,6 +67,28 @@ NPU_OPS_CLONES void add_to_sums(const float* g, const T* x0, const T* x1, const 
     if constexpr (W > 2) sum2[i] += g[i] * load(x2[i]);
     if constexpr (W > 3) sum3[i] += g[i] * load(x3[i]);
   }
+}
+
+// What gradient_row and add_to_sums do, for more than 4 taps: one after the other. back(j) is the
+// row j before, g(j) the gradient of the convolution of that row.
+template <class T, bool SILU, class Rows, class G, class Gradient>
+void gradient_wide(const Filter& filter, int64_t c, const Rows& back, const G* grad,
+                   const Gradient& g, const T* extra, T* grad_x, int64_t count) {
+  float z[kChannels];
+  if constexpr (SILU) convolve_wide(filter, c, back, z, count);
+  before_activation<SILU>(z, grad, g(0), count);
+  std::fill_n(z, count, 0.0f);
+  for (int64_t j = 0; j < filter.width; ++j)
+    add_tap(g(j), filter.tap(filter.width - 1 - j, c), z, count);
+  finish_row<T, false>(z, extra, grad_x, count);
+}
+
+template <class Rows, class Sum>
+void add_to_sums_wide(const float* g, const Rows& back, const Sum& sum, int64_t width,
+                      int64_t count) {
+  for (int64_t j = 0; j < width; ++j) add_tap(back(j), g, sum(j), count);
+  float* bias = sum(width);
+  for (int64_t i = 0; i < count; ++i) bias[i] += g[i];
 }
 
 // A sequence has tokens [start, stop) of batch element `batch`.
@@ -182,17 +218,17 @@ void forward_piece(const Filter& filter, const Inputs<T>& in, const Block<T>& bl
                    const Piece& piece, const T* zeros, float* y) {
   const int64_t c = block.column, count = block.count, head = block.head;
   const auto row = [&](int64_t t) { return input_row(in.x, in.state, piece, t, c, zeros); };
-  const auto convolve = [&](int64_t t, auto* to) {
-    convolve_row<T, W, SILU>(row(t), row(t - 1), row(t - 2), row(t - 3), filter.tap(0, c),
-                             filter.tap(1, c), filter.tap(2, c), filter.tap(3, c), filter.bias(c),
-                             in.residual.data ? in.residual.row(piece, t, c) : zeros, to, count);
+  const auto convolved = [&](int64_t t, auto* to) {
+    const auto back = [&](int64_t j) { return row(t - j); };
+    const T* residual = in.residual.data ? in.residual.row(piece, t, c) : zeros;
+    convolve<T, W, SILU>(filter, c, back, residual, to, count);
   };
   for (int64_t t = piece.begin; t < piece.end; ++t) {
     T* to = block.rows.row(piece, t, 0);
     if (!head) {
-      convolve(t, to);
+      convolved(t, to);
     } else {
-      convolve(t, y);
+      convolved(t, y);
       normalize(y, head, to, head, count / head, head, block.eps);
     }
   }
@@ -271,8 +307,10 @@ template <class T>
 struct Scratch {
   std::vector<T> zeros = std::vector<T>(kChannels), unwanted = zeros;
   std::vector<float> y = std::vector<float>(kChannels), grad_y = y;
-  std::vector<float> g = std::vector<float>(4 * kChannels);
-  float* gradient(int64_t t) { return g.data() + (t & 3) * kChannels; }
+  std::vector<float> g;
+  int64_t last;  // of the rows of g, a power of two of them
+  explicit Scratch(int64_t taps) : g((taps > 4 ? 8 : 4) * kChannels), last(taps > 4 ? 7 : 3) {}
+  float* gradient(int64_t t) { return g.data() + (t & last) * kChannels; }
 };
 
 // The gradient of row p needs those of the convolution of rows p to p + W - 1: the walk is at row t
@@ -281,42 +319,52 @@ struct Scratch {
 template <class T, int W, bool SILU>
 void backward_piece(const Filter& filter, const Gradients<T>& all, Sums& sums, int64_t group,
                     const Block<T>& block, const Piece& piece, Scratch<T>& scratch) {
-  const int64_t c = block.column, count = block.count, head = block.head;
+  const int64_t c = block.column, count = block.count, head = block.head, before = filter.width - 1;
   const T* zeros = scratch.zeros.data();
   const auto row = [&](int64_t t) { return input_row(all.x, all.state, piece, t, c, zeros); };
   const auto target = [&](int64_t p) {
     if (p >= piece.begin && p < piece.end) return all.grad_x.row(piece, p, c);
-    const bool before =
+    const bool in_state =
         p < piece.begin && piece.begin == piece.start && all.grad_initial_state.data;
-    return before ? all.grad_initial_state.before(piece, p, c) : scratch.unwanted.data();
+    return in_state ? all.grad_initial_state.before(piece, p, c) : scratch.unwanted.data();
   };
   const auto step = [&](int64_t t, const auto* grad) {
-    const int64_t p = t - (W - 1);
-    gradient_row<T, W, SILU>(
-        row(t), row(t - 1), row(t - 2), row(t - 3), filter.tap(0, c), filter.tap(1, c),
-        filter.tap(2, c), filter.tap(3, c), filter.bias(c), grad, scratch.gradient(t),
-        scratch.gradient(t - 1), scratch.gradient(t - 2), scratch.gradient(t - 3),
-        all.grad_final_state.after(piece, p, c, const_cast<T*>(zeros)), target(p), count);
+    const int64_t p = t - before;
+    const T* extra = all.grad_final_state.after(piece, p, c, const_cast<T*>(zeros));
+    if constexpr (W)
+      gradient_row<T, W, SILU>(row(t), row(t - 1), row(t - 2), row(t - 3), filter.tap(0, c),
+                               filter.tap(1, c), filter.tap(2, c), filter.tap(3, c), filter.bias(c),
+                               grad, scratch.gradient(t), scratch.gradient(t - 1),
+                               scratch.gradient(t - 2), scratch.gradient(t - 3), extra, target(p),
+                               count);
+    else
+      gradient_wide<T, SILU>(
+          filter, c, [&](int64_t j) { return row(t - j); }, grad,
+          [&](int64_t j) { return scratch.gradient(t - j); }, extra, target(p), count);
   };
   const auto before_norm = [&](int64_t t, const T* grad) {
     float *y = scratch.y.data(), *grad_y = scratch.grad_y.data();
-    convolve_row<T, W, SILU>(row(t), row(t - 1), row(t - 2), row(t - 3), filter.tap(0, c),
-                             filter.tap(1, c), filter.tap(2, c), filter.tap(3, c), filter.bias(c),
-                             zeros, y, count);
+    const auto back = [&](int64_t j) { return row(t - j); };
+    convolve<T, W, SILU>(filter, c, back, zeros, y, count);
     normalize_backward(grad, head, y, head, grad_y, head, count / head, head, block.eps);
     return grad_y;
   };
   std::fill(scratch.g.begin(), scratch.g.end(), 0.0f);
-  for (int64_t t = piece.begin; t < piece.end + W - 1; ++t) {
+  for (int64_t t = piece.begin; t < piece.end + before; ++t) {
     const T* grad = t < piece.stop ? block.rows.row(piece, t, 0) : zeros;
     if (head && t < piece.stop)
       step(t, before_norm(t, grad));
     else
       step(t, grad);
-    if (t < piece.end)
+    if (t >= piece.end) continue;
+    if constexpr (W)
       add_to_sums<T, W>(scratch.gradient(t), row(t), row(t - 1), row(t - 2), row(t - 3),
                         sums.row(group, W, c), sums.row(group, 0, c), sums.row(group, 1, c),
                         sums.row(group, 2, c), sums.row(group, 3, c), count);
+    else
+      add_to_sums_wide(
+          scratch.gradient(t), [&](int64_t j) { return row(t - j); },
+          [&](int64_t j) { return sums.row(group, j, c); }, filter.width, count);
   }
 }
 
@@ -349,7 +397,7 @@ void walk_backward(const Filter& filter, const Gradients<T>& all, Sums& sums,
   const int64_t elements = tokens_of(sequences) * filter.channels;
   dispatch_filter(filter.width, silu, [&]<int W, bool SILU>() {
     parallel(items, elements / std::max<int64_t>(1, items), [&](int64_t begin, int64_t end) {
-      Scratch<T> scratch;
+      Scratch<T> scratch(filter.width);
       for (int64_t item = begin; item < end; ++item)
         for (int64_t index = sums.first_piece(item / across);
              index < sums.first_piece(item / across + 1); ++index)

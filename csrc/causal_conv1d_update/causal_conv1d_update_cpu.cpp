@@ -119,11 +119,10 @@ void update_sequence(const Arguments& all, const Filter& filter, const Sequence&
   if (s.skipped) return skip_outputs<T>(all, s, c, count);
   const Rows<T> rows(all, s, c, count);
   for (int64_t t = 0; t < s.end - s.begin; ++t) {
-    const int64_t row = t + W - 1;
+    const int64_t row = t + filter.width - 1;
+    const auto back = [&](int64_t j) { return rows.at(row - j); };
     T* to = output<T>(all.y) + s.batch * all.y.stride(0) + (s.begin + t) * all.y.stride(1) + c;
-    convolve_row<T, W, SILU>(rows.at(row), rows.at(row - 1), rows.at(row - 2), rows.at(row - 3),
-                             filter.tap(0, c), filter.tap(1, c), filter.tap(2, c), filter.tap(3, c),
-                             filter.bias(c), zeros, to, count);
+    convolve<T, W, SILU>(filter, c, back, zeros, to, count);
   }
   if (all.update) write_state(all, s, rows, c, count);
   if (all.window) write_windows(all, s, rows, c, count);

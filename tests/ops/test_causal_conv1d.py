@@ -404,7 +404,7 @@ WRONG = {
     "x: got list": {"x": [1.0]},
     r"x: got shape \[6, 8\], needs \[B, T, D\]": {"x": X[0]},
     "x: got int64": {"x": X.long()},
-    r"weight: got shape \[8, 5\], needs \[8, W\] with W 2, 3 or 4": {"weight": torch.randn(8, 5)},
+    r"weight: got shape \[8, 9\], needs \[8, W\] with W 2 to 8": {"weight": torch.randn(8, 9)},
     r"weight: got shape \[8, 1\]": {"weight": torch.randn(8, 1)},
     r"weight: got shape \[8, 1, 4\]": {"weight": WEIGHT[:, None]},
     r"weight: got float16, needs x's float32": {"weight": WEIGHT.half()},

@@ -462,7 +462,7 @@ WRONG = {
     "eps: got -1.0": {"eps": -1.0},
     "eps: got nan": {"eps": float("nan")},
     "eps: got '1'": {"eps": "1"},
-    r"weight: got shape \[144, 5\], needs \[144, W\]": {"weight": torch.randn(WIDTH, 5)},
+    r"weight: got shape \[144, 9\], needs \[144, W\]": {"weight": torch.randn(WIDTH, 9)},
     "weight: got float16, needs x's float32": {"weight": WEIGHT.half()},
     "weight: got device meta": {"weight": WEIGHT.to("meta")},
     r"bias: got shape \[1\], needs \[144\]": {"bias": torch.ones(1)},

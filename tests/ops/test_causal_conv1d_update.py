@@ -393,7 +393,7 @@ WRONG = {
     },
     r"needs 2 slots without conv_state_indices": {"conv_state_indices": None},
     "conv_state: got an expanded tensor": {"conv_state": STATE[:1].expand(4, 8, 5)},
-    r"weight: got shape \[8, 5\]": {"weight": torch.randn(8, 5)},
+    r"weight: got shape \[8, 9\]": {"weight": torch.randn(8, 9)},
     r"bias: got shape \[4\]": {"bias": torch.randn(4)},
     "activation: got True": {"activation": True},
     "conv_state_indices: got float32": {"conv_state_indices": torch.tensor([0.0, 1.0])},

@@ -31,7 +31,7 @@ def causal_conv1d(
     Args:
         x: `[B, T, D]`, float32, bfloat16, float16 or float64. It may be strided (a slice of a fused
             projection): it is read in place if channels are in one piece.
-        weight: `[D, W]` with W 2, 3 or 4, of x's dtype or float32; the last column meets the token
+        weight: `[D, W]` with W 2 to 8, of x's dtype or float32; the last column meets the token
             itself.
         bias: `[D]`, of x's dtype or float32; or None.
         residual: x's shape and dtype, added after the activation; or None.

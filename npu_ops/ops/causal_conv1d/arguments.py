@@ -6,8 +6,14 @@ import torch
 
 from npu_ops.core import check, library
 
-WIDTHS = (2, 3, 4)
+WIDTHS = tuple(range(2, 9))
 ACTIVATIONS = (None, "silu", "swish")
+
+
+def narrow_alone(arguments) -> str | None:
+    """What kernels that keep each tap in a register have against a call."""
+    taps = arguments.weight.shape[1]
+    return f"a filter of {taps} taps has more than 4" if taps > 4 else None
 
 
 def check_rows(x, weight, bias, activation, cu_seqlens) -> None:
@@ -27,7 +33,7 @@ def check_filter(weight, bias, activation, x) -> None:
     _check_parameter("weight", weight, x)
     channels = x.shape[-1]
     if weight.dim() != 2 or weight.shape[0] != channels or weight.shape[1] not in WIDTHS:
-        raise check.shape("weight", weight, f"[{channels}, W] with W 2, 3 or 4")
+        raise check.shape("weight", weight, f"[{channels}, W] with W 2 to 8")
     if bias is not None:
         _check_parameter("bias", bias, x)
         if bias.shape != (channels,):

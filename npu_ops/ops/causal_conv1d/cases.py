@@ -99,6 +99,15 @@ CASES = [
         )
     ),
     Case("odd-channels", 65, 131, bias=True, state=True),
+    *(
+        Case(f"wide-w{width}-{kind}", tokens, 40, width, bias=width != 7, residual=width == 6,
+             state=width != 6, activation=None if width == 7 else "silu", lengths=lengths,
+             batch=1 if lengths else 2)
+        for width, kind, tokens, lengths in (
+            (5, "packed", 65, "odd"), (6, "plain", 63, ""), (7, "few", 3, ""), (8, "state", 65, ""),
+            (8, "packed", 33, "even"),
+        )
+    ),
     Case("two-blocks", 33, 2100, bias=True, residual=True, state=True, lengths="odd"),
 ]  # fmt: skip
 
@@ -107,7 +116,7 @@ DIFFERENTIABLE = ("x", "weight", "bias", "residual", "initial_state")
 # Across these, every branch of the Triton kernels.
 REPRESENTATIVE = (
     "qwen3-next-t64", "qwen3-next-packed-128", "odd-t65-w4-packed-state", "odd-t63-w3-packed",
-    "odd-t7-w2-plain", "two-blocks",
+    "odd-t7-w2-plain", "two-blocks", "wide-w5-packed", "wide-w6-plain", "wide-w7-few",
 )  # fmt: skip
 
 CALLS = [

@@ -15,6 +15,8 @@ import triton.language as tl
 
 from npu_ops.core import hardware
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+from npu_ops.ops.causal_conv1d import wide_triton_ascend as wide
+from npu_ops.ops.causal_conv1d.starts_triton_ascend import bounds_of, piece_of
 from npu_ops.ops.l2norm.triton_ascend import normalise, normalise_backward
 
 # Bytes that a channel needs on chip at the most (fp32, W = 4), by the plan of the vendor's
@@ -57,29 +59,6 @@ def convolve(x0, x1, x2, x3, w0, w1, w2, w3, W: tl.constexpr):
 
 
 @triton.jit
-def _sequence_of(cu_seqlens, sequences, token, STARTS: tl.constexpr):
-    """The sequence that a packed token belongs to: the last one that starts at or before it. The
-    first one where, wrongly, none does."""
-    started = 0
-    for first in range(0, sequences, STARTS):
-        n = first + tl.arange(0, STARTS)
-        start = tl.load(cu_seqlens + n, mask=n < sequences, other=2147483647)
-        started += tl.sum((start <= token).to(tl.int32), axis=0)
-    return tl.maximum(started - 1, 0)
-
-
-@triton.jit
-def _bounds(cu_seqlens, n, length, PACKED: tl.constexpr):
-    """Where a sequence starts and stops: in the tokens, whatever is in cu_seqlens."""
-    if PACKED:
-        start = tl.minimum(tl.maximum(tl.load(cu_seqlens + n), 0), length)
-        stop = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1), start), length)
-    else:
-        start, stop = 0, length
-    return start, stop
-
-
-@triton.jit
 def _row_before(x, state, t, start, column, width, x_t, state_w, W: tl.constexpr,
                 STATE: tl.constexpr):  # fmt: skip
     """Row t of a sequence that starts at `start`; before that, of its state; fp32 [BD]."""
@@ -119,21 +98,6 @@ def _unit_backward(grad, y, eps, HEAD: tl.constexpr):
 
 
 @triton.jit
-def _piece(item, cu_seqlens, sequences, length, chunk, blocks, PACKED: tl.constexpr,
-           STARTS: tl.constexpr):  # fmt: skip
-    """Tokens [first, last) of batch element b, and sequences [n_first, n_last]."""
-    chunks = tl.cdiv(length, chunk)
-    b = item // blocks // chunks
-    first = (item // blocks % chunks) * chunk
-    last = tl.minimum(first + chunk, length)
-    n_first, n_last = b, b
-    if PACKED:
-        n_first = _sequence_of(cu_seqlens, sequences, first, STARTS)
-        n_last = _sequence_of(cu_seqlens, sequences, last - 1, STARTS)
-    return tl.cast(b, tl.int64), first, last, n_first, n_last
-
-
-@triton.jit
 def convolve_channels(
     x, taps, bias, residual, state, cu_seqlens, y, left, right, eps, batch, sequences, length,
     chunk, width, x_b, x_t, residual_b, residual_t, state_n, state_w, y_b, y_t,
@@ -147,7 +111,7 @@ def convolve_channels(
     blocks = tl.cdiv(right - left, STEP)
     items = batch * tl.cdiv(length, chunk) * blocks
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        b, first, last, n_first, n_last = _piece(
+        b, first, last, n_first, n_last = piece_of(
             item, cu_seqlens, sequences, length, chunk, blocks, cu_seqlens is not None, STARTS
         )
         column = left + (item % blocks) * STEP + tl.arange(0, BD)
@@ -159,7 +123,7 @@ def convolve_channels(
         if bias is not None:
             offset = load_row(bias, column, edge)
         for n in range(n_first, n_last + 1):
-            start, stop = _bounds(cu_seqlens, n, length, cu_seqlens is not None)
+            start, stop = bounds_of(cu_seqlens, n, length, cu_seqlens is not None)
             begin, end = tl.maximum(first, start), tl.minimum(last, stop)
             state_at = state
             if state is not None:
@@ -208,7 +172,7 @@ def _final_state_kernel(
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         n = item // blocks
         column = (item % blocks) * BD + tl.arange(0, BD)
-        start, stop = _bounds(cu_seqlens, n, length, cu_seqlens is not None)
+        start, stop = bounds_of(cu_seqlens, n, length, cu_seqlens is not None)
         x_at, state_at = x, state
         if cu_seqlens is None:
             x_at = x + tl.cast(n, tl.int64) * x_b
@@ -230,6 +194,11 @@ def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu, y,
     chunk = tokens_of_a_piece(batch, length, blocks, x.device)
     items = batch * cdiv(length, chunk) * blocks
     starts = int32_starts(cu_seqlens)
+    if weight.shape[1] > 4:
+        call = wide.Call(x, weight.shape[1], starts, chunk, STARTS)
+        taps = taps_first(weight)
+        wide.forward(call, x, taps, bias, residual, initial_state, silu, y, strides)
+        return write_final_state(x, initial_state, starts, final_state)
     sequences = batch if starts is None else len(starts) - 1
     _causal_conv1d_kernel[vector_grid(items, x.device)](
         x, taps_first(weight), bias, residual, initial_state, starts, y, batch, sequences, length,
@@ -271,7 +240,7 @@ def convolve_channels_backward(
     blocks = tl.cdiv(right - left, STEP)
     items = batch * tl.cdiv(length, chunk) * blocks
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        b, first, last, n_first, n_last = _piece(
+        b, first, last, n_first, n_last = piece_of(
             item, cu_seqlens, sequences, length, chunk, blocks, cu_seqlens is not None, STARTS
         )
         column = left + (item % blocks) * STEP + tl.arange(0, BD)
@@ -283,7 +252,7 @@ def convolve_channels_backward(
         zero = tl.zeros((BD,), tl.float32)
         sum0, sum1, sum2, sum3, sum_bias = zero, zero, zero, zero, zero
         for n in range(n_first, n_last + 1):
-            start, stop = _bounds(cu_seqlens, n, length, cu_seqlens is not None)
+            start, stop = bounds_of(cu_seqlens, n, length, cu_seqlens is not None)
             begin, end = tl.maximum(first, start), tl.minimum(last, stop)
             state_at = state
             if state is not None:
@@ -378,6 +347,13 @@ def causal_conv1d_backward(
     sequences = batch if starts is None else len(starts) - 1
     if grad_initial_state is not None:
         fill_state_gradient(grad_initial_state, grad_final_state, starts)
+    if taps > 4:
+        call = wide.Call(x, taps, starts, chunk, STARTS)
+        sums = wide.backward(
+            call, grad_y, grad_final_state, x, taps_first(weight), bias, initial_state, silu,
+            grad_x, grad_initial_state, strides,
+        )  # fmt: skip
+        return write_totals(sums, grad_weight, grad_bias)
     sums = x.new_empty((pieces, taps + 1, width), dtype=torch.float32)
     _causal_conv1d_backward_kernel[vector_grid(pieces * blocks, x.device)](
         grad_y, grad_final_state, x, taps_first(weight), bias, initial_state, starts, grad_x,

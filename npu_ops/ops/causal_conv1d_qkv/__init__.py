@@ -39,7 +39,7 @@ def causal_conv1d_qkv(
         x: `[B, T, D]` with D = 2 HK K + HV V, float32, bfloat16, float16 or float64. It may be
             strided (a slice of a fused projection): it is read in place if channels are in one
             piece.
-        weight: `[D, W]` with W 2, 3 or 4, of x's dtype or float32; the last column meets the token
+        weight: `[D, W]` with W 2 to 8, of x's dtype or float32; the last column meets the token
             itself.
         bias: `[D]`, of x's dtype or float32; or None.
         num_k_heads, num_v_heads, head_k_dim, head_v_dim: HK, HV, K and V. K and V are at most 256;

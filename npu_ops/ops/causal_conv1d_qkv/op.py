@@ -5,6 +5,7 @@ from __future__ import annotations
 from npu_ops.core.operator import Backward, Operator
 from npu_ops.core.rows import in_one_piece
 from npu_ops.ops.causal_conv1d import layout
+from npu_ops.ops.causal_conv1d.arguments import narrow_alone
 from npu_ops.ops.causal_conv1d_qkv import reference
 
 # heads: key heads, value heads, K, V. eps is None where nothing is normalised.
@@ -41,6 +42,7 @@ forward = Operator(
     new=_outputs,
     reference=reference.causal_conv1d_qkv,
     lay_out=_LAY_OUT,
+    why_not={"triton_ascend": narrow_alone},
     empty=layout.no_tokens,
     check_indices=layout.check_starts,
 )
@@ -51,6 +53,7 @@ backward = Backward(
     new=layout.gradients,
     reference=reference.causal_conv1d_qkv_backward,
     lay_out=_LAY_OUT,
+    why_not={"triton_ascend": narrow_alone},
     empty=layout.no_tokens_backward,
     check_indices=layout.check_starts,
 )

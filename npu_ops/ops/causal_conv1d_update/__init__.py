@@ -45,7 +45,7 @@ def causal_conv1d_update(
         conv_state: `[slots, D, L]` of x's dtype, L at least W - 1. Any strides: fastest on an NPU
             is D in one piece, `[slots, L, D]` transposed. A cache of W columns as fla and Hugging
             Face keep it goes in as `cache[..., 1:]`.
-        weight: `[D, W]` with W 2, 3 or 4, of x's dtype or float32. bias: `[D]`, likewise, or None.
+        weight: `[D, W]` with W 2 to 8, of x's dtype or float32. bias: `[D]`, likewise, or None.
         activation: "silu", "swish" (the same) or None.
         conv_state_indices: int32 or int64 `[B]`, each sequence's slot, all different unless
             disable_state_update; pad_slot_id skips a sequence. None: B slots in order.

@@ -6,6 +6,7 @@ import torch
 
 from npu_ops.core.operator import Operator
 from npu_ops.core.rows import in_one_piece, like_one_piece
+from npu_ops.ops.causal_conv1d.arguments import narrow_alone
 from npu_ops.ops.causal_conv1d_update import reference
 
 _INTEGERS = ("indices", "accepted", "starts", "window_indices")
@@ -17,7 +18,7 @@ def _why_not_ascendc(arguments) -> str | None:
         tensor = getattr(arguments, name)
         if tensor is not None and 1 not in tensor.stride()[-2:]:
             return f"neither channels nor columns of {name} lie in one piece"
-    return None
+    return narrow_alone(arguments)
 
 
 # The state pool and the windows are read and written where they are.
@@ -30,7 +31,7 @@ forward = Operator(
     new=lambda inputs: like_one_piece(inputs.x),
     reference=reference.causal_conv1d_update,
     lay_out={"x": in_one_piece} | dict.fromkeys((*_INTEGERS, "bias"), torch.Tensor.contiguous),
-    why_not={"ascendc": _why_not_ascendc},
+    why_not={"ascendc": _why_not_ascendc, "triton_ascend": narrow_alone},
     ascendc=True,
     check_indices=reference.check_indices,
     zeroed=lambda inputs: inputs.starts is not None,

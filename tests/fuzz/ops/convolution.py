@@ -114,7 +114,7 @@ def causal_conv1d_update(
 
 
 CONV = {
-    "batch": (1, 2, 0), "tokens": TOKENS, "lengths": LENGTHS, "index": INDEX, "width": (4, 2, 3),
+    "batch": (1, 2, 0), "tokens": TOKENS, "lengths": LENGTHS, "index": INDEX, "width": (4, 2, 3, 8),
     "bias": NO, "state": NO, "final": NO, "dtype": DTYPES, "parameter": ("same", "float32"),
     "hide": NO, "broken": NO,
 }  # fmt: skip
@@ -230,7 +230,7 @@ TARGETS = {
         dict(
             batch=(2, 1, 3, 0), tokens=(2, 1, 3), three=NO, spare=(0, 1, 3),
             lengths=LENGTHS, index=INDEX,
-            width=(4, 2, 3), channels=(4, 1, 3, 8, 40), bias=NO, activation=(None, "silu"),
+            width=(4, 2, 3, 8), channels=(4, 1, 3, 8, 40), bias=NO, activation=(None, "silu"),
             indices=NO, pad=(None, -1, 99), accepted=NO, window=NO, rows=NO, disable=NO,
             dtype=DTYPES, parameter=("same", "float32"), hide=NO,
         ),

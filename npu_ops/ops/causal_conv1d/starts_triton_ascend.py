@@ -1,0 +1,44 @@
+"""Shared by the kernels of causal_conv1d, whatever their filters: where sequences are."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _sequence_of(cu_seqlens, sequences, token, STARTS: tl.constexpr):
+    """The sequence that a packed token belongs to: the last one that starts at or before it. The
+    first one where, wrongly, none does."""
+    started = 0
+    for first in range(0, sequences, STARTS):
+        n = first + tl.arange(0, STARTS)
+        start = tl.load(cu_seqlens + n, mask=n < sequences, other=2147483647)
+        started += tl.sum((start <= token).to(tl.int32), axis=0)
+    return tl.maximum(started - 1, 0)
+
+
+@triton.jit
+def bounds_of(cu_seqlens, n, length, PACKED: tl.constexpr):
+    """Where a sequence starts and stops: in the tokens, whatever is in cu_seqlens."""
+    if PACKED:
+        start = tl.minimum(tl.maximum(tl.load(cu_seqlens + n), 0), length)
+        stop = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1), start), length)
+    else:
+        start, stop = 0, length
+    return start, stop
+
+
+@triton.jit
+def piece_of(item, cu_seqlens, sequences, length, chunk, blocks, PACKED: tl.constexpr,
+           STARTS: tl.constexpr):  # fmt: skip
+    """Tokens [first, last) of batch element b, and sequences [n_first, n_last]."""
+    chunks = tl.cdiv(length, chunk)
+    b = item // blocks // chunks
+    first = (item // blocks % chunks) * chunk
+    last = tl.minimum(first + chunk, length)
+    n_first, n_last = b, b
+    if PACKED:
+        n_first = _sequence_of(cu_seqlens, sequences, first, STARTS)
+        n_last = _sequence_of(cu_seqlens, sequences, last - 1, STARTS)
+    return tl.cast(b, tl.int64), first, last, n_first, n_last
