@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from npu_ops.core import ascendc, env
 from npu_ops.core.compare import Tolerance, assert_close
+from npu_ops.core.registry import as_if_on, explain
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,6 +64,19 @@ def implementations(table) -> list:
         if device in (implementation.devices or {"cpu"})
         if implementation.name != "aclnn" or place == 0
     ]
+
+
+def on_npu(test):
+    """A test where there is an NPU; nothing elsewhere."""
+    return pytest.mark.parametrize("device", ["npu"])(test) if "npu" in devices() else None
+
+
+def declined_by_vendor(aclnn, op: str, function, given: dict, monkeypatch) -> str | None:
+    """What an op's `aclnn` module has against `function(**given)` on an NPU with torch_npu."""
+    monkeypatch.setattr(aclnn, "_missing", lambda: None)
+    with as_if_on("npu"), forced("aclnn", op):
+        verdicts = explain(function, **given)
+    return next(v.why_not for v in verdicts if v.implementation == "aclnn")
 
 
 def _skipped(implementation: str, op: str, device: str) -> list:

@@ -2,23 +2,16 @@
 
 import itertools
 
-import pytest
 import torch
 from npu_ops_tools import parity
-from support import devices, forced
+from support import declined_by_vendor, forced, on_npu
 
 from npu_ops.core import cases
 from npu_ops.core.compare import assert_close
-from npu_ops.core.registry import as_if_on, explain
 from npu_ops.ops.chunk_gated_delta_rule import aclnn
 
 OP = "chunk_gated_delta_rule"
 CASES = [case for case in cases.of(OP).CASES if not case.large]
-
-
-def on_npu(test):
-    """A test where there is an NPU; nothing elsewhere."""
-    return pytest.mark.parametrize("device", ["npu"])(test) if "npu" in devices() else None
 
 
 STATELESS = {"initial_state": None, "output_final_state": False}
@@ -26,10 +19,8 @@ STATELESS = {"initial_state": None, "output_final_state": False}
 
 def declined(case, monkeypatch, dtype=torch.bfloat16, **changes):
     """What the vendor's operator has against a case on an NPU with torch_npu."""
-    monkeypatch.setattr(aclnn, "_missing", lambda: None)
-    with as_if_on("npu"), forced("aclnn", OP):
-        verdicts = explain(cases.function(OP, case), **case.inputs(dtype) | changes)
-    return next(v.why_not for v in verdicts if v.implementation == "aclnn")
+    given = case.inputs(dtype) | changes
+    return declined_by_vendor(aclnn, OP, cases.function(OP, case), given, monkeypatch)
 
 
 @on_npu

@@ -3,12 +3,11 @@
 import pytest
 import torch
 from npu_ops_tools import parity
-from support import devices, forced, parametrize_dtypes
+from support import declined_by_vendor, forced, on_npu, parametrize_dtypes
 
 import npu_ops
 from npu_ops.core import cases
 from npu_ops.core.compare import assert_close
-from npu_ops.core.registry import as_if_on, explain
 from npu_ops.ops.mrope import aclnn
 
 MROPE = npu_ops.apply_multimodal_rotary_pos_emb_cached
@@ -18,11 +17,6 @@ TAKEN = [  # sections, their layout, head dimension
     ([16, 24, 24], "chunked", 160),
     ([8, 12, 12], "chunked", 96),
 ]
-
-
-def on_npu(test):
-    """A test where there is an NPU; nothing elsewhere."""
-    return pytest.mark.parametrize("device", ["npu"])(test) if "npu" in devices() else None
 
 
 def inputs(section, layout, head_dim, dtype, device="cpu", tokens=13):
@@ -41,10 +35,7 @@ def inputs(section, layout, head_dim, dtype, device="cpu", tokens=13):
 
 def declined(given, monkeypatch):
     """What the vendor's operator has against a call on an NPU with torch_npu."""
-    monkeypatch.setattr(aclnn, "_missing", lambda: None)
-    with as_if_on("npu"), forced("aclnn", "mrope"):
-        (why_not,) = (v.why_not for v in explain(MROPE, **given) if v.implementation == "aclnn")
-    return why_not
+    return declined_by_vendor(aclnn, "mrope", MROPE, given, monkeypatch)
 
 
 @on_npu

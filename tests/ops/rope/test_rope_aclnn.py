@@ -3,22 +3,16 @@
 import pytest
 import torch
 from npu_ops_tools import parity
-from support import devices, forced, parametrize_dtypes
+from support import declined_by_vendor, devices, forced, on_npu, parametrize_dtypes
 
 import npu_ops
 from npu_ops.core import cases
 from npu_ops.core.compare import assert_close
-from npu_ops.core.registry import as_if_on, explain
 from npu_ops.ops.rope import aclnn
 
 CASES = [case for case in cases.of("rope").CASES if not case.large]
 ROPE = npu_ops.apply_rotary_pos_emb
 WRT = ("q", "k")
-
-
-def on_npu(test):
-    """A test where there is an NPU; nothing elsewhere."""
-    return pytest.mark.parametrize("device", ["npu"])(test) if "npu" in devices() else None
 
 
 def inputs(case, dtype, device="cpu", **changes):
@@ -29,10 +23,7 @@ def inputs(case, dtype, device="cpu", **changes):
 
 def declined(given, monkeypatch):
     """What the vendor's operators have against a call on an NPU with torch_npu."""
-    monkeypatch.setattr(aclnn, "_missing", lambda: None)
-    with as_if_on("npu"), forced("aclnn", "rope"):
-        (why_not,) = (v.why_not for v in explain(ROPE, **given) if v.implementation == "aclnn")
-    return why_not
+    return declined_by_vendor(aclnn, "rope", ROPE, given, monkeypatch)
 
 
 def named_case(name):
