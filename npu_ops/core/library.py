@@ -191,15 +191,15 @@ def triton_why_not() -> str | None:
 
 
 @functools.cache
-def torch_npu_why_not(operator: str, argument: str | None = None) -> str | None:
-    """None, or a sentence on why the torch_npu here has no such operator, or none that takes an
-    argument of this name, which later versions of it do."""
+def torch_npu_why_not(operator: str, *arguments: str) -> str | None:
+    """None, or a sentence on why the torch_npu here has no such operator, or none that takes
+    arguments of these names, which later versions of it do."""
     found = getattr(torch.ops.npu, operator, None)
     if found is None:
         return f"torch_npu has no {operator}"
-    if argument is None or argument in {a.name for a in found.default._schema.arguments}:
-        return None
-    return f"torch_npu's {operator} has no {argument}"
+    known = {argument.name for argument in found.default._schema.arguments}
+    missing = [argument for argument in arguments if argument not in known]
+    return f"torch_npu's {operator} has no {', '.join(missing)}" if missing else None
 
 
 def dtype_why_not(*args) -> str | None:

@@ -32,7 +32,10 @@ def why_not(arguments) -> str | None:
     return _missing()
 
 
-_missing = functools.partial(torch_npu_why_not, "npu_chunk_gated_delta_rule")
+_missing = functools.partial(
+    torch_npu_why_not, "npu_chunk_gated_delta_rule", "beta", "initial_state", "actual_seq_lengths",
+    "scale", "g",
+)  # fmt: skip
 
 
 def chunk_gated_delta_rule(

@@ -1,4 +1,4 @@
-"""The definition of Gated Delta Net's gates, in plain PyTorch."""
+"""Shared by gdn_gate and gated_delta_rule_update: the definition of the gates, in plain PyTorch."""
 
 from __future__ import annotations
 

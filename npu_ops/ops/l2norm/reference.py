@@ -1,4 +1,5 @@
-"""Shared by l2norm, causal_conv1d_qkv and chunk_gated_delta_rule: the definition of right."""
+"""Shared by l2norm, causal_conv1d_qkv, chunk_gated_delta_rule and gated_delta_rule_update: the
+definition of right."""
 
 from __future__ import annotations
 

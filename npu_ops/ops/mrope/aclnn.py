@@ -50,7 +50,9 @@ def _one_cache(cos, sin) -> bool:
     )
 
 
-_missing = functools.partial(torch_npu_why_not, "npu_mrope", "cache_mode")  # says sections' layout
+_missing = functools.partial(
+    torch_npu_why_not, "npu_mrope", "mrope_section", "rotary_mode", "cache_mode"
+)
 
 
 def mrope(

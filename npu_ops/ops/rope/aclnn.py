@@ -5,8 +5,6 @@ What they take is from torch_npu's documentation of both, for Ascend910B and Asc
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from npu_ops.core import check
@@ -34,7 +32,9 @@ def why_not(arguments) -> str | None:
     return dtype_why_not(q) or _missing()
 
 
-_missing = functools.partial(torch_npu_why_not, "npu_rotary_mul", "rotary_mode")
+def _missing() -> str | None:
+    in_place = torch_npu_why_not("npu_apply_rotary_pos_emb", "layout", "rotary_mode")
+    return torch_npu_why_not("npu_rotary_mul", "rotary_mode") or in_place
 
 
 def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_out, k_out) -> None:

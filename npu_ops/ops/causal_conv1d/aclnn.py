@@ -1,0 +1,52 @@
+"""The causal convolution by torch_npu's `npu_masked_causal_conv1d`, forward, on an Ascend 950.
+
+What it takes is from torch_npu's documentation of it. It has three taps, which is one less than
+Gated Delta Net's filters have: for other models. Bias, activation and residual are added behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from npu_ops.core import check, hardware, socs
+from npu_ops.core.library import torch_npu_why_not
+
+_TAPS = 3
+
+
+def why_not(arguments) -> str | None:
+    """None, or a sentence on why the operator does not take the implementations' arguments."""
+    x, weight = arguments.x, arguments.weight
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        got = f"x is {check.short(x.dtype)} and weight {check.short(weight.dtype)}"
+        return f"{got}, the vendor's operator takes one dtype, bfloat16 or float16"
+    if weight.shape[1] > _TAPS:
+        return f"the filter has {weight.shape[1]} taps, the vendor's operator has {_TAPS}"
+    if arguments.initial_state is not None or arguments.final_state is not None:
+        return "the vendor's operator has no states"
+    if arguments.cu_seqlens is not None:
+        return "the vendor's operator takes no packed sequences"
+    return _soc_why_not() or _missing()
+
+
+@functools.cache
+def _soc_why_not() -> str | None:
+    soc = hardware.npu_name() or "unknown"
+    return None if socs.is_ascend950(soc) else f"it is for Ascend950, this is {soc}"
+
+
+_missing = functools.partial(torch_npu_why_not, "npu_masked_causal_conv1d")
+
+
+def causal_conv1d(
+    x, weight, bias, residual, initial_state, cu_seqlens, silu, y, final_state
+) -> None:  # fmt: skip
+    """Write y."""
+    taps = F.pad(weight, (_TAPS - weight.shape[1], 0)).t().contiguous()
+    found = torch.ops.npu.npu_masked_causal_conv1d(x.transpose(0, 1), taps).transpose(0, 1).float()
+    found = found if bias is None else found + bias.float()
+    found = F.silu(found) if silu else found
+    y.copy_(found if residual is None else found + residual.float())

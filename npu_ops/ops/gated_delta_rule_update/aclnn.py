@@ -1,0 +1,116 @@
+"""Gated Delta Net's decoding step by torch_npu's `npu_recurrent_gated_delta_rule`.
+
+What it takes is from torch_npu's documentation of it. It has no slot -1, and whether one of ours is
+-1 cannot be asked of a device without waiting for it. So it works on states copied out of the pool,
+one for each token, and those that belong somewhere are copied back.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from npu_ops.core import check, make
+from npu_ops.core.library import torch_npu_why_not
+from npu_ops.ops.gdn_gate import reference as gate
+from npu_ops.ops.l2norm import reference as norm
+
+_HEADS, _DIM, _TOKENS = 256, 512, 8
+_EPS = 1e-6  # of the norm of q and k
+
+
+def why_not(arguments) -> str | None:
+    """None, or a sentence on why the operator does not take the implementations' arguments."""
+    q, v, state = arguments.q, arguments.v, arguments.state
+    if {x.dtype for x in (q, arguments.k, v)} != {torch.bfloat16}:
+        return f"q is {check.short(q.dtype)}, the vendor's operator takes bfloat16 q, k and v"
+    if state.dtype != torch.bfloat16:
+        return f"states are {check.short(state.dtype)}, the vendor's operator keeps bfloat16"
+    if arguments.cu_seqlens is not None:
+        return "the vendor's operator has no empty sequence and no token that is of none"
+    if arguments.intermediate_states is not None:
+        return "the vendor's operator keeps no intermediate states"
+    length = q.shape[0] // arguments.state_indices.shape[0]
+    if length > _TOKENS:
+        return f"sequences have {length} tokens, the vendor's operator takes {_TOKENS}"
+    if max(q.shape[1], v.shape[1]) > _HEADS or max(q.shape[2], v.shape[2]) > _DIM:
+        return f"the vendor's operator has at most {_HEADS} heads of {_DIM}"
+    if not state.numel():
+        return "the pool is empty, the vendor's operator takes no empty tensor"
+    return _missing()
+
+
+_missing = functools.partial(
+    torch_npu_why_not, "npu_recurrent_gated_delta_rule", "beta", "scale", "actual_seq_lengths",
+    "ssm_state_indices", "g",
+)  # fmt: skip
+
+
+def gated_delta_rule_update(
+    q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens, num_accepted_tokens,
+    intermediate_states, intermediate_state_indices, scale, normalize, state_v_first, update,
+    softplus_beta, softplus_threshold, o,
+):  # fmt: skip
+    """Write o, and update the states in place; the arguments are the operator's."""
+    tokens, count = q.shape[0], state_indices.shape[0]
+    pool = state if state_v_first else state.transpose(-1, -2)
+    first, slots, right = _slots(state_indices, num_accepted_tokens, tokens // count)
+    known = right & (first >= 0) & (first < pool.shape[0])
+    # The operator reads a sequence's first state here, and writes the state after each token.
+    states = pool.new_empty((tokens, *pool.shape[1:]))
+    states[:: tokens // count] = pool[first.clamp(0, pool.shape[0] - 1)]
+    g, beta = gate.gdn_gate(a, A_log, dt_bias, b, 1.0, softplus_beta, softplus_threshold)
+    if normalize:
+        # Rounded to bf16, as the operator reads it.
+        q, k = (norm.l2norm(x, _EPS).to(x.dtype) for x in (q, k))
+    found = recurrent(q, k, v, states, beta.to(q.dtype), g.float(), count, scale)
+    _write(found, known, right & (first == -1), slots, pool.shape[0], o)
+    if update:
+        kept = known[:, None] & (slots >= 0) & (slots < pool.shape[0])
+        _put(pool, slots.flatten(), states, kept.flatten())
+
+
+def recurrent(q, k, v, states, beta, g, count: int, scale: float):
+    """o `[tokens, HV, V]` of `count` sequences as long as each other; updates a state per token."""
+    tokens = q.shape[0]
+    lengths = torch.full((count,), tokens // count, dtype=torch.int32, device=q.device)
+    return torch.ops.npu.npu_recurrent_gated_delta_rule(
+        q, k, v, states, beta=beta, scale=scale, actual_seq_lengths=lengths,
+        ssm_state_indices=make.counted(tokens, device=q.device).int(), g=g,
+    )  # fmt: skip
+
+
+def _slots(state_indices, accepted, length: int):
+    """Where sequences start `[N]`, where the states after tokens go `[N, length]`, -1 for nowhere,
+    and whether the counts allow it `[N]`."""
+    right = torch.ones_like(state_indices.view(len(state_indices), -1)[:, 0], dtype=torch.bool)
+    if state_indices.dim() == 1:
+        slots = state_indices.new_full((len(state_indices), length), -1)
+        slots[:, -1] = state_indices
+        return state_indices.long(), slots.long(), right
+    steps = state_indices.shape[1]
+    column = torch.zeros_like(state_indices[:, 0])
+    if accepted is not None:
+        right = (accepted >= 1) & (accepted <= steps)
+        column = accepted.clamp(1, steps) - 1
+    first = state_indices.gather(1, column.long()[:, None])[:, 0]
+    return first.long(), state_indices[:, :length].long(), right
+
+
+def _write(found, known, skipped, slots, size: int, o) -> None:
+    """o: 0 of what is skipped, NaN of a slot that is not in the pool."""
+    fine = known[:, None] & (slots >= -1) & (slots < size)
+    other = torch.where(skipped, 0.0, torch.nan)[:, None].expand_as(fine)
+    fine, other = (x.flatten()[:, None, None] for x in (fine, other))
+    o.copy_(torch.where(fine, found, other.to(found.dtype)))
+
+
+def _put(pool, slots, states, kept) -> None:
+    """pool[slots[i]] = states[i] where kept[i], without waiting for the device.
+
+    What is not kept is written as one that is, to its slot; if none is, a slot as it was.
+    """
+    source = torch.where(kept, make.counted(len(kept), device=kept.device), kept.int().argmax())
+    target = slots[source].clamp(0, len(pool) - 1)
+    pool[target] = torch.where(kept.any(), states[source], pool[target])
