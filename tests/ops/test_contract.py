@@ -6,11 +6,11 @@
 
 import contextlib
 import dataclasses
-from unittest import mock
 
 import pytest
 import torch
 from calls import CALLS, differentiable
+from npu_ops_tools.verify.checks import one_mask, tables
 from npu_ops_tools.where import ops
 from support import (
     DTYPES,
@@ -27,7 +27,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import npu_ops
-from npu_ops.core import cases, env, rng
+from npu_ops.core import cases, env
 from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.core.registry import Table
 
@@ -52,18 +52,6 @@ every_training_call = pytest.mark.parametrize("call", TRAINING, ids=str)
 
 def function_of(call):
     return getattr(npu_ops, call.function)
-
-
-def tables(op):
-    """The names of an op's tables."""
-    return [name for name in Table.tables if name.removesuffix("_backward") == op]
-
-
-@contextlib.contextmanager
-def one_mask():
-    """What drops draws the same bits on every device."""
-    with mock.patch.object(rng, "new_state", lambda device, _: torch.tensor([3, 5], device=device)):
-        yield
 
 
 def results(op, function, inputs, wrt, implementation=None):

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import textwrap
 import types
 from unittest import mock
 
@@ -13,34 +12,11 @@ from npu_ops_tools.verify import checks, compare, guards, jobs, report, runs
 from npu_ops_tools.verify import ranks as two_ranks
 from npu_ops_tools.where import ops
 from test_cli import call, command
+from verify_faults import faulty, job, ranks, width
 
 from npu_ops.core import hardware, preferences
 from npu_ops.core.registry import Table
 
-# An implementation of l2norm on the CPU that calls the right one, and then does something wrong,
-# by the width of the rows.
-FAULTY = """
-import ctypes, dataclasses, itertools, os, time
-from npu_ops.core.registry import Table
-import npu_ops
-
-table, calls = Table.tables["l2norm"], itertools.count()
-right = next(i for i in table.implementations if i.name == "cpu").launcher
-
-
-def launcher(x, eps, out):
-    right(x, eps, out)
-    exec(FAULTS.get(x.shape[-1], ""), globals(), locals())
-
-
-def changed(implementation):
-    if implementation.name != "cpu":
-        return implementation
-    return dataclasses.replace(implementation, load=lambda: launcher)
-
-
-table.implementations = tuple(map(changed, table.implementations))
-"""
 LIMIT = 12.0
 FAULTS = {  # of l2norm's case -> what the kernel does, and what is said of it
     "odd-t1-d7-behind0": ("time.sleep(1000)", "hung: no answer in 12 s, in bounds: l2norm"),
@@ -64,20 +40,12 @@ FAULTS = {  # of l2norm's case -> what the kernel does, and what is said of it
 RIGHT = "qwen3-next-dense-t64"  # a case in which nothing goes wrong
 
 
-def job(case, implementation="cpu", op="l2norm"):
-    return jobs.Job("check", op, implementation, case, "bfloat16")
-
-
-def width(case):
-    return job(case).find().dim
-
-
 @pytest.fixture(scope="module")
 def with_faults(tmp_path_factory):
     """The report of a run with every fault, and its journal's path."""
     folder = tmp_path_factory.mktemp("verify")
     faults = {width(case): code for case, (code, _) in FAULTS.items()}
-    (folder / "faulty.py").write_text(f"FAULTS = {faults!r}\n{textwrap.dedent(FAULTY)}")
+    (folder / "faulty.py").write_text(faulty("cpu", faults))
     planned = [job(case) for case in (*FAULTS, RIGHT)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder), prepend=":")
@@ -85,10 +53,6 @@ def with_faults(tmp_path_factory):
         patch.setattr(runs._Run, "_ranks", lambda self: ranks("right"))
         options = verify.Options("cpu", limit=LIMIT, budget=3600, modules=("faulty",))
         return report.scrubbed(verify.run(options, folder / "report", lambda line: None))
-
-
-def ranks(verdict):
-    return {"kind": "ranks", "name": "two ranks", "verdict": verdict, "why": "", "seconds": 0}
 
 
 @pytest.mark.parametrize("case", FAULTS)
