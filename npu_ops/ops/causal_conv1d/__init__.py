@@ -6,7 +6,7 @@ import torch
 
 from npu_ops.core import check
 from npu_ops.core.registry import explains
-from npu_ops.ops.causal_conv1d import arguments, context_parallel, layout, op
+from npu_ops.ops.causal_conv1d import arguments, context_parallel, layout, op, pool
 
 __all__ = ["causal_conv1d"]
 
@@ -22,6 +22,10 @@ def causal_conv1d(
     activation: str | None = None,
     cu_seqlens: torch.Tensor | None = None,
     cp_group: torch.distributed.ProcessGroup | None = None,
+    conv_state: torch.Tensor | None = None,
+    conv_state_indices: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    pad_slot_id: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`act(sum_j weight[:, W - 1 - j] * x[t - j] + bias) + residual`: fla's call as it is.
 
@@ -46,6 +50,13 @@ def causal_conv1d(
         cp_group: the tokens are one span of a sequence whose other spans, of any length, the other
             ranks of this group have, in the order of ranks; all call this and go backward together.
             Without initial_state and cu_seqlens. The final state is that after this rank's span.
+        conv_state: a server's pool of states instead of initial and final ones, `[slots, D, L]` of
+            any floating dtype, L at least W - 1. A slot's first W - 1 columns are the rows before
+            its sequence, as in `causal_conv1d_update`, and those before the next token after it.
+            Updated in place; nothing waits for the device.
+        conv_state_indices: int32 or int64 `[N]`, each sequence's slot, all different; None: N slots
+            in order. With pad_slot_id a sequence begins with zeros and leaves the pool as it is.
+        has_initial_state: bool `[N]`: a sequence without one begins with zeros. None: all have.
 
     Returns:
         y, like x, and the final state `[N, D, W]` of x's dtype, or None. Channels of the state are
@@ -54,15 +65,25 @@ def causal_conv1d(
 
     Raises:
         TypeError: a dtype. ValueError: a shape, a device, an activation; cu_seqlens that decrease
-            or do not span x (on the CPU).
+            or do not span x (on the CPU); with conv_state a required gradient, and on the CPU a
+            slot outside of the pool or one twice. On a device a slot outside is as pad_slot_id.
 
     Source: fla `fla.modules.conv.causal_conv1d`; the layer is Mamba's (Gu and Dao, 2023).
     """
     inputs = _prepare(
         x, weight, bias, residual=residual, initial_state=initial_state,
         output_final_state=output_final_state, activation=activation, cu_seqlens=cu_seqlens,
-        cp_group=cp_group,
+        cp_group=cp_group, conv_state=conv_state, conv_state_indices=conv_state_indices,
+        has_initial_state=has_initial_state, pad_slot_id=pad_slot_id,
     )  # fmt: skip
+    if conv_state is not None:
+        slots = pool.Slots(
+            conv_state, conv_state_indices, pad_slot_id, layout.sequences(x, cu_seqlens)
+        )
+        before = slots.read(weight.shape[1], x.dtype, has_initial_state)
+        y, final_state = op.forward(*inputs._replace(initial_state=before, output_final_state=True))
+        slots.write(final_state)
+        return y, None
     if cp_group is not None:
         before = context_parallel.initial_state(x, weight.shape[1], cp_group)
         inputs = inputs._replace(initial_state=before)
@@ -72,10 +93,22 @@ def causal_conv1d(
 
 def _prepare(
     x, weight, bias=None, *, residual=None, initial_state=None, output_final_state=False,
-    activation=None, cu_seqlens=None, cp_group=None,
+    activation=None, cu_seqlens=None, cp_group=None, conv_state=None, conv_state_indices=None,
+    has_initial_state=None, pad_slot_id=-1,
 ):  # fmt: skip
-    """The public arguments as the operator takes them."""
+    """The public arguments as the operator takes them, but for the states of a pool."""
     _check(x, weight, bias, residual, initial_state, activation, cu_seqlens, cp_group)
+    if conv_state is not None:
+        check.alone("conv_state", initial_state=initial_state, cp_group=cp_group)
+        pool.check_call(
+            x, weight, bias, residual, cu_seqlens, conv_state, conv_state_indices,
+            has_initial_state, pad_slot_id,
+        )  # fmt: skip
+        if output_final_state:
+            raise ValueError("output_final_state: got True with conv_state, needs False")
+    elif conv_state_indices is not None or has_initial_state is not None:
+        name = "has_initial_state" if conv_state_indices is None else "conv_state_indices"
+        raise ValueError(f"{name}: got one without conv_state, needs both")
     silu = activation is not None
     return op.forward.Inputs(
         x, weight, bias, residual, initial_state, cu_seqlens, silu, bool(output_final_state)

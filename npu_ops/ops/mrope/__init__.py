@@ -75,7 +75,7 @@ def _prepare(
 
 
 def _check(q, k, cos, sin, layout, pair_layout, inplace) -> None:
-    check.one_of("pair_layout", pair_layout, arguments.PAIR_LAYOUTS)
+    arguments.check_pair_layout(pair_layout)
     arguments.check_heads(q, k, layout)
     arguments.check_tables(cos, sin, q)
     packed = layout == "TND"
@@ -151,7 +151,7 @@ def _prepare_cached(
 
 def _check_cached(positions, q, k, cos_sin_cache, pair_layout, rotary_dim, inplace) -> None:
     arguments.check_heads(q, k, "TND")
-    check.one_of("pair_layout", pair_layout, arguments.PAIR_LAYOUTS)
+    arguments.check_pair_layout(pair_layout)
     check.tensor("cos_sin_cache", cos_sin_cache)
     if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[1] % 2:
         raise check.shape("cos_sin_cache", cos_sin_cache, "[max_position, R] with R even")

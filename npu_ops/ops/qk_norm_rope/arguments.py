@@ -80,7 +80,7 @@ def check_heads(call) -> None:
 
 def _inputs(call, cos, sin, positions, rotary_dim: int) -> tuple:
     """In the operator's order; `cos` and `sin` are `[A, Bc, rows, R or R / 2]`."""
-    check.one_of("pair_layout", call.pair_layout, rope.PAIR_LAYOUTS)
+    rope.check_pair_layout(call.pair_layout)
     section, section_layout = call.mrope_section, call.section_layout
     if section is not None:
         check_section(section, section_layout, rotary_dim // 2)

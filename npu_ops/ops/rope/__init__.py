@@ -88,7 +88,7 @@ def _prepare(
 
 
 def _check(q, k, cos, sin, position_ids, cu_seqlens, layout, pair_layout, inplace) -> None:
-    check.one_of("pair_layout", pair_layout, arguments.PAIR_LAYOUTS)
+    arguments.check_pair_layout(pair_layout)
     arguments.check_heads(q, k, layout)
     arguments.check_tables(cos, sin, q)
     if cos.dim() not in (2, 3) or (layout == "TND" and cos.dim() == 3):

@@ -8,6 +8,21 @@ from npu_ops.core import check, library
 
 LAYOUTS = ("BSND", "SBND", "BNSD", "TND")
 PAIR_LAYOUTS = ("half", "interleaved")
+# Modes of torch_npu's npu_rotary_mul that are more than a layout of pairs, and what they are.
+_MODES = {
+    "quarter": "call with 'half' for each half of a head and of the tables",
+    "interleave": "which is 'interleaved'",
+    "interleave-half": "call with 'interleaved', then put even elements before odd ones",
+}
+
+
+def check_pair_layout(value) -> None:
+    """Raise ValueError unless it is one; a mode of torch_npu's is told what to do instead."""
+    mode = _MODES.get(value) if isinstance(value, str) else None
+    if mode:
+        needs = f"'half' or 'interleaved' (torch_npu's mode: {mode})"
+        raise ValueError(f"pair_layout: got {value!r}, needs {needs}")
+    check.one_of("pair_layout", value, PAIR_LAYOUTS)
 
 
 def resolve_layout(q, layout: str | None, unsqueeze_dim: int) -> str:

@@ -81,7 +81,7 @@ def _prepare(
 def _check(
     q, k, freqs, layout, pair_layout, mscale, cu_seqlens, cp_size, cp_rank, inplace
 ) -> None:  # fmt: skip
-    check.one_of("pair_layout", pair_layout, arguments.PAIR_LAYOUTS)
+    arguments.check_pair_layout(pair_layout)
     arguments.check_heads(q, k, layout)
     _check_freqs(freqs, q)
     if not isinstance(mscale, (int, float)):

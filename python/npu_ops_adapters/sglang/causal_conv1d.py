@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 import npu_ops
-from npu_ops.core import make
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.sglang import functions
 
@@ -45,25 +42,20 @@ def ours(
     The pool may be of another dtype. Where SGLang's launches its blocks is not needed.
     """
     functions.check_device(x)
-    if arguments or conv_states is None or query_start_loc is None or pad_slot_id != -1:
+    if arguments or conv_states is None or query_start_loc is None:
         raise ValueError("got another call than those of SGLang's backends")
     if conv_states.shape[2] != weight.shape[1] - 1:
         raise ValueError(f"conv_states: got {list(conv_states.shape)}, needs W - 1 columns")
-    if cache_indices is None:
-        cache_indices = make.counted(query_start_loc.shape[0] - 1, device=x.device)
     x, tokens = functions.tokens_of_sequences(x.transpose(0, 1), query_start_loc)
-    before = functions.read_slots(conv_states, cache_indices).to(x.dtype)
-    if has_initial_state is not None:
-        before = before * has_initial_state[:, None, None]
-    y, after = npu_ops.causal_conv1d(
+    y, _ = npu_ops.causal_conv1d(
         x[None],
         weight,
         bias,
-        # Ours also keeps the token before those that the filter reads.
-        initial_state=torch.nn.functional.pad(before, (1, 0)),
-        output_final_state=True,
         activation="silu" if activation is True else activation or None,
         cu_seqlens=query_start_loc,
+        conv_state=conv_states,
+        conv_state_indices=cache_indices,
+        has_initial_state=has_initial_state,
+        pad_slot_id=pad_slot_id,
     )
-    functions.write_slots(conv_states, cache_indices, after[..., 1:])
     return functions.padded(y[0], tokens).transpose(0, 1)

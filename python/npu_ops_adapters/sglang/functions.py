@@ -137,7 +137,7 @@ def write_slots(pool: torch.Tensor, indices: torch.Tensor, values: torch.Tensor)
     rows = torch.where(real, make.counted(real.numel(), device=real.device), first)
     slots = indices[rows].clamp(min=0).long()
     values = values[rows].to(pool.dtype)
-    pool[slots] = torch.where(real[first], values, pool[slots])
+    pool[slots] = torch.where(real.any(), values, pool[slots])  # a `real[first]` would wait
 
 
 def tokens_of_sequences(x: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, int]:

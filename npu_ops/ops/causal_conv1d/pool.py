@@ -1,0 +1,89 @@
+"""A server's pool of states: where a prefill's sequences begin, and what they leave."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from npu_ops.core import check, indices, make
+from npu_ops.ops.causal_conv1d import arguments, layout
+
+
+def check_call(
+    x, weight, bias, residual, cu_seqlens, conv_state, conv_state_indices, has_initial_state,
+    pad_slot_id,
+) -> None:  # fmt: skip
+    """Check the pool and its slots; on the CPU the values too. The rest was checked before."""
+    check.floating("conv_state", conv_state)
+    check.same_device("conv_state", conv_state, "x", x)
+    channels, width = weight.shape
+    fits = conv_state.dim() == 3 and conv_state.shape[1] == channels
+    if not fits or conv_state.shape[2] < width - 1:
+        raise check.shape("conv_state", conv_state, f"[slots, {channels}, L], L from {width - 1}")
+    count = layout.sequences(x, cu_seqlens)
+    if has_initial_state is not None:
+        check.tensor("has_initial_state", has_initial_state)
+        check.same_device("has_initial_state", has_initial_state, "x", x)
+        if has_initial_state.dtype != torch.bool or has_initial_state.shape != (count,):
+            raise check.shape("has_initial_state", has_initial_state, f"bool [{count}]")
+    read = {
+        "x": x, "weight": weight, "bias": bias, "residual": residual, "cu_seqlens": cu_seqlens,
+        "conv_state_indices": conv_state_indices, "has_initial_state": has_initial_state,
+    }  # fmt: skip
+    check.writable({"conv_state": conv_state}, read)
+    if torch.is_grad_enabled():
+        for name, tensor in (read | {"conv_state": conv_state}).items():
+            if tensor is not None and tensor.requires_grad:
+                needs = "needs torch.no_grad() with conv_state"
+                raise ValueError(f"{name}: got a tensor that requires a gradient, {needs}")
+    _check_slots(conv_state, conv_state_indices, pad_slot_id, count, x)
+
+
+def _check_slots(conv_state, slots, pad_slot_id, count, x) -> None:
+    if slots is None:
+        if count > conv_state.shape[0]:
+            raise check.shape("conv_state", conv_state, f"at least {count} slots")
+        return
+    arguments.check_integers("conv_state_indices", slots, x, count)
+    if arguments.readable(slots):
+        used = slots[slots != pad_slot_id]
+        last = conv_state.shape[0] - 1
+        indices.check_distinct(
+            "conv_state_indices", indices.within("conv_state_indices", used, 0, last)
+        )
+
+
+class Slots:
+    """The slots of a call's sequences, without asking the device which they are."""
+
+    def __init__(self, conv_state, slots, pad_slot_id: int, count: int):
+        self._pool = conv_state
+        if slots is None:
+            slots = make.counted(count, device=conv_state.device)
+        self._real = (slots >= 0) & (slots < conv_state.shape[0]) & (slots != pad_slot_id)
+        self._places = torch.where(self._real, slots, 0).long()
+
+    def read(self, width: int, dtype: torch.dtype, has_initial_state):
+        """Initial states `[N, D, W]`; zeros where there is none."""
+        if not self._pool.shape[0]:
+            shape = len(self._places), self._pool.shape[1], width
+            return self._pool.new_zeros(shape, dtype=dtype)
+        there = self._real if has_initial_state is None else self._real & has_initial_state
+        before = self._pool[..., : width - 1][self._places]
+        before = torch.where(there[:, None, None], before, 0).to(dtype)
+        return functional.pad(before, (1, 0))  # a column that no filter reads
+
+    def write(self, final_state) -> None:
+        """The last rows of each sequence, to its slot.
+
+        What goes nowhere repeats the first that goes somewhere; if none does, slot 0 is written as
+        it is.
+        """
+        if not self._places.numel() or not self._pool.shape[0]:
+            return
+        pool = self._pool[..., : final_state.shape[2] - 1]
+        first = self._real.int().argmax()
+        rows = torch.where(self._real, make.counted(len(self._places), device=pool.device), first)
+        places = self._places[rows]
+        values = final_state[rows][..., 1:].to(pool.dtype)
+        pool[places] = torch.where(self._real.any(), values, pool[places])
