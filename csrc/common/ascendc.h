@@ -46,15 +46,18 @@ __aicore__ inline void copy_in(AscendC::LocalTensor<uint8_t> to, GM_ADDR from, E
                                TileShape shape, int32_t stride) {
   const TileShape tile = in_one_run(shape, stride);
   const uint32_t size = bytes_of(type), bytes = tile.columns * size;
+  // A burst begins behind the one before, and rows that were expanded from one do not.
+  const bool apart = tile.rows > 1 && tile.pitch >= tile.columns;
+  const int32_t times = apart ? 1 : tile.rows, bursts = apart ? tile.rows : 1;
+  const uint32_t gap = bursts == 1 ? 0 : (stride * size - (bytes + 31) / 32 * 32) / 32;
+  const auto skipped = static_cast<uint32_t>(bursts == 1 ? 0 : (tile.pitch - tile.columns) * size);
   AscendC::GlobalTensor<uint8_t> source;
   source.SetGlobalBuffer(from);
-  const uint32_t gap = tile.rows == 1 ? 0 : (stride * size - (bytes + 31) / 32 * 32) / 32;
-  const auto skipped =
-      static_cast<uint32_t>(tile.rows == 1 ? 0 : (tile.pitch - tile.columns) * size);
-  AscendC::DataCopyPad(
-      to, source,
-      AscendC::DataCopyExtParams{static_cast<uint16_t>(tile.rows), bytes, skipped, gap, 0},
-      AscendC::DataCopyPadExtParams<uint8_t>{false, 0, 0, 0});
+  for (int32_t row = 0; row < times; ++row)
+    AscendC::DataCopyPad(
+        to[row * stride * size], source[row * tile.pitch * size],
+        AscendC::DataCopyExtParams{static_cast<uint16_t>(bursts), bytes, skipped, gap, 0},
+        AscendC::DataCopyPadExtParams<uint8_t>{false, 0, 0, 0});
 }
 
 __aicore__ inline void copy_out(GM_ADDR to, AscendC::LocalTensor<uint8_t> from, ElementType type,

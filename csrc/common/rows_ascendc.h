@@ -18,6 +18,14 @@ struct RowTile {
   int32_t rows, column, columns;
 };
 
+// Of a tile, the rows among the `count` from row `first` on, which is their first. There may be
+// none.
+__aicore__ inline RowTile rows_among(RowTile tile, int64_t first, int64_t count) {
+  const int64_t begin = tile.row < first ? 0 : tile.row - first;
+  const int64_t end = smaller(tile.row + tile.rows - first, count);
+  return {0, begin, static_cast<int32_t>(end - begin), tile.column, tile.columns};
+}
+
 constexpr int32_t kLanes = 64;  // floats of a vector instruction's repeat
 
 class Rows {
@@ -101,7 +109,13 @@ class Rows {
     AscendC::LocalTensor<uint8_t> from = queue.template AllocTensor<uint8_t>();
     narrow_rows(from, values, type(tensor), tile);
     queue.EnQue(from);
-    from = queue.template DeQue<uint8_t>();
+    unload(queue, to, tensor, tile);
+  }
+
+  // The next tile of a queue, as it is: of one that binds loads to stores, what was loaded.
+  template <class Queue>
+  __aicore__ inline void unload(Queue& queue, GM_ADDR to, const RowTensor& tensor, RowTile tile) {
+    AscendC::LocalTensor<uint8_t> from = queue.template DeQue<uint8_t>();
     each_copy(tensor, tile, [&](int32_t row, int64_t offset, TileShape shape) {
       copy_out(to + offset * bytes_of(type(tensor)), from[row * row_bytes(tensor)], type(tensor),
                shape, tiling_.stride);
@@ -179,6 +193,8 @@ class Rows {
     for (int32_t row = 0; row < tile.rows; ++row)
       widen(to, from, type, row * tiling_.stride, tile.columns);
   }
+
+  __aicore__ inline const RowsTiling& tiling() const { return tiling_; }
 
   AscendC::TPipe pipe_;
 

@@ -1,19 +1,11 @@
-// The rotation that rope and mrope share, for Ascend910B and Ascend910_93.
-// Definition: npu_ops/ops/rope/reference.py and npu_ops/ops/mrope/reference.py
+// What rope and mrope share, for Ascend910B and Ascend910_93: all heads of q and k are rotated.
 //
-// A head is rotated as x * C + swapped(x) * S, with a token's coefficients C and S over all of its
-// elements. Which entry of which axis' table row an element takes, and its sign, are the same for
-// all tokens: offsets of Gather, made once. So are those that swap the two of a pair; where halves
-// are whole blocks of 32 bytes they are multiplied in place of each other instead. Barriers inside
-// the vector pipe are bisheng's (--cce-auto-sync); queues order the copies.
+// Barriers inside the vector pipe are bisheng's (--cce-auto-sync); queues order the copies.
 #pragma once
 
-#include "common/rows_ascendc.h"
-#include "rope/rotary_tiling.h"
+#include "rope/angles_ascendc.h"
 
 namespace npu_ops {
-
-using Offsets = AscendC::LocalTensor<uint32_t>;
 
 class Rotary {
  public:
@@ -21,170 +13,53 @@ class Rotary {
                            GM_ADDR q_out, GM_ADDR k_out, const RotaryTiling& tiling)
       : tiling_(tiling),
         rows_(tiling.rows),
+        angles_(rows_, tiling.angles, cos, sin, positions),
         q_(q),
         k_(k),
-        cos_(cos),
-        sin_(sin),
-        positions_(positions),
         q_out_(q_out),
-        k_out_(k_out),
-        row_(up(tiling.rotary_dim)) {
-    const RowTensor heads = of_heads(tiling.q);
-    rows_.make(in_queue_, heads);
-    rows_.make(out_queue_, heads);
-    rows_.pipe_.InitBuffer(table_queue_, 2, tiling.axes * row_ * sizeof(float));
+        k_out_(k_out) {
+    rows_.make(in_queue_, of_heads(tiling.q));
+    rows_.make(out_queue_, of_heads(tiling.q_out));
     x_ = rows_.tile_of_floats();
     crossed_ = rows_.tile_of_floats();
-    table_ = rows_.floats(tiling.axes * row_);
-    c_ = rows_.floats(row_);
-    s_ = rows_.floats(row_);
-    sign_ = rows_.floats(row_);
-    of_cos_ = rows_.floats(row_).ReinterpretCast<uint32_t>();
-    of_sin_ = rows_.floats(row_).ReinterpretCast<uint32_t>();
-    whole_halves_ = !tiling.interleaved && tiling.rotary_dim % 16 == 0;
-    if (!whole_halves_) swap_ = rows_.tile_of_floats().ReinterpretCast<uint32_t>();
-    FillOffsets();
   }
 
   __aicore__ inline void Process() {
-    int64_t prepared = -1;
     rows_.each_tile(
         [&](RowTile tile) {
-          const int64_t batch = tile.group / tiling_.length, token = tile.group % tiling_.length;
-          if (prepared != tile.group) Prepare(batch, token);
-          prepared = tile.group;
-          const int32_t of_q = tiling_.q.count;
-          const auto begin = static_cast<int32_t>(tile.row), end = begin + tile.rows;
-          if (begin < of_q)
-            Rotate(q_, q_out_, tiling_.q, tiling_.q_out, batch, token, begin,
-                   end < of_q ? end : of_q);
-          if (end > of_q)
-            Rotate(k_, k_out_, tiling_.k, tiling_.k_out, batch, token,
-                   begin > of_q ? begin - of_q : 0, end - of_q);
+          angles_.prepare(tile.group);
+          Rotate(q_, q_out_, tiling_.q, tiling_.q_out, tile.group,
+                 rows_among(tile, 0, tiling_.q.count));
+          Rotate(k_, k_out_, tiling_.k, tiling_.k_out, tile.group,
+                 rows_among(tile, tiling_.q.count, tiling_.k.count));
         },
         [](int64_t) {});
   }
 
  private:
-  __aicore__ static inline int32_t up(int32_t count) { return (count + 63) / 64 * 64; }
-  __aicore__ inline RowTensor of_heads(const Heads& heads) const {
+  __aicore__ inline RowTensor of_heads(const HeadTensor& heads) const {
     return {0, heads.head, heads.head, tiling_.type};
   }
 
-  // Element `e`'s pair, whether it is the second of it, and the other of the two.
-  __aicore__ inline int32_t pair_of(int32_t e) const {
-    return tiling_.interleaved ? e / 2 : e % (tiling_.rotary_dim / 2);
-  }
-  __aicore__ inline bool is_second(int32_t e) const {
-    return tiling_.interleaved ? e % 2 == 1 : e >= tiling_.rotary_dim / 2;
-  }
-  __aicore__ inline int32_t other(int32_t e) const {
-    const int32_t apart = tiling_.interleaved ? 1 : tiling_.rotary_dim / 2;
-    return is_second(e) ? e - apart : e + apart;
-  }
-
-  // Bytes from the first axis' table row to the entry of element `e`, in a table of full width the
-  // entry `at`.
-  __aicore__ inline uint32_t entry(int32_t e, int32_t at) const {
-    const bool full = tiling_.table_width == tiling_.rotary_dim;
-    const int32_t pair = pair_of(e);
-    return (tiling_.axis_of_pair[pair] * row_ + (full ? at : pair)) * sizeof(float);
-  }
-
-  __aicore__ inline void FillOffsets() {
-    const int32_t width = tiling_.rotary_dim, stride = tiling_.rows.stride;
-    // The buffers were zeroed by the vector pipe.
-    Wait<AscendC::HardEvent::V_S>();
-    for (int32_t e = 0; e < width; ++e) {
-      of_cos_.SetValue(e, entry(e, e));
-      of_sin_.SetValue(e, entry(e, tiling_.inverse ? other(e) : e));
-      sign_.SetValue(e, is_second(e) != (tiling_.inverse != 0) ? 1.0f : -1.0f);
-    }
-    if (!whole_halves_)
-      for (int32_t e = 0; e < stride; ++e)
-        swap_.SetValue(e, (e < width ? other(e) : e) * sizeof(float));
-    Wait<AscendC::HardEvent::S_V>();
-    if (whole_halves_) return;
-    const auto first = swap_.ReinterpretCast<int32_t>();
-    for (int32_t row = 1; row < tiling_.rows.tile_rows; ++row)
-      AscendC::Adds(first[row * stride], first, static_cast<int32_t>(row * stride * sizeof(float)),
-                    stride);
-  }
-
-  // C and S of a token. An axis whose position is outside of the table has no row.
-  __aicore__ inline void Prepare(int64_t batch, int64_t token) {
-    int64_t rows[3] = {token, token, token};
-    for (int32_t axis = 0; positions_ && axis < tiling_.axes; ++axis) {
-      const int64_t row = integer(positions_, tiling_.wide_positions,
-                                  axis * tiling_.positions.axis + batch * tiling_.positions.batch +
-                                      token * tiling_.positions.row);
-      rows[axis] = row < tiling_.table_rows ? row : kNoRow;
-    }
-    Take(c_, cos_, tiling_.cos, of_cos_, batch, rows);
-    Take(s_, sin_, tiling_.sin, of_sin_, batch, rows);
-    AscendC::Mul(s_, s_, sign_, row_);
-  }
-
-  // Gathers `to` from a table's row for each axis, NaN where there is no row.
-  __aicore__ inline void Take(Floats to, GM_ADDR from, const Table& table, Offsets offsets,
-                              int64_t batch, const int64_t* rows) {
-    const auto type = static_cast<ElementType>(tiling_.table_type);
-    const int32_t width = tiling_.table_width;
-    AscendC::LocalTensor<uint8_t> loaded = table_queue_.AllocTensor<uint8_t>();
-    for (int32_t axis = 0; axis < tiling_.axes; ++axis) {
-      const int64_t offset = axis * table.axis + batch * table.batch + rows[axis] * table.row;
-      if (rows[axis] >= 0)
-        copy_in(loaded[axis * row_ * bytes_of(type)], from + offset * bytes_of(type), type,
-                {1, width, width}, row_);
-    }
-    table_queue_.EnQue(loaded);
-    loaded = table_queue_.DeQue<uint8_t>();
-    for (int32_t axis = 0; axis < tiling_.axes; ++axis) {
-      if (rows[axis] >= 0)
-        widen(table_, loaded, type, axis * row_, width);
-      else
-        AscendC::Duplicate(table_[axis * row_], __builtin_nanf(""), width);
-    }
-    table_queue_.FreeTensor(loaded);
-    AscendC::Gather(to, table_, offsets, 0, static_cast<uint32_t>(row_));
-  }
-
-  // Heads [begin, end) of a token.
-  __aicore__ inline void Rotate(GM_ADDR from, GM_ADDR to, const Heads& x, const Heads& out,
-                                int64_t batch, int64_t token, int32_t begin, int32_t end) {
+  // Heads of a token.
+  __aicore__ inline void Rotate(GM_ADDR from, GM_ADDR to, const HeadTensor& x,
+                                const HeadTensor& out, int64_t token, RowTile tile) {
+    if (tile.rows <= 0) return;
+    const int64_t length = tiling_.angles.length;
     const auto bytes = bytes_of(static_cast<ElementType>(tiling_.type));
-    const RowTile tile{0, begin, end - begin, 0, tiling_.rows.width};
-    rows_.load(in_queue_, from + (batch * x.batch + token * x.token) * bytes, of_heads(x), tile);
+    rows_.load(in_queue_, from + x.at(token, length) * bytes, of_heads(x), tile);
     rows_.take(in_queue_, x_, of_heads(x), tile);
-    Cross(tile);
-    rows_.times_row(x_, x_, c_, tiling_.rotary_dim, tile);
-    rows_.plus(x_, crossed_, tiling_.rotary_dim, tile);
-    rows_.store(out_queue_, to + (batch * out.batch + token * out.token) * bytes, of_heads(out), x_,
-                tile);
-  }
-
-  // crossed = swapped(x) * S.
-  __aicore__ inline void Cross(RowTile tile) {
-    const int32_t half = tiling_.rotary_dim / 2;
-    if (whole_halves_) {
-      rows_.times_row(crossed_, x_[half], s_, half, tile);
-      rows_.times_row(crossed_[half], x_, s_[half], half, tile);
-      return;
-    }
-    AscendC::Gather(crossed_, x_, swap_, 0, static_cast<uint32_t>(rows_.count(tile)));
-    rows_.times_row(crossed_, crossed_, s_, tiling_.rotary_dim, tile);
+    angles_.rotate(x_, crossed_, tile);
+    rows_.store(out_queue_, to + out.at(token, length) * bytes, of_heads(out), x_, tile);
   }
 
   RotaryTiling tiling_;
   Rows rows_;
-  __gm__ uint8_t *q_, *k_, *cos_, *sin_, *positions_, *q_out_, *k_out_;
-  static constexpr int64_t kNoRow = -1;
-  int32_t row_;  // floats of a table's row on chip
-  bool whole_halves_;
-  AscendC::TQue<AscendC::TPosition::VECIN, 2> in_queue_, table_queue_;
+  Angles angles_;
+  __gm__ uint8_t *q_, *k_, *q_out_, *k_out_;
+  AscendC::TQue<AscendC::TPosition::VECIN, 2> in_queue_;
   AscendC::TQue<AscendC::TPosition::VECOUT, 2> out_queue_;
-  Floats x_, crossed_, table_, c_, s_, sign_;
-  Offsets of_cos_, of_sin_, swap_;
+  Floats x_, crossed_;
 };
 
 }  // namespace npu_ops

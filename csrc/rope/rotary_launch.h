@@ -1,12 +1,11 @@
-// Launches the AscendC kernels of rope and mrope.
+// Launches the AscendC kernels of rope and mrope, and what qk_norm_rope shares with them.
 #pragma once
 
-#include <algorithm>
-#include <cstring>
 #include <optional>
 
 #include "common/ascendc_launch.h"
 #include "rope/rotary_tiling.h"
+#include "rope/rotate.h"
 
 namespace npu_ops {
 
@@ -19,14 +18,14 @@ struct RotaryArguments {
   const Tensor &q_out, &k_out;
 };
 
-inline Heads heads_of(const Tensor& x, const std::string& layout) {
+inline HeadTensor heads_of(const Tensor& x, const std::string& layout) {
   const auto stride = [&](char axis) {
     const size_t at = layout.find(axis);
     return at == std::string::npos ? 0 : x.stride(static_cast<int64_t>(at));
   };
   const char token = layout == "TND" ? 'T' : 'S';
   const auto count = x.size(static_cast<int64_t>(layout.find('N')));
-  return {stride('B'), stride(token), stride('N'), static_cast<int32_t>(count)};
+  return {0, stride('B'), stride(token), stride('N'), static_cast<int32_t>(count)};
 }
 
 // Of [.., batch, rows, width] or, with `behind` 0, [.., batch, tokens]. What has a size of 1 serves
@@ -40,42 +39,53 @@ inline Table table_of(const Tensor& table, int64_t behind) {
   return {stride(2 + behind), stride(1 + behind), row};
 }
 
-// `axis_of_pair`: which of `axes` rows of the tables owns a pair's frequency.
-template <class AxisOfPair>
-void launch_rotary(const char* kernel, const RotaryArguments& given, int32_t axes,
-                   const AxisOfPair& axis_of_pair, const KernelTarget& target) {
+// `owned`: the pairs whose frequencies belong to each axis, of which a later one takes from those
+// before. `length`: the tokens of a batch.
+inline AnglesTiling angles_of(const Tensor& cos, const Tensor& sin,
+                              const std::optional<Tensor>& positions,
+                              const std::string& pair_layout, bool inverse, int64_t rotary_dim,
+                              int64_t length, const std::vector<Span>& owned) {
+  AnglesTiling angles{};
+  angles.cos = table_of(cos, 1);
+  angles.sin = table_of(sin, 1);
+  if (positions) angles.positions = table_of(*positions, 0);
+  angles.wide_positions = positions && positions->scalar_type() == ScalarType::Long;
+  angles.table_type = element_type(cos, "cos");
+  angles.length = length;
+  angles.table_rows = cos.size(cos.dim() - 2);
+  angles.table_width = static_cast<int32_t>(cos.size(cos.dim() - 1));
+  angles.rotary_dim = static_cast<int32_t>(rotary_dim);
+  angles.axes = static_cast<int32_t>(owned.size());
+  angles.interleaved = pair_layout == "interleaved";
+  angles.inverse = inverse;
+  for (size_t axis = 0; axis < owned.size(); ++axis)
+    for (int64_t pair = owned[axis].begin; pair < owned[axis].end; pair += owned[axis].by)
+      angles.axis_of_pair[pair] = static_cast<uint8_t>(axis);
+  return angles;
+}
+
+inline void launch_rotary(const char* kernel, const RotaryArguments& given,
+                          const std::vector<Span>& owned, const KernelTarget& target) {
   const auto& [q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_out, k_out] =
       given;
+  const int64_t length = q.size(static_cast<int64_t>(layout.find_first_of("ST")));
+  const int64_t batch = layout == "TND" ? 1 : q.size(static_cast<int64_t>(layout.find('B')));
   RotaryTiling tiling{};
+  tiling.angles = angles_of(cos, sin, positions, pair_layout, inverse, rotary_dim, length, owned);
   tiling.q = heads_of(q, layout);
   tiling.k = heads_of(k, layout);
   tiling.q_out = heads_of(q_out, layout);
   tiling.k_out = heads_of(k_out, layout);
-  tiling.cos = table_of(cos, 1);
-  tiling.sin = table_of(sin, 1);
-  if (positions) tiling.positions = table_of(*positions, 0);
-  tiling.wide_positions = positions && positions->scalar_type() == ScalarType::Long;
   tiling.type = element_type(q, "q");
-  tiling.table_type = element_type(cos, "cos");
-  tiling.length = q.size(static_cast<int64_t>(layout.find_first_of("ST")));
-  tiling.table_rows = cos.size(cos.dim() - 2);
-  tiling.table_width = static_cast<int32_t>(cos.size(cos.dim() - 1));
-  tiling.rotary_dim = static_cast<int32_t>(rotary_dim);
-  tiling.axes = axes;
-  tiling.interleaved = pair_layout == "interleaved";
-  tiling.inverse = inverse;
-  for (int64_t pair = 0; pair < rotary_dim / 2; ++pair)
-    tiling.axis_of_pair[pair] = static_cast<uint8_t>(axis_of_pair(pair));
-  const int64_t batch = layout == "TND" ? 1 : q.size(static_cast<int64_t>(layout.find('B')));
   // In place, what is not rotated stays where it is.
   const bool in_place = q.const_data_ptr() == q_out.const_data_ptr();
-  tiling.rows.groups = static_cast<int32_t>(batch * tiling.length);
+  tiling.rows.groups = static_cast<int32_t>(batch * length);
   tiling.rows.rows = tiling.q.count + tiling.k.count;
   tiling.rows.inner = 1;
   tiling.rows.width = static_cast<int32_t>(in_place ? rotary_dim : q.size(q.dim() - 1));
   const int64_t queues = 4 * static_cast<int64_t>(q.element_size());
   cut_rows(tiling.rows, target.cores, target.ub_bytes, queues + kRotaryElementBytes, 0,
-           kRotaryFixedBytes);
+           kAnglesFixedBytes);
   launch_ascendc(target, kernel, tiling.rows.pieces(),
                  {{"q", &q},
                   {"k", &k},

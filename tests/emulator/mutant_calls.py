@@ -56,8 +56,9 @@ def _more_biases() -> dict[str, dict]:
 def _more_norms() -> dict[str, dict]:
     draw = _normal()
     x = {"x": draw(320, 64), "weight": draw(64), "z": draw(320, 64)}
+    shared = {"x": draw(160, 2, 64), "weight": draw(64), "z": draw(160, 1, 64).expand(160, 2, 64)}
     # Eight for each of 40 cores: buffers with a number for each row have no more than those.
-    return {"tiles of eight rows": x}
+    return {"tiles of eight rows": x, "rows expanded from one": shared}
 
 
 # ---- causal_conv1d_update ----

@@ -24,7 +24,8 @@ CORES = ((None, None), (2, 144 * 1024))
 # Arguments that are also tried with numbers whose exponentials overflow.
 STEEP = {"gdn_gate": ("a", "b"), "rms_norm_gated": ("z",)}
 # Of calls, the argument with positions, which are also tried as int32 and behind their table.
-POSITIONS = {"rope_gather": "position_ids", "cached": "positions"}
+POSITIONS = {"rope_gather": "position_ids", "cached": "positions",
+             "qk_norm_rope_cached": "positions"}  # fmt: skip
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
@@ -120,7 +121,7 @@ def outside(op: str, call: Call, name: str) -> Example:
     inputs = call.arguments()
     positions = inputs[name].clone()
     tables = {table: inputs[table] for table in ("cos", "sin", "cos_sin_cache") if table in inputs}
-    positions[-1, -1] = next(iter(tables.values())).shape[0]
+    positions.view(-1)[-1] = next(iter(tables.values())).shape[0]
     longer = {table: torch.cat((rows, torch.full_like(rows[:1], torch.nan)))
               for table, rows in tables.items()}  # fmt: skip
     given = of_call(op, call, inputs | longer | {name: positions}, in_place=False)

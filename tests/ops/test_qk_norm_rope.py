@@ -202,16 +202,38 @@ def test_views_are_the_copies(case):
     assert all(x is None or x.untyped_storage().data_ptr() == memory for x in rest)
 
 
+def gradient(implementation, device, loss):
+    """Of qkv, for a loss of what the gated case gives."""
+    inputs = on_device(GATED.inputs(torch.float32), device)
+    qkv = inputs["qkv"].detach().requires_grad_()
+    with forced(implementation, *OPS):
+        (grad,) = torch.autograd.grad(loss(call(inputs | {"qkv": qkv})), qkv)
+    return grad.cpu()
+
+
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("used", ["q", "k", "v", "gate"])
-def test_outputs_that_nobody_uses(used):
+def test_outputs_that_nobody_uses(used, implementation, device):
     """Their gradient is zero."""
-    place = ("q", "k", "v", "gate").index(used)
-    inputs, grads = GATED.inputs(torch.float32), []
-    for implementation in ("reference", "cpu"):
-        qkv = inputs["qkv"].detach().requires_grad_()
-        with forced(implementation, *OPS):
-            grads += torch.autograd.grad(call(inputs | {"qkv": qkv})[place].square().sum(), qkv)
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+    def loss(outputs):
+        return outputs[("q", "k", "v", "gate").index(used)].square().sum()
+
+    expected = gradient("reference", "cpu", loss)
+    actual = gradient(implementation, device, loss)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@IMPLEMENTATIONS
+def test_heads_with_one_gradient(implementation, device):
+    """A sum over heads sends back one row for all of them, whose stride is 0."""
+
+    def loss(outputs):
+        return sum(x.sum(-2).square().sum() for x in outputs)
+
+    expected = gradient("reference", "cpu", loss)
+    actual = gradient(implementation, device, loss)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 # What is refused
@@ -248,10 +270,12 @@ def test_wrong_arguments(change, error, message):
         call(PLAIN.inputs(torch.float32) | change)
 
 
-def test_a_wide_head_is_not_for_triton():
-    """It is for the others, and Triton says why not."""
+def test_a_wide_head_is_not_for_an_npu():
+    """It is for the others, and Triton and AscendC say why not."""
     inputs = Case("wide", 2, 1, 1, 640, 640).inputs(torch.float32)
     expected = run("reference", floats(inputs, torch.float64))
     assert_all_close(run("cpu", inputs), expected, TOLERANCES)
     arguments = op.forward.Arguments(*[None] * 19)._replace(q_weight=torch.ones(640))
     assert "heads of 640 elements" in op._why_not_triton(arguments)
+    for wide, said in ((128, "heads of 640 elements"), (258, "258 rotated elements")):
+        assert said in op._why_not_ascendc(arguments._replace(rotary_dim=wide))

@@ -8,7 +8,7 @@ from npu_ops.core.operator import Backward, Operator
 from npu_ops.core.rows import in_one_piece
 from npu_ops.ops.qk_norm_rope import reference
 from npu_ops.ops.rms_norm_gated.reference import compute_dtype
-from npu_ops.ops.rope.rotation import check_positions
+from npu_ops.ops.rope.rotation import check_positions, why_not_wide
 
 # qkv: [B, S, W] or [T, W]. cos, sin: [A, Bc, rows, W], positions: [A, Bp, S]; A is 3 with a
 # section, else 1.
@@ -17,7 +17,7 @@ _INPUTS = (
     "int num_heads, int num_kv_heads, float eps, bool zero_centered, bool gated, "
     "int[] mrope_section, str section_layout, str pair_layout, int rotary_dim"
 )
-# Wider heads do not fit a tile of one head in the backward kernel.
+# Wider heads do not fit a tile of one head in the backward kernels.
 WIDEST = 512
 
 
@@ -71,13 +71,18 @@ def _why_not_triton(arguments) -> str | None:
     return _why_not(arguments)
 
 
+def _why_not_ascendc(arguments) -> str | None:
+    return why_not_wide(arguments) or _why_not_triton(arguments)
+
+
 def _no_tokens(arguments) -> bool:
     return not arguments.qkv.numel()
 
 
 _SHARED = {
     "lay_out": _lay_out,
-    "why_not": {"cpu": _why_not, "triton_ascend": _why_not_triton},
+    "why_not": {"cpu": _why_not, "triton_ascend": _why_not_triton, "ascendc": _why_not_ascendc},
+    "ascendc": True,
     "is_empty": _no_tokens,
     "check_indices": check_positions,
 }

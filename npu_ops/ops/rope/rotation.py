@@ -86,7 +86,12 @@ def _why_not(arguments) -> str | None:
     return None
 
 
-def _why_not_ascendc(arguments) -> str | None:
+def why_not_wide(arguments) -> str | None:
+    """What the AscendC kernels have against a rotation."""
     if arguments.rotary_dim > _ASCENDC_WIDEST:
         return f"{arguments.rotary_dim} rotated elements are more than {_ASCENDC_WIDEST}"
-    return _why_not(arguments)
+    return None
+
+
+def _why_not_ascendc(arguments) -> str | None:
+    return why_not_wide(arguments) or _why_not(arguments)

@@ -184,6 +184,17 @@ def test_k_may_have_any_number_of_heads(k_heads, implementation, device):
 
 
 @IMPLEMENTATIONS
+def test_heads_expanded_from_one(implementation, device):
+    """Keys that groups of queries share: the stride of a head is 0."""
+    q, one = (torch.randn(1, 64, heads, 16).to(device) for heads in (4, 1))
+    cos, sin = (t.to(device) for t in table(64, 16))
+    with forced(implementation, "rope"):
+        _, expected = rope(q, one.expand(q.shape).contiguous(), cos, sin, layout="BSND")
+        _, actual = rope(q, one.expand(q.shape), cos, sin, layout="BSND")
+    assert torch.equal(actual, expected)
+
+
+@IMPLEMENTATIONS
 @PAIRS
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tail_is_copied(layout, pair_layout, implementation, device):

@@ -1,0 +1,30 @@
+// What host and device share of qk_norm_rope, forward and backward.
+#pragma once
+
+#include "rope/rotary_tiling.h"
+
+namespace npu_ops {
+
+// The kinds of heads, in the order of a tile's rows. The first two are normalised and rotated.
+constexpr int32_t kNormed = 2, kKinds = 4;  // q, k, v, gate
+
+struct QkNormRopeTiling {
+  RowsTiling rows;  // a group is a token, a row a head
+  AnglesTiling angles;
+  // Where each kind lies in the projection, in a tensor of its own (of backward, its gradient), and
+  // in the projection's gradient. Of what is not wanted there are no heads.
+  HeadTensor inside[kKinds], own[kKinds], grad[kKinds];
+  int32_t type, weight_type[kNormed];  // ElementType
+  float eps;
+  int32_t zero_centered;
+};
+
+// Bytes of the unified buffer, as in l2norm_tiling.h.
+constexpr int64_t kQkNormRopeElementBytes = 2 * 4 + kAnglesElementBytes;
+constexpr int64_t kQkNormRopeBackwardElementBytes = kQkNormRopeElementBytes + 2 * 4;
+constexpr int64_t kQkNormRopeRowBytes = 4 * (2 * 64 + 8 + 4);
+constexpr int64_t kQkNormRopeFixedBytes = kAnglesFixedBytes + 4 * 64 + 3 * 32;
+// Of rows as long as a head: two weights as they are read, both as they are used, two sums.
+constexpr int64_t kQkNormRopeWeightBytes = 6 * 4;
+
+}  // namespace npu_ops

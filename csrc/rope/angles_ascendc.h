@@ -1,0 +1,155 @@
+// The angles of tokens and the rotation of their heads, for AscendC kernels.
+// Definition: npu_ops/ops/rope/reference.py and npu_ops/ops/mrope/reference.py
+//
+// A head is rotated as x * C + swapped(x) * S, with a token's coefficients C and S over all of its
+// elements. Which entry of which axis' table row an element takes, and its sign, are the same for
+// all tokens: offsets of Gather, made once. So are those that swap the two of a pair; where halves
+// are whole blocks of 32 bytes they are multiplied in place of each other instead.
+#pragma once
+
+#include "common/rows_ascendc.h"
+#include "rope/rotary_tiling.h"
+
+namespace npu_ops {
+
+using Offsets = AscendC::LocalTensor<uint32_t>;
+
+class Angles {
+ public:
+  __aicore__ inline Angles(Rows& rows, const AnglesTiling& tiling, GM_ADDR cos, GM_ADDR sin,
+                           GM_ADDR positions)
+      : tiling_(tiling),
+        rows_(rows),
+        cos_(cos),
+        sin_(sin),
+        positions_(positions),
+        row_(up(tiling.rotary_dim)) {
+    rows_.pipe_.InitBuffer(table_queue_, 2, tiling.axes * row_ * sizeof(float));
+    table_ = rows_.floats(tiling.axes * row_);
+    c_ = rows_.floats(row_);
+    s_ = rows_.floats(row_);
+    sign_ = rows_.floats(row_);
+    of_cos_ = rows_.floats(row_).ReinterpretCast<uint32_t>();
+    of_sin_ = rows_.floats(row_).ReinterpretCast<uint32_t>();
+    whole_halves_ = !tiling.interleaved && tiling.rotary_dim % 16 == 0;
+    if (!whole_halves_) swap_ = rows_.tile_of_floats().ReinterpretCast<uint32_t>();
+    FillOffsets();
+  }
+
+  // C and S of a token: its index among those of all batches. An axis whose position is outside of
+  // the table has no row.
+  __aicore__ inline void prepare(int64_t index) {
+    if (prepared_ == index) return;
+    prepared_ = index;
+    const int64_t batch = index / tiling_.length, token = index % tiling_.length;
+    int64_t rows[3] = {token, token, token};
+    for (int32_t axis = 0; positions_ && axis < tiling_.axes; ++axis) {
+      const int64_t row = integer(positions_, tiling_.wide_positions,
+                                  axis * tiling_.positions.axis + batch * tiling_.positions.batch +
+                                      token * tiling_.positions.row);
+      rows[axis] = row < tiling_.table_rows ? row : kNoRow;
+    }
+    Take(c_, cos_, tiling_.cos, of_cos_, batch, rows);
+    Take(s_, sin_, tiling_.sin, of_sin_, batch, rows);
+    AscendC::Mul(s_, s_, sign_, row_);
+  }
+
+  // Rotates a tile of the token's heads; `crossed` is another tile, to work in.
+  __aicore__ inline void rotate(Floats x, Floats crossed, RowTile tile) {
+    Cross(crossed, x, tile);
+    rows_.times_row(x, x, c_, tiling_.rotary_dim, tile);
+    rows_.plus(x, crossed, tiling_.rotary_dim, tile);
+  }
+
+ private:
+  __aicore__ static inline int32_t up(int32_t count) { return (count + 63) / 64 * 64; }
+
+  // Element `e`'s pair, whether it is the second of it, and the other of the two.
+  __aicore__ inline int32_t pair_of(int32_t e) const {
+    return tiling_.interleaved ? e / 2 : e % (tiling_.rotary_dim / 2);
+  }
+  __aicore__ inline bool is_second(int32_t e) const {
+    return tiling_.interleaved ? e % 2 == 1 : e >= tiling_.rotary_dim / 2;
+  }
+  __aicore__ inline int32_t other(int32_t e) const {
+    const int32_t apart = tiling_.interleaved ? 1 : tiling_.rotary_dim / 2;
+    return is_second(e) ? e - apart : e + apart;
+  }
+
+  // Bytes from the first axis' table row to the entry of element `e`, in a table of full width the
+  // entry `at`.
+  __aicore__ inline uint32_t entry(int32_t e, int32_t at) const {
+    const bool full = tiling_.table_width == tiling_.rotary_dim;
+    const int32_t pair = pair_of(e);
+    return (tiling_.axis_of_pair[pair] * row_ + (full ? at : pair)) * sizeof(float);
+  }
+
+  __aicore__ inline void FillOffsets() {
+    const int32_t width = tiling_.rotary_dim, stride = rows_.tiling().stride;
+    // The buffers were zeroed by the vector pipe.
+    Wait<AscendC::HardEvent::V_S>();
+    for (int32_t e = 0; e < width; ++e) {
+      of_cos_.SetValue(e, entry(e, e));
+      of_sin_.SetValue(e, entry(e, tiling_.inverse ? other(e) : e));
+      sign_.SetValue(e, is_second(e) != (tiling_.inverse != 0) ? 1.0f : -1.0f);
+    }
+    if (!whole_halves_)
+      for (int32_t e = 0; e < stride; ++e)
+        swap_.SetValue(e, (e < width ? other(e) : e) * sizeof(float));
+    Wait<AscendC::HardEvent::S_V>();
+    if (whole_halves_) return;
+    const auto first = swap_.ReinterpretCast<int32_t>();
+    for (int32_t row = 1; row < rows_.tiling().tile_rows; ++row)
+      AscendC::Adds(first[row * stride], first, static_cast<int32_t>(row * stride * sizeof(float)),
+                    stride);
+  }
+
+  // Gathers `to` from a table's row for each axis, NaN where there is no row.
+  __aicore__ inline void Take(Floats to, GM_ADDR from, const Table& table, Offsets offsets,
+                              int64_t batch, const int64_t* rows) {
+    const auto type = static_cast<ElementType>(tiling_.table_type);
+    const int32_t width = tiling_.table_width;
+    AscendC::LocalTensor<uint8_t> loaded = table_queue_.AllocTensor<uint8_t>();
+    for (int32_t axis = 0; axis < tiling_.axes; ++axis) {
+      const int64_t offset = axis * table.axis + batch * table.batch + rows[axis] * table.row;
+      if (rows[axis] >= 0)
+        copy_in(loaded[axis * row_ * bytes_of(type)], from + offset * bytes_of(type), type,
+                {1, width, width}, row_);
+    }
+    table_queue_.EnQue(loaded);
+    loaded = table_queue_.DeQue<uint8_t>();
+    for (int32_t axis = 0; axis < tiling_.axes; ++axis) {
+      if (rows[axis] >= 0)
+        widen(table_, loaded, type, axis * row_, width);
+      else
+        AscendC::Duplicate(table_[axis * row_], __builtin_nanf(""), width);
+    }
+    table_queue_.FreeTensor(loaded);
+    AscendC::Gather(to, table_, offsets, 0, static_cast<uint32_t>(row_));
+  }
+
+  // crossed = swapped(x) * S.
+  __aicore__ inline void Cross(Floats crossed, Floats x, RowTile tile) {
+    const int32_t half = tiling_.rotary_dim / 2;
+    if (whole_halves_) {
+      rows_.times_row(crossed, x[half], s_, half, tile);
+      rows_.times_row(crossed[half], x, s_[half], half, tile);
+      return;
+    }
+    AscendC::Gather(crossed, x, swap_, 0, static_cast<uint32_t>(rows_.count(tile)));
+    rows_.times_row(crossed, crossed, s_, tiling_.rotary_dim, tile);
+  }
+
+  AnglesTiling tiling_;
+  Rows& rows_;
+  __gm__ uint8_t *cos_, *sin_, *positions_;
+  static constexpr int64_t kNoRow = -1;
+  int64_t prepared_ = -1;
+  int32_t row_;  // floats of a table's row on chip
+  bool whole_halves_;
+  AscendC::TQue<AscendC::TPosition::VECIN, 2> table_queue_;
+  Floats table_, c_, s_, sign_;
+  Offsets of_cos_, of_sin_, swap_;
+};
+
+}  // namespace npu_ops
