@@ -74,11 +74,13 @@ test: check fetch
 	$(ON_NPU) -m "not slow" tests/ops
 
 # FLA: a clone of flash-linear-attention, whose own tests then run too: make FLA=... test-all
+# PTO: a clone of PTO-ISA, with whose simulator the twin's instructions are compared.
 test-all: check fetch
 	$(ON_CPU)
 	$(INTERPRETED) tests/interpreted
 	$(ON_NPU) tests/ops
 	$(if $(FLA),$(BIN)/python tests/adapters/upstream_fla.py $(FLA))
+	$(if $(PTO),$(BIN)/python tests/emulator/upstream_pto.py $(PTO))
 
 # Every model of verl's SFT trainer, three ways, minutes for each.
 test-trainers: .cache/trainers/ready

@@ -13,8 +13,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
      "tiling.bias_kind != kNoBias"): UNUSED,
     ("bias_dropout_add/bias_dropout_add_ascendc.cpp", "no event",
      "Wait<HardEvent::S_V>();"): BISHENG,
-    ("rope/rotary_ascendc.h", "a condition forgotten", "!whole_halves_"): UNUSED,
-    ("rope/rotary_ascendc.h", "a condition forgotten", "prepared != tile.group"): AGAIN,
+    ("rope/angles_ascendc.h", "a condition forgotten", "!whole_halves_"): UNUSED,
+    ("rope/angles_ascendc.h", "a condition never met", "prepared_ == index"): AGAIN,
     ("l2norm/l2norm_ascendc.cpp", "a condition forgotten", "!whole"): AGAIN,
     ("rms_norm_gated/rms_norm_gated_ascendc.cpp", "a condition forgotten", "!whole"): AGAIN,
     ("common/ascendc.h", "a condition never met", "tile.columns == stride"): ONE_BY_ONE,
@@ -22,7 +22,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
      "tile.columns == tiling_.stride"): ONE_BY_ONE,
     ("common/rows_ascendc.h", "an offset forgotten", "row * row_bytes(tensor)"):
         "in `store`: what is written has rows at one distance, so it is one copy from the first",
-    ("rope/rotary_ascendc.h", "no event", "Wait<AscendC::HardEvent::S_V>();"): BISHENG,
+    ("rope/angles_ascendc.h", "no event", "Wait<AscendC::HardEvent::S_V>();"): BISHENG,
     ("gdn_gate/gdn_gate_ascendc.cpp", "an element less", "count"):
         "of the series' last term alone, in one element of a tile: 1.4e-7 of it at the most",
     ("causal_conv1d_update/causal_conv1d_update_ascendc.cpp", "a condition forgotten",

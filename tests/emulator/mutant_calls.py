@@ -53,6 +53,22 @@ def _more_biases() -> dict[str, dict]:
     return {"a bias of x's shape, in fp32": of_all | {"p": 0.1, "training": True}}
 
 
+def _more_heads() -> dict[str, dict]:
+    draw = _normal()
+
+    def call(tokens: int, heads: int, **weights) -> dict:
+        given = {name: draw(tokens, 16) for name in ("cos", "sin")}
+        given |= {name: draw(16) for name in ("q_weight", "k_weight")}
+        width = 16 * (heads + 2 * 2)
+        return given | weights | {"qkv": draw(tokens, width), "num_heads": heads, "num_kv_heads": 2}
+
+    return {
+        "weights of two dtypes": call(3, 2, k_weight=draw(16).bfloat16()),
+        # Of one token, eight heads for each of two cores, all of the first q's.
+        "pieces of eight heads": call(1, 12),
+    }
+
+
 def _more_norms() -> dict[str, dict]:
     draw = _normal()
     x = {"x": draw(320, 64), "weight": draw(64), "z": draw(320, 64)}
@@ -224,6 +240,7 @@ MORE = {
     "bias_dropout_add": _more_biases(),
     "causal_conv1d_update": _more_convolutions(),
     "gated_delta_rule_update": _more_delta_rules(),
+    "qk_norm_rope": _more_heads(),
     "rms_norm_gated": _more_norms(),
 }
 WRONG = {
