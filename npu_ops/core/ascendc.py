@@ -50,6 +50,8 @@ def _missing(op: str, soc: str) -> str | None:
     if library.native_why_not():
         return library.native_why_not()
     family = socs.ascendc_family(soc)
+    if socs.is_ascend950(soc):
+        return f"its AscendC kernel was never run on the instructions of {soc}, which are others"
     if family is None:
         return f"there are no AscendC kernels for {soc}"
     return why_not_built(op, family)

@@ -28,6 +28,16 @@ def test_an_object_is_found_or_missed_with_a_sentence(tmp_path, monkeypatch):
     assert sentence == "its AscendC kernel is built for ascend910_93, this is ascend910b"
 
 
+@pytest.mark.parametrize("soc", ["Ascend950PR_9579", "Ascend910_95"])
+def test_an_npu_without_a_build_is_told_why(soc, monkeypatch):
+    monkeypatch.setattr(hardware, "npu_name", lambda: soc)
+    sentence = ascendc.why_not("rope", torch.device("cpu"))
+    assert (
+        sentence
+        == f"its AscendC kernel was never run on the instructions of {soc}, which are others"
+    )
+
+
 def test_tensors_elsewhere_are_told_so():
     x = torch.randn(2, 8)
     rows = {

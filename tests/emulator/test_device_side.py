@@ -51,3 +51,34 @@ def test_a_right_kernel_has_no_findings():
 def test_mistakes_are_found(mistake):
     found = device_side.findings(MISTAKES, f"-DMISTAKE={number(mistake)}")
     assert any(re.search(FOUND[mistake], finding) for finding in found), found
+
+
+# Ascend950
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.parent.name)
+def test_our_kernels_call_what_ascend950_declares(source):
+    assert device_side.of_ascend950(source) == []
+
+
+def test_a_call_that_ascend950_has_not_is_found(tmp_path):
+    source = tmp_path / "kernel.cpp"
+    source.write_text(
+        "__aicore__ void kernel(AscendC::LocalTensor<float> x) {\n"
+        "  AscendC::Add(x, x, x, 64);\n"
+        "  AscendC::Add(x, x);\n"
+        "}\n"
+    )
+    (found,) = device_side.of_ascend950(source)
+    assert "kernel.cpp:3:3: error: no matching function for call to 'Add'" in found
+
+
+def test_why_the_twin_does_not_run_them():
+    """An Add of Ascend910B is an instruction on memory; of Ascend950, a function on registers."""
+    of = {name: headers.staged() / "asc-devkit/impl/basic_api" / name
+          for name in ("dav_c220", "dav_3510")}  # fmt: skip
+    on_memory = (of["dav_c220"] / "kernel_operator_vec_binary_impl.h").read_text()
+    on_registers = (of["dav_3510"] / "kernel_operator_vec_binary_continuous_impl.h").read_text()
+    assert "vadd(" in on_memory and "RegTensor" not in on_memory
+    assert "Reg::LoadAlign(src0Reg, src0" in on_registers and "vadd(" not in on_registers
