@@ -63,9 +63,8 @@ class Case:
     """A launch: random operands, and how many rows and columns of them are valid."""
 
     def __init__(self, operation: str, kind: str, mode: int, seed: int):
-        self.draw = np.random.default_rng(
-            (OPERATIONS.index(operation), ALL.index(kind), mode, seed)
-        )
+        place = OPERATIONS.index(operation), ALL.index(kind), mode, seed
+        self.draw = np.random.default_rng(place)
         self.operation, self.kind, self.mode = operation, kind, mode
         self.rows, self.columns = (int(self.draw.integers(1, n + 1)) for n in (ROWS, COLUMNS))
         if operation in ("select", "gather_blocks"):
