@@ -37,7 +37,8 @@ def chunk_gated_delta_rule(
     dt_bias: torch.Tensor | None = None,
     chunk_size: int = 64,
     cp_group: torch.distributed.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return_intermediate_states: bool = False,
+) -> tuple[torch.Tensor, ...]:
     """What each token reads from a state that decays, and that moves towards (k, v) by beta.
 
     For every value head, with a state S of K keys by V values, token by token:
@@ -71,14 +72,20 @@ def chunk_gated_delta_rule(
         cp_group: the tokens are one span of a sequence whose other spans, of any length, the other
             ranks of this group have, in the order of ranks; all call this and go backward together.
             Without initial_state and cu_seqlens. The final state is that after this rank's span.
+        return_intermediate_states: also return the state before each chunk, which a server keeps
+            for prompts that begin alike. Without a gradient, and without cp_group.
 
     Returns:
         o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable, once,
-        in every floating argument.
+        in every floating argument. With return_intermediate_states also the states before chunks,
+        fp32 `[chunks, HV, K, V]`, sequence by sequence, each ceil(length / chunk_size) of them; a
+        packed call has T // chunk_size + N rows, for nobody waits for the lengths, of which those
+        behind the last chunk are 0.
 
     Raises:
         TypeError: a dtype, also of the state, which is never converted; an argument that fla took
-        once. ValueError: a shape, a device, flags that do not go together, lengths (on the CPU).
+        once. ValueError: a shape, a device, flags that do not go together, lengths (on the CPU), a
+        required gradient with return_intermediate_states.
 
     Source: fla `chunk_gated_delta_rule`; Gated Delta Networks, arXiv:2412.06464.
     """
@@ -86,7 +93,11 @@ def chunk_gated_delta_rule(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu,
         chunk_indices, use_gate_in_kernel, A_log, dt_bias, chunk_size, cp_group,
+        return_intermediate_states,
     )  # fmt: skip
+    if return_intermediate_states:
+        o, final_state, before = op.prefill(*inputs[:-1])
+        return o, final_state if output_final_state else None, before
     if cp_group is not None:
         inputs = context_parallel.continued(inputs, cp_group)
     o, final_state = op.forward(*inputs)

@@ -200,10 +200,28 @@ def chunk_gated_delta_rule(
 ):  # fmt: skip
     """Writes o and, unless it is None, final_state; arguments as the operator's."""
     x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first, normalize)
-    scratch, heads = _Scratch(), q.shape[2]
+    _walk(x, initial_state, o, final_state, None)
+
+
+@torch.autocast("cpu", enabled=False)
+def chunk_gated_delta_rule_prefill(
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
+    o, final_state, chunk_states,
+):  # fmt: skip
+    """The same, and the state before each chunk."""
+    x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first, normalize)
+    _walk(x, initial_state, o, final_state, chunk_states)
+
+
+def _walk(x, initial_state, o, final_state, chunk_states):
+    """Writes o, and of the states what is not None."""
+    scratch, heads, row = _Scratch(), x.q.shape[2], 0
     for n, (b, spans) in enumerate(x.sequences()):
         state = _first_state(x, initial_state, n, scratch("state", *x.state_shape))
         for span in spans:
+            if chunk_states is not None:
+                x.by_head(chunk_states, row).copy_(state)
+                row += 1
             chunk = _Chunk(x, scratch, b, span, state)
             _grouped(o[b, span], heads).copy_(chunk.read())
             chunk.next_state(state, state)

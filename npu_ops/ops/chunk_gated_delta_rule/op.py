@@ -26,11 +26,22 @@ def _triton_why_not(arguments) -> str | None:
     return None
 
 
+def _triton_keeps_no_states(arguments) -> str | None:
+    """Where its chunks are longer than what is asked for."""
+    if arguments.chunk_size < 32:
+        return f"it keeps states before chunks of 32 tokens and more, not {arguments.chunk_size}"
+    return _triton_why_not(arguments)
+
+
 _WHY_NOT = {"triton_ascend": _triton_why_not, "cpu": lambda _: library.native_why_not()}
 
 
 def _outputs(x):
     return dense_like(x.v), states.new(x, x.g.dtype) if x.output_final_state else None
+
+
+def _outputs_and_states(x):
+    return dense_like(x.v), states.new(x, x.g.dtype), states.before_chunks(x, x.g.dtype)
 
 
 def _gradients(x):
@@ -47,6 +58,20 @@ forward = Operator(
     why_not=_WHY_NOT | {"aclnn": aclnn.why_not},
     aclnn="behind",
     empty=states.pass_on,
+    check_indices=states.check_starts,
+    cpu_in_python=True,
+)
+# The forward of a server: it keeps the state before each chunk too. It has no gradient.
+prefill = Operator(
+    "chunk_gated_delta_rule_prefill",
+    op="chunk_gated_delta_rule",
+    takes=_INPUTS,
+    writes="o, final_state, chunk_states",
+    new=_outputs_and_states,
+    reference=reference.chunk_gated_delta_rule_prefill,
+    why_not=_WHY_NOT | {"triton_ascend": _triton_keeps_no_states},
+    empty=states.pass_on,
+    zeroed=lambda inputs: inputs.cu_seqlens is not None or not inputs.q.shape[1],
     check_indices=states.check_starts,
     cpu_in_python=True,
 )

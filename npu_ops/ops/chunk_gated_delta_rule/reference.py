@@ -5,6 +5,8 @@ That of `fused_recurrent_gated_delta_rule`, with one decay for a whole state.
 
 from __future__ import annotations
 
+import torch
+
 from npu_ops.ops.fused_recurrent_gated_delta_rule import reference as recurrent
 from npu_ops.ops.l2norm import reference as norm
 
@@ -23,6 +25,33 @@ def chunk_gated_delta_rule(
         q, k = (norm.l2norm(x, EPS) for x in (q, k))
     inputs = q, k, v, g, None, None, beta[..., None], initial_state, cu_seqlens
     return recurrent.fused_recurrent_gated_delta_rule(*inputs, scale, state_v_first)
+
+
+def chunk_gated_delta_rule_prefill(
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize
+):
+    """The same, and the state before each chunk, one sequence after the other."""
+    settings = scale, chunk_size, state_v_first, normalize
+    batch, tokens, matrix = *q.shape[:2], (q.shape[3], v.shape[3])
+    matrix = matrix[::-1] if state_v_first else matrix
+    spans = [(b, 0, tokens) for b in range(batch)]
+    if cu_seqlens is not None:
+        starts = cu_seqlens.tolist()
+        spans = [(0, *ends) for ends in zip(starts, starts[1:], strict=False)]
+    o = torch.zeros_like(v, dtype=g.dtype)
+    final = g.new_zeros((len(spans), v.shape[2], *matrix))
+    packed_count = tokens // chunk_size + len(spans)
+    count = batch * -(-tokens // chunk_size) if cu_seqlens is None else packed_count
+    before, row = g.new_zeros((count, *final.shape[1:])), 0
+    for n, (b, begin, end) in enumerate(spans):
+        state = final[n : n + 1] if initial_state is None else initial_state[n : n + 1].to(g.dtype)
+        for first in range(begin, end, chunk_size):
+            before[row], row = state[0], row + 1
+            chunk = slice(first, min(first + chunk_size, end))
+            inputs = (x[b : b + 1, chunk] for x in (q, k, v, g, beta))
+            o[b : b + 1, chunk], state = chunk_gated_delta_rule(*inputs, state, None, *settings)
+        final[n] = state[0]
+    return o, final, before
 
 
 def chunk_gated_delta_rule_backward(

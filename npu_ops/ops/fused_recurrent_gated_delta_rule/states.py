@@ -19,6 +19,17 @@ def new(inputs, dtype: torch.dtype) -> torch.Tensor:
     return v.new_empty((sequences, v.shape[2], *matrix), dtype=dtype)
 
 
+def before_chunks(inputs, dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised states before chunks; of packed sequences as many as there may be."""
+    batch, tokens, chunk = *inputs.q.shape[:2], inputs.chunk_size
+    count = batch * -(-tokens // chunk)
+    if inputs.cu_seqlens is not None:
+        count = tokens // chunk + inputs.cu_seqlens.shape[0] - 1
+    keys, values = inputs.q.shape[3], inputs.v.shape[3]
+    matrix = (values, keys) if inputs.state_v_first else (keys, values)
+    return inputs.v.new_empty((count, inputs.v.shape[2], *matrix), dtype=dtype)
+
+
 def check_starts(arguments) -> None:
     """Check where sequences begin and end, in host memory."""
     indices.check_starts("cu_seqlens", arguments.cu_seqlens, arguments.q.shape[1])

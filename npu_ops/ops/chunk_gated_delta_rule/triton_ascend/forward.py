@@ -91,15 +91,17 @@ def dot_in_two(x, y, product, TURNED: tl.constexpr = False):
 @triton.jit(do_not_specialize=["sequences", "scale"])
 def forward_kernel(
     q, k, v, g_sums, solved, scores, over_q, over_k, initial_state, starts, firsts, o, final_state,
-    scale, sequences, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    chunk_states, states_firsts, scale, sequences, KEEP: tl.constexpr, H: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A program takes BV columns of one head's state through a sequence.
 
     The state is fp32; what is multiplied has the dtype of `solved`, whose columns have been
     multiplied by betas. What is written is solved (v - gamma k S), of which v is as it was given
     and k S never leaves the matrix unit. So are q and k: where 1 over their norms weighs on them,
-    over_q and over_k, it is multiplied with what multiplies their rows.
+    over_q and over_k, it is multiplied with what multiplies their rows. chunk_states, unless it is
+    None, gets the state before every KEEP tokens, of sequence n from row states_firsts[n] on.
     """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
@@ -114,6 +116,11 @@ def forward_kernel(
         for first in range(begin, end, C):
             rows = end - first
             index = tl.cast(chunk + (first - begin) // C, tl.int64)
+            if chunk_states is not None:
+                kept = tl.load(states_firsts + n) + (first - begin) // KEEP
+                if KEEP == C or (first - begin) % KEEP == 0:
+                    store_state(chunk_states, state, tl.cast(kept, tl.int64) * HV + head, value,
+                                K, V, BK, BV, V_FIRST)  # fmt: skip
             place, shared = index * HV + head, index * H + head // (HV // H)
             b_g, last = tl.load(g_sums + place * C + row), tl.load(g_sums + place * C + C - 1)
             gamma = tl.exp(b_g)
