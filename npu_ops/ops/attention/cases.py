@@ -167,7 +167,15 @@ CASES = [
         for kind, more in (("more-keys", 28), ("fewer-keys", -20))
     ),
     *(
-        Case(f"window-{left}-{right}-{corner}", 65, window=(left, right), top_left=top, more=more)
+        Case(
+            f"window-{left}-{right}-{corner}",
+            65,
+            heads=2,
+            kv_heads=1,
+            window=(left, right),
+            top_left=top,
+            more=more,
+        )
         for left, right in ((16, 0), (3, 5), (-1, 2), (7, -1))
         for corner, top, more in (("square", False, 0), ("top-left", True, 9))
     ),
