@@ -400,6 +400,13 @@ def test_no_file_of_tests_is_long(tree):
     assert {relative(path): n for path, n in lengths.items() if n > LONGEST} == {}
 
 
+def test_what_a_module_shares_is_made_once():
+    """A fixture of a module is made in each process that runs one of its tests."""
+    shared = [p for p in files("tests/**/test_*.py") if 'scope="module"' in p.read_text()]
+    assert [relative(p) for p in shared if "xdist_group(" not in p.read_text()] == []
+    assert len(shared) > 5
+
+
 # Draws
 
 

@@ -12,6 +12,7 @@ import zipfile
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+pytestmark = pytest.mark.xdist_group("packaging")  # one sdist
 NOT_SHIPPED = {".gitignore"}
 EMPTY = "#include <stdint.h>\n"
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +11,7 @@ import pytest
 import sglang_process
 from sglang_cpu.checks import CHECKS
 
+pytestmark = pytest.mark.xdist_group("sglang")  # one folder of models, one process of checks
 HOOKS = re.compile(r"npu-ops in SGLang: (\d+) of (\d+) hooks in force")
 TEXT = {"qk_norm_rope", "attention"}
 TOWER = {"rope"}
@@ -29,26 +28,12 @@ OPS = {
 MORE = {name: ["mm_attention_backend=ascend_attn"] for name in ("qwen3vl", "qwen3_5")}
 
 
-def once(tmp_path_factory, name: str, make):
-    """What `make(folder)` returned, as JSON, in whichever test process came first."""
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    folder = shared / f"sglang-{name}"
-    with open(shared / f"sglang-{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        done = folder / "returned.json"
-        if not done.exists():
-            folder.mkdir()
-            done.write_text(json.dumps(make(folder)))
-    return folder, json.loads(done.read_text())
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    def make(folder):  # transformers' own functions, not ours in their place
-        return sglang_process.run("tiny", folder, NPU_OPS_DISABLE="all")[0]
-
-    return once(tmp_path_factory, "tiny", make)[0]
+    """A folder of models; by transformers' own functions, not ours in their place."""
+    folder = tmp_path_factory.mktemp("tiny")
+    sglang_process.run("tiny", folder, NPU_OPS_DISABLE="all")
+    return folder
 
 
 def expected(folder) -> dict:
@@ -106,10 +91,10 @@ def test_disabled_the_engine_runs_its_own(tiny):
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory):
+def errors():
     """Of each module of checks: the name of each, and what went wrong or None."""
     modules = ("checks", "gdn_kit", "ascend")
-    _, rows = once(tmp_path_factory, "checks", lambda _: sglang_process.run("each", *modules)[0])
+    rows, _ = sglang_process.run("each", *modules)
     return {m: [row for module, *row in rows if module == m] for m in modules}
 
 

@@ -9,7 +9,10 @@ import torch
 from npu_ops_emulator import EmulatorError, headers, twins
 
 KERNELS = pathlib.Path(__file__).parent / "kernels"
-pytestmark = pytest.mark.skipif(headers.why_not() is not None, reason=str(headers.why_not()))
+pytestmark = [
+    pytest.mark.skipif(headers.why_not() is not None, reason=str(headers.why_not())),
+    pytest.mark.xdist_group("twin"),  # one library
+]
 
 BLOCKS, COUNT = 2, 1024
 

@@ -20,6 +20,7 @@ NOT_CALLED_WITH_TENSORS = {
 }  # fmt: skip
 
 
+pytestmark = pytest.mark.xdist_group("fuzz")  # one child
 EXAMPLES = 80  # of each function
 
 

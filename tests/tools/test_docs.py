@@ -11,6 +11,7 @@ import pytest
 import npu_ops
 
 ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group("docs")  # one site
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 
 

@@ -15,6 +15,7 @@ from npu_ops_tools.report import page, plots, summary
 from playwright.sync_api import sync_playwright
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.xdist_group("report")  # one browser
 ROWS = [
     *sweep("l2norm"),
     *sweep("attention", flop=10**6),

@@ -18,6 +18,7 @@ from npu_ops.core import hardware, preferences
 from npu_ops.core.registry import Table
 
 LIMIT = 12.0
+pytestmark = pytest.mark.xdist_group("verify")  # one run with faults
 FAULTS = {  # of l2norm's case -> what the kernel does, and what is said of it
     "odd-t1-d7-behind0": ("time.sleep(1000)", "hung: no answer in 12 s, in bounds: l2norm"),
     "one-head": ("os.abort()", "crashed: the process died of SIGABRT in bounds: l2norm"),
