@@ -10,6 +10,7 @@ from npu_ops_tools import verify
 from npu_ops_tools.verify import jobs, report, runs
 from verify_faults import faulty, job, ranks, width
 
+pytestmark = pytest.mark.xdist_group("verify on the emulated NPU")  # one run
 BY = "triton_ascend"
 RIGHT = "qwen3-next-dense-t64"
 FAULTS = {  # of l2norm's case -> what the kernel does, and what is said of it
