@@ -72,6 +72,17 @@ def test_an_op_has_a_cpu_kernel_a_test_and_a_benchmark(op):
         assert files(pattern), pattern
 
 
+PARTS_OF_AN_OPERATOR = {"attention", "chunk_gated_delta_rule", "qk_norm_rope"}  # by hand
+
+
+def test_an_op_is_declared_in_plain_sight():
+    lengths = {
+        op: len((ROOT / "npu_ops/ops" / op / "op.py").read_text().splitlines()) for op in OPS
+    }
+    assert {op for op, n in lengths.items() if n > 60} <= PARTS_OF_AN_OPERATOR
+    assert sum(lengths.values()) <= 1100
+
+
 def test_no_native_kernel_belongs_to_an_op_that_is_not_there():
     native = {p.relative_to(ROOT / "csrc").parts[0] for p in files("csrc/**/*_cpu.cpp")}
     assert native == set(OPS) - KERNEL_IN_TORCH

@@ -10,25 +10,18 @@ from npu_ops.core.rows import as_matrix, output_matrix, rows_up_to
 from npu_ops.ops.gdn_gate import reference
 from npu_ops.ops.gdn_gate.softplus import plain_alone
 
-# The most heads whose sums fit a vector core's memory (csrc/gdn_gate).
-_up_to_8192 = rows_up_to("a", 8192)
+_INPUTS = "Tensor a, Tensor A_log, Tensor? dt_bias, Tensor? b, float scale"
+_INPUTS += ", float softplus_beta, float softplus_threshold"
 
-_INPUTS = (
-    "Tensor a, Tensor A_log, Tensor? dt_bias, Tensor? b, float scale, float softplus_beta, "
-    "float softplus_threshold"
-)
+# What has a number for each row and head is [rows, HV] with contiguous columns.
+_LAY_OUT = dict.fromkeys(("a", "b", "grad_g", "grad_beta"), as_matrix)
+_LAY_OUT |= dict.fromkeys(("g", "beta", "grad_a", "grad_b"), output_matrix)
+_LAY_OUT |= dict.fromkeys(("A_log", "dt_bias"), torch.Tensor.contiguous)
 
 
 def _against_ascendc(arguments) -> str | None:
-    return _up_to_8192(arguments) or plain_alone(arguments)
-
-
-# What has a number for each row and head is [rows, HV] with contiguous columns.
-_LAY_OUT = (
-    dict.fromkeys(("a", "b", "grad_g", "grad_beta"), as_matrix)
-    | dict.fromkeys(("g", "beta", "grad_a", "grad_b"), output_matrix)
-    | dict.fromkeys(("A_log", "dt_bias"), torch.Tensor.contiguous)
-)
+    """Sums of more heads do not fit a vector core's memory (csrc/gdn_gate)."""
+    return rows_up_to("a", 8192)(arguments) or plain_alone(arguments)
 
 
 def _outputs(inputs):
