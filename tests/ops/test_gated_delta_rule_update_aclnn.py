@@ -41,9 +41,7 @@ def test_it_is_the_reference_over_all_cases_that_it_takes(device, monkeypatch):
         with forced("aclnn", OP):
             actual = parity.evaluate(UPDATE, given, ())
         for name, value in actual.items():
-            assert_close(
-                f"{case.name} {name}", value, expected[name], cases.of(OP).TOLERANCES[BFLOAT16]
-            )
+            assert_close(f"{case.name} {name}", value, expected[name], TOLERANCE)
 
 
 @on_npu
