@@ -74,7 +74,11 @@ def test_models_of_transformers():
 def test_triton_kernels_and_wrong_index_values_leave_no_tensor():
     path = os.pathsep.join(map(str, (ROOT, PYTHON, ROOT / "tests", ROOT / "tests" / "ops")))
     done = pytest_inside(
-        "triton_kernels", "index_values", options=["--check-bounds"], PYTHONPATH=path
+        "triton_kernels",
+        "microbenchmarks",
+        "index_values",
+        options=["--check-bounds"],
+        PYTHONPATH=path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

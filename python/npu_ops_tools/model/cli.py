@@ -15,7 +15,9 @@ NOTE = "npu-model: predicted from the compiled kernel, not measured. How good: d
 
 
 def model_command(
-    target: Annotated[str, typer.Argument(metavar="OP", help="An op, or FILE.py::KERNEL.")],
+    target: Annotated[
+        str | None, typer.Argument(metavar="OP", help="An op, or FILE.py::KERNEL.")
+    ] = None,
     case: Annotated[
         list[str] | None, typer.Option(help="A case's name; may be repeated; default: all.")
     ] = None,
@@ -32,6 +34,12 @@ def model_command(
     trace: Annotated[
         pathlib.Path | None, typer.Option(help="Write a Chrome trace of a program of each kernel.")
     ] = None,
+    calibrate: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            metavar="REPORT.json", help="Fit the constants to what verify --full measured, instead."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict a kernel's time on an NPU from what the vendor's compiler made of it.
@@ -41,11 +49,17 @@ def model_command(
     \b
     npu-ops model rope --case qwen3-vl-8b-tp1-t4096
     npu-ops model mine.py::add --signature "x=*bf16:8192,n=i32:8192" --constexpr N=512 --grid 16
+    npu-ops model --calibrate full/verify.json
     """
     from npu_ops_tools.model import costs, kernel_of_file, predict_all
     from npu_ops_tools.model import trace as traces
     from npu_ops_tools.model.machine import Unknown
 
+    if calibrate:
+        _calibrate(calibrate, as_json)
+        return
+    if target is None:
+        fail("target: got none, needs an op, FILE.py::KERNEL or --calibrate REPORT.json")
     if trace and not trace.parent.is_dir():
         fail(f"--trace: got '{trace}', needs a folder that exists")
     try:
@@ -66,6 +80,20 @@ def model_command(
         print_json([prediction.fields() for prediction in found])
     else:
         _print(found)
+
+
+def _calibrate(path: pathlib.Path, as_json: bool) -> None:
+    from npu_ops_tools.model.calibration import fit
+    from npu_ops_tools.verify import report
+
+    try:
+        found = fit.fit(*fit.measured(report.read(path)))
+    except (OSError, RuntimeError, ValueError) as error:
+        fail(error)
+    if as_json:
+        print_json(found.fields())
+    else:
+        print("\n".join(fit.lines(found)))
 
 
 def _calls(op: str, names: list[str] | None, dtype: str, soc: str, tokens: int | None):

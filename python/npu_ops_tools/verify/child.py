@@ -43,7 +43,10 @@ def judge(job: jobs.Job, device: torch.device, expected: checks.Expected, note) 
     """What is to be said of a job: verdict, checks, times."""
     start, found = time.perf_counter(), {}
     try:
-        verdict, why = _judge(job, device, expected, note, found)
+        if job.kind == jobs.MICROBENCHMARKS:
+            verdict, why = _microbenchmarks(device, found)
+        else:
+            verdict, why = _judge(job, device, expected, note, found)
     except checks.Declined as error:
         verdict, why = "declined", str(error)
     except Exception as error:  # whatever an implementation raises is what is to be found out
@@ -64,6 +67,14 @@ def _judge(job, device, expected, note, found: dict) -> tuple[str, str]:
     if subject.backward_declined:
         found["backward_declined"] = subject.backward_declined
     return (checks.WRONG, "; ".join(wrong)) if wrong else (checks.RIGHT, "")
+
+
+def _microbenchmarks(device: torch.device, found: dict) -> tuple[str, str]:
+    from npu_ops_tools.model.calibration import benchmarks
+
+    found["soc"] = torch.npu.get_device_name(device)
+    found[jobs.MICROBENCHMARKS] = benchmarks.measure(device)
+    return checks.RIGHT, ""
 
 
 def _is_wrong(result: dict) -> bool:

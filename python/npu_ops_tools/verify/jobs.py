@@ -16,6 +16,8 @@ DEVICES = ("cpu", "npu", "npu-emulated", "cuda")
 # Of these models the first that has an op gives the shapes that it is timed at.
 TIMED_MODELS = ("qwen3.5-9b", "qwen3-vl-8b")
 DTYPES = ("bfloat16", "float32", "float16")
+MICROBENCHMARKS = "microbenchmarks"  # of a device: what npu-ops model's constants stand for
+OF_AN_OP = ("check", "time")  # kinds
 FEW = 64  # tokens of a large case where it is not there for its size
 
 
@@ -23,8 +25,8 @@ FEW = 64  # tokens of a large case where it is not there for its size
 class Job:
     """One implementation of an op and one call of it.
 
-    kind: "check", of one of the op's cases, or "time", of `case` of `model`. tokens: instead of the
-        case's own; of a model's case, its.
+    kind: "check", of one of the op's cases, or "time", of `case` of `model`; or MICROBENCHMARKS, of
+        no op. tokens: instead of the case's own; of a model's case, its.
     """
 
     kind: str
@@ -37,6 +39,8 @@ class Job:
 
     @property
     def name(self) -> str:
+        if self.kind == MICROBENCHMARKS:
+            return self.kind
         shape = f"{self.model} {self.case}".lstrip()
         shape += f" of {self.tokens} tokens" if self.tokens else ""
         return f"{self.op} by {self.implementation}, {shape} in {self.dtype}"

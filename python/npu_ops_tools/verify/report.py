@@ -11,6 +11,7 @@ import re
 import socket
 import sys
 
+from npu_ops_tools.verify.jobs import OF_AN_OP
 from npu_ops_tools.where import ROOT
 
 VERDICTS = ("right", "wrong", "declined", "not reached")
@@ -113,9 +114,9 @@ def page(report: dict) -> str:
 
 def unknown(report: dict) -> list[str]:
     """The implementations of which no check was reached."""
-    reached = {_who(r): False for r in report["results"] if r["kind"] != "ranks"}
+    reached = {_who(r): False for r in report["results"] if r["kind"] in OF_AN_OP}
     for result in report["results"]:
-        if result["kind"] != "ranks" and result["verdict"] != "not reached":
+        if result["kind"] in OF_AN_OP and result["verdict"] != "not reached":
             reached[_who(result)] = True
     return [who for who, known in reached.items() if not known]
 
@@ -128,7 +129,7 @@ def _by_implementation(report: dict):
     """Of each op and implementation: how many of each verdict, and the largest error."""
     groups = collections.defaultdict(list)
     for result in report["results"]:
-        if result["kind"] != "ranks":
+        if result["kind"] in OF_AN_OP:
             groups[result["op"], result["implementation"]].append(result)
     for (op, implementation), results in groups.items():
         found = collections.Counter(result["verdict"] for result in results)
@@ -182,7 +183,7 @@ def _declined(report: dict) -> dict[tuple[str, str], list[str]]:
     """The cases that an implementation declines, by its reason."""
     groups = collections.defaultdict(list)
     for result in report["results"]:
-        if result["verdict"] == "declined" and result["kind"] != "ranks":
+        if result["verdict"] == "declined" and result["kind"] in OF_AN_OP:
             groups[_who(result), result["why"]].append(f"{result['case']} in {result['dtype']}")
     return dict(groups)
 
@@ -196,7 +197,9 @@ def _not_here(report: dict) -> list[str]:
         if check["verdict"] == "not here"
     ]
     said += [
-        r["why"] for r in report["results"] if r["kind"] == "ranks" and r["verdict"] == "declined"
+        r["why"]
+        for r in report["results"]
+        if r["kind"] not in OF_AN_OP and r["verdict"] == "declined"
     ]
     return list(dict.fromkeys(said))
 

@@ -153,7 +153,8 @@ class _Run:
             now = time.monotonic()
             until = now + (self._end - now) / left if self._end else None
             results += self._of_op(members, until)
-        return [*results, self._ranks()]
+        results.append(self._ranks())
+        return [*results, self._microbenchmarks()] if self._options.full else results
 
     def _of_op(self, members: list[jobs.Job], until: float | None) -> list[dict]:
         mine = worker.Worker(self._options.device, list(self._options.modules), self._variables)
@@ -202,6 +203,19 @@ class _Run:
             return ranks.run(self._options.device, modules, self._variables, limit)
 
         return about | self._result(name, False, do)
+
+    def _microbenchmarks(self) -> dict:
+        """What `npu-ops model --calibrate` takes."""
+        job = jobs.Job(jobs.MICROBENCHMARKS, "", "", "", "")
+        about = {"kind": job.kind, "name": job.name}
+        if self._device != "npu":
+            why = f"npu-ops model is of an NPU, and there are no times of one here ({self._device})"
+            return about | {"verdict": "declined", "why": why, "seconds": 0.0}
+        mine = worker.Worker(self._options.device, list(self._options.modules), self._variables)
+        try:
+            return about | self._result(job.name, False, lambda: mine.do(job, self._limit))
+        finally:
+            mine.stop()
 
 
 def line(name: str, result: dict) -> str:

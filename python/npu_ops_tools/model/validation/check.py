@@ -221,7 +221,7 @@ def fit(family: str) -> dict[str, float]:
     return best[1]
 
 
-def minimise(function, start: list[float], turns: int = 40) -> list[float]:
+def minimise(function, start: list[float], turns: int = 40, smallest: float = 0.005) -> list[float]:
     """By moving one positive number after the other, with steps that get smaller."""
     best, step = list(start), 0.5
     lowest = function(best)
@@ -234,6 +234,6 @@ def minimise(function, start: list[float], turns: int = 40) -> list[float]:
                 if value < lowest - 1e-9:
                     best, lowest, moved = tried, value, True
         step = step if moved else step / 2
-        if step < 0.005:
+        if step < smallest:
             break
     return best
