@@ -11,6 +11,7 @@ from npu_ops_tools.model.calibration import benchmarks, fit
 from npu_ops_tools.verify import child, jobs, report, runs
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.xdist_group("calibration")
 SOC = "Ascend910B4-1"
 OTHER = {"launch": 1.3, "program": 0.05, "latency": 0.7, "memory": 1.0e6, "restart": 0.3}
 # Of the slowest to walk two are enough.
