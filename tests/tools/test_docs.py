@@ -3,10 +3,12 @@
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
+from playwright import sync_api as playwright
 
 import npu_ops
 
@@ -37,6 +39,24 @@ def test_nothing_is_loaded_from_elsewhere(site):
             r'<(?:script|img|link)[^>]*?(?:src|href)="(https?:[^"]+)"', page.read_text()
         )
         assert loaded == [], page.name
+
+
+def test_it_is_searched_as_files(site):
+    """In Chromium, which starts no worker from a file; the search of the theme is one."""
+    with playwright.sync_playwright() as running:
+        system = shutil.which("chromium") or shutil.which("google-chrome")
+        if not system and not pathlib.Path(running.chromium.executable_path).exists():
+            pytest.skip("no Chromium to search the site with: apt-get install chromium")
+        browser = running.chromium.launch(executable_path=system, args=["--no-sandbox"])
+        view = browser.new_page()
+        view.goto((site / "index.html").as_uri())
+        view.fill("[data-md-component=search-query]", "rms_norm_gated")
+        view.wait_for_selector(".md-search-result__link")
+        found = [
+            a.get_attribute("href") for a in view.query_selector_all(".md-search-result__link")
+        ]
+        browser.close()
+    assert f"{(site / 'api.html').as_uri()}#npu_ops.ops.rms_norm_gated.rms_norm_gated" in found
 
 
 def test_every_page_is_in_the_navigation(site):
