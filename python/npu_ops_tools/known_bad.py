@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 
 from packaging.version import Version
 
-# What our tests run with, as (torch, torch_npu); torch_npu on the emulated NPU.
-TESTED = (("2.13", "2.13"),)
+# What our tests run with, as (torch, torch_npu), torch_npu on the emulated NPU: all of them with
+# 2.13, the cases of every op with the others (packaging/versions.py).
+TESTED = (("2.7", None), ("2.10", None), ("2.13", "2.13"), ("2.14", None), ("2.15", None))
 CANN_FOLDERS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 
 
@@ -27,7 +28,9 @@ def problems(versions: Mapping[str, str | None], environ=os.environ) -> Iterable
 def tested(versions: Mapping[str, str | None]) -> str:
     """Which pairs of torch and torch_npu are tested, and whether this is one."""
     here = tuple(versions.get(name) and _minor(versions[name]) for name in ("torch", "torch_npu"))
-    pairs = ", ".join(f"torch {torch} with torch_npu {npu}" for torch, npu in TESTED)
+    alone = "torch " + ", ".join(torch for torch, npu in TESTED if npu is None)
+    with_npu = (f"torch {torch} with torch_npu {npu}" for torch, npu in TESTED if npu)
+    pairs = ", ".join((alone, *with_npu))
     alike = [pair for pair in TESTED if pair == here or (here[1] is None and pair[0] == here[0])]
     return f"{pairs}: {'this one' if alike else 'not this one'}"
 

@@ -1,0 +1,60 @@
+"""Libraries with the names of CUDA's and nothing in them, so that a CUDA build of torch loads.
+
+Only torch 2.13 has a build for CPUs in every registry. CUDA's libraries are several GB,
+and a machine without a GPU calls none of them. Every function here fails as without a device.
+"""
+
+import collections
+import pathlib
+import re
+import subprocess
+
+_CUDA = re.compile(r"lib(cu|nv|nccl)")
+_NO_DEVICE = 100  # cudaErrorNoDevice
+
+
+def make(libraries: pathlib.Path, folder: pathlib.Path) -> None:
+    """Write to `folder` what torch's `libraries` need of CUDA and do not bring."""
+    shipped = {path.name for path in libraries.iterdir()}
+    needed, wanted, owner = set(), collections.defaultdict(set), {}
+    for path in libraries.glob("*.so*"):
+        headers = _output("objdump", "-p", path)
+        needed |= set(re.findall(r"NEEDED\s+(\S+)", headers))
+        for library, versions in re.findall(r"required from (\S+):\n((?:\s+0x.*\n)+)", headers):
+            owner |= dict.fromkeys(re.findall(r"(\S+)$", versions, re.MULTILINE), library)
+        for symbol in re.findall(r" U (\S+)", _output("nm", "-D", path)):
+            name, _, version = symbol.partition("@")
+            wanted[version.lstrip("@")].add(name)
+    missing = sorted(name for name in needed - shipped if _CUDA.match(name))
+    if not missing:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = {name for name in wanted[""] if re.match(r"cu|nv|Nv|nccl|__cuda", name)}
+    for library in missing:
+        versions = {v: wanted[v] for v, of in owner.items() if of == library}
+        _library(folder, library, versions, plain if library == missing[0] else set())
+
+
+def _library(folder, library, versions, plain) -> None:
+    """A library of functions by their version; `plain` have none."""
+    functions = sorted(plain.union(*versions.values()))
+    source = folder / f"{library}.c"
+    source.write_text("".join(
+        f"long {name}(void) {{ return {0 if name.startswith('_') else _NO_DEVICE}; }}\n"
+        for name in functions
+    ))  # fmt: skip
+    script = folder / f"{library}.map"
+    script.write_text("".join(
+        f"{version} {{ global: {' '.join(f'{name};' for name in sorted(names))} }};\n"
+        for version, names in versions.items()
+    ))  # fmt: skip
+    by_version = [f"-Wl,--version-script={script}"] if versions else []
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-w", source, f"-Wl,-soname,{library}", *by_version, "-o",
+         folder / library],
+        check=True,
+    )  # fmt: skip
+
+
+def _output(*command) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
