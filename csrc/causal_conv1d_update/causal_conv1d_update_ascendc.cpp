@@ -164,10 +164,7 @@ class Update {
   __aicore__ inline void LoadTokens(Bytes to, const Sequence& s, int64_t token, int32_t count) {
     const int64_t pitch = tiling_.x_token;
     GM_ADDR from = x_ + (s.batch * tiling_.x_batch + token * pitch + channel0_) * size_;
-    if (pitch >= count_) return copy_in(to, from, type_, {count, count_, pitch}, stride_);
-    for (int32_t row = 0; row < count; ++row)  // an expanded tensor
-      copy_in(to[row * stride_ * size_], from + row * pitch * size_, type_, {1, count_, count_},
-              stride_);
+    copy_in(to, from, type_, {count, count_, pitch}, stride_);
   }
 
   // Row number r of history and tokens goes to the state's column r - drop, if there is one; those

@@ -46,11 +46,12 @@ __aicore__ inline void copy_in(AscendC::LocalTensor<uint8_t> to, GM_ADDR from, E
                                TileShape shape, int32_t stride) {
   const TileShape tile = in_one_run(shape, stride);
   const uint32_t size = bytes_of(type), bytes = tile.columns * size;
-  // A burst begins behind the one before, and rows that were expanded from one do not.
-  const bool apart = tile.rows > 1 && tile.pitch >= tile.columns;
-  const int32_t times = apart ? 1 : tile.rows, bursts = apart ? tile.rows : 1;
+  // A burst begins behind the one before: rows that overlap, as those expanded from one, come
+  // alone.
+  const int64_t between = tile.pitch - tile.columns;
+  const int32_t times = between < 0 ? tile.rows : 1, bursts = between < 0 ? 1 : tile.rows;
   const uint32_t gap = bursts == 1 ? 0 : (stride * size - (bytes + 31) / 32 * 32) / 32;
-  const auto skipped = static_cast<uint32_t>(bursts == 1 ? 0 : (tile.pitch - tile.columns) * size);
+  const auto skipped = static_cast<uint32_t>(bursts == 1 ? 0 : between * size);
   AscendC::GlobalTensor<uint8_t> source;
   source.SetGlobalBuffer(from);
   for (int32_t row = 0; row < times; ++row)

@@ -216,13 +216,8 @@ class Update {
     Bytes to = token_queue_.AllocTensor<uint8_t>();
     const auto load = [&](int32_t at, GM_ADDR from, int32_t of, int64_t pitch, int64_t first,
                           int32_t columns, int32_t stride) {
-      const auto bytes = bytes_of(type(of));
-      GM_ADDR row = from + (tile.token * pitch + first) * bytes;
-      if (pitch >= columns)
-        return copy_in(to[at], row, type(of), {tile.count, columns, pitch}, stride);
-      for (int32_t i = 0; i < tile.count; ++i)  // an expanded tensor
-        copy_in(to[at + i * stride * bytes], row + i * pitch * bytes, type(of),
-                {1, columns, columns}, stride);
+      GM_ADDR row = from + (tile.token * pitch + first) * bytes_of(type(of));
+      copy_in(to[at], row, type(of), {tile.count, columns, pitch}, stride);
     };
     load(0, given_.q, tiling_.q_type, tiling_.q_token, key_head, keys, key_stride_);
     load(k_at_, given_.k, tiling_.k_type, tiling_.k_token, key_head, keys, key_stride_);

@@ -27,8 +27,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "of the series' last term alone, in one element of a tile: 1.4e-7 of it at the most",
     ("causal_conv1d_update/causal_conv1d_update_ascendc.cpp", "a condition forgotten",
      "piece / tiling_.sequences != block"): AGAIN,
-    ("causal_conv1d_update/causal_conv1d_update_ascendc.cpp", "a condition never met",
-     "pitch >= count_"): ONE_BY_ONE,
     ("causal_conv1d_update/causal_conv1d_update_ascendc.cpp", "a condition forgotten", "whole"):
         "a Gather that repeats 0 times does nothing",
     ("causal_conv1d_update/causal_conv1d_update_ascendc.cpp", "an element less", "8"):
@@ -37,8 +35,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
      "Wait<HardEvent::S_V>();"): BISHENG,
     ("gated_delta_rule_update/gated_delta_rule_update_ascendc.cpp", "a condition forgotten",
      "!tiling.v_first"): UNUSED,
-    ("gated_delta_rule_update/gated_delta_rule_update_ascendc.cpp", "a condition never met",
-     "pitch >= columns"): ONE_BY_ONE,
     ("gated_delta_rule_update/gated_delta_rule_update_ascendc.cpp", "a condition never met",
      "!tiling_.slot_per_token"):
         "the one slot gets the state after each token, the last of which is right",

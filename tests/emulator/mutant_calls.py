@@ -72,9 +72,10 @@ def _more_heads() -> dict[str, dict]:
 def _more_norms() -> dict[str, dict]:
     draw = _normal()
     x = {"x": draw(320, 64), "weight": draw(64), "z": draw(320, 64)}
-    shared = {"x": draw(160, 2, 64), "weight": draw(64), "z": draw(160, 1, 64).expand(160, 2, 64)}
+    z = draw(160, 128).as_strided((160, 2, 64), (128, 32, 1))
+    overlapping = {"x": draw(160, 2, 64), "weight": draw(64), "z": z}
     # Eight for each of 40 cores: buffers with a number for each row have no more than those.
-    return {"tiles of eight rows": x, "rows expanded from one": shared}
+    return {"tiles of eight rows": x, "rows that overlap": overlapping}
 
 
 # ---- causal_conv1d_update ----
