@@ -3,8 +3,8 @@
 python gdn_ranks.py STORE RANK    in two processes
 
 Each rank builds the whole layer in a group of its own, and its share of it, cut from the same
-weights. Prints the largest error of outputs and gradients, of the largest number of each, and the
-operators of npu-ops that a step calls.
+weights: of the heads, and of the tokens. Prints the largest error of outputs and gradients, of the
+largest number of each, and the operators of npu-ops that a step calls.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ import types
 import megatron_cpu
 import torch
 import torch.distributed as dist
+from cp_ranks import dealt
 from npu_ops_tools import demo_model
 
 SECTIONS = (64, 64, 128, 128, 4, 4)  # of in_proj: q, k, v, gate, beta, alpha; the first 3 of conv
 
 
-def layer(shared: bool):
+def layer(tensor: bool = False, context: bool = False):
+    """Whole on each rank, or shared: its heads, or the tokens."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     config = megatron_cpu.transformer_config("rope", **demo_model.HYBRID)
     spec = demo_model.gated_delta_net(get_gpt_layer_local_spec(normalization="RMSNorm"))
     spec = spec.submodules.self_attention
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    groups = types.SimpleNamespace(tp=dist.group.WORLD if shared else alone, cp=alone)
+    tp, cp = (dist.group.WORLD if shared else alone for shared in (tensor, context))
+    groups = types.SimpleNamespace(tp=tp, cp=cp)
     return spec.module(config, spec.submodules, layer_number=1, pg_collection=groups)
 
 
@@ -63,12 +66,13 @@ def randomise(module) -> None:
 @torch.no_grad()
 def layers(rank: int):
     torch.manual_seed(0)
-    whole, shared = layer(shared=False), layer(shared=True)
+    whole, shared, spread = layer(), layer(tensor=True), layer(context=True)
     randomise(whole)
+    spread.load_state_dict(whole.state_dict())
     weights = dict(whole.named_parameters())
     for name, p in shared.named_parameters():
         p.copy_(cut(name, weights[name], rank))
-    return whole, shared
+    return whole, shared, spread
 
 
 def errors(rank: int, whole, shared, hidden, **packing) -> dict[str, float]:
@@ -82,13 +86,28 @@ def errors(rank: int, whole, shared, hidden, **packing) -> dict[str, float]:
     return found
 
 
+def context_errors(rank: int, whole, spread, hidden, starts=(), **packing) -> dict[str, float]:
+    """Each rank has two chunks of each sequence's four, and the gradients of weights by those."""
+    own = dealt(starts or [0, len(hidden)], rank, 2)
+    expected, actual = step(whole, hidden, **packing), step(spread, hidden[own], **packing)
+    found = {}
+    for name, value in actual.items():
+        if name in ("output", "hidden"):
+            wanted = expected[name][own]
+        else:
+            wanted = expected[name]
+            dist.all_reduce(value)
+        found[name] = ((value - wanted).abs().max() / wanted.abs().max()).item()
+    return found
+
+
 def main() -> None:
     store, rank = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
     megatron_cpu.start(dist.FileStore(store, 2), rank, 2)
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    whole, shared = layers(rank)
+    whole, shared, spread = layers(rank)
     hidden = torch.randn(80, 1, 64, generator=torch.Generator().manual_seed(1))
     starts = torch.tensor([0, 7, 77, 80], dtype=torch.int32)
     packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
@@ -98,7 +117,18 @@ def main() -> None:
         found["packed"] = errors(rank, whole, shared, hidden, packed_seq_params=packing)
     except NotImplementedError:
         found["packed"] = "refused"  # by Megatron up to 0.17
-    print(json.dumps({"errors": found, "calls": counter.calls}), flush=True)
+    calls = {"plain": counter.calls}
+    if hasattr(whole, "cp_size"):
+        starts = [0, 16, 64, 80]
+        lengths = torch.tensor(starts, dtype=torch.int32)
+        packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
+        with demo_model.Counter() as counter:
+            found["context"] = context_errors(rank, whole, spread, hidden)
+            found["packed context"] = context_errors(
+                rank, whole, spread, hidden, starts, packed_seq_params=packing
+            )
+        calls["context"] = counter.calls
+    print(json.dumps({"errors": found, "calls": calls}), flush=True)
     dist.barrier()
 
 

@@ -36,3 +36,20 @@ def run_checks(version: str, mode: str) -> dict[str, str | None]:
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     stopped = f"not reached: the process ended with {done.returncode}\n{done.stderr[-3000:]}"
     return {"stopped": stopped} | dict(lines)
+
+
+def ranks(program: str, store: pathlib.Path, number: int, version: str) -> list[dict]:
+    """What each rank of a program, `PROGRAM STORE RANK RANKS`, prints as its last line."""
+    path = environment(HERE, fetch_megatron.tree(version), OMP_NUM_THREADS="1")
+    command = [sys.executable, str(HERE / program), str(store)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [
+        subprocess.Popen([*command, str(rank), str(number)], env=path, **pipes)
+        for rank in range(number)
+    ]
+    found = []
+    for done in started:
+        out, err = done.communicate(timeout=300)
+        assert done.returncode == 0, err[-3000:]
+        found.append(json.loads(out.splitlines()[-1]))
+    return found

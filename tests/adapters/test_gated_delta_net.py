@@ -1,12 +1,8 @@
 """What the adapters of Gated Delta Net leave to fla, where it is installed."""
 
-import json
-import pathlib
-import subprocess
-import sys
 import types
 
-import fetch_megatron
+import processes
 import pytest
 import torch
 from npu_ops_adapters.megatron import (
@@ -16,32 +12,26 @@ from npu_ops_adapters.megatron import (
     l2norm,
     rms_norm_gated,
 )
-from processes import environment
 
 import npu_ops
 
-HERE = pathlib.Path(__file__).parent
 
-
-@pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])  # a module, and a package
-def test_two_ranks_equal_one(tmp_path, version):
-    """Tensor parallelism with gloo: the heads of a layer, cut from the same weights."""
-    path = environment(HERE, fetch_megatron.tree(version), OMP_NUM_THREADS="1")
-    command = [sys.executable, str(HERE / "gdn_ranks.py"), str(tmp_path / "store")]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank)], env=path, **pipes) for rank in range(2)]
-    for done in ranks:
-        out, err = done.communicate(timeout=300)
-        assert done.returncode == 0, err[-3000:]
-        report = json.loads(out.splitlines()[-1])
-        plain, packed = report["errors"]["plain"], report["errors"]["packed"]
-        assert len(plain) == 8 and max(plain.values()) < 1e-5, plain
-        if version == "0.16.1":
-            assert packed == "refused"
-        else:
-            assert len(packed) == 8 and max(packed.values()) < 1e-5, packed
-        assert report["calls"]["npu_ops.chunk_gated_delta_rule.default"] == 2
-        assert report["calls"]["npu_ops.chunk_gated_delta_rule_backward.default"] == 2
+# A module without packed sequences or context parallelism, and a package with both.
+@pytest.mark.parametrize(
+    "version, cases",
+    [("0.16.1", {"plain"}), ("0.19.2", {"plain", "packed", "context", "packed context"})],
+)
+def test_two_ranks_equal_one(tmp_path, version, cases):
+    """Of tensor parallelism, where ranks share heads, and of context parallelism: tokens."""
+    for report in processes.ranks("gdn_ranks.py", tmp_path / "store", 2, version):
+        found = {case: errors for case, errors in report["errors"].items() if errors != "refused"}
+        assert found.keys() == cases
+        for errors in found.values():
+            assert len(errors) == 8 and max(errors.values()) < 1e-5, found
+        assert report["calls"].keys() == cases & {"plain", "context"}
+        for case, calls in report["calls"].items():
+            for op in ("chunk_gated_delta_rule", "chunk_gated_delta_rule_backward"):
+                assert calls[f"npu_ops.{op}.default"] == {"plain": 2, "context": 4}[case]
 
 
 def rows(*shape, dtype=torch.float32):
@@ -97,7 +87,7 @@ def test_what_l2norm_leaves_to_fla():
     assert l2norm.replace(theirs)(rows(3, 8)).equal(npu_ops.l2norm(rows(3, 8)))
 
 
-@pytest.mark.parametrize("taps, options", [(5, {}), (4, {"residual": rows(2, 9, 6)})])
+@pytest.mark.parametrize("taps, options", [(9, {}), (4, {"residual": rows(2, 9, 6)})])
 def test_convolutions_that_are_left_to_fla(taps, options):
     x, weight = rows(2, 9, 6), rows(6, taps)
     name, args, kwargs = causal_conv1d.replace(theirs)(x, weight, activation="silu", **options)

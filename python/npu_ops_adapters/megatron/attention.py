@@ -21,6 +21,7 @@ import npu_ops
 from npu_ops.core import check
 from npu_ops.core.hardware import is_captured
 from npu_ops.core.library import is_plain
+from npu_ops_adapters import context_parallel
 from npu_ops_adapters.patching import Patch
 
 _LOCAL = ("megatron.core.transformer.dot_product_attention", "DotProductAttention")
@@ -56,7 +57,7 @@ def npuify(spec: Any) -> Any:
 
     Returns:
         The same, with classes in place of DotProductAttention and TEDotProductAttention. Building
-        a layer from it raises ValueError for what they do not do, e.g. context parallelism.
+        a layer from it raises ValueError for what they do not do, e.g. learnable softmax.
     """
     if isinstance(spec, type):
         return _module(spec) if spec in _theirs() else spec
@@ -77,9 +78,9 @@ def npuify(spec: Any) -> Any:
 
 def why_not(config: Any) -> str | None:
     """None, or a sentence on what of a TransformerConfig the module does not do."""
-    context = getattr(config, "context_parallel_size", 1)
-    if context > 1:
-        return f"context_parallel_size: got {context}, needs 1: keys of other ranks are not here"
+    reason = context_parallel.why_not(config)
+    if reason:
+        return reason
     softmax = getattr(config, "softmax_type", "vanilla")
     if softmax not in ("vanilla", "off-by-one"):  # a parameter of theirs, with its checkpoints
         return f"softmax_type: got {softmax!r}, needs 'vanilla' or 'off-by-one'"
@@ -144,6 +145,8 @@ def _module(original: type) -> type:
             self.softmax_scale = softmax_scale
             if softmax_scale is None:
                 self.softmax_scale = 1.0 / math.sqrt(config.kv_channels)
+            self._shared = getattr(config, "context_parallel_size", 1) > 1
+            self._groups = more.get("pg_collection")
             arguments = (config, layer_number, attn_mask_type, attention_type)
             settings = {"attention_dropout": attention_dropout, "softmax_scale": softmax_scale}
             self._build = functools.partial(original, *arguments, **settings, **more)
@@ -166,7 +169,8 @@ def _module(original: type) -> type:
             call = (query, key, value, attention_mask, attn_mask_type, attention_bias)
             plain = all(option is None for option in more.values())
             if plain:
-                out = attend(self, *call, packed_seq_params, by_type=self._by_type)
+                group = context_parallel.group_of(self._groups) if self._shared else None
+                out = attend(self, *call, packed_seq_params, by_type=self._by_type, group=group)
                 if out is not None:
                     return out
             return self._original()(*call, packed_seq_params, **more)
@@ -184,34 +188,102 @@ def _module(original: type) -> type:
 
 
 def attend(
-    layer, query, key, value, mask, mask_type, bias, packing, by_type: bool, scale=None
+    layer, query, key, value, mask, mask_type, bias, packing, by_type: bool, scale=None, group=None
 ) -> torch.Tensor | None:
     """What a core attention returns for this call, `[s, b, h]` or `[t, h]`; None: not ours.
 
     by_type: as Transformer Engine, a causal type is the whole mask; else a mask that is given is.
+    group: of ranks that share each sequence.
     """
     if not _fits(query, key, value, bias, packing):
         return None
-    if packing is None:
-        given = _dense(layer, query, key, mask, mask_type, by_type)
+    if group is not None and group.size() > 1:
+        of = _shared_dense if packing is None else _shared_packed
+        calls = of(layer, query, key, value, mask, mask_type, bias, packing, by_type, group)
+    elif packing is None:
+        calls = _whole(query, key, value, _dense(layer, query, key, mask, mask_type, by_type))
     else:
-        given = _packed(layer, query, key, mask_type, packing)
-    if given is None:
+        calls = _whole(query, key, value, _packed(layer, query, key, mask_type, packing))
+    if calls is None:
         return None
     config, dropout = layer.config, layer.attention_dropout.p if layer.training else 0.0
     with _generator(config, dropout):
-        out = npu_ops.attention(
-            query,
-            key,
-            value,
-            bias=bias,
-            scale=layer.softmax_scale if scale is None else scale,
-            dropout_p=dropout,
-            deterministic=bool(getattr(config, "deterministic_mode", False)),
-            sinks=_sinks(config, query),
-            **given,
-        )
-    return out.flatten(-2)
+        parts = [
+            npu_ops.attention(
+                *tensors,
+                bias=bias,
+                scale=layer.softmax_scale if scale is None else scale,
+                dropout_p=dropout,
+                deterministic=bool(getattr(config, "deterministic_mode", False)),
+                sinks=_sinks(config, query),
+                **given,
+            )
+            for tensors, given in calls
+        ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(-2)
+
+
+def _whole(query, key, value, given: dict | None) -> list | None:
+    return None if given is None else [((query, key, value), given)]
+
+
+def _shared_dense(
+    layer, query, key, value, mask, mask_type, bias, packing, by_type, group
+) -> list | None:
+    """The calls for `[s, b, n, d]` of which this rank has two chunks; all ranks decide alike."""
+    kind = (mask_type if by_type and mask_type is not None else layer.attn_mask_type).name
+    mask = None if by_type else mask
+    if mask is None:
+        fits = kind in ("causal", "no_mask")
+    else:
+        fits = _is_mask(mask, query, key, len(key) * group.size())
+    if not fits or bias is not None or len(query) != len(key) or len(query) % 2:
+        return None
+    keys, values = (context_parallel.in_order(x, group) for x in (key, value))
+    given = {"layout": "SBND"}
+    if mask is None and kind == "no_mask":
+        return _whole(query, keys, values, given)
+    if mask is not None and not _readable_causal(mask, group):
+        return _whole(query, keys, values, given | {"attn_mask": _takes_part(mask, None)})
+    halves = zip(query.chunk(2), context_parallel.chunks_of(group), strict=True)
+    ends = [(half, (chunk + 1) * len(half)) for half, chunk in halves]
+    return [((half, keys[:end], values[:end]), given | {"is_causal": True}) for half, end in ends]
+
+
+def _readable_causal(mask: torch.Tensor, group) -> bool:
+    readable = is_plain(mask) and not is_captured(mask.device)
+    return readable and context_parallel.is_causal_part(mask, group)
+
+
+def _shared_packed(
+    layer, query, key, value, mask, mask_type, bias, packing, by_type, group
+) -> list | None:
+    """The call for `[t, n, d]`: each of this rank's chunks is a sequence with its own keys."""
+    starts = _starts(layer, query, mask_type, packing)
+    if starts is None or bias is not None or is_captured(query.device):
+        return None
+    queries, keys = (x.detach().cpu() for x in starts)
+    causal = "causal" in (mask_type or layer.attn_mask_type).name
+    if not keys.equal(queries) or int(queries[0]) or len(query) != len(key):
+        return None
+    if int(queries[-1]) != len(query) * group.size():
+        return None
+    found = context_parallel.packed(queries, group, causal)
+    if found is None:
+        return None
+    rows = found.rows.to(query.device)
+    gathered = (context_parallel.all_gather(x, group).flatten(0, 1)[rows] for x in (key, value))
+    longest = found.longest
+    given = {
+        "layout": "TND",
+        "is_causal": causal,
+        "cu_seqlens_q": found.queries.to(query.device),
+        "cu_seqlens_k": found.keys.to(query.device),
+        "cu_seqlens_cpu": (found.queries, found.keys),
+        "max_seqlen_q": longest[0],
+        "max_seqlen_k": longest[1],
+    }
+    return [((query, *gathered), given)]
 
 
 def _sinks(config, query) -> torch.Tensor | None:
@@ -285,9 +357,9 @@ def _window(layer) -> tuple[int, int] | None:
     return tuple(size) if windowed is None or windowed(size, skip, layer.layer_number) else None
 
 
-def _is_mask(mask, query, key) -> bool:
+def _is_mask(mask, query, key, keys: int | None = None) -> bool:
     """Whether it is Megatron's: True leaves out, `[b, n, sq, sk]` where each may be 1."""
-    full = (query.shape[1], query.shape[2], query.shape[0], key.shape[0])
+    full = (query.shape[1], query.shape[2], query.shape[0], keys or key.shape[0])
     return (
         isinstance(mask, torch.Tensor)
         and mask.dtype == torch.bool
@@ -325,22 +397,12 @@ def _packed(layer, query, key, mask_type, packing) -> dict | None:
 
     Padding is seen by no token before it, so with a causal mask it changes nothing.
     """
-    kind = (mask_type or layer.attn_mask_type).name
-    padded = [getattr(packing, f"cu_seqlens_{x}_padded", None) for x in ("q", "kv")]
-    starts = [
-        getattr(packing, f"cu_seqlens_{x}", None) if p is None else p
-        for x, p in zip(("q", "kv"), padded, strict=True)
-    ]
-    if (
-        getattr(packing, "qkv_format", None) != "thd"
-        or (getattr(packing, "local_cp_size", None) or 1) > 1
-        or ("causal" not in kind and any(p is not None for p in padded))
-        or not all(_is_lengths(x, query) for x in starts)
-    ):
+    starts = _starts(layer, query, mask_type, packing)
+    if starts is None:
         return None
     given = {
         "layout": "TND",
-        "is_causal": "causal" in kind,
+        "is_causal": "causal" in (mask_type or layer.attn_mask_type).name,
         "window": _window(layer),
         "cu_seqlens_q": starts[0],
     }
@@ -357,6 +419,24 @@ def _packed(layer, query, key, mask_type, packing) -> dict | None:
         return given
     both = {"cu_seqlens_cpu": (queries.ends, keys.ends)}
     return given | both | {"cu_seqlens_k": starts[1], "max_seqlen_k": keys.longest}
+
+
+def _starts(layer, query, mask_type, packing) -> list[torch.Tensor] | None:
+    """Where sequences of queries and of keys start, on the device; None: not for us."""
+    kind = (mask_type or layer.attn_mask_type).name
+    padded = [getattr(packing, f"cu_seqlens_{x}_padded", None) for x in ("q", "kv")]
+    starts = [
+        getattr(packing, f"cu_seqlens_{x}", None) if p is None else p
+        for x, p in zip(("q", "kv"), padded, strict=True)
+    ]
+    if (
+        getattr(packing, "qkv_format", None) != "thd"
+        or (getattr(packing, "local_cp_size", None) or 1) > 1
+        or ("causal" not in kind and any(p is not None for p in padded))
+        or not all(_is_lengths(x, query) for x in starts)
+    ):
+        return None
+    return starts
 
 
 class _Lengths(NamedTuple):

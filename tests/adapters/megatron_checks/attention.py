@@ -175,12 +175,12 @@ def attention_of_what_it_does_not_do_is_megatrons():
         assert "Packed sequence is not supported by DotProductAttention" in str(error)
     else:
         raise AssertionError("it was taken")
-    config = types.SimpleNamespace(context_parallel_size=2)
-    sentence = "context_parallel_size: got 2, needs 1: keys of other ranks are not here"
+    config = types.SimpleNamespace(context_parallel_size=2, window_size=(8, 0))
+    sentence = "context_parallel_size: got 2 with window_size, needs 1"
     assert attention.why_not(config) == sentence
     try:
         attention.npuify(DotProductAttention)(config, 1, None, "self")
     except ValueError as error:
         assert str(error) == sentence
     else:
-        raise AssertionError("context parallelism was taken")
+        raise AssertionError("windows were taken under context parallelism")

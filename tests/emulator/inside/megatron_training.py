@@ -5,7 +5,6 @@ trains all of it alone, then they share it by tensor and by context parallelism.
 """
 
 import collections
-import copy
 import json
 import os
 
@@ -18,35 +17,11 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 from npu_ops_emulator import triton_driver
 
 LENGTH, VOCABULARY, STEPS = 32, 128, 3
-
-
-class GatheringAttention(DotProductAttention):
-    """Megatron's local attention, which knows no context parallelism, on all keys and values."""
-
-    def __init__(self, config, *args, **named):
-        alone = copy.copy(config)
-        alone.context_parallel_size = 1
-        super().__init__(alone, *args, **named)
-
-    def forward(self, query, key, value, attention_mask, *args, **named):
-        return super().forward(query, whole(key), whole(value), attention_mask, *args, **named)
-
-
-def whole(x):
-    """[s, b, n, d] of all ranks, in order. Of 2r chunks a rank has one and its mirror image."""
-    group = parallel_state.get_context_parallel_group()
-    x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
-    ranks = group.size()
-    first = [2 * rank for rank in range(ranks)]
-    chunks = x.unflatten(0, (2 * ranks, -1))
-    return chunks[first + [place + 1 for place in reversed(first)]].flatten(0, 1)
 
 
 def build(tensor_ranks, context_ranks):
@@ -60,8 +35,6 @@ def build(tensor_ranks, context_ranks):
         context_parallel_size=context_ranks,
     )  # fmt: skip
     layer = get_gpt_layer_local_spec()
-    if context_ranks > 1:
-        layer.submodules.self_attention.submodules.core_attention = GatheringAttention
     return GPTModel(
         config=config, transformer_layer_spec=layer, vocab_size=VOCABULARY,
         max_sequence_length=LENGTH, position_embedding_type="mrope", rotary_percent=0.5,

@@ -1,0 +1,109 @@
+"""Core attention where the ranks of a group share each sequence, as Megatron deals it out.
+
+A sequence has 2 n equal chunks, and rank r has chunks r and 2 n - 1 - r, so that causal masks leave
+all ranks the same work. Each rank gathers the keys and values of all, and its two chunks of queries
+see those up to their own ends. Gradients go back the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import NamedTuple
+
+import torch
+
+from npu_ops.core.collective import all_gather
+
+
+def why_not(config) -> str | None:
+    """None, or a sentence on why layers of this TransformerConfig keep what they have."""
+    size = getattr(config, "context_parallel_size", 1)
+    if size == 1:
+        return None
+    if getattr(config, "window_size", None) is not None:
+        return f"context_parallel_size: got {size} with window_size, needs 1"
+    if "mindspeed" in sys.modules:
+        return f"context_parallel_size: got {size}, needs 1: MindSpeed deals sequences out anew"
+    return None
+
+
+def group_of(collection):
+    """The ranks that share sequences: of a layer's process groups, or Megatron's own."""
+    group = getattr(collection, "cp", None)
+    state = sys.modules["megatron.core.parallel_state"]
+    return state.get_context_parallel_group() if group is None else group
+
+
+# [s, b, n, d]
+
+
+def in_order(x: torch.Tensor, group) -> torch.Tensor:
+    """`[ranks * s, ...]`, the tokens of all ranks, of this one's `[s, ...]`."""
+    chunks = all_gather(x, group).unflatten(1, (2, -1))
+    return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
+
+
+def is_causal_part(mask: torch.Tensor, group) -> bool:
+    """Whether a mask, True where a key is left out, is this rank's rows of just the causal one."""
+    rows, columns = mask.shape[-2:]
+    if mask.numel() != rows * columns:
+        return False
+    places = torch.arange(columns, device=mask.device)
+    own = torch.cat([places.chunk(2 * group.size())[chunk] for chunk in chunks_of(group)])
+    return mask.reshape(rows, columns).equal(places > own[:, None])
+
+
+def chunks_of(group) -> tuple[int, int]:
+    """Which chunks of a sequence this rank has."""
+    return group.rank(), 2 * group.size() - 1 - group.rank()
+
+
+# [t, n, d]
+
+
+class Packed(NamedTuple):
+    """This rank's chunks as sequences, and the gathered rows that are their keys."""
+
+    queries: torch.Tensor  # where chunks start, on the host
+    keys: torch.Tensor
+    rows: torch.Tensor
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        return int(self.queries.diff().max()), int(self.keys.diff().max())
+
+
+def packed(starts: torch.Tensor, group, causal: bool) -> Packed | None:
+    """How to attend where whole sequences start as `starts` says, on the host.
+
+    None: a sequence is not whole chunks.
+    """
+    if (starts.diff() % (2 * group.size())).any():
+        return None
+    return _packed(tuple(starts.tolist()), group.size(), group.rank(), causal)
+
+
+@functools.lru_cache(maxsize=8)  # every layer of a step asks
+def _packed(starts: tuple[int, ...], ranks: int, rank: int, causal: bool) -> Packed:
+    starts = torch.tensor(starts, dtype=torch.int64, device="cpu")
+    sizes = starts.diff() // (2 * ranks)  # of a sequence's chunks
+    first = torch.tensor([rank, 2 * ranks - 1 - rank], dtype=torch.int64, device="cpu")
+    seen = first + 1 if causal else torch.full_like(first, 2 * ranks)
+    keys = (sizes[:, None] * seen).flatten()
+    sequence = torch.arange(len(sizes), device="cpu").repeat_interleave(2).repeat_interleave(keys)
+    at = torch.arange(len(sequence), device="cpu") - _ends(keys)[:-1].repeat_interleave(keys)
+    size = sizes[sequence]
+    chunk = at // size
+    mirrored = chunk >= ranks
+    owner = torch.where(mirrored, 2 * ranks - 1 - chunk, chunk)
+    place = starts[sequence] // ranks + mirrored * size + at % size
+    return Packed(
+        _ends(sizes.repeat_interleave(2)).int(),
+        _ends(keys).int(),
+        owner * (starts[-1] // ranks) + place,
+    )
+
+
+def _ends(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
