@@ -49,7 +49,7 @@ def is_causal_part(mask: torch.Tensor, group) -> bool:
     rows, columns = mask.shape[-2:]
     if mask.numel() != rows * columns:
         return False
-    places = torch.arange(columns, device=mask.device)
+    places = torch.arange(columns, device=mask.device, dtype=torch.int64)
     own = torch.cat([places.chunk(2 * group.size())[chunk] for chunk in chunks_of(group)])
     return mask.reshape(rows, columns).equal(places > own[:, None])
 
@@ -91,8 +91,8 @@ def _packed(starts: tuple[int, ...], ranks: int, rank: int, causal: bool) -> Pac
     first = torch.tensor([rank, 2 * ranks - 1 - rank], dtype=torch.int64, device="cpu")
     seen = first + 1 if causal else torch.full_like(first, 2 * ranks)
     keys = (sizes[:, None] * seen).flatten()
-    sequence = torch.arange(len(sizes), device="cpu").repeat_interleave(2).repeat_interleave(keys)
-    at = torch.arange(len(sequence), device="cpu") - _ends(keys)[:-1].repeat_interleave(keys)
+    sequence = _numbers(len(sizes)).repeat_interleave(2).repeat_interleave(keys)
+    at = _numbers(len(sequence)) - _ends(keys)[:-1].repeat_interleave(keys)
     size = sizes[sequence]
     chunk = at // size
     mirrored = chunk >= ranks
@@ -103,6 +103,10 @@ def _packed(starts: tuple[int, ...], ranks: int, rank: int, causal: bool) -> Pac
         _ends(keys).int(),
         owner * (starts[-1] // ranks) + place,
     )
+
+
+def _numbers(count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int64, device="cpu")
 
 
 def _ends(lengths: torch.Tensor) -> torch.Tensor:
