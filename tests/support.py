@@ -62,7 +62,7 @@ def implementations(table) -> list:
         for device in devices()
         for place, implementation in enumerate(table.implementations)
         if device in (implementation.devices or {"cpu"})
-        if implementation.name != "aclnn" or place == 0
+        if implementation.name not in ("aclnn", "fla_npu") or place == 0
     ]
 
 

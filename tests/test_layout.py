@@ -175,7 +175,7 @@ def test_departures_from_the_protocol_are_found(change, said):
 
 
 def test_implementations_have_the_houses_names():
-    names = {"ascendc", "aclnn", "triton_ascend", "cpu", "reference"}
+    names = {"ascendc", "aclnn", "fla_npu", "triton_ascend", "cpu", "reference"}
     for table in Table.tables.values():
         assert {i.name for i in table.implementations} <= names
         assert table.implementations[-1].name == "reference"

@@ -70,7 +70,8 @@ SWITCHES = (
         "",
         "`op=implementation,...`",
         "Force an implementation, to bisect. It is an error if that implementation cannot run the "
-        "call. Implementations: `ascendc`, `aclnn`, `triton_ascend`, `cpu`, `reference`.",
+        "call. Implementations: `ascendc`, `aclnn`, `fla_npu`, `triton_ascend`, `cpu`, "
+        "`reference`.",
     ),
     Switch(
         "NPU_OPS_STRICT",

@@ -7,7 +7,9 @@ every operator. The native library adds CPU kernels to them (`TORCH_LIBRARY_IMPL
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+import inspect
 import json
 import pathlib
 
@@ -200,6 +202,24 @@ def torch_npu_why_not(operator: str, *arguments: str) -> str | None:
     known = {argument.name for argument in found.default._schema.arguments}
     missing = [argument for argument in arguments if argument not in known]
     return f"torch_npu's {operator} has no {', '.join(missing)}" if missing else None
+
+
+@functools.cache
+def fla_npu_why_not(operator: str, *arguments: str) -> str | None:
+    """None, or a sentence on why fla_npu here has no such operator that takes these arguments.
+
+    Imports fla_npu, which needs CANN. By the functions that it wraps, which have signatures.
+    """
+    if importlib.util.find_spec("fla_npu") is None:
+        return "fla_npu is not installed"
+    try:
+        found = importlib.import_module("fla_npu.ops.ascendc").ASCENDC_CTYPES_OPS.get(operator)
+    except Exception as error:  # no CANN, or one of another version: anything
+        return f"fla_npu does not work: {type(error).__name__}: {error}"
+    if found is None:
+        return f"fla_npu has no {operator}"
+    missing = [name for name in arguments if name not in inspect.signature(found).parameters]
+    return f"fla_npu's {operator} has no {', '.join(missing)}" if missing else None
 
 
 def dtype_why_not(*args) -> str | None:

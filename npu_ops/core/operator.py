@@ -85,6 +85,8 @@ class Operator:
             this is for the reference and for calls that need no kernel.
         aclnn: torch_npu has operators for it, which the op's `aclnn.py` calls: "first", or "behind"
             our own kernels, where NPU_OPS_IMPL and what `npu-ops tune` measured choose them.
+        fla_npu: that package has an operator for it, which the op's `fla_npu.py` calls; last of all
+            that run on an NPU.
         ascendc: it has an AscendC kernel and a native launcher of it. Triton's comes first: that
             one is compiled by the vendor's compiler here.
         cpu_in_python: the CPU implementation is in the op's `cpu.py`, not in the native library.
@@ -108,6 +110,7 @@ class Operator:
         zeroed: Callable[[NamedTuple], bool] | None = None,
         check_indices: Callable[[NamedTuple], None] | None = None,
         aclnn: Literal["first", "behind"] | None = None,
+        fla_npu: bool = False,
         ascendc: bool = False,
         cpu_in_python: bool = False,
     ):
@@ -132,7 +135,7 @@ class Operator:
         self._overwritten = [i for i, a in enumerate(self.takes) if a.is_written]
         arguments = [argument.name for argument in (*self.takes, *self.writes)]
         written = [*(a.name for a in self.takes if a.is_written), *outputs]
-        usual = self._usual(why_not or {}, aclnn, ascendc, cpu_in_python)
+        usual = self._usual(why_not or {}, aclnn, fla_npu, ascendc, cpu_in_python)
         self.table = Table(name, usual, arguments, written)
         library.operator(self._schema(), self.run, self._fake)
 
@@ -222,6 +225,7 @@ class Operator:
         self,
         why_not: Mapping[str, WhyNot],
         aclnn: str | None,
+        has_fla_npu: bool,
         has_ascendc: bool,
         cpu_in_python: bool,
     ) -> list[Implementation]:
@@ -241,6 +245,7 @@ class Operator:
             return Implementation(name, load, frozenset(devices), against)
 
         of_vendor = usual("aclnn", {"npu"}, dtypes=_nothing)
+        of_fla_npu = usual("fla_npu", {"npu"}, dtypes=_nothing)
         launcher = ascendc_kernels.launcher(self.op, self.name, arguments) if has_ascendc else None
         missing = functools.partial(ascendc_kernels.why_not, self.op)
         native = usual("ascendc", {"npu"}, lambda x: missing(x.device), load=launcher)
@@ -253,6 +258,7 @@ class Operator:
             usual("triton_ascend", {"npu", "cuda"}, lambda _: library.triton_why_not()),
             *([native] if has_ascendc else []),
             *([of_vendor] if aclnn == "behind" else []),
+            *([of_fla_npu] if has_fla_npu else []),
             cpu,
             self._reference_checked(),
         ]

@@ -351,7 +351,8 @@ def test_explain_says_what_the_call_does(name, registered, caplog):
     chosen = [v.implementation for v in verdicts if v.why_not is None]
     order = [i.implementation for i in verdicts]
     op = verdicts[0].op
-    vendors = ["aclnn"] if (ROOT / f"npu_ops/ops/{op}/aclnn.py").exists() else []
+    known = ("aclnn", "fla_npu")
+    vendors = [name for name in known if (ROOT / f"npu_ops/ops/{op}/{name}.py").exists()]
     first, behind = (vendors, []) if op == "attention" else ([], vendors)
     native = ["ascendc"] if (ROOT / f"csrc/{op}/{op}_ascendc.cpp").exists() else []
     assert order == [*first, "triton_ascend", *native, *behind, "cpu", "reference"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from npu_ops.core.operator import Backward, Operator
 from npu_ops.core.rows import in_one_piece, like_one_piece
-from npu_ops.ops.causal_conv1d import aclnn, layout, reference
+from npu_ops.ops.causal_conv1d import aclnn, fla_npu, layout, reference
 
 _LAY_OUT = (
     dict.fromkeys(("x", "residual", "grad_y"), in_one_piece)
@@ -20,8 +20,9 @@ forward = Operator(
     new=lambda inputs: (like_one_piece(inputs.x), layout.final_state(inputs)),
     reference=reference.with_final_state,
     lay_out=_LAY_OUT,
-    why_not={"aclnn": aclnn.why_not},
+    why_not={"aclnn": aclnn.why_not, "fla_npu": fla_npu.why_not},
     aclnn="behind",
+    fla_npu=True,
     empty=layout.no_tokens,
     check_indices=layout.check_starts,
 )

@@ -22,6 +22,11 @@ _EPS = 1e-6  # of the norm of q and k
 
 def why_not(arguments) -> str | None:
     """None, or a sentence on why the operator does not take the implementations' arguments."""
+    return limits(arguments) or _missing()
+
+
+def limits(arguments) -> str | None:
+    """What the operator has against a call; fla_npu's is documented to have the same limits."""
     q, v, state = arguments.q, arguments.v, arguments.state
     if {x.dtype for x in (q, arguments.k, v)} != {torch.bfloat16}:
         return f"q is {check.short(q.dtype)}, the vendor's operator takes bfloat16 q, k and v"
@@ -38,7 +43,7 @@ def why_not(arguments) -> str | None:
         return f"the vendor's operator has at most {_HEADS} heads of {_DIM}"
     if not state.numel():
         return "the pool is empty, the vendor's operator takes no empty tensor"
-    return _missing()
+    return None
 
 
 _missing = functools.partial(
@@ -47,12 +52,17 @@ _missing = functools.partial(
 )  # fmt: skip
 
 
-def gated_delta_rule_update(
-    q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens, num_accepted_tokens,
+def gated_delta_rule_update(*arguments) -> None:
+    """Write o, and update the states in place; the arguments are the operator's."""
+    update_by(recurrent, *arguments)
+
+
+def update_by(
+    run, q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens, num_accepted_tokens,
     intermediate_states, intermediate_state_indices, scale, normalize, state_v_first, update,
     softplus_beta, softplus_threshold, o,
 ):  # fmt: skip
-    """Write o, and update the states in place; the arguments are the operator's."""
+    """The same by a function that is called as `recurrent`."""
     tokens, count = q.shape[0], state_indices.shape[0]
     pool = state if state_v_first else state.transpose(-1, -2)
     first, slots, right = _slots(state_indices, num_accepted_tokens, tokens // count)
@@ -64,7 +74,7 @@ def gated_delta_rule_update(
     if normalize:
         # Rounded to bf16, as the operator reads it.
         q, k = (norm.l2norm(x, _EPS).to(x.dtype) for x in (q, k))
-    found = recurrent(q, k, v, states, beta.to(q.dtype), g.float(), count, scale)
+    found = run(q, k, v, states, beta.to(q.dtype), g.float(), count, scale)
     _write(found, known, right & (first == -1), slots, pool.shape[0], o)
     if update:
         kept = known[:, None] & (slots >= 0) & (slots < pool.shape[0])

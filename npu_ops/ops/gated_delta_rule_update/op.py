@@ -6,7 +6,7 @@ import torch
 
 from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Operator
-from npu_ops.ops.gated_delta_rule_update import aclnn, reference
+from npu_ops.ops.gated_delta_rule_update import aclnn, fla_npu, reference
 from npu_ops.ops.gated_delta_rule_update.arguments import check_values
 from npu_ops.ops.gdn_gate.softplus import plain_alone
 
@@ -42,8 +42,9 @@ forward = Operator(
     writes="o",
     new=lambda inputs: dense_like(inputs.v),
     reference=reference.gated_delta_rule_update,
-    why_not={"ascendc": _against_ascendc, "aclnn": aclnn.why_not},
+    why_not={"ascendc": _against_ascendc, "aclnn": aclnn.why_not, "fla_npu": fla_npu.why_not},
     aclnn="behind",
+    fla_npu=True,
     ascendc=True,
     check_indices=check_values,
     lay_out=dict.fromkeys(("q", "k", "v", "a", "b"), _rows)

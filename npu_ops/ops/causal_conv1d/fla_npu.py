@@ -1,0 +1,51 @@
+"""The causal convolution by fla_npu's `npu_causal_conv1d`, forward.
+
+What it takes is from the documentation of fla_npu of August 2026; it was only ever called as a
+double. Starts of packed sequences would be read on the host, which waits for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+
+from npu_ops.core import check
+from npu_ops.core.library import fla_npu_why_not
+
+_MULTIPLE = 16  # of channels
+
+
+def why_not(arguments) -> str | None:
+    """None, or a sentence on why the operator does not take the implementations' arguments."""
+    x, parameters = arguments.x, (arguments.weight, arguments.bias)
+    same = all(p is None or p.dtype == x.dtype for p in parameters)
+    if x.dtype not in (torch.bfloat16, torch.float16) or not same:
+        got = f"x is {check.short(x.dtype)} and weight {check.short(arguments.weight.dtype)}"
+        return f"{got}, fla_npu's operator takes one dtype, bfloat16 or float16"
+    if x.shape[2] % _MULTIPLE:
+        return f"there are {x.shape[2]} channels, fla_npu's operator takes multiples of {_MULTIPLE}"
+    if arguments.initial_state is not None or arguments.final_state is not None:
+        return "states have a column for each tap, those of fla_npu's operator one less"
+    if arguments.cu_seqlens is not None:
+        return "cu_seqlens are on the device, fla_npu's operator takes them on the host"
+    return _missing()
+
+
+_missing = functools.partial(
+    fla_npu_why_not, "npu_causal_conv1d", "bias", "conv_states", "activation_mode", "run_mode"
+)
+
+
+def causal_conv1d(
+    x, weight, bias, residual, initial_state, cu_seqlens, silu, y, final_state
+) -> None:  # fmt: skip
+    """Write y."""
+    batch, _, channels = x.shape
+    states = x.new_zeros((batch, weight.shape[1] - 1, channels))
+    operators = importlib.import_module("fla_npu.ops.ascendc")
+    found = operators.npu_causal_conv1d(
+        x.contiguous(), weight.t().contiguous(), bias, states, activation_mode=int(silu), run_mode=0
+    )
+    y.copy_(found if residual is None else found.float() + residual.float())

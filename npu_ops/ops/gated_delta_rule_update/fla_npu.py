@@ -1,0 +1,46 @@
+"""Gated Delta Net's decoding step by fla_npu's `npu_recurrent_gated_delta_rule`.
+
+As `aclnn.py`, but for its lengths: one more comes first, of tokens that are of no sequence. What it
+takes is from the documentation of fla_npu of August 2026; it was only ever called as a double.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+
+from npu_ops.core import make
+from npu_ops.core.library import fla_npu_why_not
+from npu_ops.ops.gated_delta_rule_update import aclnn
+
+
+def why_not(arguments) -> str | None:
+    """None, or a sentence on why the operator does not take the implementations' arguments."""
+    return aclnn.limits(arguments) or _missing()
+
+
+_missing = functools.partial(
+    fla_npu_why_not, "npu_recurrent_gated_delta_rule", "beta", "scale", "actual_seq_lengths",
+    "ssm_state_indices", "num_accepted_tokens", "g",
+)  # fmt: skip
+
+
+def gated_delta_rule_update(*arguments) -> None:
+    """Write o, and update the states in place; the arguments are the operator's."""
+    aclnn.update_by(_recurrent, *arguments)
+
+
+def _recurrent(q, k, v, states, beta, g, count: int, scale: float):
+    """As `aclnn.recurrent`. What it does without num_accepted_tokens its documentation and
+    torch_npu's say differently, so they are given."""
+    tokens = q.shape[0]
+    lengths = torch.full((count + 1,), tokens // count, dtype=torch.int32, device=q.device)
+    lengths[0] = 0
+    operators = importlib.import_module("fla_npu.ops.ascendc")
+    return operators.npu_recurrent_gated_delta_rule(
+        q.contiguous(), k.contiguous(), v.contiguous(), states, beta=beta, scale=scale,
+        actual_seq_lengths=lengths, g=g, num_accepted_tokens=torch.ones_like(lengths[1:]),
+        ssm_state_indices=make.counted(tokens, device=q.device).int(),
+    )  # fmt: skip
