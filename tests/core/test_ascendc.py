@@ -66,7 +66,10 @@ def arguments(op, **given):
     "keys, sentence", [(256, None), (264, "heads of 264 keys are more than 256")]
 )
 def test_decoding_has_so_many_keys(keys, sentence):
-    assert delta_rule._many_keys(arguments(delta_rule, q=torch.empty(1, 1, keys))) == sentence
+    given = arguments(
+        delta_rule, q=torch.empty(1, 1, keys), softplus_beta=1.0, softplus_threshold=20.0
+    )
+    assert delta_rule._against_ascendc(given) == sentence
 
 
 def test_a_convolution_moves_whole_channels_or_columns():
