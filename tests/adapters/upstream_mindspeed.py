@@ -65,6 +65,8 @@ class Classes(types.ModuleType):
     __version__, __path__, __file__ = "2.2.0", (), "transformer_engine"
 
     def __getattr__(self, name):
+        if name == "ops":  # of transformer_engine.pytorch, in Megatron's annotations from 0.17 on
+            return importlib.import_module(f"{self.__name__}.ops")
         if not name.lstrip("_")[:1].isupper():
             raise AttributeError(name)
         setattr(self, name, type(name, (torch.nn.Module,), {}))
