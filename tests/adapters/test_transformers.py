@@ -401,7 +401,7 @@ def test_what_is_not_ours_falls_through(applied):
     cos = rows(1, 5, 16).requires_grad_()
     out, _ = qwen3_vl.apply_rotary_pos_emb(q, k, cos, cos)
     assert out.requires_grad
-    x, weight = rows(1, 6, 9), rows(6, 5)  # a filter of 5
+    x, weight = rows(1, 6, 9), rows(6, 9)  # a filter of 9
     original = qwen3_next.causal_conv1d_fn.__wrapped__
     assert qwen3_next.causal_conv1d_fn(x, weight).equal(original(x, weight))
     gated = qwen3_next.Qwen3NextRMSNormGated(6)

@@ -35,7 +35,7 @@ class Target:
     formula: what it computes, see `formula.py`.
     fields: of the settings: all values, the simplest first, or `Drawn`. make: see above.
     wrt: arguments with a gradient. indices: arguments whose values it follows.
-    writes: settings -> arguments that it overwrites.
+    writes: settings -> arguments that it overwrites. inference: settings -> it has no gradient.
     forms: (argument, settings) -> the forms of memory it may have; None: any.
     roundings: how many an output may have seen, each relative to the largest number; loose: they
         are those of the inputs' dtype, else of fp32.
@@ -49,6 +49,7 @@ class Target:
     make: Callable[[dict, Draw], dict]
     wrt: tuple[str, ...] = ()
     writes: Callable[[dict], tuple[str, ...]] = lambda s: ()
+    inference: Callable[[dict], bool] = lambda s: False
     indices: tuple[str, ...] = ()
     forms: Callable[[str, dict], tuple[str, ...] | None] = lambda name, s: None
     roundings: int = 32

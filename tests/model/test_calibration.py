@@ -50,7 +50,7 @@ def test_the_constants_by_which_times_were_made_are_found(said, tmp_path, monkey
         assert after == pytest.approx(1, abs=0.02), group
         assert abs(before - 1) > 0.01
     text = "\n".join(fit.lines(fit.Fit(**found)))
-    assert "launch        0.24 ->       1.3" in text and "us, 5.4" in text and "not fitted" in text
+    assert "launch        0.24 ->     1.3" in text and "us, 5.4" in text and "not fitted" in text
 
 
 def test_few_constants_are_fitted():

@@ -43,8 +43,8 @@ def test_it_is_the_reference_over_all_cases_that_it_takes(device, dtype, monkeyp
 def test_what_it_declines(monkeypatch):
     for case in CASES:
         why_not = declined(case, monkeypatch)
-        if case.width == 4:
-            assert why_not == "the filter has 4 taps, the vendor's operator has 3"
+        if case.width > 3:
+            assert why_not == f"the filter has {case.width} taps, the vendor's operator has 3"
         elif case.state:
             assert why_not == "the vendor's operator has no states"
         elif case.lengths:

@@ -45,12 +45,21 @@ def _check_slots(conv_state, slots, pad_slot_id, count, x) -> None:
             raise check.shape("conv_state", conv_state, f"at least {count} slots")
         return
     arguments.check_integers("conv_state_indices", slots, x, count)
+    last = conv_state.shape[0] - 1
     if arguments.readable(slots):
         used = slots[slots != pad_slot_id]
-        last = conv_state.shape[0] - 1
         indices.check_distinct(
             "conv_state_indices", indices.within("conv_state_indices", used, 0, last)
         )
+    elif slots.device.type == "cpu":  # in a trace, whose result is run on the CPU
+        inside = (slots >= 0) & (slots <= last) & _distinct(slots, pad_slot_id)
+        needs = f"conv_state_indices: got one twice or outside, needs 0 to {last}, all different"
+        torch._assert_async((inside | (slots == pad_slot_id)).all(), needs)
+
+
+def _distinct(slots, pad_slot_id: int) -> torch.Tensor:
+    """Whether each slot is there once, or is none; for as many as a server has sequences."""
+    return (slots[:, None] == slots).sum(1) == 1
 
 
 class Slots:
@@ -60,7 +69,9 @@ class Slots:
         self._pool = conv_state
         if slots is None:
             slots = make.counted(count, device=conv_state.device)
-        self._real = (slots >= 0) & (slots < conv_state.shape[0]) & (slots != pad_slot_id)
+            self._real = torch.ones_like(slots, dtype=torch.bool)
+        else:
+            self._real = (slots >= 0) & (slots < conv_state.shape[0]) & (slots != pad_slot_id)
         self._places = torch.where(self._real, slots, 0).long()
 
     def read(self, width: int, dtype: torch.dtype, has_initial_state):

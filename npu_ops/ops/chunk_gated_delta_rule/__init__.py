@@ -78,9 +78,9 @@ def chunk_gated_delta_rule(
     Returns:
         o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable, once,
         in every floating argument. With return_intermediate_states also the states before chunks,
-        fp32 `[chunks, HV, K, V]`, sequence by sequence, each ceil(length / chunk_size) of them; a
-        packed call has T // chunk_size + N rows, for nobody waits for the lengths, of which those
-        behind the last chunk are 0.
+        fp32 `[chunks, HV, K, V]`, or values first as the state is, sequence by sequence, each
+        ceil(length / chunk_size) of them; a packed call has T // chunk_size + N rows, for nobody
+        waits for the lengths, of which those behind the last chunk are 0.
 
     Raises:
         TypeError: a dtype, also of the state, which is never converted; an argument that fla took

@@ -31,8 +31,12 @@ def sequences_of(x, cu_seqlens):
 
 def causal_conv1d(
     x, weight, bias=None, residual=None, initial_state=None, output_final_state=False,
-    activation=None, cu_seqlens=None,
+    activation=None, cu_seqlens=None, conv_state=None, conv_state_indices=None,
+    has_initial_state=None, pad_slot_id=-1,
 ):  # fmt: skip
+    if conv_state is not None:
+        pool = conv_state, conv_state_indices, has_initial_state, pad_slot_id
+        return of_pool(x, weight, bias, residual, activation, cu_seqlens, *pool)
     width, ys, finals = weight.shape[1], [], []
     for n, tokens in enumerate(sequences_of(x, cu_seqlens)):
         before = x.new_zeros(width, x.shape[2]) if initial_state is None else initial_state[n].T
@@ -43,6 +47,26 @@ def causal_conv1d(
     y = y if residual is None else y + residual
     finals = torch.stack(finals) if finals else x.new_zeros(0, x.shape[2], width)
     return [Out(y), Out(finals if output_final_state else None)]
+
+
+def of_pool(
+    x, weight, bias, residual, activation, cu_seqlens, pool, indices, has_initial_state, pad
+):  # fmt: skip
+    """Each sequence begins with its slot's first W - 1 columns, and leaves its last rows there."""
+    history = weight.shape[1] - 1
+    count = len(sequences_of(x, cu_seqlens))
+    slot_of = list(range(count)) if indices is None else indices.tolist()
+    real = [n for n, slot in enumerate(slot_of) if indices is None or slot != pad]
+    need(all(0 <= slot_of[n] < len(pool) for n in real), "conv_state_indices")
+    need(len({slot_of[n] for n in real}) == len(real), "conv_state_indices")
+    before, after = x.new_zeros(count, x.shape[2], history + 1), pool.clone()
+    for n in real:
+        if has_initial_state is None or has_initial_state[n]:
+            before[n, :, 1:] = pool[slot_of[n], :, :history]
+    y, final = causal_conv1d(x, weight, bias, residual, before, True, activation, cu_seqlens)
+    for n in real:
+        after[slot_of[n], :, :history] = final.value[n, :, 1:]
+    return [y, Out(None), Out(after, "conv_state")]
 
 
 def causal_conv1d_qkv(
@@ -145,7 +169,28 @@ def make_causal_conv1d(s, draw):
     arguments = conv_arguments(s, draw, s["channels"])
     if s["residual"]:
         arguments["residual"] = draw.normal(*arguments["x"].shape, dtype=s["dtype"])
-    return arguments
+    return arguments | pool_arguments(s, draw, arguments) if s["pool"] else arguments
+
+
+def pool_arguments(s, draw, arguments):
+    x, starts = arguments["x"], arguments["cu_seqlens"]
+    count = len(x) if starts is None else len(starts) - 1
+    slots, indices = count + s["spare"], None
+    if s["indices"]:
+        indices = tensor(draw.distinct(count, slots), s["index"])
+        if s["pad"] is not None and count:
+            indices[int(draw.integers(count))] = s["pad"]
+    pool = draw.normal(slots, x.shape[2], s["width"] - 1 + s["spare"], dtype=s["dtype"])
+    if s["hide"]:
+        used = range(count) if indices is None else indices.tolist()
+        for slot in set(range(slots)) - set(used):
+            pool[slot] = NAN
+    found = {"initial_state": None, "output_final_state": False, "conv_state": pool}
+    if s["pad"] is not None:
+        found["pad_slot_id"] = s["pad"]
+    if s["first"]:
+        found["has_initial_state"] = draw.integers(2, count).bool()
+    return found | {"conv_state_indices": indices}
 
 
 def make_causal_conv1d_qkv(s, draw):
@@ -213,9 +258,13 @@ def make_causal_conv1d_update(s, draw):
 TARGETS = {
     "causal_conv1d": Target(
         causal_conv1d,
-        dict(channels=(4, 1, 3, 8, 40, 0), residual=NO, activation=(None, "silu", "swish"), **CONV),
+        dict(
+            channels=(4, 1, 3, 8, 40, 0), residual=NO, activation=(None, "silu", "swish"), pool=NO,
+            spare=(0, 1, 3), indices=NO, pad=(None, -1, 1, 99), first=NO, **CONV,
+        ),
         make_causal_conv1d, ("x", "weight", "bias", "residual", "initial_state"),
-        indices=("cu_seqlens",),
+        writes=lambda s: ("conv_state",), indices=("cu_seqlens", "conv_state_indices"),
+        inference=lambda s: s["pool"],
     ),
     "causal_conv1d_qkv": Target(
         causal_conv1d_qkv,

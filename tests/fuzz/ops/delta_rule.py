@@ -22,8 +22,9 @@ def delta_rule(state, q, k, v, beta, log_decay):
 def gated_delta_rule(
     q, k, v, g, gk, gv, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
     use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-    state_v_first, cu_seqlens,
+    state_v_first, cu_seqlens, chunk_size=None,
 ):  # fmt: skip
+    """chunk_size: also the state before each chunk."""
     (batch, length, heads, keys), (value_heads, values) = q.shape, v.shape[2:]
     if use_qk_l2norm_in_kernel:
         q, k = unit(q, 1e-6), unit(k, 1e-6)
@@ -44,19 +45,26 @@ def gated_delta_rule(
     pieces = [(n, 0, length) for n in range(batch)]
     if cu_seqlens is not None:
         pieces = [(0, *span) for span in spans(cu_seqlens, length, "cu_seqlens")]
-    o, finals = {}, []
+    o, finals, before = {}, [], []
     for n, (b, begin, end) in enumerate(pieces):
         state = v.new_zeros(value_heads, keys, values)
         if initial_state is not None:
             state = initial_state[n].mT if state_v_first else initial_state[n]
         for t in range(begin, end):
+            if chunk_size and (t - begin) % chunk_size == 0:
+                before.append(state.mT if state_v_first else state)
             state, o[b, t] = delta_rule(state, *(x[b, t] for x in (q, k, v, beta, log_decay)))
         finals.append(state.mT if state_v_first else state)
     flat = [o[b, t] for b in range(batch) for t in range(length)]
     out = torch.stack(flat).view(v.shape) if flat else torch.zeros_like(v)
     shape = (0, value_heads, *((values, keys) if state_v_first else (keys, values)))
     final = torch.stack(finals) if finals else v.new_zeros(shape)
-    return [Out(out), Out(final if output_final_state else None)]
+    outs = [Out(out), Out(final if output_final_state else None)]
+    if not chunk_size:
+        return outs
+    rows = len(before) if cu_seqlens is None else length // chunk_size + len(pieces)
+    spare = v.new_zeros(rows - len(before), *shape[1:])
+    return [*outs, Out(torch.cat([torch.stack(before), spare]) if before else spare)]
 
 
 def fused_recurrent_gated_delta_rule(
@@ -76,12 +84,12 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
     state_v_first=False, cu_seqlens=None, use_gate_in_kernel=False, A_log=None, dt_bias=None,
-    chunk_size=64,
+    chunk_size=64, return_intermediate_states=False,
 ):  # fmt: skip
     return gated_delta_rule(
         q, k, v, g, None, None, beta, scale, initial_state, output_final_state,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first, cu_seqlens,
+        allow_neg_eigval, state_v_first, cu_seqlens, return_intermediate_states and chunk_size,
     )  # fmt: skip
 
 
@@ -213,7 +221,8 @@ def rule_arguments(s, draw):
 def make_chunk(s, draw):
     if s["long"] and s["lengths"] is None:
         s = s | {"tokens": 60 + s["tokens"]}
-    return rule_arguments(s, draw) | {"chunk_size": s["chunk"]}
+    chosen = {"chunk_size": s["chunk"], "return_intermediate_states": s["before"]}
+    return rule_arguments(s, draw) | chosen
 
 
 def make_recurrent(s, draw):
@@ -303,9 +312,9 @@ def pool_forms(name, s):
 TARGETS = {
     "chunk_gated_delta_rule": Target(
         chunk_gated_delta_rule,
-        dict(chunk=(64, 16, 32), long=NO, **RULE), make_chunk,
+        dict(chunk=(64, 16, 32), long=NO, before=NO, **RULE), make_chunk,
         ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"),
-        indices=("cu_seqlens",), roundings=256, loose=True,
+        indices=("cu_seqlens",), roundings=256, loose=True, inference=lambda s: s["before"],
     ),
     "fused_recurrent_gated_delta_rule": Target(
         fused_recurrent_gated_delta_rule,
