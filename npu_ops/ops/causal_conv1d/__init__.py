@@ -66,7 +66,8 @@ def causal_conv1d(
     Raises:
         TypeError: a dtype. ValueError: a shape, a device, an activation; cu_seqlens that decrease
             or do not span x (on the CPU); with conv_state a required gradient, and on the CPU a
-            slot outside of the pool or one twice (in a compiled call RuntimeError). On a device a slot outside is as pad_slot_id.
+            slot outside of the pool or one twice. RuntimeError: such slots in a compiled call. On a
+            device a slot outside is as pad_slot_id.
 
     Source: fla `fla.modules.conv.causal_conv1d`; the layer is Mamba's (Gu and Dao, 2023).
     """
