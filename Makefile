@@ -68,7 +68,9 @@ FETCHED := $(patsubst %,.cache/%/ready,chromium megatron sglang frameworks train
 fetch: $(VENV)/ready
 	@$(MAKE) --no-print-directory --jobs 5 $(FETCHED)
 
-test: check fetch
+# The linters read while downloads are waited for.
+test: $(VENV)/ready
+	@$(MAKE) --no-print-directory --jobs 6 check $(FETCHED)
 	$(ON_CPU) -m "not slow"
 	$(INTERPRETED) -m "not slow" tests/interpreted
 	$(ON_NPU) -m "not slow" tests/ops
