@@ -94,6 +94,16 @@ def inplace(written: dict[str, torch.Tensor], read: dict, elementwise: bool = Fa
             raise ValueError(f"inplace: got True, needs False because {name} requires a gradient")
 
 
+def no_gradient(tensors: dict, why: str) -> None:
+    """Raise ValueError if one of the tensors requires a gradient; what is none passes."""
+    if not torch.is_grad_enabled():
+        return
+    for name, value in tensors.items():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            got = f"{name}: got a tensor that requires a gradient"
+            raise ValueError(f"{got}, needs torch.no_grad(){why}")
+
+
 def writable(written: dict, read: dict, elementwise: bool = False) -> None:
     """Raise ValueError unless the tensors `written` may be overwritten. None is no tensor.
 

@@ -31,11 +31,7 @@ def check_call(
         "conv_state_indices": conv_state_indices, "has_initial_state": has_initial_state,
     }  # fmt: skip
     check.writable({"conv_state": conv_state}, read)
-    if torch.is_grad_enabled():
-        for name, tensor in (read | {"conv_state": conv_state}).items():
-            if tensor is not None and tensor.requires_grad:
-                needs = "needs torch.no_grad() with conv_state"
-                raise ValueError(f"{name}: got a tensor that requires a gradient, {needs}")
+    check.no_gradient(read | {"conv_state": conv_state}, " with conv_state")
     _check_slots(conv_state, conv_state_indices, pad_slot_id, count, x)
 
 

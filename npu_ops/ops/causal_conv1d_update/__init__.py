@@ -103,13 +103,7 @@ def _prepare(
         query_start_loc,
     )  # fmt: skip
     tensors = {"x": x, "conv_state": conv_state, "weight": weight, "bias": bias}
-    if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.requires_grad:
-                raise ValueError(
-                    f"{name}: got a tensor that requires a gradient, needs torch.no_grad(), for "
-                    "causal_conv1d_update has none"
-                )
+    check.no_gradient(tensors, ", for causal_conv1d_update has none")
     windows = _each_element_once(intermediate_conv_window)
     written = {"conv_state": conv_state, "intermediate_conv_window": windows}
     read = {

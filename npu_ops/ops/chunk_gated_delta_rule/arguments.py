@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from npu_ops.core import check
 from npu_ops.ops.fused_recurrent_gated_delta_rule.arguments import check_common, check_like
 
@@ -25,12 +23,5 @@ def check_call(call) -> None:
     check.one_of("chunk_size", call.chunk_size, CHUNK_SIZES)
     if call.return_intermediate_states:
         check.alone("return_intermediate_states", cp_group=call.cp_group)
-        _check_no_gradient(call)
-
-
-def _check_no_gradient(call) -> None:
-    """States between chunks are no outputs that gradients come back from."""
-    for name, x in call._asdict().items():
-        if torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad:
-            needs = "needs torch.no_grad() with return_intermediate_states"
-            raise ValueError(f"{name}: got a tensor that requires a gradient, {needs}")
+        # States between chunks are no outputs that gradients come back from.
+        check.no_gradient(call._asdict(), " with return_intermediate_states")

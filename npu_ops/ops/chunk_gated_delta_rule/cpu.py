@@ -196,25 +196,10 @@ class _Chunk:
 @torch.autocast("cpu", enabled=False)
 def chunk_gated_delta_rule(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
-    o, final_state,
+    o, final_state, chunk_states=None,
 ):  # fmt: skip
-    """Writes o and, unless it is None, final_state; arguments as the operator's."""
+    """Writes o, and of the states what is not None; arguments as the operator's."""
     x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first, normalize)
-    _walk(x, initial_state, o, final_state, None)
-
-
-@torch.autocast("cpu", enabled=False)
-def chunk_gated_delta_rule_prefill(
-    q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
-    o, final_state, chunk_states,
-):  # fmt: skip
-    """The same, and the state before each chunk."""
-    x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first, normalize)
-    _walk(x, initial_state, o, final_state, chunk_states)
-
-
-def _walk(x, initial_state, o, final_state, chunk_states):
-    """Writes o, and of the states what is not None."""
     scratch, heads, row = _Scratch(), x.q.shape[2], 0
     for n, (b, spans) in enumerate(x.sequences()):
         state = _first_state(x, initial_state, n, scratch("state", *x.state_shape))
@@ -227,6 +212,9 @@ def _walk(x, initial_state, o, final_state, chunk_states):
             chunk.next_state(state, state)
         if final_state is not None:
             x.by_head(final_state, n).copy_(state)
+
+
+chunk_gated_delta_rule_prefill = chunk_gated_delta_rule
 
 
 @torch.autocast("cpu", enabled=False)

@@ -30,48 +30,23 @@ NARROWEST = {1: 32, 2: 16}
 
 def chunk_gated_delta_rule(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
-    o, final_state,
+    o, final_state, chunk_states=None,
 ):  # fmt: skip
-    """Write o, and final_state unless it is None; the arguments are the operator's."""
-    _forward(
-        q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
-        o, final_state, None,
-    )  # fmt: skip
-
-
-def chunk_gated_delta_rule_prefill(
-    q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
-    o, final_state, chunk_states,
-):  # fmt: skip
-    """Write the states before chunks too; the arguments are the operator's."""
-    _forward(
-        q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
-        o, final_state, chunk_states,
-    )  # fmt: skip
-
-
-def _forward(
-    q, k, v, g, beta, initial_state, cu_seqlens, scale, wanted, state_v_first, normalize,
-    o, final_state, chunk_states,
-):  # fmt: skip
-    """wanted: tokens of the chunks that states are kept before."""
-    chunk_size = _chunk_size(q, v, wanted)
+    """Write o, and of the states what is not None; the arguments are the operator's."""
+    wanted, chunk_size = chunk_size, _chunk_size(q, v, chunk_size)  # states are kept before those
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
     solved, scores, *norms = _within_chunks(q, k, gates, spans, scale, normalize, weighed=True)
     constants = _constants(q, v, state_v_first, chunk_size)
+    # The first of a sequence's rows of chunk_states.
+    kept = None if chunk_states is None else chunks.chunks_of(q, cu_seqlens, wanted).firsts
     forward.forward_kernel[_grid(spans.sequences, v, constants)](
         q, k, v, gates[0], solved, scores, *norms, initial_state, spans.starts, spans.firsts, o,
-        final_state, chunk_states, _firsts(q, cu_seqlens, wanted, spans, chunk_states), scale,
-        spans.sequences, KEEP=wanted, **constants,
+        final_state, chunk_states, kept, scale, spans.sequences, KEEP=wanted, **constants,
     )  # fmt: skip
 
 
-def _firsts(q, cu_seqlens, wanted, spans, chunk_states):
-    """The first of a sequence's rows of chunk_states; None without them."""
-    if chunk_states is None:
-        return None
-    return chunks.chunks_of(q, cu_seqlens, wanted).firsts
+chunk_gated_delta_rule_prefill = chunk_gated_delta_rule
 
 
 def chunk_gated_delta_rule_backward(
