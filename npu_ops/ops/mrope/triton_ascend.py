@@ -10,7 +10,6 @@ import triton.language as tl
 
 from npu_ops.core.grid import cdiv, vector_grid
 from npu_ops.ops.rope.triton_ascend import (
-    heads,
     load_row,
     rotate_heads,
     sizes,
@@ -73,13 +72,13 @@ def load_merged(table, positions, token, b, rows, length, table_a, table_b, tabl
 
 @triton.jit(do_not_specialize=["batch", "length", "rows"])
 def _mrope_kernel(
-    q, k, cos, sin, positions, q_out, k_out, batch, length, rows, q_heads, k_heads,
+    q, k, cos, sin, positions, q_out, k_out, batch, length, rows,
     q_b, q_s, q_n, k_b, k_s, k_n, qo_b, qo_s, qo_n, ko_b, ko_s, ko_n,
     cos_a, cos_b, cos_s, sin_a, sin_b, sin_s, pos_a, pos_b, pos_s,
     P: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr, INTERLEAVED: tl.constexpr,
     FULL: tl.constexpr, INVERSE: tl.constexpr, INDEXED: tl.constexpr,
     T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr, W_PAIRS: tl.constexpr,
-    SECTIONS_INTERLEAVED: tl.constexpr,
+    SECTIONS_INTERLEAVED: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
     BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(length, BT)
@@ -103,10 +102,10 @@ def _mrope_kernel(
         cos1, cos2, across1, across2 = with_direction(cos1, cos2, sin1, sin2, INVERSE)
         token = start + tl.arange(0, BT)[:, None, None]
         at, inside = token.to(tl.int64), token < length
-        rotate_heads(q, q_out, b * q_b + at * q_s, b * qo_b + at * qo_s, q_n, qo_n, inside, q_heads,
+        rotate_heads(q, q_out, b * q_b + at * q_s, b * qo_b + at * qo_s, q_n, qo_n, inside, Q_HEADS,
                      cos1, cos2, across1, across2, P, PAIRS, TAIL, INTERLEAVED, BT,
                      BHQ)  # fmt: skip
-        rotate_heads(k, k_out, b * k_b + at * k_s, b * ko_b + at * ko_s, k_n, ko_n, inside, k_heads,
+        rotate_heads(k, k_out, b * k_b + at * k_s, b * ko_b + at * ko_s, k_n, ko_n, inside, K_HEADS,
                      cos1, cos2, across1, across2, P, PAIRS, TAIL, INTERLEAVED, BT,
                      BHK)  # fmt: skip
 
@@ -128,7 +127,7 @@ def mrope(
     t, h, w = mrope_section
     _mrope_kernel[vector_grid(items, q.device)](
         q, k, cos, sin, positions, q_out, k_out, batch, length, cos.shape[2],
-        heads(q, layout), heads(k, layout), *(stride for three in strides for stride in three),
+        *(stride for three in strides for stride in three),
         *tables[0], *tables[1], *places, FULL=full, INVERSE=inverse,
         INDEXED=positions is not None, T_PAIRS=t, H_PAIRS=h, W_PAIRS=w,
         SECTIONS_INTERLEAVED=section_layout == "interleaved", **constants,

@@ -125,44 +125,44 @@ def _coefficients(
 
 
 @triton.jit
-def _copy_heads(x, out, x_row, out_row, x_head, out_head, inside, heads, D: tl.constexpr,
-                BH: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+def _copy_heads(x, out, x_row, out_row, x_head, out_head, inside, HEADS: tl.constexpr,
+                D: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Copy all heads of a tile of tokens."""
-    for first_head in range(0, heads, BH):
+    for first_head in range(0, HEADS, BH):
         head = first_head + tl.arange(0, BH)[None, :, None]
         c = tl.arange(0, BC)[None, None, :]
-        mask = inside & (head < heads) & (c < D)
+        mask = inside & (head < HEADS) & (c < D)
         at = head.to(tl.int64)
         value = tl.load(x + x_row + at * x_head + c, mask=mask, other=0.0)
         tl.store(out + out_row + at * out_head + c, value, mask=mask)
 
 
 @triton.jit
-def _clear_heads(out, out_row, out_head, inside, heads, D: tl.constexpr, BT: tl.constexpr,
-                 BH: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+def _clear_heads(out, out_row, out_head, inside, HEADS: tl.constexpr, D: tl.constexpr,
+                 BT: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Zeros for all heads of a tile of tokens."""
-    for first_head in range(0, heads, BH):
+    for first_head in range(0, HEADS, BH):
         head = first_head + tl.arange(0, BH)[None, :, None]
         c = tl.arange(0, BC)[None, None, :]
         zeros = tl.zeros((BT, BH, BC), out.dtype.element_ty)
         at = out + out_row + head.to(tl.int64) * out_head + c
-        tl.store(at, zeros, mask=inside & (head < heads) & (c < D))
+        tl.store(at, zeros, mask=inside & (head < HEADS) & (c < D))
 
 
 @triton.jit
 def _heads_forward(
-    x, out, x_row, out_row, x_head, out_head, inside, heads, cos1, cos2, across1, across2, w3, eps,
-    D: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+    x, out, x_row, out_row, x_head, out_head, inside, cos1, cos2, across1, across2, w3, eps,
+    HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr,
+    TAIL: tl.constexpr, INTERLEAVED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """Normalise and rotate every head of a tile of tokens. The coefficients have the weights in
     them; w3 is the tail's.
 
     x_row, out_row: where each token starts, int64 [BT, 1, 1]; inside: whether it exists.
     """
-    for first_head in range(0, heads, BH):
+    for first_head in range(0, HEADS, BH):
         head = first_head + tl.arange(0, BH)[None, :, None]
-        exists = inside & (head < heads)
+        exists = inside & (head < HEADS)
         at = head.to(tl.int64)
         x1, x2, x3 = _load_head(
             x + x_row + at * x_head, exists, P, PAIRS, BD, TAIL, INTERLEAVED, BT, BH
@@ -177,16 +177,16 @@ def _heads_forward(
 
 @triton.jit
 def _heads_backward(
-    grad, x, out, grad_row, x_row, out_row, grad_head, x_head, out_head, inside, heads, w1, w2, w3,
-    cos1, cos2, across1, across2, sum1, sum2, sum3, eps, D: tl.constexpr, P: tl.constexpr,
-    PAIRS: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BT: tl.constexpr, BH: tl.constexpr,
+    grad, x, out, grad_row, x_row, out_row, grad_head, x_head, out_head, inside, w1, w2, w3,
+    cos1, cos2, across1, across2, sum1, sum2, sum3, eps, HEADS: tl.constexpr, D: tl.constexpr,
+    P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of every head of a tile of tokens, and add to the weight's sums, [BT, BH,
     P] twice and [BT, BH, BD]: adding them up is for the end."""
-    for first_head in range(0, heads, BH):
+    for first_head in range(0, HEADS, BH):
         head = first_head + tl.arange(0, BH)[None, :, None]
-        exists = inside & (head < heads)
+        exists = inside & (head < HEADS)
         at = head.to(tl.int64)
         g1, g2, g3 = _load_head(
             grad + grad_row + at * grad_head, exists, P, PAIRS, BD, TAIL, INTERLEAVED, BT, BH
@@ -219,14 +219,15 @@ def _heads_backward(
 
 @triton.jit(do_not_specialize=["batch", "length", "rows"])
 def _qk_norm_rope_kernel(
-    qkv, q_weight, k_weight, cos, sin, positions, q, k, v, gate, batch, length, rows, heads,
-    kv_heads, eps, x_b, x_s, q_b, q_s, q_n, k_b, k_s, k_n, v_b, v_s, v_n, gate_b, gate_s, gate_n,
+    qkv, q_weight, k_weight, cos, sin, positions, q, k, v, gate, batch, length, rows, eps,
+    x_b, x_s, q_b, q_s, q_n, k_b, k_s, k_n, v_b, v_s, v_n, gate_b, gate_s, gate_n,
     cos_a, cos_b, cos_s, sin_a, sin_b, sin_s, pos_a, pos_b, pos_s,
     D: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr,
     BC: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr, INDEXED: tl.constexpr,
     SECTIONS: tl.constexpr, T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr, W_PAIRS: tl.constexpr,
     SECTIONS_INTERLEAVED: tl.constexpr, ZERO_CENTERED: tl.constexpr, GATED: tl.constexpr,
-    COPY: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr,
+    COPY: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BT: tl.constexpr,
+    BHQ: tl.constexpr, BHK: tl.constexpr,
 ):  # fmt: skip
     STEP: tl.constexpr = 2 * D if GATED else D  # from one query to the next
     qw1, qw2, qw3 = _multipliers(q_weight, P, PAIRS, BD, TAIL, INTERLEAVED, ZERO_CENTERED)
@@ -244,20 +245,22 @@ def _qk_norm_rope_kernel(
         at, inside = token.to(tl.int64), token < length
         x_row = b * x_b + at * x_s
         _heads_forward(
-            qkv, q, x_row, b * q_b + at * q_s, STEP, q_n, inside, heads, cos1 * qw1, cos2 * qw2,
-            across1 * qw2, across2 * qw1, qw3, eps, D, P, PAIRS, BD, TAIL, INTERLEAVED, BT, BHQ,
+            qkv, q, x_row, b * q_b + at * q_s, STEP, q_n, inside, cos1 * qw1, cos2 * qw2,
+            across1 * qw2, across2 * qw1, qw3, eps, HEADS, D, P, PAIRS, BD, TAIL, INTERLEAVED, BT,
+            BHQ,
         )  # fmt: skip
-        keys = qkv + heads * STEP
+        keys = qkv + HEADS * STEP
         _heads_forward(
-            keys, k, x_row, b * k_b + at * k_s, D, k_n, inside, kv_heads, cos1 * kw1, cos2 * kw2,
-            across1 * kw2, across2 * kw1, kw3, eps, D, P, PAIRS, BD, TAIL, INTERLEAVED, BT, BHK,
+            keys, k, x_row, b * k_b + at * k_s, D, k_n, inside, cos1 * kw1, cos2 * kw2,
+            across1 * kw2, across2 * kw1, kw3, eps, KV_HEADS, D, P, PAIRS, BD, TAIL, INTERLEAVED,
+            BT, BHK,
         )  # fmt: skip
         if COPY:
-            _copy_heads(keys + kv_heads * D, v, x_row, b * v_b + at * v_s, D, v_n, inside, kv_heads,
+            _copy_heads(keys + KV_HEADS * D, v, x_row, b * v_b + at * v_s, D, v_n, inside, KV_HEADS,
                         D, BHK, BC)  # fmt: skip
             if GATED:
                 _copy_heads(qkv + D, gate, x_row, b * gate_b + at * gate_s, STEP, gate_n, inside,
-                            heads, D, BHQ, BC)  # fmt: skip
+                            HEADS, D, BHQ, BC)  # fmt: skip
 
 
 @triton.jit
@@ -274,15 +277,15 @@ def _store_sums(sums, first, second, tail, P: tl.constexpr, PAIRS: tl.constexpr,
 @triton.jit(do_not_specialize=["batch", "length", "rows", "piece_tiles"])
 def _qk_norm_rope_backward_kernel(
     grad_q, grad_k, grad_v, grad_gate, qkv, q_weight, k_weight, cos, sin, positions, grad_qkv, sums,
-    batch, length, rows, heads, kv_heads, piece_tiles, eps, q_b, q_s, q_n, k_b, k_s, k_n,
+    batch, length, rows, piece_tiles, eps, q_b, q_s, q_n, k_b, k_s, k_n,
     v_b, v_s, v_n, gate_b, gate_s, gate_n, x_b, x_s, gx_b, gx_s,
     cos_a, cos_b, cos_s, sin_a, sin_b, sin_s, pos_a, pos_b, pos_s,
     D: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr,
     BC: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr, INDEXED: tl.constexpr,
     SECTIONS: tl.constexpr, T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr, W_PAIRS: tl.constexpr,
     SECTIONS_INTERLEAVED: tl.constexpr, ZERO_CENTERED: tl.constexpr, GATED: tl.constexpr,
-    HAS_V: tl.constexpr, HAS_GATE: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr,
-    BHK: tl.constexpr,
+    HAS_V: tl.constexpr, HAS_GATE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr,
 ):  # fmt: skip
     """A piece of work is `piece_tiles` tiles; its sums are one row, of q and then of k."""
     STEP: tl.constexpr = 2 * D if GATED else D
@@ -313,26 +316,26 @@ def _qk_norm_rope_backward_kernel(
             x_row, out_row = b * x_b + at * x_s, b * gx_b + at * gx_s
             q1, q2, q3 = _heads_backward(
                 grad_q, qkv, grad_qkv, b * q_b + at * q_s, x_row, out_row, q_n, STEP, STEP, inside,
-                heads, qw1, qw2, qw3, cos1, cos2, across1, across2, q1, q2, q3, eps, D, P, PAIRS,
+                qw1, qw2, qw3, cos1, cos2, across1, across2, q1, q2, q3, eps, HEADS, D, P, PAIRS,
                 BD, TAIL, INTERLEAVED, BT, BHQ,
             )  # fmt: skip
-            keys, to_keys = qkv + heads * STEP, grad_qkv + heads * STEP
+            keys, to_keys = qkv + HEADS * STEP, grad_qkv + HEADS * STEP
             k1, k2, k3 = _heads_backward(
                 grad_k, keys, to_keys, b * k_b + at * k_s, x_row, out_row, k_n, D, D, inside,
-                kv_heads, kw1, kw2, kw3, cos1, cos2, across1, across2, k1, k2, k3, eps, D, P, PAIRS,
+                kw1, kw2, kw3, cos1, cos2, across1, across2, k1, k2, k3, eps, KV_HEADS, D, P, PAIRS,
                 BD, TAIL, INTERLEAVED, BT, BHK,
             )  # fmt: skip
-            to_values = to_keys + kv_heads * D
+            to_values = to_keys + KV_HEADS * D
             if HAS_V:
                 _copy_heads(grad_v, to_values, b * v_b + at * v_s, out_row, v_n, D, inside,
-                            kv_heads, D, BHK, BC)  # fmt: skip
+                            KV_HEADS, D, BHK, BC)  # fmt: skip
             else:
-                _clear_heads(to_values, out_row, D, inside, kv_heads, D, BT, BHK, BC)
+                _clear_heads(to_values, out_row, D, inside, KV_HEADS, D, BT, BHK, BC)
             if HAS_GATE:
                 _copy_heads(grad_gate, grad_qkv + D, b * gate_b + at * gate_s, out_row, gate_n,
-                            STEP, inside, heads, D, BHQ, BC)  # fmt: skip
+                            STEP, inside, HEADS, D, BHQ, BC)  # fmt: skip
             elif GATED:
-                _clear_heads(grad_qkv + D, out_row, STEP, inside, heads, D, BT, BHQ, BC)
+                _clear_heads(grad_qkv + D, out_row, STEP, inside, HEADS, D, BT, BHQ, BC)
         of_q = sums + piece * 2 * D
         _store_sums(of_q, q1, q2, q3, P, PAIRS, BD, TAIL, INTERLEAVED, BT * BHQ)
         _store_sums(of_q + D, k1, k2, k3, P, PAIRS, BD, TAIL, INTERLEAVED, BT * BHK)
@@ -353,9 +356,9 @@ def qk_norm_rope(
     items = batch * cdiv(length, sizes["BT"])
     _qk_norm_rope_kernel[vector_grid(items, qkv.device)](
         qkv, q_weight, k_weight, cos, sin, positions, q, k, v, gate, batch, length, cos.shape[2],
-        num_heads, num_kv_heads, eps, *qkv.stride()[:2], *_strides(q), *_strides(k), *_strides(v),
-        *_strides(gate), *strides, ZERO_CENTERED=zero_centered, GATED=gated, COPY=v is not None,
-        **angles, **sizes,
+        eps, *qkv.stride()[:2], *_strides(q), *_strides(k), *_strides(v), *_strides(gate),
+        *strides, ZERO_CENTERED=zero_centered, GATED=gated, COPY=v is not None,
+        HEADS=num_heads, KV_HEADS=num_kv_heads, **angles, **sizes,
     )  # fmt: skip
 
 
@@ -384,10 +387,11 @@ def qk_norm_rope_backward(
     sums = qkv.new_empty((pieces, 2, dim), dtype=torch.float32)
     _qk_norm_rope_backward_kernel[vector_grid(pieces, qkv.device)](
         grad_q, grad_k, grad_v, grad_gate, qkv, q_weight, k_weight, cos, sin, positions, grad_qkv,
-        sums, batch, length, cos.shape[2], num_heads, num_kv_heads, piece_tiles, eps,
+        sums, batch, length, cos.shape[2], piece_tiles, eps,
         *_strides(grad_q), *_strides(grad_k), *_strides(grad_v), *_strides(grad_gate),
         *qkv.stride()[:2], *grad_qkv.stride()[:2], *strides, ZERO_CENTERED=zero_centered,
-        GATED=gated, HAS_V=grad_v is not None, HAS_GATE=grad_gate is not None, **angles, **sizes,
+        GATED=gated, HAS_V=grad_v is not None, HAS_GATE=grad_gate is not None, HEADS=num_heads,
+        KV_HEADS=num_kv_heads, **angles, **sizes,
     )  # fmt: skip
     grad_q_weight.copy_(sums[:, 0].sum(0))
     grad_k_weight.copy_(sums[:, 1].sum(0))

@@ -56,16 +56,16 @@ def with_direction(cos1, cos2, sin1, sin2, INVERSE: tl.constexpr):
 
 
 @triton.jit
-def rotate_heads(x, out, x_row, out_row, x_head, out_head, inside, heads, cos1, cos2, across1,
-                 across2, P: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
+def rotate_heads(x, out, x_row, out_row, x_head, out_head, inside, HEADS: tl.constexpr, cos1,
+                 cos2, across1, across2, P: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
                  INTERLEAVED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr):  # fmt: skip
     """Rotate every head of a tile of tokens, and copy what lies behind the rotated part.
 
     x_row, out_row: where each token starts, int64 [BT, 1, 1]; inside: whether it exists.
     """
-    for first_head in range(0, heads, BH):
+    for first_head in range(0, HEADS, BH):
         head = first_head + tl.arange(0, BH)[None, :, None]
-        exists = inside & (head < heads)
+        exists = inside & (head < HEADS)
         x_at = x + x_row + head.to(tl.int64) * x_head
         out_at = out + out_row + head.to(tl.int64) * out_head
         if INTERLEAVED:  # as they lie, split on chip: a strided load would move single elements
@@ -95,12 +95,13 @@ def rotate_heads(x, out, x_row, out_row, x_head, out_head, inside, heads, cos1, 
 
 @triton.jit(do_not_specialize=["batch", "length", "rows"])
 def _rope_kernel(
-    q, k, cos, sin, positions, q_out, k_out, batch, length, rows, q_heads, k_heads,
+    q, k, cos, sin, positions, q_out, k_out, batch, length, rows,
     q_b, q_s, q_n, k_b, k_s, k_n, qo_b, qo_s, qo_n, ko_b, ko_s, ko_n,
     cos_b, cos_s, sin_b, sin_s, pos_b, pos_s,
     P: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr, INTERLEAVED: tl.constexpr,
     FULL: tl.constexpr, INVERSE: tl.constexpr, INDEXED: tl.constexpr,
-    BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr,
+    BHK: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(length, BT)
     for item in range(tl.program_id(0), batch * tiles, tl.num_programs(0)):
@@ -119,10 +120,10 @@ def _rope_kernel(
         cos1, cos2, across1, across2 = with_direction(cos1, cos2, sin1, sin2, INVERSE)
         token = start + tl.arange(0, BT)[:, None, None]
         at, inside = token.to(tl.int64), token < length
-        rotate_heads(q, q_out, b * q_b + at * q_s, b * qo_b + at * qo_s, q_n, qo_n, inside, q_heads,
+        rotate_heads(q, q_out, b * q_b + at * q_s, b * qo_b + at * qo_s, q_n, qo_n, inside, Q_HEADS,
                      cos1, cos2, across1, across2, P, PAIRS, TAIL, INTERLEAVED, BT,
                      BHQ)  # fmt: skip
-        rotate_heads(k, k_out, b * k_b + at * k_s, b * ko_b + at * ko_s, k_n, ko_n, inside, k_heads,
+        rotate_heads(k, k_out, b * k_b + at * k_s, b * ko_b + at * ko_s, k_n, ko_n, inside, K_HEADS,
                      cos1, cos2, across1, across2, P, PAIRS, TAIL, INTERLEAVED, BT,
                      BHK)  # fmt: skip
 
@@ -146,7 +147,7 @@ def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_
     items = batch * cdiv(length, constants["BT"])
     _rope_kernel[vector_grid(items, q.device)](
         q, k, cos, sin, positions, q_out, k_out, batch, length, cos.shape[1],
-        heads(q, layout), heads(k, layout), *(stride for three in strides for stride in three),
+        *(stride for three in strides for stride in three),
         *tables[0], *tables[1], *places, FULL=full, INVERSE=inverse,
         INDEXED=positions is not None, **constants,
     )  # fmt: skip
@@ -190,6 +191,8 @@ def tile_constants(
         "PAIRS": pairs,
         "TAIL": 0 if q_out is q else q.shape[-1] - rotary_dim,
         "INTERLEAVED": interleaved,
+        "Q_HEADS": heads(q, layout),
+        "K_HEADS": heads(k, layout),
         "BT": tokens,
         "BHQ": q_heads,
         "BHK": min(fits // tokens, next_power_of_2(heads(k, layout))),
