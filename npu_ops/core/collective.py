@@ -1,9 +1,11 @@
-"""Collectives of torch.distributed with a gradient."""
+"""torch.distributed: whether it is in use, and collectives with a gradient."""
 
 from __future__ import annotations
 
 import torch
 from torch import distributed
+
+in_a_group = getattr(distributed, "is_initialized", bool)  # torch may be built without it
 
 
 def all_gather(x: torch.Tensor, group) -> torch.Tensor:

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import pathlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd import forward_ad
@@ -69,6 +70,7 @@ def operator(schema: str, run, fake, backward=None, save=None, elementwise: bool
     Not `torch.library.custom_op`: that costs four times as much a call.
     """
     name = define(schema)
+    _runs[name] = run
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(
         f"npu_ops::{name}", _where_apart(name, fake, elementwise), lib=LIBRARY
@@ -81,11 +83,16 @@ def differentiable(name: str, backward, save=None) -> None:
     """Give an operator its gradient, as `torch.library.register_autograd` takes it."""
     torch.library.register_autograd(f"npu_ops::{name}", backward, setup_context=save, lib=LIBRARY)
     _transformed[name] = _function(name, backward, save)
+    _recorded[name] = _function_of_run(name, backward, save)
 
 
+# What an operator computes, by its name.
+_runs: dict[str, Callable] = {}
 # Operators with a gradient, as `torch.func`'s transforms take them: torch makes of what is
 # registered a function that they refuse.
 _transformed: dict[str, type[torch.autograd.Function]] = {}
+# The same in eager mode, where torch's own way costs four times as much.
+_recorded: dict[str, type[torch.autograd.Function]] = {}
 
 
 def _function(name: str, backward, save) -> type[torch.autograd.Function]:
@@ -95,10 +102,40 @@ def _function(name: str, backward, save) -> type[torch.autograd.Function]:
     members = {
         "generate_vmap_rule": True,
         "forward": staticmethod(forward),
-        "setup_context": staticmethod(save or (lambda ctx, inputs, output: None)),
+        "setup_context": staticmethod(save or _save_nothing),
         "backward": staticmethod(backward),
     }
     return type(name, (torch.autograd.Function,), members)
+
+
+def _function_of_run(name: str, backward, save) -> type[torch.autograd.Function]:
+    run, save = _runs[name], save or _save_nothing
+
+    def forward(ctx, *args):
+        result = run(*args)
+        save(ctx, args, result)
+        return result
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), members)
+
+
+def _save_nothing(ctx, inputs, output) -> None:
+    pass
+
+
+def run(name: str, inputs: tuple, tensors: int):
+    """Compute `npu_ops::<name>` the shortest way; of `inputs`, the first so many are `tensors`.
+
+    Where nothing but autograd watches, torch's dispatcher is left out: it costs 13 us, and 50 with
+    a gradient.
+    """
+    watched = _watched(inputs[:tensors])
+    if watched is None:
+        return _runs[name](*inputs)
+    if watched is _BY_AUTOGRAD and name in _recorded:
+        return _recorded[name].apply(*inputs)
+    return call(name, *inputs)
 
 
 def call(name: str, *args):
@@ -162,23 +199,33 @@ def is_traced() -> bool:
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:
-    """Whether an operator on these may skip torch's dispatcher, which costs 13 us.
+    """Whether an operator on these may skip torch's dispatcher.
 
     True in eager mode on ordinary tensors: no gradient to record, nothing watching (a compiler,
     fake tensors, a dispatch mode, a transform, forward-mode differentiation), and memory to compute
     with (not meta).
     """
+    return _watched(tensors) is None
+
+
+_BY_AUTOGRAD, _BY_MORE = "by autograd", "by more"
+
+
+def _watched(tensors: Sequence[torch.Tensor | None]) -> str | None:
+    """Who sees an operator on these besides its implementation."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
+        return _BY_MORE
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        return False
-    grad = torch.is_grad_enabled()
+        return _BY_MORE
+    grad, recorded = torch.is_grad_enabled(), None
     for t in tensors:  # a loop: `all` of a generator costs a microsecond more
         if t is None:
             continue
-        if type(t) not in _PLAIN or t.is_meta or (grad and t.requires_grad):
-            return False
-    return True
+        if type(t) not in _PLAIN or t.is_meta:
+            return _BY_MORE
+        if grad and t.requires_grad:
+            recorded = _BY_AUTOGRAD
+    return recorded
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from npu_ops.core import ascendc as ascendc_kernels
-from npu_ops.core import library, registry
+from npu_ops.core import library, plans, registry
 from npu_ops.core.registry import Implementation, Table, Verdict, from_module, from_native
 
 Tensors = torch.Tensor | tuple[torch.Tensor | None, ...]
@@ -133,6 +133,9 @@ class Operator:
         self._check_indices = check_indices
         self._tensors = sum(argument.is_tensor for argument in self.inputs)
         self._overwritten = [i for i, a in enumerate(self.takes) if a.is_written]
+        self._is_planned = not self._overwritten
+        lists = any(argument.type.endswith("[]") for argument in self.inputs)
+        self._plans = plans.Plans(self._tensors, lists)
         arguments = [argument.name for argument in (*self.takes, *self.writes)]
         written = [*(a.name for a in self.takes if a.is_written), *outputs]
         usual = self._usual(why_not or {}, aclnn, fla_npu, ascendc, cpu_in_python)
@@ -140,24 +143,40 @@ class Operator:
         library.operator(self._schema(), self.run, self._fake)
 
     def __call__(self, *inputs):
-        plain = library.is_plain(*inputs[: self._tensors])
-        return self.run(*inputs) if plain else library.call(self.name, *inputs)
+        return library.run(self.name, inputs, self._tensors)
 
     def run(self, *inputs):
         """Compute the outputs on any device; what torch's dispatcher ends up calling."""
+        key = self._plans.key_of(inputs) if self._is_planned else None
+        plan = self._plans.find(key)
+        return self._first_run(inputs, key) if plan is None else self._run_again(inputs, plan)
+
+    def _run_again(self, inputs, plan):
+        outputs = plan.outputs()
+        if library.poison_outputs:
+            _poison(outputs)
+        laid = plan.laid((*inputs[: self._tensors], *outputs))
+        self.table.launch(plan.chosen, laid)
+        return self._returned(inputs, outputs)
+
+    def _first_run(self, inputs, key):
         inputs = self.Inputs(*inputs)
         outputs = _tuple(self.new(inputs))
         if library.poison_outputs:
             _poison(outputs)
         arguments = self._arguments(inputs, outputs)
         if self._zeroed and self._zeroed(inputs):
+            key = None
             self._zeros(arguments)
         if self._is_empty(arguments):
             if self._check_indices and outputs[0].device.type == "cpu":
                 self._check_indices(arguments)
             self._empty(arguments)
         else:
-            self.table.run(*self.lay_out(arguments))
+            laid = self.lay_out(arguments)
+            chosen = self.table.select(*laid)
+            self.table.launch(chosen, laid)
+            self._plans.keep(key, inputs, outputs, laid, chosen)
             if self._overwritten:
                 library.written(*self._given(inputs, self._overwritten))
         return self._returned(inputs, outputs)
@@ -304,8 +323,7 @@ class InPlace:
         library.operator(schema, self.run, lambda *inputs: None, elementwise=elementwise)
 
     def __call__(self, *inputs) -> None:
-        plain = library.is_plain(*inputs[: self._tensors])
-        self.run(*inputs) if plain else library.call(self.name, *inputs)
+        library.run(self.name, inputs, self._tensors)
 
     def run(self, *inputs) -> None:
         targets = [inputs[i] for i in self._over]
@@ -385,7 +403,7 @@ class Backward(Operator):
         grads = tuple(_present(*one) for one in wanted)
         needs = (ctx.needs_input_grad[i] for i in self._needs)
         given = (*grads, *ctx.saved_tensors, *ctx.settings, *needs)
-        found = _tuple(library.call(self.name, *(given[i] for i in self._order))) + grads
+        found = _tuple(self(*(given[i] for i in self._order))) + grads
         return tuple(
             found[source].to(dtype) if needed and source is not None and dtype else None
             for source, dtype, needed in zip(

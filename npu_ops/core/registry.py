@@ -9,13 +9,12 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from npu_ops.core import env, hardware, library, log, preferences, shadow
+from npu_ops.core import env, hardware, library, log, plans, preferences, shadow
+from npu_ops.core.collective import in_a_group
 
 Launcher = Callable[..., None]
-_in_a_group = getattr(distributed, "is_initialized", bool)  # torch may be built without it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +78,12 @@ def as_if_on(device: str) -> Iterator[None]:
     """Choose implementations in a block as for tensors on `device`, e.g. to see what would run."""
     global _assumed_device
     before, _assumed_device = _assumed_device, device
+    plans.forget()
     try:
         yield
     finally:
         _assumed_device = before
+        plans.forget()
 
 
 def _led_by(name: str | None, implementations: Sequence[Implementation]):
@@ -129,8 +130,14 @@ class Table:
 
     def run(self, *args) -> None:
         """Run the op on `args`; the first argument decides the device."""
-        chosen = self.select(*args)
-        if env.settings.shadow and shadow.due(self.op):
+        self.launch(self.select(*args), args)
+
+    def launch(self, chosen: Implementation, args: Sequence) -> None:
+        """Let the chosen implementation run `args`."""
+        settings = env.settings
+        if settings.log == "calls":
+            log.trace(f"{self.op}({_describe(args)}) -> {chosen.name}")
+        if settings.shadow and shadow.due(self.op):
             shadow.run(self, chosen, args)
         else:
             chosen.launcher(*args)
@@ -144,10 +151,7 @@ class Table:
         """
         settings = env.settings
         forced = self._forced_name() if settings.impl else None
-        chosen = self._forced(forced, args) if forced else self._first(args)
-        if settings.log == "calls":
-            log.trace(f"{self.op}({_describe(args)}) -> {chosen.name}")
-        return chosen
+        return self._forced(forced, args) if forced else self._first(args)
 
     def explain(self, *args) -> list[Verdict]:
         """What each implementation has against running `args`, in order."""
@@ -196,7 +200,7 @@ class Table:
 
     def _preferred(self, device: str, args: tuple) -> str | None:
         """The name of what `npu-ops tune` found to be fastest for such a call here."""
-        if device not in preferences.settled and _in_a_group():
+        if device not in preferences.settled and in_a_group():
             preferences.settle(device)
         mine = preferences.of(device).get(self.op)
         if mine is None or hardware.soc_is_assumed():

@@ -23,29 +23,29 @@ def guarded(found: list[str], note: Callable[[str], None]) -> Iterator[None]:
     found: gets a sentence for each tensor beside which, or to which, something was written that may
         not be. note: is told of each launch before it runs.
     """
-    run = Table.run
+    launch = Table.launch
 
-    def with_canaries(table: Table, *args) -> None:
+    def with_canaries(table: Table, chosen, args) -> None:
         note(table.op)
-        copies = _Copies(table, args)
-        run(table, *copies.args)
+        copies = _Copies(table, tuple(args))
+        launch(table, chosen, copies.args)
         found.extend(copies.findings())
         copies.copy_back()
 
-    with mock.patch.object(Table, "run", with_canaries):
+    with mock.patch.object(Table, "launch", with_canaries):
         yield
 
 
 @contextlib.contextmanager
 def noted(note: Callable[[Table, tuple], None]) -> Iterator[None]:
     """Tell `note` of each launch in a block, its op and its arguments, before it runs."""
-    run = Table.run
+    launch = Table.launch
 
-    def noting(table: Table, *args) -> None:
-        note(table, args)
-        run(table, *args)
+    def noting(table: Table, chosen, args) -> None:
+        note(table, tuple(args))
+        launch(table, chosen, args)
 
-    with mock.patch.object(Table, "run", noting):
+    with mock.patch.object(Table, "launch", noting):
         yield
 
 

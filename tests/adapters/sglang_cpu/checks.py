@@ -222,15 +222,17 @@ class calls_of:
         self._tables = [Table.tables[name] for name in names]
 
     def __enter__(self):
-        self._before = [table.run for table in self._tables]
         seen = []
         for table in self._tables:
-            table.run = lambda *args, run=table.run, op=table.op: (seen.append(op), run(*args))
+            table.launch = lambda *args, launch=table.launch, op=table.op: (
+                seen.append(op),
+                launch(*args),
+            )
         return seen
 
     def __exit__(self, *error):
         for table in self._tables:
-            del table.run
+            del table.launch
 
 
 # Gated Delta Net

@@ -30,12 +30,11 @@ CALLS += [("attention", "mla-192-128", "aclnn"), ("attention", "softcap", "trito
 def test_every_op_takes_a_kernel(op, name, expected, monkeypatch):
     used = []
 
-    def run(table, *args):
-        implementation = table.select(*args)
-        used.append(implementation.name)
-        implementation.launcher(*args)
+    def launch(table, chosen, args):
+        used.append(chosen.name)
+        chosen.launcher(*args)
 
-    monkeypatch.setattr(Table, "run", run)
+    monkeypatch.setattr(Table, "launch", launch)
     package, cases = (importlib.import_module(f"npu_ops.ops.{op}{of}") for of in ("", ".cases"))
     case = next(case for case in cases.CASES if case.name == (name or cases.REPRESENTATIVE[0]))
     inputs = dataclasses.replace(case, tokens=min(case.tokens, 8)).inputs(torch.bfloat16, "npu")

@@ -1,0 +1,160 @@
+"""What an operator did for a call, to do again for calls like it.
+
+A call is like another when its arguments have the same dtypes, shapes, strides and settings. Then
+its outputs are made, its arguments laid out and its implementation chosen as before, and nothing of
+that has to be found out. That is most of what a small call costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from npu_ops.core.collective import in_a_group
+
+# Of one operator; a model makes calls of few shapes, or of ever new ones, which no plan serves.
+_MOST = 64
+# Counts what implementations are chosen by, besides a call: switches, assumed devices, tables of
+# preferences. Plans of before are not found again.
+_epoch = 0
+_SEEN = False  # once, in the place of a plan
+# They are asked for each call: what they have against one may be where its memory begins.
+_OTHERS_KERNELS = ("aclnn", "fla_npu")
+
+
+class Made(NamedTuple):
+    """How an output is made."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _made(x: torch.Tensor) -> Made:
+    return Made(x.shape, x.stride(), x.dtype, x.device)
+
+
+def _new(size, stride, dtype, device) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+class View(NamedTuple):
+    """What an implementation takes in a place: a tensor as it is, or seen in another shape."""
+
+    place: int
+    tensor: int
+    size: tuple[int, ...] | None = None
+    stride: tuple[int, ...] | None = None
+
+
+def forget() -> None:
+    """Make no use of plans of before: something that implementations are chosen by has changed."""
+    global _epoch
+    _epoch += 1
+
+
+class Plan:
+    """How to do again what was done for a call.
+
+    Args:
+        outputs: of that call.
+        laid: what the implementation took.
+        chosen: the implementation.
+        views: how the tensors among `laid` come from the call's inputs and outputs.
+    """
+
+    def __init__(self, outputs: Sequence, laid: Sequence, chosen, views: Sequence[View]):
+        self.chosen = chosen
+        self._makes = [None if x is None else _made(x) for x in outputs]
+        self._constant = [None if isinstance(x, torch.Tensor) else x for x in laid]
+        self._same = [(view.place, view.tensor) for view in views if view.size is None]
+        self._views = [view for view in views if view.size is not None]
+
+    def outputs(self) -> list[torch.Tensor | None]:
+        """New ones, uninitialised."""
+        return [None if made is None else _new(*made) for made in self._makes]
+
+    def laid(self, tensors: Sequence[torch.Tensor | None]) -> list:
+        """What the implementation takes of a call's inputs and outputs."""
+        laid = self._constant.copy()
+        for place, tensor in self._same:
+            laid[place] = tensors[tensor]
+        for place, tensor, size, stride in self._views:
+            laid[place] = tensors[tensor].as_strided(size, stride)
+        return laid
+
+
+class Plans:
+    """The plans of an operator.
+
+    Args:
+        tensors: how many tensors its inputs begin with.
+        lists: whether there are lists among the others.
+    """
+
+    def __init__(self, tensors: int, lists: bool):
+        self._tensors, self._lists = tensors, lists
+        self._plans: dict[tuple, Plan | None] = {}
+
+    def key_of(self, inputs: tuple) -> tuple | None:
+        """What a plan is found by: of the inputs all but the tensors' contents.
+
+        None where there is no plan: index values decide what a call does, too.
+        """
+        settings = inputs[self._tensors :]
+        if self._lists:
+            settings = tuple([tuple(x) if isinstance(x, list) else x for x in settings])
+        known: list = [_epoch, in_a_group(), settings]
+        for x in inputs[: self._tensors]:
+            if x is None:
+                known.append(None)
+            elif x.is_floating_point():
+                known.append((x.shape, x.stride(), x.dtype, x.device))
+            else:
+                return None
+        return tuple(known)
+
+    def find(self, key: tuple | None) -> Plan | None:
+        """The plan for such a call, where there is one."""
+        return (self._plans.get(key) or None) if key is not None else None
+
+    def keep(self, key, inputs, outputs, laid, chosen) -> None:
+        """Make a plan of a call of which there have been two: many shapes come once."""
+        if key is None:
+            return
+        if key not in self._plans:
+            if len(self._plans) >= _MOST:
+                self._plans.clear()
+            self._plans[key] = _SEEN
+        elif self._plans[key] is _SEEN:
+            sources = [*inputs[: self._tensors], *outputs]
+            self._plans[key] = _plan(sources, outputs, laid, chosen)
+
+
+def _plan(sources: Sequence, outputs: Sequence, laid: Sequence, chosen) -> Plan | None:
+    """None where something was copied for the implementation, or its choice may be another."""
+    if chosen.name in _OTHERS_KERNELS:
+        return None
+    views = []
+    for place, x in enumerate(laid):
+        if isinstance(x, torch.Tensor):
+            views.append(_view(place, x, sources))
+        elif isinstance(x, tuple) and any(isinstance(y, torch.Tensor) for y in x):
+            return None
+    return None if None in views else Plan(outputs, laid, chosen, views)
+
+
+def _view(place: int, x: torch.Tensor, sources: Sequence) -> View | None:
+    """None unless it comes from one of the sources, without doubt from which."""
+    same = [i for i, source in enumerate(sources) if source is x]
+    if same:
+        return View(place, *same) if len(same) == 1 else None
+    alike = [i for i, y in enumerate(sources) if y is not None and _begin_alike(x, y)]
+    return View(place, *alike, x.shape, x.stride()) if len(alike) == 1 else None
+
+
+def _begin_alike(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr() and x.dtype == y.dtype and bool(x.data_ptr())
