@@ -1,4 +1,4 @@
-"""A call like others before is made by a plan of theirs: the same results, with less to find out."""
+"""A call like others before goes by a plan of theirs: the same results, with less to find out."""
 
 import pytest
 import torch
