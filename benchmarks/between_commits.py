@@ -1,9 +1,10 @@
 """The time of a call in two checkouts, each built in its own environment, in turns.
 
-    python benchmarks/between_commits.py BEFORE AFTER [--rounds 100] > ratios.csv
+    python benchmarks/between_commits.py BEFORE AFTER [--calls packed] [--rounds 100] > ratios.csv
 
 BEFORE, AFTER: roots of checkouts, with an environment in .venv. A process for each is asked for one
 row after the other, so what else the machine does falls on both; a ratio is that of a round.
+--calls: packed, which look at contents; small, of 16 tokens, where Python is most of the time.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import torch
 LENGTHS = {64: [16] * 4, 512: [128] * 4}
 
 
-def rows():
+def packed():
     """Calls that look at contents: what was made of lengths and of angles is kept for them."""
     import npu_ops
 
@@ -59,10 +60,53 @@ def rows():
     return list(calls.items())
 
 
-def work() -> None:
+def small():
+    """Forward, and forward and backward, of the shapes of Qwen3-Next on 4 ranks."""
+    import npu_ops
+
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=draw).to(torch.bfloat16)
+
+    heads, x, gates, model = normal(16, 4, 128), normal(16, 8, 128), normal(16, 8), normal(16, 2048)
+    weight, head = torch.ones(128, dtype=torch.bfloat16), torch.ones(8)
+    calls = {
+        "l2norm": (heads,),
+        "rms_norm_gated": (x, weight, x.clone()),
+        "gdn_gate": (gates, head, head.clone(), gates.clone()),
+        "bias_dropout_add": (model, None, model.clone(), 0.0, True),
+        "apply_rotary_pos_emb": (heads[None], heads[None].clone(), normal(1, 16, 128), normal(1, 16, 128)),
+        "attention": (x[None], heads[None], heads[None].clone()),
+    }  # fmt: skip
+    made = {}
+    for name, args in calls.items():
+        made[name, "forward", 16] = getattr(npu_ops, name), args, {}
+        made[name, "forward+backward", 16] = _training(getattr(npu_ops, name), args), (), {}
+    return list(made.items())
+
+
+def _training(function, args):
+    """All that a step asks of a function: its outputs and the gradients of its tensors."""
+    args = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in args]
+    leaves = [x for x in args if isinstance(x, torch.Tensor)]
+
+    def step():
+        with torch.enable_grad():
+            outputs = function(*args)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.autograd.grad(outputs, leaves, outputs, allow_unused=True)
+
+    return step
+
+
+CALLS = {"packed": packed, "small": small}
+
+
+def work(calls: str) -> None:
     """Answer a line "row count" with the lower quartile of so many calls, in seconds."""
     torch.set_num_threads(1)
-    calls = [call for _, call in rows()]
+    calls = [call for _, call in CALLS[calls]()]
     print(len(calls), flush=True)
     with torch.no_grad():
         for line in sys.stdin:
@@ -77,12 +121,12 @@ def work() -> None:
 
 
 class Checkout:
-    def __init__(self, root: str):
+    def __init__(self, root: str, calls: str):
         self.root = root
         python = os.path.join(root, ".venv", "bin", "python")
         alone = os.environ | {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [python, os.path.abspath(__file__), "--work"], cwd=root, text=True, env=alone,
+            [python, os.path.abspath(__file__), "--work", "--calls", calls], cwd=root, text=True, env=alone,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self.process.stdout.readline()
@@ -103,12 +147,13 @@ def main() -> None:
     parser.add_argument("before", nargs="?")
     parser.add_argument("after", nargs="?")
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--calls", choices=CALLS, default="packed")
     parser.add_argument("--work", action="store_true")
     given = parser.parse_args()
     if given.work:
-        return work()
-    sides = Checkout(given.before), Checkout(given.after)
-    names = [name for name, _ in rows()]
+        return work(given.calls)
+    sides = Checkout(given.before, given.calls), Checkout(given.after, given.calls)
+    names = [name for name, _ in CALLS[given.calls]()]
     counts = [max(3, min(40, int(0.02 / sides[1].ask(row, 5)))) for row in range(len(names))]
     times = [([], []) for _ in names]
     for turn in range(given.rounds):
@@ -127,7 +172,7 @@ def main() -> None:
             *(f"{statistics.median(t) * 1e6:.1f}" for t in (before, after)),
             *(f"{x:.3f}" for x in (min(after) / min(before), ratios[4], ratios[0], ratios[8])),
             given.rounds, "cpu", 1, torch.__version__, sides[0].commit, sides[1].commit,
-            "python benchmarks/between_commits.py BEFORE AFTER",
+            f"python benchmarks/between_commits.py BEFORE AFTER --calls {given.calls}",
         ])  # fmt: skip
 
 

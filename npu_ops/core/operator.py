@@ -401,14 +401,13 @@ class Backward(Operator):
     def _gradients(self, ctx, *grads):
         wanted = zip(grads, ctx.outputs, self._may_be_none, strict=True)
         grads = tuple(_present(*one) for one in wanted)
-        needs = (ctx.needs_input_grad[i] for i in self._needs)
+        needed = ctx.needs_input_grad  # a new tuple each time that it is asked for
+        needs = (needed[i] for i in self._needs)
         given = (*grads, *ctx.saved_tensors, *ctx.settings, *needs)
         found = _tuple(self(*(given[i] for i in self._order))) + grads
         return tuple(
-            found[source].to(dtype) if needed and source is not None and dtype else None
-            for source, dtype, needed in zip(
-                self._found, ctx.dtypes, ctx.needs_input_grad, strict=True
-            )
+            _as(found[source], dtype) if wanted and source is not None and dtype else None
+            for source, dtype, wanted in zip(self._found, ctx.dtypes, needed, strict=True)
         )
 
 
@@ -462,6 +461,11 @@ def _present(grad, output, may_be_none: tuple[bool, bool]):
     if gradient_may and (shape == (0,) if output_may else grad is None):
         return None
     return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+
+
+def _as(x, dtype):
+    """`x.to(dtype)`, which asks torch even where there is nothing to do."""
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _nothing(*arguments):
