@@ -71,31 +71,35 @@ def small():
 
     heads, x, gates, model = normal(16, 4, 128), normal(16, 8, 128), normal(16, 8), normal(16, 2048)
     weight, head = torch.ones(128, dtype=torch.bfloat16), torch.ones(8)
+    tables = {"cos": normal(1, 16, 128), "sin": normal(1, 16, 128), "layout": "BSND"}
     calls = {
-        "l2norm": (heads,),
-        "rms_norm_gated": (x, weight, x.clone()),
-        "gdn_gate": (gates, head, head.clone(), gates.clone()),
-        "bias_dropout_add": (model, None, model.clone(), 0.0, True),
-        "apply_rotary_pos_emb": (heads[None], heads[None].clone(), normal(1, 16, 128), normal(1, 16, 128)),
-        "attention": (x[None], heads[None], heads[None].clone()),
-    }  # fmt: skip
+        "l2norm": ((heads,), {}),
+        "rms_norm_gated": ((x, weight, x.clone()), {}),
+        "gdn_gate": ((gates, head, head.clone(), gates.clone()), {}),
+        "bias_dropout_add": (
+            (model,),
+            {"bias": None, "residual": model.clone(), "p": 0.0, "training": True},
+        ),
+        "apply_rotary_pos_emb": ((x[None], heads[None]), tables),
+        "attention": ((x[None], heads[None], heads[None].clone()), {}),
+    }
     made = {}
-    for name, args in calls.items():
-        made[name, "forward", 16] = getattr(npu_ops, name), args, {}
-        made[name, "forward+backward", 16] = _training(getattr(npu_ops, name), args), (), {}
+    for name, (args, kwargs) in calls.items():
+        function = getattr(npu_ops, name)
+        made[name, "forward", 16] = function, args, kwargs
+        made[name, "forward+backward", 16] = _training(function, args, kwargs), (), {}
     return list(made.items())
 
 
-def _training(function, args):
-    """All that a step asks of a function: its outputs and the gradients of its tensors."""
-    args = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in args]
-    leaves = [x for x in args if isinstance(x, torch.Tensor)]
+def _training(function, args, kwargs):
+    """All that a step asks of a function: its outputs, and the gradients of what is in `args`."""
+    leaves = [x.detach().requires_grad_() for x in args]
 
     def step():
         with torch.enable_grad():
-            outputs = function(*args)
+            outputs = function(*leaves, **kwargs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        torch.autograd.grad(outputs, leaves, outputs, allow_unused=True)
+        torch.autograd.grad(outputs, leaves, [x.detach() for x in outputs])
 
     return step
 
@@ -125,9 +129,9 @@ class Checkout:
         self.root = root
         python = os.path.join(root, ".venv", "bin", "python")
         alone = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [python, os.path.abspath(__file__), "--work", "--calls", calls]
         self.process = subprocess.Popen(
-            [python, os.path.abspath(__file__), "--work", "--calls", calls], cwd=root, text=True, env=alone,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            command, cwd=root, text=True, env=alone, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self.process.stdout.readline()
 
