@@ -4,7 +4,7 @@ import pytest
 import torch
 from npu_ops_tools.verify.checks import one_mask
 from npu_ops_tools.where import ops
-from support import evaluate
+from support import devices, evaluate
 
 import npu_ops
 from npu_ops.core import cases, env, plans
@@ -42,20 +42,21 @@ def selected(monkeypatch):
     return found
 
 
-def results(op, case, seed):
+def results(op, case, seed, device="cpu"):
     """Of other contents for each seed, in other memory."""
-    inputs = case.inputs(torch.bfloat16, seed=seed)
+    inputs = case.inputs(torch.bfloat16, device, seed)
     wrt = [x for x in cases.differentiable(op, case) if inputs.get(x) is not None]
     with one_mask():
         return evaluate(cases.function(op, case), inputs, wrt)
 
 
+@pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("op, case", SMALL)
-def test_a_plan_computes_what_a_first_call_does(op, case):
-    kept = [results(op, case, seed) for seed in (0, 1)]
-    found = results(op, case, 2)
+def test_a_plan_computes_what_a_first_call_does(op, case, device):
+    kept = [results(op, case, seed, device) for seed in (0, 1)]
+    found = results(op, case, 2, device)
     plans.forget()
-    expected = results(op, case, 2)
+    expected = results(op, case, 2, device)
     assert len(kept) == 2 and found.keys() == expected.keys()
     for name, value in found.items():
         assert value.stride() == expected[name].stride(), name
