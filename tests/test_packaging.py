@@ -1,5 +1,6 @@
 """What is distributed, and how a clone is built: by the functions that pip and build call."""
 
+import json
 import os
 import pathlib
 import re
@@ -7,9 +8,12 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import textwrap
 import zipfile
 
 import pytest
+
+from npu_ops.core import preferences
 
 ROOT = pathlib.Path(__file__).parents[1]
 pytestmark = pytest.mark.xdist_group("packaging")  # one sdist
@@ -87,6 +91,31 @@ def test_a_wheel_of_it_says_how_it_was_built(sdist, tmp_path):
         "npu_ops", "npu_ops_adapters", "npu_ops_autoload.py", "npu_ops_emulator", "npu_ops_tools",
     }  # fmt: skip
     assert "npu_ops_tools/templates/report.html" in names
+
+
+def test_a_table_that_is_shipped_chooses(tmp_path):
+    """What `npu-ops tune --export` wrote, put into the package: found where it is installed."""
+    names = {name for name in committed() if not name.startswith("tests/")}
+    clone, site = copy(names, tmp_path / "clone"), tmp_path / "site"
+    folder = clone / preferences.PACKAGED.relative_to(ROOT)
+    folder.mkdir()
+    row = {"op": "l2norm", "dtype": "float32", "width": 8, "bits": 5, "implementation": "reference"}
+    table = {"format": preferences.FORMAT, "rows": [row]}
+    (folder / preferences.file_name(preferences.soc_of("cpu"))).write_text(json.dumps(table))
+    with zipfile.ZipFile(call(clone, "build_wheel", NPU_OPS_SKIP_NATIVE="1")) as archive:
+        archive.extractall(site)
+    copy({"npu_ops/_native.abi3.so", "npu_ops/_build_info.json"}, site)
+    code = """
+        import npu_ops, torch
+        for rows in (2, 200):
+            verdicts = npu_ops.explain("l2norm", torch.ones(rows, 8))
+            print(*(v.implementation for v in verdicts if v.why_not is None))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.stdout.split() == ["reference", "cpu"], done.stdout + done.stderr
 
 
 def test_the_native_library_asks_for_no_newer_glibc():
