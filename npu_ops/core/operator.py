@@ -173,7 +173,7 @@ class Operator:
                 self._check_indices(arguments)
             self._empty(arguments)
         else:
-            laid = self.lay_out(arguments)
+            laid = tuple(self.lay_out(arguments))
             chosen = self.table.select(*laid)
             self.table.launch(chosen, laid)
             self._plans.keep(key, inputs, outputs, laid, chosen)

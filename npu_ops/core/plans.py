@@ -77,14 +77,14 @@ class Plan:
         """New ones, uninitialised."""
         return [None if made is None else _new(*made) for made in self._makes]
 
-    def laid(self, tensors: Sequence[torch.Tensor | None]) -> list:
+    def laid(self, tensors: Sequence[torch.Tensor | None]) -> tuple:
         """What the implementation takes of a call's inputs and outputs."""
         laid = self._constant.copy()
         for place, tensor in self._same:
             laid[place] = tensors[tensor]
         for place, tensor, size, stride in self._views:
             laid[place] = tensors[tensor].as_strided(size, stride)
-        return laid
+        return tuple(laid)
 
 
 class Plans:

@@ -132,7 +132,7 @@ class Table:
         """Run the op on `args`; the first argument decides the device."""
         self.launch(self.select(*args), args)
 
-    def launch(self, chosen: Implementation, args: Sequence) -> None:
+    def launch(self, chosen: Implementation, args: tuple) -> None:
         """Let the chosen implementation run `args`."""
         settings = env.settings
         if settings.log == "calls":

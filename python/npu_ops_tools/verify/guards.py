@@ -27,7 +27,7 @@ def guarded(found: list[str], note: Callable[[str], None]) -> Iterator[None]:
 
     def with_canaries(table: Table, chosen, args) -> None:
         note(table.op)
-        copies = _Copies(table, tuple(args))
+        copies = _Copies(table, args)
         launch(table, chosen, copies.args)
         found.extend(copies.findings())
         copies.copy_back()
@@ -42,7 +42,7 @@ def noted(note: Callable[[Table, tuple], None]) -> Iterator[None]:
     launch = Table.launch
 
     def noting(table: Table, chosen, args) -> None:
-        note(table, tuple(args))
+        note(table, args)
         launch(table, chosen, args)
 
     with mock.patch.object(Table, "launch", noting):
