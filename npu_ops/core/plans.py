@@ -19,7 +19,7 @@ _MOST = 64
 # Counts what implementations are chosen by, besides a call: switches, assumed devices, tables of
 # preferences. Plans of before are not found again.
 _epoch = 0
-_SEEN = False  # once, in the place of a plan
+_NEW, _SEEN = "new", False  # in the place of a plan: never or once seen
 # They are asked for each call: what they have against one may be where its memory begins.
 _OTHERS_KERNELS = ("aclnn", "fla_npu")
 
@@ -125,11 +125,12 @@ class Plans:
         """Make a plan of a call of which there have been two: many shapes come once."""
         if key is None:
             return
-        if key not in self._plans:
+        known = self._plans.get(key, _NEW)  # asked once: another thread may clear them
+        if known is _NEW:
             if len(self._plans) >= _MOST:
                 self._plans.clear()
             self._plans[key] = _SEEN
-        elif self._plans[key] is _SEEN:
+        elif known is _SEEN:
             sources = [*inputs[: self._tensors], *outputs]
             self._plans[key] = _plan(sources, outputs, laid, chosen)
 
