@@ -2,6 +2,8 @@
 
 A program loads the state of BV value columns of one head, walks over the sequence's tokens, which
 are few, and stores it: nothing but vector instructions, each state read once and written once.
+Plain decoding, one token of each sequence with states that have values first, has a kernel without
+that walk: `_decode_kernel`.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npu_ops.core.grid import cdiv, tile_elements, vector_grid
+from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
     keys_of,
     load_row,
@@ -23,6 +25,9 @@ from npu_ops.ops.gdn_gate.softplus import is_plain
 
 # Bytes that a state element needs on chip at the most, by the plan of the vendor's compiler.
 TILE = tile_elements(40)
+DECODE_TILE = tile_elements(20)
+# Heads in a tile of `_decode_kernel`: what a head has one of is a vector of so many.
+DECODE_HEADS = 8
 
 
 @triton.jit
@@ -206,6 +211,71 @@ def _update_kernel(
             _store(state, place, key, value, keys, matrix, K, V, V_FIRST)
 
 
+@triton.jit
+def _numbers(at, mask):
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _row(at, mask, ALL: tl.constexpr, NORMALIZE: tl.constexpr):
+    """Rows in fp32, and 1 over their norms, or 1."""
+    x = tl.load(at).to(tl.float32) if ALL else _numbers(at, mask)
+    if NORMALIZE:
+        return x, 1.0 / tl.sqrt(tl.sum(x * x, 1) + 1e-6)
+    else:
+        return x, tl.full((x.shape[0],), 1.0, tl.float32)
+
+
+@triton.jit(do_not_specialize=["sequences", "slots"])
+def _decode_kernel(
+    q, k, v, a, b, A_log, dt_bias, state, new_state, state_indices, scale, softplus_beta,
+    softplus_threshold, o, sequences, slots, q_t, k_t, v_t, a_t, b_t, state_n, index_n,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALIZE: tl.constexpr,
+    UPDATE: tl.constexpr, PLAIN: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """One token of each sequence, and nothing kept but its state, [slots, HV, V, K].
+
+    A tile is [BH heads, BV values, BK keys]. What a head has one of is thus a vector: a single
+    number the compiler would give to the scalar unit, which would wait for it instead of starting
+    the next tile's loads. new_state is state: under one name each load would wait for the store.
+    """
+    ALL: tl.constexpr = (HV % BH == 0) & (K == BK)  # a mask of gathered rows is a tile, too
+    across: tl.constexpr = (HV + BH - 1) // BH
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    key = tl.arange(0, BK)
+    for item in range(tl.program_id(0), sequences * across * blocks, tl.num_programs(0)):
+        n = tl.cast(item // (across * blocks), tl.int64)
+        head = item // blocks % across * BH + tl.arange(0, BH)
+        value = item % blocks * BV + tl.arange(0, BV)
+        known, columns = head < HV, (head < HV)[:, None] & (value < V)[None, :]
+        slot = tl.load(state_indices + n * index_n).to(tl.int32)
+        live = (slot >= 0) & (slot < slots)
+        exists = (head < tl.where(live, HV, 0))[:, None, None] & (value < V)[None, :, None]
+        exists = exists & (key < K)[None, None, :]
+        place = head[:, None, None] * (K * V) + value[None, :, None] * K + key[None, None, :]
+        place = tl.cast(slot, tl.int64) * state_n + place
+        matrix = tl.load(state + place, mask=exists, other=0.0).to(tl.float32)
+        row = (head // (HV // H))[:, None] * K + key[None, :]
+        rows = known[:, None] & (key < K)[None, :]
+        b_k, over_k = _row(k + n * k_t + row, rows, ALL, NORMALIZE)
+        b_q, over_q = _row(q + n * q_t + row, rows, ALL, NORMALIZE)
+        raw = _numbers(a + n * a_t + head, known) + _numbers(dt_bias + head, known)
+        rate = tl.exp(_numbers(A_log + head, known))
+        decay = tl.exp(0.0 - rate * _softplus(raw, softplus_beta, softplus_threshold, PLAIN))
+        strength = 1.0 / (1.0 + tl.exp(0.0 - _numbers(b + n * b_t + head, known)))
+        column = head[:, None] * V + value[None, :]
+        matrix = matrix * decay[:, None, None]
+        recalled = tl.sum(matrix * b_k[:, None, :], 2) * over_k[:, None]
+        error = _numbers(v + n * v_t + column, columns) - recalled
+        matrix += (error * (strength * over_k)[:, None])[:, :, None] * b_k[:, None, :]
+        read = tl.sum(matrix * b_q[:, None, :], 2) * (over_q * scale)[:, None]
+        read = tl.where(live, read, tl.where(slot == -1, 0.0, float("nan")))
+        tl.store(o + n * (HV * V) + column, read.to(o.dtype.element_ty), mask=columns)
+        if UPDATE:
+            tl.store(new_state + place, matrix.to(new_state.dtype.element_ty), mask=exists)
+
+
 def gated_delta_rule_update(
     q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens, num_accepted_tokens,
     intermediate_states, intermediate_state_indices, scale, normalize, state_v_first, update,
@@ -219,16 +289,33 @@ def gated_delta_rule_update(
     kept = intermediate_states
     rows, steps = (0, state_indices.shape[-1]) if kept is None else kept.shape[:2]
     constants = tile_constants(keys, values, TILE)
+    constants |= {
+        "H": heads, "HV": value_heads, "K": keys, "V": values, "NORMALIZE": normalize,
+        "UPDATE": update, "PLAIN": is_plain(softplus_beta, softplus_threshold),
+    }  # fmt: skip
+    strides = [x.stride(0) for x in (q, k, v, a, b, state, state_indices)]
+    if tokens == sequences and cu_seqlens is kept is None and state_v_first and not per_token:
+        constants |= _decode_tile(value_heads, keys, values)
+        items = sequences * cdiv(value_heads, constants["BH"]) * cdiv(values, constants["BV"])
+        _decode_kernel[vector_grid(items, q.device)](
+            q, k, v, a, b, A_log, dt_bias, state, state, state_indices, scale, softplus_beta,
+            softplus_threshold, o, sequences, state.shape[0], *strides, **constants,
+        )  # fmt: skip
+        return
     walked = sequences + (cu_seqlens is not None)
     items = walked * value_heads * cdiv(values, constants["BV"])
     _update_kernel[vector_grid(items, q.device)](
         q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens, num_accepted_tokens,
         kept, intermediate_state_indices, scale, softplus_beta, softplus_threshold, o,
         sequences, tokens // sequences, tokens, state.shape[0], rows, steps,
-        *(x.stride(0) for x in (q, k, v, a, b, state, state_indices)),
-        state_indices.stride(1) if per_token else 0,
+        *strides, state_indices.stride(1) if per_token else 0,
         *((0, 0) if kept is None else kept.stride()[:2]),
-        H=heads, HV=value_heads, K=keys, V=values, V_FIRST=state_v_first, NORMALIZE=normalize,
-        UPDATE=update, SLOT_PER_TOKEN=per_token,
-        PLAIN=is_plain(softplus_beta, softplus_threshold), **constants,
+        V_FIRST=state_v_first, SLOT_PER_TOKEN=per_token, **constants,
     )  # fmt: skip
+
+
+def _decode_tile(heads: int, keys: int, values: int) -> dict:
+    """The shape of a tile of `_decode_kernel`."""
+    wide, most = next_power_of_2(keys), min(DECODE_HEADS, next_power_of_2(heads))
+    fits = max(1, DECODE_TILE // (most * wide))
+    return {"BH": most, "BV": min(fits, next_power_of_2(values)), "BK": wide}
