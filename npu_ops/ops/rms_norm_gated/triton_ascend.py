@@ -35,6 +35,12 @@ def _activate(z, SILU: tl.constexpr):
 
 
 @triton.jit
+def _gate(z, SILU: tl.constexpr):
+    """silu, or sigmoid, where no derivative is wanted: exp may be infinite, for 1 is over it."""
+    return (z if SILU else 1.0) / (1.0 + tl.exp(z * -1.0))  # 0 - z is two instructions
+
+
+@triton.jit
 def _load(pointer, offset, mask):
     return tl.load(pointer + offset, mask=mask, other=0.0).to(tl.float32)
 
@@ -54,19 +60,21 @@ def _offsets(outer_row, inner_row, column, outer_stride, inner_stride):
 def _rms_norm_gated_kernel(
     x, weight, z, out, outer, inner, eps, weight_inner,
     x_outer, x_inner, z_outer, z_inner, out_outer, out_inner,
-    BEFORE: tl.constexpr, SILU: tl.constexpr,
+    BEFORE: tl.constexpr, SILU: tl.constexpr, GROUPED: tl.constexpr,
     D: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """weight_inner: 0, or the step from one inner index to the next, and BI is 1."""
+    """weight_inner: the step from one inner index to the next where GROUPED, and BI is 1."""
     across = tl.cdiv(inner, BI)
+    d = tl.arange(0, BD)[None, None, :]
+    w = _load(weight, d, d < D)
     for tile in range(tl.program_id(0), tl.cdiv(outer, BO) * across, tl.num_programs(0)):
         o = (tile // across) * BO + tl.arange(0, BO)[:, None, None]
         i = (tile % across) * BI + tl.arange(0, BI)[None, :, None]
-        d = tl.arange(0, BD)[None, None, :]
         mask = (o < outer) & (i < inner) & (d < D)
-        w = _load(weight, (tile % across) * weight_inner + d, d < D)
+        if GROUPED:
+            w = _load(weight, (tile % across) * weight_inner + d, d < D)
         u = _load(x, _offsets(o, i, d, x_outer, x_inner), mask)
-        gate, _ = _activate(_load(z, _offsets(o, i, d, z_outer, z_inner), mask), SILU)
+        gate = _gate(_load(z, _offsets(o, i, d, z_outer, z_inner), mask), SILU)
         if not BEFORE:
             u = u * gate
         r = 1.0 / tl.sqrt(tl.sum(u * u, axis=2) / D + eps)
@@ -248,7 +256,7 @@ def rms_norm_gated(x, weight, z, eps, norm_before_gate, activation, out):
         _rms_norm_gated_wide_kernel[grid](*arguments, **constants, BD=WIDE_BLOCK)
     else:
         grid = vector_grid(cdiv(outer, tile["BO"]) * cdiv(inner, tile["BI"]), x.device)
-        _rms_norm_gated_kernel[grid](*arguments, **constants, **tile)
+        _rms_norm_gated_kernel[grid](*arguments, GROUPED=grouped, **constants, **tile)
 
 
 def rms_norm_gated_backward(
