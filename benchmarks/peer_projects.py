@@ -1,0 +1,130 @@
+"""Other projects' Triton-Ascend kernels, from checkouts, without an NPU or their compiled halves.
+
+`import_from` makes a project's modules importable; no file of it is changed or copied. What is
+recorded here is launched on CPU tensors and never run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.machinery
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+from npu_ops_emulator import vendor
+from npu_ops_tools.compile.launches import Launch, recorded
+
+CORES = 24, 48  # of an Ascend910B2
+UB_BITS = 192 * 1024 * 8
+# Option -> project and the folder that its modules are in.
+PROJECTS = {
+    "sgl": ("sgl-kernel-npu", "sgl_kernel_npu", "python/sgl_kernel_npu/sgl_kernel_npu"),
+    "vllm": ("vllm-ascend", "vllm_ascend", "vllm_ascend"),
+    "liger": ("Liger-Kernel", "liger_kernel", "src/liger_kernel"),
+    "fla": ("flash-linear-attention", "fla", "fla"),
+    "mindspeed": ("MindSpeed", "mindspeed", "mindspeed"),
+}
+
+
+def import_from(checkouts: dict[str, pathlib.Path]) -> dict[str, str]:
+    """Make the projects of these options importable; option -> the checkout's version."""
+    _pretend()
+    for option, checkout in checkouts.items():
+        _, package, folder = PROJECTS[option]
+        home = checkout / folder
+        if not home.is_dir():
+            raise SystemExit(f"--{option}: got {checkout}, needs a checkout with {folder}")
+        _packages(package, home)
+    _fill_in(checkouts)
+    return {option: _version(checkout) for option, checkout in checkouts.items()}
+
+
+def launches(function: str, arguments: dict) -> list[Launch]:
+    """What "module:function" launches."""
+    module, _, name = function.partition(":")
+    with recorded("") as found:
+        getattr(importlib.import_module(module), name)(**arguments)
+    # Options of Triton for NVIDIA mean nothing to Ascend's compiler.
+    foreign = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+    return [
+        dataclasses.replace(x, options=tuple(o for o in x.options if o[0] not in foreign))
+        for x in found
+    ]
+
+
+def _pretend() -> None:
+    """What the projects ask of Triton and of torch about the device."""
+    vendor.frontend()
+    import torch
+    import triton
+    import triton.language as tl
+    from triton.runtime.autotuner import Autotuner
+
+    # Where a later triton-ascend than there is on PyPI has what 3.2.0 has in triton.language.
+    slices = {name: getattr(tl, name) for name in ("extract_slice", "insert_slice", "get_element")}
+    _module("triton.language.extra.cann", __path__=[])
+    _module("triton.language.extra.cann.extension", **slices)
+    os.environ["ASCEND_UB_CAPACITY_BITS"] = str(UB_BITS)  # where CANN would be asked
+    known = {"num_aicore": CORES[0], "num_vectorcore": CORES[1]}
+    target = types.SimpleNamespace(backend="npu", arch="Ascend910B2")
+    driver = types.SimpleNamespace(
+        utils=types.SimpleNamespace(get_device_properties=lambda device: known),
+        get_current_target=lambda: target,
+        get_benchmarker=lambda: None,
+    )
+    triton.runtime.driver.set_active(driver)
+    torch.npu = types.SimpleNamespace(current_device=lambda: 0)
+    # Tuning would time them: the first of their configurations.
+    Autotuner.run = lambda tuner, *args, **named: tuner.fn.run(
+        *args, **named, **tuner.configs[0].kwargs
+    )
+
+
+def _packages(package: str, home: pathlib.Path) -> None:
+    """Every folder as a package whose __init__ is not executed: those load compiled operators, or
+    ask for a GPU."""
+    for folder in (home, *(path.parent for path in home.rglob("__init__.py"))):
+        name = ".".join((package, *folder.relative_to(home).parts))
+        _module(name, __path__=[str(folder)])
+
+
+def _fill_in(checkouts: dict) -> None:
+    """Names that the kernels' modules import from packages that were not executed."""
+    import triton
+    import triton.language as tl
+
+    if "sgl" in checkouts:
+        _module("sgl_kernel_npu.utils.triton_utils", get_device_properties=lambda: CORES)
+    if "vllm" in checkouts:
+        _module("vllm", __path__=[])
+        _module("vllm.triton_utils", HAS_TRITON=True, tl=tl, triton=triton)
+        utils = importlib.import_module("vllm_ascend.ops.triton.triton_utils")
+        utils.init_device_properties_triton()
+    if "fla" in checkouts:
+        vars(sys.modules["fla.utils"]).update(
+            get_multiprocessor_count=lambda index=0: CORES[1], input_guard=lambda f: f,
+            autotune_cache_kwargs={}, tensor_cache=lambda f: f,
+        )  # fmt: skip
+        index = importlib.import_module("fla.ops.utils.index")
+        sys.modules["fla.ops.utils"].prepare_chunk_indices = index.prepare_chunk_indices
+
+
+def _module(name: str, **contents) -> None:
+    module = types.ModuleType(name)
+    vars(module).update(contents)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package="__path__" in contents)
+    sys.modules[name] = module
+    parent, _, own = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], own, module)
+
+
+def _version(checkout: pathlib.Path) -> str:
+    said = subprocess.run(
+        ["git", "-C", str(checkout), "describe", "--always"], capture_output=True, text=True
+    )
+    return said.stdout.strip()
