@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sstream>
 
 namespace npu_ops::emulator {
 namespace {
@@ -22,9 +23,29 @@ const char* environment(const char* name, const char* otherwise) {
   return value && *value ? value : otherwise;
 }
 
+// Those of `devices` that ASCEND_RT_VISIBLE_DEVICES names, which Ray sets for each of its workers:
+// an empty list for one that asked for none. It ends before a number that is no device.
+std::vector<int> visible(int devices) {
+  std::vector<int> found;
+  const char* named = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
+  if (!named) {
+    for (int id = 0; id < devices; ++id) found.push_back(id);
+    return found;
+  }
+  std::istringstream list(named);
+  for (std::string number; std::getline(list, number, ',');) {
+    char* end = nullptr;
+    const long id = std::strtol(number.c_str(), &end, 10);
+    if (end == number.c_str() || id < 0 || id >= devices) break;
+    found.push_back(static_cast<int>(id));
+  }
+  return found;
+}
+
 Settings read_settings() {
   Settings s;
-  s.devices = std::clamp(std::atoi(environment("NPU_OPS_EMULATOR_DEVICES", "2")), 1, 64);
+  s.visible = visible(std::clamp(std::atoi(environment("NPU_OPS_EMULATOR_DEVICES", "2")), 1, 64));
+  s.devices = static_cast<int>(s.visible.size());
   s.soc = environment("NPU_OPS_EMULATOR_SOC", "Ascend910B3");
   const double gib = std::atof(environment("NPU_OPS_EMULATOR_MEMORY_GIB", "64"));
   s.memory = static_cast<size_t>(gib * (size_t{1} << 30));
@@ -132,7 +153,8 @@ aclError aclrtSetDevice(int32_t id) {
   if (id < 0 || id >= settings().devices)
     return fail(ACL_ERROR_RT_INVALID_DEVICEID,
                 "there is no device " + std::to_string(id) + "; there are " +
-                    std::to_string(settings().devices) + " (npu-ops emulate --devices)");
+                    std::to_string(settings().devices) +
+                    " (npu-ops emulate --devices, ASCEND_RT_VISIBLE_DEVICES)");
   device = id;
   return ACL_SUCCESS;
 }
@@ -170,8 +192,9 @@ aclError aclrtDeviceGetBareTgid(int32_t* pid) {
   return ACL_SUCCESS;
 }
 aclError aclrtDeviceGetUuid(int32_t id, aclrtUuid* uuid) {
+  if (id < 0 || id >= settings().devices) return fail(ACL_ERROR_RT_INVALID_DEVICEID, "no device");
   std::memset(uuid, 0, sizeof(*uuid));
-  std::snprintf(uuid->bytes, sizeof(uuid->bytes), "emulated-%d", id);
+  std::snprintf(uuid->bytes, sizeof(uuid->bytes), "emulated-%d", settings().visible[id]);
   return ACL_SUCCESS;
 }
 aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo info, int64_t* value) {

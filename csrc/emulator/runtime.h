@@ -9,12 +9,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace npu_ops::emulator {
 
 // From NPU_OPS_EMULATOR_*, which python/npu_ops_emulator/settings.py writes.
 struct Settings {
-  int devices;
+  std::vector<int> visible;  // the machine's numbers of this process's devices
+  int devices;               // how many those are
   std::string soc;
   size_t memory;  // bytes a device
   bool trace;     // print every call of an operator or a collective

@@ -136,6 +136,22 @@ def test_autoload_and_options():
     assert json.loads(done.stdout) == [3, "Ascend910_9391", 1 << 29, 24]
 
 
+@pytest.mark.parametrize("named, count", [("2,0,7,1", 2), ("", 0)])
+def test_visible_devices(named, count):
+    """As Ray tells each of its workers."""
+    done = python(
+        """
+        import torch
+        count = torch.npu.device_count()
+        print(count, torch.npu.is_available(), *(torch.ones(1).npu(i).device for i in range(count)))
+        """,
+        "--devices", "3", ASCEND_RT_VISIBLE_DEVICES=named,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    devices = [f"npu:{i}" for i in range(count)]
+    assert done.stdout.split() == [str(count), str(count > 0), *devices]
+
+
 @pytest.mark.parametrize("soc", ["Ascend910B1", "Ascend950PR_9579"])
 def test_other_chips(soc):
     done = python(
