@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import fetch_verl
+import npu_ops_adapters
+from npu_ops_tools import verl_patches
 from processes import HERE, environment
 
 
@@ -21,3 +23,13 @@ def test_two_ranks_equal_one(tmp_path):
             assert len(errors) in (4, 11) and max(errors.values()) < 2e-5, (name, errors)
         refused = report["refused"]
         assert all("verl's Ulysses" in sentence for sentence in refused.values()), refused
+
+
+def test_what_its_npu_patches_set_over_ours():
+    """The counts at the top of docs/replacing-patches.md."""
+    text = (fetch_verl.tree() / "verl" / verl_patches.FILE).read_text()
+    ours = {patch.target for patch in npu_ops_adapters.patches()}
+    found = set(verl_patches.targets(text))
+    lost = sorted(target.rpartition(".")[2] for target in found & ours)
+    assert [name.endswith("apply_rotary_pos_emb") for name in lost].count(True) == 7
+    assert len(found) == 27 + 1 and len(lost) == 10, lost  # a norm has two names, by version
