@@ -1,4 +1,4 @@
-"""Makes .cache/trainers/verl-0.9.1: verl and what it needs, in a folder that goes before .venv's.
+"""Makes .cache/trainers: verl and what it needs, in folders that go before .venv's.
 
 python tests/adapters/fetch_verl.py
 
@@ -15,6 +15,7 @@ from fetch_sglang import DECLARED
 
 VERSION = "0.9.1"
 FOLDER = fetching.CACHE / "trainers" / f"verl-{VERSION}"
+QUEUE = FOLDER.with_name("transfer-queue-0.1.11")  # which verl's RL trainers alone import
 REQUIREMENTS = pathlib.Path(__file__).with_name("verl_requirements.txt")
 
 
@@ -23,8 +24,14 @@ def tree() -> pathlib.Path:
     return fetching.tree(FOLDER, "tests/adapters/fetch_verl.py")
 
 
+def queue() -> pathlib.Path:
+    """The folder of TransferQueue, likewise."""
+    return fetching.tree(QUEUE, "tests/adapters/fetch_verl.py")
+
+
 def fetch() -> None:
     """Download it all, unless it is there."""
+    fetching.install(QUEUE, "transferqueue==0.1.11", "prometheus_client==0.26.0")
     if FOLDER.exists():
         return
     print("0.2 GB, half a minute", flush=True)

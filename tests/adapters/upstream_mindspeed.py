@@ -107,6 +107,15 @@ def stand_in() -> None:
     sys.argv[1:] = []  # which MindSpeed parses
 
 
+def without_torchair() -> None:
+    """torch_npu's own lacks a library of CANN here; MindSpeed imports it."""
+    importlib.import_module("torch_npu.dynamo")
+    for module in [module for module in sys.modules if module.partition(".")[0] == "torchair"]:
+        del sys.modules[module]
+    sys.meta_path.insert(0, StandIns(("torchair",)))
+    importlib.import_module("torchair")
+
+
 def run(order: str) -> None:
     upstream_megatron.without_triton()
     stand_in()
@@ -118,11 +127,7 @@ def run(order: str) -> None:
 
 def train(name: str) -> None:
     """Three steps on an NPU; prints the losses and the calls to npu_ops' operators."""
-    importlib.import_module("torch_npu.dynamo")  # a torchair of its own, without what that needs
-    for module in [module for module in sys.modules if module.partition(".")[0] == "torchair"]:
-        del sys.modules[module]
-    sys.meta_path.insert(0, StandIns(("torchair",)))
-    importlib.import_module("torchair")
+    without_torchair()
     stand_in()
     importlib.import_module("mindspeed.megatron_adaptor").repatch({"context_parallel_size": 1})
     if env.settings.disable:  # MindSpeed's own delta rule takes bf16 alone; Megatron's, fp32 too

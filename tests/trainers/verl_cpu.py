@@ -1,4 +1,7 @@
-"""verl has platforms for GPUs and NPUs alone; this is one for the CPU, which computes the truth."""
+"""verl has platforms for GPUs and NPUs alone; this is one for the CPU, which computes the truth.
+
+VERL_USE_EXTERNAL_MODULES=verl_cpu VERL_PLATFORM=cpu
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ DEVICE = types.SimpleNamespace(
 
 
 def register() -> None:
-    """Before verl looks for its platform, with VERL_PLATFORM=cpu."""
     body = {name: lambda self, *args, **kwargs: None for name in PlatformBase.__abstractmethods__}
     named = {"device_name": "cpu", "vendor_name": "cpu", "device_module": DEVICE}
     body |= {name: property(lambda self, value=value: value) for name, value in named.items()}
     answers = {
         "is_available": True, "is_platform_available": True, "device_count": 1,
         "current_device": torch.device("cpu"), "communication_backend_name": "gloo",
-        "visible_devices_envvar": "CPU_VISIBLE_DEVICES", "ray_resource_name": "CPU",
+        "visible_devices_envvar": "CPU_VISIBLE_DEVICES",
+        "ray_resource_name": "NPU",  # verl's trainer counts those, or GPUs
         "get_device_capability": (None, None),
     }  # fmt: skip
     body |= {
@@ -41,3 +44,6 @@ def register() -> None:
     start = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda backend=None, **kwargs: start("gloo", **kwargs)
     fsdp._check_module_states_for_sync_module_states = lambda *args, **kwargs: None
+
+
+register()

@@ -58,7 +58,11 @@ def write_models(folder: pathlib.Path, names) -> None:
 
 
 def run(
-    folder: pathlib.Path, who: str, runs: Mapping[str, list[str]], ranks: int = RANKS
+    folder: pathlib.Path,
+    who: str,
+    runs: Mapping[str, list[str]],
+    ranks: int = RANKS,
+    program: str = "verl_sft.py",
 ) -> dict[str, Steps]:
     """Each of `runs`, one after the other in the same processes; checkpoints lie with results."""
     runs = {
@@ -67,17 +71,24 @@ def run(
     }
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
-        "--standalone", "--no-python", "--", sys.executable, str(HERE / "verl_sft.py"),
+        "--standalone", "--no-python", "--", sys.executable, str(HERE / program),
         str(folder), who, json.dumps(runs),
     ]  # fmt: skip
-    if who == "truth":
-        changes = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "NPU_OPS_DISABLE": "all"}
-    else:
-        emulate = [sys.executable, "-m", "npu_ops_emulator", "--devices", str(ranks), "--"]
-        command = [*emulate, *command]
-        changes = {"NPU_OPS_DISABLE": "all"} if who == "shipped" else {}
-    finish(command, variables(**changes))
+    finish_as(who, ranks, command)
     return {name: read(folder / who, name, ranks) for name in runs}
+
+
+def finish_as(who: str, devices: int, command: list[str], **changes: str) -> None:
+    """As verl_sft.py calls them: the truth on the CPU, the others on so many emulated NPUs."""
+    if who != "npu_ops":
+        changes["NPU_OPS_DISABLE"] = "all"
+    if who == "truth":
+        changes |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
+        changes["VERL_USE_EXTERNAL_MODULES"] = "verl_cpu"
+    else:
+        emulate = [sys.executable, "-m", "npu_ops_emulator", "--devices", str(devices), "--"]
+        command = [*emulate, *command]
+    finish(command, variables(**changes))
 
 
 def read(results: pathlib.Path, name: str, ranks: int) -> Steps:
@@ -90,7 +101,14 @@ def read(results: pathlib.Path, name: str, ranks: int) -> Steps:
 
 def variables(**changes: str) -> dict[str, str]:
     """verl's packages come before ours; ours are there by the environment's own path."""
-    path = [fetch_verl.tree(), HERE, ROOT / "tests" / "adapters", ROOT, ROOT / "python"]
+    path = [
+        fetch_verl.tree(),
+        fetch_verl.queue(),
+        HERE,
+        ROOT / "tests" / "adapters",
+        ROOT,
+        ROOT / "python",
+    ]
     before = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([*map(str, path), *([before] if before else [])])
     once = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -98,6 +116,6 @@ def variables(**changes: str) -> dict[str, str]:
 
 
 def finish(command: list[str], environment: dict[str, str]) -> None:
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
     if done.returncode:
         raise RuntimeError(f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}")

@@ -30,10 +30,6 @@ TORCH_NPU = (
 def main(folder: str, who: str, runs: str) -> None:
     results = pathlib.Path(folder) / who
     results.mkdir(exist_ok=True)
-    if who == "truth":
-        import verl_cpu
-
-        verl_cpu.register()
     from hydra import compose, initialize_config_module
     from verl.trainer import sft_trainer
     from verl.utils.checkpoint import checkpoint_handler

@@ -1,0 +1,94 @@
+"""verl's SFT trainer on its Megatron engine with MindSpeed, on the emulated NPU.
+
+    git clone --branch core_r0.16.0 https://gitcode.com/Ascend/MindSpeed
+    python tests/trainers/upstream_verl_megatron.py MindSpeed --megatron 0.16.1
+
+Three steps without npu-ops and with it, on one rank and with tensor and sequence parallelism on
+two: losses and gradient norms must be those of verl's FSDP engine on the CPU, and npu-ops must have
+computed with npu-ops. `--megatron` as for tests/adapters/upstream_mindspeed.py, whose stand-ins
+these are. The exit status is 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sys
+import tempfile
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "adapters"))
+
+import fetch_megatron
+import fetching
+import verl_runs
+
+MBRIDGE = fetching.CACHE / "trainers" / "mbridge-0.15.1"
+PACKED = "model.use_remove_padding=True"
+# Megatron decays no norm's weight, FSDP's optimizer all of them.
+DECAY = "optim.weight_decay=0"
+OPERATORS = ("apply_rotary_pos_emb_freqs", "attention", "bias_dropout_add")
+CLOSE = 2e-5
+
+
+def overrides(folder: pathlib.Path, model: str, ranks: int) -> list[str]:
+    """The FSDP engine's, where there is such a setting, and no checkpoint: it is not compared."""
+    kept = [
+        line
+        for line in verl_runs.overrides(folder, model, "eager")
+        if not line.startswith(("+engine.", "+model.", "model.enable", "engine.use_torch"))
+    ]
+    return [
+        "engine=megatron",
+        "optim=megatron",
+        "engine.vanilla_mbridge=True",
+        "engine.use_distributed_optimizer=False",
+        f"engine.tensor_model_parallel_size={ranks}",
+        f"engine.sequence_parallel={ranks > 1}",
+        "checkpoint.save_contents=[]",
+        DECAY,
+        *kept,
+    ]
+
+
+def difference(found: verl_runs.Steps, truth: verl_runs.Steps) -> float:
+    """The largest, of the number."""
+    pairs = zip((*found.losses, *found.norms), (*truth.losses, *truth.norms), strict=True)
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+def compare(folder: pathlib.Path, model: str) -> bool:
+    lines = verl_runs.overrides(folder, model, "eager", PACKED, DECAY)
+    truth = verl_runs.run(folder, "truth", {model: lines}, ranks=1)[model]
+    print(f"{model}: losses {truth.losses}, norms {truth.norms}", flush=True)
+    right = True
+    for who in ("shipped", "npu_ops"):
+        for ranks in (1, 2):
+            name = f"{model}_{ranks}"
+            lines = {name: overrides(folder, model, ranks)}
+            found = verl_runs.run(folder, who, lines, ranks, "verl_megatron.py")[name]
+            error = difference(found, truth)
+            computed = [all(calls.get(name) for name in OPERATORS) for calls in found.calls]
+            right &= error < CLOSE and all(ours == (who == "npu_ops") for ours in computed)
+            print(f"  {who}, {ranks} ranks: {error:.1e}, calls {found.calls[0]}", flush=True)
+    return right
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("clone", type=pathlib.Path, help="a clone of MindSpeed")
+    parser.add_argument("--megatron", default="0.16.1", help="a release, or a folder")
+    parser.add_argument("--models", nargs="+", default=["qwen3"], help="of verl_data.py")
+    options = parser.parse_args()
+    megatron = pathlib.Path(options.megatron)
+    megatron = megatron if megatron.exists() else fetch_megatron.tree(options.megatron)
+    fetching.install(MBRIDGE, "mbridge==0.15.1")
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (options.clone, megatron, MBRIDGE)))
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        verl_runs.write_models(folder, options.models)
+        return int(not all([compare(folder, model) for model in options.models]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
