@@ -84,7 +84,7 @@ test-all: check fetch
 	$(if $(FLA),$(BIN)/python tests/adapters/upstream_fla.py $(FLA))
 	$(if $(PTO),$(BIN)/python tests/emulator/upstream_pto.py $(PTO))
 
-# Every model of verl's SFT trainer, three ways, minutes for each.
+# verl's SFT trainer with every model and its GRPO trainer, three ways: half an hour when it is quiet.
 test-trainers: .cache/trainers/ready
 	$(ON_CPU) tests/trainers tests/adapters/test_verl.py
 

@@ -73,15 +73,17 @@ SEES = tuple(name for name, (_, _, vision) in MODELS.items() if vision)
 
 
 def write(folder: pathlib.Path, names) -> None:
-    """The models in folders of their names, text.parquet and pictures.parquet."""
+    """The models in folders of their names, text and pictures for SFT and prompts of each."""
     import pandas  # verl's: the tests themselves have it not
 
     tokens = tokenizer()
     for name in names:
         save(folder / name, name, tokens)
     random.seed(0)
-    pandas.DataFrame(list(text())).to_parquet(folder / "text.parquet")
-    pandas.DataFrame(list(pictures())).to_parquet(folder / "pictures.parquet")
+    for kind, rows in {"text": list(text()), "pictures": list(pictures())}.items():
+        pandas.DataFrame(rows).to_parquet(folder / f"{kind}.parquet")
+        prompts = pandas.DataFrame(map(prompt, rows))
+        prompts.to_parquet(folder / f"{kind}_prompts.parquet")
 
 
 def save(folder: pathlib.Path, name: str, tokens) -> None:
@@ -127,6 +129,14 @@ def processor(tokens):
 
 def conversation(question: str, answer: str) -> list[dict]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def prompt(row: dict) -> dict:
+    """What verl's RL trainers ask of a row: the question, and what a rule of reward is told."""
+    question, answer = row["messages"]
+    rule = {"style": "rule", "ground_truth": answer["content"]}
+    pictures = {"images": row["images"]} if "images" in row else {}
+    return {"prompt": [question], "data_source": "test", "reward_model": rule, **pictures}
 
 
 def text():

@@ -1,0 +1,101 @@
+"""verl's GRPO trainer on Ray with its NPU patches, with npu-ops instead, and the truth of the CPU.
+
+Three steps in fp32 on the same answers: losses, gradient norms, rewards, and each sequence's
+log-probabilities by actor and reference, agree to rounding. `make test-trainers`, minutes a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import verl_grpo_runs
+import verl_runs
+
+pytestmark = [pytest.mark.xdist_group("verl"), pytest.mark.slow]
+
+ATTENTION = ("apply_rotary_pos_emb", "attention")
+RULE = (*ATTENTION, "chunk_gated_delta_rule", "rms_norm_gated")
+FSDP2 = "actor_rollout_ref.actor.strategy=fsdp2"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Of a model, on text or pictures, with so many workers; which of our operators compute.
+
+    packs: whether verl may without npu-ops, which would carry states from one sequence on.
+    """
+
+    model: str
+    workers: int = 1
+    data: str = "text"
+    operators: tuple[str, ...] = ATTENTION
+    more: tuple[str, ...] = ()
+    packs: bool = True
+
+    def lines(self, folder, who: str) -> list[str]:
+        packs = self.packs or who == "npu_ops"
+        packing = f"actor_rollout_ref.model.use_remove_padding={packs}"
+        more = () if who == "truth" else self.more
+        attention = {"truth": "eager", "shipped": "flash_attention_2", "npu_ops": "npu_ops"}[who]
+        return verl_grpo_runs.overrides(
+            folder, self.model, attention, packing, *more, data=self.data
+        )
+
+
+RUNS = {
+    "qwen3": Run("qwen3"),
+}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """Of a run by who and name, once; the truth is one worker's, for all runs of a model."""
+    folder = tmp_path_factory.mktemp("grpo")
+    verl_runs.write_models(folder, tuple({run.model for run in RUNS.values()}))
+
+    @functools.cache
+    def of(who: str, name: str) -> verl_grpo_runs.Steps:
+        run = RUNS[name]
+        workers = 1 if who == "truth" else run.workers
+        return verl_grpo_runs.run(
+            folder, who, name, run.lines(folder, who), f"{run.model}.json", workers
+        )
+
+    return of
+
+
+def agree(found: verl_grpo_runs.Steps, truth: verl_grpo_runs.Steps) -> None:
+    assert min(truth.metrics["actor/grad_norm"]) > 0.1 and truth.metrics["actor/kl_loss"][0] > 0
+    for name, steps in truth.metrics.items():
+        assert len(steps) == 3
+        assert found.metrics[name] == pytest.approx(steps, rel=1e-4, abs=2e-6), name
+    assert len(truth.passes) == len(found.passes) == 2 * 3  # the actor's and the reference's
+    for mine, right in zip(found.passes, truth.passes, strict=True):
+        assert len(right) == 4 * verl_grpo_runs.ANSWERS and mine.keys() == right.keys()
+        for tokens, row in right.items():
+            assert mine[tokens] == pytest.approx(row, abs=2e-5)
+    assert max(found.sampled) < 1e-6  # the rollout's server has the actor's weights
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_with_npu_ops(name, steps):
+    run = RUNS[name]
+    truth = steps("truth", run.model)
+    found = steps("npu_ops", name)
+    agree(found, truth)
+    assert len(found.calls) == run.workers
+    for calls in found.calls:
+        missing = [operator for operator in run.operators if not calls.get(operator)]
+        assert not missing, calls
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_with_verls_patches(name, steps):
+    truth = steps("truth", RUNS[name].model)
+    found = steps("shipped", name)
+    agree(found, truth)
+    for calls in found.calls:
+        assert calls["npu_rms_norm"] and calls["npu_cross_entropy_loss"], calls
+        assert not any(operator in calls for operator in RULE)

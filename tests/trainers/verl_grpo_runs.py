@@ -1,0 +1,131 @@
+"""Starts verl_grpo.py on the emulated NPU or on the CPU, and reads what it wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import sys
+import tempfile
+from collections.abc import Mapping
+
+import verl_runs
+from verl_runs import FP32, HERE
+
+ACTOR, REFERENCE, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
+MODEL = "actor_rollout_ref.model"
+# Ray's workers are nice by 15 otherwise, and end where the machine's memory is short.
+RAY = {
+    "RAY_worker_niceness": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+ANSWERS, LENGTH = 4, 16  # for a prompt, and the tokens of each at most
+METRICS = ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "critic/score/mean")
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What a run found.
+
+    metrics: verl's, of each step by name. passes: of each step, the log-probabilities of the actor
+    before its update, then the reference's: of each sequence by its tokens. sampled: of each step,
+    the largest difference of a probability, the actor's from the rollout's. calls: of each worker.
+    """
+
+    metrics: Mapping[str, tuple[float, ...]]
+    passes: tuple[Mapping[str, list[float]], ...]
+    sampled: tuple[float, ...]
+    calls: tuple[Mapping[str, int], ...]
+
+
+def overrides(folder: pathlib.Path, model: str, attention: str, *more: str, data="text") -> list:
+    """Of verl's configuration: 3 steps of 4 prompts in fp32, and two updates in each.
+
+    The second begins where the first ended, so that the policies' ratio is not 1.
+    """
+    both = (ACTOR, REFERENCE)
+    return [
+        f"{MODEL}.path={folder / model}",
+        f"{MODEL}.external_lib=verl_worker",
+        f"+{MODEL}.override_config.attn_implementation={attention}",
+        f"{MODEL}.enable_gradient_checkpointing=False",
+        *(f"+{part}.fsdp_config.mixed_precision={FP32}" for part in both),
+        *(f"{part}.fsdp_config.model_dtype=fp32" for part in both),
+        *(f"{part}.use_torch_compile=False" for part in both),
+        *(f"{part}.fsdp_config.use_torch_compile=False" for part in both),
+        f"{ACTOR}.optim.lr=1e-3",
+        f"{ACTOR}.ppo_mini_batch_size=4",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+        f"{ACTOR}.ppo_epochs=2",
+        f"{ACTOR}.use_kl_loss=True",
+        f"{ACTOR}.kl_loss_coef=0.1",
+        f"{REFERENCE}.log_prob_micro_batch_size_per_gpu=4",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4",
+        f"{ROLLOUT}.name=transformers",
+        f"{ROLLOUT}.n={ANSWERS}",
+        f"{ROLLOUT}.agent.num_workers=1",
+        f"data.train_files={folder / data}_prompts.parquet",
+        f"data.val_files={folder / data}_prompts.parquet",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=128",
+        f"data.max_response_length={LENGTH}",
+        "data.dataloader_num_workers=0",
+        "data.shuffle=False",
+        "algorithm.adv_estimator=grpo",
+        f"reward.custom_reward_function.path={HERE / 'verl_reward.py'}",
+        "reward.num_workers=1",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "trainer.logger=[file]",
+        "trainer.total_training_steps=3",
+        "trainer.total_epochs=1",
+        "trainer.resume_mode=disable",
+        "trainer.val_before_train=False",
+        *more,
+    ]
+
+
+def on(workers: int) -> list[str]:
+    """Ray knows NPUs by their files in /dev, which the emulated ones have not: it is told."""
+    ray = {"address": "local", "include_dashboard": False, "object_store_memory": 200_000_000}
+    return [
+        f"trainer.n_gpus_per_node={workers}",
+        f"{ROLLOUT}.tensor_model_parallel_size={workers}",  # of one server
+        "ray_kwargs.ray_init.num_cpus=16",
+        f"+ray_kwargs.ray_init.resources={{NPU:{workers}}}",
+        *(f"+ray_kwargs.ray_init.{name}={value}" for name, value in ray.items()),
+    ]
+
+
+def run(
+    folder: pathlib.Path, who: str, name: str, lines: list[str], answers: str, workers: int
+) -> Steps:
+    """`answers`: a file, which "truth" writes as it samples and the others read."""
+    results = folder / f"grpo_{who}" / name
+    results.parent.mkdir(exist_ok=True)
+    options = {"record": folder / answers, "results": results, "replays": who != "truth"}
+    given = ",".join(f"{key}:{value}" for key, value in options.items())
+    command = [
+        *(sys.executable, str(HERE / "verl_grpo.py"), *lines, *on(workers)),
+        f"+{ROLLOUT}.engine_kwargs.transformers={{{given}}}",
+    ]
+    # A socket's name has at most 107 characters, and Ray's folder is in it.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as ray:
+        files = {"VERL_FILE_LOGGER_PATH": f"{results}.jsonl", "RAY_TMPDIR": ray}
+        verl_runs.finish_as(who, workers, command, GRPO_WHO=who, **RAY, **files)
+    return read(results)
+
+
+def read(results: pathlib.Path) -> Steps:
+    lines = results.with_suffix(".jsonl").read_text().splitlines()
+    steps = [json.loads(line)["data"] for line in lines]
+    files = sorted(results.parent.glob(f"{results.name}.*.json"))
+    workers = [json.loads(file.read_text()) for file in files]
+    passes = zip(*(worker["passes"] for worker in workers), strict=True)
+    return Steps(
+        {metric: tuple(step[metric] for step in steps) for metric in METRICS},
+        tuple({tokens: row for part in parts for tokens, row in part.items()} for parts in passes),
+        tuple(step["training/rollout_probs_diff_max"] for step in steps),
+        tuple(worker["calls"] for worker in workers),
+    )
