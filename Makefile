@@ -85,8 +85,11 @@ test-all: check fetch
 	$(if $(PTO),$(BIN)/python tests/emulator/upstream_pto.py $(PTO))
 
 # verl's SFT trainer with every model and its GRPO trainer, three ways: half an hour when it is quiet.
-test-trainers: .cache/trainers/ready
+# SLIME, MEGATRON, MINDSPEED: clones of slime, Megatron-LM and MindSpeed; then slime's trainer too.
+test-trainers: .cache/trainers/ready .cache/frameworks/ready
 	$(ON_CPU) tests/trainers tests/adapters/test_verl.py
+	$(if $(SLIME),$(BIN)/python tests/trainers/fetch_slime.py $(SLIME) $(MEGATRON) $(MINDSPEED))
+	$(if $(SLIME),$(BIN)/python -m pytest tests/trainers/upstream_slime.py)
 
 # The tests of the report's page look at it in a browser: the system's Chromium (Debian: chromium),
 # or playwright's, where that can be downloaded. Where there is neither, they say so.

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import collections
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from types import ModuleType
+
+TORCH_NPU = (
+    "npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_fusion_attention", "npu_grouped_matmul",
+    "npu_moe_token_permute", "npu_moe_token_unpermute", "npu_cross_entropy_loss",
+)  # fmt: skip
 
 
 def on_calls(
@@ -32,3 +38,12 @@ def _noted(operator: Callable, note: Callable[[], None]) -> Callable:
         return operator(*args, **kwargs)
 
     return call
+
+
+def operators() -> list[str]:
+    """The functions of npu_ops that compute."""
+    import npu_ops
+
+    asked = ("build_info", "explain", "is_npu", "plan_attention")
+    public = [name for name in npu_ops.__all__ if name not in asked]
+    return [name for name in public if inspect.isfunction(getattr(npu_ops, name))]

@@ -93,9 +93,10 @@ def without_packed_attention() -> None:
         if packed is None:
             return whole(self, query, key, value, attention_mask, **options)
         ends = packed.cu_seqlens_q.tolist()
+        settings = {"scale": self.softmax_scale, "is_causal": self.attn_mask_type.name == "causal"}
         parts = [
             torch.nn.functional.scaled_dot_product_attention(
-                *(x[a:b].transpose(0, 1) for x in (query, key, value)), scale=self.softmax_scale
+                *(x[a:b].transpose(0, 1) for x in (query, key, value)), enable_gqa=True, **settings
             ).transpose(0, 1)
             for a, b in zip(ends, ends[1:], strict=False)
         ]

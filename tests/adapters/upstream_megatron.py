@@ -61,7 +61,10 @@ REFERENCES = (
 class OnCpu(ast.NodeTransformer):
     """`torch.cuda.f()`, `x.cuda(0)`, `device="cuda"` and `x.is_cuda`, with the CPU instead."""
 
-    STRINGS: typing.ClassVar = {"cuda": "cpu", "cuda:0": "cpu", "nccl": "gloo"}
+    STRINGS: typing.ClassVar = {
+        **{"cuda": "cpu", "cuda:": "cpu:", "cuda:0": "cpu", "nccl": "gloo"},
+        **{f"torch.cuda.{x}Tensor": f"torch.{x}Tensor" for x in ("Float", "Half", "BFloat16")},
+    }
     ATTRIBUTES: typing.ClassVar = {"cuda": "cpu", "is_cuda": "is_cpu"}
 
     def visit_Constant(self, node):
@@ -76,6 +79,11 @@ class OnCpu(ast.NodeTransformer):
     def visit_Call(self, node):
         if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
             node.args, node.keywords = [], []  # which device: `x.cpu()` does not ask
+        return self.generic_visit(node)
+
+    def visit_keyword(self, node):
+        if node.arg == "pin_memory":
+            node.value = ast.copy_location(ast.Constant(False), node.value)
         return self.generic_visit(node)
 
     def visit_ImportFrom(self, node):

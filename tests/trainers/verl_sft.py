@@ -11,7 +11,6 @@ of each step, and NAME.RANK.json, how often each operator was called on that ran
 from __future__ import annotations
 
 import collections
-import inspect
 import json
 import os
 import pathlib
@@ -20,11 +19,6 @@ import warnings
 
 import counting
 import torch
-
-TORCH_NPU = (
-    "npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_fusion_attention", "npu_grouped_matmul",
-    "npu_moe_token_permute", "npu_moe_token_unpermute", "npu_cross_entropy_loss",
-)  # fmt: skip
 
 
 def main(folder: str, who: str, runs: str) -> None:
@@ -77,20 +71,11 @@ def count(calls: collections.Counter, who: str) -> None:
     def note(name: str) -> None:
         calls[name] += 1
 
-    counting.on_calls(operators(), note)
+    counting.on_calls(counting.operators(), note)
     if who != "truth":
         import torch_npu
 
-        counting.on_calls(TORCH_NPU, note, torch_npu)
-
-
-def operators() -> list[str]:
-    """The functions of npu_ops that compute."""
-    import npu_ops
-
-    asked = ("build_info", "explain", "is_npu", "plan_attention")
-    public = [name for name in npu_ops.__all__ if name not in asked]
-    return [name for name in public if inspect.isfunction(getattr(npu_ops, name))]
+        counting.on_calls(counting.TORCH_NPU, note, torch_npu)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,122 @@
+"""Makes .cache/trainers/slime-0.2.2: slime as its users have it on NPUs, with npu-ops, on a CPU.
+
+    git clone https://github.com/THUDM/slime
+    git clone https://github.com/NVIDIA/Megatron-LM
+    git clone https://gitcode.com/Ascend/MindSpeed
+    python tests/trainers/fetch_slime.py slime Megatron-LM MindSpeed
+
+`shipped` has all patches of slime's docker/npu_patch, `npu_ops` those hunks that
+docs/replacing-patches.md says stay, `truth` none of them. All have the changes to Megatron-LM that
+slime makes for GPUs too. The clones must have the commits below, and are only read.
+"""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import subprocess
+import sys
+import tarfile
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "adapters"))
+
+import fetching
+
+FOLDER = fetching.CACHE / "trainers" / "slime-0.2.2"
+BRIDGE = "megatron-bridge==0.3.1"  # slime's is a fork; this is the release that its patch fits
+PACKAGES = (
+    "mbridge==0.15.1",
+    "numpy==1.26.4",  # slime refuses 2
+    "pyarrow==20.0.0",  # verl's is for numpy 2
+    "torch_memory_saver==0.0.10",
+)
+COMMITS = {
+    "slime": "v0.2.2",
+    "megatron": "3714d81d418c9f1bca4594fc35f9e8289f652862",
+    "mindspeed": "fc63de5c48426dd019c3b3f39e65f5bdf56e4086",
+}
+# The last at which slime.patch is for v0.2.2: the next renames the modules that it changes.
+PATCHES = "d38dc29c9:docker/npu_patch"
+FOR_GPUS = "v0.2.2:docker/patch/v0.5.7/megatron.patch"
+# What stays of each patch beside npu-ops; of the others, all or nothing.
+STAYS = {
+    "bridge": ("--include=megatron/bridge/models/conversion/param_mapping.py",),
+    "slime": ("--exclude=slime/backends/megatron_utils/__init__.py",),
+    "megatron": (
+        "--include=megatron/core/models/gpt/gpt_layer_specs.py",
+        "--include=megatron/core/transformer/module.py",
+    ),
+}
+NAMES = {"bridge": "megatron-bridge"}
+IS_NPU = "from npu_ops import is_npu\n"  # all of slime/utils/common.py
+WHO = ("shipped", "npu_ops", "truth")
+
+
+def tree(who: str, project: str) -> pathlib.Path:
+    """The folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
+    return fetching.tree(FOLDER / who / project, "tests/trainers/fetch_slime.py")
+
+
+def packages() -> pathlib.Path:
+    """What slime needs beside verl's packages."""
+    return fetching.tree(FOLDER / "packages", "tests/trainers/fetch_slime.py")
+
+
+def fetch(*clones: str) -> None:
+    """Make what is not there."""
+    fetching.install(FOLDER / "packages", *PACKAGES)
+    paths = dict(zip(COMMITS, map(pathlib.Path, clones), strict=True))
+    for who in WHO:
+        if not (FOLDER / who).exists():
+            with fetching.whole(FOLDER / who) as partial:
+                for project, clone in paths.items():
+                    unpack(clone, COMMITS[project], partial / project)
+                    patch(who, project, partial / project, paths["slime"])
+                for_newer_torch(partial / "mindspeed")
+                target = ("--target", str(partial / "bridge"), "--ignore-requires-python")
+                fetching.pip("install", *target, BRIDGE)
+                patch(who, "bridge", partial / "bridge", paths["slime"])
+
+
+def unpack(clone: pathlib.Path, commit: str, folder: pathlib.Path) -> None:
+    archive = git(clone, "archive", commit)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
+
+
+def for_newer_torch(folder: pathlib.Path) -> None:
+    """torch 2.13 asks for a device's capability by that device; MindSpeed puts a function
+    there that takes none."""
+    for file in ("core/fusions/grouped_matmul.py", "core/transformer/moe/grouped_gemm_util.py"):
+        path = folder / "mindspeed" / file
+        source = path.read_text().replace("capability():", "capability(device=None):")
+        path.write_text(source)
+
+
+def patch(who: str, project: str, folder: pathlib.Path, slime: pathlib.Path) -> None:
+    if project == "megatron":
+        apply(folder, git(slime, "show", FOR_GPUS))
+    if who == "truth" or (who == "npu_ops" and project not in STAYS):
+        return
+    which = STAYS[project] if who == "npu_ops" else ()
+    name = NAMES.get(project, project)
+    inside = ("-p2",) if project == "bridge" else ()  # the wheel has no src/
+    apply(folder, git(slime, "show", f"{PATCHES}/{name}.patch"), *inside, *which)
+    if (who, project) == ("npu_ops", "slime"):
+        (folder / "slime" / "utils" / "common.py").write_text(IS_NPU)
+
+
+def apply(folder: pathlib.Path, changes: bytes, *which: str) -> None:
+    git(folder, "init", "--quiet")  # otherwise git looks for the repository around it
+    git(folder, "apply", "--whitespace=nowarn", *which, given=changes)
+
+
+def git(folder: pathlib.Path, *command: str, given: bytes | None = None) -> bytes:
+    done = subprocess.run(["git", "-C", folder, *command], input=given, stdout=subprocess.PIPE)
+    if done.returncode:
+        sys.exit(f"{folder}: git {' '.join(command)} failed; fetch_slime.py says what it needs")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    fetch(*sys.argv[1:])

@@ -1,0 +1,47 @@
+"""What slime's layers of Qwen3-Next take from fla, in PyTorch: the truth on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+
+class ShortConvolution(torch.nn.Conv1d):
+    """Causal, of each packed sequence by itself, and silu."""
+
+    def __init__(self, hidden_size: int, kernel_size: int, bias: bool):
+        padding = {"groups": hidden_size, "padding": kernel_size - 1}
+        super().__init__(hidden_size, hidden_size, kernel_size, bias=bias, **padding)
+
+    def forward(self, x, cu_seqlens):
+        ends = cu_seqlens.tolist()
+        parts = [
+            super(ShortConvolution, self).forward(x[:, a:b].transpose(1, 2))[..., : b - a]
+            for a, b in zip(ends, ends[1:], strict=False)
+        ]
+        return torch.nn.functional.silu(torch.cat(parts, -1)).transpose(1, 2), None
+
+
+class FusedRMSNormGated(torch.nn.Module):
+    def __init__(self, hidden_size: int, eps: float, activation: str, device, dtype):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x, gate):
+        normed = torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return normed * torch.nn.functional.silu(gate)
+
+
+def chunk_gated_delta_rule(*inputs, **options):
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    return modeling_qwen3_next.torch_chunk_gated_delta_rule(*inputs, **options)
+
+
+MODULES = {
+    "fla.modules": {
+        "FusedRMSNormGated": FusedRMSNormGated,
+        "ShortConvolution": ShortConvolution,
+    },
+    "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
+}

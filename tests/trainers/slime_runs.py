@@ -1,0 +1,126 @@
+"""Starts slime_train.py, on the emulated NPU or on the CPU, and reads what it wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Mapping
+
+import fetch_frameworks
+import fetch_slime
+import fetch_verl
+import verl_runs
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+COMMON = (
+    "--hidden-size", "64", "--ffn-hidden-size", "128",
+    "--num-attention-heads", "4", "--group-query-attention", "--num-query-groups", "2",
+    "--kv-channels", "32", "--swiglu", "--use-rotary-position-embeddings", "--disable-bias-linear",
+    "--normalization", "RMSNorm", "--norm-epsilon", "1e-6", "--rotary-base", "10000",
+    "--vocab-size", "512", "--qk-layernorm", "--untie-embeddings-and-output-weights",
+    "--make-vocab-size-divisible-by", "128", "--no-gradient-accumulation-fusion",
+)  # fmt: skip
+MODELS = {
+    "qwen3": ("--num-layers", "2"),
+    "qwen3_next": (
+        "--num-layers", "4", "--spec", "slime_plugins.models.qwen3_next", "get_qwen3_next_spec",
+        "--attention-output-gate", "--rotary-percent", "0.25",
+    ),
+}  # fmt: skip
+TRAINING = (  # 2 rollouts of 8 answers, 2 steps of 4 answers in each, micro-batches of 2
+    "--num-rollout", "2", "--rollout-batch-size", "2", "--n-samples-per-prompt", "4",
+    "--global-batch-size", "4", "--micro-batch-size", "2", "--data-pad-size-multiplier", "16",
+    "--advantage-estimator", "grpo", "--use-kl-loss", "--kl-loss-coef", "0.01",
+    "--lr", "1e-3", "--lr-decay-style", "constant", "--adam-beta2", "0.98",
+    "--attention-dropout", "0.0", "--hidden-dropout", "0.0",
+    "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
+)  # fmt: skip
+NO_ENGINE = (
+    "--disable-rollout-global-dataset", "--rollout-num-gpus", "1",
+    "--rollout-function-path", "slime_doubles.roll_out",
+    "--custom-megatron-before-train-step-hook-path", "slime_worker.before_step",
+    "--sglang-router-ip", "127.0.0.1", "--sglang-router-port", "1",
+)  # fmt: skip
+# Megatron's own modules, which need no Transformer Engine.
+LOCAL = (
+    "--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm",
+    "--no-masked-softmax-fusion",
+)  # fmt: skip
+ON_NPU = ("--custom-megatron-init-path", "slime_worker.count_fused")
+ON_CPU = ("--custom-megatron-init-path", "slime_worker.with_local_layers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Each step's loss, its parts and the gradient norm; the mean log-probabilities of each
+    rollout; and the calls of each rank."""
+
+    steps: tuple[Mapping[str, float], ...]
+    rollouts: tuple[Mapping[str, float], ...]
+    calls: tuple[Mapping[str, int], ...]
+
+
+def write(folder: pathlib.Path) -> None:
+    """The models, as Hugging Face's and as Megatron's checkpoints, and the rollouts."""
+    truth = variables("truth", folder)
+    data = [sys.executable, str(HERE / "slime_data.py"), str(folder), *MODELS]
+    verl_runs.finish(data, truth)
+    for model, settings in MODELS.items():
+        command = [sys.executable, str(HERE / "slime_convert.py"), model, *COMMON, *settings]
+        paths = ["--hf-checkpoint", folder / model, "--save", folder / f"{model}-megatron"]
+        verl_runs.finish([*command, *LOCAL, *map(str, paths), "--ckpt-format", "torch_dist"], truth)
+
+
+def run(folder: pathlib.Path, who: str, *more: str, model="qwen3", devices: int = 1) -> Run:
+    results = folder / f"{who}-{model}-{devices}"
+    results.mkdir()
+    paths = {"--ref-load": f"{model}-megatron", "--hf-checkpoint": model}
+    paths |= {"--load-debug-rollout-data": "rollout_{rollout_id}.pt"}
+    files = [part for name, file in paths.items() for part in (name, str(folder / file))]
+    command = [
+        sys.executable, str(HERE / "slime_train.py"), str(devices), *COMMON, *MODELS[model],
+        *TRAINING, *NO_ENGINE, *files, "--actor-num-nodes", "1",
+        "--actor-num-gpus-per-node", str(devices),
+        *(LOCAL + ON_CPU if who == "truth" else ON_NPU), *more,
+    ]  # fmt: skip
+    if who != "truth":
+        emulate = [sys.executable, "-m", "npu_ops_emulator", "--devices", str(devices), "--"]
+        command = [*emulate, *command]
+    verl_runs.finish(command, variables(who, results))
+    return read(results, devices)
+
+
+def read(results: pathlib.Path, ranks: int) -> Run:
+    lines = [(results / f"{rank}.jsonl").read_text().splitlines() for rank in range(ranks)]
+    entries = [[json.loads(line) for line in of_rank] for of_rank in lines]
+    steps = tuple(m for m in entries[0] if "train/grad_norm" in m)
+    rollouts = tuple(m for m in entries[0] if "rollout/log_probs" in m)
+    calls = tuple([m["calls"] for m in of_rank if "calls" in m][-1] for of_rank in entries)
+    return Run(steps, rollouts, calls)
+
+
+def variables(who: str, results: pathlib.Path) -> dict[str, str]:
+    """slime's sources and packages come before verl's, and those before ours."""
+    sources = [fetch_slime.tree(who, project) for project in ("slime", "megatron")]
+    path = [*sources, fetch_slime.packages(), fetch_verl.tree(), HERE, ROOT / "tests" / "adapters"]
+    path[2:2] = [fetch_slime.tree(who, project) for project in ("mindspeed", "bridge")]
+    if who != "truth":
+        path.insert(0, fetch_frameworks.tree("fla-core-0.6.0"))
+    path += [ROOT, ROOT / "python", *filter(None, [os.environ.get("PYTHONPATH")])]
+    changes = {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "NPU_OPS_DISABLE": "" if who == "npu_ops" else "all",
+        "SLIME_WHO": who,
+        "SLIME_RESULTS": str(results),
+        "SLIME_BRIDGE": str(fetch_slime.tree(who, "bridge")),
+        "SLIME_SOURCES": os.pathsep.join(map(str, sources)),
+    }
+    once = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    once |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron asks for it where tensors are parallel
+    once |= {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    compiled = {"TORCH_COMPILE_DISABLE": "1"} if who == "truth" else {}  # minutes
+    return os.environ | once | compiled | changes

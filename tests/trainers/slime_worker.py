@@ -1,0 +1,126 @@
+"""What each process of a run of slime does first: Ray's workers and their driver."""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import json
+import os
+import pathlib
+import sys
+
+import counting
+import slime_doubles
+import torch
+
+CALLS = collections.Counter()
+FUSED = {
+    "fused_bias_swiglu": ("swiglu", "swiglu_back"),
+    "fused_cross_entropy": (
+        *("calculate_logits_max", "calculate_predicted_logits"),
+        *("calculate_cross_entropy_loss", "calculate_gradients"),
+    ),
+}
+
+
+def setup() -> None:
+    slime_doubles.install()
+    if os.environ["SLIME_WHO"] == "truth":
+        on_cpu()
+    else:
+        on_npu()
+    record()
+
+
+def on_cpu() -> None:
+    """slime and Megatron-LM are read with "cuda" as "cpu"."""
+    import slime_delta_net
+    import upstream_megatron
+
+    slime_doubles.install(slime_delta_net.MODULES)
+
+    for folder in os.environ["SLIME_SOURCES"].split(os.pathsep):
+        upstream_megatron.read_on_cpu(pathlib.Path(folder).resolve())
+    upstream_megatron.complete_torch_cpu()
+    torch.cpu.mem_get_info = lambda device=None: (1 << 34, 1 << 34)
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
+        setattr(torch.cpu, name, lambda device=None: 0)
+    for name in ("empty_cache", "ipc_collect", "reset_peak_memory_stats"):
+        setattr(torch.cpu, name, lambda device=None: None)
+
+
+def on_npu() -> None:
+    """What MindSpeed imports, and is not here; torch_npu is the real one."""
+    import upstream_bridge
+    import upstream_mindspeed
+
+    upstream_mindspeed.without_torchair()
+    sys.meta_path.append(upstream_mindspeed.StandIns(("hccl", "six")))
+    sys.meta_path.insert(0, upstream_bridge.Bare(pathlib.Path(os.environ["SLIME_BRIDGE"])))
+
+
+def with_local_layers(args) -> None:
+    """For --custom-megatron-init-path: layers of Megatron's own modules, which it has take packed
+    sequences; slime asks for Transformer Engine's where there is Gated Delta Net."""
+    import upstream_bridge
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    upstream_bridge.without_packed_attention()
+    block = gpt_layer_specs.get_gpt_decoder_block_spec
+
+    def local(config, use_transformer_engine, **options):
+        return block(config, use_transformer_engine=False, **options)
+
+    gpt_layer_specs.get_gpt_decoder_block_spec = local
+    norm_once()
+
+
+def norm_once() -> None:
+    """slime's layers normalise their input, as do Megatron's own around them."""
+    from megatron.core.transformer.identity_op import IdentityOp
+    from slime_plugins.models import qwen3_next
+
+    block = qwen3_next.get_qwen3_next_spec
+
+    def once(*args):
+        spec = block(*args)
+        for layer in spec.layer_specs:
+            if layer.submodules.self_attention.module is qwen3_next.Attention:
+                layer.submodules.input_layernorm = IdentityOp
+        return spec
+
+    qwen3_next.get_qwen3_next_spec = once
+
+
+def record() -> None:
+    """Each step's metrics to a file of the rank; calls that reach npu_ops, and torch_npu's."""
+    from slime.utils import logging_utils
+
+    logging_utils.log = lambda args, metrics, step_key: write(metrics)
+    counting.on_calls(counting.operators(), note)
+    if os.environ["SLIME_WHO"] != "truth":
+        import torch_npu
+
+        counting.on_calls(counting.TORCH_NPU, note, torch_npu)
+
+
+def count_fused(args) -> None:
+    """For --custom-megatron-init-path: also functions whose `@jit_fuser` slime deletes."""
+    for module, names in FUSED.items():
+        module = importlib.import_module(f"megatron.core.fusions.{module}")
+        counting.on_calls(names, note, module)
+
+
+def note(name: str) -> None:
+    CALLS[name] += 1
+
+
+def before_step(args, rollout_id, step_id, *training) -> None:
+    """For --custom-megatron-before-train-step-hook-path: calls on each rank, up to that step."""
+    write({"calls": CALLS})
+
+
+def write(entry: dict) -> None:
+    results = pathlib.Path(os.environ["SLIME_RESULTS"])
+    with open(results / f"{os.environ.get('RANK', 'manager')}.jsonl", "a") as file:
+        file.write(json.dumps(entry) + "\n")

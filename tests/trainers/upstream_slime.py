@@ -1,0 +1,62 @@
+"""slime's trainer on Ray with its NPU patches, with npu-ops instead, and the truth from the CPU.
+
+    python tests/trainers/fetch_slime.py slime Megatron-LM MindSpeed
+    python -m pytest tests/trainers/upstream_slime.py
+
+Four GRPO steps in fp32, of which each second is off its policy: losses, gradient norms and
+log-probabilities agree to rounding. What ran is counted on each rank.
+"""
+
+from __future__ import annotations
+
+import pytest
+import slime_runs
+
+CLOSE = {"rel": 2e-5, "abs": 1e-6}
+METRICS = ("loss", "pg_loss", "entropy_loss", "ppo_kl", "kl_loss", "grad_norm")
+# Megatron's functions that are called in place of those that slime's patch changes.
+FUSED = ("calculate_logits_max", "calculate_cross_entropy_loss", "calculate_gradients")
+OPERATORS = ("apply_rotary_pos_emb_freqs", "attention", "bias_dropout_add")
+
+
+def agree(found: slime_runs.Run, truth: slime_runs.Run) -> None:
+    assert len(truth.steps) == 4 and len(truth.rollouts) == 2
+    assert truth.steps[1]["train/pg_loss"] != 0 and truth.steps[0]["train/grad_norm"] > 0.1
+    for name in METRICS:
+        got, expected = ([step[f"train/{name}"] for step in run.steps] for run in (found, truth))
+        assert got == pytest.approx(expected, **CLOSE), name
+    for name in ("log_probs", "ref_log_probs"):
+        key = f"rollout/{name}"
+        got, expected = ([rollout[key] for rollout in run.rollouts] for run in (found, truth))
+        assert got == pytest.approx(expected, **CLOSE), name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slime")
+    slime_runs.write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def truth(folder):
+    """On the CPU, one rank."""
+    return slime_runs.run(folder, "truth")
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_with_npu_ops(devices, folder, truth):
+    parallel = ("--tensor-model-parallel-size", str(devices))
+    found = slime_runs.run(folder, "npu_ops", *parallel, devices=devices)
+    agree(found, truth)
+    assert len(found.calls) == devices
+    for calls in found.calls:
+        missing = [operator for operator in OPERATORS + FUSED if not calls.get(operator)]
+        assert not missing, calls
+
+
+def test_with_slimes_patches(folder, truth):
+    found = slime_runs.run(folder, "shipped")
+    agree(found, truth)
+    for calls in found.calls:
+        assert calls["npu_rms_norm"] and not any(name in calls for name in OPERATORS), calls
