@@ -75,7 +75,8 @@ def write(folder: pathlib.Path) -> None:
         verl_runs.finish([*command, *LOCAL, *map(str, paths), "--ckpt-format", "torch_dist"], truth)
 
 
-def run(folder: pathlib.Path, who: str, *more: str, model="qwen3", devices: int = 1) -> Run:
+def run(folder: pathlib.Path, who: str, model: str = "qwen3", devices: int = 1) -> Run:
+    """On the CPU for "truth"; tensors are parallel over the devices."""
     results = folder / f"{who}-{model}-{devices}"
     results.mkdir()
     paths = {"--ref-load": f"{model}-megatron", "--hf-checkpoint": model}
@@ -84,8 +85,8 @@ def run(folder: pathlib.Path, who: str, *more: str, model="qwen3", devices: int 
     command = [
         sys.executable, str(HERE / "slime_train.py"), str(devices), *COMMON, *MODELS[model],
         *TRAINING, *NO_ENGINE, *files, "--actor-num-nodes", "1",
-        "--actor-num-gpus-per-node", str(devices),
-        *(LOCAL + ON_CPU if who == "truth" else ON_NPU), *more,
+        *("--actor-num-gpus-per-node", str(devices), "--tensor-model-parallel-size", str(devices)),
+        *(LOCAL + ON_CPU if who == "truth" else ON_NPU),
     ]  # fmt: skip
     if who != "truth":
         emulate = [sys.executable, "-m", "npu_ops_emulator", "--devices", str(devices), "--"]

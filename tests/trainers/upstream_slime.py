@@ -12,11 +12,12 @@ from __future__ import annotations
 import pytest
 import slime_runs
 
-CLOSE = {"rel": 2e-5, "abs": 1e-6}
+CLOSE = {"rel": 5e-5, "abs": 1e-6}  # gradient norms of Qwen3-Next are up to 30
 METRICS = ("loss", "pg_loss", "entropy_loss", "ppo_kl", "kl_loss", "grad_norm")
 # Megatron's functions that are called in place of those that slime's patch changes.
 FUSED = ("calculate_logits_max", "calculate_cross_entropy_loss", "calculate_gradients")
 OPERATORS = ("apply_rotary_pos_emb_freqs", "attention", "bias_dropout_add")
+DELTA_NET = ("causal_conv1d", "chunk_gated_delta_rule", "rms_norm_gated")
 
 
 def agree(found: slime_runs.Run, truth: slime_runs.Run) -> None:
@@ -29,6 +30,12 @@ def agree(found: slime_runs.Run, truth: slime_runs.Run) -> None:
         key = f"rollout/{name}"
         got, expected = ([rollout[key] for rollout in run.rollouts] for run in (found, truth))
         assert got == pytest.approx(expected, **CLOSE), name
+
+
+def called(found: slime_runs.Run, names: tuple[str, ...]) -> None:
+    for calls in found.calls:
+        missing = [name for name in names if not calls.get(name)]
+        assert not missing, calls
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +53,22 @@ def truth(folder):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_with_npu_ops(devices, folder, truth):
-    parallel = ("--tensor-model-parallel-size", str(devices))
-    found = slime_runs.run(folder, "npu_ops", *parallel, devices=devices)
+    found = slime_runs.run(folder, "npu_ops", devices=devices)
     agree(found, truth)
     assert len(found.calls) == devices
-    for calls in found.calls:
-        missing = [operator for operator in OPERATORS + FUSED if not calls.get(operator)]
-        assert not missing, calls
+    called(found, OPERATORS + FUSED)
 
 
-def test_with_slimes_patches(folder, truth):
-    found = slime_runs.run(folder, "shipped")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_with_slimes_patches(devices, folder, truth):
+    found = slime_runs.run(folder, "shipped", devices=devices)
     agree(found, truth)
-    for calls in found.calls:
-        assert calls["npu_rms_norm"] and not any(name in calls for name in OPERATORS), calls
+    called(found, ("npu_fusion_attention", "npu_rms_norm", *FUSED))
+    assert not any(name in calls for calls in found.calls for name in OPERATORS), found.calls
+
+
+def test_gated_delta_net_with_npu_ops(folder):
+    """slime's own layers of Qwen3-Next, of which fla is ours."""
+    found, truth = (slime_runs.run(folder, who, model="qwen3_next") for who in ("npu_ops", "truth"))
+    agree(found, truth)
+    called(found, OPERATORS + FUSED + DELTA_NET)
