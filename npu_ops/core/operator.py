@@ -133,7 +133,6 @@ class Operator:
         self._check_indices = check_indices
         self._tensors = sum(argument.is_tensor for argument in self.inputs)
         self._overwritten = [i for i, a in enumerate(self.takes) if a.is_written]
-        self._is_planned = not self._overwritten
         lists = any(argument.type.endswith("[]") for argument in self.inputs)
         self._plans = plans.Plans(self._tensors, lists)
         arguments = [argument.name for argument in (*self.takes, *self.writes)]
@@ -147,7 +146,7 @@ class Operator:
 
     def run(self, *inputs):
         """Compute the outputs on any device; what torch's dispatcher ends up calling."""
-        key = self._plans.key_of(inputs) if self._is_planned else None
+        key = None if self._overwritten else self._plans.key_of(inputs)
         plan = self._plans.find(key)
         return self._first_run(inputs, key) if plan is None else self._run_again(inputs, plan)
 

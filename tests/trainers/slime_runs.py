@@ -89,8 +89,7 @@ def run(folder: pathlib.Path, who: str, model: str = "qwen3", devices: int = 1) 
         *(LOCAL + ON_CPU if who == "truth" else ON_NPU),
     ]  # fmt: skip
     if who != "truth":
-        emulate = [sys.executable, "-m", "npu_ops_emulator", "--devices", str(devices), "--"]
-        command = [*emulate, *command]
+        command = verl_runs.emulated(devices, command)
     verl_runs.finish(command, variables(who, results))
     return read(results, devices)
 
@@ -106,9 +105,10 @@ def read(results: pathlib.Path, ranks: int) -> Run:
 
 def variables(who: str, results: pathlib.Path) -> dict[str, str]:
     """slime's sources and packages come before verl's, and those before ours."""
-    sources = [fetch_slime.tree(who, project) for project in ("slime", "megatron")]
-    path = [*sources, fetch_slime.packages(), fetch_verl.tree(), HERE, ROOT / "tests" / "adapters"]
-    path[2:2] = [fetch_slime.tree(who, project) for project in ("mindspeed", "bridge")]
+    projects = ("slime", "megatron", "mindspeed", "bridge")
+    slime, megatron, mindspeed, bridge = (fetch_slime.tree(who, project) for project in projects)
+    path = [slime, megatron, mindspeed, bridge, fetch_slime.packages(), fetch_verl.tree()]
+    path += [HERE, ROOT / "tests" / "adapters"]
     if who != "truth":
         path.insert(0, fetch_frameworks.tree("fla-core-0.6.0"))
     path += [ROOT, ROOT / "python", *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -117,11 +117,10 @@ def variables(who: str, results: pathlib.Path) -> dict[str, str]:
         "NPU_OPS_DISABLE": "" if who == "npu_ops" else "all",
         "SLIME_WHO": who,
         "SLIME_RESULTS": str(results),
-        "SLIME_BRIDGE": str(fetch_slime.tree(who, "bridge")),
-        "SLIME_SOURCES": os.pathsep.join(map(str, sources)),
+        "SLIME_BRIDGE": str(bridge),
+        "SLIME_SOURCES": os.pathsep.join(map(str, (slime, megatron))),
     }
-    once = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    once |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron asks for it where tensors are parallel
+    once = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron asks for it where tensors are parallel
     once |= {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     compiled = {"TORCH_COMPILE_DISABLE": "1"} if who == "truth" else {}  # minutes
-    return os.environ | once | compiled | changes
+    return os.environ | verl_runs.ALONE | once | compiled | changes

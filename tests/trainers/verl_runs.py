@@ -15,6 +15,7 @@ import fetch_verl
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 RANKS = 2
+ALONE = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 
 
@@ -86,9 +87,13 @@ def finish_as(who: str, devices: int, command: list[str], **changes: str) -> Non
         changes |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
         changes["VERL_USE_EXTERNAL_MODULES"] = "verl_cpu"
     else:
-        emulate = [sys.executable, "-m", "npu_ops_emulator", "--devices", str(devices), "--"]
-        command = [*emulate, *command]
+        command = emulated(devices, command)
     finish(command, variables(**changes))
+
+
+def emulated(devices: int, command: list[str]) -> list[str]:
+    """The command, on so many emulated NPUs."""
+    return [sys.executable, "-m", "npu_ops_emulator", "--devices", str(devices), "--", *command]
 
 
 def read(results: pathlib.Path, name: str, ranks: int) -> Steps:
@@ -111,8 +116,7 @@ def variables(**changes: str) -> dict[str, str]:
     ]
     before = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([*map(str, path), *([before] if before else [])])
-    once = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    return os.environ | once | {"PYTHONPATH": path} | changes
+    return os.environ | ALONE | {"PYTHONPATH": path} | changes
 
 
 def finish(command: list[str], environment: dict[str, str]) -> None:

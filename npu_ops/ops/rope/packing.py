@@ -18,8 +18,7 @@ def packed_positions(cu_seqlens, tokens: int, rows: int) -> torch.Tensor:
     cu_seqlens: `[n + 1]`, the sequences' starts and their end: 0 first, `tokens` last. No sequence
     is longer than a table of `rows`.
     """
-    run = _positions if library.is_plain(cu_seqlens) else torch.ops.npu_ops.rope_packed_positions
-    return run(cu_seqlens, tokens, rows)
+    return library.run("rope_packed_positions", (cu_seqlens, tokens, rows), 1)
 
 
 def packed_rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank) -> torch.Tensor:
@@ -28,8 +27,8 @@ def packed_rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank) -> torch
     cu_seqlens: of the whole sequences; tokens after the last one are padding. rows: of freqs, which
     are for each position, or for each token if there are more than max_seqlen.
     """
-    run = _rows if library.is_plain(cu_seqlens) else torch.ops.npu_ops.rope_packed_rows
-    return run(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank)
+    inputs = (cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank)
+    return library.run("rope_packed_rows", inputs, 1)
 
 
 def _positions(cu_seqlens, tokens, rows):
