@@ -32,8 +32,11 @@ def _gradients(ctx, grad):
         grads["residual"] = grad.to(residual_dtype)
     if needs.x or (needs.bias and ctx.bias_is_row):
         sum_rows = needs.bias and ctx.bias_is_row
-        grads["x"], row = _gradient_of_sum(grad, rng_state, ctx.p, x_dtype, sum_rows)
-        grads["bias"] = row.to(bias_dtype) if sum_rows else None
+        if sum_rows and rng_state is None and bias_dtype == grad.dtype:
+            grads["x"], grads["bias"] = grad.to(x_dtype), _sum_of_rows(grad)
+        else:
+            grads["x"], row = _gradient_of_sum(grad, rng_state, ctx.p, x_dtype, sum_rows)
+            grads["bias"] = row.to(bias_dtype) if sum_rows else None
     if needs.bias and not ctx.bias_is_row:
         grads["bias"] = grads["x"]
         if not needs.x or bias_dtype != x_dtype:
@@ -46,6 +49,11 @@ def _gradient_of_sum(grad, rng_state, p, dtype, sum_rows):
     if rng_state is None and not sum_rows:
         return grad.to(dtype), None
     return backward(grad, rng_state, p, dtype, sum_rows)
+
+
+def _sum_of_rows(grad):
+    """The sum over all dimensions but the last, as torch adds: in fp32, rounded once."""
+    return grad.sum(tuple(range(grad.dim() - 1)))
 
 
 def _save_backward(ctx, inputs, output):
