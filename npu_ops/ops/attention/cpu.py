@@ -14,7 +14,7 @@ import torch
 from npu_ops.core import indices, make
 from npu_ops.ops.attention import blocks
 from npu_ops.ops.attention.arguments import Extra, Rule
-from npu_ops.ops.attention.routing import plan_of
+from npu_ops.ops.attention.routing import operator_of
 
 _WINDOW = 256  # queries at a time, where they have windows
 _FEW = 128  # keys: more than torch's flash attention ever takes one at a time
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
     """Write out and lse."""
     rows = _rows(lse, rule)
-    by_blocks = plan_of(q, k, v, extra, rule, "cpu").operator != "torch flash attention"
+    by_blocks = operator_of(q, k, v, extra, rule) != "torch flash attention"
     for piece in pieces(q, k, extra):
         mine = piece.queries(q), piece.keys(k), piece.keys(v)
         to = piece.queries(out), piece.queries(lse)
@@ -56,8 +56,8 @@ def attention_backward(
     grad_q, grad_k, grad_v, grad_bias, grad_sinks,
 ) -> None:  # fmt: skip
     """Write the gradients, those of the bias and the sinks where they are not None."""
-    plan = plan_of(q, k, v, extra, rule, "cpu", grad_lse is not None)
-    by_blocks = plan.operator != "torch flash attention"
+    operator = operator_of(q, k, v, extra, rule, grad_lse is not None)
+    by_blocks = operator != "torch flash attention"
     for gradient in (grad_k, grad_v, grad_bias):  # of keys that no sequence has; sums
         if gradient is not None:
             gradient.zero_()
@@ -206,15 +206,16 @@ def _forward(q, k, v, mask, rule: Rule, out, lse, own: bool) -> None:
     """own: out is no view, and may be given other memory."""
     spans = list(_spans(q.shape[2], k.shape[2], mask, rule))
     whole = _is_whole(spans, q)
+    everything = whole and spans[0].block.key_end == k.shape[2]
     if not whole:
         out.zero_()
         lse.fill_(-torch.inf)
     masked = hidden = False
     for block, causal, part, more in spans:
         masked |= causal or part is not None
-        mine = block.rows(q), block.columns(k), block.columns(v)
+        mine = (q, k, v) if everything else (block.rows(q), block.columns(k), block.columns(v))
         found, log_sum = _flash(*mine, 0.0, causal, attn_mask=_added(part, q), scale=rule.scale)
-        to, to_lse = block.rows(out), block.rows(lse)
+        to, to_lse = (out, lse) if whole else (block.rows(out), block.rows(lse))
         if part is not None:  # there may be a query without a key
             nothing = ~part.any(-1).expand(to_lse.shape)
             found = found.masked_fill(nothing[..., None], 0)
@@ -235,6 +236,10 @@ def _is_whole(spans: list[Span], q) -> bool:
     return len(spans) == 1 and spans[0].block[:3] == (0, q.shape[2], 0)
 
 
+def _all(x):
+    return x
+
+
 def _put(to, found, own: bool) -> None:
     """Write `found` to `to`. Where `to` may be given its memory and both lie alike, nothing is
     copied: new memory is slower to touch than a short sequence is to compute."""
@@ -250,7 +255,9 @@ def _may_hide_nan(log_sum, k) -> bool:
     Where flash attention takes keys one at a time, it takes such a row for one without keys, and
     gives 0 for its output and for its log-sum.
     """
-    return k.shape[2] < _FEW and bool(((log_sum == 0) | (log_sum == torch.inf)).any())
+    if k.shape[2] >= _FEW or not log_sum.numel():
+        return False
+    return bool(log_sum.count_nonzero() < log_sum.numel()) or float(log_sum.max()) == torch.inf
 
 
 def _backward(
@@ -273,7 +280,7 @@ def _backward(
     ]
     for block, causal, part, more in spans:
         masked |= causal or part is not None
-        rows, columns = block.rows, block.columns
+        rows, columns = (_all, _all) if whole else (block.rows, block.columns)
         found = _flash_backward(
             rows(grad_out), rows(q), columns(k), columns(v), rows(out), rows(finite_lse), 0.0,
             causal, attn_mask=_added(part, q), scale=rule.scale,

@@ -27,6 +27,27 @@ def plan_of(
     return plan_attention(spec_of(q, k, v, extra, rule, device or q.device.type, lse_gradient))
 
 
+_MOST = 4096
+_operators_on_cpu: dict[tuple, str] = {}
+
+
+def operator_of(q, k, v, extra: Extra, rule: Rule, lse_gradient: bool = False) -> str:
+    """The name of the operator that a call on the CPU gets.
+
+    Remembered by all that its plan depends on there: that is found sooner than a plan is asked for.
+    """
+    given = tuple([x is not None for x in extra])
+    same = extra.cu_seqlens_k is extra.cu_seqlens_q
+    key = q.shape, k.shape, v.shape, q.dtype, given, same, rule, lse_gradient
+    known = _operators_on_cpu.get(key)
+    if known is None:
+        if len(_operators_on_cpu) >= _MOST:
+            _operators_on_cpu.clear()
+        known = plan_of(q, k, v, extra, rule, "cpu", lse_gradient).operator
+        _operators_on_cpu[key] = known
+    return known
+
+
 def spec_of(q, k, v, extra: Extra, rule: Rule, device: str, lse_gradient: bool) -> AttentionSpec:
     """What a call asks for."""
     packed, paged = extra.cu_seqlens_q is not None, extra.block_table is not None
