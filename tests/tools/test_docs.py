@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from playwright import sync_api as playwright
 
 import npu_ops
+from npu_ops.core.registry import Table
 
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("docs")  # one site
@@ -62,6 +64,31 @@ def test_it_is_searched_as_files(site):
 def test_every_page_is_in_the_navigation(site):
     linked = set(re.findall(r'href="(?:\./)?([\w-]+)\.html"', (site / "index.html").read_text()))
     assert {pathlib.Path(name).stem for name in PAGES} - {"README"} <= linked
+
+
+def test_who_computes_what():
+    """The table of operators.md has the registry's implementations, in their order."""
+    text = (ROOT / "docs/operators.md").read_text()
+    shown = dict(re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|$", text, re.M))
+    operators = {
+        name: ", ".join(implementation.name for implementation in table.implementations)
+        for name, table in Table.tables.items()
+        if "toy" not in name  # of test_new_op.py
+    }
+    assert shown == operators
+
+
+def test_each_op_has_a_figure(tmp_path):
+    """Drawn anew, each has the size of the one that is committed; and the page describes it."""
+    figures = runpy.run_path(str(ROOT / "docs/figures.py"))
+    figures["write"](tmp_path)
+    text = (ROOT / "docs/operators.md").read_text()
+    described = dict(re.findall(r"!\[(.+)\]\(assets/figures/(\w+)\.svg\)", text))
+    ops = {path.parent.name for path in (ROOT / "npu_ops/ops").glob("*/cases.py")}
+    assert set(figures["FIGURES"]) == set(described.values()) == ops
+    for name in ops:
+        drawn, kept = (folder / f"{name}.svg" for folder in (tmp_path, figures["FOLDER"]))
+        assert re.search("viewBox=.*", drawn.read_text())[0] in kept.read_text()
 
 
 @pytest.mark.parametrize("page", PAGES)
