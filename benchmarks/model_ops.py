@@ -56,6 +56,20 @@ def decode(batch: int, heads: int, value_heads: int) -> Callable[[], list]:
     return launches
 
 
+def convolution(taps: int) -> Callable[[], list]:
+    """A prompt's, of all channels of Qwen3-Next: models have 4 taps."""
+
+    def launches():
+        inputs = {
+            "x": torch.empty(1, 4096, 8192, dtype=torch.bfloat16, requires_grad=True),
+            "weight": torch.empty(8192, taps, dtype=torch.bfloat16, requires_grad=True),
+            "activation": "silu",
+        }
+        return model.of_call("", SOC, npu_ops.causal_conv1d, inputs)
+
+    return launches
+
+
 def case(op: str, name: str, tokens: int | None = None) -> Callable[[], list]:
     return lambda: model.of_case(op, name, torch.bfloat16, SOC, tokens)
 
@@ -73,6 +87,9 @@ CALLS = {
     "l2norm Qwen3-Next T=8192": case("l2norm", "qwen3-next-tp1-t8192"),
     "rms_norm_gated Qwen3-Next T=8192": case("rms_norm_gated", "qwen3-next-tp1-t8192"),
     "gdn_gate Qwen3-Next T=8192": case("gdn_gate", "qwen3-next-tp1-t8192"),
+    "causal_conv1d Qwen3-Next T=4096": convolution(4),
+    "causal_conv1d Qwen3-Next T=4096, 5 taps": convolution(5),
+    "causal_conv1d Qwen3-Next T=4096, 8 taps": convolution(8),
     "causal_conv1d_qkv Qwen3-Next T=4096": case("causal_conv1d_qkv", "qwen3-next-t4096"),
     "causal_conv1d_update Qwen3-Next B=32": case("causal_conv1d_update", "qwen3-next-b32"),
     "gated_delta_rule_update B=1 HV=32": decode(1, 16, 32),
