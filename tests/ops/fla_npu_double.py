@@ -49,11 +49,90 @@ def npu_causal_conv1d(
     return y.transpose(1, 2).to(x.dtype)
 
 
+def in_chunks(x, chunk_size):
+    """`[B, H, T, ..]` as fp32 `[B, H, chunks, chunk_size, ..]`."""
+    return x.float().unflatten(2, (-1, chunk_size))
+
+
+def npu_chunk_local_cumsum(
+    g, chunk_size, *, cu_seqlens=None, chunk_indices_out=None, reverse=False, scale=1.0,
+    head_first=True, output_dtype="float32",
+):  # fmt: skip
+    """g [B, H, T]: sums from the first token of a chunk on."""
+    assert head_first and g.dim() == 3 and g.is_contiguous()
+    return in_chunks(g, chunk_size).cumsum(3).flatten(2, 3)
+
+
+def npu_chunk_scaled_dot_kkt(k, g, beta, *, cu_seqlens=None, chunk_indices=None, chunk_size=64):
+    """fp32 [B, HV, T, chunk_size], strictly below the diagonal."""
+    assert {g.dtype, beta.dtype} == {torch.float32} and g.shape == beta.shape
+    k = in_chunks(k.repeat_interleave(g.shape[1] // k.shape[1], 1), chunk_size)
+    g, beta = (in_chunks(x, chunk_size) for x in (g, beta))
+    decay = (g[..., :, None] - g[..., None, :]).clamp(-50, 50).exp()
+    return ((k @ k.mT) * decay * beta[..., None]).tril(-1).flatten(2, 3)
+
+
+def npu_solve_tri(x, *, cu_seqlens=None, chunk_indices=None, layout="bsnd"):
+    """The inverse of 1 + x, chunk by chunk, of x's dtype."""
+    assert layout == "bnsd" and x.dtype in (torch.bfloat16, torch.float16)
+    matrix = in_chunks(x, x.shape[3])
+    one = torch.eye(x.shape[3]).expand(matrix.shape)
+    found = torch.linalg.solve_triangular(one + matrix, one, upper=False, unitriangular=True)
+    return found.flatten(2, 3).to(x.dtype)
+
+
+def npu_recompute_w_u_fwd(
+    k, v, beta, A, chunk_size, *, g=None, gk=None, cu_seqlens=None, chunk_indices=None
+):
+    """w [B, HV, T, K] and u like v."""
+    assert A.dtype == k.dtype == v.dtype and A.shape == (*v.shape[:3], chunk_size)
+    k = k.repeat_interleave(v.shape[1] // k.shape[1], 1).float() * g.exp()[..., None]
+    A = in_chunks(A, chunk_size)
+    of = (in_chunks(x.float() * beta[..., None], chunk_size) for x in (k, v))
+    return tuple((A @ x).flatten(2, 3).to(v.dtype) for x in of)
+
+
+def npu_chunk_gated_delta_rule_fwd_h(
+    k, w, u, g=None, *, gk=None, initial_state=None, output_final_state=False, chunk_size=None,
+    cu_seqlens=None, chunk_indices=None, state_v_first=False,
+):  # fmt: skip
+    """The states before each chunk, of k's dtype, the changed values, and the last states."""
+    assert not state_v_first and chunk_size == 64
+    batch, heads, _, values = u.shape
+    k = k.repeat_interleave(heads // k.shape[1], 1)
+    state = (
+        torch.zeros(batch, heads, k.shape[3], values) if initial_state is None else initial_state
+    )
+    states, changed, state = [], [], state.float()
+    for n in range(u.shape[2] // chunk_size):
+        of = slice(n * chunk_size, (n + 1) * chunk_size)
+        states.append(state.to(k.dtype))
+        changed.append((u[:, :, of].float() - w[:, :, of].float() @ states[-1].float()).to(u.dtype))
+        to_end = (g[:, :, of][..., -1:] - g[:, :, of]).exp()[..., None]
+        keys = k[:, :, of].float() * to_end
+        state = state * g[:, :, of][..., -1].exp()[..., None, None]
+        state = state + keys.mT @ changed[-1].float()
+    return torch.stack(states, 2), torch.cat(changed, 2), state if output_final_state else None
+
+
+def npu_chunk_fwd_o(
+    q, k, v, h, scale, *, g=None, g_gamma=None, cu_seqlens=None, chunk_indices=None,
+    chunk_size=None, transpose_state_layout=False,
+):  # fmt: skip
+    """Like v: of the state before a chunk, and of the chunk itself."""
+    assert h.shape == (*v.shape[:2], v.shape[2] // chunk_size, q.shape[3], v.shape[3])
+    times = v.shape[1] // q.shape[1]
+    q, k = (in_chunks(x.repeat_interleave(times, 1), chunk_size) for x in (q, k))
+    values, g = in_chunks(v, chunk_size), in_chunks(g, chunk_size)
+    decay = (g[..., :, None] - g[..., None, :]).tril().exp()
+    own = ((q @ k.mT) * decay).tril() @ values
+    before = (q * g.exp()[..., None]) @ h.float()
+    return ((own + before) * scale).flatten(2, 3).to(v.dtype)
+
+
 def install(monkeypatch, **changed):
     """Make `import fla_npu` find it. changed: other operators by their names, or None for none."""
-    operators = {
-        f.__name__: f for f in (npu_recurrent_gated_delta_rule, npu_causal_conv1d)
-    } | changed
+    operators = {name: f for name, f in globals().items() if name.startswith("npu_")} | changed
     operators = {name: f for name, f in operators.items() if f is not None}
     ascendc = types.ModuleType("fla_npu.ops.ascendc")
     ascendc.ASCENDC_CTYPES_OPS = operators

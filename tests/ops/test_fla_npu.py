@@ -12,9 +12,15 @@ from support import forced, twice
 from npu_ops.core import cases, library
 from npu_ops.core.compare import assert_close
 from npu_ops.core.registry import as_if_on, explain
+from npu_ops.ops.chunk_gated_delta_rule import cases as chunks
 
 BFLOAT16 = torch.bfloat16
-OPS = ("causal_conv1d", "gated_delta_rule_update")
+# Each op with the operator of fla_npu that it asks for first.
+OPS = {
+    "causal_conv1d": "npu_causal_conv1d",
+    "chunk_gated_delta_rule": "npu_chunk_local_cumsum",
+    "gated_delta_rule_update": "npu_recurrent_gated_delta_rule",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +30,26 @@ def known():
 
 
 def cases_of(op):
-    """Small ones; states in bf16, as its operator has them."""
+    """Small ones; states in bf16, as its operator has them; chunks of what it takes."""
+    if op == "chunk_gated_delta_rule":
+        yield from CHUNKS
+        return
     for case in cases.of(op).CASES:
         if not case.large and case.tokens:
             yield dataclasses.replace(case, pool=BFLOAT16) if hasattr(case, "pool") else case
+
+
+CHUNKS = [
+    chunks.Case("two-chunks", 128, 1, 2, 128, 128),
+    chunks.Case("batch", 64, 2, 2, 128, 128, batch=2, state="none"),
+    chunks.Case("values-first", 128, 1, 2, 128, 256, state="v", norms=True),
+    chunks.Case("one-head", 192, 1, 1, 128, 128, state="v"),
+]
+DECLINED = {
+    "there are 65 tokens": dataclasses.replace(CHUNKS[0], tokens=65),
+    "K is 64 and V 128": dataclasses.replace(CHUNKS[0], keys=64),
+    "cu_seqlens are on the device": dataclasses.replace(CHUNKS[0], sequences=2),
+}
 
 
 def declined(op, case):
@@ -55,14 +77,23 @@ def test_it_is_the_reference_over_all_cases_that_it_takes(op, monkeypatch):
 def test_without_it_or_with_another_one_it_is_declined_by_name(op, monkeypatch):
     case = next(iter(cases_of(op)))
     assert declined(op, case) == "fla_npu is not installed"
-    operator = {"causal_conv1d": "npu_causal_conv1d"}.get(op, "npu_recurrent_gated_delta_rule")
+    operator = OPS[op]
     fla_npu_double.install(monkeypatch, **{operator: None})
     assert declined(op, case) == f"fla_npu has no {operator}"
     fla_npu_double.install(monkeypatch, **{operator: lambda bias, beta, conv_states, scale: None})
     said = declined(op, case)
-    assert said.startswith(f"fla_npu's {operator} has no ") and said.endswith(
-        "activation_mode, run_mode" if op == "causal_conv1d" else "num_accepted_tokens, g"
-    )
+    missing = {
+        "causal_conv1d": "activation_mode, run_mode",
+        "chunk_gated_delta_rule": "head_first",
+        "gated_delta_rule_update": "num_accepted_tokens, g",
+    }
+    assert said.startswith(f"fla_npu's {operator} has no ") and said.endswith(missing[op])
+
+
+@pytest.mark.parametrize("why", DECLINED)
+def test_chunks_that_it_does_not_take_are_declined_by_name(why, monkeypatch):
+    fla_npu_double.install(monkeypatch)
+    assert declined("chunk_gated_delta_rule", DECLINED[why]).startswith(why)
 
 
 def test_one_that_does_not_work_is_declined(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from npu_ops.core import library
 from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Backward, Operator
-from npu_ops.ops.chunk_gated_delta_rule import aclnn, reference
+from npu_ops.ops.chunk_gated_delta_rule import aclnn, fla_npu, reference
 from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK_SIZES
 from npu_ops.ops.fused_recurrent_gated_delta_rule import states
 
@@ -55,8 +55,9 @@ forward = Operator(
     writes="o, final_state?",
     new=_outputs,
     reference=reference.chunk_gated_delta_rule,
-    why_not=_WHY_NOT | {"aclnn": aclnn.why_not},
+    why_not=_WHY_NOT | {"aclnn": aclnn.why_not, "fla_npu": fla_npu.why_not},
     aclnn="behind",
+    fla_npu=True,
     empty=states.pass_on,
     check_indices=states.check_starts,
     cpu_in_python=True,

@@ -1,0 +1,68 @@
+"""The chunked gated delta rule by fla_npu's operators, forward: six, one after another.
+
+What they take is from the documentation of fla_npu of August 2026; they were only ever called as
+doubles. Heads come before tokens there, chunks have 64 tokens, and between the operators all but
+gates and the last states is rounded to q's dtype.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from npu_ops.core import check
+from npu_ops.core.library import fla_npu_why_not
+from npu_ops.ops.chunk_gated_delta_rule import reference
+from npu_ops.ops.l2norm import reference as norm
+
+_CHUNK, _KEYS, _VALUES = 64, 128, (128, 256)
+# The operators, with what they are given by name.
+_NEEDED = {
+    "npu_chunk_local_cumsum": ("head_first",),
+    "npu_chunk_scaled_dot_kkt": ("chunk_size",),
+    "npu_solve_tri": ("layout",),
+    "npu_recompute_w_u_fwd": ("g",),
+    "npu_chunk_gated_delta_rule_fwd_h": ("initial_state", "output_final_state", "state_v_first"),
+    "npu_chunk_fwd_o": ("g", "chunk_size"),
+}
+
+
+def why_not(arguments) -> str | None:
+    """None, or a sentence on why the operators do not take the implementations' arguments."""
+    q, v = arguments.q, arguments.v
+    dtypes = {x.dtype for x in (q, arguments.k, v)}
+    if dtypes not in ({torch.bfloat16}, {torch.float16}):
+        return f"q is {check.short(q.dtype)}, fla_npu's operators take bfloat16 or float16"
+    if q.shape[3] != _KEYS or v.shape[3] not in _VALUES:
+        return f"K is {q.shape[3]} and V {v.shape[3]}, fla_npu's operators have 128, and 128 or 256"
+    if arguments.cu_seqlens is not None:
+        return "cu_seqlens are on the device, fla_npu's operators take them on the host"
+    if q.shape[1] % _CHUNK:
+        return f"there are {q.shape[1]} tokens, fla_npu's inverse is of whole chunks of {_CHUNK}"
+    return next(filter(None, (fla_npu_why_not(name, *of) for name, of in _NEEDED.items())), None)
+
+
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
+    o, final_state,
+) -> None:  # fmt: skip
+    """Write o and the final states. The size of a chunk is the operators' own."""
+    of = importlib.import_module("fla_npu.ops.ascendc")
+    if normalize:
+        q, k = (norm.l2norm(x, reference.EPS).to(x.dtype) for x in (q, k))
+    q, k, v, g, beta = (x.transpose(1, 2).contiguous() for x in (q, k, v, g.float(), beta.float()))
+    g = of.npu_chunk_local_cumsum(g, _CHUNK, head_first=True)
+    pairs = of.npu_chunk_scaled_dot_kkt(k, g, beta, chunk_size=_CHUNK)
+    inverse = of.npu_solve_tri(pairs.to(k.dtype), layout="bnsd")
+    w, u = of.npu_recompute_w_u_fwd(k, v, beta, inverse, _CHUNK, g=g)
+    if initial_state is not None and state_v_first:
+        initial_state = initial_state.mT
+    states, changes, last = of.npu_chunk_gated_delta_rule_fwd_h(
+        k, w, u, g, initial_state=None if initial_state is None else initial_state.contiguous(),
+        output_final_state=final_state is not None, chunk_size=_CHUNK, state_v_first=False,
+    )  # fmt: skip
+    found = of.npu_chunk_fwd_o(q, k, changes, states, scale, g=g, chunk_size=_CHUNK)
+    o.copy_(found.transpose(1, 2))
+    if final_state is not None:
+        final_state.copy_(last.mT if state_v_first else last)
