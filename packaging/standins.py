@@ -1,4 +1,6 @@
-"""Libraries with the names of CUDA's and nothing in them, so that a CUDA build of torch loads.
+"""Stand-ins with which a CUDA build of torch loads here, and torch_npu beside it.
+
+Libraries with the names of CUDA's and nothing in them, so that a CUDA build of torch loads.
 
 Only torch 2.13 has a build for CPUs in every registry. CUDA's libraries are several GB,
 and a machine without a GPU calls none of them. Every function here fails as without a device.
@@ -11,6 +13,33 @@ import subprocess
 
 _CUDA = re.compile(r"lib(cu|nv|nccl)")
 _NO_DEVICE = 100  # cudaErrorNoDevice
+
+# The names of settings that allocators of devices have registered; see `one_allocator`.
+_KEYS = """
+#include <string>
+#include <unordered_set>
+namespace c10::CachingAllocator {
+struct AcceleratorAllocatorConfig {
+  static std::unordered_set<std::string>& getMutableKeys();
+};
+std::unordered_set<std::string>& AcceleratorAllocatorConfig::getMutableKeys() {
+  return *new std::unordered_set<std::string>;
+}
+}  // namespace c10::CachingAllocator
+"""
+
+
+def one_allocator(folder: pathlib.Path) -> pathlib.Path:
+    """A library to preload, by which each allocator registers its settings as if it were alone.
+
+    From torch 2.14 on CUDA's and torch_npu's have names in common, and torch aborts. torch_npu is
+    made for builds without CUDA, in which there is one allocator of a device.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    source, library = folder / "one_allocator.cpp", folder / "libone_allocator.so"
+    source.write_text(_KEYS)
+    subprocess.run(["g++", "-shared", "-fPIC", source, "-o", library], check=True)
+    return library
 
 
 def make(libraries: pathlib.Path, folder: pathlib.Path) -> None:

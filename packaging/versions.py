@@ -101,6 +101,8 @@ def make(row: Row) -> None:
         pip(row, "--no-deps", f"torch=={RELEASES[row.torch]}", *compilers)
         (libraries,) = row.folder.glob("lib/python*/site-packages/torch/lib")
         standins.make(libraries, row.folder / "standins")
+        if row.torch_npu and any(libraries.glob("libc10_cuda*")):
+            standins.one_allocator(row.folder / "standins")
         done.touch()
     kind = "*-manylinux*_x86_64" if row.native else "*-none-any"
     wheels = sorted(ROOT.glob(f"dist/npu_ops-{kind}.whl"))
@@ -111,7 +113,9 @@ def make(row: Row) -> None:
 
 def run(row: Row, *command, cwd=None) -> str:
     """The output of a program of an environment. Raises CalledProcessError."""
-    variables = {"LD_LIBRARY_PATH": str(row.folder / "standins"), "OMP_NUM_THREADS": "1"}
+    libraries = row.folder / "standins"
+    variables = {"LD_LIBRARY_PATH": str(libraries), "OMP_NUM_THREADS": "1"}
+    variables["LD_PRELOAD"] = " ".join(map(str, libraries.glob("libone_allocator.so")))
     done = subprocess.run(
         [row.folder / "bin" / command[0], *command[1:]], cwd=cwd or row.folder,
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables,

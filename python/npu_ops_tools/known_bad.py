@@ -10,7 +10,7 @@ from packaging.version import Version
 
 # What our tests run with, as (torch, torch_npu), torch_npu on the emulated NPU: all of them with
 # 2.13, the cases of every op with the others (packaging/versions.py).
-TESTED = (("2.7", None), ("2.10", None), ("2.13", "2.13"), ("2.14", None), ("2.15", None))
+TESTED = (("2.7", None), ("2.10", None), ("2.13", "2.13"), ("2.14", "2.14"), ("2.15", None))
 CANN_FOLDERS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 
 

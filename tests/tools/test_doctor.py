@@ -304,13 +304,14 @@ def test_a_broken_torch_npu_is_said(monkeypatch):
         ({"torch": "2.13.1", "torch_npu": "2.13.0"}, ": this one"),
         ({"torch": "2.15.0", "torch_npu": None}, ": this one"),
         ({"torch": "2.12.1", "torch_npu": None}, ": not this one"),
+        ({"torch": "2.14.0", "torch_npu": "2.14.0.post1"}, ": this one"),
         ({"torch": "2.15.0", "torch_npu": "2.13.0"}, ": not this one"),
         ({"torch": "2.13.0", "torch_npu": "2.14.0"}, ": not this one"),
     ],
 )
 def test_it_says_which_torch_is_tested(versions, end):
     said = known_bad.tested(versions)
-    assert said.startswith("torch 2.7, 2.10, 2.14, 2.15, torch 2.13 with torch_npu 2.13")
+    assert said.startswith("torch 2.7, 2.10, 2.15, torch 2.13 with torch_npu 2.13, torch 2.14 ")
     assert said.endswith(end)
     assert said in doctor.text(found_with(tested=said)).replace("\n" + " " * 18, " ")
 
