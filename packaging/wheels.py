@@ -7,6 +7,7 @@ and patchelf. A native wheel serves every Python from 3.10, every torch from 2.1
 2.28 at the latest: a library that asks for more is an error.
 """
 
+import contextlib
 import os
 import pathlib
 import platform
@@ -21,6 +22,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 ARCHITECTURES = ("x86_64", "aarch64")
 TORCH = "2.13.0"
 GLIBC = 28  # 2.28: manylinux_2_28
+BUILD_INFO = ROOT / "npu_ops" / "_build_info.json"
 LIBRARIES = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
 
 
@@ -38,6 +40,16 @@ def wheel(folder, **variables):
     )  # fmt: skip
     (made,) = folder.glob("*.whl")
     return made
+
+
+@contextlib.contextmanager
+def kept(file):
+    """A build says in `file` how it was built; then it is again as this checkout needs it."""
+    before = file.read_bytes() if file.exists() else None
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True) if before is None else file.write_bytes(before)
 
 
 def pure(folder, dist):
@@ -97,7 +109,7 @@ def main(wanted):
     dist = ROOT / "dist"
     dist.mkdir(exist_ok=True)
     for kind in wanted or kinds:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, kept(BUILD_INFO):
             folder = pathlib.Path(folder)
             if kind in ARCHITECTURES:
                 native(kind, folder, dist)

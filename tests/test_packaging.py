@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import runpy
 import re
 import shutil
 import subprocess
@@ -219,3 +220,14 @@ def test_a_changed_source_alone_is_compiled_again(tmp_path):
     (clone / "csrc/one/size.h").write_text("inline int size() { return 2; }\n")
     assert compiled() == {"one_cpu"}
     assert (clone / "npu_ops/_native.abi3.so").exists()
+
+
+def test_building_wheels_leaves_a_checkout_as_it_was(tmp_path):
+    """Each build writes how it was built, also the one for another architecture."""
+    kept = runpy.run_path(str(ROOT / "packaging/wheels.py"))["kept"]
+    there, missing = tmp_path / "there", tmp_path / "missing"
+    there.write_text("mine")
+    for file in (there, missing):
+        with kept(file):
+            file.write_text("a build's")
+    assert there.read_text() == "mine" and not missing.exists()
