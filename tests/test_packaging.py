@@ -3,8 +3,8 @@
 import json
 import os
 import pathlib
-import runpy
 import re
+import runpy
 import shutil
 import subprocess
 import sys
