@@ -32,7 +32,6 @@ from npu_ops.ops.chunk_gated_delta_rule import op
 HEADS, VALUE_HEADS, DIM, CHUNK = 16, 32, 128, 64
 PASSES = ("forward", "backward")
 FIELDS = ("pass", "kernel", "loaded", "stored", "workspace", "matrix_unit")
-PER_KEY_HEAD = ("intra_kernel",)  # the others hand tiles over once for each value head
 RESULTS = pathlib.Path(__file__).parent / "results" / "traffic" / "npu-emulated.csv"
 
 
@@ -113,8 +112,7 @@ def _workspace(launch) -> tuple[int, int]:
     text = vendor.lower(launch.kernel, signature, constants, vendor.SOCS[0], **options)
     made, _ = vendor.compile(launch.name, text, vendor.SOCS[0], **options)
     matrix, vector = (_tiles(launch.name, made, half) for half in ("aic", "aiv"))
-    heads = HEADS if launch.name in PER_KEY_HEAD else VALUE_HEADS
-    return tuple(heads * _size(tiles) for tiles in (matrix & vector, matrix - vector))
+    return tuple(VALUE_HEADS * _size(tiles) for tiles in (matrix & vector, matrix - vector))
 
 
 def _tiles(kernel: str, made: str, half: str) -> collections.Counter:

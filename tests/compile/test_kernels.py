@@ -40,9 +40,11 @@ def check(rows):
     for row in rows:
         assert row["faults"] == [], f"{row['kernel']} {row['case']} {row['soc']}"
         assert row["scalar_loops"] == [] and row["multi_buffer"]
-        assert 0 < row["ub_bytes"] <= ub_bytes(row["soc"])
+        multiplies = row["kernel"] == "products_kernel"  # on the matrix unit alone
+        assert (row["ub_bytes"] > 0 or multiplies) and row["ub_bytes"] <= ub_bytes(row["soc"])
         draws = row["kernel"] == "_keep_kernel"  # all that it stores
-        assert row["vector"] > 0 and (row["loaded"] > 0 or draws) and row["stored"] > 0
+        assert row["vector"] > 0 or multiplies
+        assert (row["loaded"] > 0 or draws) and row["stored"] > 0
 
 
 # Every branch through the compiler of the chip that the emulated NPU is, and one case for the next

@@ -137,7 +137,7 @@ def _chunk_size(q, v, size: int) -> int:
 
 
 def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
-    """What tokens of one chunk do to each other, by `intra_kernel`.
+    """What tokens of one chunk do to each other: the matrix unit's part, then the vector cores'.
 
     Returns:
         solved and scores `[chunks, HV, C, C]`; then 1 over the norms of q and of k, fp32
@@ -152,9 +152,15 @@ def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
     norms = [None, None]
     if normalize:
         norms = [gates[0].new_empty((number, heads, size)) for _ in range(2)]
-    intra.intra_kernel[_cube_grid(number * heads, q.device)](
-        q, k, *gates, spans.spans, solved, scores, *norms, scale, number, EPS, H=heads,
-        HV=value_heads, K=keys, BK=_width(keys, q.device), C=size, WEIGHED=weighed,
+    qk, kk = (gates[0].new_empty((number, heads, size, size)) for _ in range(2))
+    intra.products_kernel[_cube_grid(number * heads, q.device)](
+        q, k, spans.spans, qk, kk, number, H=heads, K=keys, BK=_width(keys, q.device), C=size
+    )
+    kernel = intra.intra_kernel
+    kernel[vector_grid(number * heads, q.device)](
+        q, k, qk, kk, *gates, spans.spans, solved, scores, *norms, scale, number, EPS, H=heads,
+        HV=value_heads, K=keys, C=size, WEIGHED=weighed,
+        **hardware.ascend_options(kernel, q.device, SLICES=True),
     )  # fmt: skip
     return solved, scores, *norms
 

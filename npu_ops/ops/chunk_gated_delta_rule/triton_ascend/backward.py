@@ -14,7 +14,6 @@ import triton.language as tl
 
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.forward import (
     dot_in_two,
-    load_square,
     load_state,
     store_state,
 )
@@ -22,6 +21,7 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
     decays,
     load_over_norms,
     load_rows,
+    load_square,
     store_rows,
 )
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
     load_over_norms,
     load_rows,
+    load_square,
     store_rows,
 )
 
@@ -60,13 +61,6 @@ def store_state(states, state, place, value, K: tl.constexpr, V: tl.constexpr, B
             tl.store(states + place * (K * V) + at, state)
         else:
             tl.store(states + place * (K * V) + at, state, mask=exists)
-
-
-@triton.jit
-def load_square(squares, place, C: tl.constexpr):
-    """A [C, C] of [places, C, C]."""
-    row = tl.arange(0, C)
-    return tl.load(squares + place * (C * C) + row[:, None] * C + row[None, :])
 
 
 @triton.jit

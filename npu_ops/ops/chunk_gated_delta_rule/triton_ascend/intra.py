@@ -34,25 +34,41 @@ def decays(g, C: tl.constexpr):
 
 
 @triton.jit
-def inverse(lower, C: tl.constexpr):
-    """(1 + lower)^-1 of a strictly lower triangular [C, C] in fp32, row after row."""
+def inverse(lower, C: tl.constexpr, SLICES: tl.constexpr):
+    """(1 + lower)^-1 of a strictly lower triangular [C, C] in fp32, row after row.
+
+    SLICES: rows are slices, which Ascend's Triton alone has. A sum over a masked tile takes a
+    vector core eight times as long.
+    """
     row = tl.arange(0, C)
-    result = 0.0 - lower
-    for i in range(1, C):
-        is_i = row[:, None] == i
-        of_i = tl.sum(tl.where(is_i, result, 0.0), 0)
-        of_i += tl.sum(of_i[:, None] * result, 0)
-        result = tl.where(is_i, of_i[None, :], result)
-    return tl.where(row[:, None] == row[None, :], 1.0, result)
+    if SLICES:
+        # A row that is final is taken out of all behind it: a column of `lower` times that row.
+        columns = tl.trans(lower)
+        result = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
+        for i in range(0, C - 1):
+            behind = tl.reshape(tl.extract_slice(columns, (i, 0), (1, C), (1, 1)), (C, 1))
+            result -= behind * tl.extract_slice(result, (i, 0), (1, C), (1, 1))
+        return result
+    else:
+        result = 0.0 - lower
+        for i in range(1, C):
+            is_i = row[:, None] == i
+            of_i = tl.sum(tl.where(is_i, result, 0.0), 0)
+            of_i += tl.sum(of_i[:, None] * result, 0)
+            result = tl.where(is_i, of_i[None, :], result)
+        return tl.where(row[:, None] == row[None, :], 1.0, result)
 
 
 @triton.jit
-def over_norms(products, eps, C: tl.constexpr):
-    """1 over the norms of rows, fp32 [C], of their products with each other [C, C]: vector cores
-    have no room for the rows themselves."""
-    row = tl.arange(0, C)
-    squares = tl.sum(tl.where(row[:, None] == row[None, :], products, 0.0), 1)
-    return 1.0 / tl.sqrt(squares + eps)
+def over_norms(x, first, rows, heads, head, eps, K: tl.constexpr, C: tl.constexpr,
+               PART: tl.constexpr = 64):  # fmt: skip
+    """1 over the norms of a chunk's rows of one head, fp32 [C]. There is no room for whole rows of
+    the widest heads."""
+    squares = tl.zeros((C, PART), tl.float32)
+    for column in range(0, K, PART):
+        part = load_rows(x, first, rows, heads, head, K, PART, C, column).to(tl.float32)
+        squares += part * part
+    return 1.0 / tl.sqrt(tl.sum(squares, 1) + eps)
 
 
 @triton.jit
@@ -64,11 +80,42 @@ def load_over_norms(stored, place, C: tl.constexpr):
         return tl.load(stored + place * C + tl.arange(0, C))
 
 
+@triton.jit
+def load_square(squares, place, C: tl.constexpr):
+    """A [C, C] of [places, C, C]."""
+    row = tl.arange(0, C)
+    return tl.load(squares + place * (C * C) + row[:, None] * C + row[None, :])
+
+
+@triton.jit
+def store_square(squares, place, value, C: tl.constexpr):
+    """The inverse of `load_square`."""
+    row = tl.arange(0, C)
+    at = place * (C * C) + row[:, None] * C + row[None, :]
+    tl.store(squares + at, value.to(squares.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["number"])
+def products_kernel(
+    q, k, spans, qk, kk, number, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """q k^T and k k^T of each chunk and head, fp32 [chunks, H, C, C]: the matrix unit's part."""
+    for item in range(tl.program_id(0), number * H, tl.num_programs(0)):
+        chunk, head = item // H, item % H
+        first, rows = tl.load(spans + 2 * chunk), tl.load(spans + 2 * chunk + 1)
+        b_q = load_rows(q, first, rows, H, head, K, BK, C)
+        b_k = load_rows(k, first, rows, H, head, K, BK, C)
+        place = tl.cast(item, tl.int64)
+        store_square(qk, place, tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), C)
+        store_square(kk, place, tl.dot(b_k, tl.trans(b_k), input_precision="ieee"), C)
+
+
 @triton.jit(do_not_specialize=["number", "scale"])
 def intra_kernel(
-    q, k, g_sums, betas, spans, solved, scores, over_q, over_k, scale, number, eps,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    q, k, qk, kk, g_sums, betas, spans, solved, scores, over_q, over_k, scale, number, eps,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, WEIGHED: tl.constexpr,
+    SLICES: tl.constexpr = False,
 ):  # fmt: skip
     """solved: (1 + tril(beta k k^T decay, -1))^-1; scores: tril(scale q k^T decay); [.., C, C].
 
@@ -78,28 +125,24 @@ def intra_kernel(
     row = tl.arange(0, C)
     for item in range(tl.program_id(0), number * H, tl.num_programs(0)):
         chunk, head = item // H, item % H
-        first, rows = tl.load(spans + 2 * chunk), tl.load(spans + 2 * chunk + 1)
-        wide = solved.dtype.element_ty
-        b_q = load_rows(q, first, rows, H, head, K, BK, C).to(wide)
-        b_k = load_rows(k, first, rows, H, head, K, BK, C).to(wide)
-        qk = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-        kk = tl.dot(b_k, tl.trans(b_k), input_precision="ieee")
+        here = tl.cast(item, tl.int64)
+        b_qk, b_kk = load_square(qk, here, C), load_square(kk, here, C)
         if over_k is not None:
-            qq = tl.dot(b_q, tl.trans(b_q), input_precision="ieee")
-            of_q, of_k = over_norms(qq, eps, C), over_norms(kk, eps, C)
-            to = tl.cast(item, tl.int64) * C + row
-            tl.store(over_q + to, of_q)
-            tl.store(over_k + to, of_k)
-            qk = qk * of_q[:, None] * of_k[None, :]
-            kk = kk * of_k[:, None] * of_k[None, :]
+            first, rows = tl.load(spans + 2 * chunk), tl.load(spans + 2 * chunk + 1)
+            of_q = over_norms(q, first, rows, H, head, eps, K, C)
+            of_k = over_norms(k, first, rows, H, head, eps, K, C)
+            tl.store(over_q + here * C + row, of_q)
+            tl.store(over_k + here * C + row, of_k)
+            b_qk = b_qk * of_q[:, None] * of_k[None, :]
+            b_kk = b_kk * of_k[:, None] * of_k[None, :]
         for value_head in range(head * (HV // H), (head + 1) * (HV // H)):
-            place = tl.cast(chunk * HV + value_head, tl.int64) * C
-            b_g, b_beta = tl.load(g_sums + place + row), tl.load(betas + place + row)
+            place = tl.cast(chunk * HV + value_head, tl.int64)
+            b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
             decay = decays(b_g, C)
-            at = place * C + row[:, None] * C + row[None, :]
-            tl.store(scores + at, (qk * decay * scale).to(wide))
-            lower = tl.where(row[:, None] > row[None, :], kk * decay * b_beta[:, None], 0.0)
-            found = inverse(lower, C)
+            store_square(scores, place, b_qk * decay * scale, C)
+            weighed = b_kk * decay * b_beta[:, None]
+            lower = tl.where(row[:, None] > row[None, :], weighed, 0.0)
+            found = inverse(lower, C, SLICES)
             if WEIGHED:
                 found = found * b_beta[None, :]
-            tl.store(solved + at, found.to(wide))
+            store_square(solved, place, found, C)
