@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/* csrc/*/*)  # the folders too: a file may have gone
 
 .PHONY: demo demo-serve fetch test test-all test-trainers test-aarch64 test-versions wheels check format clean
-.PHONY: docs bench bench-publish bench-quick report
+.PHONY: docs verify bench bench-publish bench-quick report
 
 # torch first and alone, so that nothing else chooses its build.
 $(VENV)/torch: 
@@ -98,7 +98,11 @@ test-trainers: .cache/trainers/ready .cache/frameworks/ready
 		|| echo "no Chromium: nothing looks at the report's page"
 	@mkdir -p $(@D) && touch $@
 
-# Everything, of a clean tree, to be committed: 20 minutes on a quiet machine.
+# What the first person with a card runs, on the emulated NPU: 5 minutes, and a page in report/verify.
+verify: $(VENV)/ready
+	$(BIN)/npu-ops verify --device npu-emulated --quick --output report/verify
+
+# Everything, of a clean tree, to be committed: 45 minutes on a quiet machine.
 bench: $(VENV)/ready .cache/megatron/0.16.1
 	$(BIN)/npu-ops bench --commit --longest 10
 

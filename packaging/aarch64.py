@@ -26,7 +26,7 @@ DEBIAN = (
 PYTHON = (
     "torch==2.10.0", "numpy<2.4", "typing_extensions", "sympy", "mpmath", "networkx", "jinja2",
     "markupsafe", "fsspec", "filelock", "packaging", "pytest", "pluggy", "iniconfig",
-    "pytest-timeout", "pytest-xdist", "execnet",
+    "pygments", "pytest-timeout", "pytest-xdist", "execnet",
 )  # fmt: skip
 TESTS = (
     "-x",
