@@ -93,6 +93,7 @@ def test_the_page_has_all_of_it_and_loads_nothing(with_faults):
     assert "8 wrong" in page
     assert all(case in page for case in FAULTS)
     assert "http" not in page and "src=" not in page
+    assert page.count("<table") == page.count('<div class="wide"><table') > 1  # for a phone
 
 
 def test_a_quick_run_by_the_command(tmp_path):
