@@ -27,7 +27,7 @@ from npu_ops.ops.gdn_gate.softplus import is_plain
 TILE = tile_elements(40)
 DECODE_TILE = tile_elements(20)
 # Heads in a tile of `_decode_kernel`: what a head has one of is a vector of so many.
-DECODE_HEADS = 8
+DECODE_HEADS = 4
 
 
 @triton.jit
@@ -226,36 +226,34 @@ def _row(at, mask, ALL: tl.constexpr, NORMALIZE: tl.constexpr):
         return x, tl.full((x.shape[0],), 1.0, tl.float32)
 
 
-@triton.jit(do_not_specialize=["sequences", "slots"])
+@triton.jit(do_not_specialize=["sequences", "slots", "parts"])
 def _decode_kernel(
     q, k, v, a, b, A_log, dt_bias, state, new_state, state_indices, scale, softplus_beta,
-    softplus_threshold, o, sequences, slots, q_t, k_t, v_t, a_t, b_t, state_n, index_n,
+    softplus_threshold, o, sequences, slots, parts, q_t, k_t, v_t, a_t, b_t, state_n, index_n,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALIZE: tl.constexpr,
     UPDATE: tl.constexpr, PLAIN: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
     """One token of each sequence, and nothing kept but its state, [slots, HV, V, K].
 
-    A tile is [BH heads, BV values, BK keys]. What a head has one of is thus a vector: a single
-    number the compiler would give to the scalar unit, which would wait for it instead of starting
-    the next tile's loads. new_state is state: under one name each load would wait for the store.
+    A tile is [BH heads, BV values, BK keys]; an item of work is a part of the values of BH heads,
+    tile by tile. What a head has one of is thus a vector: a single number the compiler would give
+    to the scalar unit, which would wait for it instead of starting the next tile's loads. k and q
+    meet the state before it decays: o = decay S q + (k q) change. new_state is state: under one
+    name each load would wait for the store.
     """
     ALL: tl.constexpr = (HV % BH == 0) & (K == BK)  # a mask of gathered rows is a tile, too
     across: tl.constexpr = (HV + BH - 1) // BH
     blocks: tl.constexpr = (V + BV - 1) // BV
     key = tl.arange(0, BK)
-    for item in range(tl.program_id(0), sequences * across * blocks, tl.num_programs(0)):
-        n = tl.cast(item // (across * blocks), tl.int64)
-        head = item // blocks % across * BH + tl.arange(0, BH)
-        value = item % blocks * BV + tl.arange(0, BV)
-        known, columns = head < HV, (head < HV)[:, None] & (value < V)[None, :]
+    each = (blocks + parts - 1) // parts
+    for item in range(tl.program_id(0), sequences * across * parts, tl.num_programs(0)):
+        n = tl.cast(item // (across * parts), tl.int64)
+        head = item // parts % across * BH + tl.arange(0, BH)
+        known = head < HV
         slot = tl.load(state_indices + n * index_n).to(tl.int32)
         live = (slot >= 0) & (slot < slots)
-        exists = (head < tl.where(live, HV, 0))[:, None, None] & (value < V)[None, :, None]
-        exists = exists & (key < K)[None, None, :]
-        place = head[:, None, None] * (K * V) + value[None, :, None] * K + key[None, None, :]
-        place = tl.cast(slot, tl.int64) * state_n + place
-        matrix = tl.load(state + place, mask=exists, other=0.0).to(tl.float32)
+        there = head < tl.where(live, HV, 0)
         row = (head // (HV // H))[:, None] * K + key[None, :]
         rows = known[:, None] & (key < K)[None, :]
         b_k, over_k = _row(k + n * k_t + row, rows, ALL, NORMALIZE)
@@ -263,17 +261,25 @@ def _decode_kernel(
         raw = _numbers(a + n * a_t + head, known) + _numbers(dt_bias + head, known)
         rate = tl.exp(_numbers(A_log + head, known))
         decay = tl.exp(0.0 - rate * _softplus(raw, softplus_beta, softplus_threshold, PLAIN))
-        strength = 1.0 / (1.0 + tl.exp(0.0 - _numbers(b + n * b_t + head, known)))
-        column = head[:, None] * V + value[None, :]
-        matrix = matrix * decay[:, None, None]
-        recalled = tl.sum(matrix * b_k[:, None, :], 2) * over_k[:, None]
-        error = _numbers(v + n * v_t + column, columns) - recalled
-        matrix += (error * (strength * over_k)[:, None])[:, :, None] * b_k[:, None, :]
-        read = tl.sum(matrix * b_q[:, None, :], 2) * (over_q * scale)[:, None]
-        read = tl.where(live, read, tl.where(slot == -1, 0.0, float("nan")))
-        tl.store(o + n * (HV * V) + column, read.to(o.dtype.element_ty), mask=columns)
-        if UPDATE:
-            tl.store(new_state + place, matrix.to(new_state.dtype.element_ty), mask=exists)
+        strength = over_k / (1.0 + tl.exp(0.0 - _numbers(b + n * b_t + head, known)))
+        over_q = over_q * scale
+        recall, read, own = decay * over_k, decay * over_q, tl.sum(b_k * b_q, 1) * over_q
+        for block in range(item % parts * each, tl.minimum(item % parts * each + each, blocks)):
+            value = block * BV + tl.arange(0, BV)
+            columns = known[:, None] & (value < V)[None, :]
+            exists = there[:, None, None] & (value < V)[None, :, None] & (key < K)[None, None, :]
+            place = head[:, None, None] * (K * V) + value[None, :, None] * K + key[None, None, :]
+            place = tl.cast(slot, tl.int64) * state_n + place
+            matrix = tl.load(state + place, mask=exists, other=0.0).to(tl.float32)
+            column = head[:, None] * V + value[None, :]
+            recalled = tl.sum(matrix * b_k[:, None, :], 2) * recall[:, None]
+            change = (_numbers(v + n * v_t + column, columns) - recalled) * strength[:, None]
+            out = tl.sum(matrix * b_q[:, None, :], 2) * read[:, None] + change * own[:, None]
+            out = tl.where(live, out, tl.where(slot == -1, 0.0, float("nan")))
+            tl.store(o + n * (HV * V) + column, out.to(o.dtype.element_ty), mask=columns)
+            if UPDATE:
+                matrix = matrix * decay[:, None, None] + change[:, :, None] * b_k[:, None, :]
+                tl.store(new_state + place, matrix.to(new_state.dtype.element_ty), mask=exists)
 
 
 def gated_delta_rule_update(
@@ -296,10 +302,11 @@ def gated_delta_rule_update(
     strides = [x.stride(0) for x in (q, k, v, a, b, state, state_indices)]
     if tokens == sequences and cu_seqlens is kept is None and state_v_first and not per_token:
         constants |= _decode_tile(value_heads, keys, values)
-        items = sequences * cdiv(value_heads, constants["BH"]) * cdiv(values, constants["BV"])
-        _decode_kernel[vector_grid(items, q.device)](
+        items = sequences * cdiv(value_heads, constants["BH"])
+        parts = _parts(items, cdiv(values, constants["BV"]), vector_grid(1 << 16, q.device)[0])
+        _decode_kernel[vector_grid(items * parts, q.device)](
             q, k, v, a, b, A_log, dt_bias, state, state, state_indices, scale, softplus_beta,
-            softplus_threshold, o, sequences, state.shape[0], *strides, **constants,
+            softplus_threshold, o, sequences, state.shape[0], parts, *strides, **constants,
         )  # fmt: skip
         return
     walked = sequences + (cu_seqlens is not None)
@@ -319,3 +326,13 @@ def _decode_tile(heads: int, keys: int, values: int) -> dict:
     wide, most = next_power_of_2(keys), min(DECODE_HEADS, next_power_of_2(heads))
     fits = max(1, DECODE_TILE // (most * wide))
     return {"BH": most, "BV": min(fits, next_power_of_2(values)), "BK": wide}
+
+
+def _parts(items: int, blocks: int, cores: int) -> int:
+    """Into how many parts to cut the `blocks` tiles of each item of work, for `cores`.
+
+    An item's own part, its norms and gates, takes about as long as a tile: few parts repeat it
+    rarely, many keep all cores busy.
+    """
+    choices = (1 << n for n in range(blocks.bit_length()))
+    return min(choices, key=lambda parts: cdiv(items * parts, cores) * (1 + cdiv(blocks, parts)))
