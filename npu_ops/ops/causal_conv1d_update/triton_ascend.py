@@ -1,6 +1,7 @@
 """causal_conv1d_update in Triton, for Ascend and NVIDIA. Definition: reference.py
 
 A piece of work is a sequence and a block of BD channels. A number in a name counts tokens back.
+Plain decoding, one token of each sequence, has a kernel without a loop over tokens.
 """
 
 from __future__ import annotations
@@ -112,6 +113,50 @@ def _causal_conv1d_update_kernel(
             x3, x2, x1 = x2, x1, x0
 
 
+@triton.jit(do_not_specialize=["items", "slots", "pad"])
+def _one_token_kernel(
+    x, state, new_state, taps, bias, indices, y, items, slots, pad, width, blocks, x_b, y_b,
+    state_n, state_d, state_w,
+    W: tl.constexpr, SILU: tl.constexpr, UPDATE: tl.constexpr, APART: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """new_state is state: under one name the next block's loads would wait for these stores.
+
+    A sequence that is skipped reads slot 0, of which nothing is kept: to load nothing is to fill
+    with zeros, for which each load would wait.
+    """
+    there = tl.where(slots > 0, width, 0)
+    if not APART:
+        state_d = 1
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        n = tl.cast(item // blocks, tl.int64)
+        column = (item % blocks) * BD + tl.arange(0, BD)
+        slot = n
+        if indices is not None:
+            slot = tl.load(indices + n).to(tl.int64)
+        good = (slot >= 0) & (slot < slots) & (slot != pad)
+        limit = tl.where(good, width, 0)
+        at = tl.where(good, slot, 0) * state_n
+        x3 = _load(state + at, column, state_d, there)
+        x2 = _load(state + at + (W - 3) * state_w, column, state_d, there) if W > 2 else x3
+        x1 = _load(state + at + (W - 2) * state_w, column, state_d, there) if W > 2 else x3
+        x0 = load_row(x + n * x_b, column, width)
+        w0, w1, w2, w3 = load_taps(taps, column, width, width, W)
+        z = convolve(x0, x1, x2, x3, w0, w1, w2, w3, W)
+        if bias is not None:
+            z += load_row(bias, column, width)
+        if SILU:
+            z = z / (1.0 + tl.exp(-z))
+        z = tl.where(good, z, tl.where(slot == pad, 0.0, float("nan")))
+        _store(y + n * y_b, z, column, 1, width)
+        if UPDATE:
+            if W > 3:
+                _store(new_state + at, x2, column, state_d, limit)
+            if W > 2:
+                _store(new_state + at + (W - 3) * state_w, x1, column, state_d, limit)
+            _store(new_state + at + (W - 2) * state_w, x0, column, state_d, limit)
+
+
 def causal_conv1d_update(
     x, conv_state, weight, bias, indices, accepted, starts, window, window_indices, pad, silu,
     update, y,
@@ -125,6 +170,14 @@ def causal_conv1d_update(
     blocks = cdiv(width, block)
     items = count * blocks
     if not items:
+        return
+    if tokens == 1 and starts is accepted is window is None:
+        _one_token_kernel[vector_grid(items, x.device)](
+            x, conv_state, conv_state, taps_first(weight), bias, indices, y, items,
+            conv_state.shape[0], pad, width, blocks, x.stride(0), y.stride(0),
+            *conv_state.stride(), W=weight.shape[1], SILU=silu, UPDATE=update, APART=apart,
+            BD=block,
+        )  # fmt: skip
         return
     _causal_conv1d_update_kernel[vector_grid(items, x.device)](
         x, conv_state, taps_first(weight), bias, indices, accepted, starts, window, window_indices,
