@@ -7,6 +7,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/ones.h>
 
+#include <algorithm>
 #include <cfloat>
 
 #include "aclnn_dropout.h"
@@ -115,7 +116,30 @@ struct Problem {
     if (pse && !scale_pse) s = s + *pse;
     return masked ? s.masked_fill(*masked, -INFINITY) : s;
   }
+
+  // The same problem of `count` heads. What is for all heads stays.
+  Problem of_heads(int64_t first, int64_t count) const {
+    const auto some = [&](const at::Tensor& x) { return x.narrow(0, first, count); };
+    const auto some_or_all = [&](const Optional& x) {
+      return x && x->dim() == 3 && x->size(0) > 1 ? Optional(some(*x)) : x;
+    };
+    return {some(q),           some(k), some(v),   some_or_all(pse), some_or_all(masked),
+            some_or_all(keep), scale,   keep_prob, scale_pse};
+  }
 };
+
+// Calls body(problem, first head, count) for so many heads at a time that their scores are at most
+// 256 MB, or for one: an image of 16384 patches has 1 GB of scores in each of 16 heads.
+template <class Body>
+void by_heads(const Problem& p, const Body& body) {
+  constexpr int64_t kScores = int64_t{1} << 26;
+  const int64_t heads = p.q.size(0), each = p.q.size(1) * p.k.size(1);
+  const int64_t step = std::clamp<int64_t>(kScores / std::max<int64_t>(1, each), 1, heads);
+  for (int64_t first = 0; first < heads; first += step) {
+    const int64_t count = std::min(step, heads - first);
+    body(count == heads ? p : p.of_heads(first, count), first, count);
+  }
+}
 
 struct Softmax {
   at::Tensor max, sum, weights;  // [heads, rows, 1] twice, [heads, rows, columns]
@@ -238,13 +262,17 @@ struct Training {
   }
 
   void forward(const at::Tensor& max, const at::Tensor& sum, const at::Tensor& out) const {
-    each([&](const Problem& p, int64_t batch, int64_t q0, int64_t q1, int64_t, int64_t) {
-      const Softmax s = softmax(p.scores());
-      at::Tensor weights = s.weights;
-      if (p.keep) weights = weights * *p.keep / p.keep_prob;
-      heads_of(out, layout, heads, batch, q0, q1).copy_(weights.matmul(p.v));
-      statistics(max, batch, q0, q1).copy_(s.max.expand({heads, q1 - q0, 8}));
-      statistics(sum, batch, q0, q1).copy_(s.sum.expand({heads, q1 - q0, 8}));
+    each([&](const Problem& all, int64_t batch, int64_t q0, int64_t q1, int64_t, int64_t) {
+      const at::Tensor to = heads_of(out, layout, heads, batch, q0, q1);
+      const at::Tensor tops = statistics(max, batch, q0, q1), sums = statistics(sum, batch, q0, q1);
+      by_heads(all, [&](const Problem& p, int64_t first, int64_t count) {
+        const Softmax s = softmax(p.scores());
+        at::Tensor weights = s.weights;
+        if (p.keep) weights = weights * *p.keep / p.keep_prob;
+        to.narrow(0, first, count).copy_(weights.matmul(p.v));
+        tops.narrow(0, first, count).copy_(s.max.expand({count, q1 - q0, 8}));
+        sums.narrow(0, first, count).copy_(s.sum.expand({count, q1 - q0, 8}));
+      });
     });
   }
 
@@ -259,32 +287,45 @@ struct Training {
                 const at::Tensor& out, const Gradients& to) const {
     const int64_t kv = kv_heads(), dim = shape_of(q, layout, heads).dim;
     if (to.pse) to.pse->zero_();
-    each([&](const Problem& p, int64_t b, int64_t q0, int64_t q1, int64_t k0, int64_t k1) {
+    each([&](const Problem& all, int64_t b, int64_t q0, int64_t q1, int64_t k0, int64_t k1) {
       const at::Tensor top = statistics(max, b, q0, q1).narrow(-1, 0, 1);
       const at::Tensor total = statistics(sum, b, q0, q1).narrow(-1, 0, 1);
-      const at::Tensor weights = (p.scores() - top).exp() / total.clamp_min(FLT_MIN);
-      const at::Tensor grad = to_float(heads_of(dy, layout, heads, b, q0, q1));
-      const at::Tensor y = to_float(heads_of(out, layout, heads, b, q0, q1));
-      at::Tensor dropped = weights, dweights = grad.matmul(p.v.transpose(1, 2));
-      if (p.keep) {
-        dropped = weights * *p.keep / p.keep_prob;
-        dweights = dweights * *p.keep / p.keep_prob;
-      }
-      const at::Tensor ds = weights * (dweights - (grad * y).sum(-1, true));
-      const at::Tensor dq = ds.matmul(p.k) * p.scale;
+      const at::Tensor dys = to_float(heads_of(dy, layout, heads, b, q0, q1));
+      const at::Tensor ys = to_float(heads_of(out, layout, heads, b, q0, q1));
+      const at::Tensor dq = at::empty_like(all.q), dk = at::empty_like(all.k),
+                       dv = at::empty_like(all.v);
+      by_heads(all, [&](const Problem& p, int64_t first, int64_t count) {
+        const auto some = [&](const at::Tensor& x) { return x.narrow(0, first, count); };
+        const at::Tensor grad = some(dys), y = some(ys);
+        const at::Tensor weights = (p.scores() - some(top)).exp() / some(total).clamp_min(FLT_MIN);
+        at::Tensor dropped = weights, dweights = grad.matmul(p.v.transpose(1, 2));
+        if (p.keep) {
+          dropped = weights * *p.keep / p.keep_prob;
+          dweights = dweights * *p.keep / p.keep_prob;
+        }
+        const at::Tensor ds = weights * (dweights - (grad * y).sum(-1, true));
+        some(dq).copy_(ds.matmul(p.k) * p.scale);
+        some(dk).copy_(ds.transpose(1, 2).matmul(p.q) * p.scale);
+        some(dv).copy_(dropped.transpose(1, 2).matmul(grad));
+        if (to.pse) add_pse(*to.pse, p.scale_pse ? ds * p.scale : ds, b, first);
+      });
       const auto grouped = [&](const at::Tensor& x) { return x.unflatten(0, {kv, -1}).sum(1); };
-      const at::Tensor dk = grouped(ds.transpose(1, 2).matmul(p.q) * p.scale);
+      const at::Tensor dks = grouped(dk);
       heads_of(to.q, layout, heads, b, q0, q1).copy_(dq.narrow(-1, 0, dim));
-      heads_of(to.k, layout, kv, b, k0, k1).copy_(dk.narrow(-1, 0, dim));
-      heads_of(to.v, layout, kv, b, k0, k1).copy_(grouped(dropped.transpose(1, 2).matmul(grad)));
+      heads_of(to.k, layout, kv, b, k0, k1).copy_(dks.narrow(-1, 0, dim));
+      heads_of(to.v, layout, kv, b, k0, k1).copy_(grouped(dv));
       if (q_rope) {
         heads_of(*to.q_rope, layout, heads, b, q0, q1).copy_(dq.slice(-1, dim));
-        heads_of(*to.k_rope, layout, kv, b, k0, k1).copy_(dk.slice(-1, dim));
+        heads_of(*to.k_rope, layout, kv, b, k0, k1).copy_(dks.slice(-1, dim));
       }
-      if (to.pse)
-        to.pse->select(0, to.pse->size(0) == 1 ? 0 : b)
-            .add_((p.scale_pse ? ds * p.scale : ds).sum_to_size(to.pse->sizes().slice(1)));
     });
+  }
+
+  // Adds what some heads, from `first` on, have for the bias, of which one may be for all of them.
+  static void add_pse(const at::Tensor& to, const at::Tensor& ds, int64_t b, int64_t first) {
+    at::Tensor own = to.select(0, to.size(0) == 1 ? 0 : b);
+    if (own.size(0) > 1) own = own.narrow(0, first, ds.size(0));
+    own.add_(ds.sum_to_size(own.sizes()));
   }
 };
 
@@ -489,13 +530,16 @@ struct Inference {
       p.scale = scale;
       p.scale_pse = false;
       p.masked = masked(b, q1 - q0, length);
-      const Softmax s = softmax(p.scores());
-      heads_of(out, layout_out(), heads, batch, q0, q1).copy_(s.weights.matmul(p.v));
-      if (!lse || lse->numel() <= 1) continue;
-      const at::Tensor value = s.max + s.sum.log();
-      (packed() ? lse->narrow(0, q0, q1 - q0).transpose(0, 1)
-                : lse->select(0, b).narrow(1, 0, q1 - q0))
-          .copy_(value);
+      const at::Tensor to = heads_of(out, layout_out(), heads, batch, q0, q1);
+      Optional logs;
+      if (lse && lse->numel() > 1)
+        logs = packed() ? lse->narrow(0, q0, q1 - q0).transpose(0, 1)
+                        : lse->select(0, b).narrow(1, 0, q1 - q0);
+      by_heads(p, [&](const Problem& some, int64_t first, int64_t count) {
+        const Softmax s = softmax(some.scores());
+        to.narrow(0, first, count).copy_(s.weights.matmul(some.v));
+        if (logs) logs->narrow(0, first, count).copy_(s.max + s.sum.log());
+      });
     }
   }
 

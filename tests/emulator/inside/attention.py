@@ -62,6 +62,25 @@ def test_layouts_and_gradients(layout, dtype):
         close(a.grad, move(b.grad), dtype if dtype == torch.float32 else torch.bfloat16)
 
 
+def test_what_is_computed_head_by_head():
+    """2 x 35 million scores, with a mask for each head and a gradient; few of them have weight."""
+    given = tensors(heads=2, kv=1, q_len=5, k_len=7_000_000, dim=1, batch=1)
+    left_out = torch.rand(1, 2, 5, given[1].shape[2]) < 0.5
+    ours = [t.npu().requires_grad_() for t in given]
+    out, *_ = torch_npu.npu_fusion_attention(
+        *ours, 2, "BNSD", atten_mask=left_out.npu(), scale=8.0, sparse_mode=1
+    )
+    out.sum().backward()
+    theirs = [t.requires_grad_() for t in given]
+    expected = reference(*theirs, ~left_out, scale=8.0)
+    expected.sum().backward()
+    assert expected.abs().amax(2).min() > 0.01  # of each head
+    close(out, expected)
+    for mine, their in zip(ours, theirs, strict=True):
+        assert their.grad.abs().max() > 0.01
+        close(mine.grad, their.grad)
+
+
 def grid(rows, columns):
     return torch.arange(columns)[None] - torch.arange(rows)[:, None]
 
