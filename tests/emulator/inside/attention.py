@@ -71,14 +71,14 @@ def test_what_is_computed_head_by_head():
         *ours, 2, "BNSD", atten_mask=left_out.npu(), scale=8.0, sparse_mode=1
     )
     out.sum().backward()
-    theirs = [t.requires_grad_() for t in given]
+    theirs = [t.double().requires_grad_() for t in given]
     expected = reference(*theirs, ~left_out, scale=8.0)
     expected.sum().backward()
     assert expected.abs().amax(2).min() > 0.01  # of each head
-    close(out, expected)
+    close(out, expected, torch.float16)  # sums of millions
     for mine, their in zip(ours, theirs, strict=True):
         assert their.grad.abs().max() > 0.01
-        close(mine.grad, their.grad)
+        close(mine.grad, their.grad, torch.float16)
 
 
 def grid(rows, columns):
