@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from chunk_calls import BY_TOKEN, OP, delta_rule, qkv, run
+from npu_ops_tools.compile.launches import recorded
 from support import (
     assert_checkpointing_changes_nothing,
     assert_compiled_is_eager,
@@ -20,7 +21,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import npu_ops
-from npu_ops.core import env
+from npu_ops.core import env, hardware, registry
 from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.ops.chunk_gated_delta_rule.cases import CASES, DIFFERENTIABLE
 
@@ -288,3 +289,20 @@ def test_a_compiled_call_reads_nothing_outside():
 def test_strict_mode_runs_kernels():
     with env.override(strict=True):
         delta_rule(**qkv(dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    "sequences, heads, programs, columns",
+    [(1, 4, 16, 32), (1, 12, 24, 64), (1, 32, 24, 128), (8, 4, 24, 128), (2, 1, 8, 32)],
+)
+def test_few_heads_are_shared_out_by_columns(sequences, heads, programs, columns):
+    q = torch.zeros(sequences, 64, heads, 128, dtype=torch.bfloat16)
+    gates = torch.zeros(sequences, 64, heads)
+    with (
+        recorded("") as found,
+        registry.as_if_on("npu"),
+        hardware.as_if_soc("Ascend910B2", (24, 48)),
+    ):
+        npu_ops.chunk_gated_delta_rule(q, q, q, gates, gates)
+    launch = next(launch for launch in found if launch.name == "forward_kernel")
+    assert launch.grid == (programs,) and dict(launch.constants)["BV"] == columns

@@ -18,6 +18,9 @@ from npu_ops.ops.l2norm import triton_ascend as norm
 # For each vector core that shares a tile. Its unified buffer holds the state in fp32 and what is
 # added to it, beside a chunk's rows.
 STATE_BYTES = 32 * 1024
+# Columns of a state that a program takes at the least where there are cores without any: below, a
+# step waits as long as with these (docs/npu-model.md).
+FEWEST_COLUMNS = 32
 # For each such core, of the rows of states that gradients_kernel multiplies at a time; half where a
 # token's row of values takes more room itself.
 PRODUCT_BYTES = 16 * 1024
@@ -37,7 +40,7 @@ def chunk_gated_delta_rule(
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
     solved, scores, *norms = _within_chunks(q, k, gates, spans, scale, normalize, weighed=True)
-    constants = _constants(q, v, state_v_first, chunk_size)
+    constants = _constants(q, v, spans.sequences, state_v_first, chunk_size)
     # The first of a sequence's rows of chunk_states.
     kept = None if chunk_states is None else chunks.chunks_of(q, cu_seqlens, wanted).firsts
     forward.forward_kernel[_grid(spans.sequences, v, constants)](
@@ -58,7 +61,7 @@ def chunk_gated_delta_rule_backward(
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
     solved, scores, *norms = _within_chunks(q, k, gates, spans, scale, normalize, weighed=False)
-    constants = _constants(q, v, state_v_first, chunk_size)
+    constants = _constants(q, v, spans.sequences, state_v_first, chunk_size)
     grid = _grid(spans.sequences, v, constants)
     per_chunk = (spans.number, v.shape[2], q.shape[3], v.shape[3])
     states, grad_states = solved.new_empty(per_chunk), solved.new_empty(per_chunk)
@@ -165,15 +168,29 @@ def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
     return solved, scores, *norms
 
 
-def _constants(q, v, state_v_first: bool, size: int) -> dict:
+def _constants(q, v, sequences: int, state_v_first: bool, size: int) -> dict:
     """The compile-time constants of the kernels that walk through sequences."""
     width, columns = (_width(x.shape[3], x.device) for x in (q, v))
     room = STATE_BYTES * hardware.cores_of_a_tile(q.device)
     fits = room // (4 if q.dtype == torch.bfloat16 else 8) // width
     return {
         "H": q.shape[2], "HV": v.shape[2], "K": q.shape[3], "V": v.shape[3],
-        "V_FIRST": state_v_first, "BK": width, "BV": min(columns, fits), "C": size,
+        "V_FIRST": state_v_first, "BK": width, "BV": _columns(v, sequences, min(columns, fits)),
+        "C": size,
     }  # fmt: skip
+
+
+def _columns(v, sequences: int, most: int) -> int:
+    """How many columns of a state a program takes. Few heads of few sequences are cut into pieces,
+    as long as all of them run at once."""
+    cores = hardware.num_cube_cores(v.device)
+    while most > FEWEST_COLUMNS and _pieces(sequences, v, most // 2) <= cores:
+        most //= 2
+    return most
+
+
+def _pieces(sequences: int, v, columns: int) -> int:
+    return sequences * v.shape[2] * cdiv(v.shape[3], columns)
 
 
 def _width(elements: int, device) -> int:
@@ -186,7 +203,7 @@ def _narrowest(device) -> int:
 
 
 def _grid(sequences: int, v, constants: dict) -> tuple[int]:
-    return _cube_grid(sequences * v.shape[2] * cdiv(v.shape[3], constants["BV"]), v.device)
+    return _cube_grid(_pieces(sequences, v, constants["BV"]), v.device)
 
 
 def _cube_grid(items: int, device) -> tuple[int]:
