@@ -27,12 +27,21 @@ FIELDS = (
 )  # fmt: skip
 
 
-def delta_rule(batch: int, tokens: int, heads: int, value_heads: int) -> Callable[[], list]:
+def delta_rule(
+    batch: int, tokens: int, heads: int, value_heads: int, sequences: int = 0
+) -> Callable[[], list]:
+    """A forward; sequences: 0, or how many the tokens are cut into, of 512 to 1536 tokens."""
+
     def launches():
         q, k = (torch.empty(batch, tokens, heads, 128, dtype=torch.bfloat16) for _ in range(2))
         v = torch.empty(batch, tokens, value_heads, 128, dtype=torch.bfloat16)
         g, beta = (torch.zeros(batch, tokens, value_heads) for _ in range(2))
         inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "output_final_state": True}
+        if sequences:
+            mean = tokens // sequences
+            middle = torch.arange(1, sequences) * mean
+            ends = middle + (torch.arange(1, sequences) * 37 % mean - mean // 2) // 2
+            inputs["cu_seqlens"] = torch.cat([ends.new_zeros(1), ends, ends.new_tensor([tokens])])
         return model.of_call("", SOC, npu_ops.chunk_gated_delta_rule, inputs)
 
     return launches
@@ -74,6 +83,15 @@ def case(op: str, name: str, tokens: int | None = None) -> Callable[[], list]:
     return lambda: model.of_case(op, name, torch.bfloat16, SOC, tokens)
 
 
+# Batch, heads, value heads and tokens of a forward of the chunked delta rule.
+CHUNKED = [(1, 16, 32, 1024), (8, 4, 4, 1096), (1, 4, 4, 32768), (1, 16, 32, 11264)]
+PACKED = "chunk_gated_delta_rule HK=16 HV=32 T=65536 in 64 sequences"
+
+
+def chunked(batch: int, heads: int, value_heads: int, tokens: int) -> str:
+    return f"chunk_gated_delta_rule B={batch} HK={heads} HV={value_heads} T={tokens}"
+
+
 CALLS = {
     "rope Qwen3-VL-8B T=512": case("rope", "qwen3-vl-8b-tp1-t512"),
     "rope Qwen3-VL-8B T=8192": case("rope", "qwen3-vl-8b-tp1-t512", 8192),
@@ -99,10 +117,11 @@ CALLS = {
     "gated_delta_rule_update B=64 HV=32": decode(64, 16, 32),
     "gated_delta_rule_update B=256 HV=4": decode(256, 4, 4),
     "gated_delta_rule_update B=256 HV=32": decode(256, 16, 32),
-    "chunk_gated_delta_rule B=1 HK=16 HV=32 T=1024": delta_rule(1, 1024, 16, 32),
-    "chunk_gated_delta_rule B=8 HK=4 HV=4 T=1096": delta_rule(8, 1096, 4, 4),
-    "chunk_gated_delta_rule B=1 HK=4 HV=4 T=32768": delta_rule(1, 32768, 4, 4),
-    "chunk_gated_delta_rule B=1 HK=16 HV=32 T=11264": delta_rule(1, 11264, 16, 32),
+    **{
+        chunked(batch, heads, value_heads, tokens): delta_rule(batch, tokens, heads, value_heads)
+        for batch, heads, value_heads, tokens in CHUNKED
+    },
+    PACKED: delta_rule(1, 65536, 16, 32, sequences=64),
 }
 
 

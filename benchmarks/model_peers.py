@@ -18,6 +18,7 @@ import pathlib
 from collections.abc import Callable, Iterator
 
 import model_ops
+import peer_delta_rule
 import peer_projects
 import torch
 from npu_ops_emulator import vendor
@@ -27,18 +28,21 @@ from npu_ops.core import cases
 
 RESULTS = model_ops.RESULTS.with_name("peers.csv")
 FIELDS = ("job", "project", "version", *model_ops.FIELDS[1:])
-BF16 = torch.bfloat16
+BF16, rows = torch.bfloat16, peer_delta_rule.rows
+
+
+Function = tuple[str, Callable[[], dict]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """Ours by op, case and tokens, forward; theirs by option: functions by module and name, and
-    what makes their arguments."""
+    what makes their arguments, one or several one after the other."""
 
     op: str
     case: str
     tokens: int
-    theirs: dict[str, tuple[str, Callable[[], dict]]]
+    theirs: dict[str, Function | list[Function]]
 
     def ours(self) -> list:
         chosen = next(case for case in cases.of(self.op).CASES if case.name == self.case)
@@ -47,8 +51,15 @@ class Job:
         return model.of_call("", model_ops.SOC, function, inputs)
 
 
-def rows(*shape: int) -> torch.Tensor:
-    return torch.empty(*shape, dtype=BF16)
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """As `Job`, of a call of model_ops.py."""
+
+    call: str
+    theirs: dict[str, list[Function]]
+
+    def ours(self) -> list:
+        return model_ops.CALLS[self.call]()
 
 
 def split(tokens: int) -> Callable[[], dict]:
@@ -112,6 +123,12 @@ JOBS = {
             "q": rows(T, 32, 128), "k": rows(T, 8, 128), "cos": rows(T, 64), "sin": rows(T, 64),
         }),
         "liger": (f"{LIGER}.rope:rope_forward", lambda: heads_first(T, 1)),
+        "fla": [
+            (f"{FLA}.rotary:rotary_embedding_fwdbwd_npu", lambda heads=heads: {
+                "x": rows(1, T, heads, 128), "cos": rows(T, 64), "sin": rows(T, 64),
+            })
+            for heads in (32, 8)
+        ],
     }),
     f"mrope Qwen3-VL-8B T={T}": Job("mrope", "qwen3-vl-8b-tp1-t8192", T, {
         "liger": (f"{LIGER}.qwen2vl_mrope:qwen2vl_mrope_forward", lambda: {
@@ -153,6 +170,23 @@ JOBS = {
         "sgl": (f"{SGL}.fla.fused_gdn_gating:fused_gdn_gating_npu", lambda: gates(T)),
         "vllm": (f"{VLLM}.fused_gdn_gating:fused_gdn_gating_patch", lambda: gates(T)),
     }),
+    **{
+        name: Call(name, peer_delta_rule.chunked(batch, tokens, heads, value_heads))
+        for batch, heads, value_heads, tokens in model_ops.CHUNKED
+        for name in [model_ops.chunked(batch, heads, value_heads, tokens)]
+    },
+    **{
+        f"gated_delta_rule_update B={batch} HV=32": Call(
+            f"gated_delta_rule_update B={batch} HV=32", peer_delta_rule.decoding(batch, 16, 32)
+        )
+        for batch in (1, 16, 64, 256)
+    },
+    "causal_conv1d Qwen3-Next T=4096": Job(
+        "causal_conv1d", "qwen3-next-t4096", 4096, peer_delta_rule.convolution(4096, 8192)
+    ),
+    "causal_conv1d_update Qwen3-Next B=32": Job(
+        "causal_conv1d_update", "qwen3-next-b32", 1, peer_delta_rule.convolution_step(32, 8192)
+    ),
 }  # fmt: skip
 
 
@@ -160,21 +194,27 @@ def of_job(name: str, versions: dict[str, str]) -> Iterator[dict]:
     """A row for each kernel, of ours and of each project with a version."""
     job = JOBS[name]
     yield from _rows(name, "npu-ops", "", job.ours())
-    for option, (function, arguments) in job.theirs.items():
+    for option, functions in job.theirs.items():
         if option in versions:
-            found = peer_projects.launches(function, arguments())
-            yield from _rows(name, peer_projects.PROJECTS[option][0], versions[option], found)
+            for function, arguments in [functions] if isinstance(functions, tuple) else functions:
+                found = peer_projects.launches(function, arguments())
+                yield from _rows(name, peer_projects.PROJECTS[option][0], versions[option], found)
 
 
 def _rows(job: str, project: str, version: str, launches: list) -> Iterator[dict]:
+    """Of each kernel; one that is refused has no time."""
     labels = {"job": job, "project": project, "version": version}
-    try:
-        for said in model.predict_all(launches, model_ops.SOC):
-            row = labels | model_ops.row_of(said)
-            print(*(row[name] for name in ("job", "project", "kernel", "us")), flush=True)
-            yield row
-    except (vendor.CompileError, model.Unknown) as error:
-        print(job, project, type(error).__name__, str(error)[:300], flush=True)
+    for launch in launches:
+        try:
+            row = labels | model_ops.row_of(model.predict(launch, model_ops.SOC))
+        except (vendor.CompileError, model.Unknown) as error:
+            unknown = isinstance(error, model.Unknown)
+            said = "refused: unknown to the model" if unknown else "does not compile"
+            row = labels | {"kernel": launch.name, "soc": model_ops.SOC, "label": model.LABEL}
+            row |= {"bottleneck": said}
+            print(str(error)[:300])
+        print(*(row.get(name, "") for name in ("job", "project", "kernel", "us")), flush=True)
+        yield row
 
 
 def save(name: str, found: list[dict]) -> None:

@@ -6,6 +6,7 @@ recorded here is launched on CPU tensors and never run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.machinery
@@ -14,6 +15,7 @@ import pathlib
 import subprocess
 import sys
 import types
+from unittest import mock
 
 from npu_ops_emulator import vendor
 from npu_ops_tools.compile.launches import Launch, recorded
@@ -48,8 +50,8 @@ def launches(function: str, arguments: dict) -> list[Launch]:
     module, _, name = function.partition(":")
     with recorded("") as found:
         getattr(importlib.import_module(module), name)(**arguments)
-    # Options of Triton for NVIDIA mean nothing to Ascend's compiler.
-    foreign = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+    # Options of Triton for NVIDIA, and of later releases of Ascend's, mean nothing to its compiler.
+    foreign = ("num_warps", "num_stages", "num_ctas", "maxnreg", "unit_flag")
     return [
         dataclasses.replace(x, options=tuple(o for o in x.options if o[0] not in foreign))
         for x in found
@@ -77,7 +79,11 @@ def _pretend() -> None:
         get_benchmarker=lambda: None,
     )
     triton.runtime.driver.set_active(driver)
-    torch.npu = types.SimpleNamespace(current_device=lambda: 0)
+    torch.npu = types.SimpleNamespace(
+        current_device=lambda: 0,
+        device=lambda index: contextlib.nullcontext(),
+        is_available=lambda: False,
+    )
     # Tuning would time them: the first of their configurations.
     Autotuner.run = lambda tuner, *args, **named: tuner.fn.run(
         *args, **named, **tuner.configs[0].kwargs
@@ -94,6 +100,7 @@ def _packages(package: str, home: pathlib.Path) -> None:
 
 def _fill_in(checkouts: dict) -> None:
     """Names that the kernels' modules import from packages that were not executed."""
+    import torch
     import triton
     import triton.language as tl
 
@@ -102,15 +109,31 @@ def _fill_in(checkouts: dict) -> None:
     if "vllm" in checkouts:
         _module("vllm", __path__=[])
         _module("vllm.triton_utils", HAS_TRITON=True, tl=tl, triton=triton)
+        for name in ("v1", "v1.attention", "v1.attention.backends"):
+            _module(f"vllm.{name}", __path__=[])
+        _module("vllm.v1.attention.backends.utils", PAD_SLOT_ID=-1)
         utils = importlib.import_module("vllm_ascend.ops.triton.triton_utils")
         utils.init_device_properties_triton()
+        # Which of its launches are this SoC's; nothing else of these modules is used.
+        soc = types.SimpleNamespace(A2=object(), A5=object(), _310P=object())
+        _module("torch_npu")
+        for name in ("device.utils", "quantization.quant_type", "quantization.utils"):
+            sys.modules[f"vllm_ascend.{name}"] = mock.MagicMock()
+        _module("vllm_ascend.utils", AscendDeviceType=soc, get_ascend_device_type=lambda: soc.A2)
     if "fla" in checkouts:
         vars(sys.modules["fla.utils"]).update(
-            get_multiprocessor_count=lambda index=0: CORES[1], input_guard=lambda f: f,
-            autotune_cache_kwargs={}, tensor_cache=lambda f: f,
+            get_multiprocessor_count=lambda index=0: CORES[1], input_guard=_unguarded,
+            autotune_cache_kwargs={}, tensor_cache=lambda f: f, IS_GATHER_SUPPORTED=False,
+            IS_NVIDIA=False, IS_NVIDIA_BLACKWELL=False, device_torch_lib=torch.npu,
         )  # fmt: skip
         index = importlib.import_module("fla.ops.utils.index")
-        sys.modules["fla.ops.utils"].prepare_chunk_indices = index.prepare_chunk_indices
+        for name in ("prepare_chunk_indices", "prepare_chunk_offsets"):
+            setattr(sys.modules["fla.ops.utils"], name, getattr(index, name))
+
+
+def _unguarded(function=None, **options):
+    """A decorator, or what makes one."""
+    return function or (lambda function: function)
 
 
 def _module(name: str, **contents) -> None:

@@ -272,6 +272,9 @@ class Core:
         code = operation.text.partition(" : ")[0]
         source, inside = re.search(r"(%[\w#-]+)\[([^\]]*)\]", code).groups()
         view = self.value(source)
+        if not isinstance(view, View):
+            self.unknown[operation.name] += 1
+            return
         if view.space == "gm":
             self.hold("S", self.now + self.costs.scalar_load)
             self.busy["S"] += self.costs.scalar_load
