@@ -24,7 +24,7 @@ from support import (
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 import npu_ops
-from npu_ops.core import log
+from npu_ops.core import hardware, log
 from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.ops.chunk_gated_delta_rule import op
 from npu_ops.ops.chunk_gated_delta_rule.cases import CASES, TOLERANCES
@@ -369,3 +369,14 @@ def test_gates_and_betas_of_other_dtypes():
     assert actual["gradient of g"].dtype == actual["gradient of beta"].dtype == torch.float16
     wide = evaluate(delta_rule, inputs | {n: inputs[n].float() for n in ("g", "beta")}, ("g",))
     assert torch.equal(actual["output 0"], wide["output 0"])
+
+
+@IMPLEMENTATIONS
+def test_a_head_more_than_cores(implementation, device, monkeypatch):
+    """On an NPU with 3 cores 3 heads are walked, then the fourth in two pieces."""
+    monkeypatch.setattr(hardware, "num_cube_cores", lambda device: 3)
+    inputs = qkv(1, 130, 2, 4)
+    draw = torch.Generator().manual_seed(1)
+    inputs["v"] = torch.randn(1, 130, 4, 64, generator=draw)
+    inputs["initial_state"] = torch.randn(1, 4, 16, 64, generator=draw)
+    compare(inputs, implementation, device)

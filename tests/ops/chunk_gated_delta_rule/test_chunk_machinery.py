@@ -292,17 +292,26 @@ def test_strict_mode_runs_kernels():
 
 
 @pytest.mark.parametrize(
-    "sequences, heads, programs, columns",
-    [(1, 4, 16, 32), (1, 12, 24, 64), (1, 32, 24, 128), (8, 4, 24, 128), (2, 1, 8, 32)],
+    "sequences, heads, tokens, launches",
+    [
+        (1, 4, 64, [(16, 32)]),
+        (1, 12, 64, [(24, 64)]),
+        (2, 1, 64, [(8, 32)]),
+        (1, 24, 512, [(24, 128)]),
+        (1, 32, 512, [(24, 128), (16, 64)]),
+        (8, 4, 512, [(24, 128), (16, 64)]),
+        (1, 32, 256, [(24, 128)]),  # too short for two
+        (1, 40, 512, [(24, 128)]),  # 16 heads are left, of which two pieces each do not fit
+    ],
 )
-def test_few_heads_are_shared_out_by_columns(sequences, heads, programs, columns):
-    q = torch.zeros(sequences, 64, heads, 128, dtype=torch.bfloat16)
-    gates = torch.zeros(sequences, 64, heads)
+def test_heads_that_leave_cores_idle_are_cut_into_columns(sequences, heads, tokens, launches):
+    q = torch.zeros(sequences, tokens, heads, 128, dtype=torch.bfloat16)
+    gates = torch.zeros(sequences, tokens, heads)
     with (
         recorded("") as found,
         registry.as_if_on("npu"),
         hardware.as_if_soc("Ascend910B2", (24, 48)),
     ):
         npu_ops.chunk_gated_delta_rule(q, q, q, gates, gates)
-    launch = next(launch for launch in found if launch.name == "forward_kernel")
-    assert launch.grid == (programs,) and dict(launch.constants)["BV"] == columns
+    walks = [launch for launch in found if launch.name == "forward_kernel"]
+    assert [(*walk.grid, dict(walk.constants)["BV"]) for walk in walks] == launches

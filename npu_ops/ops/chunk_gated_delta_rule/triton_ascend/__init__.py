@@ -7,6 +7,8 @@ them, stay on the chip (forward.py). Backward: backward.py.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from npu_ops.core import hardware
@@ -21,6 +23,8 @@ STATE_BYTES = 32 * 1024
 # Columns of a state that a program takes at the least where there are cores without any: below, a
 # step waits as long as with these (docs/npu-model.md).
 FEWEST_COLUMNS = 32
+# Chunks of a sequence, on average, from which on a second launch is worth its time.
+LONG = 8
 # For each such core, of the rows of states that gradients_kernel multiplies at a time; half where a
 # token's row of values takes more room itself.
 PRODUCT_BYTES = 16 * 1024
@@ -40,13 +44,14 @@ def chunk_gated_delta_rule(
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
     solved, scores, *norms = _within_chunks(q, k, gates, spans, scale, normalize, weighed=True)
-    constants = _constants(q, v, spans.sequences, state_v_first, chunk_size)
     # The first of a sequence's rows of chunk_states.
     kept = None if chunk_states is None else chunks.chunks_of(q, cu_seqlens, wanted).firsts
-    forward.forward_kernel[_grid(spans.sequences, v, constants)](
-        q, k, v, gates[0], solved, scores, *norms, initial_state, spans.starts, spans.firsts, o,
-        final_state, chunk_states, kept, scale, spans.sequences, KEEP=wanted, **constants,
-    )  # fmt: skip
+    for walk in _walks(q, v, spans.sequences, state_v_first, chunk_size):
+        forward.forward_kernel[walk.grid](
+            q, k, v, gates[0], solved, scores, *norms, initial_state, spans.starts, spans.firsts, o,
+            final_state, chunk_states, kept, scale, walk.piece, walk.end, KEEP=wanted,
+            **walk.constants,
+        )  # fmt: skip
 
 
 chunk_gated_delta_rule_prefill = chunk_gated_delta_rule
@@ -61,25 +66,28 @@ def chunk_gated_delta_rule_backward(
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
     solved, scores, *norms = _within_chunks(q, k, gates, spans, scale, normalize, weighed=False)
-    constants = _constants(q, v, spans.sequences, state_v_first, chunk_size)
-    grid = _grid(spans.sequences, v, constants)
+    walks = _walks(q, v, spans.sequences, state_v_first, chunk_size)
     per_chunk = (spans.number, v.shape[2], q.shape[3], v.shape[3])
     states, grad_states = solved.new_empty(per_chunk), solved.new_empty(per_chunk)
     written, grad_wanted = (torch.empty_like(v, dtype=solved.dtype) for _ in range(2))
-    backward.states_kernel[grid](
-        k, v, *gates, solved, norms[1], initial_state, spans.starts, spans.firsts, states, written,
-        1.0, spans.sequences, **constants,
-    )  # fmt: skip
-    of_values = gates[0].new_empty((cdiv(v.shape[3], constants["BV"]), *gates[0].shape))
-    backward.state_gradients_kernel[grid](
-        grad_o, grad_final_state, q, k, v, *gates, solved, scores, *norms, spans.starts,
-        spans.firsts, grad_states, grad_wanted, grad_v, of_values, grad_initial_state, scale,
-        spans.number, spans.sequences, **constants,
-    )  # fmt: skip
+    for walk in walks:
+        backward.states_kernel[walk.grid](
+            k, v, *gates, solved, norms[1], initial_state, spans.starts, spans.firsts, states,
+            written, 1.0, walk.piece, walk.end, **walk.constants,
+        )  # fmt: skip
+    blocks = max(cdiv(v.shape[3], walk.constants["BV"]) for walk in walks)
+    new = gates[0].new_empty if len(walks) == 1 else gates[0].new_zeros  # not all have all blocks
+    of_values = new((blocks, *gates[0].shape))
+    for walk in walks:
+        backward.state_gradients_kernel[walk.grid](
+            grad_o, grad_final_state, q, k, v, *gates, solved, scores, *norms, spans.starts,
+            spans.firsts, grad_states, grad_wanted, grad_v, of_values, grad_initial_state, scale,
+            spans.number, walk.piece, walk.end, **walk.constants,
+        )  # fmt: skip
     del solved, scores
     grad_g_sums, kept_sums, grad_betas = _gradients(
         grad_o, q, k, v, gates, norms, spans, states, written, grad_states, grad_wanted, grad_q,
-        grad_k, scale, constants,
+        grad_k, scale, chunk_size,
     )  # fmt: skip
     totals = _inner_products(states, grad_states, gates[0])
     grad_betas = grad_betas + _sum(of_values)
@@ -88,14 +96,17 @@ def chunk_gated_delta_rule_backward(
 
 def _gradients(
     grad_o, q, k, v, gates, norms, spans, states, written, grad_states, grad_wanted, grad_q, grad_k,
-    scale, constants,
+    scale, chunk_size,
 ):  # fmt: skip
     """Write grad_q and grad_k; return grad_g_sums, kept_sums and grad_betas, [chunks, HV, C]."""
     values = _width(v.shape[3], q.device)
     room = PRODUCT_BYTES * hardware.cores_of_a_tile(q.device)
     if values * states.element_size() > 256:
         room //= 2
-    keys = min(constants["BK"], max(_narrowest(q.device), room // (states.element_size() * values)))
+    keys = min(
+        _width(q.shape[3], q.device),
+        max(_narrowest(q.device), room // (states.element_size() * values)),
+    )
     blocks = cdiv(q.shape[3], keys)
     grad_g_sums, kept_sums, grad_betas = (
         gates[0].new_empty((blocks, *gates[0].shape)) for _ in range(3)
@@ -105,7 +116,7 @@ def _gradients(
     kernel[grid](
         grad_o, q, k, *gates, *norms, spans.spans, states, written, grad_states, grad_wanted,
         grad_q, grad_k, grad_g_sums, kept_sums, grad_betas, scale, spans.number, H=q.shape[2],
-        HV=v.shape[2], K=q.shape[3], V=v.shape[3], BK=keys, BV=values, C=constants["C"],
+        HV=v.shape[2], K=q.shape[3], V=v.shape[3], BK=keys, BV=values, C=chunk_size,
         # Two buffers for what it loads; there is no room for two of what the matrix unit hands it.
         **hardware.ascend_options(
             kernel, q.device, limit_auto_multi_buffer_only_for_local_buffer=True
@@ -168,29 +179,50 @@ def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
     return solved, scores, *norms
 
 
-def _constants(q, v, sequences: int, state_v_first: bool, size: int) -> dict:
-    """The compile-time constants of the kernels that walk through sequences."""
-    width, columns = (_width(x.shape[3], x.device) for x in (q, v))
-    room = STATE_BYTES * hardware.cores_of_a_tile(q.device)
-    fits = room // (4 if q.dtype == torch.bfloat16 else 8) // width
-    return {
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """A launch through sequences: pieces of states from `piece` to `end`, a head's columns by its
+    constant BV."""
+
+    piece: int
+    end: int
+    grid: tuple[int]
+    constants: dict
+
+
+def _walks(q, v, sequences: int, state_v_first: bool, size: int) -> list[Walk]:
+    """The launches that take all heads through their sequences.
+
+    Heads that leave cores idle are cut into columns: few heads, and what is left for a last round.
+    """
+    constants = {
         "H": q.shape[2], "HV": v.shape[2], "K": q.shape[3], "V": v.shape[3],
-        "V_FIRST": state_v_first, "BK": width, "BV": _columns(v, sequences, min(columns, fits)),
-        "C": size,
+        "V_FIRST": state_v_first, "BK": _width(q.shape[3], q.device), "C": size,
     }  # fmt: skip
 
+    def walk(first: int, end: int, columns: int) -> Walk:
+        blocks = cdiv(v.shape[3], columns)
+        grid = _cube_grid((end - first) * blocks, v.device)
+        return Walk(first * blocks, end * blocks, grid, constants | {"BV": columns})
 
-def _columns(v, sequences: int, most: int) -> int:
-    """How many columns of a state a program takes. Few heads of few sequences are cut into pieces,
-    as long as all of them run at once."""
+    room = STATE_BYTES * hardware.cores_of_a_tile(q.device)
+    fits = room // (4 if q.dtype == torch.bfloat16 else 8) // constants["BK"]
+    most, heads = min(_width(v.shape[3], v.device), fits), sequences * v.shape[2]
+    blocks, cores = cdiv(v.shape[3], most), hardware.num_cube_cores(v.device)
+    last = heads - heads * blocks // cores * cores // blocks
+    columns = _columns(v, last, most) if last else most
+    if columns == most or last == heads or q.shape[0] * q.shape[1] < LONG * sequences * size:
+        return [walk(0, heads, _columns(v, heads, most))]
+    return [walk(0, heads - last, most), walk(heads - last, heads, columns)]
+
+
+def _columns(v, heads: int, most: int) -> int:
+    """How many columns of a state a program takes: all pieces of these heads run at once, or
+    the most."""
     cores = hardware.num_cube_cores(v.device)
-    while most > FEWEST_COLUMNS and _pieces(sequences, v, most // 2) <= cores:
+    while most > FEWEST_COLUMNS and heads * cdiv(v.shape[3], most // 2) <= cores:
         most //= 2
     return most
-
-
-def _pieces(sequences: int, v, columns: int) -> int:
-    return sequences * v.shape[2] * cdiv(v.shape[3], columns)
 
 
 def _width(elements: int, device) -> int:
@@ -200,10 +232,6 @@ def _width(elements: int, device) -> int:
 
 def _narrowest(device) -> int:
     return NARROWEST[hardware.cores_of_a_tile(device)]
-
-
-def _grid(sequences: int, v, constants: dict) -> tuple[int]:
-    return _cube_grid(_pieces(sequences, v, constants["BV"]), v.device)
 
 
 def _cube_grid(items: int, device) -> tuple[int]:

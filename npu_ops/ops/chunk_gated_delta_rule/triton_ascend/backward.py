@@ -37,10 +37,10 @@ def store_product(x, product, one, first, rows, heads, head, D: tl.constexpr, BD
     store_rows(x, product.to(tl.float32) * one, first, rows, heads, head, D, BD, C, column)
 
 
-@triton.jit(do_not_specialize=["sequences", "one"])
+@triton.jit(do_not_specialize=["piece", "end", "one"])
 def states_kernel(
     k, v, g_sums, betas, solved, over_k, initial_state, starts, firsts, states, written, one,
-    sequences,
+    piece, end,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -50,15 +50,15 @@ def states_kernel(
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
     blocks: tl.constexpr = (V + BV - 1) // BV
-    for item in range(tl.program_id(0), sequences * HV * blocks, tl.num_programs(0)):
+    for item in range(piece + tl.program_id(0), end, tl.num_programs(0)):
         n, head, column = item // (HV * blocks), item // blocks % HV, item % blocks * BV
         value = column + tl.arange(0, BV)
         state = load_state(initial_state, tl.cast(n * HV + head, tl.int64), value, K, V, BK, BV,
                            V_FIRST)  # fmt: skip
-        begin, end = tl.load(starts + n), tl.load(starts + n + 1)
+        begin, stop = tl.load(starts + n), tl.load(starts + n + 1)
         chunk = tl.load(firsts + n)
-        for first in range(begin, end, C):
-            rows = end - first
+        for first in range(begin, stop, C):
+            rows = stop - first
             index = tl.cast(chunk + (first - begin) // C, tl.int64)
             place = index * HV + head
             of_k = load_over_norms(over_k, index * H + head // (HV // H), C)
@@ -78,11 +78,11 @@ def states_kernel(
             state = state * tl.exp(last) + added
 
 
-@triton.jit(do_not_specialize=["sequences", "scale", "number"])
+@triton.jit(do_not_specialize=["piece", "end", "scale", "number"])
 def state_gradients_kernel(
     grad_o, grad_final_state, q, k, v, g_sums, betas, solved, scores, over_q, over_k, starts,
     firsts, grad_states, grad_wanted, grad_v, grad_betas, grad_initial_state, scale, number,
-    sequences, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    piece, end, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """From the last chunk of a sequence to the first.
@@ -97,18 +97,18 @@ def state_gradients_kernel(
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
     blocks: tl.constexpr = (V + BV - 1) // BV
-    for item in range(tl.program_id(0), sequences * HV * blocks, tl.num_programs(0)):
+    for item in range(piece + tl.program_id(0), end, tl.num_programs(0)):
         n, head, column = item // (HV * blocks), item // blocks % HV, item % blocks * BV
         value = column + tl.arange(0, BV)
         here = tl.cast(n * HV + head, tl.int64)
         grad_state = load_state(grad_final_state, here, value, K, V, BK, BV, V_FIRST)
-        begin, end = tl.load(starts + n), tl.load(starts + n + 1)
-        chunks = tl.cdiv(end - begin, C)
+        begin, stop = tl.load(starts + n), tl.load(starts + n + 1)
+        chunks = tl.cdiv(stop - begin, C)
         chunk = tl.load(firsts + n)
         for back in range(0, chunks):
             index = chunks - 1 - back
             first = begin + index * C
-            rows = end - first
+            rows = stop - first
             place = tl.cast(chunk + index, tl.int64) * HV + head
             shared = tl.cast(chunk + index, tl.int64) * H + head // (HV // H)
             of_q, of_k = load_over_norms(over_q, shared, C), load_over_norms(over_k, shared, C)

@@ -82,10 +82,10 @@ def dot_in_two(x, y, product, TURNED: tl.constexpr = False):
         return tl.dot(tl.trans(left) if TURNED else left, y, product, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["sequences", "scale"])
+@triton.jit(do_not_specialize=["piece", "end", "scale"])
 def forward_kernel(
     q, k, v, g_sums, solved, scores, over_q, over_k, initial_state, starts, firsts, o, final_state,
-    chunk_states, states_firsts, scale, sequences, KEEP: tl.constexpr, H: tl.constexpr,
+    chunk_states, states_firsts, scale, piece, end, KEEP: tl.constexpr, H: tl.constexpr,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -100,15 +100,15 @@ def forward_kernel(
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
     blocks: tl.constexpr = (V + BV - 1) // BV
-    for item in range(tl.program_id(0), sequences * HV * blocks, tl.num_programs(0)):
+    for item in range(piece + tl.program_id(0), end, tl.num_programs(0)):
         n, head, column = item // (HV * blocks), item // blocks % HV, item % blocks * BV
         value = column + tl.arange(0, BV)
         here = tl.cast(n * HV + head, tl.int64)
         state = load_state(initial_state, here, value, K, V, BK, BV, V_FIRST)
-        begin, end = tl.load(starts + n), tl.load(starts + n + 1)
+        begin, stop = tl.load(starts + n), tl.load(starts + n + 1)
         chunk = tl.load(firsts + n)
-        for first in range(begin, end, C):
-            rows = end - first
+        for first in range(begin, stop, C):
+            rows = stop - first
             index = tl.cast(chunk + (first - begin) // C, tl.int64)
             if chunk_states is not None:
                 kept = tl.load(states_firsts + n) + (first - begin) // KEEP
