@@ -34,30 +34,47 @@ def _multiply(a, b: tl.constexpr):
 
 
 @triton.jit
-def _philox(c0, c1, c2, c3, k0, k1):
-    """Philox4x32-10. A loop and not unrolled: the compiler's analysis is exponential in rounds."""
-    for _ in range(10):
-        high0, low0 = _multiply(c0, 0xD2511F53)
-        high1, low1 = _multiply(c2, 0xCD9E8D57)
-        c0 = high1 ^ c1 ^ k0
-        c1 = low1
-        c2 = high0 ^ c3 ^ k1
-        c3 = low0
+def _xor(a, b):
+    """In three instructions of Ascend, which has none for it; the compiler would take four."""
+    return (a | b) - (a & b)
+
+
+@triton.jit
+def _round(c0, c1, c2, c3, k0, k1):
+    high0, low0 = _multiply(c0, 0xD2511F53)
+    high1, low1 = _multiply(c2, 0xCD9E8D57)
+    return _xor(high1, _xor(c1, k0)), low1, _xor(high0, _xor(c3, k1)), low0
+
+
+@triton.jit
+def _philox(column, row, low, high, k0, k1):
+    """Philox4x32-10 of a tile: column is [1, BJ], row [BR, 1], the rest are numbers.
+
+    Only from the third round on is there a number for each element. The others are in a loop: the
+    compiler's analysis is exponential in rounds that are unrolled.
+    """
+    c0, c1, c2, c3 = column, row, low, high
+    for _ in tl.static_range(3):
+        c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
+        k0 = k0 + 0x9E3779B9
+        k1 = k1 + 0xBB67AE85
+    c3 = c3 + tl.zeros_like(c0)
+    for _ in range(7):
+        c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
         k0 = k0 + 0x9E3779B9
         k1 = k1 + 0xBB67AE85
     return c0, c1, c2, c3
 
 
 @triton.jit
-def draw(rng_state, row, column, BR: tl.constexpr, BJ: tl.constexpr):
+def draw(rng_state, row, column):
     """The four words of a tile, uint32 [BR, BJ]; the state is (seed, offset), int64."""
     seed, offset = tl.load(rng_state), tl.load(rng_state + 1)
-    zero = tl.zeros((BR, BJ), tl.uint32)
     return _philox(
-        zero + column[None, :].to(tl.uint32),
-        zero + row[:, None].to(tl.uint32),
-        zero + offset.to(tl.uint32),
-        zero + (offset >> 32).to(tl.uint32),
+        column[None, :].to(tl.uint32),
+        row[:, None].to(tl.uint32),
+        offset.to(tl.uint32),
+        (offset >> 32).to(tl.uint32),
         seed.to(tl.uint32),
         (seed >> 32).to(tl.uint32),
     )
@@ -106,7 +123,7 @@ def _bias_dropout_add_kernel(
         column = (tile % across) * BJ + tl.arange(0, BJ)
         word0, word1, word2, word3 = 0, 0, 0, 0
         if DROPS:
-            word0, word1, word2, word3 = draw(rng_state, row, column, BR, BJ)
+            word0, word1, word2, word3 = draw(rng_state, row, column)
         for lane in tl.static_range(8):
             word = word0 if lane < 2 else word1 if lane < 4 else word2 if lane < 6 else word3
             _add_lane(x, bias, residual, out, row, column, rows, width, lane_width, word, threshold,
@@ -168,7 +185,7 @@ def _bias_dropout_add_backward_kernel(
             row = (piece * row_tiles + tile) * BR + tl.arange(0, BR)
             word0, word1, word2, word3 = 0, 0, 0, 0
             if DROPS:
-                word0, word1, word2, word3 = draw(rng_state, row, column, BR, BJ)
+                word0, word1, word2, word3 = draw(rng_state, row, column)
             sum0 += _lane_gradient(grad, grad_x, row, column, rows, width, lane_width, word0,
                                    threshold, scale, 0, DROPS)  # fmt: skip
             sum1 += _lane_gradient(grad, grad_x, row, column, rows, width, lane_width, word0,

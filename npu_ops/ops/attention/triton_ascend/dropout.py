@@ -31,7 +31,7 @@ def _keep_kernel(rng_state, keep, rows, across, threshold, BR: tl.constexpr, BJ:
     for tile in range(tl.program_id(0), tl.cdiv(rows, BR) * across, tl.num_programs(0)):
         row = tile // across * BR + tl.arange(0, BR)
         column = tile % across * BJ + tl.arange(0, BJ)
-        word0, word1, word2, word3 = draw(rng_state, row, column, BR, BJ)
+        word0, word1, word2, word3 = draw(rng_state, row, column)
         bits = _bits(word0, threshold, 0) | _bits(word1, threshold, 2)
         bits = bits | _bits(word2, threshold, 4) | _bits(word3, threshold, 6)
         at = keep + row.to(tl.int64)[:, None] * (across * BJ) + column[None, :]
