@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import fetch_frameworks
 import fetch_slime
 import fetch_verl
+import verl_grpo_runs
 import verl_runs
 
 HERE = pathlib.Path(__file__).parent
@@ -52,6 +53,9 @@ LOCAL = (
 )  # fmt: skip
 ON_NPU = ("--custom-megatron-init-path", "slime_worker.count_fused")
 ON_CPU = ("--custom-megatron-init-path", "slime_worker.with_local_layers")
+# Megatron asks for it where tensors are parallel.
+ONCE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | verl_grpo_runs.RAY
+ONCE["RAY_prestart_worker_first_driver"] = "0"  # each imports all of it, and most are not needed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Run:
 def write(folder: pathlib.Path) -> None:
     """The models, as Hugging Face's and as Megatron's checkpoints, and the rollouts."""
     truth = variables("truth", folder)
-    data = [sys.executable, str(HERE / "slime_data.py"), str(folder), *MODELS]
+    data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "slime", *MODELS]
     verl_runs.finish(data, truth)
     for model, settings in MODELS.items():
         command = [sys.executable, str(HERE / "slime_convert.py"), model, *COMMON, *settings]
@@ -120,7 +124,5 @@ def variables(who: str, results: pathlib.Path) -> dict[str, str]:
         "SLIME_BRIDGE": str(bridge),
         "SLIME_SOURCES": os.pathsep.join(map(str, (slime, megatron))),
     }
-    once = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron asks for it where tensors are parallel
-    once |= {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     compiled = {"TORCH_COMPILE_DISABLE": "1"} if who == "truth" else {}  # minutes
-    return os.environ | verl_runs.ALONE | once | compiled | changes
+    return os.environ | verl_runs.ALONE | ONCE | compiled | changes

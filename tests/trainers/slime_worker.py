@@ -35,9 +35,13 @@ def setup() -> None:
 def on_cpu() -> None:
     """slime and Megatron-LM are read with "cuda" as "cpu"."""
     import slime_delta_net
-    import upstream_megatron
 
     slime_doubles.install(slime_delta_net.MODULES)
+    read_on_cpu()
+
+
+def read_on_cpu() -> None:
+    import upstream_megatron
 
     for folder in os.environ["SLIME_SOURCES"].split(os.pathsep):
         upstream_megatron.read_on_cpu(pathlib.Path(folder).resolve())
@@ -97,6 +101,10 @@ def record() -> None:
     from slime.utils import logging_utils
 
     logging_utils.log = lambda args, metrics, step_key: write(metrics)
+    count()
+
+
+def count() -> None:
     counting.on_calls(counting.operators(), note)
     if os.environ["SLIME_WHO"] != "truth":
         import torch_npu

@@ -45,6 +45,7 @@ class Run:
 
 RUNS = {
     "qwen3": Run("qwen3"),
+    "qwen3_2": Run("qwen3", workers=2),
     "qwen3_5": Run("qwen3_5", operators=RULE, packs=False),
     "qwen3_vl": Run("qwen3_vl", data="pictures"),
 }
@@ -92,7 +93,7 @@ def test_with_npu_ops(name, steps):
         assert not missing, calls
 
 
-@pytest.mark.parametrize("name", ["qwen3"])
+@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if run.workers == 1])
 def test_with_verls_patches(name, steps):
     truth = steps("truth", RUNS[name].model)
     found = steps("shipped", name)

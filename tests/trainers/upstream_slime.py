@@ -12,7 +12,9 @@ from __future__ import annotations
 import pytest
 import slime_runs
 
-CLOSE = {"rel": 5e-5, "abs": 1e-6}  # gradient norms of Qwen3-Next are up to 30
+# Gradient norms of Qwen3-Next are up to 30. KL is a difference of log-probabilities of about 6, of
+# which fp32 tells 5e-7.
+CLOSE = {"rel": 5e-5, "abs": 4e-6}
 METRICS = ("loss", "pg_loss", "entropy_loss", "ppo_kl", "kl_loss", "grad_norm")
 # Megatron's functions that are called in place of those that slime's patch changes.
 FUSED = ("calculate_logits_max", "calculate_cross_entropy_loss", "calculate_gradients")

@@ -78,12 +78,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("clone", type=pathlib.Path, help="a clone of MindSpeed")
     parser.add_argument("--megatron", default="0.16.1", help="a release, or a folder")
+    parser.add_argument("--mbridge", type=pathlib.Path, help="a clone; otherwise release 0.15.1")
     parser.add_argument("--models", nargs="+", default=["qwen3"], help="of verl_data.py")
     options = parser.parse_args()
     megatron = pathlib.Path(options.megatron)
     megatron = megatron if megatron.exists() else fetch_megatron.tree(options.megatron)
-    fetching.install(MBRIDGE, "mbridge==0.15.1")
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (options.clone, megatron, MBRIDGE)))
+    mbridge = options.mbridge or MBRIDGE
+    fetching.install(mbridge, "mbridge==0.15.1")
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (options.clone, megatron, mbridge)))
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         verl_runs.write_models(folder, options.models)

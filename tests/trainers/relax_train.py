@@ -1,0 +1,74 @@
+"""Relax's trainer on Ray, on rollouts that a test wrote: what its service of the actor does.
+
+python relax_train.py DEVICES ARGUMENTS...
+
+The services themselves, of Ray Serve, and the queue between them are not started. With --save
+the weights that Megatron draws are saved, and nothing is trained.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import relax_worker
+
+MARGIN = 1  # of Ray's CPUs, beside those of the workers: a lock has one
+
+
+def main(devices: str, *arguments: str) -> None:
+    relax_worker.setup()
+    import ray
+    from ray.util import placement_group
+
+    count = int(devices)
+    ray.init(
+        num_cpus=count + MARGIN,
+        resources={"NPU": count},
+        include_dashboard=False,
+        runtime_env={"worker_process_setup_hook": "relax_worker.setup"},
+    )
+    args = parse(arguments)
+    bundles = placement_group([{"NPU": 1, "CPU": 1}] * count)
+    ray.get(bundles.ready())
+    train(args, (bundles, list(range(count)), list(range(count))), count)
+    ray.shutdown()
+
+
+def parse(arguments: tuple[str, ...]):
+    sys.argv[1:] = arguments
+    from relax.backends.megatron import arguments as defaults
+    from relax.utils.arguments import parse_args
+
+    in_fp32(defaults)
+    args = parse_args()
+    args.tq_config = None
+    return args
+
+
+def in_fp32(defaults) -> None:
+    """Relax trains in bf16 or fp16 alone, whose rounding would hide what differs."""
+    set_defaults = defaults._set_default_megatron_args
+
+    def set_fp32(args):
+        args = set_defaults(args)
+        args.bf16 = False
+        return args
+
+    defaults._set_default_megatron_args = set_fp32
+
+
+def train(args, bundles, count: int) -> None:
+    import ray
+    from relax.distributed.ray.actor_group import RayTrainGroup
+
+    group = RayTrainGroup(args, count, bundles, num_gpus_per_actor=0.4, runtime_env={})
+    ray.get(group.async_init(args, "actor", with_ref=args.use_kl_loss))
+    if args.save:
+        group.save_model(0, force_sync=True)
+        return
+    for rollout in range(args.num_rollout):
+        ray.get(group.async_train(rollout))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
