@@ -254,6 +254,19 @@ def test_an_op():
     assert prediction.programs == 8 and prediction.waves == 1
 
 
+def test_what_has_the_matrix_unit_has_its_range():
+    """Whether vector cores take part or not: no matrix unit was held against measured times."""
+    q = torch.empty(1, 64, 1, 128, dtype=torch.bfloat16)
+    gates = torch.zeros(1, 64, 1)
+    inputs = {"q": q, "k": q, "v": q, "g": gates, "beta": gates}
+    launches = model.of_call("call", SOC, npu_ops.chunk_gated_delta_rule, inputs)
+    found = {said.core: said for said in model.predict_all(launches, SOC)}
+    assert set(found) == {"vector", "cube", "mixed"}
+    for kind, said in found.items():
+        within = PRICES.range_vector if kind == "vector" else PRICES.range_mixed
+        assert (said.low_us / said.us, said.high_us / said.us) == pytest.approx(within)
+
+
 def test_what_an_earlier_kernel_writes_is_not_known():
     lengths = torch.tensor([3, 5])
     assert _loader(set())(lengths[1:], 0) == 5

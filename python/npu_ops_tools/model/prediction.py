@@ -122,7 +122,7 @@ def _predict(
 def _summary(launch, soc, module, time, prices, footprint, grid) -> Prediction:
     first = max(time.programs, key=lambda walked: walked.time)
     shares = {name: busy / first.time for name, busy in sorted(first.busy.items())}
-    low, high = prices.range_mixed if module.core == "mixed" else prices.range_vector
+    low, high = prices.range_vector if module.core == "vector" else prices.range_mixed
     return Prediction(
         kernel=launch.name, case=launch.case, soc=soc, us=time.total, low_us=time.total * low,
         high_us=time.total * high,
