@@ -3,7 +3,7 @@
     npu-ops emulate -- python benchmarks/traffic_chunk_gated_delta_rule.py
 
 Global memory: what the kernels load and store, counted as they run on the emulated NPU, and the
-inputs and outputs of every torch operator between them; at 512 tokens less at 256, so that what
+inputs and outputs of every torch operator between them; at 1024 tokens less at 512, so that what
 does not grow with them cancels. Workspace: what the compiled kernels hand over between matrix unit
 and vector cores, written and read once, from the vendor compiler's output; and what the matrix unit
 keeps there for its own next product. "normalized": with use_qk_l2norm_in_kernel.
@@ -135,12 +135,12 @@ def _size(tiles: collections.Counter) -> int:
 
 def table(normalize: bool) -> list[list]:
     """Rows of what is written, of each kernel and of all."""
-    small, large = moved(256, normalize), moved(512, normalize)
+    small, large = moved(512, normalize), moved(1024, normalize)
     through = workspaces(normalize)
     rows = []
     for (name, kernel), (loaded, stored) in large.items():
         before = small.get((name, kernel), (0, 0))
-        rows.append([name, kernel, (loaded - before[0]) / 256, (stored - before[1]) / 256,
+        rows.append([name, kernel, (loaded - before[0]) / 512, (stored - before[1]) / 512,
                      *through.get(kernel, (0, 0))])  # fmt: skip
     for name in dict.fromkeys(row[0] for row in rows):
         of_pass = [row[2:] for row in rows if row[0] == name]
