@@ -53,11 +53,14 @@ class Run:
 RULE = ("apply_rotary_pos_emb", "attention", "chunk_gated_delta_rule", "rms_norm_gated")
 RUNS = {
     "qwen3": Run("qwen3"),
-    "qwen3, padded": Run("qwen3", more=(PADDED, FSDP2)),
+    "qwen3, FSDP2": Run("qwen3", more=(PACKED, FSDP2)),
+    "qwen3, padded": Run("qwen3", more=(PADDED,)),
+    "qwen3, padded, FSDP2": Run("qwen3", more=(PADDED, FSDP2)),
     "qwen3, checkpointing and dynamic batches": Run("qwen3", more=(PACKED, *USERS)),
     "qwen3, LoRA": Run("qwen3", task=LORA),
     "qwen3_moe": Run("qwen3_moe", more=(PACKED, FSDP2)),
     "qwen3_vl": Run("qwen3_vl", "pictures"),
+    "qwen3_vl, FSDP2": Run("qwen3_vl", "pictures", (PACKED, FSDP2)),
     "qwen3_vl, Ulysses": Run("qwen3_vl", "pictures", (PACKED, ULYSSES)),
     "qwen3_vl_moe": Run("qwen3_vl_moe", "pictures"),
     "qwen3_next": Run("qwen3_next", more=(PADDED,), operators=RULE),
