@@ -280,7 +280,8 @@ FIGURES = {
 def write(folder: pathlib.Path) -> None:
     """All figures, the same bytes each time."""
     folder.mkdir(parents=True, exist_ok=True)
-    pyplot.rcParams["svg.hashsalt"] = "npu-ops"
+    # Text stays text: small files, in the font of whoever reads.
+    pyplot.rcParams.update({"svg.hashsalt": "npu-ops", "svg.fonttype": "none"})
     for name, draw in FIGURES.items():
         sheet = draw()
         file = folder / f"{name}.svg"
