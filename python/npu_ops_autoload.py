@@ -24,6 +24,7 @@ WATCHED = frozenset(
         "fla.modules.norm.fused_norm_gate",
         "fla.modules.norm.l2norm",
         "fla.modules.norm.layernorm_gated",
+        "fla.ops.gated_delta_product.chunk",
         "fla.ops.gated_delta_rule.backends",
         "fla.ops.gated_delta_rule.fused_recurrent",
         "fla.ops.gated_delta_rule.gate",

@@ -157,6 +157,11 @@ _SIGNATURES = {
         "state_v_first=False, cu_seqlens=None, **kwargs"
     ),
     "fused_gdn_gate": "g, A_log, dt_bias=None, output_dtype=None",
+    "chunk_gated_delta_product": (
+        "q, k, v, g, beta, num_householder, scale=None, initial_state=None, "
+        "output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None, "
+        "cu_seqlens_cpu=None"
+    ),
     "l2norm": "x, eps=1e-6, output_dtype=None",
     "rms_norm_gated": (
         "x, g, weight, bias, activation='swish', residual=None, prenorm=False, "
@@ -175,6 +180,7 @@ MODULES = {  # of each function
     "main": {
         "fused_recurrent_gated_delta_rule": f"{_GDR}.fused_recurrent",
         "fused_gdn_gate": f"{_GDR}.gate",
+        "chunk_gated_delta_product": "fla.ops.gated_delta_product.chunk",
         "l2norm": "fla.modules.l2norm",
         "rms_norm_gated": "fla.modules.fused_norm_gate",
         "rmsnorm_fn": "fla.modules.layernorm_gated",
@@ -184,6 +190,7 @@ MODULES = {  # of each function
     "0.6": {
         "fused_recurrent_gated_delta_rule": f"{_GDR}.fused_recurrent",
         "fused_gdn_gate": f"{_GDR}.gate",
+        "chunk_gated_delta_product": "fla.ops.gated_delta_product.chunk",
         "l2norm": "fla.modules.norm.l2norm",
         "rms_norm_gated": "fla.modules.norm.fused_norm_gate",
         "rmsnorm_fn": "fla.modules.norm.layernorm_gated",

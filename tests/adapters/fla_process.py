@@ -5,6 +5,7 @@ python tests/adapters/fla_process.py FOLDER, where fla-core is installed
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import sys
@@ -45,8 +46,50 @@ def with_a_query_for_each_value_head(naive):
     return call
 
 
+def product(errors: dict[str, float]) -> None:
+    """Gated Delta Product of two steps a token, dense and packed, against fla's naive function."""
+    from fla.ops import gated_delta_product as theirs
+    from fla.ops.gated_delta_product import naive
+
+    draw = torch.Generator().manual_seed(1)
+    q, k = torch.randn(2, 20, 2, 16, generator=draw), torch.randn(2, 40, 2, 16, generator=draw)
+    given = {
+        "q": torch.nn.functional.normalize(q, dim=-1),
+        "k": torch.nn.functional.normalize(k, dim=-1),
+        "v": torch.randn(2, 40, 2, 8, generator=draw),
+        "g": -torch.rand(2, 20, 2, generator=draw),
+        "beta": torch.rand(2, 40, 2, generator=draw),
+        "initial_state": torch.randn(2, 2, 16, 8, generator=draw),
+    }
+    more = {
+        "num_householder": 2,
+        "output_final_state": True,
+        "scale": 1.0,
+    }  # of 0.5.2 the naive one has none
+
+    def packed(initial_state, **tensors):
+        one = {name: x.flatten(0, 1)[None] for name, x in tensors.items()}
+        starts = {"cu_seqlens": torch.tensor([0, 20, 40]), "initial_state": initial_state}
+        return theirs.chunk_gated_delta_product(**one, **starts, **more)
+
+    def results(function) -> list[torch.Tensor]:
+        leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
+        o, state = function(**leaves)
+        loss = o.sin().sum() + state.cos().sum()
+        return [o.flatten(0, 1), state, *torch.autograd.grad(loss, tuple(leaves.values()))]
+
+    def plain(**tensors):  # 0.5.2 has no default for cu_seqlens
+        return naive.naive_recurrent_gated_delta_product(**tensors, cu_seqlens=None, **more)
+
+    expected = results(plain)
+    dense = results(functools.partial(theirs.chunk_gated_delta_product, **more))
+    for form, actual in (("dense", dense), ("packed", results(packed))):
+        for name, x, y in zip(("o", "state", *given), actual, expected, strict=True):
+            errors[f"product {form} {name}"] = error(x.flatten(), y.flatten())
+
+
 def error(actual, expected) -> float:
-    return float((actual - expected).norm() / expected.norm())
+    return float((actual - expected).detach().norm() / expected.detach().norm())
 
 
 def main() -> None:
@@ -62,6 +105,7 @@ def main() -> None:
         plain = with_a_query_for_each_value_head(getattr(naive, f"naive_{name}_gated_delta_rule"))
         expected = evaluate(plain)
         errors |= {f"{name} {of}": error(actual[of], expected[of]) for of in expected}
+    product(errors)
     states = {row.target: row.sentence for row in npu_ops_adapters.verify()}
     reverted = {row.target: row.sentence for row in npu_ops_adapters.revert()}
     print(json.dumps([calls, errors, states, reverted]))

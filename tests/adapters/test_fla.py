@@ -74,7 +74,7 @@ def test_every_patch_is_applied_verified_and_undone(layers, form):
     assert state is None and o.equal(expected)
     assert set(fla_rows(npu_ops_adapters.plan()).values()) == {"applied"}
     verified = fla_rows(npu_ops_adapters.verify())
-    assert set(verified.values()) == {"applied"} and len(verified) == 8
+    assert set(verified.values()) == {"applied"} and len(verified) == 9
     assert set(fla_rows(npu_ops_adapters.revert()).values()) == {"reverted"}
     assert layers.chunk_gated_delta_rule(*arguments) == ("theirs", "chunk_gated_delta_rule")
     assert list(registry(form)._backends) == ["triton_ascend"]

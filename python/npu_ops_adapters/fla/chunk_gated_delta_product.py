@@ -1,0 +1,73 @@
+"""Gated Delta Product: several steps of the gated delta rule for each token.
+
+A token's steps are tokens of the rule: it decays before the first and is read after the last.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+
+import npu_ops
+from npu_ops.core import check
+from npu_ops_adapters.calls import check_device
+from npu_ops_adapters.fla import functions
+from npu_ops_adapters.patching import Patch
+
+_NAMES = (
+    "q", "k", "v", "g", "beta", "num_householder", "scale", "initial_state", "output_final_state",
+    "use_qk_l2norm_in_kernel", "cu_seqlens", "cu_seqlens_cpu",
+)  # fmt: skip
+
+
+def patches() -> Iterable[Patch]:
+    """`chunk_gated_delta_product`; from 0.6 on it takes a cp_context, too."""
+    yield functions.replaced(
+        ("fla.ops.gated_delta_product.chunk",),
+        "chunk_gated_delta_product",
+        "chunk_gated_delta_rule",
+        ours,
+        _NAMES,
+        (*_NAMES, "cp_context"),
+    )
+
+
+def ours(
+    q, k, v, g, beta, num_householder, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None,
+) -> Callable:  # fmt: skip
+    """The call of ours that is this call of fla's.
+
+    q [B, T, H, K], g [B, T, H] or None; k, v and beta with T * num_householder in T's place.
+    """
+    functions.refuse(cp_context=cp_context)
+    check.floating("q", q)
+    check.floating("k", k)
+    check_device(q)
+    steps = num_householder
+    if not isinstance(steps, int) or steps < 1 or q.dim() != 4:
+        raise ValueError(f"num_householder: got {steps!r}, needs 1 or more, and q [B, T, H, K]")
+    if k.shape != (q.shape[0], q.shape[1] * steps, *q.shape[2:]):
+        raise check.shape("k", k, f"q's {list(q.shape)} with {steps} steps for each token")
+    if g is None:
+        g = q.new_zeros(q.shape[:3], dtype=beta.dtype)
+    call = functools.partial(
+        npu_ops.chunk_gated_delta_rule, _at(q, steps, steps - 1), k, v, _at(g, steps, 0), beta,
+        scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens * steps,
+    )  # fmt: skip
+    return functools.partial(_read_last, call, steps)
+
+
+def _at(x, steps: int, step: int):
+    """x of each token at one of its steps, and zeros at the others."""
+    nothing = torch.zeros_like(x)
+    return torch.stack([x if i == step else nothing for i in range(steps)], 2).flatten(1, 2)
+
+
+def _read_last(call: Callable, steps: int):
+    o, state = call()
+    return o.unflatten(1, (-1, steps))[:, :, -1].contiguous(), state
