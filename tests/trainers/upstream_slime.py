@@ -14,8 +14,8 @@ import slime_runs
 
 # KL is a difference of log-probabilities of about 6, of which fp32 tells 5e-7.
 CLOSE = {"rel": 5e-5, "abs": 4e-6}
-# Of Qwen3-Next, whose gradient norms are up to 30. Adam makes of rounding more with each step: three
-# updates after the first, a norm was 1.1e-4 off.
+# Qwen3-Next's gradient norms are up to 30. Adam makes more of rounding with each step: one was
+# 1.1e-4 off after three updates.
 CLOSE_AFTER_UPDATES = {"rel": 3e-4, "abs": 4e-6}
 METRICS = ("loss", "pg_loss", "entropy_loss", "ppo_kl", "kl_loss", "grad_norm")
 # Megatron's functions that are called in place of those that slime's patch changes.
@@ -33,7 +33,7 @@ def agree(found: slime_runs.Run, truth: slime_runs.Run, close: dict = CLOSE) -> 
     for name in ("log_probs", "ref_log_probs"):
         key = f"rollout/{name}"
         got, expected = ([rollout[key] for rollout in run.rollouts] for run in (found, truth))
-        assert got == pytest.approx(expected, **close), name
+        assert got == pytest.approx(expected, **CLOSE), name
 
 
 def called(found: slime_runs.Run, names: tuple[str, ...]) -> None:
