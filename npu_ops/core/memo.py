@@ -1,4 +1,4 @@
-"""Remembers what was made from a tensor in host memory, by what the tensor contains."""
+"""Remembers what was made: of a tensor in host memory by what it contains, of the rest by a key."""
 
 from __future__ import annotations
 
@@ -15,6 +15,19 @@ Made = TypeVar("Made")
 # Ten times as fast as torch.equal, and NaN is equal to itself.
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class Bounded(dict):
+    """A dict of at most so many keys: before one more it is emptied. Keys come few, or ever new."""
+
+    def __init__(self, most: int):
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key, value) -> None:
+        if len(self) >= self._most and key not in self:
+            self.clear()
+        super().__setitem__(key, value)
 
 
 class ByContents:

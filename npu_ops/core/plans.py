@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from npu_ops.core.collective import in_a_group
+from npu_ops.core.memo import Bounded
 
 # Of one operator; a model makes calls of few shapes, or of ever new ones, which no plan serves.
 _MOST = 64
@@ -97,7 +98,7 @@ class Plans:
 
     def __init__(self, tensors: int, lists: bool):
         self._tensors, self._lists = tensors, lists
-        self._plans: dict[tuple, Plan | None] = {}
+        self._plans: dict[tuple, Plan | None] = Bounded(_MOST)
 
     def key_of(self, inputs: tuple) -> tuple | None:
         """What a plan is found by: of the inputs all but the tensors' contents.
@@ -127,8 +128,6 @@ class Plans:
             return
         known = self._plans.get(key, _NEW)  # asked once: another thread may clear them
         if known is _NEW:
-            if len(self._plans) >= _MOST:
-                self._plans.clear()
             self._plans[key] = _SEEN
         elif known is _SEEN:
             sources = [*inputs[: self._tensors], *outputs]

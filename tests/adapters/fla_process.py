@@ -26,9 +26,9 @@ def inputs() -> dict[str, torch.Tensor]:
     return dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=state)
 
 
-def evaluate(function) -> dict[str, torch.Tensor]:
+def evaluate(function, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The output, the final state and the gradient of each input."""
-    leaves = {name: x.clone().requires_grad_() for name, x in inputs().items()}
+    leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
     o, state = function(**leaves, output_final_state=True)
     loss = o.sin().sum() + state.cos().sum()
     gradients = torch.autograd.grad(loss, tuple(leaves.values()))
@@ -61,31 +61,21 @@ def product(errors: dict[str, float]) -> None:
         "beta": torch.rand(2, 40, 2, generator=draw),
         "initial_state": torch.randn(2, 2, 16, 8, generator=draw),
     }
-    more = {
-        "num_householder": 2,
-        "output_final_state": True,
-        "scale": 1.0,
-    }  # of 0.5.2 the naive one has none
+    more = {"num_householder": 2, "scale": 1.0}  # fla 0.5.2's naive function ignores the scale
 
-    def packed(initial_state, **tensors):
+    def packed(initial_state, output_final_state, **tensors):
         one = {name: x.flatten(0, 1)[None] for name, x in tensors.items()}
-        starts = {"cu_seqlens": torch.tensor([0, 20, 40]), "initial_state": initial_state}
-        return theirs.chunk_gated_delta_product(**one, **starts, **more)
+        states = {"initial_state": initial_state, "output_final_state": output_final_state}
+        starts = torch.tensor([0, 20, 40])
+        return theirs.chunk_gated_delta_product(**one, **states, cu_seqlens=starts, **more)
 
-    def results(function) -> list[torch.Tensor]:
-        leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
-        o, state = function(**leaves)
-        loss = o.sin().sum() + state.cos().sum()
-        return [o.flatten(0, 1), state, *torch.autograd.grad(loss, tuple(leaves.values()))]
-
-    def plain(**tensors):  # 0.5.2 has no default for cu_seqlens
-        return naive.naive_recurrent_gated_delta_product(**tensors, cu_seqlens=None, **more)
-
-    expected = results(plain)
-    dense = results(functools.partial(theirs.chunk_gated_delta_product, **more))
-    for form, actual in (("dense", dense), ("packed", results(packed))):
-        for name, x, y in zip(("o", "state", *given), actual, expected, strict=True):
-            errors[f"product {form} {name}"] = error(x.flatten(), y.flatten())
+    naive = functools.partial(naive.naive_recurrent_gated_delta_product, cu_seqlens=None, **more)
+    dense = functools.partial(theirs.chunk_gated_delta_product, **more)
+    expected = evaluate(naive, given)
+    for form, function in (("dense", dense), ("packed", packed)):
+        actual = evaluate(function, given)
+        for of, x in expected.items():
+            errors[f"product {form} {of}"] = error(actual[of].flatten(), x.flatten())
 
 
 def error(actual, expected) -> float:
@@ -101,9 +91,9 @@ def main() -> None:
 
     errors = {}
     for name, function in (("chunk", "chunk"), ("recurrent", "fused_recurrent")):
-        actual = evaluate(getattr(theirs, f"{function}_gated_delta_rule"))
+        actual = evaluate(getattr(theirs, f"{function}_gated_delta_rule"), inputs())
         plain = with_a_query_for_each_value_head(getattr(naive, f"naive_{name}_gated_delta_rule"))
-        expected = evaluate(plain)
+        expected = evaluate(plain, inputs())
         errors |= {f"{name} {of}": error(actual[of], expected[of]) for of in expected}
     product(errors)
     states = {row.target: row.sentence for row in npu_ops_adapters.verify()}

@@ -63,8 +63,7 @@ def fetch(*clones: str) -> None:
             with fetching.whole(FOLDER / who) as partial:
                 for project, clone in paths.items():
                     fetch_slime.unpack(clone, COMMITS[project], partial / project)
-                target = ("--target", str(partial / "bridge"), "--ignore-requires-python")
-                fetching.pip("install", *target, fetch_slime.BRIDGE)
+                fetch_slime.install_bridge(partial / "bridge")
                 fetch_slime.for_newer_torch(partial / "mindspeed")
                 patch(who, partial)
 

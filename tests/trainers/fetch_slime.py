@@ -73,9 +73,12 @@ def fetch(*clones: str) -> None:
                     unpack(clone, COMMITS[project], partial / project)
                     patch(who, project, partial / project, paths["slime"])
                 for_newer_torch(partial / "mindspeed")
-                target = ("--target", str(partial / "bridge"), "--ignore-requires-python")
-                fetching.pip("install", *target, BRIDGE)
+                install_bridge(partial / "bridge")
                 patch(who, "bridge", partial / "bridge", paths["slime"])
+
+
+def install_bridge(folder: pathlib.Path) -> None:
+    fetching.pip("install", "--target", str(folder), "--ignore-requires-python", BRIDGE)
 
 
 def unpack(clone: pathlib.Path, commit: str, folder: pathlib.Path) -> None:

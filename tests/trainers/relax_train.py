@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 
 import relax_worker
+import slime_train
 
 MARGIN = 1  # of Ray's CPUs, beside those of the workers: a lock has one
 
@@ -39,22 +40,10 @@ def parse(arguments: tuple[str, ...]):
     from relax.backends.megatron import arguments as defaults
     from relax.utils.arguments import parse_args
 
-    in_fp32(defaults)
+    slime_train.in_fp32(defaults, "_set_default_megatron_args")
     args = parse_args()
     args.tq_config = None
     return args
-
-
-def in_fp32(defaults) -> None:
-    """Relax trains in bf16 or fp16 alone, whose rounding would hide what differs."""
-    set_defaults = defaults._set_default_megatron_args
-
-    def set_fp32(args):
-        args = set_defaults(args)
-        args.bf16 = False
-        return args
-
-    defaults._set_default_megatron_args = set_fp32
 
 
 def train(args, bundles, count: int) -> None:

@@ -34,16 +34,16 @@ def main(devices: str, *arguments: str) -> None:
     ray.shutdown()
 
 
-def in_fp32(defaults) -> None:
-    """slime trains in bf16 or fp16 alone, whose rounding would hide what differs."""
-    set_defaults = defaults.set_default_megatron_args
+def in_fp32(defaults, name: str = "set_default_megatron_args") -> None:
+    """slime and Relax train in bf16 or fp16 alone, whose rounding would hide what differs."""
+    set_defaults = getattr(defaults, name)
 
     def set_fp32(args):
         args = set_defaults(args)
         args.bf16 = False
         return args
 
-    defaults.set_default_megatron_args = set_fp32
+    setattr(defaults, name, set_fp32)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,18 @@ def called(found: slime_runs.Run, names: tuple[str, ...]) -> None:
         assert not missing, calls
 
 
+def is_by_npu_ops(found: slime_runs.Run, truth: slime_runs.Run, devices: int) -> None:
+    agree(found, truth)
+    assert len(found.calls) == devices
+    called(found, OPERATORS + FUSED)
+
+
+def is_by_torch_npu(found: slime_runs.Run, truth: slime_runs.Run) -> None:
+    agree(found, truth)
+    called(found, ("npu_fusion_attention", "npu_rms_norm", *FUSED))
+    assert not any(name in calls for calls in found.calls for name in OPERATORS), found.calls
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slime")
@@ -57,18 +69,12 @@ def truth(folder):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_with_npu_ops(devices, folder, truth):
-    found = slime_runs.run(folder, "npu_ops", devices=devices)
-    agree(found, truth)
-    assert len(found.calls) == devices
-    called(found, OPERATORS + FUSED)
+    is_by_npu_ops(slime_runs.run(folder, "npu_ops", devices=devices), truth, devices)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_with_slimes_patches(devices, folder, truth):
-    found = slime_runs.run(folder, "shipped", devices=devices)
-    agree(found, truth)
-    called(found, ("npu_fusion_attention", "npu_rms_norm", *FUSED))
-    assert not any(name in calls for calls in found.calls for name in OPERATORS), found.calls
+    is_by_torch_npu(slime_runs.run(folder, "shipped", devices=devices), truth)
 
 
 def test_gated_delta_net_with_npu_ops(folder):

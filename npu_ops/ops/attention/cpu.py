@@ -213,9 +213,11 @@ def _forward(q, k, v, mask, rule: Rule, out, lse, own: bool) -> None:
     masked = hidden = False
     for block, causal, part, more in spans:
         masked |= causal or part is not None
-        mine = (q, k, v) if everything else (block.rows(q), block.columns(k), block.columns(v))
+        rows = _all if whole else block.rows
+        columns = _all if everything else block.columns
+        mine = rows(q), columns(k), columns(v)
         found, log_sum = _flash(*mine, 0.0, causal, attn_mask=_added(part, q), scale=rule.scale)
-        to, to_lse = (out, lse) if whole else (block.rows(out), block.rows(lse))
+        to, to_lse = rows(out), rows(lse)
         if part is not None:  # there may be a query without a key
             nothing = ~part.any(-1).expand(to_lse.shape)
             found = found.masked_fill(nothing[..., None], 0)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
+from npu_ops.core.memo import Bounded
 from npu_ops.ops.attention.arguments import Extra, Rule, normal
 
-_MOST = 256
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_rules: dict[tuple, Rule] = {}
+_rules: dict[tuple, Rule] = Bounded(256)
 
 
 def key_of(q, k, v, settings: tuple) -> tuple | None:
@@ -43,8 +43,5 @@ def prepared(key: tuple | None, q, k, v, layout: str):
 
 def keep(key: tuple | None, rule: Rule) -> None:
     """Keep the rule of a call that was checked."""
-    if key is None:
-        return
-    if len(_rules) >= _MOST:
-        _rules.clear()
-    _rules[key] = rule
+    if key is not None:
+        _rules[key] = rule

@@ -7,6 +7,7 @@ import functools
 import torch
 
 from npu_ops.core import check, hardware
+from npu_ops.core.memo import Bounded
 from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.plan import AttentionPlan, AttentionSpec, plan_attention
 
@@ -27,8 +28,7 @@ def plan_of(
     return plan_attention(spec_of(q, k, v, extra, rule, device or q.device.type, lse_gradient))
 
 
-_MOST = 4096
-_operators_on_cpu: dict[tuple, str] = {}
+_operators_on_cpu: dict[tuple, str] = Bounded(4096)
 
 
 def operator_of(q, k, v, extra: Extra, rule: Rule, lse_gradient: bool = False) -> str:
@@ -41,8 +41,6 @@ def operator_of(q, k, v, extra: Extra, rule: Rule, lse_gradient: bool = False) -
     key = q.shape, k.shape, v.shape, q.dtype, given, same, rule, lse_gradient
     known = _operators_on_cpu.get(key)
     if known is None:
-        if len(_operators_on_cpu) >= _MOST:
-            _operators_on_cpu.clear()
         known = plan_of(q, k, v, extra, rule, "cpu", lse_gradient).operator
         _operators_on_cpu[key] = known
     return known

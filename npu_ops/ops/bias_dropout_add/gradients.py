@@ -31,24 +31,25 @@ def _gradients(ctx, grad):
     if needs.residual:
         grads["residual"] = grad.to(residual_dtype)
     if needs.x or (needs.bias and ctx.bias_is_row):
-        sum_rows = needs.bias and ctx.bias_is_row
-        if sum_rows and rng_state is None and bias_dtype == grad.dtype:
-            grads["x"], grads["bias"] = grad.to(x_dtype), _sum_of_rows(grad)
-        else:
-            grads["x"], row = _gradient_of_sum(grad, rng_state, ctx.p, x_dtype, sum_rows)
-            grads["bias"] = row.to(bias_dtype) if sum_rows else None
+        row_dtype = bias_dtype if needs.bias and ctx.bias_is_row else None
+        found = _gradient_of_sum(grad, rng_state, ctx.p, x_dtype, row_dtype)
+        grads["x"], grads["bias"] = found
     if needs.bias and not ctx.bias_is_row:
         grads["bias"] = grads["x"]
         if not needs.x or bias_dtype != x_dtype:
-            grads["bias"], _ = _gradient_of_sum(grad, rng_state, ctx.p, bias_dtype, False)
+            grads["bias"], _ = _gradient_of_sum(grad, rng_state, ctx.p, bias_dtype, None)
     return tuple(grads.values())
 
 
-def _gradient_of_sum(grad, rng_state, p, dtype, sum_rows):
-    """The gradient of x + bias, and its sum; where nothing is dropped it is `grad` itself."""
-    if rng_state is None and not sum_rows:
-        return grad.to(dtype), None
-    return backward(grad, rng_state, p, dtype, sum_rows)
+def _gradient_of_sum(grad, rng_state, p, dtype, row_dtype):
+    """The gradient of x + bias, and its sum over rows unless row_dtype is None.
+
+    Where nothing is dropped it is `grad` itself, and torch adds rows as wide as our kernel does.
+    """
+    if rng_state is None and row_dtype in (None, grad.dtype):
+        return grad.to(dtype), None if row_dtype is None else _sum_of_rows(grad)
+    found, row = backward(grad, rng_state, p, dtype, row_dtype is not None)
+    return found, None if row_dtype is None else row.to(row_dtype)
 
 
 def _sum_of_rows(grad):
