@@ -7,6 +7,7 @@
 #include "common/parallel.h"
 #include "common/partials.h"
 #include "common/philox.h"
+#include "common/staged.h"
 
 namespace npu_ops {
 namespace {
@@ -106,6 +107,10 @@ void forward_rows(const Tensor& x, const Bias& bias, const Tensor& residual, con
   const int64_t width = x.size(-1);
   Draws draws(width);
   std::vector<float> bias_row(width);
+  const int64_t most = staged_columns<X, R, O>(width);
+  Staged<X> of_x(1, most);
+  Staged<R> of_residual(1, most);
+  Staged<O> of_out(1, most);
   for (int64_t row = begin; row < end; ++row) {
     const X* x_row = input<X>(x) + row * width;
     const R* residual_row = input<R>(residual) + row * width;
@@ -113,8 +118,13 @@ void forward_rows(const Tensor& x, const Bias& bias, const Tensor& residual, con
                             reinterpret_cast<const char*>(residual_row),
                             width * static_cast<int64_t>(std::min(sizeof(X), sizeof(R)))};
     const uint16_t* drawn = draws.row(row, dropout, upcoming);
-    add_row(x_row, bias.row(row, bias_row.data()), residual_row, drawn,
-            output<O>(out) + row * width, width, dropout.threshold, dropout.scale);
+    const float* biases = bias.row(row, bias_row.data());
+    in_blocks(0, width, most, [&](int64_t i, int64_t count) {
+      O* to = output<O>(out) + row * width + i;
+      add_row(of_x.read(x_row + i, count), biases + i, of_residual.read(residual_row + i, count),
+              drawn + i, of_out.to(to), count, dropout.threshold, dropout.scale);
+      of_out.written(to, count);
+    });
   }
 }
 
@@ -139,16 +149,25 @@ template <class G, class X>
 void backward_rows(const Tensor& grad, const Dropout& dropout, const Tensor& grad_x, float* sum,
                    Draws& draws, int64_t begin, int64_t end) {
   const int64_t width = grad.size(-1);
+  const int64_t most = staged_columns<G, X>(width);
+  Staged<G> of_grad(1, most);
+  Staged<X> of_grad_x(1, most);
   for (int64_t row = begin; row < end; ++row) {
     const G* grad_row = input<G>(grad) + row * width;
     X* to = output<X>(grad_x) + row * width;
     const Upcoming upcoming{reinterpret_cast<const char*>(grad_row), nullptr,
                             width * static_cast<int64_t>(sizeof(G))};
     const uint16_t* drawn = draws.row(row, dropout, upcoming);
-    if (sum)
-      gradient_row_and_sum(grad_row, drawn, to, sum, width, dropout.threshold, dropout.scale);
-    else
-      gradient_row(grad_row, drawn, to, width, dropout.threshold, dropout.scale);
+    in_blocks(0, width, most, [&](int64_t i, int64_t count) {
+      const auto* read = of_grad.read(grad_row + i, count);
+      auto* write = of_grad_x.to(to + i);
+      if (sum)
+        gradient_row_and_sum(read, drawn + i, write, sum + i, count, dropout.threshold,
+                             dropout.scale);
+      else
+        gradient_row(read, drawn + i, write, count, dropout.threshold, dropout.scale);
+      of_grad_x.written(to + i, count);
+    });
   }
 }
 

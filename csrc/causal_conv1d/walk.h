@@ -229,7 +229,7 @@ void forward_piece(const Filter& filter, const Inputs<T>& in, const Block<T>& bl
       convolved(t, to);
     } else {
       convolved(t, y);
-      normalize(y, head, to, head, count / head, head, block.eps);
+      normalize(Strided<const float>{y, head}, Strided<T>{to, head}, count / head, head, block.eps);
     }
   }
 }
@@ -346,7 +346,8 @@ void backward_piece(const Filter& filter, const Gradients<T>& all, Sums& sums, i
     float *y = scratch.y.data(), *grad_y = scratch.grad_y.data();
     const auto back = [&](int64_t j) { return row(t - j); };
     convolve<T, W, SILU>(filter, c, back, zeros, y, count);
-    normalize_backward(grad, head, y, head, grad_y, head, count / head, head, block.eps);
+    normalize_backward(Strided<const T>{grad, head}, Strided<const float>{y, head},
+                       Strided<float>{grad_y, head}, count / head, head, block.eps);
     return grad_y;
   };
   std::fill(scratch.g.begin(), scratch.g.end(), 0.0f);

@@ -1,4 +1,5 @@
 // gdn_gate on the CPU. Definition: npu_ops/ops/gdn_gate/reference.py
+#include <algorithm>
 #include <cmath>
 #include <optional>
 
@@ -6,6 +7,7 @@
 #include "common/math.h"
 #include "common/parallel.h"
 #include "common/partials.h"
+#include "common/staged.h"
 
 namespace npu_ops {
 namespace {
@@ -38,24 +40,10 @@ struct Heads {
   std::vector<float> decay, bias;
 };
 
-// Rows of a [rows, HV] tensor.
-template <class T>
-struct Matrix {
-  explicit Matrix(const Tensor& tensor)
-      : data(const_cast<T*>(input<T>(tensor))), step(tensor.stride(0)) {}
-  NPU_OPS_INLINE T* row(int64_t index) const { return data + index * step; }
-  T* data;
-  int64_t step;
-};
-
-struct Range {
-  int64_t begin, end;
-};
-
 template <class A>
-NPU_OPS_CLONES void decay_rows(Matrix<A> a, const float* decay, const float* bias, Matrix<float> g,
-                               Softplus plus, Range rows, int64_t heads) {
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
+NPU_OPS_CLONES void decay_rows(Strided<const A> a, const float* decay, const float* bias,
+                               Strided<float> g, Softplus plus, int64_t rows, int64_t heads) {
+  for (int64_t row = 0; row < rows; ++row) {
     const A* from = a.row(row);
     float* to = g.row(row);
 #pragma GCC ivdep
@@ -65,8 +53,9 @@ NPU_OPS_CLONES void decay_rows(Matrix<A> a, const float* decay, const float* bia
 }
 
 template <class B>
-NPU_OPS_CLONES void beta_rows(Matrix<B> b, Matrix<B> beta, float scale, Range rows, int64_t heads) {
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
+NPU_OPS_CLONES void beta_rows(Strided<const B> b, Strided<B> beta, float scale, int64_t rows,
+                              int64_t heads) {
+  for (int64_t row = 0; row < rows; ++row) {
     const B* from = b.row(row);
     B* to = beta.row(row);
 #pragma GCC ivdep
@@ -76,10 +65,10 @@ NPU_OPS_CLONES void beta_rows(Matrix<B> b, Matrix<B> beta, float scale, Range ro
 
 // sums: of A_log's gradient, then of dt_bias's.
 template <class A>
-NPU_OPS_CLONES void decay_gradient_rows(Matrix<float> grad_g, Matrix<A> a, const float* decay,
-                                        const float* bias, Matrix<A> grad_a, float* sums,
-                                        Softplus plus, Range rows, int64_t heads) {
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
+NPU_OPS_CLONES void decay_gradient_rows(Strided<const float> grad_g, Strided<const A> a,
+                                        const float* decay, const float* bias, Strided<A> grad_a,
+                                        float* sums, Softplus plus, int64_t rows, int64_t heads) {
+  for (int64_t row = 0; row < rows; ++row) {
     const float* grad = grad_g.row(row);
     const A* from = a.row(row);
     A* to = grad_a.row(row);
@@ -95,15 +84,26 @@ NPU_OPS_CLONES void decay_gradient_rows(Matrix<float> grad_g, Matrix<A> a, const
 }
 
 template <class B>
-NPU_OPS_CLONES void beta_gradient_rows(Matrix<B> grad_beta, Matrix<B> b, Matrix<B> grad_b,
-                                       float scale, Range rows, int64_t heads) {
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
+NPU_OPS_CLONES void beta_gradient_rows(Strided<const B> grad_beta, Strided<const B> b,
+                                       Strided<B> grad_b, float scale, int64_t rows,
+                                       int64_t heads) {
+  for (int64_t row = 0; row < rows; ++row) {
     const B *grad = grad_beta.row(row), *from = b.row(row);
     B* to = grad_b.row(row);
 #pragma GCC ivdep
     for (int64_t i = 0; i < heads; ++i)
       store(to + i, load(grad[i]) * scale * sigmoid_slope(load(from[i])));
   }
+}
+
+// The rows of a [rows, HV] tensor.
+template <class T>
+Strided<const T> rows_in(const Tensor& tensor) {
+  return {input<T>(tensor), tensor.stride(0)};
+}
+template <class T>
+Strided<T> rows_out(const Tensor& tensor) {
+  return {output<T>(tensor), tensor.stride(0)};
 }
 
 // An element costs about ten times what it costs to copy one.
@@ -116,17 +116,30 @@ void forward(Tensor a, Tensor A_log, std::optional<Tensor> dt_bias, std::optiona
   const Softplus plus(softplus_beta, softplus_threshold);
   const Heads of(A_log, dt_bias, plus.beta);
   dispatch(a.scalar_type(), "a", [&]<class A>(A*) {
-    const Matrix<A> from(a);
-    const Matrix<float> to(g);
+    const auto from = rows_in<A>(a);
+    const auto to = rows_out<float>(g);
     parallel(rows, heads * kCost, [&](int64_t begin, int64_t end) {
-      decay_rows(from, of.decay.data(), of.bias.data(), to, plus, {begin, end}, heads);
+      const int64_t most = staged_rows<A>(end - begin, heads);
+      Staged<A> of_a(most, heads);
+      in_blocks(begin, end, most, [&](int64_t row, int64_t count) {
+        decay_rows(of_a.read(from.from(row), count), of.decay.data(), of.bias.data(), to.from(row),
+                   plus, count, heads);
+      });
     });
   });
   if (!b) return;
   dispatch(b->scalar_type(), "b", [&]<class B>(B*) {
-    const Matrix<B> from(*b), to(*beta);
+    const auto from = rows_in<B>(*b);
+    const auto to = rows_out<B>(*beta);
     parallel(rows, heads * kCost, [&](int64_t begin, int64_t end) {
-      beta_rows(from, to, static_cast<float>(scale), {begin, end}, heads);
+      const int64_t most = staged_rows<B>(end - begin, heads);
+      Staged<B> of_b(most, heads), of_beta(most, heads);
+      in_blocks(begin, end, most, [&](int64_t row, int64_t count) {
+        const auto written = to.from(row);
+        beta_rows(of_b.read(from.from(row), count), of_beta.to(written), static_cast<float>(scale),
+                  count, heads);
+        of_beta.written(written, count);
+      });
     });
   });
 }
@@ -141,13 +154,21 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
   Partials sums(rows, 2 * heads, true);
   const int64_t block_rows = sums.block_rows, cost = block_rows * heads * kCost;
   dispatch(a.scalar_type(), "a", [&]<class A>(A*) {
-    const Matrix<float> grads(grad_g);
-    const Matrix<A> from(a), to(grad_a);
+    const auto grads = rows_in<float>(grad_g);
+    const auto from = rows_in<A>(a);
+    const auto to = rows_out<A>(grad_a);
     parallel(sums.blocks, cost, [&](int64_t begin, int64_t end) {
+      const int64_t most = staged_rows<A>(block_rows, heads);
+      Staged<A> of_a(most, heads), of_grad_a(most, heads);
       for (int64_t block = begin; block < end; ++block) {
-        const Range range{block * block_rows, std::min(rows, (block + 1) * block_rows)};
-        decay_gradient_rows(grads, from, of.decay.data(), of.bias.data(), to, sums.block(block),
-                            plus, range, heads);
+        const int64_t last = std::min(rows, (block + 1) * block_rows);
+        in_blocks(block * block_rows, last, most, [&](int64_t row, int64_t count) {
+          const auto written = to.from(row);
+          decay_gradient_rows(grads.from(row), of_a.read(from.from(row), count), of.decay.data(),
+                              of.bias.data(), of_grad_a.to(written), sums.block(block), plus, count,
+                              heads);
+          of_grad_a.written(written, count);
+        });
       }
     });
   });
@@ -157,9 +178,17 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
   std::copy_n(total.data() + heads, heads, output<float>(grad_dt_bias));
   if (!b) return;
   dispatch(b->scalar_type(), "b", [&]<class B>(B*) {
-    const Matrix<B> grads(*grad_beta), from(*b), to(*grad_b);
+    const auto grads = rows_in<B>(*grad_beta), from = rows_in<B>(*b);
+    const auto to = rows_out<B>(*grad_b);
     parallel(rows, heads * kCost, [&](int64_t begin, int64_t end) {
-      beta_gradient_rows(grads, from, to, static_cast<float>(scale), {begin, end}, heads);
+      const int64_t most = staged_rows<B>(end - begin, heads);
+      Staged<B> of_grad(most, heads), of_b(most, heads), of_grad_b(most, heads);
+      in_blocks(begin, end, most, [&](int64_t row, int64_t count) {
+        const auto written = to.from(row);
+        beta_gradient_rows(of_grad.read(grads.from(row), count), of_b.read(from.from(row), count),
+                           of_grad_b.to(written), static_cast<float>(scale), count, heads);
+        of_grad_b.written(written, count);
+      });
     });
   });
 }

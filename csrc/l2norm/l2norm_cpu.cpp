@@ -1,5 +1,6 @@
 // l2norm on the CPU. Definition: npu_ops/ops/l2norm/reference.py
 #include "common/rows.h"
+#include "common/staged.h"
 #include "l2norm/normalize.h"
 
 namespace npu_ops {
@@ -14,8 +15,15 @@ void forward(Tensor x, double eps, Tensor out) {
       const X* in = input<X>(x);
       O* result = output<O>(out);
       parallel_runs(from, width, [&](int64_t outer, int64_t first, int64_t count) {
-        normalize(in + from.at(outer, first), from.step, result + to.at(outer, first), to.step,
-                  count, width, static_cast<float>(eps));
+        const int64_t most = staged_rows<X, O>(count, width);
+        Staged<X> of_x(most, width);
+        Staged<O> of_out(most, width);
+        in_blocks(first, first + count, most, [&](int64_t row, int64_t rows) {
+          const Strided<O> written{result + to.at(outer, row), to.step};
+          normalize(of_x.read({in + from.at(outer, row), from.step}, rows), of_out.to(written),
+                    rows, width, static_cast<float>(eps));
+          of_out.written(written, rows);
+        });
       });
     });
   });
@@ -31,9 +39,16 @@ void backward(Tensor grad, Tensor x, double eps, Tensor grad_x) {
       const X* in = input<X>(x);
       X* result = output<X>(grad_x);
       parallel_runs(from, width, [&](int64_t outer, int64_t first, int64_t count) {
-        normalize_backward(grads + given.at(outer, first), given.step, in + from.at(outer, first),
-                           from.step, result + to.at(outer, first), to.step, count, width,
-                           static_cast<float>(eps));
+        const int64_t most = staged_rows<G, X>(count, width);
+        Staged<G> of_grad(most, width);
+        Staged<X> of_x(most, width), of_grad_x(most, width);
+        in_blocks(first, first + count, most, [&](int64_t row, int64_t rows) {
+          const Strided<X> written{result + to.at(outer, row), to.step};
+          normalize_backward(of_grad.read({grads + given.at(outer, row), given.step}, rows),
+                             of_x.read({in + from.at(outer, row), from.step}, rows),
+                             of_grad_x.to(written), rows, width, static_cast<float>(eps));
+          of_grad_x.written(written, rows);
+        });
       });
     });
   });

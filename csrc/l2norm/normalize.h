@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "common/staged.h"
 #include "common/sum.h"
 
 namespace npu_ops {
@@ -15,9 +16,11 @@ NPU_OPS_INLINE float reciprocal_norm(const X* x, int64_t width, float eps) {
 }
 
 template <class X, class O>
-NPU_OPS_CLONES void normalize(const X* x, int64_t x_step, O* out, int64_t out_step, int64_t rows,
-                              int64_t width, float eps) {
-  for (; rows > 0; --rows, x += x_step, out += out_step) {
+NPU_OPS_CLONES void normalize(Strided<const X> from, Strided<O> to, int64_t rows, int64_t width,
+                              float eps) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const X* x = from.row(row);
+    O* out = to.row(row);
     const float rstd = reciprocal_norm(x, width, eps);
 #pragma GCC ivdep
     for (int64_t i = 0; i < width; ++i) store(out + i, load(x[i]) * rstd);
@@ -25,10 +28,12 @@ NPU_OPS_CLONES void normalize(const X* x, int64_t x_step, O* out, int64_t out_st
 }
 
 template <class G, class X>
-NPU_OPS_CLONES void normalize_backward(const G* grad, int64_t grad_step, const X* x, int64_t x_step,
-                                       X* grad_x, int64_t out_step, int64_t rows, int64_t width,
-                                       float eps) {
-  for (; rows > 0; --rows, grad += grad_step, x += x_step, grad_x += out_step) {
+NPU_OPS_CLONES void normalize_backward(Strided<const G> grads, Strided<const X> from, Strided<X> to,
+                                       int64_t rows, int64_t width, float eps) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const G* grad = grads.row(row);
+    const X* x = from.row(row);
+    X* grad_x = to.row(row);
     const float rstd = reciprocal_norm(x, width, eps);
     const float dot = sum(width, [&](int64_t i) { return load(grad[i]) * load(x[i]); });
     const float along = rstd * (rstd * dot);

@@ -5,6 +5,7 @@
 #include "common/math.h"
 #include "common/partials.h"
 #include "common/rows.h"
+#include "common/staged.h"
 #include "common/sum.h"
 
 namespace npu_ops {
@@ -113,11 +114,16 @@ void forward(Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gat
     with_formula(norm_before_gate, activation, [&]<bool BEFORE, bool SILU>() {
       parallel_runs(from, kCost * width, [&](int64_t outer, int64_t first, int64_t count) {
         Scratch scratch(width);
-        for (int64_t row = first; row < first + count; ++row)
-          forward_row<BEFORE, SILU>(
-              in + from.at(outer, row), weights.values.data() + row * weights.step,
-              gate + gates.at(outer, row), result + to.at(outer, row), scratch.part(0),
-              scratch.part(1), width, static_cast<float>(eps));
+        Staged<X> of_x(1, width), of_z(1, width), of_out(1, width);
+        for (int64_t row = first; row < first + count; ++row) {
+          X* written = result + to.at(outer, row);
+          forward_row<BEFORE, SILU>(of_x.read(in + from.at(outer, row), width),
+                                    weights.values.data() + row * weights.step,
+                                    of_z.read(gate + gates.at(outer, row), width),
+                                    of_out.to(written), scratch.part(0), scratch.part(1), width,
+                                    static_cast<float>(eps));
+          of_out.written(written, width);
+        }
       });
     });
   });
@@ -137,17 +143,22 @@ void backward(Tensor grad, Tensor x, Tensor weight, Tensor z, double eps, bool n
     with_formula(norm_before_gate, activation, [&]<bool BEFORE, bool SILU>() {
       parallel(sums.blocks, kCost * sums.block_rows * width, [&](int64_t begin, int64_t end) {
         Scratch scratch(width);
+        Staged<X> of_grad(1, width), of_x(1, width), of_z(1, width);
+        Staged<X> of_grad_x(1, width), of_grad_z(1, width);
         for (int64_t block = begin; block < end; ++block) {
           const int64_t last = std::min(rows, (block + 1) * sums.block_rows);
           for (int64_t index = block * sums.block_rows; index < last; ++index) {
             const int64_t outer = index / from.inner, row = index % from.inner;
             const int64_t of_weight = row * weights.step;
+            X *row_x = result_x + to_x.at(outer, row), *row_z = result_z + to_z.at(outer, row);
             backward_row<BEFORE, SILU>(
-                g + grads.at(outer, row), in + from.at(outer, row),
-                weights.values.data() + of_weight, gate + gates.at(outer, row),
-                result_x + to_x.at(outer, row), sums.block(block) + of_weight,
-                result_z + to_z.at(outer, row), scratch.part(0), scratch.part(1), scratch.part(2),
-                scratch.part(3), width, static_cast<float>(eps));
+                of_grad.read(g + grads.at(outer, row), width),
+                of_x.read(in + from.at(outer, row), width), weights.values.data() + of_weight,
+                of_z.read(gate + gates.at(outer, row), width), of_grad_x.to(row_x),
+                sums.block(block) + of_weight, of_grad_z.to(row_z), scratch.part(0),
+                scratch.part(1), scratch.part(2), scratch.part(3), width, static_cast<float>(eps));
+            of_grad_x.written(row_x, width);
+            of_grad_z.written(row_z, width);
           }
         }
       });

@@ -505,3 +505,18 @@ def test_fake_is_like_real(make, dtype):
 
     real = make(), make().bfloat16()
     assert_fake_is_like_real(function, *real)
+
+
+def test_each_fp16_number():
+    """The CPU kernels convert fp16 by instructions of their own: as torch does, NaN as NaN."""
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16).view(16, -1)
+    wide = npu_ops.bias_dropout_add(halves, None, torch.zeros(16, 4096), 0.0, False)
+    assert torch.equal(wide.nan_to_num(7), halves.float().nan_to_num(7))
+
+    between = [halves.float(), wide.view(-1).nextafter(torch.tensor(torch.inf)).view(16, -1)]
+    middles = (wide + wide.roll(-1, 1)) / 2  # ties, which go to the even one
+    for x in (*between, middles, middles.nextafter(torch.tensor(0.0)), middles * 1e9):
+        for columns in (4096, 4095):  # whole vectors, and what is left of them
+            given, zeros = x[:, :columns].contiguous(), torch.zeros(16, columns)
+            found = npu_ops.bias_dropout_add(given, None, zeros, 0.0, False, dtype=torch.float16)
+            assert torch.equal(found.nan_to_num(7), given.half().nan_to_num(7))
