@@ -72,6 +72,7 @@ void route(const at::Tensor& x, const at::Tensor& experts, int64_t expert_num, i
   tokens.copy_(tokens_type == kCount ? each : each.cumsum(0));
 }
 
+constexpr size_t kMostWeights = 128;
 constexpr int64_t kByTokens = 0, kByReduced = 2;  // group_type: the axis that groups divide
 
 // As the vendor tells it: the strides of a transposed matrix, and not of one that lies as it reads.
@@ -79,10 +80,18 @@ bool transposed(const at::Tensor& matrix) {
   return matrix.stride(-2) == 1 && matrix.stride(-1) == matrix.size(-2) && !matrix.is_contiguous();
 }
 
-void check_by_tokens(const at::Tensor& x, const at::Tensor& weight) {
-  need(x.dim() == 2 && weight.dim() == 3, "x, weight: got ", x.dim(), " and ", weight.dim(),
-       " dimensions, needs 2 and 3 with group_type 0");
-  need(weight.size(1) == x.size(1), "weight: got ", weight.sizes(), " for x ", x.sizes());
+// A weight of all groups, or one for each.
+void check_by_tokens(const at::Tensor& x, const std::vector<at::Tensor>& weights) {
+  const int64_t dims = weights.size() == 1 ? 3 : 2;
+  for (const at::Tensor& weight : weights) {
+    need(x.dim() == 2 && weight.dim() == dims, "x, weight: got ", x.dim(), " and ", weight.dim(),
+         " dimensions, needs 2 and ", dims, " with group_type 0 and ", weights.size(), " weights");
+    need(weight.size(-2) == x.size(1), "weight: got ", weight.sizes(), " for x ", x.sizes());
+    need(weight.size(-1) == weights[0].size(-1), "weight: got ", weight.sizes(), " beside ",
+         weights[0].sizes(), ", needs one last size");
+    need(transposed(weight) == transposed(weights[0]),
+         "weight: got some that are transposed and some that are not");
+  }
   need(!transposed(x), "x: got a transposed tensor, needs one that is not with group_type 0");
 }
 
@@ -100,21 +109,27 @@ void check_by_reduced(const at::Tensor& x, const at::Tensor& weight) {
 void check_grouped(const std::vector<at::Tensor>& x, const std::vector<at::Tensor>& weight,
                    bool others, const Tensor& groups, int64_t split_item, int64_t group_type,
                    int64_t list_type, int64_t act_type) {
-  need(x.size() == 1 && weight.size() == 1, "x, weight: got lists of ", x.size(), " and ",
-       weight.size(), "; one of each, all groups together, is emulated");
-  check_half_or_float("x", x[0]);
-  need(weight[0].scalar_type() == x[0].scalar_type(), "weight: got ", weight[0].scalar_type(),
-       ", needs x's ", x[0].scalar_type());
   need(group_type == kByTokens || group_type == kByReduced, "group_type: got ", group_type,
        "; 0 and 2 are emulated");
-  group_type == kByTokens ? check_by_tokens(x[0], weight[0]) : check_by_reduced(x[0], weight[0]);
+  need(x.size() == 1 && !weight.empty() && (weight.size() == 1 || group_type == kByTokens),
+       "x, weight: got lists of ", x.size(), " and ", weight.size(), " with group_type ",
+       group_type, "; one x is emulated, and several weights with group_type 0");
+  need(weight.size() <= kMostWeights, "weight: got ", weight.size(), ", needs at most ",
+       kMostWeights);
+  check_half_or_float("x", x[0]);
+  for (const at::Tensor& each : weight) {
+    need(each.scalar_type() == x[0].scalar_type(), "weight: got ", each.scalar_type(),
+         ", needs x's ", x[0].scalar_type());
+  }
+  group_type == kByTokens ? check_by_tokens(x[0], weight) : check_by_reduced(x[0], weight[0]);
   need(!others, "bias, scale, offset: got one, which is not emulated");
   need(bool(groups), "group_list: got none, needs the size of each group");
   need(groups->scalar_type() == at::kLong && groups->dim() == 1 && groups->size(0) <= 1024,
        "group_list: got ", groups->scalar_type(), groups->sizes(),
        ", needs int64 of 1 dimension and at most 1024 groups");
-  need(group_type == kByReduced || groups->size(0) == weight[0].size(0), "group_list: got ",
-       groups->size(0), " groups for weight ", weight[0].sizes());
+  const int64_t weights = weight.size() == 1 ? weight[0].size(0) : weight.size();
+  need(group_type == kByReduced || groups->size(0) == weights, "group_list: got ", groups->size(0),
+       " groups for ", weights, " weights");
   need((split_item == 2 || split_item == 3) && act_type == 0, "split_item, act_type: got ",
        split_item, ", ", act_type, "; 2 or 3 and 0 are emulated");
   need(list_type == kCumulative || list_type == kCount, "group_list_type: got ", list_type,
@@ -123,7 +138,7 @@ void check_grouped(const std::vector<at::Tensor>& x, const std::vector<at::Tenso
 
 // Of group_type 0, row i of x by the weight of its group; rows behind the last group stay as they
 // are. Of group_type 2, the columns of x that are a group's by its rows of weight.
-void grouped(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& groups,
+void grouped(const at::Tensor& x, const std::vector<at::Tensor>& weights, const at::Tensor& groups,
              int64_t group_type, int64_t list_type, const at::Tensor& out) {
   const at::Tensor ends = list_type == kCumulative ? groups : groups.cumsum(0);
   const int64_t axis = group_type == kByTokens ? 0 : 1;
@@ -134,9 +149,10 @@ void grouped(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& gr
          " after one that ends at ", start, ", needs ", start, " to ", x.size(axis));
     const at::Tensor part = to_float(x.slice(axis, start, end));
     if (group_type == kByTokens) {
-      out.slice(0, start, end).copy_(part.matmul(to_float(weight[group])));
+      const at::Tensor& weight = weights.size() == 1 ? weights[0][group] : weights[group];
+      out.slice(0, start, end).copy_(part.matmul(to_float(weight)));
     } else {
-      out[group].copy_(part.matmul(to_float(weight.slice(0, start, end))));
+      out[group].copy_(part.matmul(to_float(weights[0].slice(0, start, end))));
     }
     start = end;
   }
@@ -278,7 +294,7 @@ ACLNN(MoeInitRoutingV3,
          int64_t act_type NPU_OPS_UNPACK TUNING, Tensors out, Tensors act_out, Tensors scale_out), \
         check_grouped(*x, *weight, bias || scale || offset || antiquant_scale || per_token_scale,  \
                       groups, split_item, group_type, list_type, act_type),                        \
-        grouped((*x)[0], (*weight)[0], groups, group_type, list_type, (*out)[0]))
+        grouped((*x)[0], *weight, groups, group_type, list_type, (*out)[0]))
 GROUPED_MATMUL(GroupedMatmulV4, ())
 GROUPED_MATMUL(GroupedMatmulV5, (, Ints tuning))
 ACLNN(MoeFinalizeRoutingV2,

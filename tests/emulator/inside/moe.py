@@ -74,6 +74,24 @@ def test_a_product_for_each_group(dtype, cumulative):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("turned", [True, False])
+def test_a_weight_for_each_group(dtype, turned):
+    """As MindSpeed's experts in Transformer Engine's place call it, forwards and backwards."""
+    x, weight = torch.randn(9, HIDDEN).to(dtype), torch.randn(3, HIDDEN, 4).to(dtype)
+    lie = [w.t().contiguous().npu().t() if turned else w.npu() for w in weight]
+    (out,) = torch_npu.npu_grouped_matmul(
+        [x.npu()], lie, group_list=torch.tensor([2, 0, 7]).npu(), split_item=2, group_type=0,
+        group_list_type=1,
+    )  # fmt: skip
+    close(
+        out,
+        torch.cat((x[:2].float() @ weight[0].float(), x[2:].float() @ weight[2].float())),
+        dtype,
+    )
+    assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_the_gradient_of_weights_for_each_group(dtype, cumulative):
     """group_type 2: the axis that is summed over is divided; a group of nothing is zero."""
@@ -189,8 +207,9 @@ def test_what_is_not_emulated_is_rejected():
 
 
 def matmul(x, weight, groups, **options):
+    weights = weight if isinstance(weight, list) else [weight]
     return torch_npu.npu_grouped_matmul(
-        [x.npu()], [weight.npu()],
+        [x.npu()], [w.npu() for w in weights],
         **{"group_list": torch.tensor(groups).npu(), "split_item": 2, "group_type": 0}
         | {"group_list_type": 1} | options,
     )  # fmt: skip
@@ -204,8 +223,18 @@ def test_groups_that_the_vendor_refuses():
         matmul(x, weight[0], [9])
     with pytest.raises(RuntimeError, match="got a transposed tensor, .* group_type 0"):
         matmul(torch.randn(HIDDEN, 9).npu().t(), weight, [2, 3, 4])
-    with pytest.raises(RuntimeError, match="group_list: got 2 groups for weight"):
+    with pytest.raises(RuntimeError, match="group_list: got 2 groups for 3 weights"):
         matmul(x, weight, [2, 7])
+    with pytest.raises(RuntimeError, match="group_list: got 2 groups for 3 weights"):
+        matmul(x, list(weight), [2, 7])
+    with pytest.raises(RuntimeError, match="needs one last size"):
+        matmul(x, [weight[0], weight[1][:, :3]], [2, 7])
+    with pytest.raises(RuntimeError, match="some that are transposed"):
+        matmul(x, [weight[0], weight[1].t().contiguous().npu().t()], [2, 7])
+    with pytest.raises(RuntimeError, match="got 129, needs at most 128"):
+        matmul(x, [weight[0]] * 129, [1] * 129)
+    with pytest.raises(RuntimeError, match="length of weight must equal x"):
+        matmul(x.npu().t(), [grad, grad], [4, 5], **reduced)
     with pytest.raises(RuntimeError, match="group_list: got Int"):
         matmul(x, weight, [], group_list=torch.tensor([2, 3, 4]).int().npu())
     with pytest.raises(RuntimeError, match="got 2 and 3 dimensions, needs 2 and 2 with"):
