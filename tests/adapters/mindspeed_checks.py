@@ -386,11 +386,10 @@ def gated_delta_net_is_ours_over_mindspeeds():
         layer.out_norm = RMSNorm(16, config=norm_config)
         calls.clear()
         y = layer._apply_gated_norm(x[0], x[0])
-        assert calls == ["_apply_gated_norm"] * zero_centered, calls
-        if not zero_centered:
-            expected = torch.nn.functional.rms_norm(x[0], (16,), eps=1e-6)
-            expected = expected * torch.nn.functional.silu(x[0])
-            assert (y - expected).abs().max() < 1e-5
+        assert calls == [], calls
+        expected = torch.nn.functional.rms_norm(x[0], (16,), eps=1e-6) * (1 + zero_centered)
+        expected = expected * torch.nn.functional.silu(x[0])
+        assert (y - expected).abs().max() < 1e-5
 
 
 @check

@@ -34,7 +34,7 @@ def replace(original: Callable) -> Callable:
             return original(self, x, gate)
         width = x.shape[-1]
         x, gate = x.reshape(-1, width), gate.reshape(-1, width)
-        return npu_ops.rms_norm_gated(x, self.out_norm.weight, gate, self.out_norm.eps)
+        return npu_ops.rms_norm_gated(x, _weight(self.out_norm), gate, self.out_norm.eps)
 
     return npu_ops_gated_norm
 
@@ -56,5 +56,12 @@ def _is_plain(norm) -> bool:
     """Torch's norm or MindSpeed's: of others it is not known what `weight` means, or hooks do."""
     if type(norm) is torch.nn.RMSNorm:
         return norm.weight is not None and norm.eps is not None
-    mindspeed = getattr(sys.modules.get("mindspeed.core.fusions.fused_rms_norm"), "RMSNorm", None)
-    return type(norm) is mindspeed and not norm.config.layernorm_zero_centered_gamma
+    mindspeed = sys.modules.get("mindspeed.core.fusions.fused_rms_norm")
+    return type(norm) is getattr(mindspeed, "RMSNorm", None)
+
+
+def _weight(norm) -> torch.Tensor:
+    """MindSpeed's keeps it less one where Megatron is told to, as for Qwen3.5."""
+    config = getattr(norm, "config", None)
+    centred = getattr(config, "layernorm_zero_centered_gamma", False)
+    return 1 + norm.weight if centred else norm.weight
