@@ -1,17 +1,20 @@
 """verl's SFT trainer on its Megatron engine with MindSpeed, on the emulated NPU.
 
     git clone --branch core_r0.16.0 https://gitcode.com/Ascend/MindSpeed
-    python tests/trainers/upstream_verl_megatron.py MindSpeed --megatron 0.16.1
+    git clone https://github.com/ISEEKYAN/mbridge
+    python tests/trainers/upstream_verl_megatron.py MindSpeed --megatron 0.16.1 --mbridge mbridge
 
 Three steps without npu-ops and with it, on one rank and with tensor and sequence parallelism on
 two: losses and gradient norms must be those of verl's FSDP engine on the CPU, and npu-ops must have
 computed with npu-ops. `--megatron` as for tests/adapters/upstream_mindspeed.py, whose stand-ins
-these are. The exit status is 1 if anything differs.
+these are. Without a clone of mbridge its release, which has Qwen3 and Qwen3-MoE alone. The exit
+status is 1 if anything differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import pathlib
 import sys
@@ -24,18 +27,46 @@ import fetching
 import verl_runs
 
 MBRIDGE = fetching.CACHE / "trainers" / "mbridge-0.15.1"
-PACKED = "model.use_remove_padding=True"
+PACKED, PADDED = (f"model.use_remove_padding={value}" for value in (True, False))
 # Megatron decays no norm's weight, FSDP's optimizer all of them.
 DECAY = "optim.weight_decay=0"
+DELTA_NET = ("chunk_gated_delta_rule", "causal_conv1d", "rms_norm_gated", "l2norm")
 OPERATORS = ("apply_rotary_pos_emb_freqs", "attention", "bias_dropout_add")
 CLOSE = 2e-5
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """On text or pictures, and which of npu-ops' operators compute.
+
+    alone: what MindSpeed without npu-ops needs.
+    """
+
+    data: str = "text"
+    packing: str = PACKED
+    operators: tuple[str, ...] = OPERATORS
+    alone: tuple[str, ...] = ()
+
+
+RUNS = {
+    "qwen3": Run(),
+    "qwen3_moe": Run(),
+    "qwen3_vl_3": Run("pictures"),
+    # Its layer in Megatron 0.16 takes no packed sequences, and MindSpeed's delta rule bf16 alone.
+    "qwen3_5": Run(
+        packing=PADDED,
+        operators=(*OPERATORS, *DELTA_NET),
+        alone=("+engine.override_transformer_config.deterministic_mode=True",),
+    ),
+}
+
+
 def overrides(folder: pathlib.Path, model: str, ranks: int) -> list[str]:
     """The FSDP engine's, where there is such a setting, and no checkpoint: it is not compared."""
+    run = RUNS[model]
     kept = [
         line
-        for line in verl_runs.overrides(folder, model, "eager")
+        for line in verl_runs.overrides(folder, model, "eager", run.packing, data=run.data)
         if not line.startswith(("+engine.", "+model.", "model.enable", "engine.use_torch"))
     ]
     return [
@@ -58,17 +89,19 @@ def difference(found: verl_runs.Steps, truth: verl_runs.Steps) -> float:
 
 
 def compare(folder: pathlib.Path, model: str) -> bool:
-    lines = verl_runs.overrides(folder, model, "eager", PACKED, DECAY)
+    run = RUNS[model]
+    lines = verl_runs.overrides(folder, model, "eager", run.packing, DECAY, data=run.data)
     truth = verl_runs.run(folder, "truth", {model: lines}, ranks=1)[model]
     print(f"{model}: losses {truth.losses}, norms {truth.norms}", flush=True)
     right = True
     for who in ("shipped", "npu_ops"):
         for ranks in (1, 2):
             name = f"{model}_{ranks}"
-            lines = {name: overrides(folder, model, ranks)}
+            more = run.alone if who == "shipped" else ()
+            lines = {name: [*overrides(folder, model, ranks), *more]}
             found = verl_runs.run(folder, who, lines, ranks, "verl_megatron.py")[name]
             error = difference(found, truth)
-            computed = [all(calls.get(name) for name in OPERATORS) for calls in found.calls]
+            computed = [all(calls.get(name) for name in run.operators) for calls in found.calls]
             right &= error < CLOSE and all(ours == (who == "npu_ops") for ours in computed)
             print(f"  {who}, {ranks} ranks: {error:.1e}, calls {found.calls[0]}", flush=True)
     return right
@@ -79,17 +112,18 @@ def main() -> int:
     parser.add_argument("clone", type=pathlib.Path, help="a clone of MindSpeed")
     parser.add_argument("--megatron", default="0.16.1", help="a release, or a folder")
     parser.add_argument("--mbridge", type=pathlib.Path, help="a clone; otherwise release 0.15.1")
-    parser.add_argument("--models", nargs="+", default=["qwen3"], help="of verl_data.py")
+    parser.add_argument("--models", nargs="+", choices=RUNS, help="all")
     options = parser.parse_args()
     megatron = pathlib.Path(options.megatron)
     megatron = megatron if megatron.exists() else fetch_megatron.tree(options.megatron)
     mbridge = options.mbridge or MBRIDGE
     fetching.install(mbridge, "mbridge==0.15.1")
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (options.clone, megatron, mbridge)))
+    names = options.models or (list(RUNS) if options.mbridge else ["qwen3", "qwen3_moe"])
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        verl_runs.write_models(folder, options.models)
-        return int(not all([compare(folder, model) for model in options.models]))
+        verl_runs.write_models(folder, names)
+        return int(not all([compare(folder, model) for model in names]))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ EXPERTS = dict(  # of no size twice: transformers tells by them which way round 
 SHARED_EXPERT = dict(shared_expert_intermediate_size=64)
 DELTA_NET = dict(  # 3 layers of Gated Delta Net to 1 of attention
     num_hidden_layers=4, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=32,
-    linear_value_head_dim=32, linear_conv_kernel_dim=4,
+    linear_value_head_dim=32, linear_conv_kernel_dim=4, full_attention_interval=4,
+    layer_types=[*["linear_attention"] * 3, "full_attention"],  # released models say it twice
 )  # fmt: skip
 VISION = dict(
     depth=2, hidden_size=32, intermediate_size=64, num_heads=2, in_channels=3, patch_size=8,
@@ -62,11 +63,16 @@ PARTIAL = rope([4, 2, 2], partial_rotary_factor=0.5)
 # The class of a model without its ending, of its text and of its vision tower.
 MODELS = {
     "qwen3": ("Qwen3", TEXT, None),
-    "qwen3_moe": ("Qwen3Moe", TEXT | EXPERTS, None),
+    "qwen3_moe": ("Qwen3Moe", TEXT | EXPERTS | dict(norm_topk_prob=True), None),  # as released
     "qwen3_next": ("Qwen3Next", TEXT | DELTA_NET | EXPERTS | SHARED_EXPERT, None),
     "qwen3_5": ("Qwen3_5", TEXT | DELTA_NET | PARTIAL, VISION),
     "qwen3_5_moe": ("Qwen3_5Moe", TEXT | DELTA_NET | EXPERTS | SHARED_EXPERT | PARTIAL, VISION),
     "qwen3_vl": ("Qwen3VL", TEXT | rope([8, 4, 4]), VISION | DEEPSTACK),
+    "qwen3_vl_3": (  # Megatron's wants more layers than pictures go to
+        "Qwen3VL",
+        TEXT | rope([8, 4, 4]) | dict(num_hidden_layers=3),
+        VISION | DEEPSTACK,
+    ),
     "qwen3_vl_moe": ("Qwen3VLMoe", TEXT | EXPERTS | rope([8, 4, 4]), VISION | DEEPSTACK),
 }
 SEES = tuple(name for name, (_, _, vision) in MODELS.items() if vision)

@@ -1,15 +1,19 @@
 """verl_sft.py with verl's Megatron engine: the same arguments, "truth" excepted.
 
 MindSpeed imports modules that a machine without an NPU lacks; they are stood in for. In fp32, which
-the engine's configuration refuses and its code does not.
+the engine's configuration refuses and its code does not. mbridge knows a picture by the number that
+its tokens have in the released models: it is told ours.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import warnings
 
 import upstream_mindspeed
+import verl_data
 import verl_sft
 
 
@@ -25,6 +29,14 @@ def main(*arguments: str) -> None:
         build(self)
 
     transformer_impl.MegatronEngine._build_tf_config = build_in_fp32
+    with contextlib.suppress(ImportError):  # the release has no such model
+        from mbridge.models.qwen3_vl import base_bridge, transformer_config
+
+        if arguments[1] == "shipped":  # MindSpeed sets it on Megatron's class, not on mbridge's
+            transformer_config.Qwen3VLTransformerConfig.use_flash_attn = True
+        names = ("image_token_id", "video_token_id", "vision_start_token_id")
+        tokens = {name: verl_data.TOKENS[name] for name in names}
+        base_bridge.Qwen3VLModel = functools.partial(base_bridge.Qwen3VLModel, **tokens)
     verl_sft.main(*arguments)
 
 
