@@ -96,14 +96,17 @@ NPU_OPS_CLONES void beta_gradient_rows(Strided<const B> grad_beta, Strided<const
   }
 }
 
-// The rows of a [rows, HV] tensor.
+// From row to row of a [rows, HV] tensor, or of a contiguous one with more or fewer dimensions.
+int64_t step_of(const Tensor& tensor) {
+  return tensor.dim() == 2 ? tensor.stride(0) : tensor.size(-1);
+}
 template <class T>
 Strided<const T> rows_in(const Tensor& tensor) {
-  return {input<T>(tensor), tensor.stride(0)};
+  return {input<T>(tensor), step_of(tensor)};
 }
 template <class T>
 Strided<T> rows_out(const Tensor& tensor) {
-  return {output<T>(tensor), tensor.stride(0)};
+  return {output<T>(tensor), step_of(tensor)};
 }
 
 // An element costs about ten times what it costs to copy one.
@@ -112,7 +115,7 @@ constexpr int64_t kCost = 10;
 void forward(Tensor a, Tensor A_log, std::optional<Tensor> dt_bias, std::optional<Tensor> b,
              double scale, double softplus_beta, double softplus_threshold, Tensor g,
              std::optional<Tensor> beta) {
-  const int64_t rows = a.size(0), heads = a.size(1);
+  const int64_t heads = a.size(-1), rows = a.numel() / heads;
   const Softplus plus(softplus_beta, softplus_threshold);
   const Heads of(A_log, dt_bias, plus.beta);
   dispatch(a.scalar_type(), "a", [&]<class A>(A*) {
@@ -148,7 +151,7 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
               std::optional<Tensor> dt_bias, std::optional<Tensor> b, double scale,
               double softplus_beta, double softplus_threshold, Tensor grad_a, Tensor grad_A_log,
               Tensor grad_dt_bias, std::optional<Tensor> grad_b) {
-  const int64_t rows = a.size(0), heads = a.size(1);
+  const int64_t heads = a.size(-1), rows = a.numel() / heads;
   const Softplus plus(softplus_beta, softplus_threshold);
   const Heads of(A_log, dt_bias, plus.beta);
   Partials sums(rows, 2 * heads, true);

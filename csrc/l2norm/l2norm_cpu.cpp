@@ -8,7 +8,7 @@ namespace {
 
 void forward(Tensor x, double eps, Tensor out) {
   const Rows from(x), to(out);
-  const int64_t width = x.size(2);
+  const int64_t width = x.size(-1);
   prefer_huge_pages(out);
   dispatch(x.scalar_type(), "x", [&]<class X>(X*) {
     dispatch(out.scalar_type(), "out", [&]<class O>(O*) {
@@ -31,7 +31,7 @@ void forward(Tensor x, double eps, Tensor out) {
 
 void backward(Tensor grad, Tensor x, double eps, Tensor grad_x) {
   const Rows given(grad), from(x), to(grad_x);
-  const int64_t width = x.size(2);
+  const int64_t width = x.size(-1);
   prefer_huge_pages(grad_x);
   dispatch(grad.scalar_type(), "grad", [&]<class G>(G*) {
     dispatch(x.scalar_type(), "x", [&]<class X>(X*) {

@@ -106,7 +106,7 @@ void forward(Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gat
              std::string activation, Tensor out) {
   const Rows from(x), gates(z), to(out);
   const Weight weights(weight);
-  const int64_t width = x.size(2);
+  const int64_t width = x.size(-1);
   prefer_huge_pages(out);
   dispatch(x.scalar_type(), "x", [&]<class X>(X*) {
     const X *in = input<X>(x), *gate = input<X>(z);
@@ -133,7 +133,7 @@ void backward(Tensor grad, Tensor x, Tensor weight, Tensor z, double eps, bool n
               std::string activation, Tensor grad_x, Tensor grad_weight, Tensor grad_z) {
   const Rows grads(grad), from(x), gates(z), to_x(grad_x), to_z(grad_z);
   const Weight weights(weight);
-  const int64_t width = x.size(2), rows = from.outer * from.inner;
+  const int64_t width = x.size(-1), rows = from.outer * from.inner;
   Partials sums(rows, weight.numel(), true);
   prefer_huge_pages(grad_x);
   prefer_huge_pages(grad_z);

@@ -90,6 +90,8 @@ class Operator:
         ascendc: it has an AscendC kernel and a native launcher of it. Triton's comes first: that
             one is compiled by the vendor's compiler here.
         cpu_in_python: the CPU implementation is in the op's `cpu.py`, not in the native library.
+        folds: the native CPU kernel takes contiguous tensors with any leading dimensions, so that
+            a call like one before needs no views of them.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Operator:
         fla_npu: bool = False,
         ascendc: bool = False,
         cpu_in_python: bool = False,
+        folds: bool = False,
     ):
         self.name, self.op = name, op or name
         self.takes, self.shapes = _parsed(takes), _parsed(shapes)
@@ -134,7 +137,7 @@ class Operator:
         self._tensors = sum(argument.is_tensor for argument in self.inputs)
         self._overwritten = [i for i, a in enumerate(self.takes) if a.is_written]
         lists = any(argument.type.endswith("[]") for argument in self.inputs)
-        self._plans = plans.Plans(self._tensors, lists)
+        self._plans = plans.Plans(self._tensors, lists, folds)
         arguments = [argument.name for argument in (*self.takes, *self.writes)]
         written = [*(a.name for a in self.takes if a.is_written), *outputs]
         usual = self._usual(why_not or {}, aclnn, fla_npu, ascendc, cpu_in_python)

@@ -7,6 +7,7 @@ that has to be found out. That is most of what a small call costs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,16 +31,11 @@ class Made(NamedTuple):
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+    options: dict
 
 
 def _made(x: torch.Tensor) -> Made:
-    return Made(x.shape, x.stride(), x.dtype, x.device)
-
-
-def _new(size, stride, dtype, device) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return Made(x.shape, x.stride(), {"dtype": x.dtype, "device": x.device})
 
 
 class View(NamedTuple):
@@ -74,9 +70,18 @@ class Plan:
         self._same = [(view.place, view.tensor) for view in views if view.size is None]
         self._views = [view for view in views if view.size is not None]
 
+    def unfold(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take tensors as they are, where each view but folds the leading dimensions of one."""
+        if all(_folds(tensors[view.tensor], view) for view in self._views):
+            self._same += [(view.place, view.tensor) for view in self._views]
+            self._views = []
+
     def outputs(self) -> list[torch.Tensor | None]:
         """New ones, uninitialised."""
-        return [None if made is None else _new(*made) for made in self._makes]
+        return [
+            None if made is None else torch.empty_strided(made[0], made[1], **made[2])
+            for made in self._makes
+        ]
 
     def laid(self, tensors: Sequence[torch.Tensor | None]) -> tuple:
         """What the implementation takes of a call's inputs and outputs."""
@@ -94,10 +99,11 @@ class Plans:
     Args:
         tensors: how many tensors its inputs begin with.
         lists: whether there are lists among the others.
+        folds: whether native CPU kernels fold the leading dimensions of contiguous tensors.
     """
 
-    def __init__(self, tensors: int, lists: bool):
-        self._tensors, self._lists = tensors, lists
+    def __init__(self, tensors: int, lists: bool, folds: bool = False):
+        self._tensors, self._lists, self._folds = tensors, lists, folds
         self._plans: dict[tuple, Plan | None] = Bounded(_MOST)
 
     def key_of(self, inputs: tuple) -> tuple | None:
@@ -131,7 +137,10 @@ class Plans:
             self._plans[key] = _SEEN
         elif known is _SEEN:
             sources = [*inputs[: self._tensors], *outputs]
-            self._plans[key] = _plan(sources, outputs, laid, chosen)
+            plan = _plan(sources, outputs, laid, chosen)
+            if plan and self._folds and chosen.name == "cpu":
+                plan.unfold(sources)
+            self._plans[key] = plan
 
 
 def _plan(sources: Sequence, outputs: Sequence, laid: Sequence, chosen) -> Plan | None:
@@ -154,6 +163,11 @@ def _view(place: int, x: torch.Tensor, sources: Sequence) -> View | None:
         return View(place, *same) if len(same) == 1 else None
     alike = [i for i, y in enumerate(sources) if y is not None and _begin_alike(x, y)]
     return View(place, *alike, x.shape, x.stride()) if len(alike) == 1 else None
+
+
+def _folds(x: torch.Tensor, view: View) -> bool:
+    same_rows = x.dim() > 0 and x.shape[-1] == view.size[-1] and view.stride[-1] == 1
+    return same_rows and x.is_contiguous() and math.prod(view.size) == x.numel()
 
 
 def _begin_alike(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -46,6 +46,7 @@ forward = Operator(
     lay_out=_LAY_OUT,
     why_not={"ascendc": _against_ascendc},
     ascendc=True,
+    folds=True,
 )
 backward = Backward(
     forward,
@@ -56,4 +57,5 @@ backward = Backward(
     lay_out=_LAY_OUT,
     why_not={"ascendc": _against_ascendc},
     ascendc=True,
+    folds=True,
 )

@@ -20,6 +20,7 @@ forward = Operator(
     lay_out=lay_out_rows(["x"], ["out"]),
     why_not={"triton_ascend": _up_to_4096},
     ascendc=True,
+    folds=True,
 )
 backward = Backward(
     forward,
@@ -30,4 +31,5 @@ backward = Backward(
     lay_out=lay_out_rows(["grad", "x"], ["grad_x"]),
     why_not={"triton_ascend": _up_to_4096},
     ascendc=True,
+    folds=True,
 )

@@ -35,6 +35,7 @@ forward = Operator(
     lay_out=lay_out_rows(["x", "z"], ["out"], groups="weight"),
     why_not={"cpu": _mixed, "ascendc": _up_to_16384},
     ascendc=True,
+    folds=True,
 )
 backward = Backward(
     forward,
@@ -45,4 +46,5 @@ backward = Backward(
     lay_out=lay_out_rows(["grad", "x", "z"], ["grad_x", "grad_z"], groups="weight"),
     why_not={"cpu": _mixed, "ascendc": _up_to_16384},
     ascendc=True,
+    folds=True,
 )
