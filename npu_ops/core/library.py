@@ -130,10 +130,10 @@ def run(name: str, inputs: tuple, tensors: int):
     Where nothing but autograd watches, torch's dispatcher is left out: it costs 13 us, and 50 with
     a gradient.
     """
-    watched = _watched(inputs[:tensors])
-    if watched is None:
+    by = watched(inputs[:tensors])
+    if by is None:
         return _runs[name](*inputs)
-    if watched is _BY_AUTOGRAD and name in _recorded:
+    if by is BY_AUTOGRAD and name in _recorded:
         return _recorded[name].apply(*inputs)
     return call(name, *inputs)
 
@@ -205,26 +205,26 @@ def is_plain(*tensors: torch.Tensor) -> bool:
     fake tensors, a dispatch mode, a transform, forward-mode differentiation), and memory to compute
     with (not meta).
     """
-    return _watched(tensors) is None
+    return watched(tensors) is None
 
 
-_BY_AUTOGRAD, _BY_MORE = "by autograd", "by more"
+BY_AUTOGRAD, BY_MORE = "by autograd", "by more"
 
 
-def _watched(tensors: Sequence[torch.Tensor | None]) -> str | None:
+def watched(tensors: Sequence[torch.Tensor | None]) -> str | None:
     """Who sees an operator on these besides its implementation."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return _BY_MORE
+        return BY_MORE
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        return _BY_MORE
+        return BY_MORE
     grad, recorded = torch.is_grad_enabled(), None
     for t in tensors:  # a loop: `all` of a generator costs a microsecond more
         if t is None:
             continue
         if type(t) not in _PLAIN or t.is_meta:
-            return _BY_MORE
+            return BY_MORE
         if grad and t.requires_grad:
-            recorded = _BY_AUTOGRAD
+            recorded = BY_AUTOGRAD
     return recorded
 
 

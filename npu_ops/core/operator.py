@@ -91,7 +91,7 @@ class Operator:
             one is compiled by the vendor's compiler here.
         cpu_in_python: the CPU implementation is in the op's `cpu.py`, not in the native library.
         folds: the native CPU kernel takes contiguous tensors with any leading dimensions, so that
-            a call like one before needs no views of them.
+            a call like one before needs no views of them; a backward as its forward.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Operator:
         cpu_in_python: bool = False,
         folds: bool = False,
     ):
-        self.name, self.op = name, op or name
+        self.name, self.op, self.folds = name, op or name, folds
         self.takes, self.shapes = _parsed(takes), _parsed(shapes)
         self.writes = [Argument("Tensor?" if n[-1] == "?" else "Tensor", n.rstrip("?"))
                        for n in writes.split(", ")]  # fmt: skip
@@ -151,9 +151,14 @@ class Operator:
         """Compute the outputs on any device; what torch's dispatcher ends up calling."""
         key = None if self._overwritten else self._plans.key_of(inputs)
         plan = self._plans.find(key)
-        return self._first_run(inputs, key) if plan is None else self._run_again(inputs, plan)
+        return self._first_run(inputs, key) if plan is None else self.run_again(inputs, plan)
 
-    def _run_again(self, inputs, plan):
+    def plan_of(self, inputs: tuple) -> plans.Plan | None:
+        """What calls like this one go by, where there is something by now."""
+        return None if self._overwritten else self._plans.find(self._plans.key_of(inputs))
+
+    def run_again(self, inputs: tuple, plan: plans.Plan):
+        """Compute the outputs as `run` does, by the plan of a call like this one."""
         outputs = plan.outputs()
         if library.poison_outputs:
             _poison(outputs)
@@ -361,7 +366,8 @@ class Backward(Operator):
     """
 
     def __init__(self, forward: Operator, *, passed: Mapping[str, str] | None = None, **declared):
-        super().__init__(f"{forward.name}_backward", op=forward.op, **declared)
+        kernel = {"op": forward.op, "folds": forward.folds}
+        super().__init__(f"{forward.name}_backward", **kernel, **declared)
         outputs = [output.name for output in forward.writes]
         gradients = ["grad"] if len(outputs) == 1 else [f"grad_{name}" for name in outputs]
         known = [*(argument.name for argument in forward.inputs), *outputs]

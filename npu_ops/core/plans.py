@@ -31,11 +31,16 @@ class Made(NamedTuple):
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    options: dict
+    dtype: torch.dtype
+    device: torch.device
 
 
 def _made(x: torch.Tensor) -> Made:
-    return Made(x.shape, x.stride(), {"dtype": x.dtype, "device": x.device})
+    return Made(x.shape, x.stride(), x.dtype, x.device)
+
+
+def _new(size, stride, dtype, device) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 class View(NamedTuple):
@@ -51,6 +56,22 @@ def forget() -> None:
     """Make no use of plans of before: something that implementations are chosen by has changed."""
     global _epoch
     _epoch += 1
+
+
+def key_of(tensors: Sequence[torch.Tensor | None], settings: tuple) -> tuple | None:
+    """What calls that are alike have in common: of the tensors all but their contents.
+
+    None where there is no plan: index values decide what a call does, too.
+    """
+    known: list = [_epoch, in_a_group(), settings]
+    for x in tensors:
+        if x is None:
+            known.append(None)
+        elif x.is_floating_point():
+            known.append((x.shape, x.stride(), x.dtype, x.device))
+        else:
+            return None
+    return tuple(known)
 
 
 class Plan:
@@ -70,6 +91,11 @@ class Plan:
         self._same = [(view.place, view.tensor) for view in views if view.size is None]
         self._views = [view for view in views if view.size is not None]
 
+    @property
+    def same(self) -> bool:
+        """Whether all tensors are taken as they are."""
+        return not self._views
+
     def unfold(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take tensors as they are, where each view but folds the leading dimensions of one."""
         if all(_folds(tensors[view.tensor], view) for view in self._views):
@@ -78,10 +104,7 @@ class Plan:
 
     def outputs(self) -> list[torch.Tensor | None]:
         """New ones, uninitialised."""
-        return [
-            None if made is None else torch.empty_strided(made[0], made[1], **made[2])
-            for made in self._makes
-        ]
+        return [None if made is None else _new(*made) for made in self._makes]
 
     def laid(self, tensors: Sequence[torch.Tensor | None]) -> tuple:
         """What the implementation takes of a call's inputs and outputs."""
@@ -107,22 +130,11 @@ class Plans:
         self._plans: dict[tuple, Plan | None] = Bounded(_MOST)
 
     def key_of(self, inputs: tuple) -> tuple | None:
-        """What a plan is found by: of the inputs all but the tensors' contents.
-
-        None where there is no plan: index values decide what a call does, too.
-        """
+        """What a plan is found by, see `key_of`."""
         settings = inputs[self._tensors :]
         if self._lists:
             settings = tuple([tuple(x) if isinstance(x, list) else x for x in settings])
-        known: list = [_epoch, in_a_group(), settings]
-        for x in inputs[: self._tensors]:
-            if x is None:
-                known.append(None)
-            elif x.is_floating_point():
-                known.append((x.shape, x.stride(), x.dtype, x.device))
-            else:
-                return None
-        return tuple(known)
+        return key_of(inputs[: self._tensors], settings)
 
     def find(self, key: tuple | None) -> Plan | None:
         """The plan for such a call, where there is one."""
@@ -137,14 +149,16 @@ class Plans:
             self._plans[key] = _SEEN
         elif known is _SEEN:
             sources = [*inputs[: self._tensors], *outputs]
-            plan = _plan(sources, outputs, laid, chosen)
-            if plan and self._folds and chosen.name == "cpu":
-                plan.unfold(sources)
-            self._plans[key] = plan
+            found = plan(sources, outputs, laid, chosen)
+            if found and self._folds and chosen.name == "cpu":
+                found.unfold(sources)
+            self._plans[key] = found
 
 
-def _plan(sources: Sequence, outputs: Sequence, laid: Sequence, chosen) -> Plan | None:
-    """None where something was copied for the implementation, or its choice may be another."""
+def plan(sources: Sequence, outputs: Sequence, laid: Sequence, chosen) -> Plan | None:
+    """How to lay out tensors like the `sources` and to make such outputs.
+
+    None where something was copied for the implementation, or its choice may be another."""
     if chosen.name in _OTHERS_KERNELS:
         return None
     views = []

@@ -57,5 +57,4 @@ backward = Backward(
     lay_out=_LAY_OUT,
     why_not={"ascendc": _against_ascendc},
     ascendc=True,
-    folds=True,
 )

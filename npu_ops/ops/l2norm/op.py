@@ -31,5 +31,4 @@ backward = Backward(
     lay_out=lay_out_rows(["grad", "x"], ["grad_x"]),
     why_not={"triton_ascend": _up_to_4096},
     ascendc=True,
-    folds=True,
 )

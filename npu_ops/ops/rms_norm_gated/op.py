@@ -46,5 +46,4 @@ backward = Backward(
     lay_out=lay_out_rows(["grad", "x", "z"], ["grad_x", "grad_z"], groups="weight"),
     why_not={"cpu": _mixed, "ascendc": _up_to_16384},
     ascendc=True,
-    folds=True,
 )
