@@ -93,11 +93,12 @@ def test_with_npu_ops(name, steps):
         assert not missing, calls
 
 
-@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if run.workers == 1])
+@pytest.mark.parametrize("name", RUNS)
 def test_with_verls_patches(name, steps):
     truth = steps("truth", RUNS[name].model)
     found = steps("shipped", name)
     agree(found, truth)
+    assert len(found.calls) == RUNS[name].workers
     for calls in found.calls:
         assert calls["npu_rms_norm"] and calls["npu_cross_entropy_loss"], calls
         assert not any(operator in calls for operator in RULE)

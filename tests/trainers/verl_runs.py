@@ -67,7 +67,7 @@ def run(
 ) -> dict[str, Steps]:
     """Each of `runs`, one after the other in the same processes; checkpoints lie with results."""
     runs = {
-        name: [f"trainer.default_local_dir={folder / who / name}", *lines]
+        name: [f"trainer.default_local_dir='{folder / who / name}'", *lines]
         for name, lines in runs.items()
     }
     command = [
