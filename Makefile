@@ -89,7 +89,7 @@ test-all: check fetch
 # RELAX, QUEUE and those two: clones of Relax and TransferQueue; then Relax's.
 # Where others use the machine too, a run takes more than the 10 minutes of other tests.
 FOR_LONG := --timeout 3000
-test-trainers: .cache/trainers/ready .cache/frameworks/ready
+test-trainers: .cache/trainers/ready .cache/frameworks/ready .cache/sglang/ready
 	$(ON_CPU) $(FOR_LONG) tests/trainers tests/adapters/test_verl.py
 	$(if $(SLIME),$(BIN)/python tests/trainers/fetch_slime.py $(SLIME) $(MEGATRON) $(MINDSPEED))
 	$(if $(SLIME),$(BIN)/python -m pytest $(FOR_LONG) tests/trainers/upstream_slime.py)

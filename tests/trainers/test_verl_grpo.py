@@ -102,3 +102,16 @@ def test_with_verls_patches(name, steps):
     for calls in found.calls:
         assert calls["npu_rms_norm"] and calls["npu_cross_entropy_loss"], calls
         assert not any(operator in calls for operator in RULE)
+
+
+def test_sglang_as_rollout(tmp_path):
+    """Its engine, on the CPU, samples by the weights that the actor sends: at each step its
+    probabilities are those that npu-ops computes in the actor."""
+    verl_runs.write_models(tmp_path, ("qwen3",))
+    lines = RUNS["qwen3"].lines(tmp_path, "npu_ops") + verl_grpo_runs.with_sglang()
+    changes = verl_grpo_runs.beside_sglang(tmp_path / "triton")
+    found = verl_grpo_runs.run(tmp_path, "npu_ops", "sglang", lines, "none", 1, **changes)
+    assert len(found.sampled) == 3 and max(found.sampled) < 1e-7
+    assert min(found.metrics["actor/grad_norm"]) > 0.1
+    (calls,) = found.calls
+    assert calls["attention"] == calls["apply_rotary_pos_emb"] == 96

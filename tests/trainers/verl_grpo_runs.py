@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import os
 import pathlib
 import sys
 import tempfile
 from collections.abc import Mapping
 
+import fetch_sglang
 import verl_runs
 from verl_runs import FP32, HERE
 
@@ -86,6 +89,38 @@ def overrides(folder: pathlib.Path, model: str, attention: str, *more: str, data
     ]
 
 
+SGLANG = {
+    "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch",
+    "grammar_backend": "none", "disable_overlap_schedule": True, "disable_radix_cache": True,
+    "chunked_prefill_size": -1, "max_total_tokens": 4096, "enable_memory_saver": False,
+}  # fmt: skip
+
+
+def with_sglang() -> list[str]:
+    """SGLang's engine on the CPU, whose first weights are the actor's: its own are random."""
+    return [
+        f"{MODEL}.external_lib=verl_sglang",
+        f"{ROLLOUT}.name=sglang",
+        f"{ROLLOUT}.dtype=float32",
+        f"{ROLLOUT}.free_cache_engine=False",
+        f"{ROLLOUT}.enforce_eager=True",
+        f"{ROLLOUT}.gpu_memory_utilization=0.3",
+        f"{ROLLOUT}.max_num_seqs=16",
+        f"{ROLLOUT}.load_format=dummy",
+        *(f"+{ROLLOUT}.engine_kwargs.sglang.{name}={value}" for name, value in SGLANG.items()),
+    ]
+
+
+def beside_sglang(folder: pathlib.Path) -> dict[str, str]:
+    """Variables: SGLang's packages come after verl's, and the environment's Triton before both."""
+    folder.mkdir()
+    triton = importlib.util.find_spec("triton").submodule_search_locations[0]
+    (folder / "triton").symlink_to(triton)
+    path = verl_runs.variables()["PYTHONPATH"].split(os.pathsep)
+    path = os.pathsep.join([str(folder), *path, str(fetch_sglang.tree())])
+    return {"PYTHONPATH": path, "SGLANG_PLATFORM": "sglang_npu"}
+
+
 def on(workers: int) -> list[str]:
     """Ray knows NPUs by their files in /dev, which the emulated ones have not: it is told."""
     ray = {"address": "local", "include_dashboard": False, "object_store_memory": 200_000_000}
@@ -99,7 +134,13 @@ def on(workers: int) -> list[str]:
 
 
 def run(
-    folder: pathlib.Path, who: str, name: str, lines: list[str], answers: str, workers: int
+    folder: pathlib.Path,
+    who: str,
+    name: str,
+    lines: list[str],
+    answers: str,
+    workers: int,
+    **changes: str,
 ) -> Steps:
     """`answers`: a file, which "truth" writes as it samples and the others read."""
     results = folder / f"grpo_{who}" / name
@@ -113,7 +154,7 @@ def run(
     # A socket's name has at most 107 characters, and Ray's folder is in it.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as ray:
         files = {"VERL_FILE_LOGGER_PATH": f"{results}.jsonl", "RAY_TMPDIR": ray}
-        verl_runs.finish_as(who, workers, command, GRPO_WHO=who, **RAY, **files)
+        verl_runs.finish_as(who, workers, command, GRPO_WHO=who, **RAY, **files, **changes)
     return read(results)
 
 

@@ -29,9 +29,14 @@ class Weights(verl_rollout.Weights):
 
     async def update_weights(self, weights, global_steps=None, **kwargs):
         await super().update_weights(weights, global_steps, **kwargs)
-        name = self.config.engine_kwargs[verl_rollout.NAME]["results"]
-        found = {"calls": CALLS, "passes": PASSES}
-        pathlib.Path(f"{name}.{os.environ['RANK']}.json").write_text(json.dumps(found))
+        write_down(self.config)
+
+
+def write_down(config) -> None:
+    """`config`: of the rollout."""
+    name = config.engine_kwargs[verl_rollout.NAME]["results"]
+    found = {"calls": CALLS, "passes": PASSES}
+    pathlib.Path(f"{name}.{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 class Worker(engine_workers.TrainingWorker):

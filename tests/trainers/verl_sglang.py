@@ -1,0 +1,75 @@
+"""verl's own rollout of SGLang, for verl_worker.py's workers: the engine on the CPU.
+
+Named by `model.external_lib`. The server is verl's, in a process of Ray without torch_npu, and so
+are its HTTP and the weights' way through shared memory. What is not verl 0.9.1's: weights leave the
+device first, for the engine is not on it. And verl 0.9.1 is for SGLang 0.5.12, not 0.5.23, whose
+arguments are no dataclass, and which takes weights within a session.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import types
+
+import torch
+import verl_worker
+from verl.plugin.platform import get_platform
+from verl.workers.rollout import base
+from verl.workers.rollout.sglang_rollout import async_sglang_server, sglang_rollout
+
+ON_CPU = {
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    "NPU_OPS_EMULATOR": "0",
+    "GRPO_WHO": "truth",
+    "SGLANG_PLATFORM": "sglang_cpu",
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
+}
+
+
+class Weights(sglang_rollout.ServerAdapter):
+    """In each worker: verl's, and what verl_worker.py writes down."""
+
+    async def update_weights(self, weights, global_steps=None, **kwargs):
+        await self._init_server_adapter()
+        if self._engine is not None:
+            await self._engine.begin_weight_update()
+        await super().update_weights(weights, global_steps, **kwargs)
+        if self._engine is not None:
+            await self._engine.end_weight_update()
+        verl_worker.write_down(self.config)
+
+
+def with_sessions(adapter: type) -> None:
+    """What SGLang 0.5.23's interface has beyond 0.5.12's: its server takes both."""
+    for name in ("begin_weight_update", "end_weight_update"):
+        call = functools.partialmethod(adapter._make_async_request, name, {})
+        setattr(adapter, name, call)
+    adapter.__abstractmethods__ = frozenset()
+
+
+def begin() -> None:
+    with_sessions(sglang_rollout.AsyncHttpServerAdapter)
+    base._ROLLOUT_REGISTRY["sglang", "async"] = f"{__name__}.Weights"
+    sglang_rollout._to_ipc_device = torch.Tensor.cpu
+    torch.multiprocessing.set_sharing_strategy("file_system")  # its server is not a child
+    # It asks whether weights may be kept in memory while they sleep: they do not.
+    async_sglang_server.dataclasses = types.SimpleNamespace(fields=lambda arguments: ())
+    platform = type(get_platform())
+    theirs = platform.rollout_env_vars
+    changes = ON_CPU | {"PYTHONPATH": without_npus(os.environ["PYTHONPATH"])}
+    platform.rollout_env_vars = lambda self: theirs(self) | changes
+
+
+def without_npus(path: str) -> str:
+    """Of verl_grpo_runs.py: SGLang takes torch_npu for an NPU, and wants the Triton it needs."""
+    folders = [pathlib.Path(folder) for folder in path.split(os.pathsep)]
+    kept = [
+        x for x in folders if not (x / "triton").is_symlink() and not (x / "torch_npu").exists()
+    ]
+    return os.pathsep.join(map(str, kept))
+
+
+begin()
