@@ -11,16 +11,20 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pathlib
+import re
 import sys
+import types
+from collections.abc import Mapping
 
 import slime_train
 import slime_worker
 import torch
 
-# Megatron's own layers, and Transformer Engine's, for which mbridge has the names.
+# Names of Megatron's own layers, and of Transformer Engine's, which mbridge has.
+ATTENTION = {r"input_layernorm\.weight": "self_attention.linear_qkv.layer_norm_weight"}
 FUSED = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "qwen3": ATTENTION | {r"pre_mlp_layernorm\.weight": "mlp.linear_fc1.layer_norm_weight"},
+    "qwen3_moe": ATTENTION | {r"local_experts\.(\d+)\.(linear_fc.)\.weight": r"\2.weight\1"},
 }
 
 
@@ -32,23 +36,28 @@ def main(model: str, *arguments: str) -> None:
 
     slime_train.in_fp32(defaults)
     slime_worker.with_local_layers(None)
-    bridge = importlib.import_module("mbridge.core.bridge").Bridge
-    if model == "qwen3":
-        with_fused_names(bridge)
+    if model in FUSED:
+        bridge = importlib.import_module("mbridge.core.bridge").Bridge
+        with_fused_names(bridge, FUSED[model])
     else:
-        bridge.load_weights = lambda self, model, path, memory_efficient: None
+        importlib.import_module("mbridge").AutoBridge.from_pretrained = as_drawn
     sys.argv[1:] = arguments
     package = pathlib.Path(importlib.util.find_spec("slime").origin).parent
     sys.path.insert(0, str(package.with_name("tools")))
     importlib.import_module("convert_hf_to_torch_dist").main()
 
 
-def with_fused_names(bridge) -> None:
+def as_drawn(*args, **options):
+    """In place of mbridge's for a model: weights stay as they are."""
+    return types.SimpleNamespace(load_weights=lambda *args, **options: None)
+
+
+def with_fused_names(bridge, names: Mapping[str, str]) -> None:
     name_of = bridge._weight_name_mapping_mcore_to_hf
 
     def fused(self, name: str):
-        for local, theirs in FUSED.items():
-            name = name.replace(local, theirs)
+        for local, theirs in names.items():
+            name = re.sub(local, theirs, name)
         return name_of(self, name)
 
     bridge._weight_name_mapping_mcore_to_hf = fused

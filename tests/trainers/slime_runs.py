@@ -31,6 +31,13 @@ MODELS = {
         "--num-layers", "4", "--spec", "slime_plugins.models.qwen3_next", "get_qwen3_next_spec",
         "--attention-output-gate", "--rotary-percent", "0.25",
     ),
+    "qwen3_moe": (
+        "--num-layers", "2", "--num-experts", "4", "--moe-router-topk", "2",
+        "--moe-ffn-hidden-size", "48", "--moe-layer-freq", "[1,1]",
+        "--moe-router-score-function", "softmax", "--moe-router-dtype", "fp32",
+        "--moe-token-dispatcher-type", "alltoall", "--moe-token-drop-policy", "probs",
+        "--moe-aux-loss-coeff", "0",
+    ),
 }  # fmt: skip
 TRAINING = (  # 2 rollouts of 8 answers, 2 steps of 4 answers in each, micro-batches of 2
     "--num-rollout", "2", "--rollout-batch-size", "2", "--n-samples-per-prompt", "4",
@@ -52,7 +59,11 @@ LOCAL = (
     "--no-masked-softmax-fusion",
 )  # fmt: skip
 ON_NPU = ("--custom-megatron-init-path", "slime_worker.count_fused")
+# With these, the arguments of slime's script for Qwen3-30B-A3B, but for --moe-permute-fusion.
+EXPERTS = {"qwen3_moe": ("--moe-grouped-gemm",)}
 ON_CPU = ("--custom-megatron-init-path", "slime_worker.with_local_layers")
+# slime's patches import mbridge first, after which Megatron has no layers for these models.
+MINDSPEED_FIRST = ("qwen3_next", "qwen3_moe")
 # Megatron asks for it where tensors are parallel.
 ONCE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | verl_grpo_runs.RAY
 ONCE["RAY_prestart_worker_first_driver"] = "0"  # each imports all of it, and most are not needed
@@ -90,11 +101,14 @@ def run(folder: pathlib.Path, who: str, model: str = "qwen3", devices: int = 1) 
         sys.executable, str(HERE / "slime_train.py"), str(devices), *COMMON, *MODELS[model],
         *TRAINING, *NO_ENGINE, *files, "--actor-num-nodes", "1",
         *("--actor-num-gpus-per-node", str(devices), "--tensor-model-parallel-size", str(devices)),
-        *(LOCAL + ON_CPU if who == "truth" else ON_NPU),
+        *(LOCAL + ON_CPU if who == "truth" else ON_NPU + EXPERTS.get(model, ())),
     ]  # fmt: skip
     if who != "truth":
         command = verl_runs.emulated(devices, command)
-    verl_runs.finish(command, variables(who, results))
+    environment = variables(who, results)
+    if who == "shipped" and model in MINDSPEED_FIRST:
+        environment["SLIME_MINDSPEED_FIRST"] = "1"
+    verl_runs.finish(command, environment)
     return read(results, devices)
 
 

@@ -59,8 +59,19 @@ def on_npu() -> None:
     import upstream_mindspeed
 
     upstream_mindspeed.without_torchair()
+    slime_doubles.install({"acl": {"get_soc_name": lambda: "Ascend910B3"}})
     sys.meta_path.append(upstream_mindspeed.StandIns(("hccl", "six")))
     sys.meta_path.insert(0, upstream_bridge.Bare(pathlib.Path(os.environ["SLIME_BRIDGE"])))
+    if os.environ.get("SLIME_MINDSPEED_FIRST"):
+        importlib.import_module("mindspeed.megatron_adaptor")
+        with_kernels_that_compile()
+
+
+def with_kernels_that_compile() -> None:
+    """fla 0.6.0 has two for one gradient of the delta rule, and takes that which triton-ascend
+    3.2.0 rejects: it needs 520 KiB of a core's 192."""
+    kernels = importlib.import_module("fla.ops.common.backends.triton_ascend.chunk_o")
+    kernels._get_dqkwg_full_tiles = lambda **sizes: None
 
 
 def with_local_layers(args) -> None:
@@ -70,6 +81,8 @@ def with_local_layers(args) -> None:
     from megatron.core.models.gpt import gpt_layer_specs
 
     upstream_bridge.without_packed_attention()
+    without_router_gemm()
+    experts_on_cpu()
     block = gpt_layer_specs.get_gpt_decoder_block_spec
 
     def local(config, use_transformer_engine, **options):
@@ -77,6 +90,21 @@ def with_local_layers(args) -> None:
 
     gpt_layer_specs.get_gpt_decoder_block_spec = local
     norm_once()
+
+
+def without_router_gemm() -> None:
+    """Megatron asks whether this is None, and defines it with Transformer Engine alone."""
+    importlib.import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = None
+
+
+def experts_on_cpu() -> None:
+    """Megatron moves the numbers of tokens to the CPU, where they are, on a stream of CUDA's."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    def stay(self, point: str, tokens_per_expert=None):
+        return tokens_per_expert
+
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = stay
 
 
 def norm_once() -> None:
@@ -114,6 +142,7 @@ def count() -> None:
 
 def count_fused(args) -> None:
     """For --custom-megatron-init-path: also functions whose `@jit_fuser` slime deletes."""
+    without_router_gemm()
     for module, names in FUSED.items():
         module = importlib.import_module(f"megatron.core.fusions.{module}")
         counting.on_calls(names, note, module)

@@ -9,6 +9,8 @@ log-probabilities agree to rounding. What ran is counted on each rank.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import slime_runs
 
@@ -21,6 +23,7 @@ METRICS = ("loss", "pg_loss", "entropy_loss", "ppo_kl", "kl_loss", "grad_norm")
 # Megatron's functions that are called in place of those that slime's patch changes.
 FUSED = ("calculate_logits_max", "calculate_cross_entropy_loss", "calculate_gradients")
 OPERATORS = ("apply_rotary_pos_emb_freqs", "attention", "bias_dropout_add")
+EXPERTS = ("npu_grouped_matmul",)
 DELTA_NET = ("causal_conv1d", "chunk_gated_delta_rule", "rms_norm_gated")
 
 
@@ -48,10 +51,11 @@ def is_by_npu_ops(found: slime_runs.Run, truth: slime_runs.Run, devices: int) ->
     called(found, OPERATORS + FUSED)
 
 
-def is_by_torch_npu(found: slime_runs.Run, truth: slime_runs.Run) -> None:
-    agree(found, truth)
+def is_by_torch_npu(found: slime_runs.Run, truth: slime_runs.Run, close: dict = CLOSE) -> None:
+    agree(found, truth, close)
     called(found, ("npu_fusion_attention", "npu_rms_norm", *FUSED))
-    assert not any(name in calls for calls in found.calls for name in OPERATORS), found.calls
+    ours = OPERATORS + DELTA_NET
+    assert not any(name in calls for calls in found.calls for name in ours), found.calls
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +67,41 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def truth(folder):
-    """On the CPU, one rank."""
-    return slime_runs.run(folder, "truth")
+    """Of a model, on the CPU, one rank."""
+    return functools.cache(functools.partial(slime_runs.run, folder, "truth"))
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_with_npu_ops(devices, folder, truth):
-    is_by_npu_ops(slime_runs.run(folder, "npu_ops", devices=devices), truth, devices)
+    found = slime_runs.run(folder, "npu_ops", "qwen3", devices)
+    is_by_npu_ops(found, truth("qwen3"), devices)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_with_slimes_patches(devices, folder, truth):
-    is_by_torch_npu(slime_runs.run(folder, "shipped", devices=devices), truth)
+    is_by_torch_npu(slime_runs.run(folder, "shipped", "qwen3", devices), truth("qwen3"))
 
 
-def test_gated_delta_net_with_npu_ops(folder):
+def test_gated_delta_net_with_npu_ops(folder, truth):
     """slime's own layers of Qwen3-Next, of which fla is ours."""
-    found, truth = (slime_runs.run(folder, who, model="qwen3_next") for who in ("npu_ops", "truth"))
-    agree(found, truth, CLOSE_AFTER_UPDATES)
+    found = slime_runs.run(folder, "npu_ops", "qwen3_next")
+    agree(found, truth("qwen3_next"), CLOSE_AFTER_UPDATES)
     called(found, OPERATORS + FUSED + DELTA_NET)
+
+
+def test_gated_delta_net_with_slimes_patches(folder, truth):
+    """The same by fla's own kernels, with MindSpeed imported before mbridge."""
+    found = slime_runs.run(folder, "shipped", "qwen3_next")
+    is_by_torch_npu(found, truth("qwen3_next"), CLOSE_AFTER_UPDATES)
+
+
+def test_experts_with_npu_ops(folder, truth):
+    found = slime_runs.run(folder, "npu_ops", "qwen3_moe")
+    is_by_npu_ops(found, truth("qwen3_moe"), 1)
+    called(found, EXPERTS)
+
+
+def test_experts_with_slimes_patches(folder, truth):
+    found = slime_runs.run(folder, "shipped", "qwen3_moe")
+    is_by_torch_npu(found, truth("qwen3_moe"))
+    called(found, EXPERTS)
