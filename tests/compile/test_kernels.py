@@ -8,13 +8,14 @@ import pkgutil
 import pytest
 import torch
 from npu_ops_tools.cli import app
-from npu_ops_tools.compile import SOCS
+from npu_ops_tools.compile import SOCS, compile_launch
+from npu_ops_tools.model.launched import of_call
 from triton.runtime.jit import JITFunction
 from typer.testing import CliRunner
 
 import npu_ops
 from npu_ops import ops
-from npu_ops.core import cases, registry
+from npu_ops.core import cases, hardware, registry
 from npu_ops.core.socs import ub_bytes
 
 OPS = [
@@ -66,6 +67,24 @@ def test_what_a_compiler_refuses(op, case, soc):
     rows, status = compile_reports(op, *chosen)
     assert rows and all(REFUSED[op, case, soc] in row["faults"][0] for row in rows)
     assert status == 1
+
+
+@pytest.mark.parametrize("soc", [SOCS[0], pytest.param(SOCS[2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("state_v_first", [True, False])
+def test_segments_of_the_chunked_delta_rule(state_v_first, soc):
+    """Launched on more cores than this machine has."""
+    q, gates = torch.zeros(1, 4096, 2, 128, dtype=torch.bfloat16), torch.zeros(1, 4096, 2)
+    inputs = {"q": q, "k": q, "v": q, "g": gates, "beta": gates, "state_v_first": state_v_first}
+    state = torch.zeros(1, 2, 128, 128) if state_v_first else None
+    function = npu_ops.chunk_gated_delta_rule
+    kernels = {}
+    with hardware.as_if_soc(soc, (24, 48)):
+        for launch in of_call("", soc, function, inputs | {"initial_state": state}):
+            if launch.name in ("ends_kernel", "join_kernel"):
+                kernels[launch.name] = compile_launch(launch, soc)
+    assert len(kernels) == 2
+    for report in kernels.values():
+        assert report.faults() == [] and report.ub_bytes <= ub_bytes(soc)
 
 
 @pytest.mark.slow

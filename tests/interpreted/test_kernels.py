@@ -1,5 +1,6 @@
 """The arithmetic of every Triton kernel, in Triton's interpreter, against the reference."""
 
+import dataclasses
 import pkgutil
 
 import pytest
@@ -8,9 +9,11 @@ from support import DTYPES, evaluate, floats, forced, named
 
 import npu_ops
 from npu_ops import ops
-from npu_ops.core import cases, registry, rng
+from npu_ops.core import cases, hardware, registry, rng
 from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.ops.bias_dropout_add.triton_ascend import bias_dropout_add
+from npu_ops.ops.chunk_gated_delta_rule import cases as chunk_cases
+from npu_ops.ops.chunk_gated_delta_rule import triton_ascend as chunk_gated_delta_rule
 
 OPS = [module.name for module in pkgutil.iter_modules(ops.__path__)]
 
@@ -124,3 +127,18 @@ def test_another_softplus(op, beta, threshold):
     assert actual.keys() == expected.keys()
     for name, value in actual.items():
         assert_close(name, value, expected[name], cases.tolerance(op, name, value, torch.float32))
+
+
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_segments_of_the_chunked_delta_rule(state_v_first, monkeypatch):
+    """As on an NPU with 24 matrix units, for which segments may be a chunk long."""
+    monkeypatch.setattr(chunk_gated_delta_rule, "SEGMENT", 1)
+    case = next(each for each in chunk_cases.CASES if each.name == "dense")
+    case = dataclasses.replace(case, tokens=75, state="v" if state_v_first else "k")
+    inputs = case.inputs(torch.float32)
+    with forced("reference", "chunk_gated_delta_rule"):
+        expected = npu_ops.chunk_gated_delta_rule(**floats(inputs, torch.float64))
+    with registry.as_if_on("npu"), hardware.as_if_soc("Ascend910B2", (24, 48)):
+        actual = npu_ops.chunk_gated_delta_rule(**inputs)
+    for name, one, other in zip(("o", "final_state"), actual, expected, strict=True):
+        assert_close(name, one, other, chunk_cases.TOLERANCES[torch.float32])

@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 from chunk_calls import BY_TOKEN, OP, delta_rule, qkv, run
-from npu_ops_tools.compile.launches import recorded
 from support import (
     assert_checkpointing_changes_nothing,
     assert_compiled_is_eager,
@@ -21,7 +20,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import npu_ops
-from npu_ops.core import env, hardware, registry
+from npu_ops.core import env
 from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.ops.chunk_gated_delta_rule.cases import CASES, DIFFERENTIABLE
 
@@ -289,29 +288,3 @@ def test_a_compiled_call_reads_nothing_outside():
 def test_strict_mode_runs_kernels():
     with env.override(strict=True):
         delta_rule(**qkv(dtype=torch.float16))
-
-
-@pytest.mark.parametrize(
-    "sequences, heads, tokens, launches",
-    [
-        (1, 4, 64, [(16, 32)]),
-        (1, 12, 64, [(24, 64)]),
-        (2, 1, 64, [(8, 32)]),
-        (1, 24, 512, [(24, 128)]),
-        (1, 32, 512, [(24, 128), (16, 64)]),
-        (8, 4, 512, [(24, 128), (16, 64)]),
-        (1, 32, 256, [(24, 128)]),  # too short for two
-        (1, 40, 512, [(24, 128)]),  # 16 heads are left, of which two pieces each do not fit
-    ],
-)
-def test_heads_that_leave_cores_idle_are_cut_into_columns(sequences, heads, tokens, launches):
-    q = torch.zeros(sequences, tokens, heads, 128, dtype=torch.bfloat16)
-    gates = torch.zeros(sequences, tokens, heads)
-    with (
-        recorded("") as found,
-        registry.as_if_on("npu"),
-        hardware.as_if_soc("Ascend910B2", (24, 48)),
-    ):
-        npu_ops.chunk_gated_delta_rule(q, q, q, gates, gates)
-    walks = [launch for launch in found if launch.name == "forward_kernel"]
-    assert [(*walk.grid, dict(walk.constants)["BV"]) for walk in walks] == launches

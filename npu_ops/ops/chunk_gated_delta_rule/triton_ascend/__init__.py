@@ -2,7 +2,8 @@
 
 Forward, in three steps. Gates are laid out by chunk (chunks.py). Tokens of one chunk act on each
 other (intra.py). One pass through each sequence computes the rest: states, and what tokens write to
-them, stay on the chip (forward.py). Backward: backward.py.
+them, stay on the chip (forward.py), in segments side by side where sequences are long and few
+(segments.py). Backward: backward.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ import torch
 from npu_ops.core import hardware
 from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 from npu_ops.ops.chunk_gated_delta_rule.reference import EPS
-from npu_ops.ops.chunk_gated_delta_rule.triton_ascend import backward, chunks, forward, intra
+from npu_ops.ops.chunk_gated_delta_rule.triton_ascend import (
+    backward,
+    chunks,
+    forward,
+    intra,
+    segments,
+)
 from npu_ops.ops.l2norm import triton_ascend as norm
 
 # For each vector core that shares a tile. Its unified buffer holds the state in fp32 and what is
@@ -25,6 +32,12 @@ STATE_BYTES = 32 * 1024
 FEWEST_COLUMNS = 32
 # Chunks of a sequence, on average, from which on a second launch is worth its time.
 LONG = 8
+# Segments of a sequence, from which on it is worth walking them all twice, and the chunks of each
+# from which on two launches more are (docs/npu-model.md).
+FEWEST_SEGMENTS = 4
+SEGMENT = 16
+# Widest keys of which a matrix of K by K is multiplied in one piece.
+WIDEST_MOVE = 128
 # For each such core, of the rows of states that gradients_kernel multiplies at a time; half where a
 # token's row of values takes more room itself.
 PRODUCT_BYTES = 16 * 1024
@@ -45,13 +58,25 @@ def chunk_gated_delta_rule(
     gates = chunks.gather(g, beta, spans, chunk_size)
     solved, scores, *norms = _within_chunks(q, k, gates, spans, scale, normalize, weighed=True)
     # The first of a sequence's rows of chunk_states.
-    kept = None if chunk_states is None else chunks.chunks_of(q, cu_seqlens, wanted).firsts
+    kept = None if chunk_states is None else chunks.chunks_of(q, cu_seqlens, wanted)
+    number, last = _segments(q, v, spans.sequences, chunk_size), final_state
+    if number > 1:
+        whole = _constants(q, v, state_v_first, chunk_size) | {"BV": _most_columns(q, v)}
+        unit = max(wanted, chunk_size)
+        spans = segments.cut(spans, number, chunk_size, unit)
+        kept = None if kept is None else segments.cut(kept, number, wanted, unit)
+        initial_state = segments.states_before(
+            k, v, gates[0], solved, norms[1], initial_state, spans, number, whole, FEWEST_COLUMNS
+        )
+        last = None if final_state is None else torch.empty_like(initial_state)
     for walk in _walks(q, v, spans.sequences, state_v_first, chunk_size):
         forward.forward_kernel[walk.grid](
             q, k, v, gates[0], solved, scores, *norms, initial_state, spans.starts, spans.firsts, o,
-            final_state, chunk_states, kept, scale, walk.piece, walk.end, KEEP=wanted,
-            **walk.constants,
+            last, chunk_states, None if kept is None else kept.firsts, scale, walk.piece, walk.end,
+            KEEP=wanted, **walk.constants,
         )  # fmt: skip
+    if last is not final_state:
+        final_state.copy_(last[number - 1 :: number])
 
 
 chunk_gated_delta_rule_prefill = chunk_gated_delta_rule
@@ -195,25 +220,50 @@ def _walks(q, v, sequences: int, state_v_first: bool, size: int) -> list[Walk]:
 
     Heads that leave cores idle are cut into columns: few heads, and what is left for a last round.
     """
-    constants = {
-        "H": q.shape[2], "HV": v.shape[2], "K": q.shape[3], "V": v.shape[3],
-        "V_FIRST": state_v_first, "BK": _width(q.shape[3], q.device), "C": size,
-    }  # fmt: skip
+    constants = _constants(q, v, state_v_first, size)
 
     def walk(first: int, end: int, columns: int) -> Walk:
         blocks = cdiv(v.shape[3], columns)
         grid = _cube_grid((end - first) * blocks, v.device)
         return Walk(first * blocks, end * blocks, grid, constants | {"BV": columns})
 
-    room = STATE_BYTES * hardware.cores_of_a_tile(q.device)
-    fits = room // (4 if q.dtype == torch.bfloat16 else 8) // constants["BK"]
-    most, heads = min(_width(v.shape[3], v.device), fits), sequences * v.shape[2]
+    most, heads = _most_columns(q, v), sequences * v.shape[2]
     blocks, cores = cdiv(v.shape[3], most), hardware.num_cube_cores(v.device)
     last = heads - heads * blocks // cores * cores // blocks
     columns = _columns(v, last, most) if last else most
     if columns == most or last == heads or q.shape[0] * q.shape[1] < LONG * sequences * size:
         return [walk(0, heads, _columns(v, heads, most))]
     return [walk(0, heads - last, most), walk(heads - last, heads, columns)]
+
+
+def _segments(q, v, sequences: int, size: int) -> int:
+    """Into how many segments sequences are cut, by what all cores find out about at once; or 1.
+
+    Only on an NPU, for nobody has seen what it does to a GPU, whose programs share their cores.
+    """
+    if v.device.type == "cuda" or q.shape[3] > WIDEST_MOVE:
+        return 1
+    most = _most_columns(q, v)
+    own, moves = cdiv(v.shape[3], most), cdiv(q.shape[3], most)
+    a_head = hardware.num_cube_cores(v.device) // (sequences * v.shape[2])  # cores for it
+    chunks_of_each = q.shape[0] * q.shape[1] // (sequences * size)
+    number = min((a_head + moves) // (own + moves) + 1, chunks_of_each // SEGMENT)
+    return number if number >= FEWEST_SEGMENTS else 1
+
+
+def _constants(q, v, state_v_first: bool, size: int) -> dict:
+    """Of all walks."""
+    return {
+        "H": q.shape[2], "HV": v.shape[2], "K": q.shape[3], "V": v.shape[3],
+        "V_FIRST": state_v_first, "BK": _width(q.shape[3], q.device), "C": size,
+    }  # fmt: skip
+
+
+def _most_columns(q, v) -> int:
+    """How many columns of a state there is room for."""
+    room = STATE_BYTES * hardware.cores_of_a_tile(q.device)
+    fits = room // (4 if q.dtype == torch.bfloat16 else 8) // _width(q.shape[3], q.device)
+    return min(_width(v.shape[3], v.device), fits)
 
 
 def _columns(v, heads: int, most: int) -> int:

@@ -1,0 +1,145 @@
+"""Long sequences of few heads: columns and segments that are walked side by side on an NPU."""
+
+import pytest
+import torch
+from chunk_calls import delta_rule, qkv, run
+from npu_ops_tools.compile.launches import recorded
+from support import assert_all_close, floats, forced, implementations, on_device
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from npu_ops.core import hardware, registry
+from npu_ops.core.compare import assert_close
+from npu_ops.ops.chunk_gated_delta_rule import op, triton_ascend
+from npu_ops.ops.chunk_gated_delta_rule.cases import TOLERANCES
+
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "implementation, device", implementations(op.forward.table)
+)
+
+
+def call(batch=1, state="k", dtype=torch.float32, packed=False):
+    """Two value heads; of packed sequences the second is empty, the third a token long."""
+    inputs = qkv(batch, 150, 1, 2, dtype=dtype)
+    if packed:
+        inputs["cu_seqlens"] = torch.tensor([0, 80, 80, 81, 150])
+        inputs["initial_state"] = inputs["initial_state"].repeat(4, 1, 1, 1)
+    if state == "v":
+        state = {"initial_state": inputs["initial_state"].mT.contiguous(), "state_v_first": True}
+        return inputs | state
+    return inputs if state == "k" else inputs | {"initial_state": None}
+
+
+@pytest.fixture
+def many_cores(monkeypatch):
+    """An NPU with 48 cores, for which segments may be a chunk long."""
+    monkeypatch.setattr(hardware, "num_cube_cores", lambda device: 48)
+    monkeypatch.setattr(triton_ascend, "SEGMENT", 1)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        pytest.param(call(), id="k-first"),
+        pytest.param(call(2, state="v"), id="v-first"),
+        pytest.param(call(state="none"), id="no-state"),
+        pytest.param(call(packed=True, state="v"), id="packed"),
+        pytest.param(call(dtype=torch.bfloat16), id="bfloat16"),
+        pytest.param(call(dtype=torch.float16, packed=True), id="float16"),
+    ],
+)
+def test_segments_are_the_whole(inputs, implementation, device, many_cores):
+    with forced("reference", "chunk_gated_delta_rule"):
+        expected = delta_rule(**floats(inputs, torch.float64))
+    with forced(implementation, "chunk_gated_delta_rule"):
+        actual = delta_rule(**on_device(inputs, device))
+    tolerance = TOLERANCES[inputs["q"].dtype]
+    for name, one, other in zip(("o", "final_state"), actual, expected, strict=True):
+        assert_close(name, one.cpu(), other, tolerance)
+
+
+@IMPLEMENTATIONS
+def test_gradients_beside_segments(implementation, device, many_cores):
+    expected = run("reference", floats(call(), torch.float64))
+    actual = run(implementation, on_device(call(), device))
+    assert_all_close(actual, expected, dict.fromkeys(TOLERANCES, TOLERANCES[torch.float32]))
+
+
+@pytest.mark.parametrize("implementation, device", implementations(op.prefill.table))
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_states_before_chunks_of_segments(packed, implementation, device, many_cores):
+    inputs, name = call(packed=packed) | {"chunk_size": 32}, "chunk_gated_delta_rule_prefill"
+    with forced("reference", name):
+        expected = delta_rule(**floats(inputs, torch.float64), return_intermediate_states=True)
+    with forced(implementation, name):
+        actual = delta_rule(**on_device(inputs, device), return_intermediate_states=True)
+    for name, one, other in zip(("o", "final_state", "states"), actual, expected, strict=True):
+        assert_close(name, one.cpu(), other, TOLERANCES[torch.float32])
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("walked", ["columns", "columns in a second launch", "segments"])
+def test_the_same_bits_each_time(walked, implementation, device, monkeypatch):
+    cores = {"columns": 4, "columns in a second launch": 3, "segments": 48}[walked]
+    monkeypatch.setattr(hardware, "num_cube_cores", lambda device: cores)
+    monkeypatch.setattr(triton_ascend, "SEGMENT", 1)
+    heads = 4 if cores == 3 else 2
+    inputs = qkv(1, 150, 2, heads, dtype=torch.bfloat16)
+    draw = torch.Generator().manual_seed(1)
+    inputs["v"] = torch.randn(1, 150, heads, 64, generator=draw).bfloat16()
+    inputs["initial_state"] = torch.randn(1, heads, 16, 64, generator=draw)
+    first, *others = (run(implementation, on_device(inputs, device)) for _ in range(3))
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+# Which launches there are
+
+
+def launches(sequences, heads, tokens, keys=128, dtype=torch.bfloat16):
+    """(kernel, programs, columns) of the walks on 24 matrix units."""
+    q = torch.zeros(sequences, tokens, heads, keys, dtype=dtype)
+    v, gates = q.new_zeros(sequences, tokens, heads, 128), torch.zeros(sequences, tokens, heads)
+    with (
+        recorded("") as found,
+        registry.as_if_on("npu"),
+        hardware.as_if_soc("Ascend910B2", (24, 48)),
+    ):
+        delta_rule(q, q, v, gates, gates)
+    walks = ("ends_kernel", "join_kernel", "forward_kernel")
+    return [
+        (each.name.removesuffix("_kernel"), *each.grid, dict(each.constants)["BV"])
+        for each in found
+        if each.name in walks
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ((1, 4, 64), [("forward", 16, 32)]),
+        ((1, 12, 64), [("forward", 24, 64)]),
+        ((2, 1, 64), [("forward", 8, 32)]),
+        ((1, 24, 512), [("forward", 24, 128)]),
+        ((1, 32, 512), [("forward", 24, 128), ("forward", 16, 64)]),
+        ((8, 4, 512), [("forward", 24, 128), ("forward", 16, 64)]),
+        ((1, 32, 256), [("forward", 24, 128)]),  # too short for two
+        ((1, 40, 512), [("forward", 24, 128)]),  # 16 are left, two pieces of each do not fit
+        # Segments: 4 of 4 heads, 7 of 2, 13 of 1. All but the first have as many M as h.
+        ((1, 4, 4096), [("ends", 20, 128), ("join", 16, 32), ("forward", 16, 128)]),
+        ((2, 1, 8192), [("ends", 22, 128), ("join", 8, 32), ("forward", 14, 128)]),
+        ((1, 1, 16384), [("ends", 23, 128), ("join", 4, 32), ("forward", 13, 128)]),
+        ((1, 4, 4032), [("forward", 16, 32)]),  # too short for four
+        ((1, 6, 8192), [("forward", 24, 32)]),  # only three would find cores
+        ((1, 1, 8192, 192), [("forward", 4, 32)]),
+        ((1, 4, 4096, 128, torch.float32), [("forward", 16, 32)]),  # half the columns have room
+    ],
+)
+def test_idle_cores_get_columns_and_segments(arguments, expected):
+    assert launches(*arguments) == expected
+
+
+def test_gpus_have_no_segments():
+    with FakeTensorMode():
+        x = torch.empty(1, 1 << 20, 1, 128, device="cuda")
+        assert triton_ascend._segments(x, x, 1, 64) == 1
