@@ -65,6 +65,20 @@ def decode(batch: int, heads: int, value_heads: int) -> Callable[[], list]:
     return launches
 
 
+def step_of_convolution(batch: int, channels: int) -> Callable[[], list]:
+    def launches():
+        inputs = {
+            "x": torch.zeros(batch, channels).bfloat16(),
+            "conv_state": torch.zeros(batch, 3, channels).bfloat16().transpose(1, 2),
+            "weight": torch.zeros(channels, 4).bfloat16(),
+            "activation": "silu",
+            "conv_state_indices": torch.arange(batch, dtype=torch.int32),
+        }
+        return model.of_call("", SOC, npu_ops.causal_conv1d_update, inputs)
+
+    return launches
+
+
 def convolution(taps: int) -> Callable[[], list]:
     """A prompt's, of all channels of Qwen3-Next: models have 4 taps."""
 
@@ -110,6 +124,7 @@ CALLS = {
     "causal_conv1d Qwen3-Next T=4096, 8 taps": convolution(8),
     "causal_conv1d_qkv Qwen3-Next T=4096": case("causal_conv1d_qkv", "qwen3-next-t4096"),
     "causal_conv1d_update Qwen3-Next B=32": case("causal_conv1d_update", "qwen3-next-b32"),
+    "causal_conv1d_update 1536 channels B=256": step_of_convolution(256, 1536),
     "gated_delta_rule_update B=1 HV=32": decode(1, 16, 32),
     "gated_delta_rule_update B=1 HV=4": decode(1, 4, 4),
     "gated_delta_rule_update B=1 HV=48": decode(1, 16, 48),

@@ -91,6 +91,7 @@ CASES = [
         for tokens, width in ((0, 4), (1, 4), (2, 2), (3, 3), (16, 4))
         for packed in ((False,) if mode == "sglang" else (False, True))
     ),
+    Case("three-blocks", 1, 5, 96),
     Case("channels-first", 2, 5, 1100, channels_last=False, bias=True),
     Case("channels-first-vllm", 3, 4, 40, mode="vllm", channels_last=False),
 ]  # fmt: skip

@@ -166,7 +166,7 @@ def causal_conv1d_update(
     count = batch if starts is None else starts.shape[0] - 1
     windows = (0, 0, 1, 0) if window is None else window.stride()
     apart = conv_state.stride(1) != 1 or windows[2] != 1
-    block = min(APART_BLOCK if apart else BLOCK, next_power_of_2(width))
+    block = _block(width, APART_BLOCK if apart else BLOCK)
     blocks = cdiv(width, block)
     items = count * blocks
     if not items:
@@ -186,3 +186,13 @@ def causal_conv1d_update(
         *conv_state.stride(), *windows, W=weight.shape[1], SILU=silu, UPDATE=update, APART=apart,
         BD=block,
     )  # fmt: skip
+
+
+def _block(width: int, most: int) -> int:
+    """How many channels a block has, at the most `most`.
+
+    One that reaches beyond the last channel fills with zeros what it does not load, and waits for
+    that. So blocks are half or a quarter as wide where those end with it.
+    """
+    whole = min(most, next_power_of_2(width))
+    return next((b for b in (whole, whole // 2, whole // 4) if b and width % b == 0), whole)
