@@ -84,13 +84,13 @@ def test_the_same_bits_each_time(walked, implementation, device, monkeypatch):
     monkeypatch.setattr(hardware, "num_cube_cores", lambda device: cores)
     monkeypatch.setattr(triton_ascend, "SEGMENT", 1)
     heads = 4 if cores == 3 else 2
-    inputs = qkv(1, 150, 2, heads, dtype=torch.bfloat16)
+    inputs = qkv(1, 130, 2, heads, dtype=torch.bfloat16)
     draw = torch.Generator().manual_seed(1)
-    inputs["v"] = torch.randn(1, 150, heads, 64, generator=draw).bfloat16()
+    inputs["v"] = torch.randn(1, 130, heads, 64, generator=draw).bfloat16()
     inputs["initial_state"] = torch.randn(1, heads, 16, 64, generator=draw)
-    first, *others = (run(implementation, on_device(inputs, device)) for _ in range(3))
-    for other in others:
-        assert all(torch.equal(first[name], other[name]) for name in first)
+    with forced(implementation, "chunk_gated_delta_rule"):
+        first, second = (delta_rule(**on_device(inputs, device)) for _ in range(2))
+    assert all(map(torch.equal, first, second))
 
 
 # Which launches there are
