@@ -4,11 +4,13 @@
 
 BEFORE, AFTER: roots of checkouts, with an environment in .venv. A process for each is asked for one
 row after the other, so what else the machine does falls on both; a ratio is that of a round.
---calls: packed, which look at contents; small, of 16 tokens, where Python is most of the time.
+--calls: packed, which look at contents; small, of 16 tokens, and one, of one token, where Python is
+most of the time; fp16, of 256 tokens.
 """
 
 import argparse
 import csv
+import functools
 import os
 import statistics
 import subprocess
@@ -60,18 +62,18 @@ def packed():
     return list(calls.items())
 
 
-def small():
-    """Forward, and forward and backward, of the shapes of Qwen3-Next on 4 ranks."""
+def layer(n, dtype):
+    """Forward, and forward and backward, of n tokens, in the shapes of Qwen3-Next on 4 ranks."""
     import npu_ops
 
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape):
-        return torch.randn(shape, generator=draw).to(torch.bfloat16)
+        return torch.randn(shape, generator=draw).to(dtype)
 
-    heads, x, gates, model = normal(16, 4, 128), normal(16, 8, 128), normal(16, 8), normal(16, 2048)
-    weight, head = torch.ones(128, dtype=torch.bfloat16), torch.ones(8)
-    tables = {"cos": normal(1, 16, 128), "sin": normal(1, 16, 128), "layout": "BSND"}
+    heads, x, gates, model = normal(n, 4, 128), normal(n, 8, 128), normal(n, 8), normal(n, 2048)
+    weight, head = torch.ones(128, dtype=dtype), torch.ones(8)
+    tables = {"cos": normal(1, n, 128), "sin": normal(1, n, 128), "layout": "BSND"}
     calls = {
         "l2norm": ((heads,), {}),
         "rms_norm_gated": ((x, weight, x.clone()), {}),
@@ -86,8 +88,8 @@ def small():
     made = {}
     for name, (args, kwargs) in calls.items():
         function = getattr(npu_ops, name)
-        made[name, "forward", 16] = function, args, kwargs
-        made[name, "forward+backward", 16] = _training(function, args, kwargs), (), {}
+        made[name, "forward", n] = function, args, kwargs
+        made[name, "forward+backward", n] = _training(function, args, kwargs), (), {}
     return list(made.items())
 
 
@@ -104,7 +106,12 @@ def _training(function, args, kwargs):
     return step
 
 
-CALLS = {"packed": packed, "small": small}
+CALLS = {
+    "packed": packed,
+    "small": functools.partial(layer, 16, torch.bfloat16),
+    "one": functools.partial(layer, 1, torch.bfloat16),
+    "fp16": functools.partial(layer, 256, torch.float16),
+}
 
 
 def work(calls: str) -> None:
@@ -172,7 +179,7 @@ def main() -> None:
     for (op, case, tokens), (before, after) in zip(names, times, strict=True):
         ratios = statistics.quantiles([b / a for a, b in zip(before, after, strict=True)], n=10)
         out.writerow([
-            op, case, tokens, "bfloat16",
+            op, case, tokens, "float16" if given.calls == "fp16" else "bfloat16",
             *(f"{statistics.median(t) * 1e6:.1f}" for t in (before, after)),
             *(f"{x:.3f}" for x in (min(after) / min(before), ratios[4], ratios[0], ratios[8])),
             given.rounds, "cpu", 1, torch.__version__, sides[0].commit, sides[1].commit,
