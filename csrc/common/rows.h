@@ -43,4 +43,33 @@ void parallel_runs(const Rows& rows, int64_t width, const Body& body) {
   });
 }
 
+// Rows with their elements.
+template <class T>
+struct RowsOf : Rows {
+  RowsOf(const Tensor& tensor, T* elements)
+      : Rows(tensor), elements(elements), width(tensor.size(-1)) {}
+  T* row(int64_t outer, int64_t index) const { return elements + at(outer, index); }
+  T* elements;
+  int64_t width;
+};
+
+template <class T>
+RowsOf<const T> rows_in(const Tensor& tensor) {
+  return {tensor, input<T>(tensor)};
+}
+
+template <class T>
+RowsOf<T> rows_out(const Tensor& tensor) {
+  return {tensor, output<T>(tensor)};
+}
+
+// Runs body(row, ..., width) in parallel for each row of tensors of one shape.
+template <class Body, class T, class... More>
+void each_row(const Body& body, const RowsOf<T>& first, const RowsOf<More>&... more) {
+  parallel_runs(first, first.width, [&](int64_t outer, int64_t begin, int64_t count) {
+    for (int64_t index = begin; index < begin + count; ++index)
+      body(first.row(outer, index), more.row(outer, index)..., first.width);
+  });
+}
+
 }  // namespace npu_ops
