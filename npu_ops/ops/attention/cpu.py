@@ -6,7 +6,8 @@ Memory is linear in tokens either way: nothing is padded, and no mask of all pai
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,13 @@ from npu_ops.ops.attention.routing import operator_of
 
 _WINDOW = 256  # queries at a time, where they have windows
 _FEW = 128  # keys: more than torch's flash attention ever takes one at a time
+# For how many queries, by dtype and whether backward. Measured, of 4 to 32 heads of 72 to 256: fp16
+# takes up to twice as long as fp32, 10 to 20 times backward; bf16 backward 1.1 to 3 times.
+_FASTER_IN_FP32 = {
+    (torch.float16, False): range(33, sys.maxsize),
+    (torch.float16, True): range(3, sys.maxsize),
+    (torch.bfloat16, True): range(3, 129),
+}
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -243,16 +251,12 @@ def _all(x):
     return x
 
 
-def _as_fast(q, *others, backward: bool) -> list[torch.Tensor]:
-    """Tensors of one dtype as they are, or in fp32 where torch's flash attention is faster in that.
-
-    Measured, of 4 to 32 heads of 72 to 256: fp16 backward takes 10 to 20 times as long as fp32 from
-    64 queries on, forward up to twice; bf16 backward 1.1 to 3 times, of some tens of queries.
-    """
-    queries = q.shape[2]
-    half = q.dtype == torch.float16 and queries > (2 if backward else 32)
-    brain = q.dtype == torch.bfloat16 and backward and 2 < queries <= 128
-    return [x.float() if half or brain else x for x in (q, *others)]
+def _as_fast(*tensors: torch.Tensor, backward: bool) -> Sequence[torch.Tensor]:
+    """q and more of its dtype as they are, or in fp32 where torch's flash attention is faster so."""
+    q = tensors[0]
+    if q.shape[2] not in _FASTER_IN_FP32.get((q.dtype, backward), ()):
+        return tensors
+    return [x.float() for x in tensors]
 
 
 def _put(to, found, own: bool) -> None:
