@@ -78,17 +78,21 @@ class Rule(NamedTuple):
     dropout_p: float
     deterministic: bool
     training: bool
+# Where heads and tokens are swapped: torch is sooner asked for that than for an order of all.
+_SWAPPED = ("BSND", "TND")
 
 
 def normal(x: torch.Tensor, layout: str) -> torch.Tensor:
     """A tensor of a layout (not BSH, SBH) as batch, heads, tokens, head dimension."""
     x = x.unsqueeze(0) if layout == "TND" else x
+    if layout in _SWAPPED:
+        return x.transpose(1, 2)
     return x.permute(_TO_NORMAL[layout])
 
 
 def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
     """The inverse of `normal`."""
-    x = x.permute(_FROM_NORMAL[layout])
+    x = x.transpose(1, 2) if layout in _SWAPPED else x.permute(_FROM_NORMAL[layout])
     return x.squeeze(0) if layout == "TND" else x
 
 

@@ -252,7 +252,7 @@ def _all(x):
 
 
 def _as_fast(*tensors: torch.Tensor, backward: bool) -> Sequence[torch.Tensor]:
-    """q and more of its dtype as they are, or in fp32 where torch's flash attention is faster so."""
+    """q and more of its dtype: as they are, or in fp32 where flash attention is faster so."""
     q = tensors[0]
     if q.shape[2] not in _FASTER_IN_FP32.get((q.dtype, backward), ()):
         return tensors
@@ -262,8 +262,8 @@ def _as_fast(*tensors: torch.Tensor, backward: bool) -> Sequence[torch.Tensor]:
 def _put(to, found, own: bool) -> None:
     """Write `found` to `to`. Where `to` may be given its memory and both lie alike, nothing is
     copied: new memory is slower to touch than a short sequence is to compute."""
-    alike = to.shape == found.shape and to.stride() == found.stride() and to.dtype == found.dtype
-    if own and alike:
+    own = own and to.dtype == found.dtype
+    if own and to.shape == found.shape and to.stride() == found.stride():
         to.set_(found)
     else:
         to.copy_(found)
