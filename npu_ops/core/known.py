@@ -42,7 +42,8 @@ class Known:
         if plan is not None and watched is None:
             return self._operator.run_again(inputs_of.laid(tensors), plan)
         if plan is not None and not self._makes_views:
-            return self._operator(*inputs_of.laid(tensors))
+            inputs = inputs_of.laid(tensors)
+            return library.run_watched(self._operator.name, inputs, watched)
         inputs = self._prepare(*tensors, **settings)
         result = self._operator(*inputs)
         self._keep(key, tensors, inputs)

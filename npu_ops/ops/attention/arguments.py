@@ -78,6 +78,8 @@ class Rule(NamedTuple):
     dropout_p: float
     deterministic: bool
     training: bool
+
+
 # Where heads and tokens are swapped: torch is sooner asked for that than for an order of all.
 _SWAPPED = ("BSND", "TND")
 
