@@ -2,8 +2,8 @@
 
 python slime_convert.py MODEL ARGUMENTS...
 
-mbridge has no name for Qwen3-Next without experts: its checkpoint has the weights that Megatron
-draws.
+mbridge has no name for Qwen3-Next without experts, nor for Qwen3-VL: their checkpoints have the
+weights that Megatron draws.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import types
 from collections.abc import Mapping
 
+import slime_qwen3_vl
 import slime_train
 import slime_worker
 import torch
@@ -44,7 +45,10 @@ def main(model: str, *arguments: str) -> None:
     sys.argv[1:] = arguments
     package = pathlib.Path(importlib.util.find_spec("slime").origin).parent
     sys.path.insert(0, str(package.with_name("tools")))
-    importlib.import_module("convert_hf_to_torch_dist").main()
+    tool = importlib.import_module("convert_hf_to_torch_dist")
+    if model == "qwen3_vl":
+        tool.get_model_provider_func = lambda args: slime_qwen3_vl.provide
+    tool.main()
 
 
 def as_drawn(*args, **options):

@@ -2,7 +2,8 @@
 
 python slime_data.py FOLDER PROJECT MODEL...
 
-PROJECT: slime, or Relax, whose rollouts are slime's, in lower case.
+PROJECT: slime, or Relax, whose rollouts are slime's, in lower case. Models that see need a process
+of their own, with transformers 4.
 """
 
 from __future__ import annotations
@@ -13,21 +14,28 @@ import random
 import sys
 
 import torch
+import transformers
 import verl_data
+from PIL import Image
 
 ROLLOUTS, PROMPTS, ANSWERS = 2, 2, 4
 
 
 def write(folder: pathlib.Path, project: str, *models: str) -> None:
-    """FOLDER/MODEL, and FOLDER/rollout_0.pt, as --load-debug-rollout-data names them."""
+    """FOLDER/MODEL, and FOLDER/rollout_0.pt or FOLDER/pictures_0.pt, for --load-debug-rollout-data."""
+    sees = models[0] in verl_data.SEES
     for name in models:
-        verl_data.save(folder / name, name, verl_data.tokenizer())
+        save = save_without_weights if sees else verl_data.save
+        save(folder / name, name, verl_data.tokenizer())
     kind = importlib.import_module(f"{project}.utils.types").Sample
     draw = random.Random(0)
     for number in range(ROLLOUTS):
         samples = [sample(kind, draw, index) for index in range(PROMPTS * ANSWERS)]
+        if sees:
+            for one in samples:
+                add_picture(one, draw)
         rollout = {"rollout_id": number, "samples": [x.to_dict() for x in samples]}
-        torch.save(rollout, folder / f"rollout_{number}.pt")
+        torch.save(rollout, folder / f"{'pictures' if sees else 'rollout'}_{number}.pt")
 
 
 def sample(kind: type, draw: random.Random, index: int):
@@ -42,6 +50,32 @@ def sample(kind: type, draw: random.Random, index: int):
         loss_mask=[1] * answer,
         status=kind.Status.COMPLETED,
     )
+
+
+def add_picture(sample, draw: random.Random) -> None:
+    """After its first token, with the patches that transformers makes of it."""
+    vision, ids = verl_data.VISION, verl_data.TOKENS
+    size = (32 + 16 * draw.randrange(3), 32)
+    picture = Image.frombytes("RGB", size, draw.randbytes(3 * size[0] * size[1]))
+    sizes = {"patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"]}
+    limits = {"min_pixels": 256, "max_pixels": 4096}
+    processor = transformers.Qwen2VLImageProcessor(**sizes, **limits)
+    sample.multimodal_train_inputs = dict(processor([picture], return_tensors="pt"))
+    patches = int(sample.multimodal_train_inputs["image_grid_thw"].prod())
+    merged = [ids["image_token_id"]] * (patches // vision["spatial_merge_size"] ** 2)
+    sample.tokens[1:1] = [ids["vision_start_token_id"], *merged, ids["vision_end_token_id"]]
+
+
+def save_without_weights(folder: pathlib.Path, name: str, tokens) -> None:
+    """As transformers 4 has rope; Megatron draws the weights."""
+    family, text, vision = verl_data.MODELS[name]
+    rope = dict(text["rope_parameters"])
+    text = text | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    kind = getattr(transformers, f"{family}Config")
+    config = kind(text_config=text, vision_config=vision, **verl_data.TOKENS)
+    config.architectures = [f"{family}ForConditionalGeneration"]
+    config.save_pretrained(folder)
+    tokens.save_pretrained(folder)
 
 
 if __name__ == "__main__":

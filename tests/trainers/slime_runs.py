@@ -31,6 +31,7 @@ MODELS = {
         "--num-layers", "4", "--spec", "slime_plugins.models.qwen3_next", "get_qwen3_next_spec",
         "--attention-output-gate", "--rotary-percent", "0.25",
     ),
+    "qwen3_vl": ("--num-layers", "2"),
     "qwen3_moe": (
         "--num-layers", "2", "--num-experts", "4", "--moe-router-topk", "2",
         "--moe-ffn-hidden-size", "48", "--moe-layer-freq", "[1,1]",
@@ -53,6 +54,19 @@ NO_ENGINE = (
     "--custom-megatron-before-train-step-hook-path", "slime_worker.before_step",
     "--sglang-router-ip", "127.0.0.1", "--sglang-router-port", "1",
 )  # fmt: skip
+# Megatron-Bridge 0.3.1 takes one sequence at a time where there are pictures, and no padding.
+PICTURES = {
+    "qwen3_vl": (
+        "--custom-model-provider-path", "slime_qwen3_vl.provide", "--micro-batch-size", "1",
+        "--data-pad-size-multiplier", "1",
+    ),
+}  # fmt: skip
+# As slime's script for Qwen3-VL; without slime's patch or npu-ops Bridge's block raises there.
+RECOMPUTED = (
+    "--recompute-granularity", "full", "--recompute-method", "uniform",
+    "--recompute-num-layers", "1",
+)  # fmt: skip
+SEES = "transformers-4.57.6"  # of another, Megatron-Bridge 0.3.1 does not take the vision tower
 # Megatron's own modules, which need no Transformer Engine.
 LOCAL = (
     "--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm",
@@ -60,7 +74,8 @@ LOCAL = (
 )  # fmt: skip
 ON_NPU = ("--custom-megatron-init-path", "slime_worker.count_fused")
 # With these, the arguments of slime's script for Qwen3-30B-A3B, but for --moe-permute-fusion.
-EXPERTS = {"qwen3_moe": ("--moe-grouped-gemm",)}
+EXPERTS = ("--moe-grouped-gemm",)
+MORE_ON_NPU = {"qwen3_moe": EXPERTS, "qwen3_vl": RECOMPUTED}
 ON_CPU = ("--custom-megatron-init-path", "slime_worker.with_local_layers")
 # slime's patches import mbridge first, after which Megatron has no layers for these models.
 MINDSPEED_FIRST = ("qwen3_next", "qwen3_moe")
@@ -81,13 +96,15 @@ class Run:
 
 def write(folder: pathlib.Path) -> None:
     """The models, as Hugging Face's and as Megatron's checkpoints, and the rollouts."""
-    truth = variables("truth", folder)
-    data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "slime", *MODELS]
-    verl_runs.finish(data, truth)
+    read = [model for model in MODELS if model not in PICTURES]
+    for models in (read, list(PICTURES)):
+        data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "slime", *models]
+        verl_runs.finish(data, variables("truth", folder, models[0]))
     for model, settings in MODELS.items():
         command = [sys.executable, str(HERE / "slime_convert.py"), model, *COMMON, *settings]
         paths = ["--hf-checkpoint", folder / model, "--save", folder / f"{model}-megatron"]
-        verl_runs.finish([*command, *LOCAL, *map(str, paths), "--ckpt-format", "torch_dist"], truth)
+        command += [*LOCAL, *map(str, paths), "--ckpt-format", "torch_dist"]
+        verl_runs.finish(command, variables("truth", folder, model))
 
 
 def run(folder: pathlib.Path, who: str, model: str = "qwen3", devices: int = 1) -> Run:
@@ -95,17 +112,18 @@ def run(folder: pathlib.Path, who: str, model: str = "qwen3", devices: int = 1) 
     results = folder / f"{who}-{model}-{devices}"
     results.mkdir()
     paths = {"--ref-load": f"{model}-megatron", "--hf-checkpoint": model}
-    paths |= {"--load-debug-rollout-data": "rollout_{rollout_id}.pt"}
+    rollouts = "pictures" if model in PICTURES else "rollout"
+    paths |= {"--load-debug-rollout-data": f"{rollouts}_{{rollout_id}}.pt"}
     files = [part for name, file in paths.items() for part in (name, str(folder / file))]
     command = [
         sys.executable, str(HERE / "slime_train.py"), str(devices), *COMMON, *MODELS[model],
-        *TRAINING, *NO_ENGINE, *files, "--actor-num-nodes", "1",
+        *TRAINING, *PICTURES.get(model, ()), *NO_ENGINE, *files, "--actor-num-nodes", "1",
         *("--actor-num-gpus-per-node", str(devices), "--tensor-model-parallel-size", str(devices)),
-        *(LOCAL + ON_CPU if who == "truth" else ON_NPU + EXPERTS.get(model, ())),
+        *(LOCAL + ON_CPU if who == "truth" else ON_NPU + MORE_ON_NPU.get(model, ())),
     ]  # fmt: skip
     if who != "truth":
         command = verl_runs.emulated(devices, command)
-    environment = variables(who, results)
+    environment = variables(who, results, model)
     if who == "shipped" and model in MINDSPEED_FIRST:
         environment["SLIME_MINDSPEED_FIRST"] = "1"
     verl_runs.finish(command, environment)
@@ -121,7 +139,7 @@ def read(results: pathlib.Path, ranks: int) -> Run:
     return Run(steps, rollouts, calls)
 
 
-def variables(who: str, results: pathlib.Path) -> dict[str, str]:
+def variables(who: str, results: pathlib.Path, model: str) -> dict[str, str]:
     """slime's sources and packages come before verl's, and those before ours."""
     projects = ("slime", "megatron", "mindspeed", "bridge")
     slime, megatron, mindspeed, bridge = (fetch_slime.tree(who, project) for project in projects)
@@ -129,6 +147,8 @@ def variables(who: str, results: pathlib.Path) -> dict[str, str]:
     path += [HERE, ROOT / "tests" / "adapters"]
     if who != "truth":
         path.insert(0, fetch_frameworks.tree("fla-core-0.6.0"))
+    if model in PICTURES:
+        path.insert(0, fetch_frameworks.tree(SEES))
     path += [ROOT, ROOT / "python", *filter(None, [os.environ.get("PYTHONPATH")])]
     changes = {
         "PYTHONPATH": os.pathsep.join(map(str, path)),

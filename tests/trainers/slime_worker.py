@@ -37,6 +37,7 @@ def on_cpu() -> None:
     import slime_delta_net
 
     slime_doubles.install(slime_delta_net.MODULES)
+    with_bare_bridge()
     read_on_cpu()
 
 
@@ -55,16 +56,23 @@ def read_on_cpu() -> None:
 
 def on_npu() -> None:
     """What MindSpeed imports, and is not here; torch_npu is the real one."""
-    import upstream_bridge
     import upstream_mindspeed
 
     upstream_mindspeed.without_torchair()
     slime_doubles.install({"acl": {"get_soc_name": lambda: "Ascend910B3"}})
     sys.meta_path.append(upstream_mindspeed.StandIns(("hccl", "six")))
-    sys.meta_path.insert(0, upstream_bridge.Bare(pathlib.Path(os.environ["SLIME_BRIDGE"])))
+    with_bare_bridge()
     if os.environ.get("SLIME_MINDSPEED_FIRST"):
         importlib.import_module("mindspeed.megatron_adaptor")
         with_kernels_that_compile()
+
+
+def with_bare_bridge() -> None:
+    """Its Qwen3-VL marks what runs for a profiler of CUDA's, which raises without CUDA."""
+    import upstream_bridge
+
+    sys.meta_path.insert(0, upstream_bridge.Bare(pathlib.Path(os.environ["SLIME_BRIDGE"])))
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *message: None
 
 
 def with_kernels_that_compile() -> None:

@@ -24,6 +24,7 @@ METRICS = ("loss", "pg_loss", "entropy_loss", "ppo_kl", "kl_loss", "grad_norm")
 FUSED = ("calculate_logits_max", "calculate_cross_entropy_loss", "calculate_gradients")
 OPERATORS = ("apply_rotary_pos_emb_freqs", "attention", "bias_dropout_add")
 EXPERTS = ("npu_grouped_matmul",)
+VISION = ("apply_rotary_pos_emb",)  # transformers', of the tower
 DELTA_NET = ("causal_conv1d", "chunk_gated_delta_rule", "rms_norm_gated")
 
 
@@ -54,7 +55,7 @@ def is_by_npu_ops(found: slime_runs.Run, truth: slime_runs.Run, devices: int) ->
 def is_by_torch_npu(found: slime_runs.Run, truth: slime_runs.Run, close: dict = CLOSE) -> None:
     agree(found, truth, close)
     called(found, ("npu_fusion_attention", "npu_rms_norm", *FUSED))
-    ours = OPERATORS + DELTA_NET
+    ours = OPERATORS + DELTA_NET + VISION
     assert not any(name in calls for calls in found.calls for name in ours), found.calls
 
 
@@ -105,3 +106,14 @@ def test_experts_with_slimes_patches(folder, truth):
     found = slime_runs.run(folder, "shipped", "qwen3_moe")
     is_by_torch_npu(found, truth("qwen3_moe"))
     called(found, EXPERTS)
+
+
+def test_pictures_with_npu_ops(folder, truth):
+    """Megatron-Bridge's Qwen3-VL, with a picture in each answer and its layers recomputed."""
+    found = slime_runs.run(folder, "npu_ops", "qwen3_vl")
+    is_by_npu_ops(found, truth("qwen3_vl"), 1)
+    called(found, VISION)
+
+
+def test_pictures_with_slimes_patches(folder, truth):
+    is_by_torch_npu(slime_runs.run(folder, "shipped", "qwen3_vl"), truth("qwen3_vl"))

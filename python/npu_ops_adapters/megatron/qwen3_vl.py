@@ -17,6 +17,7 @@ from npu_ops_adapters.megatron import rope
 from npu_ops_adapters.patching import Patch
 
 _MODELLING = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
+_OLDER = "Qwen3VLMoETextRotaryEmbedding"  # of 0.3, whose layers call Megatron's dispatcher
 _NEEDLESS = {  # positions say all of a packing, and where no loss is computed a mask is not needed
     ("text_model", "Qwen3VLTextRotaryEmbedding"): "packed_seq_params",
     ("text_model", "Qwen3VLMoETextRotaryEmbedding"): "packed_seq_params",
@@ -26,15 +27,16 @@ _NEEDLESS = {  # positions say all of a packing, and where no loss is computed a
 
 def patches() -> Iterable[Patch]:
     """`apply_rotary_pos_emb_absolute`, which layers import by value, and forwards that lack it."""
-    yield Patch(
-        target=f"{_MODELLING}.rope:apply_rotary_pos_emb_absolute",
-        op="mrope",
-        make=_replace,
-        why="it asserts that nothing is fused; in fp32 it is eight kernels a call",
-        signatures=(("t", "freqs", "config", "cu_seqlens"),),
-        versions="Megatron-Bridge 0.4 and main",
-        remove_when="Megatron-Bridge calls an operator here that has an NPU kernel",
-    )
+    if not hasattr(sys.modules.get(f"{_MODELLING}.rope"), _OLDER):
+        yield Patch(
+            target=f"{_MODELLING}.rope:apply_rotary_pos_emb_absolute",
+            op="mrope",
+            make=_replace,
+            why="it asserts that nothing is fused; in fp32 it is eight kernels a call",
+            signatures=(("t", "freqs", "config", "cu_seqlens"),),
+            versions="Megatron-Bridge 0.4 and main",
+            remove_when="Megatron-Bridge calls an operator here that has an NPU kernel",
+        )
 
     for (module, name), argument in _NEEDLESS.items():
         module = f"{_MODELLING}.{module}"
