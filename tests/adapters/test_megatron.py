@@ -42,3 +42,14 @@ def test_classes_that_a_later_bridge_has_not_are_not_asked_for(monkeypatch):
         f"{name}:Qwen3VLTextRotaryEmbedding.forward",
         f"{name}:Qwen3VLMoETextRotaryEmbedding.forward",
     ]
+
+
+def test_a_rope_that_an_earlier_bridge_has_not_is_not_asked_for(monkeypatch):
+    """0.3 has its tables' classes there, and its layers call Megatron's rope."""
+    name = f"{qwen3_vl._MODELLING}.rope"
+    earlier = types.ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, earlier)
+    target = f"{name}:apply_rotary_pos_emb_absolute"
+    assert target in [patch.target for patch in qwen3_vl.patches()]  # one that was renamed
+    earlier.Qwen3VLMoETextRotaryEmbedding = type("Qwen3VLMoETextRotaryEmbedding", (), {})
+    assert target not in [patch.target for patch in qwen3_vl.patches()]

@@ -22,7 +22,7 @@ ROLLOUTS, PROMPTS, ANSWERS = 2, 2, 4
 
 
 def write(folder: pathlib.Path, project: str, *models: str) -> None:
-    """FOLDER/MODEL, and FOLDER/rollout_0.pt or FOLDER/pictures_0.pt, for --load-debug-rollout-data."""
+    """FOLDER/MODEL, and FOLDER/rollout_0.pt or pictures_0.pt, for --load-debug-rollout-data."""
     sees = models[0] in verl_data.SEES
     for name in models:
         save = save_without_weights if sees else verl_data.save

@@ -1,6 +1,6 @@
-"""Megatron-Bridge's Qwen3-VL, for slime's --custom-model-provider-path.
+"""Megatron-Bridge's Qwen3-VL in Megatron's own layers, for slime's --custom-model-provider-path.
 
-slime's own way to it is Bridge's AutoBridge, which does not import without Transformer Engine.
+For CPUs: slime's own way to it is Bridge's AutoBridge, which wants Transformer Engine or MindSpeed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ MODELLING = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
 
 def provide(pre_process: bool = True, post_process: bool = True):
     """The model of slime's arguments, with transformers' own vision tower."""
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import get_args
 
@@ -21,7 +22,9 @@ def provide(pre_process: bool = True, post_process: bool = True):
     theirs = transformers.AutoConfig.from_pretrained(args.hf_checkpoint)
     return importlib.import_module(f"{MODELLING}.model").Qwen3VLModel(
         language_transformer_config=configured(args, theirs),
-        language_transformer_layer_spec=layers(args.transformer_impl),
+        language_transformer_layer_spec=gpt_layer_specs.get_gpt_layer_local_spec(
+            normalization="RMSNorm", qk_layernorm=True
+        ),
         vision_transformer_config=theirs.vision_config,
         pre_process=pre_process,
         post_process=post_process,
@@ -30,8 +33,7 @@ def provide(pre_process: bool = True, post_process: bool = True):
 
 
 def configured(args, theirs):
-    """Megatron's own kind of configuration, for MindSpeed adds its settings to no other, with what
-    Bridge's has more."""
+    """Megatron's configuration, with what Bridge's has more."""
     from megatron.training.arguments import core_transformer_config_from_args
 
     config = core_transformer_config_from_args(args)
@@ -40,18 +42,8 @@ def configured(args, theirs):
     config.rotary_base, config.rotary_percent = args.rotary_base, args.rotary_percent
     config.fp16_lm_cross_entropy = config.share_embeddings_and_output_weights = False
     config.hf_text_config = theirs.text_config
-    config.position_embedding_type = "mrope"
     config.mrope_section = theirs.text_config.rope_scaling["mrope_section"]
     config.spatial_merge_size = theirs.vision_config.spatial_merge_size
     for name in ("image_token_id", "video_token_id", "vision_start_token_id"):
         setattr(config, name, getattr(theirs, name))
     return config
-
-
-def layers(kind: str):
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    if kind == "local":
-        settings = {"normalization": "RMSNorm", "qk_layernorm": True}
-        return gpt_layer_specs.get_gpt_layer_local_spec(**settings)
-    return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)

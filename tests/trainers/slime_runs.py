@@ -55,17 +55,7 @@ NO_ENGINE = (
     "--sglang-router-ip", "127.0.0.1", "--sglang-router-port", "1",
 )  # fmt: skip
 # Megatron-Bridge 0.3.1 takes one sequence at a time where there are pictures, and no padding.
-PICTURES = {
-    "qwen3_vl": (
-        "--custom-model-provider-path", "slime_qwen3_vl.provide", "--micro-batch-size", "1",
-        "--data-pad-size-multiplier", "1",
-    ),
-}  # fmt: skip
-# As slime's script for Qwen3-VL; without slime's patch or npu-ops Bridge's block raises there.
-RECOMPUTED = (
-    "--recompute-granularity", "full", "--recompute-method", "uniform",
-    "--recompute-num-layers", "1",
-)  # fmt: skip
+PICTURES = {"qwen3_vl": ("--micro-batch-size", "1", "--data-pad-size-multiplier", "1")}
 SEES = "transformers-4.57.6"  # of another, Megatron-Bridge 0.3.1 does not take the vision tower
 # Megatron's own modules, which need no Transformer Engine.
 LOCAL = (
@@ -73,10 +63,16 @@ LOCAL = (
     "--no-masked-softmax-fusion",
 )  # fmt: skip
 ON_NPU = ("--custom-megatron-init-path", "slime_worker.count_fused")
-# With these, the arguments of slime's script for Qwen3-30B-A3B, but for --moe-permute-fusion.
-EXPERTS = ("--moe-grouped-gemm",)
-MORE_ON_NPU = {"qwen3_moe": EXPERTS, "qwen3_vl": RECOMPUTED}
+# With these, the arguments of slime's scripts, but for --moe-permute-fusion.
+AS_SCRIPTS = {
+    "qwen3_moe": ("--moe-grouped-gemm",),
+    "qwen3_vl": (
+        "--megatron-to-hf-mode", "bridge", "--recompute-granularity", "full",
+        "--recompute-method", "uniform", "--recompute-num-layers", "1",
+    ),
+}  # fmt: skip
 ON_CPU = ("--custom-megatron-init-path", "slime_worker.with_local_layers")
+PROVIDERS = {"qwen3_vl": ("--custom-model-provider-path", "slime_qwen3_vl.provide")}
 # slime's patches import mbridge first, after which Megatron has no layers for these models.
 MINDSPEED_FIRST = ("qwen3_next", "qwen3_moe")
 # Megatron asks for it where tensors are parallel.
@@ -119,13 +115,16 @@ def run(folder: pathlib.Path, who: str, model: str = "qwen3", devices: int = 1) 
         sys.executable, str(HERE / "slime_train.py"), str(devices), *COMMON, *MODELS[model],
         *TRAINING, *PICTURES.get(model, ()), *NO_ENGINE, *files, "--actor-num-nodes", "1",
         *("--actor-num-gpus-per-node", str(devices), "--tensor-model-parallel-size", str(devices)),
-        *(LOCAL + ON_CPU if who == "truth" else ON_NPU + MORE_ON_NPU.get(model, ())),
+        *(LOCAL + ON_CPU + PROVIDERS.get(model, ()) if who == "truth" else ()),
+        *(ON_NPU + AS_SCRIPTS.get(model, ()) if who != "truth" else ()),
     ]  # fmt: skip
     if who != "truth":
         command = verl_runs.emulated(devices, command)
     environment = variables(who, results, model)
     if who == "shipped" and model in MINDSPEED_FIRST:
         environment["SLIME_MINDSPEED_FIRST"] = "1"
+    if who != "truth" and model in PICTURES:
+        environment["SLIME_WHOLE_BRIDGE"] = "1"
     verl_runs.finish(command, environment)
     return read(results, devices)
 

@@ -13,6 +13,7 @@ import counting
 import slime_doubles
 import torch
 
+VARIANTS = "experimental_attention_variant"
 CALLS = collections.Counter()
 FUSED = {
     "fused_bias_swiglu": ("swiglu", "swiglu_back"),
@@ -61,17 +62,41 @@ def on_npu() -> None:
     upstream_mindspeed.without_torchair()
     slime_doubles.install({"acl": {"get_soc_name": lambda: "Ascend910B3"}})
     sys.meta_path.append(upstream_mindspeed.StandIns(("hccl", "six")))
-    with_bare_bridge()
+    if not os.environ.get("SLIME_WHOLE_BRIDGE"):
+        with_bare_bridge()
     if os.environ.get("SLIME_MINDSPEED_FIRST"):
         importlib.import_module("mindspeed.megatron_adaptor")
         with_kernels_that_compile()
 
 
 def with_bare_bridge() -> None:
-    """Its Qwen3-VL marks what runs for a profiler of CUDA's, which raises without CUDA."""
+    """Its modules without the packages around them."""
     import upstream_bridge
 
     sys.meta_path.insert(0, upstream_bridge.Bare(pathlib.Path(os.environ["SLIME_BRIDGE"])))
+    without_marks()
+
+
+def with_whole_bridge() -> None:
+    """For slime's --megatron-to-hf-mode bridge. Bridge 0.3.1 imports a name of a later Megatron-LM
+    for Qwen3-Next, and has process groups where it makes a model itself, not where slime does."""
+    specs = importlib.import_module(f"megatron.core.models.gpt.{VARIANTS}_module_specs")
+    setattr(specs, f"get_transformer_block_with_{VARIANTS}_spec", None)
+    without_marks()
+    from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    provide = Qwen3VLModelProvider.provide
+
+    def with_groups(self, *args, **options):
+        self._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+        return provide(self, *args, **options)
+
+    Qwen3VLModelProvider.provide = with_groups
+
+
+def without_marks() -> None:
+    """Bridge's Qwen3-VL sets marks for a profiler of CUDA's, which raises without CUDA."""
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *message: None
 
 
@@ -151,6 +176,8 @@ def count() -> None:
 def count_fused(args) -> None:
     """For --custom-megatron-init-path: also functions whose `@jit_fuser` slime deletes."""
     without_router_gemm()
+    if os.environ.get("SLIME_WHOLE_BRIDGE"):
+        with_whole_bridge()
     for module, names in FUSED.items():
         module = importlib.import_module(f"megatron.core.fusions.{module}")
         counting.on_calls(names, note, module)
