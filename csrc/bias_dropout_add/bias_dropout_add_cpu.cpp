@@ -107,7 +107,7 @@ void forward_rows(const Tensor& x, const Bias& bias, const Tensor& residual, con
   const int64_t width = x.size(-1);
   Draws draws(width);
   std::vector<float> bias_row(width);
-  const int64_t most = staged_columns<X, R, O>(width);
+  const int64_t most = staged_at_once<X, R, O>(width);
   Staged<X> of_x(1, most);
   Staged<R> of_residual(1, most);
   Staged<O> of_out(1, most);
@@ -149,7 +149,7 @@ template <class G, class X>
 void backward_rows(const Tensor& grad, const Dropout& dropout, const Tensor& grad_x, float* sum,
                    Draws& draws, int64_t begin, int64_t end) {
   const int64_t width = grad.size(-1);
-  const int64_t most = staged_columns<G, X>(width);
+  const int64_t most = staged_at_once<G, X>(width);
   Staged<G> of_grad(1, most);
   Staged<X> of_grad_x(1, most);
   for (int64_t row = begin; row < end; ++row) {

@@ -73,11 +73,12 @@ class Staged {
   }
   // One row, or a piece of it.
   const Element* read(const T* row, int64_t count) {
-    if constexpr (kCopied) widen(row, memory_.data(), count);
-    if constexpr (kCopied)
-      return memory_.data();
-    else
+    if constexpr (!kCopied)
       return row;
+    else {
+      widen(row, memory_.data(), count);
+      return memory_.data();
+    }
   }
 
   // Where to write; `written` then brings it to its place.
@@ -103,20 +104,13 @@ class Staged {
   int64_t width_;
 };
 
-// What of rows is staged at once, measured: of 2048, four rows of an op push each other out of a
-// core's first cache. All, where nothing is copied.
-constexpr int64_t kStagedElements = 512;
-
+// How many of `count` rows of `width`, or pieces of one row, are staged at once: of 2048 elements
+// each, four rows of an op push each other out of a core's first cache. All, where none is copied.
 template <class... T>
-int64_t staged_rows(int64_t count, int64_t width) {
+int64_t staged_at_once(int64_t count, int64_t width = 1) {
+  constexpr int64_t kElements = 512;
   constexpr bool copied = (Staged<T>::kCopied || ...);
-  return copied ? std::clamp<int64_t>(kStagedElements / width, 1, count) : count;
-}
-
-template <class... T>
-int64_t staged_columns(int64_t width) {
-  constexpr bool copied = (Staged<T>::kCopied || ...);
-  return copied ? std::min(width, kStagedElements) : width;
+  return copied ? std::clamp<int64_t>(kElements / width, 1, count) : count;
 }
 
 // Runs body(first, count) over [begin, end), at most `most` at once.

@@ -122,7 +122,7 @@ void forward(Tensor a, Tensor A_log, std::optional<Tensor> dt_bias, std::optiona
     const auto from = rows_in<A>(a);
     const auto to = rows_out<float>(g);
     parallel(rows, heads * kCost, [&](int64_t begin, int64_t end) {
-      const int64_t most = staged_rows<A>(end - begin, heads);
+      const int64_t most = staged_at_once<A>(end - begin, heads);
       Staged<A> of_a(most, heads);
       in_blocks(begin, end, most, [&](int64_t row, int64_t count) {
         decay_rows(of_a.read(from.from(row), count), of.decay.data(), of.bias.data(), to.from(row),
@@ -135,7 +135,7 @@ void forward(Tensor a, Tensor A_log, std::optional<Tensor> dt_bias, std::optiona
     const auto from = rows_in<B>(*b);
     const auto to = rows_out<B>(*beta);
     parallel(rows, heads * kCost, [&](int64_t begin, int64_t end) {
-      const int64_t most = staged_rows<B>(end - begin, heads);
+      const int64_t most = staged_at_once<B>(end - begin, heads);
       Staged<B> of_b(most, heads), of_beta(most, heads);
       in_blocks(begin, end, most, [&](int64_t row, int64_t count) {
         const auto written = to.from(row);
@@ -161,7 +161,7 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
     const auto from = rows_in<A>(a);
     const auto to = rows_out<A>(grad_a);
     parallel(sums.blocks, cost, [&](int64_t begin, int64_t end) {
-      const int64_t most = staged_rows<A>(block_rows, heads);
+      const int64_t most = staged_at_once<A>(block_rows, heads);
       Staged<A> of_a(most, heads), of_grad_a(most, heads);
       for (int64_t block = begin; block < end; ++block) {
         const int64_t last = std::min(rows, (block + 1) * block_rows);
@@ -184,7 +184,7 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
     const auto grads = rows_in<B>(*grad_beta), from = rows_in<B>(*b);
     const auto to = rows_out<B>(*grad_b);
     parallel(rows, heads * kCost, [&](int64_t begin, int64_t end) {
-      const int64_t most = staged_rows<B>(end - begin, heads);
+      const int64_t most = staged_at_once<B>(end - begin, heads);
       Staged<B> of_grad(most, heads), of_b(most, heads), of_grad_b(most, heads);
       in_blocks(begin, end, most, [&](int64_t row, int64_t count) {
         const auto written = to.from(row);

@@ -15,7 +15,7 @@ void forward(Tensor x, double eps, Tensor out) {
       const X* in = input<X>(x);
       O* result = output<O>(out);
       parallel_runs(from, width, [&](int64_t outer, int64_t first, int64_t count) {
-        const int64_t most = staged_rows<X, O>(count, width);
+        const int64_t most = staged_at_once<X, O>(count, width);
         Staged<X> of_x(most, width);
         Staged<O> of_out(most, width);
         in_blocks(first, first + count, most, [&](int64_t row, int64_t rows) {
@@ -39,7 +39,7 @@ void backward(Tensor grad, Tensor x, double eps, Tensor grad_x) {
       const X* in = input<X>(x);
       X* result = output<X>(grad_x);
       parallel_runs(from, width, [&](int64_t outer, int64_t first, int64_t count) {
-        const int64_t most = staged_rows<G, X>(count, width);
+        const int64_t most = staged_at_once<G, X>(count, width);
         Staged<G> of_grad(most, width);
         Staged<X> of_x(most, width), of_grad_x(most, width);
         in_blocks(first, first + count, most, [&](int64_t row, int64_t rows) {

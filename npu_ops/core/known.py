@@ -59,9 +59,12 @@ class Known:
             return None, _NOTHING
 
     def _keep(self, key, tensors, inputs) -> None:
-        """Remember a call for which there is a plan by now."""
+        """Remember a call for which there is a plan by now, also that its inputs are not known."""
+        if key is None or key in self._calls:
+            return
         plan = self._operator.plan_of(inputs)
-        inputs_of = plan and plans.plan(tensors, (), inputs, plan.chosen)
-        if inputs_of and key is not None:
-            self._makes_views |= not inputs_of.same
-            self._calls[key] = inputs_of, plan
+        if plan is None:
+            return
+        inputs_of = plans.plan(tensors, (), inputs, plan.chosen)
+        self._calls[key] = (inputs_of, plan) if inputs_of else _NOTHING
+        self._makes_views |= bool(inputs_of) and not inputs_of.same
