@@ -5,7 +5,7 @@
 BEFORE, AFTER: roots of checkouts, with an environment in .venv. A process for each is asked for one
 row after the other, so what else the machine does falls on both; a ratio is that of a round.
 --calls: packed, which look at contents; small, of 16 tokens, and one, of one token, where Python is
-most of the time; fp16, of 256 tokens.
+most of the time; fp16, of 256 tokens; long, of 1024.
 """
 
 import argparse
@@ -111,6 +111,7 @@ CALLS = {
     "small": functools.partial(layer, 16, torch.bfloat16),
     "one": functools.partial(layer, 1, torch.bfloat16),
     "fp16": functools.partial(layer, 256, torch.float16),
+    "long": functools.partial(layer, 1024, torch.bfloat16),
 }
 
 

@@ -1,7 +1,9 @@
 // gdn_gate on the CPU. Definition: npu_ops/ops/gdn_gate/reference.py
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <optional>
+#include <vector>
 
 #include "common/check.h"
 #include "common/math.h"
@@ -22,14 +24,18 @@ struct Softplus {
   float beta, threshold;
 };
 
-// -exp(A_log) / beta and beta dt_bias in fp32.
+// -exp(A_log) / beta and beta dt_bias in fp32, `times` over.
 struct Heads {
-  Heads(const Tensor& A_log, const std::optional<Tensor>& dt_bias, float beta)
+  Heads(const Tensor& A_log, const std::optional<Tensor>& dt_bias, float beta, int64_t times)
       : decay(A_log.numel()), bias(A_log.numel(), 0.0f) {
     widen(A_log, decay);
     for (float& value : decay) value = -std::exp(value) / beta;
     if (dt_bias) widen(*dt_bias, bias);
     for (float& value : bias) value *= beta;
+    for (auto* values : {&decay, &bias}) {
+      const std::vector<float> once = *values;
+      for (int64_t i = 1; i < times; ++i) values->insert(values->end(), once.begin(), once.end());
+    }
   }
   static void widen(const Tensor& tensor, std::vector<float>& out) {
     dispatch(tensor.scalar_type(), "A_log", [&]<class T>(T*) {
@@ -39,6 +45,50 @@ struct Heads {
   }
   std::vector<float> decay, bias;
 };
+
+// From row to row of a [rows, HV] tensor, or of a contiguous one with more or fewer dimensions.
+int64_t step_of(const Tensor& tensor) {
+  return tensor.dim() == 2 ? tensor.stride(0) : tensor.size(-1);
+}
+template <class T>
+Strided<const T> rows_in(const Tensor& tensor) {
+  return {input<T>(tensor), step_of(tensor)};
+}
+template <class T>
+Strided<T> rows_out(const Tensor& tensor) {
+  return {output<T>(tensor), step_of(tensor)};
+}
+
+// How many rows are computed as one, that has the heads as often: loops over a few heads are not
+// vectorised. So only where rows lie behind each other.
+int64_t as_one(int64_t heads, std::initializer_list<int64_t> steps) {
+  constexpr int64_t kWide = 64;
+  const bool dense = std::ranges::all_of(steps, [&](int64_t step) { return step == heads; });
+  return dense ? std::max<int64_t>(kWide / heads, 1) : 1;
+}
+
+// Runs body(first, count, times) over rows, `times` as one and what is left one by one.
+template <class Body>
+void in_wide_rows(int64_t rows, int64_t times, const Body& body) {
+  const int64_t left = rows % times;
+  if (rows > left) body(0, rows / times, times);
+  if (left) body(rows - left, left, 1);
+}
+
+// `times` rows each, from row `first` on.
+template <class T>
+Strided<T> wide(Strided<T> rows, int64_t first, int64_t times) {
+  return {rows.row(first), rows.step * times};
+}
+
+// Adds sums of A_log's gradient and dt_bias's, each of wide rows, to those of the heads.
+void add_folded(const std::vector<float>& wide_sums, int64_t heads, float* sums) {
+  const int64_t half = static_cast<int64_t>(wide_sums.size()) / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    sums[i % heads] += wide_sums[i];
+    sums[heads + i % heads] += wide_sums[half + i];
+  }
+}
 
 template <class A>
 NPU_OPS_CLONES void decay_rows(Strided<const A> a, const float* decay, const float* bias,
@@ -96,19 +146,6 @@ NPU_OPS_CLONES void beta_gradient_rows(Strided<const B> grad_beta, Strided<const
   }
 }
 
-// From row to row of a [rows, HV] tensor, or of a contiguous one with more or fewer dimensions.
-int64_t step_of(const Tensor& tensor) {
-  return tensor.dim() == 2 ? tensor.stride(0) : tensor.size(-1);
-}
-template <class T>
-Strided<const T> rows_in(const Tensor& tensor) {
-  return {input<T>(tensor), step_of(tensor)};
-}
-template <class T>
-Strided<T> rows_out(const Tensor& tensor) {
-  return {output<T>(tensor), step_of(tensor)};
-}
-
 // An element costs about ten times what it costs to copy one.
 constexpr int64_t kCost = 10;
 
@@ -117,7 +154,8 @@ void forward(Tensor a, Tensor A_log, std::optional<Tensor> dt_bias, std::optiona
              std::optional<Tensor> beta) {
   const int64_t heads = a.size(-1), rows = a.numel() / heads;
   const Softplus plus(softplus_beta, softplus_threshold);
-  const Heads of(A_log, dt_bias, plus.beta);
+  const int64_t times = as_one(heads, {step_of(a), step_of(g)});
+  const Heads of(A_log, dt_bias, plus.beta, times);
   dispatch(a.scalar_type(), "a", [&]<class A>(A*) {
     const auto from = rows_in<A>(a);
     const auto to = rows_out<float>(g);
@@ -125,8 +163,11 @@ void forward(Tensor a, Tensor A_log, std::optional<Tensor> dt_bias, std::optiona
       const int64_t most = staged_at_once<A>(end - begin, heads);
       Staged<A> of_a(most, heads);
       in_blocks(begin, end, most, [&](int64_t row, int64_t count) {
-        decay_rows(of_a.read(from.from(row), count), of.decay.data(), of.bias.data(), to.from(row),
-                   plus, count, heads);
+        const auto read = of_a.read(from.from(row), count);
+        in_wide_rows(count, times, [&](int64_t first, int64_t many, int64_t each) {
+          decay_rows(wide(read, first, each), of.decay.data(), of.bias.data(),
+                     wide(to.from(row), first, each), plus, many, heads * each);
+        });
       });
     });
   });
@@ -134,13 +175,17 @@ void forward(Tensor a, Tensor A_log, std::optional<Tensor> dt_bias, std::optiona
   dispatch(b->scalar_type(), "b", [&]<class B>(B*) {
     const auto from = rows_in<B>(*b);
     const auto to = rows_out<B>(*beta);
+    const int64_t times = as_one(heads, {from.step, to.step});
     parallel(rows, heads * kCost, [&](int64_t begin, int64_t end) {
       const int64_t most = staged_at_once<B>(end - begin, heads);
       Staged<B> of_b(most, heads), of_beta(most, heads);
       in_blocks(begin, end, most, [&](int64_t row, int64_t count) {
         const auto written = to.from(row);
-        beta_rows(of_b.read(from.from(row), count), of_beta.to(written), static_cast<float>(scale),
-                  count, heads);
+        const auto read = of_b.read(from.from(row), count);
+        in_wide_rows(count, times, [&](int64_t first, int64_t many, int64_t each) {
+          beta_rows(wide(read, first, each), wide(of_beta.to(written), first, each),
+                    static_cast<float>(scale), many, heads * each);
+        });
         of_beta.written(written, count);
       });
     });
@@ -153,7 +198,8 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
               Tensor grad_dt_bias, std::optional<Tensor> grad_b) {
   const int64_t heads = a.size(-1), rows = a.numel() / heads;
   const Softplus plus(softplus_beta, softplus_threshold);
-  const Heads of(A_log, dt_bias, plus.beta);
+  const int64_t times = as_one(heads, {step_of(grad_g), step_of(a), step_of(grad_a)});
+  const Heads of(A_log, dt_bias, plus.beta, times);
   Partials sums(rows, 2 * heads, true);
   const int64_t block_rows = sums.block_rows, cost = block_rows * heads * kCost;
   dispatch(a.scalar_type(), "a", [&]<class A>(A*) {
@@ -165,13 +211,19 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
       Staged<A> of_a(most, heads), of_grad_a(most, heads);
       for (int64_t block = begin; block < end; ++block) {
         const int64_t last = std::min(rows, (block + 1) * block_rows);
+        std::vector<float> wide_sums(2 * heads * times, 0.0f);
         in_blocks(block * block_rows, last, most, [&](int64_t row, int64_t count) {
           const auto written = to.from(row);
-          decay_gradient_rows(grads.from(row), of_a.read(from.from(row), count), of.decay.data(),
-                              of.bias.data(), of_grad_a.to(written), sums.block(block), plus, count,
-                              heads);
+          const auto read = of_a.read(from.from(row), count);
+          in_wide_rows(count, times, [&](int64_t first, int64_t many, int64_t each) {
+            decay_gradient_rows(
+                wide(grads.from(row), first, each), wide(read, first, each), of.decay.data(),
+                of.bias.data(), wide(of_grad_a.to(written), first, each),
+                each == times ? wide_sums.data() : sums.block(block), plus, many, heads * each);
+          });
           of_grad_a.written(written, count);
         });
+        add_folded(wide_sums, heads, sums.block(block));
       }
     });
   });
@@ -183,13 +235,19 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
   dispatch(b->scalar_type(), "b", [&]<class B>(B*) {
     const auto grads = rows_in<B>(*grad_beta), from = rows_in<B>(*b);
     const auto to = rows_out<B>(*grad_b);
+    const int64_t times = as_one(heads, {grads.step, from.step, to.step});
     parallel(rows, heads * kCost, [&](int64_t begin, int64_t end) {
       const int64_t most = staged_at_once<B>(end - begin, heads);
       Staged<B> of_grad(most, heads), of_b(most, heads), of_grad_b(most, heads);
       in_blocks(begin, end, most, [&](int64_t row, int64_t count) {
         const auto written = to.from(row);
-        beta_gradient_rows(of_grad.read(grads.from(row), count), of_b.read(from.from(row), count),
-                           of_grad_b.to(written), static_cast<float>(scale), count, heads);
+        const auto grad = of_grad.read(grads.from(row), count);
+        const auto read = of_b.read(from.from(row), count);
+        in_wide_rows(count, times, [&](int64_t first, int64_t many, int64_t each) {
+          beta_gradient_rows(wide(grad, first, each), wide(read, first, each),
+                             wide(of_grad_b.to(written), first, each), static_cast<float>(scale),
+                             many, heads * each);
+        });
         of_grad_b.written(written, count);
       });
     });
