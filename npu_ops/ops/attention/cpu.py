@@ -225,7 +225,8 @@ def _forward(q, k, v, mask, rule: Rule, out, lse, own: bool) -> None:
         columns = _all if everything else block.columns
         mine = _as_fast(rows(q), columns(k), columns(v), backward=False)
         added = _added(part, mine[0])
-        found, log_sum = _flash(*mine, 0.0, causal, attn_mask=added, scale=rule.scale)
+        flash = _one_query if added is None and not causal and _shares_keys(*mine) else _flash
+        found, log_sum = flash(*mine, 0.0, causal, attn_mask=added, scale=rule.scale)
         to, to_lse = rows(out), rows(lse)
         if part is not None:  # there may be a query without a key
             nothing = ~part.any(-1).expand(to_lse.shape)
@@ -257,6 +258,21 @@ def _as_fast(*tensors: torch.Tensor, backward: bool) -> Sequence[torch.Tensor]:
     if q.shape[2] not in _FASTER_IN_FP32.get((q.dtype, backward), ()):
         return tensors
     return [x.float() for x in tensors]
+
+
+def _shares_keys(q, k, v) -> bool:
+    """Whether there is one query, of several heads to a head of keys."""
+    return q.shape[2] == 1 and q.shape[1] > k.shape[1]
+
+
+def _one_query(q, k, v, *settings, **named):
+    """`_flash` of a query that sees all keys: heads that share keys are queries of one head, so
+    that keys are read once for all of them."""
+    of_one = q.unflatten(1, (k.shape[1], -1)).squeeze(3)
+    if q.dtype == torch.float16:  # which takes twice as long as fp32
+        of_one, k, v = of_one.float(), k.float(), v.float()
+    found, log_sum = _flash(of_one, k, v, *settings, **named)
+    return found.flatten(1, 2).unsqueeze(2), log_sum.flatten(1, 2).unsqueeze(2)
 
 
 def _put(to, found, own: bool) -> None:
