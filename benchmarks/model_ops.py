@@ -28,9 +28,10 @@ FIELDS = (
 
 
 def delta_rule(
-    batch: int, tokens: int, heads: int, value_heads: int, sequences: int = 0
+    batch: int, tokens: int, heads: int, value_heads: int, sequences: int = 0, backward=False
 ) -> Callable[[], list]:
-    """A forward; sequences: 0, or how many the tokens are cut into, of 512 to 1536 tokens."""
+    """A forward or a backward; sequences: 0, or how many the tokens are cut into, of 512 to 1536
+    tokens."""
 
     def launches():
         q, k = (torch.empty(batch, tokens, heads, 128, dtype=torch.bfloat16) for _ in range(2))
@@ -42,7 +43,12 @@ def delta_rule(
             middle = torch.arange(1, sequences) * mean
             ends = middle + (torch.arange(1, sequences) * 37 % mean - mean // 2) // 2
             inputs["cu_seqlens"] = torch.cat([ends.new_zeros(1), ends, ends.new_tensor([tokens])])
-        return model.of_call("", SOC, npu_ops.chunk_gated_delta_rule, inputs)
+        forward = model.of_call("", SOC, npu_ops.chunk_gated_delta_rule, inputs)
+        if not backward:
+            return forward
+        wrt = ("q", "k", "v", "g", "beta")
+        both = model.of_call("", SOC, npu_ops.chunk_gated_delta_rule, inputs, wrt)
+        return both[len(forward) :]
 
     return launches
 
@@ -97,12 +103,12 @@ def case(op: str, name: str, tokens: int | None = None) -> Callable[[], list]:
     return lambda: model.of_case(op, name, torch.bfloat16, SOC, tokens)
 
 
-# Batch, heads, value heads and tokens of a forward of the chunked delta rule.
-CHUNKED = [(1, 16, 32, 1024), (8, 4, 4, 1096), (1, 4, 4, 32768), (1, 16, 32, 11264)]
+# Batch, tokens, heads and value heads of the chunked delta rule.
+CHUNKED = [(1, 1024, 16, 32), (8, 1096, 4, 4), (1, 32768, 4, 4), (1, 11264, 16, 32)]
 PACKED = "chunk_gated_delta_rule HK=16 HV=32 T=65536 in 64 sequences"
 
 
-def chunked(batch: int, heads: int, value_heads: int, tokens: int) -> str:
+def chunked(batch: int, tokens: int, heads: int, value_heads: int) -> str:
     return f"chunk_gated_delta_rule B={batch} HK={heads} HV={value_heads} T={tokens}"
 
 
@@ -132,10 +138,8 @@ CALLS = {
     "gated_delta_rule_update B=64 HV=32": decode(64, 16, 32),
     "gated_delta_rule_update B=256 HV=4": decode(256, 4, 4),
     "gated_delta_rule_update B=256 HV=32": decode(256, 16, 32),
-    **{
-        chunked(batch, heads, value_heads, tokens): delta_rule(batch, tokens, heads, value_heads)
-        for batch, heads, value_heads, tokens in CHUNKED
-    },
+    **{chunked(*sizes): delta_rule(*sizes) for sizes in CHUNKED},
+    **{chunked(*sizes) + ", backward": delta_rule(*sizes, backward=True) for sizes in CHUNKED},
     PACKED: delta_rule(1, 65536, 16, 32, sequences=64),
 }
 

@@ -171,9 +171,9 @@ JOBS = {
         "vllm": (f"{VLLM}.fused_gdn_gating:fused_gdn_gating_patch", lambda: gates(T)),
     }),
     **{
-        name: Call(name, peer_delta_rule.chunked(batch, tokens, heads, value_heads))
-        for batch, heads, value_heads, tokens in model_ops.CHUNKED
-        for name in [model_ops.chunked(batch, heads, value_heads, tokens)]
+        name: Call(name, peer_delta_rule.chunked(*sizes))
+        for sizes in model_ops.CHUNKED
+        for name in [model_ops.chunked(*sizes)]
     },
     **{
         f"gated_delta_rule_update B={batch} HV=32": Call(

@@ -36,8 +36,7 @@ def many_cores(monkeypatch):
     monkeypatch.setattr(triton_ascend, "SEGMENT", 1)
 
 
-@IMPLEMENTATIONS
-@pytest.mark.parametrize(
+CALLS = pytest.mark.parametrize(
     "inputs",
     [
         pytest.param(call(), id="k-first"),
@@ -48,6 +47,10 @@ def many_cores(monkeypatch):
         pytest.param(call(dtype=torch.float16, packed=True), id="float16"),
     ],
 )
+
+
+@IMPLEMENTATIONS
+@CALLS
 def test_segments_are_the_whole(inputs, implementation, device, many_cores):
     with forced("reference", "chunk_gated_delta_rule"):
         expected = delta_rule(**floats(inputs, torch.float64))
@@ -59,10 +62,12 @@ def test_segments_are_the_whole(inputs, implementation, device, many_cores):
 
 
 @IMPLEMENTATIONS
-def test_gradients_beside_segments(implementation, device, many_cores):
-    expected = run("reference", floats(call(), torch.float64))
-    actual = run(implementation, on_device(call(), device))
-    assert_all_close(actual, expected, dict.fromkeys(TOLERANCES, TOLERANCES[torch.float32]))
+@CALLS
+def test_gradients_of_segments_are_those_of_the_whole(inputs, implementation, device, many_cores):
+    expected = run("reference", floats(inputs, torch.float64))
+    actual = run(implementation, on_device(inputs, device))
+    tolerance = TOLERANCES[inputs["q"].dtype]
+    assert_all_close(actual, expected, dict.fromkeys(TOLERANCES, tolerance))
 
 
 @pytest.mark.parametrize("implementation, device", implementations(op.prefill.table))
@@ -88,15 +93,14 @@ def test_the_same_bits_each_time(walked, implementation, device, monkeypatch):
     draw = torch.Generator().manual_seed(1)
     inputs["v"] = torch.randn(1, 130, heads, 64, generator=draw).bfloat16()
     inputs["initial_state"] = torch.randn(1, heads, 16, 64, generator=draw)
-    with forced(implementation, "chunk_gated_delta_rule"):
-        first, second = (delta_rule(**on_device(inputs, device)) for _ in range(2))
-    assert all(map(torch.equal, first, second))
+    first, second = (run(implementation, on_device(inputs, device)) for _ in range(2))
+    assert len(first) == 8 and all(torch.equal(first[name], second[name]) for name in first)
 
 
 # Which launches there are
 
 
-def launches(sequences, heads, tokens, keys=128, dtype=torch.bfloat16):
+def launches(sequences, heads, tokens, keys=128, dtype=torch.bfloat16, backward=False):
     """(kernel, programs, columns) of the walks on 24 matrix units."""
     q = torch.zeros(sequences, tokens, heads, keys, dtype=dtype)
     v, gates = q.new_zeros(sequences, tokens, heads, 128), torch.zeros(sequences, tokens, heads)
@@ -105,8 +109,14 @@ def launches(sequences, heads, tokens, keys=128, dtype=torch.bfloat16):
         registry.as_if_on("npu"),
         hardware.as_if_soc("Ascend910B2", (24, 48)),
     ):
-        delta_rule(q, q, v, gates, gates)
-    walks = ("ends_kernel", "join_kernel", "forward_kernel")
+        out, _ = delta_rule(q, q, v.requires_grad_(backward), gates, gates)
+        if backward:
+            found.clear()
+            out.sum().backward()
+    walks = (
+        "ends_kernel", "gradient_ends_kernel", "join_kernel", "forward_kernel", "states_kernel",
+        "state_gradients_kernel",
+    )  # fmt: skip
     return [
         (each.name.removesuffix("_kernel"), *each.grid, dict(each.constants)["BV"])
         for each in found
@@ -137,6 +147,23 @@ def launches(sequences, heads, tokens, keys=128, dtype=torch.bfloat16):
 )
 def test_idle_cores_get_columns_and_segments(arguments, expected):
     assert launches(*arguments) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ((1, 4, 64), [("states", 16, 32), ("state_gradients", 16, 32)]),
+        (
+            (2, 1, 8192),
+            [
+                ("ends", 22, 128), ("join", 8, 32), ("gradient_ends", 22, 128), ("join", 8, 32),
+                ("states", 14, 128), ("state_gradients", 14, 128),
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_the_backwards_walks_are_cut_too(arguments, expected):
+    assert launches(*arguments, backward=True) == expected
 
 
 def test_gpus_have_no_segments():

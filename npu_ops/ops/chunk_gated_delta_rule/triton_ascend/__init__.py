@@ -66,8 +66,9 @@ def chunk_gated_delta_rule(
         spans = segments.cut(spans, number, chunk_size, unit)
         kept = None if kept is None else segments.cut(kept, number, wanted, unit)
         initial_state = segments.states_before(
-            k, v, gates[0], solved, norms[1], initial_state, spans, number, whole, FEWEST_COLUMNS
-        )
+            k, v, gates[0], None, solved, norms[1], initial_state, spans, number, whole,
+            FEWEST_COLUMNS,
+        )  # fmt: skip
         last = None if final_state is None else torch.empty_like(initial_state)
     for walk in _walks(q, v, spans.sequences, state_v_first, chunk_size):
         forward.forward_kernel[walk.grid](
@@ -91,6 +92,18 @@ def chunk_gated_delta_rule_backward(
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
     solved, scores, *norms = _within_chunks(q, k, gates, spans, scale, normalize, weighed=False)
+    number, first = _segments(q, v, spans.sequences, chunk_size), grad_initial_state
+    if number > 1:
+        whole = _constants(q, v, state_v_first, chunk_size) | {"BV": _most_columns(q, v)}
+        spans = segments.cut(spans, number, chunk_size, chunk_size)
+        initial_state = segments.states_before(
+            k, v, *gates, solved, norms[1], initial_state, spans, number, whole, FEWEST_COLUMNS
+        )
+        grad_final_state = segments.gradients_after(
+            grad_o, grad_final_state, q, k, gates, solved, scores, norms, spans, number, scale,
+            whole, FEWEST_COLUMNS,
+        )  # fmt: skip
+        first = None if first is None else torch.empty_like(initial_state)
     walks = _walks(q, v, spans.sequences, state_v_first, chunk_size)
     per_chunk = (spans.number, v.shape[2], q.shape[3], v.shape[3])
     states, grad_states = solved.new_empty(per_chunk), solved.new_empty(per_chunk)
@@ -106,9 +119,11 @@ def chunk_gated_delta_rule_backward(
     for walk in walks:
         backward.state_gradients_kernel[walk.grid](
             grad_o, grad_final_state, q, k, v, *gates, solved, scores, *norms, spans.starts,
-            spans.firsts, grad_states, grad_wanted, grad_v, of_values, grad_initial_state, scale,
-            spans.number, walk.piece, walk.end, **walk.constants,
+            spans.firsts, grad_states, grad_wanted, grad_v, of_values, first, scale, spans.number,
+            walk.piece, walk.end, **walk.constants,
         )  # fmt: skip
+    if first is not grad_initial_state:
+        grad_initial_state.copy_(first[::number])
     del solved, scores
     grad_g_sums, kept_sums, grad_betas = _gradients(
         grad_o, q, k, v, gates, norms, spans, states, written, grad_states, grad_wanted, grad_q,

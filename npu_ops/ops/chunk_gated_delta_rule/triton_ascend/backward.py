@@ -16,6 +16,7 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.forward import (
     dot_in_two,
     load_state,
     store_state,
+    written_to,
 )
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
     decays,
@@ -67,14 +68,12 @@ def states_kernel(
             b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
             last = tl.load(g_sums + place * C + C - 1)
             b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
-            b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(tl.float32)
-            recalled = tl.dot(b_k, operand, input_precision="ieee").to(wide).to(tl.float32)
-            wanted = (b_v - (tl.exp(b_g) * of_k)[:, None] * recalled) * b_beta[:, None]
-            b_written = dot_in_two(load_square(solved, place, C), wanted,
-                                   tl.zeros((C, BV), tl.float32)).to(wide)  # fmt: skip
-            store_product(written, b_written, one, first, rows, HV, head, V, BV, C, column)
+            b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(wide)
+            b_solved = load_square(solved, place, C).to(tl.float32) * b_beta[None, :]
+            b_written = written_to(operand, b_solved, b_k, b_v, tl.exp(b_g) * of_k, C, BV)
             kept = b_k.to(tl.float32) * (tl.exp(last - b_g) * of_k)[:, None]
             added = dot_in_two(kept, b_written, tl.zeros((BK, BV), tl.float32), True)
+            store_product(written, b_written, one, first, rows, HV, head, V, BV, C, column)
             state = state * tl.exp(last) + added
 
 
@@ -127,16 +126,17 @@ def state_gradients_kernel(
             faded = b_solved.to(tl.float32) * (tl.exp(last - b_g) * of_k)[:, None]
             b_grad_wanted = tl.dot(tl.trans(b_solved), of_scores, input_precision="ieee")
             b_grad_wanted = dot_in_two(faded, of_state, b_grad_wanted, True)
-            store_rows(grad_wanted, b_grad_wanted, first, rows, HV, head, V, BV, C, column)
-            part = tl.cast(item % blocks, tl.int64) * number * HV + place
-            tl.store(grad_betas + part * C + row, tl.sum(b_grad_wanted * b_v, 1))
             b_grad_v = b_grad_wanted * b_beta[:, None]
-            store_rows(grad_v, b_grad_v, first, rows, HV, head, V, BV, C, column)
             gamma = tl.exp(b_g)
             asked = b_grad_o.to(tl.float32) * (gamma * of_q)[:, None] * scale
             recalled = (b_grad_v * (0.0 - gamma * of_k)[:, None]).to(wide)
             more = tl.dot(tl.trans(b_k), recalled, input_precision="ieee")
             more = dot_in_two(tl.trans(b_q), asked, more)
+            # After what the chunk before waits for.
+            store_rows(grad_wanted, b_grad_wanted, first, rows, HV, head, V, BV, C, column)
+            part = tl.cast(item % blocks, tl.int64) * number * HV + place
+            tl.store(grad_betas + part * C + row, tl.sum(b_grad_wanted * b_v, 1))
+            store_rows(grad_v, b_grad_v, first, rows, HV, head, V, BV, C, column)
             grad_state = grad_state * tl.exp(last) + more
         store_state(grad_initial_state, grad_state, here, value, K, V, BK, BV, V_FIRST)
 

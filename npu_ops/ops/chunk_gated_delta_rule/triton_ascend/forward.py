@@ -82,6 +82,18 @@ def dot_in_two(x, y, product, TURNED: tl.constexpr = False):
         return tl.dot(tl.trans(left) if TURNED else left, y, product, input_precision="ieee")
 
 
+@triton.jit
+def written_to(state, solved, k, v, decay_k, C: tl.constexpr, BV: tl.constexpr):
+    """What a chunk's tokens write to a state: solved (v - decay_k k S), in the dtype of k and v.
+
+    state: in that dtype. k S never leaves the matrix unit. solved may be in fp32.
+    """
+    forgets = solved.to(tl.float32) * (0.0 - decay_k)[None, :]
+    recalled = tl.dot(k, state, input_precision="ieee").to(k.dtype)
+    written = dot_in_two(solved, v, tl.zeros((C, BV), tl.float32))
+    return dot_in_two(forgets, recalled, written).to(k.dtype)
+
+
 @triton.jit(do_not_specialize=["piece", "end", "scale"])
 def forward_kernel(
     q, k, v, g_sums, solved, scores, over_q, over_k, initial_state, starts, firsts, o, final_state,
@@ -92,10 +104,9 @@ def forward_kernel(
     """A program takes BV columns of one head's state through a sequence.
 
     The state is fp32; what is multiplied has the dtype of `solved`, whose columns have been
-    multiplied by betas. What is written is solved (v - gamma k S), of which v is as it was given
-    and k S never leaves the matrix unit. So are q and k: where 1 over their norms weighs on them,
-    over_q and over_k, it is multiplied with what multiplies their rows. chunk_states, unless it is
-    None, gets the state before every KEEP tokens, of sequence n from row states_firsts[n] on.
+    multiplied by betas. q, k and v are as they were given: where 1 over their norms weighs on q and
+    k, over_q and over_k, it is multiplied with what multiplies their rows. chunk_states, unless it
+    is None, gets the state before every KEEP tokens, of sequence n from row states_firsts[n] on.
     """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
@@ -124,15 +135,13 @@ def forward_kernel(
             b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(wide)
             b_solved = load_square(solved, place, C)
             operand = state.to(wide)
-            recalled = tl.dot(b_k, operand, input_precision="ieee").to(wide)
-            written = tl.dot(b_solved, b_v, input_precision="ieee")
-            forgets = b_solved.to(tl.float32) * (0.0 - gamma * of_k)[None, :]
-            written = dot_in_two(forgets, recalled, written).to(wide)
+            written = written_to(operand, b_solved, b_k, b_v, gamma * of_k, C, BV)
+            kept = b_k.to(tl.float32) * (tl.exp(last - b_g) * of_k)[:, None]
+            added = dot_in_two(kept, written, tl.zeros((BK, BV), tl.float32), True)
+            # After what the next chunk waits for.
             asked = (b_q.to(tl.float32) * (gamma * scale * of_q)[:, None]).to(wide)
             read = tl.dot(asked, operand, input_precision="ieee")
             read = tl.dot(load_square(scores, place, C), written, read, input_precision="ieee")
             store_rows(o, read, first, rows, HV, head, V, BV, C, column)
-            kept = b_k.to(tl.float32) * (tl.exp(last - b_g) * of_k)[:, None]
-            added = dot_in_two(kept, written, tl.zeros((BK, BV), tl.float32), True)
             state = state * tl.exp(last) + added
         store_state(final_state, state, here, value, K, V, BK, BV, V_FIRST)

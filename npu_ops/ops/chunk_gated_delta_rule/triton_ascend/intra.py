@@ -34,29 +34,43 @@ def decays(g, C: tl.constexpr):
 
 
 @triton.jit
-def inverse(lower, C: tl.constexpr, SLICES: tl.constexpr):
-    """(1 + lower)^-1 of a strictly lower triangular [C, C] in fp32, row after row.
-
-    SLICES: rows are slices, which Ascend's Triton alone has. A sum over a masked tile takes a
-    vector core eight times as long.
-    """
+def inverse(lower, C: tl.constexpr):
+    """(1 + lower)^-1 of a strictly lower triangular [C, C] in fp32, row after row."""
     row = tl.arange(0, C)
-    if SLICES:
-        # A row that is final is taken out of all behind it: a column of `lower` times that row.
-        columns = tl.trans(lower)
-        result = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
-        for i in range(0, C - 1):
-            behind = tl.reshape(tl.extract_slice(columns, (i, 0), (1, C), (1, 1)), (C, 1))
-            result -= behind * tl.extract_slice(result, (i, 0), (1, C), (1, 1))
-        return result
-    else:
-        result = 0.0 - lower
-        for i in range(1, C):
-            is_i = row[:, None] == i
-            of_i = tl.sum(tl.where(is_i, result, 0.0), 0)
-            of_i += tl.sum(of_i[:, None] * result, 0)
-            result = tl.where(is_i, of_i[None, :], result)
-        return tl.where(row[:, None] == row[None, :], 1.0, result)
+    result = 0.0 - lower
+    for i in range(1, C):
+        is_i = row[:, None] == i
+        of_i = tl.sum(tl.where(is_i, result, 0.0), 0)
+        of_i += tl.sum(of_i[:, None] * result, 0)
+        result = tl.where(is_i, of_i[None, :], result)
+    return tl.where(row[:, None] == row[None, :], 1.0, result)
+
+
+@triton.jit
+def inverse_in_halves(lower, C: tl.constexpr):
+    """`inverse`, its upper and its lower half, [C / 2, C] each, by slices, which Ascend's Triton
+    alone has. A sum over a masked tile takes a vector core eight times as long.
+
+    A row that is final is taken out of all behind it: a column of `lower` times that row. Rows of
+    the upper half have nothing in the right half of the columns, and are final before the others.
+    """
+    HALF: tl.constexpr = C // 2
+    row, half = tl.arange(0, C), tl.arange(0, HALF)
+    columns = tl.trans(lower)
+    left = tl.where(row[:, None] == half[None, :], 1.0, 0.0)
+    for i in range(0, HALF):
+        behind = tl.reshape(tl.extract_slice(columns, (i, 0), (1, C), (1, 1)), (C, 1))
+        left -= behind * tl.extract_slice(left, (i, 0), (1, HALF), (1, 1))
+    bottom = tl.where(half[:, None] + HALF == row[None, :], 1.0, 0.0)
+    rest = tl.extract_slice(left, (HALF, 0), (HALF, HALF), (1, 1))
+    bottom = tl.insert_slice(bottom, rest, (0, 0), (HALF, HALF), (1, 1))
+    for i in range(0, HALF - 1):
+        behind = tl.extract_slice(columns, (HALF + i, HALF), (1, HALF), (1, 1))
+        behind = tl.reshape(behind, (HALF, 1))
+        bottom -= behind * tl.extract_slice(bottom, (i, 0), (1, C), (1, 1))
+    top = tl.extract_slice(left, (0, 0), (HALF, HALF), (1, 1))
+    none = tl.zeros((HALF, C), tl.float32)
+    return tl.insert_slice(none, top, (0, 0), (HALF, HALF), (1, 1)), bottom
 
 
 @triton.jit
@@ -88,10 +102,11 @@ def load_square(squares, place, C: tl.constexpr):
 
 
 @triton.jit
-def store_square(squares, place, value, C: tl.constexpr):
-    """The inverse of `load_square`."""
-    row = tl.arange(0, C)
-    at = place * (C * C) + row[:, None] * C + row[None, :]
+def store_square(squares, place, value, C: tl.constexpr, FIRST: tl.constexpr = 0,
+                 ROWS: tl.constexpr = None):  # fmt: skip
+    """The inverse of `load_square`; or of ROWS rows from FIRST on."""
+    row = FIRST + tl.arange(0, C if ROWS is None else ROWS)
+    at = place * (C * C) + row[:, None] * C + tl.arange(0, C)[None, :]
     tl.store(squares + at, value.to(squares.dtype.element_ty))
 
 
@@ -142,7 +157,10 @@ def intra_kernel(
             store_square(scores, place, b_qk * decay * scale, C)
             weighed = b_kk * decay * b_beta[:, None]
             lower = tl.where(row[:, None] > row[None, :], weighed, 0.0)
-            found = inverse(lower, C, SLICES)
-            if WEIGHED:
-                found = found * b_beta[None, :]
-            store_square(solved, place, found, C)
+            weights = b_beta[None, :] if WEIGHED else 1.0
+            if SLICES:
+                top, bottom = inverse_in_halves(lower, C)
+                store_square(solved, place, top * weights, C, 0, C // 2)
+                store_square(solved, place, bottom * weights, C, C // 2, C // 2)
+            else:
+                store_square(solved, place, inverse(lower, C) * weights, C)

@@ -4,6 +4,9 @@ What a segment does to a state is affine, `S -> M S + h`, as in context_parallel
 finds each segment's h, its final state from 0, and M, its final state from the identity with v = 0.
 `join_kernel` composes those into the states that segments start from, with which forward.py walks
 all of them at once. Each step of a walk waits for the one before: fewer are worth their work twice.
+
+Gradients of states go back the same way: `gradient_ends_kernel` finds M^T and what the outputs of a
+segment add, and the last segment is joined first.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.forward import (
     load_state,
     state_place,
     store_state,
+    written_to,
 )
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
     load_over_norms,
@@ -30,19 +34,44 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
 )
 
 
+@triton.jit
+def first_or_identity(states, place, is_first, value, own: tl.constexpr, K: tl.constexpr,
+                      V: tl.constexpr, V_FIRST: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """What a piece starts from, [BK, BV]: columns below `own` take 0, or `states` where the segment
+    is the first to be joined; those from there on take the identity."""
+    key = tl.arange(0, BK)
+    state = tl.where(key[:, None] == (value - own)[None, :], 1.0, 0.0)
+    if states is not None:
+        none_but_first = tl.where(is_first, 0, V)  # which are columns beyond it
+        at, exists = state_place(value + none_but_first, K, V, BK, V_FIRST)
+        given = tl.load(states + place * (K * V) + at, mask=exists, other=0.0)
+        state += tl.trans(given) if V_FIRST else given
+    return state
+
+
+@triton.jit
+def store_end(ends, state, place, value, K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr):
+    """A piece's columns of a segment's `[M's or h's keys, WIDTH]`."""
+    key = tl.arange(0, BK)
+    exists = (key < K)[:, None] & (value < WIDTH)[None, :]
+    at = key[:, None] * WIDTH + value[None, :]
+    tl.store(ends + place * (K * WIDTH) + at, state, mask=exists)
+
+
 @triton.jit(do_not_specialize=["heads", "segments"])
 def ends_kernel(
-    k, v, g_sums, solved, over_k, initial_state, starts, firsts, ends, heads, segments,
+    k, v, g_sums, betas, solved, over_k, initial_state, starts, firsts, ends, heads, segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """ends: h and M of all segments but the last, [sequences, segments - 1, HV, K, V' + K] in fp32,
-    V' being V rounded up to whole BV. heads: of all sequences.
+    V' being V rounded up to whole BV. heads: of all sequences. betas: None where the columns of
+    `solved` have been multiplied by them.
 
     A program takes BV columns through a segment, as in `forward_kernel`. The first segment starts
     from the initial state: its M is not needed, and not written.
     """
-    row, key = tl.arange(0, C), tl.arange(0, BK)
+    row = tl.arange(0, C)
     wide = solved.dtype.element_ty
     own: tl.constexpr = (V + BV - 1) // BV
     blocks: tl.constexpr = own + (K + BV - 1) // BV
@@ -53,13 +82,8 @@ def ends_kernel(
         segment = segments - 2 - piece // blocks
         column = piece % blocks * BV
         value = column + tl.arange(0, BV)
-        state = tl.where(key[:, None] == (value - own * BV)[None, :], 1.0, 0.0)
-        if initial_state is not None:
-            none_but_first = tl.where(segment == 0, 0, V)  # which are columns beyond it
-            at, exists = state_place(value + none_but_first, K, V, BK, V_FIRST)
-            place = tl.cast(n * HV + head, tl.int64) * (K * V)
-            first_state = tl.load(initial_state + place + at, mask=exists, other=0.0)
-            state += tl.trans(first_state) if V_FIRST else first_state
+        state = first_or_identity(initial_state, tl.cast(n * HV + head, tl.int64), segment == 0,
+                                  value, own * BV, K, V, V_FIRST, BK)  # fmt: skip
         begin = tl.load(starts + n * segments + segment)
         stop = tl.load(starts + n * segments + segment + 1)
         chunk = tl.load(firsts + n * segments + segment)
@@ -72,31 +96,91 @@ def ends_kernel(
             b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
             b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(wide)  # 0 for M
             b_solved = load_square(solved, place, C)
-            recalled = tl.dot(b_k, state.to(wide), input_precision="ieee").to(wide)
-            written = tl.dot(b_solved, b_v, input_precision="ieee")
-            forgets = b_solved.to(tl.float32) * (0.0 - tl.exp(b_g) * of_k)[None, :]
-            written = dot_in_two(forgets, recalled, written).to(wide)
+            if betas is not None:
+                b_solved = b_solved.to(tl.float32) * tl.load(betas + place * C + row)[None, :]
+            written = written_to(state.to(wide), b_solved, b_k, b_v, tl.exp(b_g) * of_k, C, BV)
             kept = b_k.to(tl.float32) * (tl.exp(last - b_g) * of_k)[:, None]
             added = dot_in_two(kept, written, tl.zeros((BK, BV), tl.float32), True)
             state = state * tl.exp(last) + added
-        place = tl.cast((n * (segments - 1) + segment) * HV + head, tl.int64) * (K * WIDTH)
-        exists = (key < K)[:, None] & (value < WIDTH)[None, :]
-        tl.store(ends + place + key[:, None] * WIDTH + value[None, :], state, mask=exists)
+        place = tl.cast((n * (segments - 1) + segment) * HV + head, tl.int64)
+        store_end(ends, state, place, value, K, WIDTH, BK)
+
+
+@triton.jit(do_not_specialize=["heads", "segments", "scale"])
+def gradient_ends_kernel(
+    grad_o, grad_final_state, q, k, g_sums, betas, solved, scores, over_q, over_k, starts, firsts,
+    ends, scale, heads, segments, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """ends: of all segments but the first, the last before the others, the gradient of the state
+    before it, and M^T: [sequences, segments - 1, HV, K, V' + K], as in `ends_kernel`.
+
+    A program takes BV columns back through a segment, as in `state_gradients_kernel`. The last
+    segment starts from grad_final_state: its M^T is not needed, and not written.
+    """
+    row = tl.arange(0, C)
+    wide = solved.dtype.element_ty
+    own: tl.constexpr = (V + BV - 1) // BV
+    blocks: tl.constexpr = own + (K + BV - 1) // BV
+    WIDTH: tl.constexpr = own * BV + K
+    pieces = (segments - 2) * blocks + own  # of a head
+    for item in range(tl.program_id(0), heads * pieces, tl.num_programs(0)):
+        n, head, piece = item // pieces // HV, item // pieces % HV, item % pieces
+        segment = 1 + piece // blocks
+        column = piece % blocks * BV
+        value = column + tl.arange(0, BV)
+        grad_state = first_or_identity(grad_final_state, tl.cast(n * HV + head, tl.int64),
+                                       segment == segments - 1, value, own * BV, K, V, V_FIRST,
+                                       BK)  # fmt: skip
+        begin = tl.load(starts + n * segments + segment)
+        stop = tl.load(starts + n * segments + segment + 1)
+        chunks = tl.cdiv(stop - begin, C)
+        chunk = tl.load(firsts + n * segments + segment)
+        for back in range(0, chunks):
+            index = chunks - 1 - back
+            first = begin + index * C
+            rows = stop - first
+            place = tl.cast(chunk + index, tl.int64) * HV + head
+            shared = tl.cast(chunk + index, tl.int64) * H + head // (HV // H)
+            of_q, of_k = load_over_norms(over_q, shared, C), load_over_norms(over_k, shared, C)
+            b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
+            last = tl.load(g_sums + place * C + C - 1)
+            b_q = load_rows(q, first, rows, H, head // (HV // H), K, BK, C).to(wide)
+            b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
+            b_grad_o = load_rows(grad_o, first, rows, HV, head, V, BV, C, column).to(wide)
+            gamma = tl.exp(b_g)
+            # As in `state_gradients_kernel`, without the gradients that are in between.
+            forgets = load_square(solved, place, C).to(tl.float32)
+            forgets = forgets * (0.0 - gamma * b_beta * of_k)[None, :]
+            faded = forgets * (tl.exp(last - b_g) * of_k)[:, None]
+            of_scores = tl.dot(tl.trans(load_square(scores, place, C)), b_grad_o,
+                               input_precision="ieee").to(wide)  # fmt: skip
+            of_state = tl.dot(b_k, grad_state.to(wide), input_precision="ieee").to(wide)
+            recalled = dot_in_two(forgets, of_scores, tl.zeros((C, BV), tl.float32), True)
+            recalled = dot_in_two(faded, of_state, recalled, True).to(wide)
+            asked = b_grad_o.to(tl.float32) * (gamma * of_q)[:, None] * scale
+            more = tl.dot(tl.trans(b_k), recalled, input_precision="ieee")
+            more = dot_in_two(tl.trans(b_q), asked, more)
+            grad_state = grad_state * tl.exp(last) + more
+        place = tl.cast((n * (segments - 1) + segments - 1 - segment) * HV + head, tl.int64)
+        store_end(ends, grad_state, place, value, K, WIDTH, BK)
 
 
 @triton.jit(do_not_specialize=["heads", "segments"])
 def join_kernel(
     ends, initial_state, states, heads, segments, HV: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    MOVES: tl.constexpr,
+    MOVES: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """states: the one before each segment, [sequences, segments, HV, ...] as initial_state.
+    """states: the one before each segment, [sequences, segments, HV, ...] as initial_state; where
+    BACK the one after it, from the last segment on.
 
     A program takes BV columns of one head. M is ends' columns from MOVES on.
     """
     key = tl.arange(0, BK)
     blocks: tl.constexpr = (V + BV - 1) // BV
     WIDTH: tl.constexpr = MOVES + K
+    step: tl.constexpr = -HV if BACK else HV
     for item in range(tl.program_id(0), heads * blocks, tl.num_programs(0)):
         n, head = item // blocks // HV, item // blocks % HV
         value = item % blocks * BV + tl.arange(0, BV)
@@ -106,18 +190,18 @@ def join_kernel(
         moves = (key < K)[:, None] & (key < K)[None, :]
         state = load_state(initial_state, tl.cast(n * HV + head, tl.int64), value, K, V, BK, BV,
                            V_FIRST)  # fmt: skip
-        place = tl.cast(n * segments * HV + head, tl.int64)
+        place = tl.cast((n * segments + (segments - 1 if BACK else 0)) * HV + head, tl.int64)
         store_state(states, state, place, value, K, V, BK, BV, V_FIRST)
         from_ends = ends + tl.cast(n * (segments - 1) * HV + head, tl.int64) * (K * WIDTH)
         state = tl.load(from_ends + at, mask=exists, other=0.0)
         for _ in range(2, segments):
-            place += HV
+            place += step
             store_state(states, state, place, value, K, V, BK, BV, V_FIRST)
             from_ends += HV * K * WIDTH
             move = tl.load(from_ends + at_move, mask=moves, other=0.0)
             added = tl.load(from_ends + at, mask=exists, other=0.0)
             state = tl.dot(move, state, input_precision="ieee") + added
-        store_state(states, state, place + HV, value, K, V, BK, BV, V_FIRST)
+        store_state(states, state, place + step, value, K, V, BK, BV, V_FIRST)
 
 
 def cut(chunks: Chunks, segments: int, size: int, unit: int) -> Chunks:
@@ -138,26 +222,52 @@ def cut(chunks: Chunks, segments: int, size: int, unit: int) -> Chunks:
     )
 
 
-def states_before(k, v, g_sums, solved, over_k, initial_state, chunks: Chunks, segments: int,
+def states_before(k, v, g_sums, betas, solved, over_k, initial_state, chunks: Chunks, segments: int,
                   constants: dict, joined: int):  # fmt: skip
     """The state before each segment of `chunks`, fp32 [sequences * segments, HV, ...].
 
-    constants: a walk's; joined: how many columns a program composes.
+    betas: None where `solved` has them. constants: a walk's; joined: how many columns a program
+    composes.
     """
-    value_heads, keys, values = v.shape[2], k.shape[3], v.shape[3]
-    sequences, width = chunks.sequences // segments, constants["BV"]
-    heads, own = sequences * value_heads, cdiv(values, width)
-    ends = g_sums.new_empty((sequences, segments - 1, value_heads, keys, own * width + keys))
-    cores = hardware.num_cube_cores(v.device)
-    pieces = heads * ((segments - 2) * (own + cdiv(keys, width)) + own)
-    ends_kernel[(min(pieces, cores),)](
-        k, v, g_sums, solved, over_k, initial_state, chunks.starts, chunks.firsts, ends, heads,
-        segments, **constants,
+    ends, pieces = _ends(chunks, segments, v.device, constants)
+    ends_kernel[(pieces,)](
+        k, v, g_sums, betas, solved, over_k, initial_state, chunks.starts, chunks.firsts, ends,
+        ends.shape[0] * v.shape[2], segments, **constants,
     )  # fmt: skip
+    return _join(ends, initial_state, constants, joined, back=False)
+
+
+def gradients_after(grad_o, grad_final_state, q, k, gates, solved, scores, norms, chunks: Chunks,
+                    segments: int, scale, constants: dict, joined: int):  # fmt: skip
+    """The gradient of the state after each segment of `chunks`, as `states_before`."""
+    ends, pieces = _ends(chunks, segments, q.device, constants)
+    gradient_ends_kernel[(pieces,)](
+        grad_o, grad_final_state, q, k, *gates, solved, scores, *norms, chunks.starts,
+        chunks.firsts, ends, scale, ends.shape[0] * grad_o.shape[2], segments, **constants,
+    )  # fmt: skip
+    return _join(ends, grad_final_state, constants, joined, back=True)
+
+
+def _ends(chunks: Chunks, segments: int, device, constants: dict):
+    """Room for what segments do to a state, and how many programs find it."""
+    heads, keys, width = constants["HV"], constants["K"], constants["BV"]
+    own, sequences = cdiv(constants["V"], width), chunks.sequences // segments
+    shape = sequences, segments - 1, heads, keys, own * width + keys
+    pieces = sequences * heads * ((segments - 2) * (own + cdiv(keys, width)) + own)
+    programs = min(pieces, hardware.num_cube_cores(device))
+    return torch.empty(shape, dtype=torch.float32, device=device), programs
+
+
+def _join(ends, initial_state, constants: dict, joined: int, back: bool):
+    """The states between segments, from what they do to them."""
+    sequences, segments, heads, keys, width = ends.shape[0], ends.shape[1] + 1, *ends.shape[2:]
+    values = constants["V"]
     matrix = (values, keys) if constants["V_FIRST"] else (keys, values)
-    states = g_sums.new_empty((chunks.sequences, value_heads, *matrix))
+    states = ends.new_empty((sequences * segments, heads, *matrix))
+    programs = min(sequences * heads * cdiv(values, joined), hardware.num_cube_cores(ends.device))
     rest = {name: constants[name] for name in ("HV", "K", "V", "V_FIRST", "BK")}
-    join_kernel[(min(heads * cdiv(values, joined), cores),)](
-        ends, initial_state, states, heads, segments, **rest, BV=joined, MOVES=own * width
-    )
+    join_kernel[(programs,)](
+        ends, initial_state, states, sequences * heads, segments, **rest, BV=joined,
+        MOVES=width - keys, BACK=back,
+    )  # fmt: skip
     return states
