@@ -8,7 +8,7 @@ import torch
 from npu_ops_tools import model
 from npu_ops_tools.cli import app
 from npu_ops_tools.model import core, costs, ir, machine, scalars
-from npu_ops_tools.model.prediction import _loader
+from npu_ops_tools.model.prediction import _loader, module_of
 from npu_ops_tools.model.validation import check
 from typer.testing import CliRunner
 
@@ -273,6 +273,19 @@ def test_what_an_earlier_kernel_writes_is_not_known():
     assert _loader({lengths.untyped_storage().data_ptr()})(lengths, 0) is None
     assert _loader(set())(lengths.float(), 0) is None
     assert _loader(set())(lengths, 2) is None
+
+
+def test_what_a_kernel_does_not_touch_it_does_not_write():
+    """Without norms, the kernel inside of a chunk has q, k and the spans for nothing, and the
+    backward reads its bounds from the spans."""
+    q = torch.empty(1, 64, 1, 128, dtype=torch.bfloat16)
+    gates = torch.zeros(1, 64, 1)
+    inputs = {"q": q, "k": q, "v": q, "g": gates, "beta": gates}
+    launches = model.of_call("call", SOC, npu_ops.chunk_gated_delta_rule, inputs, ("q",))
+    intra = next(launch for launch in launches if launch.name == "intra_kernel")
+    assert module_of(intra, SOC).pointers == ("input",) * 7 + ("output",) * 2
+    said = {prediction.kernel for prediction in model.predict_all(launches, SOC)}
+    assert "gradients_kernel" in said
 
 
 def test_an_soc_without_costs_is_refused():

@@ -158,12 +158,20 @@ def _results(left: str) -> Iterator[str]:
 
 
 def _pointers(text: str) -> tuple[str, ...]:
-    """Of the first function of a device; where the compiler does not say it, "both"."""
-    head = next(line for line in text.splitlines() if "function_kind<DEVICE>" in line)
-    arguments = re.findall(r"%arg\d+: memref<[^{]*?>>?(?: (\{[^}]*\}))?(?=, %|\))", head)
+    """Of the first function of a device. Where the compiler does not say it: "input" for what none
+    of the functions uses, else "both"."""
+    heads = [line for line in text.splitlines() if "function_kind<DEVICE>" in line]
+    bodies = (line for line in text.splitlines() if line not in heads)
+    used = set(re.findall(r"%arg\d+", "".join(bodies)))
+    found = re.findall(r"(%arg\d+): memref<[^{]*?>>?(?: (\{[^}]*\}))?(?=, %|\))", heads[0])
     kinds = {"0": "input", "1": "output", "2": "both"}
-    found = [re.search(r"tensor_kind = (\d)", each) for each in arguments if "arg_type" not in each]
-    return tuple(kinds[each[1]] if each else "both" for each in found)
+    said = {
+        name: re.search(r"tensor_kind = (\d)", of) for name, of in found if "arg_type" not in of
+    }
+    return tuple(
+        kinds[kind[1]] if kind else "both" if name in used else "input"
+        for name, kind in said.items()
+    )
 
 
 def _cores(text: str) -> dict[str, int]:
