@@ -232,12 +232,13 @@ def _forward(q, k, v, mask, rule: Rule, out, lse, own: bool) -> None:
             nothing = ~part.any(-1).expand(to_lse.shape)
             found = found.masked_fill(nothing[..., None], 0)
             log_sum = log_sum.masked_fill(nothing, -torch.inf)
-        hidden = hidden or _may_hide_nan(log_sum, k)
         if more:
+            hidden = hidden or _may_hide_nan(log_sum, k)
             _merge(to, to_lse, found, log_sum)
             continue
         _put(out if whole else to, found, own and whole)
         to_lse.copy_(log_sum)
+        hidden = hidden or _may_hide_nan(to_lse, k)  # which lies in one piece
     # Flash attention adds -inf, also to scores that are NaN, and multiplies values by 0.
     if hidden or (masked and not blocks.all_finite(out)):
         blocks.forward(q, k, v, blocks.Pairs(None, mask, None, None), rule, out, lse)
@@ -293,7 +294,8 @@ def _may_hide_nan(log_sum, k) -> bool:
     """
     if k.shape[2] >= _FEW or not log_sum.numel():
         return False
-    return bool(log_sum.count_nonzero() < log_sum.numel()) or float(log_sum.max()) == torch.inf
+    least, most = log_sum.abs().aminmax()
+    return least.item() == 0 or (most.item() == torch.inf and log_sum.max().item() == torch.inf)
 
 
 def _backward(
