@@ -5,7 +5,8 @@
 BEFORE, AFTER: roots of checkouts, with an environment in .venv. A process for each is asked for one
 row after the other, so what else the machine does falls on both; a ratio is that of a round.
 --calls: packed, which look at contents; small, of 16 tokens, and one, of one token, where Python is
-most of the time; fp16, of 256 tokens; long, of 1024.
+most of the time; fp16, of 256 tokens; long, of 1024;
+decode, attention of a token from a paged cache.
 """
 
 import argparse
@@ -93,6 +94,25 @@ def layer(n, dtype):
     return list(made.items())
 
 
+def decode():
+    """Attention of a token of 8 sequences with 512 keys each, from a paged cache: Qwen3-VL-8B on one
+    rank and on 4, Qwen3.5-9B on one."""
+    import npu_ops
+
+    draw = torch.Generator().manual_seed(0)
+    table = torch.arange(32, dtype=torch.int32).view(8, 4)
+    lengths = torch.full((8,), 512, dtype=torch.int32)
+    calls = {}
+    for heads, kv_heads, dim in ((32, 8, 128), (8, 2, 128), (16, 2, 256)):
+        q = torch.randn(8, 1, heads, dim, generator=draw).bfloat16()
+        k, v = (torch.randn(32, 128, kv_heads, dim, generator=draw).bfloat16() for _ in range(2))
+        named = {"block_table": table, "seqlens_k": lengths, "is_causal": True}
+        calls["attention", f"decoding, {heads} heads on {kv_heads}", 512] = (
+            npu_ops.attention, (q, k, v), named,
+        )  # fmt: skip
+    return list(calls.items())
+
+
 def _training(function, args, kwargs):
     """All that a step asks of a function: its outputs, and the gradients of what is in `args`."""
     leaves = [x.detach().requires_grad_() for x in args]
@@ -111,6 +131,7 @@ CALLS = {
     "small": functools.partial(layer, 16, torch.bfloat16),
     "one": functools.partial(layer, 1, torch.bfloat16),
     "fp16": functools.partial(layer, 256, torch.float16),
+    "decode": decode,
     "long": functools.partial(layer, 1024, torch.bfloat16),
 }
 
