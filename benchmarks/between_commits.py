@@ -5,8 +5,8 @@
 BEFORE, AFTER: roots of checkouts, with an environment in .venv. A process for each is asked for one
 row after the other, so what else the machine does falls on both; a ratio is that of a round.
 --calls: packed, which look at contents; small, of 16 tokens, and one, of one token, where Python is
-most of the time; fp16, of 256 tokens; long, of 1024;
-decode, attention of a token from a paged cache.
+most of the time; fp16, of 256 tokens; long, of 1024; decode, attention of a token of each of 8
+sequences, from a paged cache.
 """
 
 import argparse
@@ -95,8 +95,10 @@ def layer(n, dtype):
 
 
 def decode():
-    """Attention of a token of 8 sequences with 512 keys each, from a paged cache: Qwen3-VL-8B on one
-    rank and on 4, Qwen3.5-9B on one."""
+    """Attention of a token of 8 sequences with 512 keys each, from a paged cache.
+
+    Of Qwen3-VL-8B on one rank and on 4, and of Qwen3.5-9B on one.
+    """
     import npu_ops
 
     draw = torch.Generator().manual_seed(0)
