@@ -18,9 +18,14 @@ namespace {
 struct Softplus {
   Softplus(double beta, double threshold)
       : beta(static_cast<float>(beta)), threshold(static_cast<float>(threshold)) {}
-  // Of beta x: softplus(x) times beta, and the derivative of softplus at x.
+  // Of beta x: softplus(x) times beta; and the derivative of softplus at x.
   NPU_OPS_INLINE float value(float x) const { return x > threshold ? x : softplus(x); }
-  NPU_OPS_INLINE float slope(float x) const { return x > threshold ? 1.0f : sigmoid(x); }
+  // Both, of one exp.
+  NPU_OPS_INLINE void both(float x, float& value, float& slope) const {
+    const float e = exp_within(x < 0.0f ? x : -x), low = x < 0.0f ? e : 1.0f;
+    value = x > threshold ? x : (x < 0.0f ? 0.0f : x) + log_1_plus(e);
+    slope = x > threshold ? 1.0f : low / (1.0f + e);
+  }
   float beta, threshold;
 };
 
@@ -125,9 +130,11 @@ NPU_OPS_CLONES void decay_gradient_rows(Strided<const float> grad_g, Strided<con
 #pragma GCC ivdep
     for (int64_t i = 0; i < heads; ++i) {
       const float x = plus.beta * load(from[i]) + bias[i], of_decay = grad[i] * decay[i];
-      const float of_a = of_decay * plus.beta * plus.slope(x);
+      float value, slope;
+      plus.both(x, value, slope);
+      const float of_a = of_decay * plus.beta * slope;
       store(to + i, of_a);
-      sums[i] += of_decay * plus.value(x);
+      sums[i] += of_decay * value;
       sums[heads + i] += of_a;
     }
   }
@@ -198,9 +205,10 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
               Tensor grad_dt_bias, std::optional<Tensor> grad_b) {
   const int64_t heads = a.size(-1), rows = a.numel() / heads;
   const Softplus plus(softplus_beta, softplus_threshold);
-  const int64_t times = as_one(heads, {step_of(grad_g), step_of(a), step_of(grad_a)});
-  const Heads of(A_log, dt_bias, plus.beta, times);
   Partials sums(rows, 2 * heads, true);
+  const int64_t most_as_one = as_one(heads, {step_of(grad_g), step_of(a), step_of(grad_a)});
+  const int64_t times = sums.block_rows < 2 * most_as_one ? 1 : most_as_one;
+  const Heads of(A_log, dt_bias, plus.beta, times);
   const int64_t block_rows = sums.block_rows, cost = block_rows * heads * kCost;
   dispatch(a.scalar_type(), "a", [&]<class A>(A*) {
     const auto grads = rows_in<float>(grad_g);
@@ -209,9 +217,10 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
     parallel(sums.blocks, cost, [&](int64_t begin, int64_t end) {
       const int64_t most = staged_at_once<A>(block_rows, heads);
       Staged<A> of_a(most, heads), of_grad_a(most, heads);
+      std::vector<float> wide_sums(2 * heads * times);
       for (int64_t block = begin; block < end; ++block) {
         const int64_t last = std::min(rows, (block + 1) * block_rows);
-        std::vector<float> wide_sums(2 * heads * times, 0.0f);
+        std::ranges::fill(wide_sums, 0.0f);
         in_blocks(block * block_rows, last, most, [&](int64_t row, int64_t count) {
           const auto written = to.from(row);
           const auto read = of_a.read(from.from(row), count);
