@@ -61,7 +61,7 @@ def chunk_gated_delta_rule(
     kept = None if chunk_states is None else chunks.chunks_of(q, cu_seqlens, wanted)
     number, last = _segments(q, v, spans.sequences, chunk_size), final_state
     if number > 1:
-        whole = _constants(q, v, state_v_first, chunk_size) | {"BV": _most_columns(q, v)}
+        whole = _whole(q, v, state_v_first, chunk_size)
         unit = max(wanted, chunk_size)
         spans = segments.cut(spans, number, chunk_size, unit)
         kept = None if kept is None else segments.cut(kept, number, wanted, unit)
@@ -94,7 +94,7 @@ def chunk_gated_delta_rule_backward(
     solved, scores, *norms = _within_chunks(q, k, gates, spans, scale, normalize, weighed=False)
     number, first = _segments(q, v, spans.sequences, chunk_size), grad_initial_state
     if number > 1:
-        whole = _constants(q, v, state_v_first, chunk_size) | {"BV": _most_columns(q, v)}
+        whole = _whole(q, v, state_v_first, chunk_size)
         spans = segments.cut(spans, number, chunk_size, chunk_size)
         initial_state = segments.states_before(
             k, v, *gates, solved, norms[1], initial_state, spans, number, whole, FEWEST_COLUMNS
@@ -272,6 +272,11 @@ def _constants(q, v, state_v_first: bool, size: int) -> dict:
         "H": q.shape[2], "HV": v.shape[2], "K": q.shape[3], "V": v.shape[3],
         "V_FIRST": state_v_first, "BK": _width(q.shape[3], q.device), "C": size,
     }  # fmt: skip
+
+
+def _whole(q, v, state_v_first: bool, size: int) -> dict:
+    """Of walks that find what segments do, with as many columns as there is room for."""
+    return _constants(q, v, state_v_first, size) | {"BV": _most_columns(q, v)}
 
 
 def _most_columns(q, v) -> int:
