@@ -23,6 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "adapters"))
 import fetching
 
 FOLDER = fetching.CACHE / "trainers" / "slime-0.2.2"
+ROUTER = "sglang-router==0.3.2"  # of SGLang's engine as rollout
 BRIDGE = "megatron-bridge==0.3.1"  # slime's is a fork; this is the release that its patch fits
 PACKAGES = (
     "mbridge==0.15.1",
@@ -62,9 +63,15 @@ def packages() -> pathlib.Path:
     return fetching.tree(FOLDER / "packages", "tests/trainers/fetch_slime.py")
 
 
+def router() -> pathlib.Path:
+    """What slime needs beside SGLang to start an engine."""
+    return fetching.tree(FOLDER / "router", "tests/trainers/fetch_slime.py")
+
+
 def fetch(*clones: str) -> None:
     """Make what is not there."""
     fetching.install(FOLDER / "packages", *PACKAGES)
+    fetching.install(FOLDER / "router", ROUTER)
     paths = dict(zip(COMMITS, map(pathlib.Path, clones), strict=True))
     for who in WHO:
         if not (FOLDER / who).exists():

@@ -19,7 +19,6 @@ WITH_REFERENCE = ("--use-kl-loss",)
 NO_ENGINE = (
     "--disable-rollout-global-dataset", "--rollout-num-gpus", "1",
     "--rollout-function-path", "slime_doubles.roll_out",
-    "--custom-megatron-before-train-step-hook-path", "slime_worker.before_step",
 )  # fmt: skip
 # As in Relax's scripts for NPUs: otherwise MindSpeed makes a mask of all pairs of 4096 tokens.
 ON_NPU = (*slime_runs.ON_NPU, "--use-flash-attn")
@@ -29,8 +28,8 @@ ON_CPU = ("--custom-megatron-init-path", "relax_worker.packed", "--distributed-b
 def write(folder: pathlib.Path) -> None:
     """The models' configurations and tokenizers, Megatron's weights of them, and the rollouts."""
     truth = variables("truth", folder)
-    data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "relax", *MODELS]
-    verl_runs.finish(data, truth)
+    data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "relax"]
+    verl_runs.finish([*data, "rollout", *MODELS], truth)
     for model in MODELS:
         weights = ("--save", folder / f"{model}-megatron", "--save-interval", "1")
         weights += ("--no-save-optim", "--ref-load", folder / "nothing")

@@ -1,9 +1,9 @@
 """Tiny models as slime takes it, and rollouts in the files that its trainer reads.
 
-python slime_data.py FOLDER PROJECT MODEL...
+python slime_data.py FOLDER PROJECT DATA MODEL...
 
-PROJECT: slime, or Relax, whose rollouts are slime's, in lower case. Models that see need a process
-of their own, with transformers 4.
+PROJECT: slime, or Relax, whose rollouts are slime's, in lower case. DATA: rollout or pictures. With
+transformers 4, which Megatron-Bridge needs, models have no weights: Megatron draws them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from PIL import Image
 ROLLOUTS, PROMPTS, ANSWERS = 2, 2, 4
 
 
-def write(folder: pathlib.Path, project: str, *models: str) -> None:
-    """FOLDER/MODEL, and FOLDER/rollout_0.pt or pictures_0.pt, for --load-debug-rollout-data."""
-    sees = models[0] in verl_data.SEES
+def write(folder: pathlib.Path, project: str, data: str, *models: str) -> None:
+    """FOLDER/MODEL, and FOLDER/DATA_0.pt for --load-debug-rollout-data."""
+    sees = data == "pictures"
+    save = verl_data.save if transformers.__version__ >= "5" else save_without_weights
     for name in models:
-        save = save_without_weights if sees else verl_data.save
         save(folder / name, name, verl_data.tokenizer())
     kind = importlib.import_module(f"{project}.utils.types").Sample
     draw = random.Random(0)
@@ -35,7 +35,7 @@ def write(folder: pathlib.Path, project: str, *models: str) -> None:
             for one in samples:
                 add_picture(one, draw)
         rollout = {"rollout_id": number, "samples": [x.to_dict() for x in samples]}
-        torch.save(rollout, folder / f"{'pictures' if sees else 'rollout'}_{number}.pt")
+        torch.save(rollout, folder / f"{data}_{number}.pt")
 
 
 def sample(kind: type, draw: random.Random, index: int):
@@ -58,8 +58,9 @@ def add_picture(sample, draw: random.Random) -> None:
     size = (32 + 16 * draw.randrange(3), 32)
     picture = Image.frombytes("RGB", size, draw.randbytes(3 * size[0] * size[1]))
     sizes = {"patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"]}
-    limits = {"min_pixels": 256, "max_pixels": 4096}
-    processor = transformers.Qwen2VLImageProcessor(**sizes, **limits)
+    edges = {"shortest_edge": 256, "longest_edge": 4096}
+    kind = "Qwen2VLImageProcessor" + ("Pil" if transformers.__version__ >= "5" else "")
+    processor = getattr(transformers, kind)(**sizes, size=edges)
     sample.multimodal_train_inputs = dict(processor([picture], return_tensors="pt"))
     patches = int(sample.multimodal_train_inputs["image_grid_thw"].prod())
     merged = [ids["image_token_id"]] * (patches // vision["spatial_merge_size"] ** 2)

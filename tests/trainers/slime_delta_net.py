@@ -32,10 +32,21 @@ class FusedRMSNormGated(torch.nn.Module):
         return normed * torch.nn.functional.silu(gate)
 
 
-def chunk_gated_delta_rule(*inputs, **options):
+def chunk_gated_delta_rule(*inputs, cu_seqlens=None, **options):
+    """Of each packed sequence by itself, where slime says which there are."""
     from transformers.models.qwen3_next import modeling_qwen3_next
 
-    return modeling_qwen3_next.torch_chunk_gated_delta_rule(*inputs, **options)
+    rule = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    if cu_seqlens is None:
+        return rule(*inputs, **options)
+    gates = {name: options.pop(name) for name in ("g", "beta")}
+    ends = cu_seqlens.tolist()
+    parts = [
+        rule(*(x[:, a:b] for x in inputs), **{n: x[:, a:b] for n, x in gates.items()}, **options)[0]
+        for a, b in zip(ends, ends[1:], strict=False)
+        if a < b
+    ]
+    return torch.cat(parts, 1), None
 
 
 MODULES = {

@@ -25,21 +25,65 @@ COMMON = (
     "--vocab-size", "512", "--qk-layernorm", "--untie-embeddings-and-output-weights",
     "--make-vocab-size-divisible-by", "128", "--no-gradient-accumulation-fusion",
 )  # fmt: skip
+# Megatron's own modules, which need no Transformer Engine.
+LOCAL = (
+    "--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm",
+    "--no-masked-softmax-fusion",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The arguments that tell slime and Megatron what it is.
+
+    script: more, of slime's script for it, where layers are MindSpeed's. on_cpu: for the truth.
+    data: "rollout", or "pictures", one in each answer. mindspeed_first: with slime's patches, which
+    import mbridge first, after which Megatron has no layers for it.
+    """
+
+    layers: tuple[str, ...]
+    script: tuple[str, ...] = ()
+    on_cpu: tuple[str, ...] = ()
+    data: str = "rollout"
+    mindspeed_first: bool = False
+
+    @property
+    def sees(self) -> bool:
+        return self.data == "pictures"
+
+
 MODELS = {
-    "qwen3": ("--num-layers", "2"),
-    "qwen3_next": (
-        "--num-layers", "4", "--spec", "slime_plugins.models.qwen3_next", "get_qwen3_next_spec",
-        "--attention-output-gate", "--rotary-percent", "0.25",
+    "qwen3": Model(layers=("--num-layers", "2")),
+    "qwen3_next": Model(
+        layers=(
+            "--num-layers", "4", "--attention-output-gate", "--rotary-percent", "0.25",
+            "--spec", "slime_plugins.models.qwen3_next", "get_qwen3_next_spec",
+        ),
+        mindspeed_first=True,
     ),
-    "qwen3_vl": ("--num-layers", "2"),
-    "qwen3_moe": (
-        "--num-layers", "2", "--num-experts", "4", "--moe-router-topk", "2",
-        "--moe-ffn-hidden-size", "48", "--moe-layer-freq", "[1,1]",
-        "--moe-router-score-function", "softmax", "--moe-router-dtype", "fp32",
-        "--moe-token-dispatcher-type", "alltoall", "--moe-token-drop-policy", "probs",
-        "--moe-aux-loss-coeff", "0",
+    "qwen3_vl": Model(
+        layers=("--num-layers", "2"),
+        script=(
+            "--megatron-to-hf-mode", "bridge", "--recompute-granularity", "full",
+            "--recompute-method", "uniform", "--recompute-num-layers", "1",
+        ),
+        on_cpu=("--custom-model-provider-path", "slime_qwen3_vl.provide"),
+        data="pictures",
+    ),
+    "qwen3_moe": Model(
+        layers=(
+            "--num-layers", "2", "--num-experts", "4", "--moe-router-topk", "2",
+            "--moe-ffn-hidden-size", "48", "--moe-layer-freq", "[1,1]",
+            "--moe-router-score-function", "softmax", "--moe-router-dtype", "fp32",
+            "--moe-token-dispatcher-type", "alltoall", "--moe-token-drop-policy", "probs",
+            "--moe-aux-loss-coeff", "0",
+        ),
+        script=("--moe-grouped-gemm",),  # and --moe-permute-fusion, which does not start
+        mindspeed_first=True,
     ),
 }  # fmt: skip
+# Megatron-Bridge 0.3.1 takes one sequence at a time where there are pictures, and no padding.
+PICTURES = ("--micro-batch-size", "1", "--data-pad-size-multiplier", "1")
 TRAINING = (  # 2 rollouts of 8 answers, 2 steps of 4 answers in each, micro-batches of 2
     "--num-rollout", "2", "--rollout-batch-size", "2", "--n-samples-per-prompt", "4",
     "--global-batch-size", "4", "--micro-batch-size", "2", "--data-pad-size-multiplier", "16",
@@ -47,34 +91,30 @@ TRAINING = (  # 2 rollouts of 8 answers, 2 steps of 4 answers in each, micro-bat
     "--lr", "1e-3", "--lr-decay-style", "constant", "--adam-beta2", "0.98",
     "--attention-dropout", "0.0", "--hidden-dropout", "0.0",
     "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
+    "--custom-megatron-before-train-step-hook-path", "slime_worker.before_step",
 )  # fmt: skip
 NO_ENGINE = (
-    "--disable-rollout-global-dataset", "--rollout-num-gpus", "1",
-    "--rollout-function-path", "slime_doubles.roll_out",
-    "--custom-megatron-before-train-step-hook-path", "slime_worker.before_step",
+    "--disable-rollout-global-dataset", "--rollout-function-path", "slime_doubles.roll_out",
     "--sglang-router-ip", "127.0.0.1", "--sglang-router-port", "1",
 )  # fmt: skip
-# Megatron-Bridge 0.3.1 takes one sequence at a time where there are pictures, and no padding.
-PICTURES = {"qwen3_vl": ("--micro-batch-size", "1", "--data-pad-size-multiplier", "1")}
-SEES = "transformers-4.57.6"  # of another, Megatron-Bridge 0.3.1 does not take the vision tower
-# Megatron's own modules, which need no Transformer Engine.
-LOCAL = (
-    "--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm",
-    "--no-masked-softmax-fusion",
+# SGLang's as tests/adapters/sglang_cpu/engine.py has them; its first weights are slime's.
+ENGINE = (
+    "--input-key", "text", "--custom-rm-path", "slime_engine.reward",
+    "--rollout-max-response-len", "12",
+    "--sglang-device", "npu", "--sglang-dtype", "float16", "--sglang-load-format", "dummy",
+    "--sglang-attention-backend", "ascend", "--sglang-sampling-backend", "ascend",
+    "--sglang-grammar-backend", "none", "--sglang-page-size", "128",
+    "--sglang-chunked-prefill-size", "128", "--sglang-max-total-tokens", "2048",
+    "--sglang-max-running-requests", "8", "--sglang-mem-fraction-static", "0.3",
+    "--sglang-disable-radix-cache", "--sglang-disable-overlap-schedule",
+    "--sglang-disable-cuda-graph",
 )  # fmt: skip
+PROMPTS = ("what is two plus three?", "the quick brown fox", "0 1 2 3 4", "think")
+# The names that slime 0.2.2 asks of SGLang's arguments, which are others since.
+SIZES = ("data", "pipeline", "expert")
+SEES = "transformers-4.57.6"  # of another, Megatron-Bridge 0.3.1 does not take the vision tower
 ON_NPU = ("--custom-megatron-init-path", "slime_worker.count_fused")
-# With these, the arguments of slime's scripts, but for --moe-permute-fusion.
-AS_SCRIPTS = {
-    "qwen3_moe": ("--moe-grouped-gemm",),
-    "qwen3_vl": (
-        "--megatron-to-hf-mode", "bridge", "--recompute-granularity", "full",
-        "--recompute-method", "uniform", "--recompute-num-layers", "1",
-    ),
-}  # fmt: skip
 ON_CPU = ("--custom-megatron-init-path", "slime_worker.with_local_layers")
-PROVIDERS = {"qwen3_vl": ("--custom-model-provider-path", "slime_qwen3_vl.provide")}
-# slime's patches import mbridge first, after which Megatron has no layers for these models.
-MINDSPEED_FIRST = ("qwen3_next", "qwen3_moe")
 # Megatron asks for it where tensors are parallel.
 ONCE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | verl_grpo_runs.RAY
 ONCE["RAY_prestart_worker_first_driver"] = "0"  # each imports all of it, and most are not needed
@@ -91,42 +131,75 @@ class Run:
 
 
 def write(folder: pathlib.Path) -> None:
-    """The models, as Hugging Face's and as Megatron's checkpoints, and the rollouts."""
-    read = [model for model in MODELS if model not in PICTURES]
-    for models in (read, list(PICTURES)):
-        data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "slime", *models]
-        verl_runs.finish(data, variables("truth", folder, models[0]))
-    for model, settings in MODELS.items():
-        command = [sys.executable, str(HERE / "slime_convert.py"), model, *COMMON, *settings]
-        paths = ["--hf-checkpoint", folder / model, "--save", folder / f"{model}-megatron"]
+    """The models, as Hugging Face's and as Megatron's checkpoints, rollouts and prompts."""
+    data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "slime"]
+    for kind in ("rollout", "pictures"):
+        models = [name for name, model in MODELS.items() if model.data == kind]
+        verl_runs.finish([*data, kind, *models], variables("truth", folder, models[0]))
+    for name, model in MODELS.items():
+        command = [sys.executable, str(HERE / "slime_convert.py"), name, *COMMON, *model.layers]
+        paths = ["--hf-checkpoint", folder / name, "--save", folder / f"{name}-megatron"]
         command += [*LOCAL, *map(str, paths), "--ckpt-format", "torch_dist"]
-        verl_runs.finish(command, variables("truth", folder, model))
+        verl_runs.finish(command, variables("truth", folder, name))
+    lines = [json.dumps({"text": prompt}) for prompt in PROMPTS]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    sizes = {f"sglang_{size}_parallel_size": 1 for size in SIZES}
+    (folder / "sizes.yaml").write_text(json.dumps(sizes))
 
 
-def run(folder: pathlib.Path, who: str, model: str = "qwen3", devices: int = 1) -> Run:
-    """On the CPU for "truth"; tensors are parallel over the devices."""
-    results = folder / f"{who}-{model}-{devices}"
+def run(
+    folder: pathlib.Path,
+    who: str,
+    name: str = "qwen3",
+    devices: int = 1,
+    rollouts: str | None = None,
+    samples: str | None = None,
+) -> Run:
+    """On the CPU for "truth"; tensors are parallel over the devices.
+
+    rollouts: which are read, the model's data if it is not said. samples: SGLang's engine
+    answers, on one device more, and these rollouts are written.
+    """
+    model = MODELS[name]
+    results = folder / f"{who}-{name}-{devices}-{samples or rollouts}"
     results.mkdir()
-    paths = {"--ref-load": f"{model}-megatron", "--hf-checkpoint": model}
-    rollouts = "pictures" if model in PICTURES else "rollout"
-    paths |= {"--load-debug-rollout-data": f"{rollouts}_{{rollout_id}}.pt"}
-    files = [part for name, file in paths.items() for part in (name, str(folder / file))]
+    paths = {"--ref-load": f"{name}-megatron", "--hf-checkpoint": name}
+    if samples:
+        paths["--save-debug-rollout-data"] = f"{samples}_{{rollout_id}}.pt"
+        paths |= {"--prompt-data": "prompts.jsonl", "--custom-config-path": "sizes.yaml"}
+    else:
+        paths["--load-debug-rollout-data"] = f"{rollouts or model.data}_{{rollout_id}}.pt"
+    on_ray = devices + bool(samples)
     command = [
-        sys.executable, str(HERE / "slime_train.py"), str(devices), *COMMON, *MODELS[model],
-        *TRAINING, *PICTURES.get(model, ()), *NO_ENGINE, *files, "--actor-num-nodes", "1",
-        *("--actor-num-gpus-per-node", str(devices), "--tensor-model-parallel-size", str(devices)),
-        *(LOCAL + ON_CPU + PROVIDERS.get(model, ()) if who == "truth" else ()),
-        *(ON_NPU + AS_SCRIPTS.get(model, ()) if who != "truth" else ()),
+        sys.executable, str(HERE / "slime_train.py"), str(on_ray), *COMMON, *model.layers,
+        *TRAINING, *(PICTURES if model.sees else ()), *(ENGINE if samples else NO_ENGINE),
+        *(part for option, file in paths.items() for part in (option, str(folder / file))),
+        "--actor-num-nodes", "1", "--actor-num-gpus-per-node", str(devices),
+        "--rollout-num-gpus", "1", "--tensor-model-parallel-size", str(devices),
+        *(LOCAL + ON_CPU + model.on_cpu if who == "truth" else ON_NPU + model.script),
     ]  # fmt: skip
     if who != "truth":
-        command = verl_runs.emulated(devices, command)
-    environment = variables(who, results, model)
-    if who == "shipped" and model in MINDSPEED_FIRST:
+        command = verl_runs.emulated(on_ray, command)
+    environment = variables(who, results, name)
+    if samples:
+        environment |= beside_sglang(results / "triton", environment["PYTHONPATH"])
+    if who == "shipped" and model.mindspeed_first:
         environment["SLIME_MINDSPEED_FIRST"] = "1"
-    if who != "truth" and model in PICTURES:
+    if who != "truth" and model.sees:
         environment["SLIME_WHOLE_BRIDGE"] = "1"
     verl_runs.finish(command, environment)
     return read(results, devices)
+
+
+def beside_sglang(folder: pathlib.Path, path: str) -> dict[str, str]:
+    """Variables with which slime's processes have SGLang's engine, on the emulated NPU."""
+    path = os.pathsep.join([path, str(fetch_slime.router())])
+    return verl_grpo_runs.beside_sglang(folder, path) | {
+        "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1",  # the emulator converts no formats
+        "SLIME_ENGINE": "1",
+        "SLIME_HOST_IP": "127.0.0.1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
 
 
 def read(results: pathlib.Path, ranks: int) -> Run:
@@ -138,7 +211,7 @@ def read(results: pathlib.Path, ranks: int) -> Run:
     return Run(steps, rollouts, calls)
 
 
-def variables(who: str, results: pathlib.Path, model: str) -> dict[str, str]:
+def variables(who: str, results: pathlib.Path, name: str) -> dict[str, str]:
     """slime's sources and packages come before verl's, and those before ours."""
     projects = ("slime", "megatron", "mindspeed", "bridge")
     slime, megatron, mindspeed, bridge = (fetch_slime.tree(who, project) for project in projects)
@@ -146,7 +219,7 @@ def variables(who: str, results: pathlib.Path, model: str) -> dict[str, str]:
     path += [HERE, ROOT / "tests" / "adapters"]
     if who != "truth":
         path.insert(0, fetch_frameworks.tree("fla-core-0.6.0"))
-    if model in PICTURES:
+    if MODELS[name].sees:
         path.insert(0, fetch_frameworks.tree(SEES))
     path += [ROOT, ROOT / "python", *filter(None, [os.environ.get("PYTHONPATH")])]
     changes = {

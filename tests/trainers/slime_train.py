@@ -16,22 +16,26 @@ import slime_worker
 
 def main(devices: str, *arguments: str) -> None:
     slime_worker.setup()
-    import ray
-
-    on_cpu = os.environ["SLIME_WHO"] == "truth"
-    ray.init(
-        num_cpus=int(devices) + 2,
-        include_dashboard=False,
-        runtime_env={"worker_process_setup_hook": "slime_worker.setup"},
-        **({"num_gpus": int(devices)} if on_cpu else {"resources": {"NPU": int(devices)}}),
-    )
+    start("slime_worker.setup", "NPU", int(devices))
     sys.argv[1:] = arguments
     import train
     from slime.backends.megatron_utils import arguments as defaults
 
     in_fp32(defaults)
     train.train(train.parse_args())
-    ray.shutdown()
+
+
+def start(setup: str, device: str, count: int) -> None:
+    """Ray, whose workers call `setup` first, with so many of what slime asks for."""
+    import ray
+
+    gpus = device == "GPU" or os.environ["SLIME_WHO"] == "truth"
+    ray.init(
+        num_cpus=count + 2,
+        include_dashboard=False,
+        runtime_env={"worker_process_setup_hook": setup},
+        **({"num_gpus": count} if gpus else {"resources": {device: count}}),
+    )
 
 
 def in_fp32(defaults, name: str = "set_default_megatron_args") -> None:

@@ -25,11 +25,15 @@ FUSED = {
 
 
 def setup() -> None:
-    slime_doubles.install()
+    engine = bool(os.environ.get("SLIME_ENGINE"))
+    slime_doubles.install({"wandb": {}} if engine else slime_doubles.MODULES)
     if os.environ["SLIME_WHO"] == "truth":
         on_cpu()
     else:
         on_npu()
+        with_slimes_patches()
+    if engine:
+        importlib.import_module("slime_engine").install()
     record()
 
 
@@ -62,6 +66,10 @@ def on_npu() -> None:
     upstream_mindspeed.without_torchair()
     slime_doubles.install({"acl": {"get_soc_name": lambda: "Ascend910B3"}})
     sys.meta_path.append(upstream_mindspeed.StandIns(("hccl", "six")))
+
+
+def with_slimes_patches() -> None:
+    """What stops them, and what they import."""
     if not os.environ.get("SLIME_WHOLE_BRIDGE"):
         with_bare_bridge()
     if os.environ.get("SLIME_MINDSPEED_FIRST"):
@@ -122,7 +130,7 @@ def with_local_layers(args) -> None:
         return block(config, use_transformer_engine=False, **options)
 
     gpt_layer_specs.get_gpt_decoder_block_spec = local
-    norm_once()
+    norm_once("qwen3_next")
 
 
 def without_router_gemm() -> None:
@@ -140,27 +148,27 @@ def experts_on_cpu() -> None:
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = stay
 
 
-def norm_once() -> None:
+def norm_once(model: str) -> None:
     """slime's layers normalise their input, as do Megatron's own around them."""
     from megatron.core.transformer.identity_op import IdentityOp
-    from slime_plugins.models import qwen3_next
 
-    block = qwen3_next.get_qwen3_next_spec
+    layers = importlib.import_module(f"slime_plugins.models.{model}")
+    name = f"get_{model}_spec"
+    block = getattr(layers, name)
 
     def once(*args):
         spec = block(*args)
         for layer in spec.layer_specs:
-            if layer.submodules.self_attention.module is qwen3_next.Attention:
+            if layer.submodules.self_attention.module is layers.Attention:
                 layer.submodules.input_layernorm = IdentityOp
         return spec
 
-    qwen3_next.get_qwen3_next_spec = once
+    setattr(layers, name, once)
 
 
-def record() -> None:
+def record(home: str = "slime.utils") -> None:
     """Each step's metrics to a file of the rank; calls that reach npu_ops, and torch_npu's."""
-    from slime.utils import logging_utils
-
+    logging_utils = importlib.import_module(f"{home}.logging_utils")
     logging_utils.log = lambda args, metrics, step_key: write(metrics)
     count()
 
@@ -178,6 +186,10 @@ def count_fused(args) -> None:
     without_router_gemm()
     if os.environ.get("SLIME_WHOLE_BRIDGE"):
         with_whole_bridge()
+    count_functions()
+
+
+def count_functions() -> None:
     for module, names in FUSED.items():
         module = importlib.import_module(f"megatron.core.fusions.{module}")
         counting.on_calls(names, note, module)
@@ -195,4 +207,4 @@ def before_step(args, rollout_id, step_id, *training) -> None:
 def write(entry: dict) -> None:
     results = pathlib.Path(os.environ["SLIME_RESULTS"])
     with open(results / f"{os.environ.get('RANK', 'manager')}.jsonl", "a") as file:
-        file.write(json.dumps(entry) + "\n")
+        file.write(json.dumps(entry, default=float) + "\n")

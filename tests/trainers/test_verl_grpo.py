@@ -109,7 +109,8 @@ def test_sglang_as_rollout(tmp_path):
     probabilities are those that npu-ops computes in the actor."""
     verl_runs.write_models(tmp_path, ("qwen3",))
     lines = RUNS["qwen3"].lines(tmp_path, "npu_ops") + verl_grpo_runs.with_sglang()
-    changes = verl_grpo_runs.beside_sglang(tmp_path / "triton")
+    path = verl_runs.variables()["PYTHONPATH"]
+    changes = verl_grpo_runs.beside_sglang(tmp_path / "triton", path)
     found = verl_grpo_runs.run(tmp_path, "npu_ops", "sglang", lines, "none", 1, **changes)
     assert len(found.sampled) == 3 and max(found.sampled) < 1e-7
     assert min(found.metrics["actor/grad_norm"]) > 0.1

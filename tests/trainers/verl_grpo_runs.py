@@ -111,13 +111,12 @@ def with_sglang() -> list[str]:
     ]
 
 
-def beside_sglang(folder: pathlib.Path) -> dict[str, str]:
-    """Variables: SGLang's packages come after verl's, and the environment's Triton before both."""
+def beside_sglang(folder: pathlib.Path, path: str) -> dict[str, str]:
+    """Variables: SGLang's packages come after `path`, and the environment's Triton before both."""
     folder.mkdir()
     triton = importlib.util.find_spec("triton").submodule_search_locations[0]
     (folder / "triton").symlink_to(triton)
-    path = verl_runs.variables()["PYTHONPATH"].split(os.pathsep)
-    path = os.pathsep.join([str(folder), *path, str(fetch_sglang.tree())])
+    path = os.pathsep.join([str(folder), path, str(fetch_sglang.tree())])
     return {"PYTHONPATH": path, "SGLANG_PLATFORM": "sglang_npu"}
 
 

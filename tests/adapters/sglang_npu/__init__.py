@@ -15,9 +15,11 @@ def activate() -> str | None:
     if os.environ.get("SGLANG_PLATFORM") != "sglang_npu":
         return None
     sys.path.insert(0, str(pathlib.Path(__file__).parent / "doubles"))
-    import torch_npu  # noqa: F401  it registers the torchair that is replaced
+    import torch_npu  # it registers the torchair that is replaced
 
     _replace_torchair()
+    # SGLang makes torch.cuda of it, and torch 2.13 broadcasts by what CUDA's are capable of.
+    torch_npu.npu.get_device_capability = lambda device=None: (0, 0)
     return "sglang.srt.platforms.npu:NPUSRTPlatform"
 
 

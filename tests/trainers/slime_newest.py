@@ -1,0 +1,128 @@
+"""slime of August 2026: its train.py on Ray, on rollouts that a test wrote.
+
+python slime_newest.py DEVICES ARGUMENTS...
+
+slime_worker.py is for v0.2.2: its variables say who computes here too.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+
+import slime_delta_net
+import slime_doubles
+import slime_npu
+import slime_train
+import slime_worker
+import torch
+
+
+def main(devices: str, *arguments: str) -> None:
+    setup()
+    slime_train.start("slime_newest.setup", "GPU", int(devices))
+    sys.argv[1:] = arguments
+    import train
+    from slime.backends.megatron_utils import arguments as defaults
+
+    slime_train.in_fp32(defaults, "_set_default_megatron_args")
+    train.train(train.parse_args())
+
+
+def setup() -> None:
+    """In each of Ray's workers, and their driver."""
+    slime_doubles.install()
+    if os.environ["SLIME_WHO"] == "truth":
+        on_cpu()
+    else:
+        slime_worker.on_npu()
+        slime_npu.setup()
+    slime_worker.record("slime.observability")
+
+
+def on_cpu() -> None:
+    """slime's devices are a registry; Megatron-LM is read with "cuda" as "cpu"."""
+    slime_doubles.install(slime_delta_net.MODULES)
+    slime_worker.read_on_cpu()
+    from slime.utils import accelerator
+    from slime.utils.accelerator.torch_accelerator import TorchAccelerator
+
+    class CPU(TorchAccelerator):
+        name = device_type = "cpu"
+        communication_backend_name = "gloo"
+
+        def _module(self):
+            return torch.cpu
+
+        def device_name(self, index=None):
+            return "cpu"
+
+        def current_device(self):
+            return "cpu"
+
+    accelerator.register_accelerator("cpu", CPU, communication_backends=("gloo",))
+
+
+def start(args) -> None:
+    """For --custom-megatron-init-path, on an NPU."""
+    slime_npu.start(args)
+    with_odd_lengths()
+    slime_worker.count_functions()
+
+
+def with_odd_lengths() -> None:
+    """slime's Qwen3.5-VL cuts each sequence for context parallelism, where there is none too."""
+    from slime_plugins.models import qwen3_5_vl
+
+    cut = qwen3_5_vl.get_packed_cp_local_indices
+
+    def indices(ends, size: int, rank: int, device):
+        if size > 1:
+            return cut(ends, size, rank, device)
+        return torch.arange(int(ends[-1]), device=device)
+
+    qwen3_5_vl.get_packed_cp_local_indices = indices
+
+
+def with_local_layers(args) -> None:
+    """The same for the truth: Megatron's own modules, which slime does not load from Hugging Face's
+    checkpoints."""
+    from slime.backends.megatron_utils import hf_to_megatron
+
+    slime_worker.with_local_layers(args)
+    slime_worker.norm_once("qwen3_5")
+    with_odd_lengths()
+    norms_from_zero()
+    loaders = hf_to_megatron._LOADERS
+    loaders |= {kind: functools.partial(with_local_names, load) for kind, load in loaders.items()}
+
+
+def with_local_names(load, name: str, *source):
+    """Transformer Engine's has the norm before attention in its projection."""
+    fused = r"\1self_attention.linear_qkv.layer_norm_weight"
+    return load(re.sub(r"(layers\.\d+\.)input_layernorm\.weight", fused, name), *source)
+
+
+def norms_from_zero() -> None:
+    """Megatron's own RMSNorm of PyTorch has no 1 + w."""
+    from megatron.core.transformer import torch_norm
+
+    plain = torch_norm.WrappedTorchNorm.__new__
+
+    def norm(cls, config, hidden_size, eps, **options):
+        if not config.layernorm_zero_centered_gamma:
+            return plain(cls, config, hidden_size, eps, **options)
+        return FromZero(hidden_size, eps)
+
+    torch_norm.WrappedTorchNorm.__new__ = norm
+
+
+class FromZero(torch.nn.RMSNorm):
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

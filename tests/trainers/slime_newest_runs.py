@@ -1,0 +1,76 @@
+"""Starts slime_newest.py, on the emulated NPU or on the CPU, and reads what it wrote."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+import fetch_frameworks
+import fetch_slime
+import fetch_slime_newest
+import fetch_verl
+import slime_runs
+import verl_runs
+from slime_runs import HERE, ROOT, Model
+
+DELTA_NET = (
+    "--num-layers", "4", "--attention-output-gate", "--rotary-percent", "0.5",
+    "--apply-layernorm-1p", "--spec",
+)  # fmt: skip
+PLUGINS = "slime_plugins.models"
+MODELS = {
+    "qwen3": Model(("--num-layers", "2")),
+    "qwen3_5": Model((*DELTA_NET, f"{PLUGINS}.qwen3_5", "get_qwen3_5_spec")),
+    "qwen3_5_vl": Model(
+        (*DELTA_NET, f"{PLUGINS}.qwen3_5_vl", "get_qwen3_5_vl_model_provider"), data="pictures"
+    ),
+}
+ON_NPU = ("--custom-megatron-init-path", "slime_newest.start")
+ON_CPU = ("--custom-megatron-init-path", "slime_newest.with_local_layers")
+
+
+def write(folder: pathlib.Path) -> None:
+    """The models as Hugging Face's, which slime loads itself now, and the rollouts."""
+    data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "slime"]
+    verl_runs.finish([*data, "rollout", "qwen3"], variables("truth", folder))
+    verl_runs.finish([*data, "pictures", "qwen3_5"], variables("truth", folder))
+
+
+def run(folder: pathlib.Path, who: str, name: str, devices: int = 1) -> slime_runs.Run:
+    """On the CPU for "truth"; tensors are parallel over the devices."""
+    results = folder / f"{who}-{name}-{devices}"
+    results.mkdir()
+    model, checkpoint = MODELS[name], str(folder / name.removesuffix("_vl"))
+    command = [
+        sys.executable, str(HERE / "slime_newest.py"), str(devices), *slime_runs.COMMON,
+        *model.layers, *slime_runs.TRAINING, *slime_runs.NO_ENGINE,
+        "--ref-load", checkpoint, "--hf-checkpoint", checkpoint,
+        "--load-debug-rollout-data", str(folder / f"{model.data}_{{rollout_id}}.pt"),
+        "--actor-num-nodes", "1", "--actor-num-gpus-per-node", str(devices),
+        "--rollout-num-gpus", "1", "--tensor-model-parallel-size", str(devices),
+        *(slime_runs.LOCAL + ON_CPU if who == "truth" else ON_NPU),
+    ]  # fmt: skip
+    if who != "truth":
+        command = verl_runs.emulated(devices, command)
+    verl_runs.finish(command, variables(who, results))
+    return slime_runs.read(results, devices)
+
+
+def variables(who: str, results: pathlib.Path) -> dict[str, str]:
+    """slime's sources and packages come before verl's, and those before ours."""
+    slime, megatron, mindspeed = map(fetch_slime_newest.tree, ("slime", "megatron", "mindspeed"))
+    path = [slime, megatron, fetch_slime.packages(), fetch_verl.tree(), HERE]
+    path += [ROOT / "tests" / "adapters", ROOT, ROOT / "python"]
+    if who != "truth":
+        path[:0] = [mindspeed, fetch_frameworks.tree("fla-core-0.6.0")]
+    path += filter(None, [os.environ.get("PYTHONPATH")])
+    changes = {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "NPU_OPS_DISABLE": "" if who == "npu_ops" else "all",
+        "SLIME_WHO": who,
+        "SLIME_RESULTS": str(results),
+        "SLIME_SOURCES": os.pathsep.join(map(str, (slime, megatron))),
+    }
+    compiled = {"TORCH_COMPILE_DISABLE": "1"} if who == "truth" else {}
+    return os.environ | verl_runs.ALONE | slime_runs.ONCE | compiled | changes

@@ -1,0 +1,46 @@
+"""slime of August 2026 on Ray, unpatched, with npu-ops on the emulated NPU, and on the CPU.
+
+    python tests/trainers/fetch_slime_newest.py slime Megatron-LM MindSpeed
+    python -m pytest tests/trainers/upstream_slime_newest.py
+
+slime_npu.py is all that it needs beside npu-ops. As in upstream_slime.py, losses, gradient norms
+and log-probabilities of four GRPO steps in fp32 agree to rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import slime_newest_runs
+import upstream_slime
+from upstream_slime import DELTA_NET, VISION
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slime")
+    slime_newest_runs.write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def truth(folder):
+    """Of a model, on the CPU, one rank."""
+    return functools.cache(functools.partial(slime_newest_runs.run, folder, "truth"))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_text(devices, folder, truth):
+    found = slime_newest_runs.run(folder, "npu_ops", "qwen3", devices)
+    upstream_slime.is_by_npu_ops(found, truth("qwen3"), devices)
+
+
+@pytest.mark.parametrize(
+    "model, operators", [("qwen3_5", DELTA_NET), ("qwen3_5_vl", DELTA_NET + VISION)]
+)
+def test_gated_delta_net(model, operators, folder, truth):
+    """Qwen3.5 by slime's plugins: with text, and with a picture in each answer."""
+    found = slime_newest_runs.run(folder, "npu_ops", model)
+    upstream_slime.agree(found, truth(model), upstream_slime.CLOSE_AFTER_UPDATES)
+    upstream_slime.called(found, upstream_slime.OPERATORS + operators)
