@@ -118,6 +118,7 @@ ON_CPU = ("--custom-megatron-init-path", "slime_worker.with_local_layers")
 # Megatron asks for it where tensors are parallel.
 ONCE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | verl_grpo_runs.RAY
 ONCE["RAY_prestart_worker_first_driver"] = "0"  # each imports all of it, and most are not needed
+ONCE["TRANSFORMERS_VERBOSITY"] = "error"  # MindSpeed asks each of its modules for each name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +199,6 @@ def beside_sglang(folder: pathlib.Path, path: str) -> dict[str, str]:
         "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1",  # the emulator converts no formats
         "SLIME_ENGINE": "1",
         "SLIME_HOST_IP": "127.0.0.1",
-        "TRANSFORMERS_VERBOSITY": "error",
     }
 
 
