@@ -14,18 +14,26 @@ import slime_runs
 import verl_runs
 from slime_runs import HERE, ROOT, Model
 
+ROPE = "--use-rotary-position-embeddings"
 DELTA_NET = (
     "--num-layers", "4", "--attention-output-gate", "--rotary-percent", "0.5",
     "--apply-layernorm-1p", "--spec",
 )  # fmt: skip
 PLUGINS = "slime_plugins.models"
 MODELS = {
-    "qwen3": Model(("--num-layers", "2")),
-    "qwen3_5": Model((*DELTA_NET, f"{PLUGINS}.qwen3_5", "get_qwen3_5_spec")),
+    "qwen3": Model((ROPE, "--num-layers", "2")),
+    "qwen3_5": Model((ROPE, *DELTA_NET, f"{PLUGINS}.qwen3_5", "get_qwen3_5_spec")),
+    # slime's script says that it is rope's, and slime's model, that it is not; MindSpeed has all
+    # arguments in Megatron's configuration, which is asked before the model is.
     "qwen3_5_vl": Model(
-        (*DELTA_NET, f"{PLUGINS}.qwen3_5_vl", "get_qwen3_5_vl_model_provider"), data="pictures"
+        (
+            *DELTA_NET, f"{PLUGINS}.qwen3_5_vl", "get_qwen3_5_vl_model_provider",
+            "--position-embedding-type", "mrope", "--mrope-section", "4", "2", "2",
+        ),
+        data="pictures",
     ),
-}
+}  # fmt: skip
+COMMON = [part for part in slime_runs.COMMON if part != ROPE]
 ON_NPU = ("--custom-megatron-init-path", "slime_newest.start")
 ON_CPU = ("--custom-megatron-init-path", "slime_newest.with_local_layers")
 
@@ -43,7 +51,7 @@ def run(folder: pathlib.Path, who: str, name: str, devices: int = 1) -> slime_ru
     results.mkdir()
     model, checkpoint = MODELS[name], str(folder / name.removesuffix("_vl"))
     command = [
-        sys.executable, str(HERE / "slime_newest.py"), str(devices), *slime_runs.COMMON,
+        sys.executable, str(HERE / "slime_newest.py"), str(devices), *COMMON,
         *model.layers, *slime_runs.TRAINING, *slime_runs.NO_ENGINE,
         "--ref-load", checkpoint, "--hf-checkpoint", checkpoint,
         "--load-debug-rollout-data", str(folder / f"{model.data}_{{rollout_id}}.pt"),

@@ -30,5 +30,10 @@ def setup() -> None:
 
 
 def start(args) -> None:
-    """As slime's patch for v0.2.2 does it: MindSpeed's features by the arguments."""
+    """MindSpeed's features by the arguments, as slime's patch for v0.2.2 has it.
+
+    But not its gated delta rule in place of fla's, which takes bf16 alone: npu-ops is asked by fla.
+    """
     importlib.import_module("mindspeed.megatron_adaptor").repatch(vars(args))
+    placed = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager.patches_info
+    placed["fla.ops.gated_delta_rule.chunk_gated_delta_rule"].remove_patch()
