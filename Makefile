@@ -92,7 +92,8 @@ FOR_LONG := --timeout 3000
 test-trainers: .cache/trainers/ready .cache/frameworks/ready .cache/sglang/ready
 	$(ON_CPU) $(FOR_LONG) tests/trainers tests/adapters/test_verl.py
 	$(if $(SLIME),$(BIN)/python tests/trainers/fetch_slime.py $(SLIME) $(MEGATRON) $(MINDSPEED))
-	$(if $(SLIME),$(BIN)/python -m pytest $(FOR_LONG) tests/trainers/upstream_slime.py)
+	$(if $(SLIME),$(BIN)/python tests/trainers/fetch_slime_newest.py $(SLIME) $(MEGATRON) $(MINDSPEED))
+	$(if $(SLIME),$(BIN)/python -m pytest $(FOR_LONG) tests/trainers/upstream_slime.py tests/trainers/upstream_slime_newest.py)
 	$(if $(RELAX),$(BIN)/python tests/trainers/fetch_relax.py $(RELAX) $(MEGATRON) $(MINDSPEED) $(QUEUE))
 	$(if $(RELAX),$(BIN)/python -m pytest $(FOR_LONG) tests/trainers/upstream_relax.py)
 
