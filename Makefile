@@ -85,6 +85,7 @@ test-all: check fetch
 	$(if $(PTO),$(BIN)/python tests/emulator/upstream_pto.py $(PTO))
 
 # verl's SFT trainer with every model and its GRPO trainer, three ways: half an hour when it is quiet.
+# VERL: a checkout of verl, which then runs instead of its release.
 # SLIME, MEGATRON, MINDSPEED: clones of slime, Megatron-LM and MindSpeed; then slime's trainer too.
 # RELAX, QUEUE and those two: clones of Relax and TransferQueue; then Relax's.
 # Where others use the machine too, a run takes more than the 10 minutes of other tests.

@@ -2,12 +2,14 @@
 
 python tests/adapters/fetch_verl.py
 
+Where the environment has VERL, a checkout of verl, tests run that one with the same packages.
 torch stays the environment's. torchvision's binary is for CUDA; its Python is enough, once two
 operators are declared.
 """
 
 from __future__ import annotations
 
+import os
 import pathlib
 
 import fetching
@@ -22,6 +24,20 @@ REQUIREMENTS = pathlib.Path(__file__).with_name("verl_requirements.txt")
 def tree() -> pathlib.Path:
     """The folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
     return fetching.tree(FOLDER, "tests/adapters/fetch_verl.py")
+
+
+def path() -> list[pathlib.Path]:
+    """What goes on PYTHONPATH: the checkout, where there is one, before tree().
+
+    Raises:
+        FileNotFoundError: it is none, or tree() was not made.
+    """
+    if "VERL" not in os.environ:
+        return [tree()]
+    checkout = pathlib.Path(os.environ["VERL"]).resolve()
+    if not (checkout / "verl" / "trainer").exists():
+        raise FileNotFoundError(f"VERL={checkout} is no checkout of verl")
+    return [checkout, tree()]
 
 
 def queue() -> pathlib.Path:

@@ -1,4 +1,4 @@
-"""verl 0.9.1's own Ulysses on two ranks: what looks from one token to another sees all of them."""
+"""verl's own Ulysses on two ranks: what looks from one token to another sees all of them."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from processes import HERE, environment
 
 
 def test_two_ranks_equal_one(tmp_path):
-    path = environment(HERE, fetch_verl.tree(), OMP_NUM_THREADS="1")
+    path = environment(HERE, *fetch_verl.path(), OMP_NUM_THREADS="1")
     command = [sys.executable, str(HERE / "verl_ranks.py"), str(tmp_path / "store")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen([*command, str(rank)], env=path, **pipes) for rank in range(2)]
@@ -27,7 +27,7 @@ def test_two_ranks_equal_one(tmp_path):
 
 def test_what_its_npu_patches_set_over_ours():
     """The counts at the top of docs/replacing-patches.md."""
-    text = (fetch_verl.tree() / "verl" / verl_patches.FILE).read_text()
+    text = (fetch_verl.path()[0] / "verl" / verl_patches.FILE).read_text()
     ours = {patch.target for patch in npu_ops_adapters.patches()}
     found = set(verl_patches.targets(text))
     lost = sorted(target.rpartition(".")[2] for target in found & ours)

@@ -107,7 +107,7 @@ def read(results: pathlib.Path, name: str, ranks: int) -> Steps:
 def variables(**changes: str) -> dict[str, str]:
     """verl's packages come before ours; ours are there by the environment's own path."""
     path = [
-        fetch_verl.tree(),
+        *fetch_verl.path(),
         fetch_verl.queue(),
         HERE,
         ROOT / "tests" / "adapters",
