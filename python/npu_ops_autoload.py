@@ -47,6 +47,8 @@ WATCHED = frozenset(
         "mindspeed.megatron_adaptor",
         "mindspeed.patch_utils",
         "mindspeed.te.pytorch.attention.dot_product_attention.dot_product_attention",
+        "mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl.gated_delta_net",
+        "mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl.rope",
         "sglang.kernels.ops.attention.fla.fused_norm_gate",
         "sglang.kernels.ops.attention.fla.layernorm_gated",
         "sglang.srt.hardware_backend.npu.attention.ascend_backend",

@@ -392,6 +392,31 @@ def gated_delta_net_is_ours_over_mindspeeds():
         assert (y - expected).abs().max() < 1e-5
 
 
+@check_double
+def mindspeed_bridges_layer_is_ours():
+    import torch
+    from mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl import gated_delta_net, rope
+
+    calls = sys.modules["mindspeed"].CALLS
+    calls.clear()
+    q, v, gate = heads(1, 5, 2, 16), heads(1, 5, 2, 16), heads(1, 5, 2)
+    given = {"g": -gate.abs(), "beta": gate.sigmoid(), "output_final_state": False}
+    settings = given | {"use_qk_l2norm_in_kernel": True, "cu_seqlens": None}
+    of_kernels, _ = gated_delta_net.chunk_gated_delta_rule(q, q, v, **settings)
+    in_torch, _ = gated_delta_net.torch_chunk_gated_delta_rule(q, q, v, **given)
+    assert of_kernels.equal(in_torch) and not in_torch.equal(v)
+    assert is_ours(gated_delta_net.causal_conv1d) and is_ours(gated_delta_net.l2norm)
+    layer = gated_delta_net.GatedDeltaNet()
+    g, _ = layer._compute_g_and_beta(torch.zeros(2), torch.zeros(2), gate, gate)
+    assert not g.equal(gate) and is_ours(type(layer)._apply_gated_norm)
+    settings = config(apply_rotary_pos_emb_in_fp32=True)
+    t, freqs = heads(5, 1, 2, 16), angles(5, 1, 1, 16)
+    found, counted = calls_of(rope.apply_rotary_pos_emb_absolute, t, freqs, settings)
+    assert counted == 1 and not found.equal(t) and calls == [], calls
+    rule = gated_delta_net.torch_chunk_gated_delta_rule(q, q, v, given["g"], given["beta"], 48)
+    assert rule[0] is v and calls == ["torch_chunk_gated_delta_rule"], calls
+
+
 @check
 def arguments_that_are_missing_have_their_defaults():
     full = sys.modules["mindspeed.args_utils"].get_full_args()

@@ -28,15 +28,7 @@ _NEEDLESS = {  # positions say all of a packing, and where no loss is computed a
 def patches() -> Iterable[Patch]:
     """`apply_rotary_pos_emb_absolute`, which layers import by value, and forwards that lack it."""
     if not hasattr(sys.modules.get(f"{_MODELLING}.rope"), _OLDER):
-        yield Patch(
-            target=f"{_MODELLING}.rope:apply_rotary_pos_emb_absolute",
-            op="mrope",
-            make=_replace,
-            why="it asserts that nothing is fused; in fp32 it is eight kernels a call",
-            signatures=(("t", "freqs", "config", "cu_seqlens"),),
-            versions="Megatron-Bridge 0.4 and main",
-            remove_when="Megatron-Bridge calls an operator here that has an NPU kernel",
-        )
+        yield absolute(f"{_MODELLING}.rope", "Megatron-Bridge 0.4 and main")
 
     for (module, name), argument in _NEEDLESS.items():
         module = f"{_MODELLING}.{module}"
@@ -50,6 +42,19 @@ def patches() -> Iterable[Patch]:
                 versions="Megatron-Bridge 0.3",
                 remove_when=f"it has {argument}",
             )
+
+
+def absolute(module: str, versions: str) -> Patch:
+    """Of the function in `module`: MindSpeed-Bridge has a copy of it."""
+    return Patch(
+        target=f"{module}:apply_rotary_pos_emb_absolute",
+        op="mrope",
+        make=_replace,
+        why="it asserts that nothing is fused; in fp32 it is eight kernels a call",
+        signatures=(("t", "freqs", "config", "cu_seqlens"),),
+        versions=versions,
+        remove_when="it calls an operator that has an NPU kernel",
+    )
 
 
 def _lacks(owner: type | None, argument: str) -> bool:

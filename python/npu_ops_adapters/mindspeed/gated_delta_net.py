@@ -4,6 +4,9 @@ core_r0.16 has a layer of its own (for context parallelism and packed sequences)
 operators by value; core_r0.18 has a subclass of Megatron's, which imports two of them under names
 of its own, and later loads them when it is built. What MindSpeed puts under fla's names, Megatron's
 layer imports, and `megatron` replaces there.
+
+MindSpeed-Bridge has one more layer, for Qwen3.5 on core_r0.16. It is built with MindSpeed's
+kernels, with those of fla_npu, or, where the configuration asks for neither, in PyTorch.
 """
 
 from __future__ import annotations
@@ -25,12 +28,17 @@ from npu_ops_adapters.mindspeed import VERSIONS
 from npu_ops_adapters.patching import Patch
 
 _LAYER = "mindspeed.core.ssm.gated_delta_net"
+_BRIDGES_LAYER = "mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl.gated_delta_net"
 _WHY = "MindSpeed's kernels take bf16 alone, move more memory and wait for lengths on the host"
 _OPERATORS = {  # the names that a layer has for them, also with _ms_ before, which are the ops'
     "causal_conv1d": (causal_conv1d.replace, causal_conv1d.SIGNATURES),
     "chunk_gated_delta_rule": (chunk_gated_delta_rule.replace, chunk_gated_delta_rule.SIGNATURES),
     "l2norm": (l2norm.replace, l2norm.SIGNATURES),
 }
+_IN_TORCH = (
+    *("query", "key", "value", "g", "beta", "chunk_size", "initial_state", "output_final_state"),
+    *("use_qk_l2norm_in_kernel", "cu_seqlens"),
+)
 _METHODS = {
     "_apply_gated_norm": ("rms_norm_gated", rms_norm_gated.replace, rms_norm_gated.PARAMETERS),
     "_compute_g_and_beta": ("gdn_gate", gdn_gate.replace, gdn_gate.PARAMETERS),
@@ -38,20 +46,32 @@ _METHODS = {
 
 
 def patches() -> Iterable[Patch]:
-    """The loader of operators, and what the module of the layer imports and defines."""
+    """The loader of operators, and what the modules of the layers import and define."""
     yield _patch(
         "mindspeed.core.ssm.gdn_backend:load_gdn_operators", "gated_delta_net", _load, ((),)
     )
-    module = vars(sys.modules.get(_LAYER, sys))
-    for name, (make, signatures) in _OPERATORS.items():
-        for held in {name, f"_ms_{name}"} & module.keys():
+    for layer in (_LAYER, _BRIDGES_LAYER):
+        yield from _of_layer(layer)
+    yield _patch(
+        f"{_BRIDGES_LAYER}:torch_chunk_gated_delta_rule",
+        "chunk_gated_delta_rule",
+        _replace_in_torch,
+        (_IN_TORCH,),
+        rebind=False,
+    )
+
+
+def _of_layer(name: str) -> Iterable[Patch]:
+    module = vars(sys.modules.get(name, sys))
+    for operator, (make, signatures) in _OPERATORS.items():
+        for held in {operator, f"_ms_{operator}"} & module.keys():
             # MindSpeed's own modules are left alone, from which it fills fla's names anew.
-            yield _patch(f"{_LAYER}:{held}", name, make, signatures, rebind=False)
+            yield _patch(f"{name}:{held}", operator, make, signatures, rebind=False)
     layer = module.get("GatedDeltaNet")
-    for name, (op, make, parameters) in _METHODS.items():
-        if layer is None or name in vars(layer):  # else it is Megatron's
+    for method, (op, make, parameters) in _METHODS.items():
+        if layer is None or method in vars(layer):  # else it is Megatron's
             signatures = (("self", *parameters),)
-            yield _patch(f"{_LAYER}:GatedDeltaNet.{name}", op, make, signatures)
+            yield _patch(f"{name}:GatedDeltaNet.{method}", op, make, signatures)
 
 
 def _patch(target: str, op: str, make: Callable, signatures, **changes) -> Patch:
@@ -65,6 +85,19 @@ def _patch(target: str, op: str, make: Callable, signatures, **changes) -> Patch
         remove_when="MindSpeed's kernels take what ours take, as fast",
         **changes,
     )
+
+
+def _replace_in_torch(original: Callable) -> Callable:
+    """It normalises queries and keys unless it is told not to, which the others do if told to."""
+    ours = chunk_gated_delta_rule.replace(original)
+
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_chunk(query, key, value, g, beta, *more, **options):
+        if more:
+            return original(query, key, value, g, beta, *more, **options)
+        return ours(query, key, value, g, beta, **{"use_qk_l2norm_in_kernel": True} | options)
+
+    return npu_ops_chunk
 
 
 def _load(original: Callable) -> Callable:

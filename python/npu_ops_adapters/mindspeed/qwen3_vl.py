@@ -1,0 +1,15 @@
+"""Rope of MindSpeed-Bridge's Qwen3.5: its own copy of Megatron-Bridge's Qwen3-VL from 0.4 on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from npu_ops_adapters.megatron import qwen3_vl
+from npu_ops_adapters.patching import Patch
+
+_ROPE = "mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl.rope"
+
+
+def patches() -> Iterable[Patch]:
+    """`apply_rotary_pos_emb_absolute`, which its attention imports by value."""
+    yield qwen3_vl.absolute(_ROPE, "MindSpeed-Bridge of May 2026, on core_r0.16")

@@ -1,0 +1,24 @@
+"""MindSpeed's kernels by value, a function in PyTorch beside them, and no convolution."""
+
+from mindspeed import CALLS
+from mindspeed.core.ssm.gdn_backend import chunk_gated_delta_rule, l2norm  # noqa: F401
+
+causal_conv1d = None
+
+
+def torch_chunk_gated_delta_rule(
+    query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=True, cu_seqlens=None,
+):  # fmt: skip
+    CALLS.append("torch_chunk_gated_delta_rule")
+    return value, None
+
+
+class GatedDeltaNet:
+    def _apply_gated_norm(self, x, gate):
+        CALLS.append("_apply_gated_norm")
+        return x
+
+    def _compute_g_and_beta(self, A_log_local_cp, dt_bias_local_cp, alpha, beta):
+        CALLS.append("_compute_g_and_beta")
+        return alpha, beta
