@@ -87,7 +87,7 @@ test-all: check fetch
 # verl's SFT trainer with every model and its GRPO trainer, three ways: half an hour when it is quiet.
 # VERL: a checkout of verl, which then runs instead of its release.
 # SLIME, MEGATRON, MINDSPEED: clones of slime, Megatron-LM and MindSpeed; then slime's trainer too.
-# RELAX, QUEUE and those two: clones of Relax and TransferQueue; then Relax's.
+# RELAX, QUEUE, BRIDGE and those two: of Relax, TransferQueue and MindSpeed-Bridge; then Relax's.
 # Where others use the machine too, a run takes more than the 10 minutes of other tests.
 FOR_LONG := --timeout 3000
 test-trainers: .cache/trainers/ready .cache/frameworks/ready .cache/sglang/ready
@@ -95,7 +95,7 @@ test-trainers: .cache/trainers/ready .cache/frameworks/ready .cache/sglang/ready
 	$(if $(SLIME),$(BIN)/python tests/trainers/fetch_slime.py $(SLIME) $(MEGATRON) $(MINDSPEED))
 	$(if $(SLIME),$(BIN)/python tests/trainers/fetch_slime_newest.py $(SLIME) $(MEGATRON) $(MINDSPEED))
 	$(if $(SLIME),$(BIN)/python -m pytest $(FOR_LONG) tests/trainers/upstream_slime.py tests/trainers/upstream_slime_newest.py)
-	$(if $(RELAX),$(BIN)/python tests/trainers/fetch_relax.py $(RELAX) $(MEGATRON) $(MINDSPEED) $(QUEUE))
+	$(if $(RELAX),$(BIN)/python tests/trainers/fetch_relax.py $(RELAX) $(MEGATRON) $(MINDSPEED) $(QUEUE) $(BRIDGE))
 	$(if $(RELAX),$(BIN)/python -m pytest $(FOR_LONG) tests/trainers/upstream_relax.py)
 
 # The tests of the report's page look at it in a browser: the system's Chromium (Debian: chromium),

@@ -4,7 +4,8 @@
     git clone https://github.com/NVIDIA/Megatron-LM
     git clone https://gitcode.com/Ascend/MindSpeed
     git clone https://github.com/redai-infra/TransferQueue
-    python tests/trainers/fetch_relax.py Relax Megatron-LM MindSpeed TransferQueue
+    git clone https://gitcode.com/Ascend/MindSpeed-Bridge
+    python tests/trainers/fetch_relax.py Relax Megatron-LM MindSpeed TransferQueue MindSpeed-Bridge
 
 `shipped` has the patches of Relax's docker/npu_patch, `npu_ops` those hunks that
 docs/replacing-patches.md says stay. `truth` is without MindSpeed. Any fork of Relax with the commit
@@ -13,8 +14,10 @@ below does. The clones are only read.
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import fetch_slime
 
@@ -28,6 +31,7 @@ COMMITS = {
     "megatron": "core_v0.16.1",
     "mindspeed": "e4772499",
     "queue": "dcc78f0a021284412921217fde71fea7cb276ffc",
+    "mindspeed_bridge": "3655c07cbcc9",
 }
 # For Ray Serve and logs, whose modules Relax's trainer imports.
 PACKAGES = (
@@ -39,7 +43,13 @@ PACKAGES = (
 )
 PATCHES = "docker/npu_patch"
 # What stays of each patch beside npu-ops, where it is not all of it.
-STAYS = {"mindspeed": ("--exclude=mindspeed/megatron_adaptor.py",)}
+STAYS = {
+    "mindspeed": ("--exclude=mindspeed/megatron_adaptor.py",),
+    "mindspeed_bridge": ("--exclude=*/gated_delta_net.py",),
+}
+NAMES = fetch_slime.NAMES | {"mindspeed_bridge": "mindspeed-bridge"}
+# What MindSpeed-Bridge's own tools/install_auto.sh puts at the end of Megatron-Bridge's models.
+REGISTER = "\nfrom mindspeed_bridge.models import *\n"
 WHO = fetch_slime.WHO
 
 
@@ -59,27 +69,44 @@ def fetch(*clones: str) -> None:
     fetching.install(FOLDER / "packages", *PACKAGES)
     paths = dict(zip(COMMITS, map(pathlib.Path, clones), strict=True))
     for who in WHO:
-        if not (FOLDER / who).exists():
-            with fetching.whole(FOLDER / who) as partial:
-                for project, clone in paths.items():
-                    fetch_slime.unpack(clone, COMMITS[project], partial / project)
-                fetch_slime.install_bridge(partial / "bridge")
-                fetch_slime.for_newer_torch(partial / "mindspeed")
-                patch(who, partial)
+        for project, clone in paths.items():
+            with missing(who, project) as folder:
+                if folder:
+                    fetch_slime.unpack(clone, COMMITS[project], folder)
+                    patch(who, project, folder)
+        with missing(who, "bridge") as folder:
+            if folder:
+                fetch_slime.install_bridge(folder)
+                patch(who, "bridge", folder)
 
 
-def patch(who: str, folder: pathlib.Path) -> None:
+@contextlib.contextmanager
+def missing(who: str, project: str) -> Iterator[pathlib.Path | None]:
+    """The folder to fill; None if it is there."""
+    folder = FOLDER / who / project
+    if folder.exists():
+        yield None
+    else:
+        with fetching.whole(folder) as partial:
+            yield partial
+
+
+def patch(who: str, project: str, folder: pathlib.Path) -> None:
     """The truth has Relax's changes to Megatron-LM, of which none is an operator's, and no more."""
-    apply(folder, "megatron")
-    if who != "truth":
-        apply(folder, "mindspeed", *(STAYS["mindspeed"] if who == "npu_ops" else ()))
-        apply(folder, "bridge", "-p2")  # the wheel has no src/
+    if project == "mindspeed":
+        fetch_slime.for_newer_torch(folder)
+    if project == "megatron" or (who != "truth" and project in ("mindspeed", "mindspeed_bridge")):
+        apply(who, project, folder, *(STAYS.get(project, ()) if who == "npu_ops" else ()))
+    if project == "bridge" and who != "truth":
+        apply(who, project, folder, "-p2")  # the wheel has no src/
+        with open(folder / "megatron" / "bridge" / "models" / "__init__.py", "a") as models:
+            models.write(REGISTER)
 
 
-def apply(folder: pathlib.Path, project: str, *which: str) -> None:
-    name = fetch_slime.NAMES.get(project, project)
-    changes = (folder / "relax" / PATCHES / f"{name}.patch").read_bytes()
-    fetch_slime.apply(folder / project, changes, *which)
+def apply(who: str, project: str, folder: pathlib.Path, *which: str) -> None:
+    name = NAMES.get(project, project)
+    changes = FOLDER / who / "relax" / PATCHES / f"{name}.patch"
+    fetch_slime.apply(folder, changes.read_bytes(), *which)
 
 
 if __name__ == "__main__":

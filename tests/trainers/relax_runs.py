@@ -6,14 +6,37 @@ import os
 import pathlib
 import sys
 
+import fetch_frameworks
 import fetch_relax
 import fetch_slime
 import fetch_verl
 import slime_runs
 import verl_runs
-from slime_runs import HERE, ROOT
+from slime_runs import HERE, ROOT, SEES
 
-MODELS = {"qwen3": ("--num-layers", "2")}
+MODELS = {
+    "qwen3": ("--num-layers", "2"),
+    "qwen3_vl": ("--num-layers", "2", "--multimodal-keys", '{"image":"image"}'),
+    "qwen3_5": (
+        "--num-layers", "4", "--apply-layernorm-1p", "--position-embedding-type", "rope",
+        "--rotary-percent", "0.5", "--attention-output-gate",
+    ),
+}  # fmt: skip
+# Of Relax's scripts: those for GPUs have Qwen3-VL, and none for NPUs has.
+BRIDGE = ("--megatron-to-hf-mode", "bridge", "--no-rope-fusion")
+RECOMPUTED = (
+    "--recompute-granularity", "full", "--recompute-method", "uniform",
+    "--recompute-num-layers", "1",
+)  # fmt: skip
+# Relax says so itself, but where weights are Bridge's to convert.
+ONLY_WEIGHTS = ("--no-load-optim", "--no-load-rng", "--finetune")
+AS_SCRIPTS = {"qwen3_vl": BRIDGE + RECOMPUTED, "qwen3_5": BRIDGE + RECOMPUTED}
+BATCHES = {
+    "qwen3_vl": slime_runs.PICTURES,
+    "qwen3_5": ("--micro-batch-size", "1", "--qkv-format", "bshd"),
+}
+DATA = {"rollout": ("qwen3", "qwen3_5"), "pictures": ("qwen3_vl",)}
+PROVIDERS = {"qwen3_vl": "slime_qwen3_vl.provide", "qwen3_5": "relax_qwen3_5.provide"}
 NOT_RELAX = ("--data-pad-size-multiplier", "16")
 WITH_REFERENCE = ("--use-kl-loss",)
 NO_ENGINE = (
@@ -21,26 +44,31 @@ NO_ENGINE = (
     "--rollout-function-path", "slime_doubles.roll_out",
 )  # fmt: skip
 # As in Relax's scripts for NPUs: otherwise MindSpeed makes a mask of all pairs of 4096 tokens.
-ON_NPU = (*slime_runs.ON_NPU, "--use-flash-attn")
+ON_NPU = ("--custom-megatron-init-path", "relax_worker.on_megatron", "--use-flash-attn")
 ON_CPU = ("--custom-megatron-init-path", "relax_worker.packed", "--distributed-backend", "gloo")
 
 
 def write(folder: pathlib.Path) -> None:
-    """The models' configurations and tokenizers, Megatron's weights of them, and the rollouts."""
-    truth = variables("truth", folder)
+    """The models' configurations and tokenizers, Megatron's weights of them, and the rollouts.
+
+    The weights are as Megatron draws them; Qwen3.5's are transformers', as Relax's own scripts load
+    them, through MindSpeed-Bridge.
+    """
     data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "relax"]
-    verl_runs.finish([*data, "rollout", *MODELS], truth)
+    for kind, models in DATA.items():
+        verl_runs.finish([*data, kind, *models], variables("truth", folder, models[0]))
     for model in MODELS:
+        converted = model == "qwen3_5"
         weights = ("--save", folder / f"{model}-megatron", "--save-interval", "1")
-        weights += ("--no-save-optim", "--ref-load", folder / "nothing")
-        start("truth", folder, model, 1, weights, folder)
+        weights += ("--no-save-optim", "--ref-load", folder / (model if converted else "nothing"))
+        start("shipped" if converted else "truth", folder, model, 1, weights, folder)
 
 
 def run(folder: pathlib.Path, who: str, model: str = "qwen3", devices: int = 1) -> slime_runs.Run:
     """On the CPU for "truth"; tensors are parallel over the devices."""
     results = folder / f"{who}-{model}-{devices}"
     results.mkdir()
-    weights = ("--ref-load", folder / f"{model}-megatron")
+    weights = ("--ref-load", folder / f"{model}-megatron", *ONLY_WEIGHTS)
     start(who, folder, model, devices, weights, results)
     return slime_runs.read(results, devices)
 
@@ -48,28 +76,39 @@ def run(folder: pathlib.Path, who: str, model: str = "qwen3", devices: int = 1) 
 def start(who: str, folder: pathlib.Path, model: str, devices: int, weights, results) -> None:
     without = NOT_RELAX + WITH_REFERENCE if "--save" in weights else NOT_RELAX
     training = [part for part in slime_runs.TRAINING if part not in without]
+    rollouts = "pictures" if model in DATA["pictures"] else "rollout"
     files = ("--hf-checkpoint", folder / model)
-    files += ("--load-debug-rollout-data", folder / "rollout_{rollout_id}.pt")
+    files += ("--load-debug-rollout-data", folder / f"{rollouts}_{{rollout_id}}.pt")
+    if who == "truth":
+        place = slime_runs.LOCAL + ON_CPU
+        if model in PROVIDERS:
+            place += ("--custom-model-provider-path", PROVIDERS[model])
+    else:
+        place = ON_NPU + AS_SCRIPTS.get(model, ())
+        if (who, model) == ("shipped", "qwen3_vl"):  # Bridge 0.3.1's recomputes no lists
+            place = ON_NPU + BRIDGE
     command = [
         *(sys.executable, str(HERE / "relax_train.py"), str(devices)),
-        *(*slime_runs.COMMON, *MODELS[model], *training, *NO_ENGINE, *map(str, files + weights)),
+        *(*slime_runs.COMMON, *MODELS[model], *training, *BATCHES.get(model, ()), *NO_ENGINE),
+        *(*map(str, files + weights), *place),
         *("--actor-num-nodes", "1", "--actor-num-gpus-per-node", str(devices)),
         *("--num-gpus-per-node", str(devices), "--tensor-model-parallel-size", str(devices)),
-        *(slime_runs.LOCAL + ON_CPU if who == "truth" else ON_NPU),
     ]
     if who != "truth":
         command = verl_runs.emulated(devices, command)
-    verl_runs.finish(command, variables(who, results))
+    verl_runs.finish(command, variables(who, results, model))
 
 
-def variables(who: str, results: pathlib.Path) -> dict[str, str]:
+def variables(who: str, results: pathlib.Path, model: str) -> dict[str, str]:
     """Relax's sources and packages come before verl's, and those before ours."""
     projects = ("relax", "megatron", "bridge", "queue")
-    projects += ("mindspeed",) if who != "truth" else ()
+    projects += ("mindspeed", "mindspeed_bridge") if who != "truth" else ()
     folders = {project: fetch_relax.tree(who, project) for project in projects}
     path = [*folders.values(), fetch_relax.packages(), fetch_slime.packages(), fetch_verl.tree()]
     path += [HERE, ROOT / "tests" / "adapters", ROOT, ROOT / "python"]
     path += filter(None, [os.environ.get("PYTHONPATH")])
+    if model in DATA["pictures"]:
+        path.insert(0, fetch_frameworks.tree(SEES))
     changes = {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "NPU_OPS_DISABLE": "" if who == "npu_ops" else "all",
@@ -79,5 +118,6 @@ def variables(who: str, results: pathlib.Path) -> dict[str, str]:
         "SLIME_SOURCES": str(folders["megatron"]),
     }
     on_cpu = {"TORCH_COMPILE_DISABLE": "1", "RELAX_DEVICE_TYPE": "cpu"}
-    changes |= on_cpu if who == "truth" else {}
+    whole = {"SLIME_WHOLE_BRIDGE": "1"} if model in AS_SCRIPTS else {}
+    changes |= on_cpu if who == "truth" else whole
     return os.environ | verl_runs.ALONE | slime_runs.ONCE | changes

@@ -6,10 +6,13 @@ slime_worker.py is the same for slime, on which Relax is built; its variables sa
 from __future__ import annotations
 
 import os
+import sys
 
 import slime_doubles
 import slime_worker
 import torch
+
+BRIDGE = "mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl"
 
 
 def setup() -> None:
@@ -23,6 +26,7 @@ def setup() -> None:
 
 def on_cpu() -> None:
     """Relax knows CPUs; its trainer asks them for what it asks of GPUs."""
+    slime_worker.with_bare_bridge()
     slime_worker.read_on_cpu()
     torch.cpu.get_device_properties = lambda device=None: None
     from relax.utils import device
@@ -45,6 +49,19 @@ def record() -> None:
     tracking_utils.log = lambda args, metrics, step_key: slime_worker.write(metrics)
     tracking_utils.flush_metrics = lambda args, step: True  # to a service of Ray Serve
     slime_worker.count()
+
+
+def on_megatron(args) -> None:
+    """For --custom-megatron-init-path: what MindSpeed-Bridge's own recipes set and Relax does not.
+
+    Its kernels of the delta rule, which Relax's patch chooses, refuse fp32; the check has its
+    function in PyTorch in their place.
+    """
+    args.use_triton_gdn = args.use_ascend_gdn = False
+    slime_worker.count_fused(args)
+    layer = sys.modules.get(f"{BRIDGE}.gated_delta_net")
+    if layer and os.environ["SLIME_WHO"] == "shipped":
+        layer.HAVE_FLA = False
 
 
 def packed(args) -> None:

@@ -24,6 +24,8 @@ ROLLOUTS, PROMPTS, ANSWERS = 2, 2, 4
 def write(folder: pathlib.Path, project: str, data: str, *models: str) -> None:
     """FOLDER/MODEL, and FOLDER/DATA_0.pt for --load-debug-rollout-data."""
     sees = data == "pictures"
+    if project == "relax":
+        verl_data.VISION["deepstack_visual_indexes"] = []  # Qwen3.5's, as released
     save = verl_data.save if transformers.__version__ >= "5" else save_without_weights
     for name in models:
         save(folder / name, name, verl_data.tokenizer())
@@ -57,14 +59,18 @@ def add_picture(sample, draw: random.Random) -> None:
     vision, ids = verl_data.VISION, verl_data.TOKENS
     size = (32 + 16 * draw.randrange(3), 32)
     picture = Image.frombytes("RGB", size, draw.randbytes(3 * size[0] * size[1]))
-    sizes = {"patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"]}
-    edges = {"shortest_edge": 256, "longest_edge": 4096}
-    kind = "Qwen2VLImageProcessor" + ("Pil" if transformers.__version__ >= "5" else "")
-    processor = getattr(transformers, kind)(**sizes, size=edges)
-    sample.multimodal_train_inputs = dict(processor([picture], return_tensors="pt"))
+    sample.multimodal_train_inputs = dict(processor()([picture], return_tensors="pt"))
     patches = int(sample.multimodal_train_inputs["image_grid_thw"].prod())
     merged = [ids["image_token_id"]] * (patches // vision["spatial_merge_size"] ** 2)
     sample.tokens[1:1] = [ids["vision_start_token_id"], *merged, ids["vision_end_token_id"]]
+
+
+def processor():
+    vision = verl_data.VISION
+    sizes = {"patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"]}
+    edges = {"shortest_edge": 256, "longest_edge": 4096}
+    kind = "Qwen2VLImageProcessor" + ("Pil" if transformers.__version__ >= "5" else "")
+    return getattr(transformers, kind)(**sizes, size=edges)
 
 
 def save_without_weights(folder: pathlib.Path, name: str, tokens) -> None:
@@ -76,6 +82,7 @@ def save_without_weights(folder: pathlib.Path, name: str, tokens) -> None:
     config = kind(text_config=text, vision_config=vision, **verl_data.TOKENS)
     config.architectures = [f"{family}ForConditionalGeneration"]
     config.save_pretrained(folder)
+    processor().save_pretrained(folder)  # by its file Relax knows models that see
     tokens.save_pretrained(folder)
 
 

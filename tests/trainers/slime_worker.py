@@ -89,7 +89,7 @@ def with_whole_bridge() -> None:
     """For slime's --megatron-to-hf-mode bridge. Bridge 0.3.1 imports a name of a later Megatron-LM
     for Qwen3-Next, and has process groups where it makes a model itself, not where slime does."""
     specs = importlib.import_module(f"megatron.core.models.gpt.{VARIANTS}_module_specs")
-    setattr(specs, f"get_transformer_block_with_{VARIANTS}_spec", None)
+    vars(specs).setdefault(f"get_transformer_block_with_{VARIANTS}_spec", None)
     without_marks()
     from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -1,6 +1,6 @@
 """Relax's trainer with its NPU patches, with npu-ops instead, and the truth from the CPU.
 
-    python tests/trainers/fetch_relax.py Relax Megatron-LM MindSpeed TransferQueue
+    python tests/trainers/fetch_relax.py Relax Megatron-LM MindSpeed TransferQueue MindSpeed-Bridge
     python -m pytest tests/trainers/upstream_relax.py
 
 Four GRPO steps in fp32 as in upstream_slime.py, of which Relax's trainer is a descendant.
@@ -8,9 +8,13 @@ Four GRPO steps in fp32 as in upstream_slime.py, of which Relax's trainer is a d
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import relax_runs
-from upstream_slime import is_by_npu_ops, is_by_torch_npu
+from upstream_slime import DELTA_NET, VISION, called, is_by_npu_ops, is_by_torch_npu
+
+GATES = ("gdn_gate", "l2norm")
 
 
 @pytest.fixture(scope="module")
@@ -22,15 +26,40 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def truth(folder):
-    """On the CPU, one rank."""
-    return relax_runs.run(folder, "truth")
+    """Of a model, on the CPU, one rank."""
+    return functools.cache(functools.partial(relax_runs.run, folder, "truth"))
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_with_npu_ops(devices, folder, truth):
-    is_by_npu_ops(relax_runs.run(folder, "npu_ops", devices=devices), truth, devices)
+    found = relax_runs.run(folder, "npu_ops", devices=devices)
+    is_by_npu_ops(found, truth("qwen3"), devices)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_with_relaxs_patches(devices, folder, truth):
-    is_by_torch_npu(relax_runs.run(folder, "shipped", devices=devices), truth)
+    is_by_torch_npu(relax_runs.run(folder, "shipped", devices=devices), truth("qwen3"))
+
+
+def test_pictures_with_npu_ops(folder, truth):
+    """Megatron-Bridge's Qwen3-VL, with a picture in each answer and its layers recomputed."""
+    found = relax_runs.run(folder, "npu_ops", "qwen3_vl")
+    is_by_npu_ops(found, truth("qwen3_vl"), 1)
+    called(found, VISION)
+
+
+def test_pictures_with_relaxs_patches(folder, truth):
+    """The same, nothing recomputed: of deepstack that needs a list to be saved."""
+    is_by_torch_npu(relax_runs.run(folder, "shipped", "qwen3_vl"), truth("qwen3_vl"))
+
+
+def test_gated_delta_net_with_npu_ops(folder, truth):
+    """MindSpeed-Bridge's Qwen3.5, which Megatron's own layers are the truth of."""
+    found = relax_runs.run(folder, "npu_ops", "qwen3_5")
+    is_by_npu_ops(found, truth("qwen3_5"), 1)
+    called(found, DELTA_NET + GATES)
+
+
+def test_gated_delta_net_with_relaxs_patches(folder, truth):
+    """The same by MindSpeed-Bridge's delta rule in PyTorch: its kernels take bf16 alone."""
+    is_by_torch_npu(relax_runs.run(folder, "shipped", "qwen3_5"), truth("qwen3_5"))
