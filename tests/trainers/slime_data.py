@@ -68,9 +68,10 @@ def add_picture(sample, draw: random.Random) -> None:
 def processor():
     vision = verl_data.VISION
     sizes = {"patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"]}
+    if transformers.__version__ < "5":
+        return transformers.Qwen2VLImageProcessor(**sizes, min_pixels=256, max_pixels=4096)
     edges = {"shortest_edge": 256, "longest_edge": 4096}
-    kind = "Qwen2VLImageProcessor" + ("Pil" if transformers.__version__ >= "5" else "")
-    return getattr(transformers, kind)(**sizes, size=edges)
+    return transformers.Qwen2VLImageProcessorPil(**sizes, size=edges)
 
 
 def save_without_weights(folder: pathlib.Path, name: str, tokens) -> None:
