@@ -48,9 +48,9 @@ NPU_OPS_INLINE float log_1_plus(float e) {
 }
 
 // log(1 + exp(x)) without overflow. From 17 on it is x, as from torch's threshold of 20 on.
-NPU_OPS_INLINE float softplus(float x) {
-  const float magnitude = x < 0.0f ? -x : x;
-  return (x < 0.0f ? 0.0f : x) + log_1_plus(exp_within(-magnitude));
+NPU_OPS_INLINE float softplus(float x, float exp_of_minus_magnitude) {
+  return (x < 0.0f ? 0.0f : x) + log_1_plus(exp_of_minus_magnitude);
 }
+NPU_OPS_INLINE float softplus(float x) { return softplus(x, exp_within(x < 0.0f ? x : -x)); }
 
 }  // namespace npu_ops

@@ -23,7 +23,7 @@ struct Softplus {
   // Both, of one exp.
   NPU_OPS_INLINE void both(float x, float& value, float& slope) const {
     const float e = exp_within(x < 0.0f ? x : -x), low = x < 0.0f ? e : 1.0f;
-    value = x > threshold ? x : (x < 0.0f ? 0.0f : x) + log_1_plus(e);
+    value = x > threshold ? x : softplus(x, e);
     slope = x > threshold ? 1.0f : low / (1.0f + e);
   }
   float beta, threshold;
