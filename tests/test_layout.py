@@ -18,7 +18,6 @@ from npu_ops.core.registry import Table
 
 ROOT = pathlib.Path(__file__).parents[1]
 OPS = sorted(p.parent.name for p in ROOT.glob("npu_ops/ops/*/__init__.py"))
-KERNEL_IN_TORCH = {"attention"}
 NEVER = {"tests", "benchmarks"}
 ABOVE = {  # what a tree may not import
     "npu_ops": {"npu_ops_adapters", "npu_ops_emulator", "npu_ops_autoload", "npu_ops_tools"},
@@ -65,9 +64,7 @@ def test_an_op_has_its_files(op, name):
 
 @pytest.mark.parametrize("op", OPS)
 def test_an_op_has_a_cpu_kernel_a_test_and_a_benchmark(op):
-    """The kernel is native; where torch has it, its calls are in cpu.py."""
-    native, by_torch = ROOT / f"csrc/{op}/{op}_cpu.cpp", ROOT / f"npu_ops/ops/{op}/cpu.py"
-    assert native.exists() or (op in KERNEL_IN_TORCH and by_torch.exists())
+    assert (ROOT / f"csrc/{op}/{op}_cpu.cpp").exists()
     for pattern in (f"tests/ops/**/test_{op}.py", f"benchmarks/bench_{op}.py"):
         assert files(pattern), pattern
 
@@ -85,7 +82,7 @@ def test_an_op_is_declared_in_plain_sight():
 
 def test_no_native_kernel_belongs_to_an_op_that_is_not_there():
     native = {p.relative_to(ROOT / "csrc").parts[0] for p in files("csrc/**/*_cpu.cpp")}
-    assert native == set(OPS) - KERNEL_IN_TORCH
+    assert native == set(OPS)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -1,4 +1,5 @@
-"""Attention on the CPU: torch's flash attention for each sequence, blocks of queries for the rest.
+"""Attention on the CPU: native code for each short sequence, torch's flash attention for each long
+one, blocks of queries for what neither knows.
 
 Memory is linear in tokens either way: nothing is padded, and no mask of all pairs is made.
 """
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from npu_ops.core import indices, make
-from npu_ops.ops.attention import blocks
+from npu_ops.ops.attention import blocks, short
 from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.routing import operator_of
 
@@ -53,6 +54,8 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
             to[1].copy_(to[1].new_full((), -torch.inf))
         elif by_blocks:
             blocks.forward(*mine, call, rule, *to)
+        elif short.serves(*mine[:2], call.mask, rule):
+            short.forward(*mine, rule, *to)
         else:
             _forward(*mine, call.mask, rule, *to, own=to[0] is out)
         if extra.sinks is not None:
@@ -74,13 +77,15 @@ def attention_backward(
         mine = piece.queries(q), piece.keys(k), piece.keys(v)
         saved = [None if x is None else piece.queries(x) for x in (grad_out, grad_lse, out, lse)]
         to = piece.queries(grad_q), piece.keys(grad_k), piece.keys(grad_v)
+        mask = None if extra.mask is None else piece.pairs(extra.mask)
         if not mine[0].numel() or not mine[1].numel():
             to[0].zero_()
         elif by_blocks:
             pairs = None if grad_bias is None else piece.pairs(grad_bias)
             blocks.backward(*saved, *mine, _of_piece(piece, extra, rows), rule, *to, pairs)
+        elif short.serves(*mine[:2], mask, rule, *to):
+            short.backward(saved[0], *saved[2:], *mine, rule, *to)
         else:
-            mask = None if extra.mask is None else piece.pairs(extra.mask)
             own = to[0] is grad_q
             _backward(saved[0], *saved[2:], *mine, mask, rule, *to, own=own)
     if grad_sinks is not None:

@@ -178,6 +178,7 @@ OPERATORS = (
         _EVERY_MASK,
         takes=("sinks",),
         one_dim=True,
+        notes=("sequences of up to 512 tokens by a kernel of ours",),
     ),
     Operator(
         "blocks of queries",

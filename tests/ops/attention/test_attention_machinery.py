@@ -19,7 +19,6 @@ from attention_calls import (
     wanted,
 )
 from support import (
-    DTYPES,
     assert_all_close,
     evaluate,
     exact,
@@ -34,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import npu_ops
 from npu_ops.core import rng
 from npu_ops.core.compare import assert_close
-from npu_ops.ops.attention import cpu, op, reference
+from npu_ops.ops.attention import op, reference
 from npu_ops.ops.attention.cases import CASES, DIFFERENTIABLE, TOLERANCES
 
 # Dropout
@@ -377,23 +376,3 @@ def test_no_second_gradient():
     (grad,) = torch.autograd.grad(npu_ops.attention(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="a gradient of its gradient"):
         grad.sum().backward()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_that_share_keys_are_queries_of_one_head(dtype, monkeypatch):
-    """So a decoding step reads each key once, not once for each head."""
-    draw, flash, asked = torch.Generator().manual_seed(0), cpu._flash, []
-    q, k, v = (
-        torch.randn(3, n, h, 16, generator=draw).to(dtype) for n, h in ((1, 8), (40, 2), (40, 2))
-    )
-
-    def watched(q, k, v, *settings, **named):
-        asked.append((q.shape, k.shape))
-        return flash(q, k, v, *settings, **named)
-
-    monkeypatch.setattr(cpu, "_flash", watched)
-    inputs = {"q": q, "k": k, "v": v, "is_causal": True, "return_lse": True}
-    actual = run(inputs, implementation="cpu")
-    assert asked == [((3, 2, 4, 16), (3, 2, 40, 16))]
-    expected = run(floats(inputs, torch.float64), implementation="reference")
-    assert_all_close(actual, expected, dict.fromkeys(TOLERANCES, TOLERANCES[dtype]))

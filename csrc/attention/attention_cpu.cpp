@@ -1,0 +1,302 @@
+// Attention of short sequences on the CPU. Definition: npu_ops/ops/attention/reference.py; who asks
+// for it: short.py there.
+//
+// q, out and their gradients are [B, H, Tq, .], k and v [B, Hk, Tk, .], lse fp32 [B, H, Tq]; each
+// of any strides, but in a row one element follows another. Query i sees key j where j <= i +
+// shift. In fp32: a few queries at a time, whose scores stay in the first cache, against all keys.
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "attention/tile.h"
+#include "common/check.h"
+#include "common/math.h"
+#include "common/parallel.h"
+#include "common/staged.h"
+#include "common/sum.h"
+
+namespace npu_ops {
+namespace {
+
+// Where the tokens of each head are.
+template <class T>
+struct Heads {
+  Heads(const Tensor& tensor, T* data)
+      : data(data), batch(tensor.stride(0)), head(tensor.stride(1)), token(tensor.stride(2)) {}
+  Strided<T> of(int64_t b, int64_t h) const { return {data + b * batch + h * head, token}; }
+  T* data;
+  int64_t batch, head, token;
+};
+
+template <class T>
+Heads<const T> heads_in(const Tensor& tensor) {
+  return {tensor, input<T>(tensor)};
+}
+
+template <class T>
+Heads<T> heads_out(const Tensor& tensor) {
+  return {tensor, output<T>(tensor)};
+}
+
+struct Sizes {
+  Sizes(const Tensor& q, const Tensor& k, const Tensor& v, double scale, int64_t shift)
+      : batch(q.size(0)),
+        heads(q.size(1)),
+        key_heads(k.size(1)),
+        queries(q.size(2)),
+        keys(k.size(2)),
+        width(q.size(3)),
+        values(v.size(3)),
+        scale(static_cast<float>(scale)),
+        shift(shift) {}
+  int64_t group() const { return heads / key_heads; }
+  // How many keys a query sees.
+  int64_t seen(int64_t query) const { return std::clamp<int64_t>(query + shift + 1, 0, keys); }
+  // The elements that a head takes as long as, see parallel.h.
+  int64_t cost() const { return queries * keys * (width + values) / 64; }
+  int64_t batch, heads, key_heads, queries, keys, width, values;
+  float scale;
+  int64_t shift;
+};
+
+// One thread's memory, in pieces. It is kept: new pages take longer than a short sequence.
+class Pieces {
+ public:
+  Padded<float> take(int64_t rows, int64_t columns) {
+    thread_local std::vector<std::vector<float>> kept;
+    if (taken_ == kept.size()) kept.emplace_back();
+    std::vector<float>& mine = kept[taken_++];
+    const int64_t step = padded(columns), floats = rows * step;
+    if (static_cast<int64_t>(mine.size()) < floats) mine.resize(floats);
+    return {mine.data(), step};
+  }
+
+ private:
+  size_t taken_ = 0;
+};
+
+template <class T>
+NPU_OPS_CLONES void widen(const T* in, float* out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = load(in[i]);
+}
+
+template <class T>
+NPU_OPS_CLONES void narrow(const float* in, T* out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) store(out + i, in[i]);
+}
+
+// Rows in fp32, with zeros up to their step.
+template <class T>
+void read(Strided<const T> from, int64_t rows, int64_t width, Padded<float> to) {
+  for (int64_t i = 0; i < rows; ++i) {
+    widen(from.row(i), to.row(i), width);
+    std::fill(to.row(i) + width, to.row(i) + to.step, 0.0f);
+  }
+}
+
+NPU_OPS_CLONES void scale(float* row, int64_t width, float by) {
+  for (int64_t j = 0; j < width; ++j) row[j] *= by;
+}
+
+// Writes rows, each times its number in `by`, which is done in place.
+template <class T>
+void write(Padded<float> from, int64_t rows, int64_t width, const float* by, Strided<T> to) {
+  for (int64_t i = 0; i < rows; ++i) {
+    scale(from.row(i), width, by[i]);
+    narrow(from.row(i), to.row(i), width);
+  }
+}
+
+NPU_OPS_CLONES bool finite(Padded<const float> from, int64_t rows) {
+  const float nothing = sum(rows * from.step, [&](int64_t j) { return 0.0f * from.data[j]; });
+  return nothing == 0.0f;  // a NaN is not
+}
+
+// The columns of `from`, times `by`, as rows with zeros up to their step.
+NPU_OPS_CLONES void transpose(Padded<const float> from, int64_t rows, int64_t columns, float by,
+                              Padded<float> to) {
+  for (int64_t j = 0; j < columns; ++j) std::fill(to.row(j) + rows, to.row(j) + to.step, 0.0f);
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < columns; ++j) to.row(j)[i] = by * from.row(i)[j];
+}
+
+// The scores of the keys that are seen become weights, not yet over their sum, and the others of
+// the `columns` become 0. Returns the logarithm of the sum.
+NPU_OPS_INLINE float soften(float* scores, int64_t seen, int64_t columns, float* sum_of) {
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  *sum_of = 1.0f;
+  if (!seen) std::fill_n(scores, columns, 0.0f);
+  if (!seen) return kNone;
+  std::fill(scores + seen, scores + columns, kNone);
+  float most[kLanes];
+  std::fill_n(most, kLanes, kNone);
+  for (int64_t j = 0; j < columns; j += kLanes)
+    for (int64_t l = 0; l < kLanes; ++l) most[l] = std::max(most[l], scores[j + l]);
+  for (int64_t l = 1; l < kLanes; ++l) most[0] = std::max(most[0], most[l]);
+  for (int64_t j = 0; j < columns; ++j) scores[j] = exp_within(scores[j] - most[0]);
+  std::fill(scores + seen, scores + columns, 0.0f);
+  *sum_of = sum(columns, [&](int64_t j) { return scores[j]; });
+  return most[0] + std::log(*sum_of);
+}
+
+// kRows queries from `first` on. keys: transposed and scaled. out is to be divided by `sums`.
+NPU_OPS_CLONES void attend(const Sizes& of, int64_t first, Padded<const float> q,
+                           Padded<const float> keys, Padded<const float> values,
+                           Padded<float> scores, Padded<float> out, float* lse, float* sums) {
+  const int64_t most = of.seen(first + kRows - 1), columns = padded(most);
+  multiply({q.data, q.step, 1}, keys, of.width, scores, columns);
+  for (int i = 0; i < kRows; ++i)
+    lse[i] = soften(scores.row(i), of.seen(first + i), columns, sums + i);
+  multiply({scores.data, scores.step, 1}, values, most, out, out.step);
+}
+
+// Returns whether all values are finite. Where one is not, 0 times it has reached queries that do
+// not see its key.
+bool forward(Tensor q, Tensor k, Tensor v, double scale, int64_t shift, Tensor out, Tensor lse) {
+  const Sizes of(q, k, v, scale, shift);
+  std::atomic<bool> all_finite = true;
+  dispatch(q.scalar_type(), "q", [&]<class T>(T*) {
+    const auto qs = heads_in<T>(q), ks = heads_in<T>(k), vs = heads_in<T>(v);
+    const auto outs = heads_out<T>(out);
+    const auto lses = heads_out<float>(lse);
+    parallel(of.batch * of.heads, of.cost(), [&](int64_t begin, int64_t end) {
+      Pieces pieces;
+      const auto key_rows = pieces.take(of.keys, of.width), keys = pieces.take(of.width, of.keys);
+      const auto values = pieces.take(of.keys, of.values), scores = pieces.take(kRows, of.keys);
+      const auto queries = pieces.take(kRows, of.width), found = pieces.take(kRows, of.values);
+      for (int64_t at = begin; at < end; ++at) {
+        const int64_t b = at / of.heads, h = at % of.heads, key_head = h / of.group();
+        if (at == begin || h % of.group() == 0) {
+          read(ks.of(b, key_head), of.keys, of.width, key_rows);
+          transpose(key_rows, of.keys, of.width, of.scale, keys);
+          read(vs.of(b, key_head), of.keys, of.values, values);
+          if (!finite(values, of.keys)) all_finite = false;
+        }
+        for (int64_t i = 0; i < of.queries; i += kRows) {
+          const int64_t count = std::min<int64_t>(kRows, of.queries - i);
+          float log_sums[kRows], over[kRows];
+          read(qs.of(b, h).from(i), count, of.width, queries);
+          attend(of, i, queries, keys, values, scores, found, log_sums, over);
+          for (float& sum : over) sum = 1 / sum;
+          write(found, count, of.values, over, outs.of(b, h).from(i));
+          for (int64_t r = 0; r < count; ++r) *lses.of(b, h).row(i + r) = log_sums[r];
+        }
+      }
+    });
+  });
+  return all_finite;
+}
+
+// What the gradients of a head of keys are made of. Matrices of keys by `width` or `values`, and
+// transposed ones; of a head of queries; of queries by keys.
+struct Gradients {
+  Gradients(const Sizes& of, Pieces& pieces)
+      : keys(pieces.take(of.keys, of.width)),
+        values(pieces.take(of.keys, of.values)),
+        keys_t(pieces.take(of.width, of.keys)),
+        values_t(pieces.take(of.values, of.keys)),
+        queries(pieces.take(of.queries + kRows, of.width)),
+        grad_out(pieces.take(of.queries + kRows, of.values)),
+        out(pieces.take(kRows, of.values)),
+        weights(pieces.take(of.queries + kRows, of.keys)),
+        grad_scores(pieces.take(of.queries + kRows, of.keys)),
+        grad_queries(pieces.take(kRows, of.width)),
+        grad_keys(pieces.take(of.keys + kRows, of.width)),
+        grad_values(pieces.take(of.keys + kRows, of.values)) {}
+  Padded<float> keys, values, keys_t, values_t, queries, grad_out, out, weights, grad_scores,
+      grad_queries, grad_keys, grad_values;
+};
+
+// kRows queries from `first` on: their weights, the gradients of their scores, and their own.
+NPU_OPS_CLONES void attend_backward(const Sizes& of, const Gradients& x, int64_t first,
+                                    const float* lse) {
+  const int64_t most = of.seen(first + kRows - 1), columns = padded(most);
+  const auto weights = x.weights.from(first), grads = x.grad_scores.from(first);
+  const auto grad_out = x.grad_out.from(first);
+  multiply({x.queries.row(first), x.queries.step, 1}, x.keys_t, of.width, weights, columns);
+  multiply({grad_out.data, grad_out.step, 1}, x.values_t, of.values, grads, columns);
+  for (int i = 0; i < kRows; ++i) {
+    const float *dout = grad_out.row(i), *out = x.out.row(i);
+    const float along = sum(of.values, [&](int64_t j) { return dout[j] * out[j]; });
+    const int64_t seen = of.seen(first + i);
+    float *p = weights.row(i), *ds = grads.row(i);
+    for (int64_t j = 0; j < columns; ++j) {
+      p[j] = exp_within(p[j] - lse[i]);
+      ds[j] = p[j] * (ds[j] - along);
+    }
+    std::fill(p + seen, p + columns, 0.0f);
+    std::fill(ds + seen, ds + columns, 0.0f);
+  }
+  multiply({grads.data, grads.step, 1}, x.keys, most, x.grad_queries, x.grad_queries.step);
+}
+
+// Adds what a head's queries give to the gradients of their keys and values.
+NPU_OPS_CLONES void add_to_keys(const Sizes& of, const Gradients& x) {
+  for (int64_t j = 0; j < of.keys; j += kRows) {
+    const int64_t first = std::max<int64_t>(0, j - of.shift), count = of.queries - first;
+    if (count <= 0) return;  // nobody sees it, nor what follows
+    const Left weights{x.weights.row(first) + j, 1, x.weights.step};
+    const Left grads{x.grad_scores.row(first) + j, 1, x.grad_scores.step};
+    multiply<true>(weights, x.grad_out.from(first), count, x.grad_values.from(j),
+                   x.grad_values.step);
+    multiply<true>(grads, x.queries.from(first), count, x.grad_keys.from(j), x.grad_keys.step);
+  }
+}
+
+// Returns whether all keys, queries and gradients of out are finite, see `forward`.
+bool backward(Tensor grad_out, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, double scale,
+              int64_t shift, Tensor grad_q, Tensor grad_k, Tensor grad_v) {
+  const Sizes of(q, k, v, scale, shift);
+  std::atomic<bool> all_finite = true;
+  dispatch(q.scalar_type(), "q", [&]<class T>(T*) {
+    const auto qs = heads_in<T>(q), ks = heads_in<T>(k), vs = heads_in<T>(v);
+    const auto outs = heads_in<T>(out), grad_outs = heads_in<T>(grad_out);
+    const auto lses = heads_in<float>(lse);
+    const auto grad_qs = heads_out<T>(grad_q), grad_ks = heads_out<T>(grad_k);
+    const auto grad_vs = heads_out<T>(grad_v);
+    const std::vector<float> by_scale(std::max(of.keys, int64_t{kRows}), of.scale);
+    const std::vector<float> by_one(of.keys, 1.0f);
+    parallel(of.batch * of.key_heads, of.group() * of.cost(), [&](int64_t begin, int64_t end) {
+      Pieces pieces;
+      const Gradients x(of, pieces);
+      for (int64_t at = begin; at < end; ++at) {
+        const int64_t b = at / of.key_heads, key_head = at % of.key_heads;
+        read(ks.of(b, key_head), of.keys, of.width, x.keys);
+        read(vs.of(b, key_head), of.keys, of.values, x.values);
+        transpose(x.keys, of.keys, of.width, of.scale, x.keys_t);
+        transpose(x.values, of.keys, of.values, 1.0f, x.values_t);
+        bool is_finite = finite(x.keys, of.keys);
+        std::fill_n(x.grad_keys.data, (of.keys + kRows) * x.grad_keys.step, 0.0f);
+        std::fill_n(x.grad_values.data, (of.keys + kRows) * x.grad_values.step, 0.0f);
+        for (int64_t h = key_head * of.group(); h < (key_head + 1) * of.group(); ++h) {
+          read(qs.of(b, h), of.queries, of.width, x.queries);
+          read(grad_outs.of(b, h), of.queries, of.values, x.grad_out);
+          is_finite &= finite(x.queries, of.queries) && finite(x.grad_out, of.queries);
+          for (int64_t i = 0; i < of.queries; i += kRows) {
+            const int64_t count = std::min<int64_t>(kRows, of.queries - i);
+            float log_sums[kRows] = {};
+            for (int64_t r = 0; r < count; ++r) log_sums[r] = *lses.of(b, h).row(i + r);
+            read(outs.of(b, h).from(i), count, of.values, x.out);
+            attend_backward(of, x, i, log_sums);
+            write(x.grad_queries, count, of.width, by_scale.data(), grad_qs.of(b, h).from(i));
+          }
+          add_to_keys(of, x);
+        }
+        write(x.grad_keys, of.keys, of.width, by_scale.data(), grad_ks.of(b, key_head));
+        write(x.grad_values, of.keys, of.values, by_one.data(), grad_vs.of(b, key_head));
+        if (!is_finite) all_finite = false;
+      }
+    });
+  });
+  return all_finite;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(npu_ops, CPU, m) {
+  m.impl("attention_short_cpu", TORCH_BOX(&forward));
+  m.impl("attention_short_backward_cpu", TORCH_BOX(&backward));
+}
+
+}  // namespace npu_ops

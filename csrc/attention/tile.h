@@ -1,0 +1,53 @@
+// Small matrix products in registers, for operands that a core's caches hold.
+#pragma once
+
+#include <cstdint>
+
+#include "common/vec.h"
+
+namespace npu_ops {
+
+// A compiler makes of these what its vectors are: one of AVX-512, two of AVX2, four of NEON.
+using Lanes = float __attribute__((vector_size(64), aligned(4), may_alias));
+constexpr int64_t kLanes = 16;  // to whose multiple rows of matrices are padded
+// Of a product at once: with more, AVX2 and NEON run out of registers, and short sequences take
+// longer.
+constexpr int kRows = 4;
+
+NPU_OPS_INLINE const Lanes& lanes(const float* at) { return *reinterpret_cast<const Lanes*>(at); }
+NPU_OPS_INLINE Lanes& lanes(float* at) { return *reinterpret_cast<Lanes*>(at); }
+
+inline int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
+// A matrix by its steps: with them exchanged it is the transposed one.
+struct Left {
+  const float* data;
+  int64_t row, column;
+};
+
+// A matrix whose rows are `step` apart and padded.
+template <class Float>
+struct Padded {
+  Float* row(int64_t index) const { return data + index * step; }
+  Padded from(int64_t index) const { return {row(index), step}; }
+  operator Padded<const Float>() const { return {data, step}; }
+  Float* data;
+  int64_t step;
+};
+
+// kRows rows of `to`, as many padded columns as told, become left * right, whose sum has `depth`
+// terms; or get that added.
+template <bool kAdds = false>
+NPU_OPS_INLINE void multiply(Left left, Padded<const float> right, int64_t depth, Padded<float> to,
+                             int64_t columns) {
+  for (int64_t at = 0; at < columns; at += kLanes) {
+    Lanes sums[kRows] = {};
+    for (int i = 0; i < kRows && kAdds; ++i) sums[i] = lanes(to.row(i) + at);
+    const float *l = left.data, *r = right.data + at;
+    for (int64_t k = 0; k < depth; ++k, l += left.column, r += right.step)
+      for (int i = 0; i < kRows; ++i) sums[i] += l[i * left.row] * lanes(r);
+    for (int i = 0; i < kRows; ++i) lanes(to.row(i) + at) = sums[i];
+  }
+}
+
+}  // namespace npu_ops

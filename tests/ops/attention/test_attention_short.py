@@ -1,0 +1,97 @@
+"""Attention of short sequences on the CPU: any shape, in any place in memory."""
+
+import pytest
+import torch
+from attention_calls import run
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from support import DTYPES, assert_all_close, floats, threads
+
+import npu_ops
+from npu_ops.ops.attention import short
+from npu_ops.ops.attention.cases import TOLERANCES
+
+LENGTHS = some.sampled_from([1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 64, 65])
+DIMS = some.sampled_from([1, 7, 16, 24, 72, 80])
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the native code is asked for."""
+    calls = []
+    for name in ("forward", "backward"):
+        native = getattr(short, name)
+
+        def watched(*args, name=name, native=native):
+            calls.append(name)
+            native(*args)
+
+        monkeypatch.setattr(short, name, watched)
+    return calls
+
+
+def leaves(batch, queries, keys, heads, key_heads, dim, value_dim, dtype, apart):
+    """q, k and v as a projection of all three gives them where `apart`."""
+    draw = torch.Generator().manual_seed(queries * keys)
+    shapes = (queries, heads, dim), (keys, key_heads, dim), (keys, key_heads, value_dim)
+    made = [torch.randn(batch, *shape, generator=draw).to(dtype) for shape in shapes]
+    if apart:
+        made = [torch.cat([x, x + torch.nan], -1)[..., : x.shape[-1]] for x in made]
+    return dict(zip("qkv", made, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    some.integers(1, 2), LENGTHS, LENGTHS, some.sampled_from([(1, 1), (4, 2), (6, 1)]), DIMS, DIMS,
+    some.sampled_from(DTYPES), some.booleans(), some.booleans(),
+    some.sampled_from(["bottom_right", "top_left"]), some.sampled_from([None, (-1, 3)]),
+)  # fmt: skip
+def test_any_shape(
+    batch, queries, keys, heads, dim, value_dim, dtype, apart, causal, alignment, window
+):
+    inputs = leaves(batch, queries, keys, *heads, dim, value_dim, dtype, apart)
+    inputs |= {"is_causal": causal, "causal_alignment": alignment, "window": window}
+    with threads(2):
+        actual = run(inputs, ("q", "k", "v"), "cpu")
+    expected = run(floats(inputs, torch.float64), ("q", "k", "v"), "reference")
+    for name, value in expected.items():  # a gradient may be 0, so errors are not relative to it
+        most = 4 * TOLERANCES[dtype].max_abs
+        torch.testing.assert_close(actual[name].double(), value.double(), atol=most, rtol=most)
+
+
+@pytest.mark.parametrize("length", [short.LONGEST, short.LONGEST + 1])
+def test_as_long_as_it_is_made_for(length, asked):
+    """Where it ends, the next takes over, and both are right."""
+    inputs = leaves(1, length, length, 2, 1, 16, 16, torch.float32, False) | {"is_causal": True}
+    actual = run(inputs, ("q", "k", "v"), "cpu")
+    assert asked == (["forward", "backward"] if length == short.LONGEST else [])
+    expected = run(floats(inputs, torch.float64), ("q", "k", "v"), "reference")
+    assert_all_close(actual, expected, TOLERANCES)
+
+
+def test_each_packed_sequence_by_its_length(asked):
+    """A long one beside short ones does not make them slow."""
+    starts = torch.tensor([0, 40, 40 + short.LONGEST + 8, 48 + short.LONGEST + 40])
+    q, k, v = (
+        x[0] for x in leaves(1, int(starts[-1]), 1, 2, 1, 16, 16, torch.float32, False).values()
+    )
+    k, v = (torch.randn(q.shape[0], 1, 16) for _ in range(2))
+    call = {"layout": "TND", "is_causal": True}
+    out = npu_ops.attention(q, k, v, cu_seqlens_q=starts, **call)
+    assert asked == ["forward"] * 2
+    for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        mine = slice(begin, end)
+        alone = npu_ops.attention(
+            q[mine], k[mine], v[mine], cu_seqlens_q=torch.tensor([0, end - begin]), **call
+        )
+        assert torch.equal(out[mine], alone)
+
+
+def test_gradients_that_lie_otherwise(asked):
+    """A gradient is laid out as what it is of; native code writes rows alone."""
+    inputs = leaves(1, 9, 9, 2, 2, 16, 16, torch.float32, False)
+    inputs = {name: x.transpose(1, 3).contiguous().transpose(1, 3) for name, x in inputs.items()}
+    actual = run(inputs, ("q", "k", "v"), "cpu")
+    assert asked == ["forward"]
+    expected = run(floats(inputs, torch.float64), ("q", "k", "v"), "reference")
+    assert_all_close(actual, expected, TOLERANCES)
