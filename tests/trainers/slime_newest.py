@@ -39,16 +39,8 @@ def setup() -> None:
     else:
         slime_worker.on_npu()
         slime_npu.setup()
-    for_newer_torch()
+    slime_worker.for_newer_torch()
     slime_worker.record("slime.observability")
-
-
-def for_newer_torch() -> None:
-    """torch 2.13 has new names for collectives, which slime's groups do not pass on to theirs."""
-    from slime.utils.reloadable_process_group import ReloadableProcessGroup as Group
-
-    for name in ("all_gather_single", "all_to_all_single", "reduce_scatter_single"):
-        setattr(Group, name, functools.partialmethod(Group._fwd, name))
 
 
 def on_cpu() -> None:

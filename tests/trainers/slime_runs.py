@@ -36,13 +36,15 @@ LOCAL = (
 class Model:
     """The arguments that tell slime and Megatron what it is.
 
-    script: more, of slime's script for it, where layers are MindSpeed's. on_cpu: for the truth.
+    script: more, of slime's script for it, where layers are MindSpeed's. parallel: the same, on two
+    ranks. on_cpu: for the truth.
     data: "rollout", or "pictures", one in each answer. mindspeed_first: with slime's patches, which
     import mbridge first, after which Megatron has no layers for it.
     """
 
     layers: tuple[str, ...]
     script: tuple[str, ...] = ()
+    parallel: tuple[str, ...] = ()
     on_cpu: tuple[str, ...] = ()
     data: str = "rollout"
     mindspeed_first: bool = False
@@ -79,6 +81,10 @@ MODELS = {
             "--moe-aux-loss-coeff", "0",
         ),
         script=("--moe-grouped-gemm",),  # and --moe-permute-fusion, which does not start
+        parallel=(
+            "--sequence-parallel", "--expert-model-parallel-size", "2",
+            "--expert-tensor-parallel-size", "1",
+        ),
         mindspeed_first=True,
     ),
 }  # fmt: skip
@@ -178,6 +184,7 @@ def run(
         "--actor-num-nodes", "1", "--actor-num-gpus-per-node", str(devices),
         "--rollout-num-gpus", "1", "--tensor-model-parallel-size", str(devices),
         *(LOCAL + ON_CPU + model.on_cpu if who == "truth" else ON_NPU + model.script),
+        *(model.parallel if devices > 1 else ()),
     ]  # fmt: skip
     if who != "truth":
         command = verl_runs.emulated(on_ray, command)

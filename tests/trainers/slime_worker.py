@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import importlib
 import json
 import os
@@ -34,7 +35,16 @@ def setup() -> None:
         with_slimes_patches()
     if engine:
         importlib.import_module("slime_engine").install()
+    for_newer_torch()
     record()
+
+
+def for_newer_torch() -> None:
+    """torch 2.13 has new names for collectives, which slime's groups do not pass on to theirs."""
+    from slime.utils.reloadable_process_group import ReloadableProcessGroup as Group
+
+    for name in ("all_gather_single", "all_to_all_single", "reduce_scatter_single"):
+        setattr(Group, name, functools.partialmethod(Group._fwd, name))
 
 
 def on_cpu() -> None:
@@ -138,6 +148,18 @@ def without_router_gemm() -> None:
     importlib.import_module("megatron.core.transformer.moe.moe_utils").te_general_gemm = None
 
 
+def with_experts_group() -> None:
+    """MindSpeed's experts do not say of their checkpoint by which group they are parallel."""
+    from megatron.core import parallel_state
+    from mindspeed.te.pytorch.module import grouped_linear
+
+    grouped_linear.make_sharded_tensors_for_checkpoint = functools.partial(
+        grouped_linear.make_sharded_tensors_for_checkpoint,
+        tp_group=parallel_state.get_expert_tensor_parallel_group(),
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+
+
 def experts_on_cpu() -> None:
     """Megatron moves the numbers of tokens to the CPU, where they are, on a stream of CUDA's."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -184,6 +206,8 @@ def count() -> None:
 def count_fused(args) -> None:
     """For --custom-megatron-init-path: also functions whose `@jit_fuser` slime deletes."""
     without_router_gemm()
+    if args.num_experts:
+        with_experts_group()
     if os.environ.get("SLIME_WHOLE_BRIDGE"):
         with_whole_bridge()
     count_functions()

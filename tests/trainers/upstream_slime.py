@@ -98,14 +98,17 @@ def test_gated_delta_net_with_slimes_patches(folder, truth):
     is_by_torch_npu(found, truth("qwen3_next"), CLOSE_AFTER_UPDATES)
 
 
-def test_experts_with_npu_ops(folder, truth):
-    found = slime_runs.run(folder, "npu_ops", "qwen3_moe")
-    is_by_npu_ops(found, truth("qwen3_moe"), 1)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_experts_with_npu_ops(devices, folder, truth):
+    """On two ranks each has half of the experts, whole."""
+    found = slime_runs.run(folder, "npu_ops", "qwen3_moe", devices)
+    is_by_npu_ops(found, truth("qwen3_moe"), devices)
     called(found, EXPERTS)
 
 
-def test_experts_with_slimes_patches(folder, truth):
-    found = slime_runs.run(folder, "shipped", "qwen3_moe")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_experts_with_slimes_patches(devices, folder, truth):
+    found = slime_runs.run(folder, "shipped", "qwen3_moe", devices)
     is_by_torch_npu(found, truth("qwen3_moe"))
     called(found, EXPERTS)
 
