@@ -61,6 +61,7 @@ MODELS = {
             "--num-layers", "4", "--attention-output-gate", "--rotary-percent", "0.25",
             "--spec", "slime_plugins.models.qwen3_next", "get_qwen3_next_spec",
         ),
+        parallel=("--sequence-parallel",),
         mindspeed_first=True,
     ),
     "qwen3_vl": Model(

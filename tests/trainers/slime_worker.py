@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import sys
+import types
 
 import counting
 import slime_doubles
@@ -160,6 +161,18 @@ def with_experts_group() -> None:
     )
 
 
+def with_gradients_once() -> None:
+    """Each rank computes slime's own layers whole: gradients of their input are not to be added."""
+    hf_attention = importlib.import_module("slime_plugins.models.hf_attention")
+    regions = hf_attention.tensor_parallel
+    hf_attention.tensor_parallel = types.SimpleNamespace(
+        gather_from_sequence_parallel_region=functools.partial(
+            regions.gather_from_sequence_parallel_region, tensor_parallel_output_grad=False
+        ),
+        scatter_to_sequence_parallel_region=regions.scatter_to_sequence_parallel_region,
+    )
+
+
 def experts_on_cpu() -> None:
     """Megatron moves the numbers of tokens to the CPU, where they are, on a stream of CUDA's."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -208,6 +221,8 @@ def count_fused(args) -> None:
     without_router_gemm()
     if args.num_experts:
         with_experts_group()
+    if args.spec:
+        with_gradients_once()
     if os.environ.get("SLIME_WHOLE_BRIDGE"):
         with_whole_bridge()
     count_functions()

@@ -85,16 +85,19 @@ def test_with_slimes_patches(devices, folder, truth):
     is_by_torch_npu(slime_runs.run(folder, "shipped", "qwen3", devices), truth("qwen3"))
 
 
-def test_gated_delta_net_with_npu_ops(folder, truth):
-    """slime's own layers of Qwen3-Next, of which fla is ours."""
-    found = slime_runs.run(folder, "npu_ops", "qwen3_next")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_gated_delta_net_with_npu_ops(devices, folder, truth):
+    """slime's own layers of Qwen3-Next, of which fla is ours; each rank computes them whole."""
+    found = slime_runs.run(folder, "npu_ops", "qwen3_next", devices)
     agree(found, truth("qwen3_next"), CLOSE_AFTER_UPDATES)
+    assert len(found.calls) == devices
     called(found, OPERATORS + FUSED + DELTA_NET)
 
 
-def test_gated_delta_net_with_slimes_patches(folder, truth):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_gated_delta_net_with_slimes_patches(devices, folder, truth):
     """The same by fla's own kernels, with MindSpeed imported before mbridge."""
-    found = slime_runs.run(folder, "shipped", "qwen3_next")
+    found = slime_runs.run(folder, "shipped", "qwen3_next", devices)
     is_by_torch_npu(found, truth("qwen3_next"), CLOSE_AFTER_UPDATES)
 
 
