@@ -46,6 +46,8 @@ def setup() -> None:
 def on_cpu() -> None:
     """slime's devices are a registry; Megatron-LM is read with "cuda" as "cpu"."""
     slime_doubles.install(slime_delta_net.MODULES)
+    if os.environ.get("SLIME_BRIDGE"):
+        slime_worker.with_bare_bridge()
     slime_worker.read_on_cpu()
     from slime.utils import accelerator
     from slime.utils.accelerator.torch_accelerator import TorchAccelerator

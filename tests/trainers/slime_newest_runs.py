@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -20,6 +21,15 @@ DELTA_NET = (
     "--apply-layernorm-1p", "--spec",
 )  # fmt: skip
 PLUGINS = "slime_plugins.models"
+# Megatron-Bridge's, by a function of --spec's that makes the model.
+BRIDGES = Model(
+    layers=(
+        "--num-layers", "2", "--position-embedding-type", "mrope", "--mrope-section", "8", "4", "4",
+        *slime_runs.PICTURES,
+    ),
+    script=("--spec", "slime_qwen3_vl", "bridges"),
+    on_cpu=("--spec", "slime_qwen3_vl", "on_cpu"),
+)  # fmt: skip
 MODELS = {
     "qwen3": Model((ROPE, "--num-layers", "2")),
     "qwen3_5": Model((ROPE, *DELTA_NET, f"{PLUGINS}.qwen3_5", "get_qwen3_5_spec")),
@@ -32,16 +42,25 @@ MODELS = {
         ),
         data="pictures",
     ),
+    "qwen3_vl": dataclasses.replace(BRIDGES, data="pictures"),
+    "qwen3_vl-text": BRIDGES,
 }  # fmt: skip
+HF = {"qwen3_5_vl": "qwen3_5", "qwen3_vl-text": "qwen3_vl"}  # the folder, where it is another
 COMMON = [part for part in slime_runs.COMMON if part != ROPE]
 ON_NPU = ("--custom-megatron-init-path", "slime_newest.start")
 ON_CPU = ("--custom-megatron-init-path", "slime_newest.with_local_layers")
 
 
 def write(folder: pathlib.Path) -> None:
-    """The models as Hugging Face's, which slime loads itself now, and the rollouts."""
+    """The models as Hugging Face's, which slime loads itself now, and the rollouts.
+
+    Of Qwen3-VL, which it does not load, Megatron's checkpoint by v0.2.2.
+    """
     data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "slime"]
     verl_runs.finish([*data, "rollout", "qwen3"], variables("truth", folder))
+    of_bridge = slime_runs.variables("truth", folder, "qwen3_vl")
+    verl_runs.finish([*data, "pictures", "qwen3_vl"], of_bridge)
+    slime_runs.convert(folder, "qwen3_vl")
     verl_runs.finish([*data, "pictures", "qwen3_5"], variables("truth", folder))
 
 
@@ -49,31 +68,41 @@ def run(folder: pathlib.Path, who: str, name: str, devices: int = 1) -> slime_ru
     """On the CPU for "truth"; tensors are parallel over the devices."""
     results = folder / f"{who}-{name}-{devices}"
     results.mkdir()
-    model, checkpoint = MODELS[name], str(folder / name.removesuffix("_vl"))
+    model, theirs = MODELS[name], str(folder / HF.get(name, name))
+    checkpoint = f"{theirs}-megatron" if by_bridge(name) else theirs
     command = [
         sys.executable, str(HERE / "slime_newest.py"), str(devices), *COMMON,
-        *model.layers, *slime_runs.TRAINING, *slime_runs.NO_ENGINE,
-        "--ref-load", checkpoint, "--hf-checkpoint", checkpoint,
+        *slime_runs.TRAINING, *slime_runs.NO_ENGINE, *model.layers,
+        "--ref-load", checkpoint, "--hf-checkpoint", theirs,
         "--load-debug-rollout-data", str(folder / f"{model.data}_{{rollout_id}}.pt"),
         "--actor-num-nodes", "1", "--actor-num-gpus-per-node", str(devices),
         "--rollout-num-gpus", "1", "--tensor-model-parallel-size", str(devices),
-        *(slime_runs.LOCAL + ON_CPU if who == "truth" else ON_NPU),
+        *(slime_runs.LOCAL + ON_CPU + model.on_cpu if who == "truth" else ON_NPU + model.script),
     ]  # fmt: skip
     if who != "truth":
         command = verl_runs.emulated(devices, command)
-    verl_runs.finish(command, variables(who, results))
+    verl_runs.finish(command, variables(who, results, by_bridge(name)))
     return slime_runs.read(results, devices)
 
 
-def variables(who: str, results: pathlib.Path) -> dict[str, str]:
+def by_bridge(name: str) -> bool:
+    return HF.get(name, name) == "qwen3_vl"
+
+
+def variables(who: str, results: pathlib.Path, bridge: bool = False) -> dict[str, str]:
     """slime's sources and packages come before verl's, and those before ours."""
     slime, megatron, mindspeed = map(fetch_slime_newest.tree, ("slime", "megatron", "mindspeed"))
     path = [slime, megatron, fetch_slime.packages(), fetch_verl.tree(), HERE]
     path += [ROOT / "tests" / "adapters", ROOT, ROOT / "python"]
     if who != "truth":
         path[:0] = [mindspeed, fetch_frameworks.tree("fla-core-0.6.0")]
+    changes = {}
+    if bridge:
+        source = fetch_slime.tree("truth", "bridge")
+        path[:0] = [fetch_frameworks.tree(slime_runs.SEES), source]
+        changes["SLIME_BRIDGE"] = str(source)
     path += filter(None, [os.environ.get("PYTHONPATH")])
-    changes = {
+    changes |= {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "NPU_OPS_DISABLE": "" if who == "npu_ops" else "all",
         "SLIME_WHO": who,

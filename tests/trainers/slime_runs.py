@@ -144,15 +144,19 @@ def write(folder: pathlib.Path) -> None:
     for kind in ("rollout", "pictures"):
         models = [name for name, model in MODELS.items() if model.data == kind]
         verl_runs.finish([*data, kind, *models], variables("truth", folder, models[0]))
-    for name, model in MODELS.items():
-        command = [sys.executable, str(HERE / "slime_convert.py"), name, *COMMON, *model.layers]
-        paths = ["--hf-checkpoint", folder / name, "--save", folder / f"{name}-megatron"]
-        command += [*LOCAL, *map(str, paths), "--ckpt-format", "torch_dist"]
-        verl_runs.finish(command, variables("truth", folder, name))
+    for name in MODELS:
+        convert(folder, name)
     lines = [json.dumps({"text": prompt}) for prompt in PROMPTS]
     (folder / "prompts.jsonl").write_text("\n".join(lines))
     sizes = {f"sglang_{size}_parallel_size": 1 for size in SIZES}
     (folder / "sizes.yaml").write_text(json.dumps(sizes))
+
+
+def convert(folder: pathlib.Path, name: str) -> None:
+    command = [sys.executable, str(HERE / "slime_convert.py"), name, *COMMON, *MODELS[name].layers]
+    paths = ["--hf-checkpoint", folder / name, "--save", folder / f"{name}-megatron"]
+    command += [*LOCAL, *map(str, paths), "--ckpt-format", "torch_dist"]
+    verl_runs.finish(command, variables("truth", folder, name))
 
 
 def run(

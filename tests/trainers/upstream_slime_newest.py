@@ -46,3 +46,13 @@ def test_gated_delta_net(model, operators, folder, truth):
     found = slime_newest_runs.run(folder, "npu_ops", model)
     upstream_slime.agree(found, truth(model), upstream_slime.CLOSE_AFTER_UPDATES)
     upstream_slime.called(found, upstream_slime.OPERATORS + operators)
+
+
+@pytest.mark.parametrize(
+    "model, operators", [("qwen3_vl", VISION), ("qwen3_vl-text", ())], ids=["pictures", "text"]
+)
+def test_provider(model, operators, folder, truth):
+    """Megatron-Bridge's Qwen3-VL, made by a function of --spec's."""
+    found = slime_newest_runs.run(folder, "npu_ops", model)
+    upstream_slime.agree(found, truth(model))
+    upstream_slime.called(found, upstream_slime.OPERATORS + operators)
