@@ -32,7 +32,10 @@ BRIDGES = Model(
 )  # fmt: skip
 MODELS = {
     "qwen3": Model((ROPE, "--num-layers", "2")),
-    "qwen3_5": Model((ROPE, *DELTA_NET, f"{PLUGINS}.qwen3_5", "get_qwen3_5_spec")),
+    "qwen3_5": Model(
+        (ROPE, *DELTA_NET, f"{PLUGINS}.qwen3_5", "get_qwen3_5_spec"),
+        parallel=("--sequence-parallel",),
+    ),
     # slime's script says that it is rope's, and slime's model, that it is not; MindSpeed has all
     # arguments in Megatron's configuration, which is asked before the model is.
     "qwen3_5_vl": Model(
@@ -78,6 +81,7 @@ def run(folder: pathlib.Path, who: str, name: str, devices: int = 1) -> slime_ru
         "--actor-num-nodes", "1", "--actor-num-gpus-per-node", str(devices),
         "--rollout-num-gpus", "1", "--tensor-model-parallel-size", str(devices),
         *(slime_runs.LOCAL + ON_CPU + model.on_cpu if who == "truth" else ON_NPU + model.script),
+        *(model.parallel if devices > 1 else ()),
     ]  # fmt: skip
     if who != "truth":
         command = verl_runs.emulated(devices, command)

@@ -39,12 +39,15 @@ def test_text(devices, folder, truth):
 
 
 @pytest.mark.parametrize(
-    "model, operators", [("qwen3_5", DELTA_NET), ("qwen3_5_vl", DELTA_NET + VISION)]
+    "model, devices, operators",
+    [("qwen3_5", 1, DELTA_NET), ("qwen3_5", 2, DELTA_NET), ("qwen3_5_vl", 1, DELTA_NET + VISION)],
 )
-def test_gated_delta_net(model, operators, folder, truth):
-    """Qwen3.5 by slime's plugins: with text, and with a picture in each answer."""
-    found = slime_newest_runs.run(folder, "npu_ops", model)
+def test_gated_delta_net(model, devices, operators, folder, truth):
+    """Qwen3.5 by slime's plugins: with text, also sequence parallel, and with a picture in each
+    answer."""
+    found = slime_newest_runs.run(folder, "npu_ops", model, devices)
     upstream_slime.agree(found, truth(model), upstream_slime.CLOSE_AFTER_UPDATES)
+    assert len(found.calls) == devices
     upstream_slime.called(found, upstream_slime.OPERATORS + operators)
 
 
