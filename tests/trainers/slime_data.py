@@ -2,8 +2,9 @@
 
 python slime_data.py FOLDER PROJECT DATA MODEL...
 
-PROJECT: slime, or Relax, whose rollouts are slime's, in lower case. DATA: rollout or pictures. With
-transformers 4, which Megatron-Bridge needs, models have no weights: Megatron draws them.
+PROJECT: slime, or Relax, whose rollouts are slime's, in lower case. DATA: rollout, pictures, or
+pictures_even, whose lengths two ranks can halve. With transformers 4, which Megatron-Bridge needs,
+models have no weights: Megatron draws them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ROLLOUTS, PROMPTS, ANSWERS = 2, 2, 4
 
 def write(folder: pathlib.Path, project: str, data: str, *models: str) -> None:
     """FOLDER/MODEL, and FOLDER/DATA_0.pt for --load-debug-rollout-data."""
-    sees = data == "pictures"
+    sees = data.startswith("pictures")
     if project == "relax":
         verl_data.VISION["deepstack_visual_indexes"] = []  # Qwen3.5's, as released
     save = verl_data.save if transformers.__version__ >= "5" else save_without_weights
@@ -36,6 +37,9 @@ def write(folder: pathlib.Path, project: str, data: str, *models: str) -> None:
         if sees:
             for one in samples:
                 add_picture(one, draw)
+        if data == "pictures_even":
+            for one in samples:
+                make_even(one)
         rollout = {"rollout_id": number, "samples": [x.to_dict() for x in samples]}
         torch.save(rollout, folder / f"{data}_{number}.pt")
 
@@ -63,6 +67,11 @@ def add_picture(sample, draw: random.Random) -> None:
     patches = int(sample.multimodal_train_inputs["image_grid_thw"].prod())
     merged = [ids["image_token_id"]] * (patches // vision["spatial_merge_size"] ** 2)
     sample.tokens[1:1] = [ids["vision_start_token_id"], *merged, ids["vision_end_token_id"]]
+
+
+def make_even(sample) -> None:
+    if len(sample.tokens) % 2:
+        del sample.tokens[-sample.response_length - 1]
 
 
 def processor():

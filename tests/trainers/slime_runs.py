@@ -70,6 +70,7 @@ MODELS = {
             "--megatron-to-hf-mode", "bridge", "--recompute-granularity", "full",
             "--recompute-method", "uniform", "--recompute-num-layers", "1",
         ),
+        parallel=("--sequence-parallel",),
         on_cpu=("--custom-model-provider-path", "slime_qwen3_vl.provide"),
         data="pictures",
     ),
@@ -90,6 +91,7 @@ MODELS = {
     ),
 }  # fmt: skip
 # Megatron-Bridge 0.3.1 takes one sequence at a time where there are pictures, and no padding.
+EVEN = "pictures_even"
 PICTURES = ("--micro-batch-size", "1", "--data-pad-size-multiplier", "1")
 TRAINING = (  # 2 rollouts of 8 answers, 2 steps of 4 answers in each, micro-batches of 2
     "--num-rollout", "2", "--rollout-batch-size", "2", "--n-samples-per-prompt", "4",
@@ -144,6 +146,7 @@ def write(folder: pathlib.Path) -> None:
     for kind in ("rollout", "pictures"):
         models = [name for name, model in MODELS.items() if model.data == kind]
         verl_runs.finish([*data, kind, *models], variables("truth", folder, models[0]))
+    verl_runs.finish([*data, EVEN], variables("truth", folder, "qwen3_vl"))
     for name in MODELS:
         convert(folder, name)
     lines = [json.dumps({"text": prompt}) for prompt in PROMPTS]

@@ -112,6 +112,22 @@ def with_whole_bridge() -> None:
         return provide(self, *args, **options)
 
     Qwen3VLModelProvider.provide = with_groups
+    with_deepstacks_gradients()
+
+
+def with_deepstacks_gradients() -> None:
+    """Sequence parallel, Bridge averages gradients of which each rank has its tokens' alone."""
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+    split = model.split_deepstack_embs
+
+    def split_summed(masks, embeds, **sizes):
+        if embeds is not None:
+            embeds = [copy_to_tensor_model_parallel_region(x) for x in embeds]
+        return split(masks, embeds, **sizes)
+
+    model.split_deepstack_embs = split_summed
 
 
 def without_marks() -> None:

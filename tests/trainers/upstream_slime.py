@@ -127,6 +127,18 @@ def test_pictures_with_slimes_patches(folder, truth):
     is_by_torch_npu(slime_runs.run(folder, "shipped", "qwen3_vl"), truth("qwen3_vl"))
 
 
+def test_pictures_on_two_ranks_with_npu_ops(folder, truth):
+    """Sequence parallel, as slime's script for it."""
+    found = slime_runs.run(folder, "npu_ops", "qwen3_vl", 2, slime_runs.EVEN)
+    is_by_npu_ops(found, truth("qwen3_vl", rollouts=slime_runs.EVEN), 2)
+    called(found, VISION)
+
+
+def test_pictures_on_two_ranks_with_slimes_patches(folder, truth):
+    found = slime_runs.run(folder, "shipped", "qwen3_vl", 2, slime_runs.EVEN)
+    is_by_torch_npu(found, truth("qwen3_vl", rollouts=slime_runs.EVEN))
+
+
 def test_sglang_as_rollout(folder):
     """SGLang answers on another emulated NPU, by the weights that slime sends there by HCCL
     before each rollout; from its answers the CPU learns the same."""
