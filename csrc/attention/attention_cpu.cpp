@@ -54,7 +54,7 @@ struct Sizes {
   // How many keys a query sees.
   int64_t seen(int64_t query) const { return std::clamp<int64_t>(query + shift + 1, 0, keys); }
   // The elements that a head takes as long as, see parallel.h.
-  int64_t cost() const { return queries * keys * (width + values) / 64; }
+  int64_t cost() const { return (queries * keys + 8 * (queries + keys)) * (width + values) / 32; }
   int64_t batch, heads, key_heads, queries, keys, width, values;
   float scale;
   int64_t shift;
@@ -76,35 +76,33 @@ class Pieces {
   size_t taken_ = 0;
 };
 
-template <class T>
-NPU_OPS_CLONES void widen(const T* in, float* out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) out[i] = load(in[i]);
-}
-
-template <class T>
-NPU_OPS_CLONES void narrow(const float* in, T* out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) store(out + i, in[i]);
-}
-
 // Rows in fp32, with zeros up to their step.
 template <class T>
-void read(Strided<const T> from, int64_t rows, int64_t width, Padded<float> to) {
+NPU_OPS_CLONES void read(Strided<const T> from, int64_t rows, int64_t width, Padded<float> to) {
   for (int64_t i = 0; i < rows; ++i) {
-    widen(from.row(i), to.row(i), width);
-    std::fill(to.row(i) + width, to.row(i) + to.step, 0.0f);
+    const T* in = from.row(i);
+    float* out = to.row(i);
+    if constexpr (std::is_same_v<T, fp16>)
+      widen(in, out, width);
+    else
+      for (int64_t j = 0; j < width; ++j) out[j] = load(in[j]);
+    for (int64_t j = width; j < to.step; ++j) out[j] = 0.0f;
   }
-}
-
-NPU_OPS_CLONES void scale(float* row, int64_t width, float by) {
-  for (int64_t j = 0; j < width; ++j) row[j] *= by;
 }
 
 // Writes rows, each times its number in `by`, which is done in place.
 template <class T>
-void write(Padded<float> from, int64_t rows, int64_t width, const float* by, Strided<T> to) {
+NPU_OPS_CLONES void write(Padded<float> from, int64_t rows, int64_t width, const float* by,
+                          Strided<T> to) {
   for (int64_t i = 0; i < rows; ++i) {
-    scale(from.row(i), width, by[i]);
-    narrow(from.row(i), to.row(i), width);
+    float* in = from.row(i);
+    T* out = to.row(i);
+    for (int64_t j = 0; j < width; ++j) in[j] *= by[i];
+    if constexpr (std::is_same_v<T, fp16>)
+      narrow(in, out, width);
+    else
+#pragma GCC ivdep
+      for (int64_t j = 0; j < width; ++j) store(out + j, in[j]);
   }
 }
 
@@ -116,7 +114,7 @@ NPU_OPS_CLONES bool finite(Padded<const float> from, int64_t rows) {
 // The columns of `from`, times `by`, as rows with zeros up to their step.
 NPU_OPS_CLONES void transpose(Padded<const float> from, int64_t rows, int64_t columns, float by,
                               Padded<float> to) {
-  for (int64_t j = 0; j < columns; ++j) std::fill(to.row(j) + rows, to.row(j) + to.step, 0.0f);
+  if (rows < to.step) std::fill_n(to.data, columns * to.step, 0.0f);
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = 0; j < columns; ++j) to.row(j)[i] = by * from.row(i)[j];
 }
@@ -140,13 +138,14 @@ NPU_OPS_INLINE float soften(float* scores, int64_t seen, int64_t columns, float*
   return most[0] + std::log(*sum_of);
 }
 
-// kRows queries from `first` on. keys: transposed and scaled. out is to be divided by `sums`.
-NPU_OPS_CLONES void attend(const Sizes& of, int64_t first, Padded<const float> q,
+// `count` queries from `first` on, in kRows rows. keys: transposed and scaled. out is to be divided
+// by `sums`.
+NPU_OPS_CLONES void attend(const Sizes& of, int64_t first, int64_t count, Padded<const float> q,
                            Padded<const float> keys, Padded<const float> values,
                            Padded<float> scores, Padded<float> out, float* lse, float* sums) {
   const int64_t most = of.seen(first + kRows - 1), columns = padded(most);
   multiply({q.data, q.step, 1}, keys, of.width, scores, columns);
-  for (int i = 0; i < kRows; ++i)
+  for (int64_t i = 0; i < count; ++i)
     lse[i] = soften(scores.row(i), of.seen(first + i), columns, sums + i);
   multiply({scores.data, scores.step, 1}, values, most, out, out.step);
 }
@@ -175,9 +174,9 @@ bool forward(Tensor q, Tensor k, Tensor v, double scale, int64_t shift, Tensor o
         }
         for (int64_t i = 0; i < of.queries; i += kRows) {
           const int64_t count = std::min<int64_t>(kRows, of.queries - i);
-          float log_sums[kRows], over[kRows];
+          float log_sums[kRows], over[kRows] = {};
           read(qs.of(b, h).from(i), count, of.width, queries);
-          attend(of, i, queries, keys, values, scores, found, log_sums, over);
+          attend(of, i, count, queries, keys, values, scores, found, log_sums, over);
           for (float& sum : over) sum = 1 / sum;
           write(found, count, of.values, over, outs.of(b, h).from(i));
           for (int64_t r = 0; r < count; ++r) *lses.of(b, h).row(i + r) = log_sums[r];

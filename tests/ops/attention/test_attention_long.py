@@ -15,7 +15,7 @@ ON_CPU = "cpu", "cpu"
 
 @pytest.fixture(autouse=True)
 def no_short_sequences(monkeypatch):
-    monkeypatch.setattr(short, "LONGEST", 0)
+    monkeypatch.setattr(short, "_DTYPES", ())
 
 
 @parametrize_cases(CASES, large=False)
