@@ -197,13 +197,12 @@ struct Gradients {
         values_t(pieces.take(of.values, of.keys)),
         queries(pieces.take(of.queries + kRows, of.width)),
         grad_out(pieces.take(of.queries + kRows, of.values)),
-        out(pieces.take(kRows, of.values)),
         weights(pieces.take(of.queries + kRows, of.keys)),
         grad_scores(pieces.take(of.queries + kRows, of.keys)),
         grad_queries(pieces.take(kRows, of.width)),
         grad_keys(pieces.take(of.keys + kRows, of.width)),
         grad_values(pieces.take(of.keys + kRows, of.values)) {}
-  Padded<float> keys, values, keys_t, values_t, queries, grad_out, out, weights, grad_scores,
+  Padded<float> keys, values, keys_t, values_t, queries, grad_out, weights, grad_scores,
       grad_queries, grad_keys, grad_values;
 };
 
@@ -216,16 +215,14 @@ NPU_OPS_CLONES void attend_backward(const Sizes& of, const Gradients& x, int64_t
   multiply({x.queries.row(first), x.queries.step, 1}, x.keys_t, of.width, weights, columns);
   multiply({grad_out.data, grad_out.step, 1}, x.values_t, of.values, grads, columns);
   for (int i = 0; i < kRows; ++i) {
-    const float *dout = grad_out.row(i), *out = x.out.row(i);
-    const float along = sum(of.values, [&](int64_t j) { return dout[j] * out[j]; });
     const int64_t seen = of.seen(first + i);
-    float *p = weights.row(i), *ds = grads.row(i);
-    for (int64_t j = 0; j < columns; ++j) {
-      p[j] = exp_within(p[j] - lse[i]);
-      ds[j] = p[j] * (ds[j] - along);
-    }
+    float *p = weights.row(i), *ds = grads.row(i);  // first the gradients of the weights
+    for (int64_t j = 0; j < columns; ++j) p[j] = exp_within(p[j] - lse[i]);
     std::fill(p + seen, p + columns, 0.0f);
     std::fill(ds + seen, ds + columns, 0.0f);
+    // Not from out: so a query of one key has a gradient of 0, and out's rounding takes no part.
+    const float along = sum(columns, [&](int64_t j) { return p[j] * ds[j]; });
+    for (int64_t j = 0; j < columns; ++j) ds[j] = p[j] * (ds[j] - along);
   }
   multiply({grads.data, grads.step, 1}, x.keys, most, x.grad_queries, x.grad_queries.step);
 }
@@ -244,13 +241,13 @@ NPU_OPS_CLONES void add_to_keys(const Sizes& of, const Gradients& x) {
 }
 
 // Returns whether all keys, queries and gradients of out are finite, see `forward`.
-bool backward(Tensor grad_out, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, double scale,
+bool backward(Tensor grad_out, Tensor lse, Tensor q, Tensor k, Tensor v, double scale,
               int64_t shift, Tensor grad_q, Tensor grad_k, Tensor grad_v) {
   const Sizes of(q, k, v, scale, shift);
   std::atomic<bool> all_finite = true;
   dispatch(q.scalar_type(), "q", [&]<class T>(T*) {
     const auto qs = heads_in<T>(q), ks = heads_in<T>(k), vs = heads_in<T>(v);
-    const auto outs = heads_in<T>(out), grad_outs = heads_in<T>(grad_out);
+    const auto grad_outs = heads_in<T>(grad_out);
     const auto lses = heads_in<float>(lse);
     const auto grad_qs = heads_out<T>(grad_q), grad_ks = heads_out<T>(grad_k);
     const auto grad_vs = heads_out<T>(grad_v);
@@ -276,7 +273,6 @@ bool backward(Tensor grad_out, Tensor out, Tensor lse, Tensor q, Tensor k, Tenso
             const int64_t count = std::min<int64_t>(kRows, of.queries - i);
             float log_sums[kRows] = {};
             for (int64_t r = 0; r < count; ++r) log_sums[r] = *lses.of(b, h).row(i + r);
-            read(outs.of(b, h).from(i), count, of.values, x.out);
             attend_backward(of, x, i, log_sums);
             write(x.grad_queries, count, of.width, by_scale.data(), grad_qs.of(b, h).from(i));
           }

@@ -24,7 +24,7 @@ _forward = from_native(
     "Tensor(b!) lse) -> bool"
 )()
 _backward = from_native(
-    "attention_short_backward_cpu(Tensor grad_out, Tensor out, Tensor lse, Tensor q, Tensor k, "
+    "attention_short_backward_cpu(Tensor grad_out, Tensor lse, Tensor q, Tensor k, "
     "Tensor v, float scale, int shift, Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v) "
     "-> bool"
 )()
@@ -53,7 +53,7 @@ def backward(grad_out, out, lse, q, k, v, rule: Rule, grad_q, grad_k, grad_v) ->
     """Write the gradients."""
     shift = _shift(q, k, rule)
     gradients = grad_q, grad_k, grad_v
-    finite = _backward(grad_out, out, lse, q, k, v, rule.scale, shift, *gradients)
+    finite = _backward(grad_out, lse, q, k, v, rule.scale, shift, *gradients)
     if not finite and shift < k.shape[2] - 1:
         blocks.backward(grad_out, None, out, lse, q, k, v, _NOTHING, rule, *gradients, None)
 
