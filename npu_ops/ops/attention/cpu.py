@@ -77,17 +77,17 @@ def attention_backward(
         mine = piece.queries(q), piece.keys(k), piece.keys(v)
         saved = [None if x is None else piece.queries(x) for x in (grad_out, grad_lse, out, lse)]
         to = piece.queries(grad_q), piece.keys(grad_k), piece.keys(grad_v)
-        mask = None if extra.mask is None else piece.pairs(extra.mask)
+        call = _of_piece(piece, extra, rows)
         if not mine[0].numel() or not mine[1].numel():
             to[0].zero_()
         elif by_blocks:
             pairs = None if grad_bias is None else piece.pairs(grad_bias)
-            blocks.backward(*saved, *mine, _of_piece(piece, extra, rows), rule, *to, pairs)
-        elif short.serves(*mine[:2], mask, rule, *to):
+            blocks.backward(*saved, *mine, call, rule, *to, pairs)
+        elif short.serves(*mine[:2], call.mask, rule, *to):
             short.backward(saved[0], *saved[2:], *mine, rule, *to)
         else:
             own = to[0] is grad_q
-            _backward(saved[0], *saved[2:], *mine, mask, rule, *to, own=own)
+            _backward(saved[0], *saved[2:], *mine, call.mask, rule, *to, own=own)
     if grad_sinks is not None:
         delta = (grad_out.float() * out.float()).sum(-1)
         delta = delta if grad_lse is None else delta - grad_lse
