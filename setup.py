@@ -72,6 +72,9 @@ def native_extension():
         define_macros=[("Py_LIMITED_API", PYTHON_TARGET), ("TORCH_TARGET_VERSION", TORCH_TARGET)],
         extra_compile_args=[
             "-O3",
+            # No one asks for floating-point traps; if they could come, a condition in a loop would
+            # keep it from being vectorised, but where there are masks, as in AVX-512.
+            "-fno-trapping-math",
             "-std=c++20",
             "-g0",
             "-fvisibility=hidden",

@@ -11,10 +11,10 @@
 
 #include "attention/tile.h"
 #include "common/check.h"
+#include "common/dot.h"
 #include "common/math.h"
 #include "common/parallel.h"
 #include "common/staged.h"
-#include "common/sum.h"
 
 namespace npu_ops {
 namespace {
@@ -221,7 +221,7 @@ NPU_OPS_CLONES void attend_backward(const Sizes& of, const Gradients& x, int64_t
     std::fill(p + seen, p + columns, 0.0f);
     std::fill(ds + seen, ds + columns, 0.0f);
     // Not from out: so a query of one key has a gradient of 0, and out's rounding takes no part.
-    const float along = sum(columns, [&](int64_t j) { return p[j] * ds[j]; });
+    const float along = dot(p, ds, columns);
     for (int64_t j = 0; j < columns; ++j) ds[j] = p[j] * (ds[j] - along);
   }
   multiply({grads.data, grads.step, 1}, x.keys, most, x.grad_queries, x.grad_queries.step);

@@ -7,9 +7,9 @@
 #include <algorithm>
 
 #include "common/check.h"
+#include "common/dot.h"
 #include "common/math.h"
 #include "common/parallel.h"
-#include "common/sum.h"
 
 namespace npu_ops {
 namespace {
@@ -146,7 +146,7 @@ NPU_OPS_CLONES void fade(const Values& x, int64_t m, const float* grad_written, 
     float* to = grad_solved + x.row(m, i);
 #pragma GCC ivdep
     for (int64_t j = 0; j < x.width; ++j) to[j] += faded * dw[j];
-    kept[m * x.count + i] = faded * sum(x.width, [&](int64_t j) { return v[j] * dw[j]; });
+    kept[m * x.count + i] = faded * dot(v, dw, x.width);
   }
 }
 
@@ -177,9 +177,9 @@ NPU_OPS_CLONES void miss_backward(const Values& x, int64_t m, const float* grad_
       dk[j] = -beta * faded * dm[j];
       dq[j] = faded * d[j];
     }
-    const float through_v = sum(x.width, [&](int64_t j) { return dm[j] * v[j]; });
-    const float through_k = faded * sum(x.width, [&](int64_t j) { return dm[j] * by_k[j]; });
-    const float through_q = faded * sum(x.width, [&](int64_t j) { return d[j] * by_q[j]; });
+    const float through_v = dot(dm, v, x.width);
+    const float through_k = faded * dot(dm, by_k, x.width);
+    const float through_q = faded * dot(d, by_q, x.width);
     grad_beta[m * x.count + i] = through_v - through_k;
     grad_total[m * x.count + i] = through_q - beta * through_k;
   }
@@ -198,10 +198,10 @@ void values_backward(Tensor grad_missed, Tensor grad_o, Tensor v, Tensor recalle
 }
 
 NPU_OPS_CLONES float fade_state(const float* state, float* grad_state, int64_t size, float faded) {
-  const float dot = faded * sum(size, [&](int64_t i) { return state[i] * grad_state[i]; });
+  const float kept = faded * dot(state, grad_state, size);
 #pragma GCC ivdep
   for (int64_t i = 0; i < size; ++i) grad_state[i] *= faded;
-  return dot;
+  return kept;
 }
 
 // The gradient of the states [G, H, K, V] after a chunk becomes what of it goes by their decay,

@@ -22,7 +22,7 @@ struct Softplus {
   NPU_OPS_INLINE float value(float x) const { return x > threshold ? x : softplus(x); }
   // Both, of one exp.
   NPU_OPS_INLINE void both(float x, float& value, float& slope) const {
-    const float e = exp_within(x < 0.0f ? x : -x), low = x < 0.0f ? e : 1.0f;
+    const float e = exp_within(-std::fabs(x)), low = x < 0.0f ? e : 1.0f;
     value = x > threshold ? x : softplus(x, e);
     slope = x > threshold ? 1.0f : low / (1.0f + e);
   }

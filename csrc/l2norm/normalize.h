@@ -4,15 +4,14 @@
 
 #include <cmath>
 
+#include "common/dot.h"
 #include "common/staged.h"
-#include "common/sum.h"
 
 namespace npu_ops {
 
 template <class X>
 NPU_OPS_INLINE float reciprocal_norm(const X* x, int64_t width, float eps) {
-  const float squares = sum(width, [&](int64_t i) { return load(x[i]) * load(x[i]); });
-  return 1.0f / std::sqrt(squares + eps);
+  return 1.0f / std::sqrt(dot(x, x, width) + eps);
 }
 
 template <class X, class O>
@@ -35,8 +34,7 @@ NPU_OPS_CLONES void normalize_backward(Strided<const G> grads, Strided<const X> 
     const X* x = from.row(row);
     X* grad_x = to.row(row);
     const float rstd = reciprocal_norm(x, width, eps);
-    const float dot = sum(width, [&](int64_t i) { return load(grad[i]) * load(x[i]); });
-    const float along = rstd * (rstd * dot);
+    const float along = rstd * (rstd * dot(grad, x, width));
 #pragma GCC ivdep
     for (int64_t i = 0; i < width; ++i)
       store(grad_x + i, rstd * (load(grad[i]) - load(x[i]) * along));

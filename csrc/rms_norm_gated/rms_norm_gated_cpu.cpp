@@ -2,11 +2,11 @@
 #include <cmath>
 #include <string>
 
+#include "common/dot.h"
 #include "common/math.h"
 #include "common/partials.h"
 #include "common/rows.h"
 #include "common/staged.h"
-#include "common/sum.h"
 
 namespace npu_ops {
 namespace {
@@ -19,15 +19,14 @@ NPU_OPS_INLINE float activate(float z) {
 // And its derivative, from one exponential.
 template <bool SILU>
 NPU_OPS_INLINE void activate_and_slope(float z, float* gate, float* slope) {
-  const float e = exp_within(z < 0.0f ? z : -z), s = 1.0f / (1.0f + e);
+  const float e = exp_within(-std::fabs(z)), s = 1.0f / (1.0f + e);
   const float open = z < 0.0f ? e * s : s, steepness = e * s * s;
   *gate = SILU ? z * open : open;
   *slope = SILU ? open + z * steepness : steepness;
 }
 
 NPU_OPS_INLINE float reciprocal_rms(const float* u, int64_t width, float eps) {
-  const float squares = sum(width, [&](int64_t i) { return u[i] * u[i]; });
-  return 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
+  return 1.0f / std::sqrt(dot(u, u, width) / static_cast<float>(width) + eps);
 }
 
 // A thread's memory for one row: what is normalised, the gate, its derivative, the gradient of what
@@ -67,8 +66,7 @@ NPU_OPS_CLONES void backward_row(const X* grad, const X* x, const float* weight,
     grad_n[i] = BEFORE ? scaled * gate[i] : scaled;
   }
   const float r = reciprocal_rms(u, width, eps);
-  const float dot = sum(width, [&](int64_t i) { return grad_n[i] * u[i]; });
-  const float along = r * (r * (dot / static_cast<float>(width)));
+  const float along = r * (r * (dot(grad_n, u, width) / static_cast<float>(width)));
 #pragma GCC ivdep
   for (int64_t i = 0; i < width; ++i) {
     const float grad_u = r * (grad_n[i] - u[i] * along), grad_w = load(grad[i]) * (u[i] * r);

@@ -1,0 +1,88 @@
+"""The compiler makes vectors of the native kernels' loops, also where it has no masks.
+
+x86-64-v3 is AVX2, which most servers have; on aarch64, where most NPUs are, NEON has none either.
+"""
+
+import pathlib
+import platform
+import re
+import subprocess
+
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).parents[1]
+SETUP = ROOT / "setup.py"
+MARCH = {"x86_64": "x86-64-v3", "aarch64": "armv8.2-a"}[platform.machine()]
+HEADERS = """#include <cmath>
+#include "common/math.h"
+#include "common/staged.h"
+using namespace npu_ops;
+"""
+LOOP = """void loop_{name}(const {type}* in, {type}* out, int64_t count) {{
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) store(out + i, {function}(load(in[i])));
+}}
+"""
+OF_A_FLOAT = ("", "exp_within", "sigmoid", "sigmoid_slope", "softplus", "log_1_plus")
+IN_VECTORS = "loop vectorized"
+
+
+def compiled(source: pathlib.Path, *options: str) -> str:
+    """What the compiler says of each loop, with the options that setup.py gives it."""
+    flags = re.findall(r'^ {12}"(-[fO]\S+|-std=\S+)",$', SETUP.read_text(), re.M)
+    assert "-O3" in flags and "-fno-trapping-math" in flags
+    command = ["g++", *flags, f"-march={MARCH}"]
+    command += ["-fopt-info-vec-optimized-missed", f"-I{ROOT / 'csrc'}", *options]
+    command += ["-c", str(source), "-o", "/dev/null"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def said(report: str, file: pathlib.Path, line: int) -> str:
+    return "\n".join(re.findall(rf"{file.name}:{line}:\d+: (.*)", report))
+
+
+def loops_in(source: str) -> list[int]:
+    """The lines of those that are marked."""
+    return [
+        source[: mark.end()].count("\n") + 2 for mark in re.finditer("#pragma GCC ivdep", source)
+    ]
+
+
+def reports_of(functions, type: str, tmp_path) -> list[str]:
+    named = enumerate(functions)
+    loops = [LOOP.format(name=i, function=function, type=type) for i, function in named]
+    source = HEADERS + "".join(loops)
+    file = tmp_path / "loops.cpp"
+    file.write_text(source)
+    report = compiled(file)
+    return [said(report, file, line) for line in loops_in(source)]
+
+
+@pytest.mark.parametrize("type", ["float", "bf16"])
+def test_functions_of_floats_are_computed_in_vectors(type, tmp_path):
+    reports = reports_of(OF_A_FLOAT, type, tmp_path)
+    scalar = [f for f, report in zip(OF_A_FLOAT, reports, strict=True) if IN_VECTORS not in report]
+    assert not scalar
+
+
+def test_the_report_tells_a_loop_that_is_not(tmp_path):
+    """The C library's function, whose errno a loop over vectors cannot set."""
+    (report,) = reports_of(["std::lgamma"], "float", tmp_path)
+    assert "couldn't vectorize" in report and IN_VECTORS not in report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", sorted(ROOT.glob("csrc/*/*_cpu.cpp")), ids=lambda file: file.stem)
+def test_each_marked_loop_of_a_kernel_is_vectorised(file):
+    """In some of its instances; none has control flow in its way."""
+    include = pathlib.Path(torch.__file__).parent / "include"
+    places = [include, include / "torch" / "csrc" / "api" / "include"]
+    report = compiled(file, *[f"-isystem{place}" for place in places],
+                      "-DTORCH_TARGET_VERSION=0x020a000000000000")  # fmt: skip
+    for line in loops_in(file.read_text()):
+        found = said(report, file, line)
+        assert IN_VECTORS in found, f"{file.name}:{line}"
+        assert "control flow" not in found, f"{file.name}:{line}"
