@@ -85,10 +85,10 @@ void with_formula(bool norm_before_gate, const std::string& activation, const Bo
   return silu ? body.template operator()<false, true>() : body.template operator()<false, false>();
 }
 
-// weight in fp32: one row for all, or a row for each inner index.
+// weight in fp32: one row for all, [D] or [1, D], or a row for each inner index.
 struct Weight {
   explicit Weight(const Tensor& weight)
-      : values(weight.numel()), step(weight.size(0) == 1 ? 0 : weight.size(1)) {
+      : values(weight.numel()), step(weight.numel() == weight.size(-1) ? 0 : weight.size(-1)) {
     dispatch(weight.scalar_type(), "weight", [&]<class W>(W*) {
       for (size_t i = 0; i < values.size(); ++i) values[i] = load(input<W>(weight)[i]);
     });

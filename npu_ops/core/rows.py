@@ -40,8 +40,9 @@ def lay_out_rows(inputs: Sequence[str], outputs: Sequence[str], groups: str | No
     """The `lay_out` of an Operator that works along the last dimension: the tensors with these
     names, which have one shape, by `as_rows`.
 
-    groups: the name of a parameter `[groups, D / groups]`, which comes in one piece. Where it has
-        more than one group, each is a row of its own: tensors are `[rows, groups, D / groups]`.
+    groups: the name of a parameter `[D]` or `[groups, D / groups]`, which comes in one piece, as
+        its gradient does: as `[1, D]` or `[groups, D / groups]`. Where it has groups, each is a row
+        of its own: tensors are `[rows, groups, D / groups]`.
     """
     names = (*inputs, *outputs)
 
@@ -53,8 +54,9 @@ def lay_out_rows(inputs: Sequence[str], outputs: Sequence[str], groups: str | No
         if groups is None:
             rows = as_rows(given, written)
         else:
-            (place,) = _places(type(arguments), (groups,))
-            laid[place] = laid[place].contiguous()
+            pieces = [n for n in (groups, f"grad_{groups}") if n in arguments._fields]
+            for place in _places(type(arguments), tuple(pieces)):
+                laid[place] = torch.atleast_2d(laid[place].contiguous())
             rows = _grouped_rows(given, written, laid[place].shape)
         for i, tensor in zip(places, rows, strict=True):
             laid[i] = tensor

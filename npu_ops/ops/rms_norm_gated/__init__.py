@@ -73,8 +73,8 @@ def _prepare(x, weight, z, eps=1e-6, *, norm_before_gate=True, activation="silu"
     check.epsilon("eps", eps)
     check.one_of("activation", activation, ("silu", "sigmoid"))
     group_size = _resolve_group_size(group_size, x.shape[-1])
-    groups = 1 if group_size == x.shape[-1] else x.shape[-1] // group_size
-    weight = weight.reshape(groups, group_size)
+    if group_size < x.shape[-1]:
+        weight = weight.reshape(-1, group_size)
     return x, weight, z, float(eps), bool(norm_before_gate), activation
 
 

@@ -11,7 +11,7 @@ from npu_ops.ops.rms_norm_gated import reference
 # The longest row whose sums fit a vector core's memory (csrc/rms_norm_gated).
 _up_to_16384 = rows_up_to("weight", 16384)
 
-# weight is [1, D], or [groups, D / groups] where x and z are normalised in groups.
+# weight is [D], or [groups, D / groups] where x and z are normalised in groups.
 _INPUTS = "Tensor x, Tensor weight, Tensor z, float eps, bool norm_before_gate, str activation"
 
 
