@@ -43,12 +43,13 @@ struct Draws {
 };
 
 // `out` may be `x` or `residual`: an element is read before it is written, hence ivdep.
-template <class X, class R, class O>
+template <class X, class R, class O, bool DROPS>
 NPU_OPS_CLONES void add_row(const X* x, const float* bias, const R* residual, const uint16_t* draws,
                             O* out, int64_t width, uint16_t threshold, float scale) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < width; ++i) {
-    const float kept = keep_if(draws[i] >= threshold, (load(x[i]) + bias[i]) * scale);
+    float kept = load(x[i]) + bias[i];
+    if constexpr (DROPS) kept = keep_if(draws[i] >= threshold, kept * scale);
     store(out + i, load(residual[i]) + kept);
   }
 }
@@ -101,6 +102,9 @@ struct Bias {
   const Tensor* full;
 };
 
+template <class T>
+using Read = typename Staged<T>::Element;
+
 template <class X, class R, class O>
 void forward_rows(const Tensor& x, const Bias& bias, const Tensor& residual, const Dropout& dropout,
                   const Tensor& out, int64_t begin, int64_t end) {
@@ -111,6 +115,8 @@ void forward_rows(const Tensor& x, const Bias& bias, const Tensor& residual, con
   Staged<X> of_x(1, most);
   Staged<R> of_residual(1, most);
   Staged<O> of_out(1, most);
+  const auto add = dropout.threshold ? add_row<Read<X>, Read<R>, Read<O>, true>
+                                     : add_row<Read<X>, Read<R>, Read<O>, false>;
   for (int64_t row = begin; row < end; ++row) {
     const X* x_row = input<X>(x) + row * width;
     const R* residual_row = input<R>(residual) + row * width;
@@ -121,8 +127,8 @@ void forward_rows(const Tensor& x, const Bias& bias, const Tensor& residual, con
     const float* biases = bias.row(row, bias_row.data());
     in_blocks(0, width, most, [&](int64_t i, int64_t count) {
       O* to = output<O>(out) + row * width + i;
-      add_row(of_x.read(x_row + i, count), biases + i, of_residual.read(residual_row + i, count),
-              drawn + i, of_out.to(to), count, dropout.threshold, dropout.scale);
+      add(of_x.read(x_row + i, count), biases + i, of_residual.read(residual_row + i, count),
+          drawn + i, of_out.to(to), count, dropout.threshold, dropout.scale);
       of_out.written(to, count);
     });
   }
