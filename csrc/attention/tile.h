@@ -7,9 +7,9 @@
 
 namespace npu_ops {
 
-// A compiler makes of these what its vectors are: one of AVX-512, two of AVX2, four of NEON.
-using Lanes = float __attribute__((vector_size(64), aligned(4), may_alias));
+using Lanes = float __attribute__((vector_size(4 * kFloats), aligned(4), may_alias));
 constexpr int64_t kLanes = 16;  // to whose multiple rows of matrices are padded
+constexpr int kParts = kLanes / kFloats;
 // Of a product at once: with more, AVX2 and NEON run out of registers, and short sequences take
 // longer.
 constexpr int kRows = 4;
@@ -41,12 +41,18 @@ template <bool kAdds = false>
 NPU_OPS_INLINE void multiply(Left left, Padded<const float> right, int64_t depth, Padded<float> to,
                              int64_t columns) {
   for (int64_t at = 0; at < columns; at += kLanes) {
-    Lanes sums[kRows] = {};
-    for (int i = 0; i < kRows && kAdds; ++i) sums[i] = lanes(to.row(i) + at);
+    Lanes sums[kRows][kParts] = {};
+    for (int i = 0; i < kRows && kAdds; ++i)
+      for (int part = 0; part < kParts; ++part)
+        sums[i][part] = lanes(to.row(i) + at + part * kFloats);
     const float *l = left.data, *r = right.data + at;
     for (int64_t k = 0; k < depth; ++k, l += left.column, r += right.step)
-      for (int i = 0; i < kRows; ++i) sums[i] += l[i * left.row] * lanes(r);
-    for (int i = 0; i < kRows; ++i) lanes(to.row(i) + at) = sums[i];
+      for (int i = 0; i < kRows; ++i)
+        for (int part = 0; part < kParts; ++part)
+          sums[i][part] += l[i * left.row] * lanes(r + part * kFloats);
+    for (int i = 0; i < kRows; ++i)
+      for (int part = 0; part < kParts; ++part)
+        lanes(to.row(i) + at + part * kFloats) = sums[i][part];
   }
 }
 

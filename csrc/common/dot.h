@@ -35,7 +35,7 @@ NPU_OPS_INLINE float sum_of(const Eight& x) {
 template <class A, class B>
 NPU_OPS_INLINE float dot(const A* a, const B* b, int64_t width) {
   constexpr bool alike = std::is_same_v<A, B> && !std::is_same_v<A, fp16>;
-  if constexpr (alike) {
+  if constexpr (alike && kFloats == 8) {
     if (width % kSumLanes == 0) {
       Eight lanes[4] = {};
       for (int64_t i = 0; i < width; i += kSumLanes)

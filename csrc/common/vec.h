@@ -22,6 +22,14 @@
 
 namespace npu_ops {
 
+// Of vectors that are spelled out: those of AVX2 or NEON. A sum in longer ones than the machine has
+// is kept in memory by the compiler, and a product of matrices then takes six times as long.
+#if defined(__x86_64__)
+constexpr int kFloats = 8;
+#else
+constexpr int kFloats = 4;
+#endif
+
 struct bf16 {
   uint16_t bits;
 };

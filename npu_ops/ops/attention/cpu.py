@@ -6,6 +6,7 @@ Memory is linear in tokens either way: nothing is padded, and no mask of all pai
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -261,9 +262,20 @@ def _all(x):
 def _as_fast(*tensors: torch.Tensor, backward: bool) -> Sequence[torch.Tensor]:
     """q and more of its dtype: as they are, or in fp32 where flash attention is faster so."""
     q = tensors[0]
-    if q.shape[2] not in _FASTER_IN_FP32.get((q.dtype, backward), ()):
-        return tensors
-    return [x.float() for x in tensors]
+    if q.shape[2] in _FASTER_IN_FP32.get((q.dtype, backward), ()):
+        return [x.float() for x in tensors]
+    if backward and q.dtype == torch.bfloat16 and not _multiplies_bf16():
+        return [x.float() for x in tensors]
+    return tensors
+
+
+@functools.cache
+def _multiplies_bf16() -> bool:
+    """Whether torch has products of bf16 matrices for this CPU, on x86 from AVX-512 on.
+
+    Else one takes 5 to 100 times as long as in fp32. (The forward multiplies in fp32.)
+    """
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _shares_keys(q, k, v) -> bool:

@@ -65,3 +65,12 @@ def test_heads_that_share_keys_are_queries_of_one_head(dtype, monkeypatch):
     assert asked == [((3, 2, 4, 16), (3, 2, 40, 16))]
     expected = run(floats(inputs, torch.float64), implementation="reference")
     assert_all_close(actual, expected, dict.fromkeys(TOLERANCES, TOLERANCES[dtype]))
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_bf16_is_widened_where_torch_has_no_products_of_it(has, monkeypatch):
+    """Of the backward alone: the forward multiplies in fp32."""
+    monkeypatch.setattr(cpu, "_multiplies_bf16", lambda: has)
+    q = torch.ones(1, 1, 600, 8, dtype=torch.bfloat16)
+    assert cpu._as_fast(q, backward=True)[0].dtype == (torch.bfloat16 if has else torch.float32)
+    assert cpu._as_fast(q, backward=False)[0].dtype == torch.bfloat16
