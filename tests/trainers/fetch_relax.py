@@ -1,4 +1,4 @@
-"""Makes .cache/trainers/relax-36a3e04: Relax as its users have it on NPUs, with npu-ops, on a CPU.
+"""Makes .cache/trainers/relax-COMMIT: Relax as its users have it on NPUs, with npu-ops, on a CPU.
 
     git clone https://github.com/redai-infra/Relax
     git clone https://github.com/NVIDIA/Megatron-LM
@@ -8,13 +8,16 @@
     python tests/trainers/fetch_relax.py Relax Megatron-LM MindSpeed TransferQueue MindSpeed-Bridge
 
 `shipped` has the patches of Relax's docker/npu_patch, `npu_ops` those hunks that
-docs/replacing-patches.md says stay. `truth` is without MindSpeed. Any fork of Relax with the commit
-below does. The clones are only read.
+docs/replacing-patches.md says stay. `truth` is without MindSpeed. The clones are only read.
+
+RELAX_COMMIT names another commit of Relax than main's of July 2026, such as a branch of a fork. The
+tests want it too: they look in the folder of that commit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -25,9 +28,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "adapters"))
 
 import fetching
 
-FOLDER = fetching.CACHE / "trainers" / "relax-36a3e04"
+COMMIT = os.environ.get("RELAX_COMMIT", "36a3e04")
+FOLDER = fetching.CACHE / "trainers" / f"relax-{COMMIT}"
 COMMITS = {
-    "relax": "36a3e04",
+    "relax": COMMIT,
     "megatron": "core_v0.16.1",
     "mindspeed": "e4772499",
     "queue": "dcc78f0a021284412921217fde71fea7cb276ffc",

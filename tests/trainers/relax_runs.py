@@ -30,6 +30,11 @@ RECOMPUTED = (
 )  # fmt: skip
 # Relax says so itself, but where weights are Bridge's to convert.
 ONLY_WEIGHTS = ("--no-load-optim", "--no-load-rng", "--finetune")
+# On more than one rank. "split" is what all of Relax's scripts for NPUs have.
+LAYOUTS = {
+    "split": ("--sequence-parallel",),
+    "whole": ("--custom-megatron-init-path", "relax_worker.with_whole_sequences"),
+}
 AS_SCRIPTS = {"qwen3_vl": BRIDGE + RECOMPUTED, "qwen3_5": BRIDGE + RECOMPUTED}
 BATCHES = {
     "qwen3_vl": slime_runs.PICTURES,
@@ -64,16 +69,22 @@ def write(folder: pathlib.Path) -> None:
         start("shipped" if converted else "truth", folder, model, 1, weights, folder)
 
 
-def run(folder: pathlib.Path, who: str, model: str = "qwen3", devices: int = 1) -> slime_runs.Run:
+def run(
+    folder: pathlib.Path,
+    who: str,
+    model: str = "qwen3",
+    devices: int = 1,
+    layout: str = "split",
+) -> slime_runs.Run:
     """On the CPU for "truth"; tensors are parallel over the devices."""
-    results = folder / f"{who}-{model}-{devices}"
+    results = folder / f"{who}-{model}-{devices}-{layout}"
     results.mkdir()
     weights = ("--ref-load", folder / f"{model}-megatron", *ONLY_WEIGHTS)
-    start(who, folder, model, devices, weights, results)
+    start(who, folder, model, devices, weights, results, LAYOUTS[layout] if devices > 1 else ())
     return slime_runs.read(results, devices)
 
 
-def start(who: str, folder: pathlib.Path, model: str, devices: int, weights, results) -> None:
+def start(who, folder: pathlib.Path, model, devices: int, weights, results, layout=()) -> None:
     without = NOT_RELAX + WITH_REFERENCE if "--save" in weights else NOT_RELAX
     training = [part for part in slime_runs.TRAINING if part not in without]
     rollouts = "pictures" if model in DATA["pictures"] else "rollout"
@@ -90,7 +101,7 @@ def start(who: str, folder: pathlib.Path, model: str, devices: int, weights, res
     command = [
         *(sys.executable, str(HERE / "relax_train.py"), str(devices)),
         *(*slime_runs.COMMON, *MODELS[model], *training, *BATCHES.get(model, ()), *NO_ENGINE),
-        *(*map(str, files + weights), *place),
+        *(*map(str, files + weights), *place, *layout),
         *("--actor-num-nodes", "1", "--actor-num-gpus-per-node", str(devices)),
         *("--num-gpus-per-node", str(devices), "--tensor-model-parallel-size", str(devices)),
     ]

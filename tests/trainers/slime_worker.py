@@ -40,12 +40,12 @@ def setup() -> None:
     record()
 
 
-def for_newer_torch() -> None:
+def for_newer_torch(home: str = "slime") -> None:
     """torch 2.13 has new names for collectives, which slime's groups do not pass on to theirs."""
-    from slime.utils.reloadable_process_group import ReloadableProcessGroup as Group
-
+    groups = importlib.import_module(f"{home}.utils.reloadable_process_group")
+    group = groups.ReloadableProcessGroup
     for name in ("all_gather_single", "all_to_all_single", "reduce_scatter_single"):
-        setattr(Group, name, functools.partialmethod(Group._fwd, name))
+        setattr(group, name, functools.partialmethod(group._fwd, name))
 
 
 def on_cpu() -> None:

@@ -53,13 +53,22 @@ def test_pictures_with_relaxs_patches(folder, truth):
     is_by_torch_npu(relax_runs.run(folder, "shipped", "qwen3_vl"), truth("qwen3_vl"))
 
 
-def test_gated_delta_net_with_npu_ops(folder, truth):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_gated_delta_net_with_npu_ops(devices, folder, truth):
     """MindSpeed-Bridge's Qwen3.5, which Megatron's own layers are the truth of."""
-    found = relax_runs.run(folder, "npu_ops", "qwen3_5")
-    is_by_npu_ops(found, truth("qwen3_5"), 1)
+    found = relax_runs.run(folder, "npu_ops", "qwen3_5", devices)
+    is_by_npu_ops(found, truth("qwen3_5"), devices)
     called(found, DELTA_NET + GATES)
 
 
-def test_gated_delta_net_with_relaxs_patches(folder, truth):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_gated_delta_net_with_relaxs_patches(devices, folder, truth):
     """The same by MindSpeed-Bridge's delta rule in PyTorch: its kernels take bf16 alone."""
-    is_by_torch_npu(relax_runs.run(folder, "shipped", "qwen3_5"), truth("qwen3_5"))
+    is_by_torch_npu(relax_runs.run(folder, "shipped", "qwen3_5", devices), truth("qwen3_5"))
+
+
+def test_gated_delta_net_of_whole_sequences(folder, truth):
+    """On two ranks without --sequence-parallel, where one gradient has to be added over them."""
+    found = relax_runs.run(folder, "npu_ops", "qwen3_5", 2, "whole")
+    is_by_npu_ops(found, truth("qwen3_5"), 2)
+    called(found, DELTA_NET + GATES)
