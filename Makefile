@@ -88,6 +88,7 @@ test-all: check fetch
 # VERL: a checkout of verl, which then runs instead of its release.
 # SLIME, MEGATRON, MINDSPEED: clones of slime, Megatron-LM and MindSpeed; then slime's trainer too.
 # RELAX, QUEUE, BRIDGE and those two: of Relax, TransferQueue and MindSpeed-Bridge; then Relax's.
+# RELAX_COMMIT: the commit of that clone, where it is not the one that tests/trainers/fetch_relax.py names.
 # Where others use the machine too, a run takes more than the 10 minutes of other tests.
 FOR_LONG := --timeout 3000
 test-trainers: .cache/trainers/ready .cache/frameworks/ready .cache/sglang/ready
