@@ -30,10 +30,11 @@ RECOMPUTED = (
 )  # fmt: skip
 # Relax says so itself, but where weights are Bridge's to convert.
 ONLY_WEIGHTS = ("--no-load-optim", "--no-load-rng", "--finetune")
-# On more than one rank. "split" is what all of Relax's scripts for NPUs have.
+# On more than one rank. Relax's scripts for NPUs split sequences.
 LAYOUTS = {
     "split": ("--sequence-parallel",),
-    "whole": ("--custom-megatron-init-path", "relax_worker.with_whole_sequences"),
+    "summed": ("--custom-megatron-init-path", "relax_worker.with_whole_sequences"),
+    "whole": (),
 }
 AS_SCRIPTS = {"qwen3_vl": BRIDGE + RECOMPUTED, "qwen3_5": BRIDGE + RECOMPUTED}
 BATCHES = {
@@ -74,7 +75,7 @@ def run(
     who: str,
     model: str = "qwen3",
     devices: int = 1,
-    layout: str = "split",
+    layout: str = "whole",
 ) -> slime_runs.Run:
     """On the CPU for "truth"; tensors are parallel over the devices."""
     results = folder / f"{who}-{model}-{devices}-{layout}"

@@ -56,7 +56,7 @@ def test_pictures_with_relaxs_patches(folder, truth):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gated_delta_net_with_npu_ops(devices, folder, truth):
     """MindSpeed-Bridge's Qwen3.5, which Megatron's own layers are the truth of."""
-    found = relax_runs.run(folder, "npu_ops", "qwen3_5", devices)
+    found = relax_runs.run(folder, "npu_ops", "qwen3_5", devices, "split")
     is_by_npu_ops(found, truth("qwen3_5"), devices)
     called(found, DELTA_NET + GATES)
 
@@ -64,11 +64,12 @@ def test_gated_delta_net_with_npu_ops(devices, folder, truth):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gated_delta_net_with_relaxs_patches(devices, folder, truth):
     """The same by MindSpeed-Bridge's delta rule in PyTorch: its kernels take bf16 alone."""
-    is_by_torch_npu(relax_runs.run(folder, "shipped", "qwen3_5", devices), truth("qwen3_5"))
+    found = relax_runs.run(folder, "shipped", "qwen3_5", devices, "split")
+    is_by_torch_npu(found, truth("qwen3_5"))
 
 
 def test_gated_delta_net_of_whole_sequences(folder, truth):
     """On two ranks without --sequence-parallel, where one gradient has to be added over them."""
-    found = relax_runs.run(folder, "npu_ops", "qwen3_5", 2, "whole")
+    found = relax_runs.run(folder, "npu_ops", "qwen3_5", 2, "summed")
     is_by_npu_ops(found, truth("qwen3_5"), 2)
     called(found, DELTA_NET + GATES)
