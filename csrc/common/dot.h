@@ -2,6 +2,7 @@
 // clears and reduces an array in memory, which takes as long as the products of a short row.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -50,6 +51,11 @@ NPU_OPS_INLINE float dot(const A* a, const B* b, int64_t width) {
     }
   }
   return sum(width, [&](int64_t i) { return load(a[i]) * load(b[i]); });
+}
+
+template <class X>
+NPU_OPS_INLINE float reciprocal_rms(const X* x, int64_t width, float eps) {
+  return 1.0f / std::sqrt(dot(x, x, width) / static_cast<float>(width) + eps);
 }
 
 }  // namespace npu_ops

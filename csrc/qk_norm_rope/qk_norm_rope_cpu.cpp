@@ -22,7 +22,7 @@ std::vector<float> multiplier(const Tensor& weight, bool zero_centered) {
 // A head, normalised and not yet rotated, in fp32.
 template <class T>
 NPU_OPS_CLONES void normalise(const T* x, const float* weight, float* y, int64_t dim, float eps) {
-  const float r = 1.0f / std::sqrt(dot(x, x, dim) / static_cast<float>(dim) + eps);
+  const float r = reciprocal_rms(x, dim, eps);
 #pragma GCC ivdep
   for (int64_t i = 0; i < dim; ++i) y[i] = load(x[i]) * r * weight[i];
 }
@@ -43,7 +43,7 @@ NPU_OPS_CLONES void narrow(const float* x, T* out, int64_t dim) {
 template <class T>
 NPU_OPS_CLONES void normalise_backward(const float* grad_y, const T* x, const float* weight,
                                        T* grad_x, float* grad_weight, int64_t dim, float eps) {
-  const float r = 1.0f / std::sqrt(dot(x, x, dim) / static_cast<float>(dim) + eps);
+  const float r = reciprocal_rms(x, dim, eps);
   const float with_x = sum(dim, [&](int64_t i) { return grad_y[i] * weight[i] * load(x[i]); });
   const float along = r * (r * (with_x / static_cast<float>(dim)));
 #pragma GCC ivdep

@@ -25,10 +25,6 @@ NPU_OPS_INLINE void activate_and_slope(float z, float* gate, float* slope) {
   *slope = SILU ? open + z * steepness : steepness;
 }
 
-NPU_OPS_INLINE float reciprocal_rms(const float* u, int64_t width, float eps) {
-  return 1.0f / std::sqrt(dot(u, u, width) / static_cast<float>(width) + eps);
-}
-
 // A thread's memory for one row: what is normalised, the gate, its derivative, the gradient of what
 // is normalised.
 struct Scratch {

@@ -408,16 +408,16 @@ class Backward(Operator):
 
     def _gradients(self, ctx, *grads):
         # Lists and not generators, each of which costs half a microsecond.
-        wanted = zip(grads, ctx.outputs, self._may_be_none, strict=True)
-        grads = [_present(*one) for one in wanted]
+        given_back = zip(grads, ctx.outputs, self._may_be_none, strict=True)
+        grads = [_present(*one) for one in given_back]
         needed = ctx.needs_input_grad  # a new tuple each time that it is asked for
         needs = [needed[i] for i in self._needs]
         given = (*grads, *ctx.saved_tensors, *ctx.settings, *needs)
         found = (*_tuple(self(*[given[i] for i in self._order])), *grads)
-        wanted = zip(self._found, ctx.dtypes, needed, strict=True)
+        inputs = zip(self._found, ctx.dtypes, needed, strict=True)
         return tuple([
             _as(found[source], dtype) if wanted and source is not None and dtype else None
-            for source, dtype, wanted in wanted
+            for source, dtype, wanted in inputs
         ])  # fmt: skip
 
 

@@ -262,9 +262,8 @@ def _all(x):
 def _as_fast(*tensors: torch.Tensor, backward: bool) -> Sequence[torch.Tensor]:
     """q and more of its dtype: as they are, or in fp32 where flash attention is faster so."""
     q = tensors[0]
-    if q.shape[2] in _FASTER_IN_FP32.get((q.dtype, backward), ()):
-        return [x.float() for x in tensors]
-    if backward and q.dtype == torch.bfloat16 and not _multiplies_bf16():
+    slow = q.shape[2] in _FASTER_IN_FP32.get((q.dtype, backward), ())
+    if slow or (backward and q.dtype == torch.bfloat16 and not _multiplies_bf16()):
         return [x.float() for x in tensors]
     return tensors
 
