@@ -6,7 +6,7 @@ BEFORE, AFTER: roots of checkouts, with an environment in .venv. A process for e
 row after the other, so what else the machine does falls on both; a ratio is that of a round.
 --calls: packed, which look at contents; small, of 16 tokens, and one, of one token, where Python is
 most of the time; fp16, of 256 tokens; long, of 1024; decode, attention of a token of each of 8
-sequences, from a paged cache.
+sequences, from a paged cache; recurrent, the gated delta rule by token.
 """
 
 import argparse
@@ -115,6 +115,41 @@ def decode():
     return list(calls.items())
 
 
+def recurrent():
+    """The gated delta rule by token, and a decoding step of 8 sequences: Qwen3-Next on 4 ranks."""
+    import npu_ops
+
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    def rule(*tensors):
+        q, k, v, g, beta, state = tensors
+        o, _ = npu_ops.fused_recurrent_gated_delta_rule(
+            q, k, v, g=g, beta=beta, initial_state=state, use_qk_l2norm_in_kernel=True
+        )
+        return o
+
+    calls = {}
+    for tokens in (1, 64):
+        heads = [normal(1, tokens, n, 128, dtype=torch.bfloat16) for n in (4, 4, 8)]
+        gates = [normal(1, tokens, 8).sigmoid() for _ in range(2)]
+        given = (*heads, -gates[0], gates[1], normal(1, 8, 128, 128))
+        name = "fused_recurrent_gated_delta_rule"
+        calls[name, "forward", tokens] = rule, given, {}
+        calls[name, "forward+backward", tokens] = _training(rule, given, {}), (), {}
+    qkv = [normal(8, n, 128, dtype=torch.bfloat16) for n in (4, 4, 8)]
+    gates = [normal(8, 8, dtype=torch.bfloat16) for _ in range(2)] + [normal(8), normal(8)]
+    for first in (False, True):
+        calls["gated_delta_rule_update", f"state_v_first={first}", 8] = (
+            npu_ops.gated_delta_rule_update,
+            (qkv, *gates, normal(8, 8, 128, 128), torch.arange(8, dtype=torch.int32)),
+            {"state_v_first": first},
+        )
+    return list(calls.items())
+
+
 def _training(function, args, kwargs):
     """All that a step asks of a function: its outputs, and the gradients of what is in `args`."""
     leaves = [x.detach().requires_grad_() for x in args]
@@ -134,6 +169,7 @@ CALLS = {
     "one": functools.partial(layer, 1, torch.bfloat16),
     "fp16": functools.partial(layer, 256, torch.float16),
     "decode": decode,
+    "recurrent": recurrent,
     "long": functools.partial(layer, 1024, torch.bfloat16),
 }
 

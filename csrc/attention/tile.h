@@ -3,21 +3,13 @@
 
 #include <cstdint>
 
-#include "common/vec.h"
+#include "common/lanes.h"
 
 namespace npu_ops {
 
-using Lanes = float __attribute__((vector_size(4 * kFloats), aligned(4), may_alias));
-constexpr int64_t kLanes = 16;  // to whose multiple rows of matrices are padded
-constexpr int kParts = kLanes / kFloats;
 // Of a product at once: with more, AVX2 and NEON run out of registers, and short sequences take
 // longer.
 constexpr int kRows = 4;
-
-NPU_OPS_INLINE const Lanes& lanes(const float* at) { return *reinterpret_cast<const Lanes*>(at); }
-NPU_OPS_INLINE Lanes& lanes(float* at) { return *reinterpret_cast<Lanes*>(at); }
-
-inline int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
 // A matrix by its steps: with them exchanged it is the transposed one.
 struct Left {

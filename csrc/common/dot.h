@@ -6,50 +6,45 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/lanes.h"
 #include "common/sum.h"
 
 namespace npu_ops {
 
-using Eight = float __attribute__((vector_size(32), aligned(2), may_alias));
-using EightWords = uint32_t __attribute__((vector_size(32), aligned(2), may_alias));
+using Words = uint32_t __attribute__((vector_size(4 * kFloats), aligned(2), may_alias));
 
-// Sixteen elements: floats in their order; of bf16 those at even places, then those at odd ones, so
-// that none has to be moved.
-struct Sixteen {
-  NPU_OPS_INLINE explicit Sixteen(const float* at)
-      : first(*reinterpret_cast<const Eight*>(at)),
-        second(*reinterpret_cast<const Eight*>(at + 8)) {}
-  NPU_OPS_INLINE explicit Sixteen(const bf16* at) {
-    const EightWords words = *reinterpret_cast<const EightWords*>(at);
-    first = reinterpret_cast<Eight>(words << 16);
-    second = reinterpret_cast<Eight>(words & 0xffff0000u);
+// Two elements of bf16 from each word: those at even places and those at odd ones.
+NPU_OPS_INLINE Lanes evens(const Words& words) { return reinterpret_cast<Lanes>(words << 16); }
+NPU_OPS_INLINE Lanes odds(const Words& words) {
+  return reinterpret_cast<Lanes>(words & 0xffff0000u);
+}
+
+NPU_OPS_INLINE float dot_in_lanes(const float* a, const float* b, int64_t width) {
+  Lanes sums[kSumLanes / kFloats] = {};
+  for (int64_t i = 0; i < width; i += kSumLanes)
+    for (int64_t j = 0; j < kSumLanes; j += kFloats)
+      sums[j / kFloats] += lanes(a + i + j) * lanes(b + i + j);
+  return sum_of(sums);
+}
+
+NPU_OPS_INLINE float dot_in_lanes(const bf16* a, const bf16* b, int64_t width) {
+  Lanes even[kParts] = {}, odd[kParts] = {};
+  for (int64_t i = 0; i < width; i += kSumLanes) {
+    for (int64_t j = 0; j < kParts; ++j) {
+      const Words x = *reinterpret_cast<const Words*>(a + i + 2 * kFloats * j);
+      const Words y = *reinterpret_cast<const Words*>(b + i + 2 * kFloats * j);
+      even[j] += evens(x) * evens(y);
+      odd[j] += odds(x) * odds(y);
+    }
   }
-  Eight first, second;
-};
-
-// As `sum` adds its last eight lanes.
-NPU_OPS_INLINE float sum_of(const Eight& x) {
-  return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+  return sum_of(even) + sum_of(odd);
 }
 
 // The sum of a[i] * b[i] for i in [0, width), to the bit what `sum` has.
 template <class A, class B>
 NPU_OPS_INLINE float dot(const A* a, const B* b, int64_t width) {
-  constexpr bool alike = std::is_same_v<A, B> && !std::is_same_v<A, fp16>;
-  if constexpr (alike && kFloats == 8) {
-    if (width % kSumLanes == 0) {
-      Eight lanes[4] = {};
-      for (int64_t i = 0; i < width; i += kSumLanes)
-        for (int64_t half = 0; half < 2; ++half) {
-          const Sixteen x(a + i + 16 * half), y(b + i + 16 * half);
-          lanes[2 * half] += x.first * y.first;
-          lanes[2 * half + 1] += x.second * y.second;
-        }
-      lanes[0] += lanes[2], lanes[1] += lanes[3];
-      if constexpr (std::is_same_v<A, float>) return sum_of(lanes[0] + lanes[1]);
-      return sum_of(lanes[0]) + sum_of(lanes[1]);
-    }
-  }
+  if constexpr (std::is_same_v<A, B> && !std::is_same_v<A, fp16>)
+    if (width % kSumLanes == 0) return dot_in_lanes(a, b, width);
   return sum(width, [&](int64_t i) { return load(a[i]) * load(b[i]); });
 }
 

@@ -3,64 +3,58 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <optional>
 #include <vector>
 
 #include "common/check.h"
 #include "common/indices.h"
+#include "common/lanes.h"
 #include "common/parallel.h"
 
 namespace npu_ops {
 
-// What one instruction adds where there is AVX-512; less able targets take it in parts. Sums of
-// plain loops would not be reordered, so they would not be vectorised.
-typedef float Lanes __attribute__((vector_size(64)));
-constexpr int64_t kLanes = 16, kParts = 4, kBlock = kLanes * kParts;
-
-NPU_OPS_INLINE void read(const float* from, Lanes& to) { std::memcpy(&to, from, sizeof to); }
-NPU_OPS_INLINE void write(float* to, const Lanes& from) { std::memcpy(to, &from, sizeof from); }
-
-NPU_OPS_INLINE float sum(const Lanes& x) {
-  float total = 0;
-  for (int64_t i = 0; i < kLanes; ++i) total += x[i];
-  return total;
-}
+// Of a state: rows of kBlock, of which kStrip stay in registers while all keys are walked through.
+constexpr int64_t kBlock = 64;
+constexpr int kStripParts = 4;
+constexpr int64_t kStrip = kStripParts * kFloats;
 
 // One token of one head and block of values, in fp32; what lies beyond the last value is 0.
 struct Token {
+  Token from(int64_t value) const {
+    return {q, k, key_decay, v + value, beta + value, value_decay + value};
+  }
   const float *q, *k, *key_decay;       // [keys]; q is scaled
   const float *v, *beta, *value_decay;  // [kBlock]
 };
 
-// Decays the state [keys, kBlock], moves what it recalls for k towards v, and reads it with q.
-static NPU_OPS_CLONES void advance(float* state, int64_t keys, Token token, float* out) {
-  Lanes recalled[kParts] = {}, result[kParts] = {}, decay[kParts], change[kParts];
-  for (int64_t j = 0; j < kParts; ++j) read(token.value_decay + j * kLanes, decay[j]);
+NPU_OPS_INLINE void advance_strip(float* state, int64_t keys, Token token, float* out) {
+  Lanes recalled[kStripParts] = {}, result[kStripParts] = {}, change[kStripParts];
   for (int64_t i = 0; i < keys; ++i) {
     const float weight = token.key_decay[i] * token.k[i];
-    for (int64_t j = 0; j < kParts; ++j) {
-      Lanes row;
-      read(state + i * kBlock + j * kLanes, row);
-      recalled[j] += row * weight;
-    }
+    for (int j = 0; j < kStripParts; ++j)
+      recalled[j] += lanes(state + i * kBlock + j * kFloats) * weight;
   }
-  for (int64_t j = 0; j < kParts; ++j) {
-    Lanes v, beta;
-    read(token.v + j * kLanes, v);
-    read(token.beta + j * kLanes, beta);
-    change[j] = beta * (v - recalled[j] * decay[j]);
+  for (int j = 0; j < kStripParts; ++j) {
+    const int at = j * kFloats;
+    const Lanes error = lanes(token.v + at) - recalled[j] * lanes(token.value_decay + at);
+    change[j] = lanes(token.beta + at) * error;
   }
   for (int64_t i = 0; i < keys; ++i) {
-    for (int64_t j = 0; j < kParts; ++j) {
-      Lanes row;
-      read(state + i * kBlock + j * kLanes, row);
-      row = row * (decay[j] * token.key_decay[i]) + change[j] * token.k[i];
-      result[j] += row * token.q[i];
-      write(state + i * kBlock + j * kLanes, row);
+    for (int j = 0; j < kStripParts; ++j) {
+      Lanes& row = lanes(state + i * kBlock + j * kFloats);
+      const Lanes decay = lanes(token.value_decay + j * kFloats) * token.key_decay[i];
+      const Lanes moved = row * decay + change[j] * token.k[i];
+      result[j] += moved * token.q[i];
+      row = moved;
     }
   }
-  for (int64_t j = 0; j < kParts; ++j) write(out + j * kLanes, result[j]);
+  for (int j = 0; j < kStripParts; ++j) lanes(out + j * kFloats) = result[j];
+}
+
+// Decays the state [keys, kBlock], moves what it recalls for k towards v, and reads it with q.
+static NPU_OPS_CLONES void advance(float* state, int64_t keys, Token token, float* out) {
+  for (int64_t at = 0; at < kBlock; at += kStrip)
+    advance_strip(state + at, keys, token.from(at), out + at);
 }
 
 // Rows of a tensor of any float dtype, `stride` elements apart, read as fp32.

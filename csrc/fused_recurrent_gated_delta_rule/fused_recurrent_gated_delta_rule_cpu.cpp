@@ -137,62 +137,67 @@ void forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> g, std::optiona
 
 // What a token adds to gradients. Of the keys, sums over all blocks and value heads of a head.
 struct TokenGradient {
+  TokenGradient from(int64_t value) const {
+    return {q, k, log_key_decay, v + value, beta + value, log_value_decay + value};
+  }
   float *q, *k, *log_key_decay;       // [keys], added to
   float *v, *beta, *log_value_decay;  // [kBlock], written
 };
+
+// A strip of `retreat`.
+NPU_OPS_INLINE void retreat_strip(const float* state, float* grad_state, int64_t keys, Token token,
+                                  const float* grad_o, float scale, TokenGradient to) {
+  Lanes recalled[kStripParts] = {}, dchange[kStripParts] = {}, dlog[kStripParts] = {};
+  Lanes change[kStripParts], derror[kStripParts], through[kStripParts];
+  for (int64_t i = 0; i < keys; ++i) {
+    const float weight = token.key_decay[i] * token.k[i];
+    for (int j = 0; j < kStripParts; ++j) {
+      Lanes& drow = lanes(grad_state + i * kBlock + j * kFloats);
+      const Lanes after = drow + lanes(grad_o + j * kFloats) * token.q[i];
+      recalled[j] += lanes(state + i * kBlock + j * kFloats) * weight;
+      dchange[j] += after * token.k[i];
+      drow = after;
+    }
+  }
+  for (int j = 0; j < kStripParts; ++j) {
+    const int at = j * kFloats;
+    const Lanes& beta = lanes(token.beta + at);
+    const Lanes error = lanes(token.v + at) - recalled[j] * lanes(token.value_decay + at);
+    change[j] = beta * error;
+    derror[j] = beta * dchange[j];
+    through[j] = change[j] * lanes(grad_o + at);
+    lanes(to.v + at) = derror[j];
+    lanes(to.beta + at) = dchange[j] * error;
+  }
+  const float read_change = sum_of(through);
+  for (int64_t i = 0; i < keys; ++i) {
+    Lanes grad_q = {}, grad_k = {}, dkey = {};
+    for (int j = 0; j < kStripParts; ++j) {
+      const int at = j * kFloats;
+      Lanes& drow = lanes(grad_state + i * kBlock + at);
+      const Lanes decay = lanes(token.value_decay + at) * token.key_decay[i];
+      const Lanes row = lanes(state + i * kBlock + at) * decay;
+      const Lanes before = drow - derror[j] * token.k[i], dlog_row = before * row;
+      grad_q += row * lanes(grad_o + at);
+      grad_k += drow * change[j] - row * derror[j];
+      dkey += dlog_row;
+      dlog[j] += dlog_row;
+      drow = before * decay;
+    }
+    to.q[i] += scale * (sum_of(grad_q) + token.k[i] * read_change);
+    to.k[i] += sum_of(grad_k);
+    to.log_key_decay[i] += sum_of(dkey);
+  }
+  for (int j = 0; j < kStripParts; ++j) lanes(to.log_value_decay + j * kFloats) = dlog[j];
+}
 
 // `state` is that before the token; `grad_state` goes from the gradient after the token to that
 // before.
 NPU_OPS_CLONES void retreat(const float* state, float* grad_state, int64_t keys, Token token,
                             const float* grad_o, float scale, TokenGradient to) {
-  Lanes recalled[kParts] = {}, dchange[kParts] = {}, dlog[kParts] = {};
-  Lanes decay[kParts], change[kParts], derror[kParts], read_by[kParts], through = {};
-  for (int64_t j = 0; j < kParts; ++j) {
-    read(token.value_decay + j * kLanes, decay[j]);
-    read(grad_o + j * kLanes, read_by[j]);
-  }
-  for (int64_t i = 0; i < keys; ++i) {
-    for (int64_t j = 0; j < kParts; ++j) {
-      Lanes row, drow;
-      read(state + i * kBlock + j * kLanes, row);
-      read(grad_state + i * kBlock + j * kLanes, drow);
-      recalled[j] += row * (decay[j] * token.key_decay[i]) * token.k[i];
-      drow += read_by[j] * token.q[i];
-      dchange[j] += drow * token.k[i];
-      write(grad_state + i * kBlock + j * kLanes, drow);
-    }
-  }
-  for (int64_t j = 0; j < kParts; ++j) {
-    Lanes v, beta;
-    read(token.v + j * kLanes, v);
-    read(token.beta + j * kLanes, beta);
-    change[j] = beta * (v - recalled[j]);
-    derror[j] = beta * dchange[j];
-    through += change[j] * read_by[j];
-    write(to.v + j * kLanes, derror[j]);
-    write(to.beta + j * kLanes, dchange[j] * (v - recalled[j]));
-  }
-  const float read_change = sum(through);
-  for (int64_t i = 0; i < keys; ++i) {
-    Lanes grad_q = {}, grad_k = {}, dkey = {};
-    for (int64_t j = 0; j < kParts; ++j) {
-      Lanes row, drow;
-      read(state + i * kBlock + j * kLanes, row);
-      read(grad_state + i * kBlock + j * kLanes, drow);
-      const Lanes factor = decay[j] * token.key_decay[i];
-      row *= factor;
-      grad_q += row * read_by[j];
-      grad_k += drow * change[j] - row * derror[j];
-      drow -= derror[j] * token.k[i];
-      dkey += drow * row;
-      dlog[j] += drow * row;
-      write(grad_state + i * kBlock + j * kLanes, drow * factor);
-    }
-    to.q[i] += scale * (sum(grad_q) + token.k[i] * read_change);
-    to.k[i] += sum(grad_k);
-    to.log_key_decay[i] += sum(dkey);
-  }
-  for (int64_t j = 0; j < kParts; ++j) write(to.log_value_decay + j * kLanes, dlog[j]);
+  for (int64_t at = 0; at < kBlock; at += kStrip)
+    retreat_strip(state + at, grad_state + at, keys, token.from(at), grad_o + at, scale,
+                  to.from(at));
 }
 
 struct Gradients {

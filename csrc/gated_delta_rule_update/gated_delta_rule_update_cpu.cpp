@@ -102,36 +102,24 @@ struct RowToken {
   float decay, beta;
 };
 
-NPU_OPS_INLINE float sum_in_halves(const Lanes& x) {
-  float part[kLanes];
-  write(part, x);
-  for (int64_t half = kLanes / 2; half; half /= 2)
-    for (int64_t i = 0; i < half; ++i) part[i] += part[i + half];
-  return part[0];
-}
-
 NPU_OPS_CLONES void advance_rows(float* state, int64_t rows, int64_t width, RowToken token,
                                  float* out) {
   for (int64_t i = 0; i < rows; ++i) {
     float* row = state + i * width;
-    Lanes recalled = {}, result = {};
-    for (int64_t j = 0; j < width; j += kLanes) {
-      Lanes s, k;
-      read(row + j, s);
-      read(token.k + j, k);
-      recalled += s * k;
+    Lanes recalled[kParts] = {}, result[kParts] = {};
+    for (int64_t at = 0; at < width; at += kLanes)
+      for (int j = 0; j < kParts; ++j)
+        recalled[j] += lanes(row + at + j * kFloats) * lanes(token.k + at + j * kFloats);
+    const float change = token.beta * (token.v[i] - token.decay * sum_of(recalled));
+    for (int64_t at = 0; at < width; at += kLanes) {
+      for (int j = 0; j < kParts; ++j) {
+        const int64_t key = at + j * kFloats;
+        const Lanes moved = lanes(row + key) * token.decay + lanes(token.k + key) * change;
+        result[j] += moved * lanes(token.q + key);
+        lanes(row + key) = moved;
+      }
     }
-    const float change = token.beta * (token.v[i] - token.decay * sum_in_halves(recalled));
-    for (int64_t j = 0; j < width; j += kLanes) {
-      Lanes s, k, q;
-      read(row + j, s);
-      read(token.k + j, k);
-      read(token.q + j, q);
-      s = s * token.decay + k * change;
-      result += s * q;
-      write(row + j, s);
-    }
-    out[i] = sum_in_halves(result);
+    out[i] = sum_of(result);
   }
 }
 
@@ -140,10 +128,10 @@ class Head {
  public:
   explicit Head(const Call& call)
       : call_(call),
-        width_(call.v_first ? round_up(call.keys, kLanes) : kBlock),
+        width_(call.v_first ? padded(call.keys) : kBlock),
         blocks_((call.values + kBlock - 1) / kBlock),
         state_(call.v_first ? call.values * width_ : blocks_ * call.keys * kBlock),
-        q_(round_up(call.keys, kLanes)),
+        q_(padded(call.keys)),
         k_(q_.size()),
         decay_(q_.size()),
         v_(blocks_ * kBlock),
@@ -210,7 +198,6 @@ class Head {
     if (bent > call_.softplus_threshold) return x;
     return (std::max(bent, 0.0f) + std::log1p(std::exp(-std::abs(bent)))) / call_.softplus_beta;
   }
-  static int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
   float* block_data(int64_t block) { return state_.data() + block * call_.keys * kBlock; }
   int64_t block_values(int64_t block) const {
     return std::min(kBlock, call_.values - block * kBlock);
