@@ -51,6 +51,13 @@ def loops_in(source: str) -> list[int]:
     ]
 
 
+def headers_of(file: pathlib.Path) -> set[pathlib.Path]:
+    """Ours that it includes, and theirs."""
+    included = re.findall(r'^#include "(\w+/\w+\.h)"', file.read_text(), re.M)
+    direct = {ROOT / "csrc" / name for name in included}
+    return direct.union(*map(headers_of, direct))
+
+
 def reports_of(functions, type: str, tmp_path) -> list[str]:
     named = enumerate(functions)
     loops = [LOOP.format(name=i, function=function, type=type) for i, function in named]
@@ -82,7 +89,8 @@ def test_each_marked_loop_of_a_kernel_is_vectorised(file):
     places = [include, include / "torch" / "csrc" / "api" / "include"]
     report = compiled(file, *[f"-isystem{place}" for place in places],
                       "-DTORCH_TARGET_VERSION=0x020a000000000000")  # fmt: skip
-    for line in loops_in(file.read_text()):
-        found = said(report, file, line)
-        assert IN_VECTORS in found, f"{file.name}:{line}"
-        assert "control flow" not in found, f"{file.name}:{line}"
+    for source in (file, *headers_of(file)):
+        for line in loops_in(source.read_text()):
+            found = said(report, source, line)
+            assert IN_VECTORS in found, f"{source.name}:{line}"
+            assert "control flow" not in found, f"{source.name}:{line}"

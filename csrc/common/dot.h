@@ -13,12 +13,6 @@ namespace npu_ops {
 
 using Words = uint32_t __attribute__((vector_size(4 * kFloats), aligned(2), may_alias));
 
-// Two elements of bf16 from each word: those at even places and those at odd ones.
-NPU_OPS_INLINE Lanes evens(const Words& words) { return reinterpret_cast<Lanes>(words << 16); }
-NPU_OPS_INLINE Lanes odds(const Words& words) {
-  return reinterpret_cast<Lanes>(words & 0xffff0000u);
-}
-
 NPU_OPS_INLINE float dot_in_lanes(const float* a, const float* b, int64_t width) {
   Lanes sums[kSumLanes / kFloats] = {};
   for (int64_t i = 0; i < width; i += kSumLanes)
@@ -27,14 +21,17 @@ NPU_OPS_INLINE float dot_in_lanes(const float* a, const float* b, int64_t width)
   return sum_of(sums);
 }
 
+// A word has two elements: those at even places are summed apart from those at odd ones, so that
+// none has to be moved.
 NPU_OPS_INLINE float dot_in_lanes(const bf16* a, const bf16* b, int64_t width) {
+  constexpr uint32_t kHigh = 0xffff0000u;
   Lanes even[kParts] = {}, odd[kParts] = {};
   for (int64_t i = 0; i < width; i += kSumLanes) {
     for (int64_t j = 0; j < kParts; ++j) {
       const Words x = *reinterpret_cast<const Words*>(a + i + 2 * kFloats * j);
       const Words y = *reinterpret_cast<const Words*>(b + i + 2 * kFloats * j);
-      even[j] += evens(x) * evens(y);
-      odd[j] += odds(x) * odds(y);
+      even[j] += reinterpret_cast<Lanes>(x << 16) * reinterpret_cast<Lanes>(y << 16);
+      odd[j] += reinterpret_cast<Lanes>(x & kHigh) * reinterpret_cast<Lanes>(y & kHigh);
     }
   }
   return sum_of(even) + sum_of(odd);
