@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from npu_ops.core import check, library
+from npu_ops.core import check, indices, library
 from npu_ops.ops.attention.arguments import UNLIMITED, keys_of
 from npu_ops.ops.attention.reference import compute_dtype
 
@@ -119,7 +119,7 @@ def _check_all_lengths(call) -> None:
     if starts_q is not None:
         _check_lengths("cu_seqlens_q", starts_q, q, None, q.shape[2])
         sequences = starts_q.numel() - 1
-    if starts_k is not None:
+    if starts_k is not None and (starts_k is not starts_q or q.shape[2] != call.k.shape[2]):
         _check_lengths("cu_seqlens_k", starts_k, q, None, call.k.shape[2])
         if starts_k.numel() != sequences + 1:
             raise check.shape("cu_seqlens_k", starts_k, f"[{sequences + 1}], as for q")
@@ -182,14 +182,8 @@ def _check_values(name, x, total) -> None:
     if total is None:
         if x.numel() and x.min() < 0:
             raise ValueError(f"{name}: got {int(x.min())}, needs lengths that are not negative")
-        return
-    first, last = int(x[0]), int(x[-1])
-    if first != 0 or last != total:
-        raise ValueError(
-            f"{name}: got {first} first and {last} last, needs 0 and {total}, the number of tokens"
-        )
-    if (x.diff() < 0).any():
-        raise ValueError(f"{name}: got a negative length, needs starts that do not decrease")
+    else:
+        indices.check_starts(name, x, total)
 
 
 def _check_longest(name: str, given, lengths) -> None:

@@ -144,9 +144,11 @@ def _lengths(starts: list[int]) -> list[int]:
 def _folded(begin: int, count: int, length: int):
     """A function to `[count, heads, length, ..]` of the packed `[1, heads, tokens, ..]`."""
 
-    def view(x):
-        mine = x[0].narrow(1, begin, count * length)
-        return mine.unflatten(1, (count, length)).transpose(0, 1)
+    def view(x):  # in one step: narrow, unflatten and transpose take five times as long
+        _, heads, _, *rest = x.shape
+        _, head, token, *steps = x.stride()
+        size, strides = (count, heads, length, *rest), (length * token, head, token, *steps)
+        return x.as_strided(size, strides, x.storage_offset() + begin * token)
 
     return view
 
