@@ -56,9 +56,8 @@ NPU_OPS_INLINE float load(fp16 value) {
 
 NPU_OPS_INLINE void store(float* out, float value) { *out = value; }
 
-// Round to nearest even; a NaN stays a NaN (its payload is quieted). The choice is between floats:
-// of one between words the compiler makes one between halves of them, which costs two more
-// packings.
+// Round to nearest even; a NaN stays a NaN (its payload is quieted). The choice is made between
+// floats: GCC narrows a choice between words to 16 bits, and packs both of them and the condition.
 NPU_OPS_INLINE void store(bf16* out, float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const float rounded = std::bit_cast<float>(bits + (0x7fffu + ((bits >> 16) & 1u)));
