@@ -23,16 +23,21 @@ import torch
 LENGTHS = {64: [16] * 4, 512: [128] * 4}
 
 
+def _normal(dtype):
+    """A function that draws tensors, of `dtype` where it is not told another."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape, dtype=dtype):
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    return normal
+
+
 def packed():
     """Calls that look at contents: what was made of lengths and of angles is kept for them."""
     import npu_ops
 
-    draw = torch.Generator().manual_seed(0)
-
-    def normal(*shape, dtype=torch.bfloat16):
-        return torch.randn(shape, generator=draw).to(dtype)
-
-    calls = {}
+    normal, calls = _normal(torch.bfloat16), {}
     for tokens, lengths in LENGTHS.items():
         starts = torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0))
         packed = {"layout": "TND", "cu_seqlens": starts}
@@ -67,11 +72,7 @@ def layer(n, dtype):
     """Forward, and forward and backward, of n tokens, in the shapes of Qwen3-Next on 4 ranks."""
     import npu_ops
 
-    draw = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=draw).to(dtype)
-
+    normal = _normal(dtype)
     heads, x, gates, model = normal(n, 4, 128), normal(n, 8, 128), normal(n, 8), normal(n, 2048)
     weight, head = torch.ones(128, dtype=dtype), torch.ones(8)
     tables = {"cos": normal(1, n, 128), "sin": normal(1, n, 128), "layout": "BSND"}
@@ -119,10 +120,7 @@ def recurrent():
     """The gated delta rule by token, and a decoding step of 8 sequences: Qwen3-Next on 4 ranks."""
     import npu_ops
 
-    draw = torch.Generator().manual_seed(0)
-
-    def normal(*shape, dtype=torch.float32):
-        return torch.randn(shape, generator=draw).to(dtype)
+    normal = _normal(torch.float32)
 
     def rule(*tensors):
         q, k, v, g, beta, state = tensors

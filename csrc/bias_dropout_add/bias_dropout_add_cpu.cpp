@@ -55,11 +55,16 @@ NPU_OPS_CLONES void add_row(const X* x, const float* bias, const R* residual, co
 }
 
 // Without dropout there is too little to do on a row of fp16 for going through rows of fp32.
+NPU_OPS_WITHOUT void add_halves(const fp16* x, const float* bias, const fp16* residual, fp16* out,
+                                int64_t width) {
+  add_row<fp16, fp16, fp16, false>(x, bias, residual, nullptr, out, width, 0, 1.0f);
+}
+
 #ifdef NPU_OPS_X86_CLONES
 NPU_OPS_WITH_F16C void add_halves(const fp16* x, const float* bias, const fp16* residual, fp16* out,
                                   int64_t width) {
-  const int64_t whole = width / 8 * 8;
-  for (int64_t i = 0; i < whole; i += 8) {
+  int64_t i = 0;
+  for (; i + 8 <= width; i += 8) {
     const __m128i *of_x = reinterpret_cast<const __m128i*>(x + i),
                   *of_residual = reinterpret_cast<const __m128i*>(residual + i);
     const __m256 biased = _mm256_cvtph_ps(_mm_loadu_si128(of_x)) + _mm256_loadu_ps(bias + i);
@@ -67,15 +72,10 @@ NPU_OPS_WITH_F16C void add_halves(const fp16* x, const float* bias, const fp16* 
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
                      _mm256_cvtps_ph(sum, _MM_FROUND_TO_NEAREST_INT));
   }
-  for (int64_t i = whole; i < width; ++i)
-    store(out + i, load(residual[i]) + (load(x[i]) + bias[i]));
+  add_row<fp16, fp16, fp16, false>(x + i, bias + i, residual + i, nullptr, out + i, width - i, 0,
+                                   1.0f);
 }
 #endif
-
-NPU_OPS_WITHOUT void add_halves(const fp16* x, const float* bias, const fp16* residual, fp16* out,
-                                int64_t width) {
-  for (int64_t i = 0; i < width; ++i) store(out + i, load(residual[i]) + (load(x[i]) + bias[i]));
-}
 
 template <class G, class X>
 NPU_OPS_CLONES void gradient_row(const G* grad, const uint16_t* draws, X* grad_x, int64_t width,
