@@ -220,6 +220,11 @@ def is_plain(*tensors: torch.Tensor) -> bool:
     return watched(tensors) is None
 
 
+def readable(tensor: torch.Tensor) -> bool:
+    """Whether reading values waits for no device and breaks no trace."""
+    return tensor.device.type == "cpu" and is_plain(tensor)
+
+
 BY_AUTOGRAD, BY_MORE = "by autograd", "by more"
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from npu_ops.core.library import is_plain
+from npu_ops.core.library import readable
 
 Made = TypeVar("Made")
 
@@ -45,7 +45,7 @@ class ByContents:
 
     def get(self, tensor: torch.Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
         """`make()`, or what it returned for the same contents and key."""
-        if tensor.device.type != "cpu" or not is_plain(tensor) or tensor.is_neg():
+        if not readable(tensor) or tensor.is_neg():
             return make()  # is_neg: its memory holds the opposite of what it contains
         known = (tensor.shape, tensor.stride(), tensor.dtype, key)
         for entry in self._entries:

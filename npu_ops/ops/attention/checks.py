@@ -174,7 +174,7 @@ def _check_lengths(name: str, x, q, entries: int | None, total: int | None = Non
         check.same_device(name, x, "q", q)
     if x.dim() != 1 or (x.numel() < 2 if entries is None else x.numel() != entries):
         raise check.shape(name, x, "[sequences + 1]" if entries is None else f"[{entries}]")
-    if x.device.type == "cpu" and library.is_plain(x):
+    if library.readable(x):
         _check_values(name, x, total)
 
 
@@ -190,7 +190,7 @@ def _check_longest(name: str, given, lengths) -> None:
     """A bound of lengths; against them where they can be read."""
     if not isinstance(given, int) or given < 0:
         raise ValueError(f"{name}: got {given!r}, needs a number of tokens")
-    if lengths.device.type == "cpu" and library.is_plain(lengths) and lengths.numel():
+    if library.readable(lengths) and lengths.numel():
         if int(lengths.max()) > given:
             raise ValueError(f"{name}: got {given}, needs {int(lengths.max())} or more")
 

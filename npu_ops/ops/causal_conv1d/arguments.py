@@ -71,10 +71,5 @@ def check_starts(name, starts, x, tokens: int) -> None:
     check_integers(name, starts, x)
     if not starts.shape[0]:
         raise check.shape(name, starts, "[N + 1]")
-    if readable(starts):
+    if library.readable(starts):
         indices.check_starts(name, starts, tokens)
-
-
-def readable(tensor) -> bool:
-    """Whether reading values waits for no device and breaks no trace."""
-    return tensor.device.type == "cpu" and library.is_plain(tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from npu_ops.core import check, indices, make
+from npu_ops.core import check, indices, library, make
 from npu_ops.ops.causal_conv1d import arguments, layout
 
 
@@ -42,7 +42,7 @@ def _check_slots(conv_state, slots, pad_slot_id, count, x) -> None:
         return
     arguments.check_integers("conv_state_indices", slots, x, count)
     last = conv_state.shape[0] - 1
-    if arguments.readable(slots):
+    if library.readable(slots):
         used = slots[slots != pad_slot_id]
         indices.check_distinct(
             "conv_state_indices", indices.within("conv_state_indices", used, 0, last)

@@ -159,16 +159,16 @@ def _check_numbers(
         _check_range("conv_state_indices", indices, 0, slots - 1, pad_slot_id, distinct)
     if accepted is not None:
         arguments.check_integers("num_accepted_tokens", accepted, x, batch)
-        if indices is not None and arguments.readable(indices):
+        if indices is not None and library.readable(indices):
             accepted = accepted[indices != pad_slot_id]
         _check_range("num_accepted_tokens", accepted, 1, columns - width + 2)
-    if starts is not None and arguments.readable(starts):
+    if starts is not None and library.readable(starts):
         _check_starts(starts, x.shape[0], columns - width + 2 if accepted is not None else None)
 
 
 def _check_range(name, values, low, high, except_for=None, distinct=False):
     """On the CPU: values from low to high, or `except_for`."""
-    if not arguments.readable(values):
+    if not library.readable(values):
         return
     if except_for is not None:
         values = values[values != except_for]

@@ -142,7 +142,7 @@ def _converted(call):
 
 def _warn_of_growth(g) -> None:
     """Only where looking at g waits for no device."""
-    if g.device.type == "cpu" and library.is_plain(g.detach()) and (g > 0).any():
+    if library.readable(g.detach()) and (g > 0).any():
         log.once("chunk_gated_delta_rule: a g is above 0, which lets the state grow")
 
 

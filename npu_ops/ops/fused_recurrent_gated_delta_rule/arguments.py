@@ -82,7 +82,7 @@ def _check_cu_seqlens(cu_seqlens, v) -> None:
         raise check.shape("cu_seqlens", cu_seqlens, "[sequences + 1]")
     if v.shape[0] != 1:
         raise ValueError(f"cu_seqlens: got one with batch {v.shape[0]}, needs batch 1")
-    if cu_seqlens.device.type == "cpu" and library.is_plain(cu_seqlens):
+    if library.readable(cu_seqlens):
         indices.check_starts("cu_seqlens", cu_seqlens, v.shape[1])
 
 

@@ -131,15 +131,10 @@ def check_positions(name: str, positions, shapes: tuple[tuple[int, ...], ...], r
     check.same_device(name, positions, "q", q)
     if tuple(positions.shape) not in shapes:
         raise check.shape(name, positions, " or ".join(str(list(s)) for s in shapes))
-    if _readable(positions) and positions.numel():
+    if library.readable(positions) and positions.numel():
         low, high = (int(value) for value in positions.aminmax())
         if low < 0 or high >= rows:
             raise ValueError(f"{name}: got rows {low} to {high}, needs 0 to {rows - 1}")
-
-
-def _readable(tensor) -> bool:
-    """Whether reading values waits for no device and breaks no trace."""
-    return tensor.device.type == "cpu" and library.is_plain(tensor)
 
 
 def check_cu_seqlens(cu_seqlens, q) -> None:
