@@ -5,39 +5,14 @@
 // of any strides, but in a row one element follows another. Query i sees key j where j <= i +
 // shift. In fp32: a few queries at a time, whose scores stay in the first cache, against all keys.
 #include <atomic>
-#include <cmath>
-#include <limits>
 #include <vector>
 
-#include "attention/tile.h"
-#include "common/check.h"
+#include "attention/heads.h"
 #include "common/dot.h"
-#include "common/math.h"
 #include "common/parallel.h"
-#include "common/staged.h"
 
 namespace npu_ops {
 namespace {
-
-// Where the tokens of each head are.
-template <class T>
-struct Heads {
-  Heads(const Tensor& tensor, T* data)
-      : data(data), batch(tensor.stride(0)), head(tensor.stride(1)), token(tensor.stride(2)) {}
-  Strided<T> of(int64_t b, int64_t h) const { return {data + b * batch + h * head, token}; }
-  T* data;
-  int64_t batch, head, token;
-};
-
-template <class T>
-Heads<const T> heads_in(const Tensor& tensor) {
-  return {tensor, input<T>(tensor)};
-}
-
-template <class T>
-Heads<T> heads_out(const Tensor& tensor) {
-  return {tensor, output<T>(tensor)};
-}
 
 struct Sizes {
   Sizes(const Tensor& q, const Tensor& k, const Tensor& v, double scale, int64_t shift)
@@ -60,52 +35,6 @@ struct Sizes {
   int64_t shift;
 };
 
-// One thread's memory, in pieces. It is kept: new pages take longer than a short sequence.
-class Pieces {
- public:
-  Padded<float> take(int64_t rows, int64_t columns) {
-    thread_local std::vector<std::vector<float>> kept;
-    if (taken_ == kept.size()) kept.emplace_back();
-    std::vector<float>& mine = kept[taken_++];
-    const int64_t step = padded(columns), floats = rows * step;
-    if (static_cast<int64_t>(mine.size()) < floats) mine.resize(floats);
-    return {mine.data(), step};
-  }
-
- private:
-  size_t taken_ = 0;
-};
-
-// Rows in fp32, with zeros up to their step.
-template <class T>
-NPU_OPS_CLONES void read(Strided<const T> from, int64_t rows, int64_t width, Padded<float> to) {
-  for (int64_t i = 0; i < rows; ++i) {
-    const T* in = from.row(i);
-    float* out = to.row(i);
-    if constexpr (std::is_same_v<T, fp16>)
-      widen(in, out, width);
-    else
-      for (int64_t j = 0; j < width; ++j) out[j] = load(in[j]);
-    for (int64_t j = width; j < to.step; ++j) out[j] = 0.0f;
-  }
-}
-
-// Writes rows, each times its number in `by`, which is done in place.
-template <class T>
-NPU_OPS_CLONES void write(Padded<float> from, int64_t rows, int64_t width, const float* by,
-                          Strided<T> to) {
-  for (int64_t i = 0; i < rows; ++i) {
-    float* in = from.row(i);
-    T* out = to.row(i);
-    for (int64_t j = 0; j < width; ++j) in[j] *= by[i];
-    if constexpr (std::is_same_v<T, fp16>)
-      narrow(in, out, width);
-    else
-#pragma GCC ivdep
-      for (int64_t j = 0; j < width; ++j) store(out + j, in[j]);
-  }
-}
-
 NPU_OPS_CLONES bool finite(Padded<const float> from, int64_t rows) {
   const float nothing = sum(rows * from.step, [&](int64_t j) { return 0.0f * from.data[j]; });
   return nothing == 0.0f;  // a NaN is not
@@ -117,25 +46,6 @@ NPU_OPS_CLONES void transpose(Padded<const float> from, int64_t rows, int64_t co
   if (rows < to.step) std::fill_n(to.data, columns * to.step, 0.0f);
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = 0; j < columns; ++j) to.row(j)[i] = by * from.row(i)[j];
-}
-
-// The scores of the keys that are seen become weights, not yet over their sum, and the others of
-// the `columns` become 0. Returns the logarithm of the sum.
-NPU_OPS_INLINE float soften(float* scores, int64_t seen, int64_t columns, float* sum_of) {
-  constexpr float kNone = -std::numeric_limits<float>::infinity();
-  *sum_of = 1.0f;
-  if (!seen) std::fill_n(scores, columns, 0.0f);
-  if (!seen) return kNone;
-  std::fill(scores + seen, scores + columns, kNone);
-  float most[kLanes];
-  std::fill_n(most, kLanes, kNone);
-  for (int64_t j = 0; j < columns; j += kLanes)
-    for (int64_t l = 0; l < kLanes; ++l) most[l] = std::max(most[l], scores[j + l]);
-  for (int64_t l = 1; l < kLanes; ++l) most[0] = std::max(most[0], most[l]);
-  for (int64_t j = 0; j < columns; ++j) scores[j] = exp_within(scores[j] - most[0]);
-  std::fill(scores + seen, scores + columns, 0.0f);
-  *sum_of = sum(columns, [&](int64_t j) { return scores[j]; });
-  return most[0] + std::log(*sum_of);
 }
 
 // `count` queries from `first` on, in kRows rows. keys: transposed and scaled. out is to be divided

@@ -1,5 +1,5 @@
-"""Attention on the CPU: native code for each short sequence, torch's flash attention for each long
-one, blocks of queries for what neither knows.
+"""Attention on the CPU: native code for each short sequence and for a step with a cache, torch's
+flash attention for each long one, blocks of queries for what none of these knows.
 
 Memory is linear in tokens either way: nothing is padded, and no mask of all pairs is made.
 """
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from npu_ops.core import indices, make
-from npu_ops.ops.attention import blocks, short
+from npu_ops.ops.attention import blocks, decode, short
 from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.routing import operator_of
 
@@ -42,6 +42,15 @@ class Piece(NamedTuple):
 
 def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
     """Write out and lse."""
+    if decode.serves(q, extra, rule):
+        decode.forward(q, k, v, extra, rule, out, lse)
+    else:
+        _by_piece(q, k, v, extra, rule, out, lse)
+    if extra.sinks is not None:
+        _add_sinks(extra.sinks, out, lse)
+
+
+def _by_piece(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
     rows = _rows(lse, rule)
     by_blocks = operator_of(q, k, v, extra, rule) != "torch flash attention"
     for piece in pieces(q, k, extra):
@@ -59,8 +68,6 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
             short.forward(*mine, rule, *to)
         else:
             _forward(*mine, call.mask, rule, *to, own=to[0] is out)
-        if extra.sinks is not None:
-            _add_sinks(extra.sinks, *to)
 
 
 def attention_backward(

@@ -15,7 +15,7 @@ from npu_ops.ops.attention.arguments import Rule
 
 # Tokens. Measured, of 4 to 32 heads of 72 to 256: where a query sees all keys, and each of them is
 # multiplied, torch catches up sooner; for a few queries it reads keys with fewer steps.
-LONGEST, LONGEST_SEEN = 512, 64
+LONGEST, LONGEST_SEEN = 512, 128
 _KEYS_OF_A_QUERY = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOTHING = blocks.Pairs(None, None, None, None)

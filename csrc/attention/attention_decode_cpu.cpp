@@ -1,0 +1,145 @@
+// Attention of one query a sequence on the CPU, whose keys a cache has. Definition:
+// npu_ops/ops/attention/reference.py; who asks for it: decode.py there.
+//
+// q and out are [N, H, 1, .], lse fp32 [N, H, 1]. k and v are [blocks, Hk, size, .]: key j of a
+// sequence is row j % size of block j / size of its row in block_table, and without a table the
+// block is the sequence's own. Each of any strides, but in a row one element follows another.
+//
+// Keys are read once, where they lie, for all heads that share them.
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "attention/heads.h"
+#include "common/indices.h"
+#include "common/parallel.h"
+
+namespace npu_ops {
+namespace {
+
+constexpr int64_t kKeys = 32;  // at a time: as rows of fp32 they stay in the first cache
+
+// Where the keys of each sequence are.
+struct Cache {
+  Cache(const Tensor& k, const std::optional<Tensor>& block_table, const Tensor& seqlens_k)
+      : size(k.size(2)), table(block_table) {
+    const Indices seqlens(seqlens_k);
+    const int64_t sequences = seqlens.rows();
+    const int64_t most = size * (table ? table.columns() : 1);
+    for (int64_t n = 0; n < sequences; ++n) {
+      lengths.push_back(within("seqlens_k", seqlens.at(n), 0, most));
+      for (int64_t j = 0; table && j < lengths[n]; j += size)
+        within("block_table", table.at(n, j / size), 0, k.size(0) - 1);
+    }
+  }
+  // Runs body(block, row, first, count) for `count` keys from `first` on, up to kKeys at a time.
+  template <class Body>
+  void each(int64_t sequence, const Body& body) const {
+    for (int64_t first = 0; first < lengths[sequence];) {
+      const int64_t row = first % size, left = std::min(size - row, lengths[sequence] - first);
+      const int64_t count = std::min(kKeys, left);
+      body(table ? table.at(sequence, first / size) : sequence, row, first, count);
+      first += count;
+    }
+  }
+  int64_t longest() const { return lengths.empty() ? 0 : *std::ranges::max_element(lengths); }
+  int64_t size;
+  Indices table;
+  std::vector<int64_t> lengths;
+};
+
+// The products of `rows` queries with `count` keys, in columns of `scores` from `first` on.
+NPU_OPS_CLONES void score(Padded<const float> queries, int64_t rows, Padded<const float> keys,
+                          int64_t count, Padded<float> scores, int64_t first) {
+  for (int64_t i = 0; i < rows; i += kRows)
+    for (int64_t j = 0; j < count; ++j) {
+      Lanes sums[kRows][kParts] = {};
+      for (int64_t at = 0; at < keys.step; at += kLanes)
+        for (int r = 0; r < kRows; ++r)
+          for (int part = 0; part < kParts; ++part)
+            sums[r][part] += lanes(queries.row(i + r) + at + part * kFloats) *
+                             lanes(keys.row(j) + at + part * kFloats);
+      for (int r = 0; r < kRows; ++r) scores.row(i + r)[first + j] = sum_of(sums[r]);
+    }
+}
+
+NPU_OPS_CLONES void soften_rows(Padded<float> scores, int64_t rows, int64_t keys, float* log_sums,
+                                float* over) {
+  for (int64_t i = 0; i < rows; ++i) {
+    log_sums[i] = soften(scores.row(i), keys, padded(keys), over + i);
+    over[i] = 1 / over[i];
+  }
+}
+
+// Adds `count` values by the weights in columns of `weights` from `first` on.
+NPU_OPS_CLONES void add_values(Padded<const float> weights, int64_t rows, int64_t first,
+                               Padded<const float> values, int64_t count, Padded<float> to) {
+  for (int64_t i = 0; i < rows; i += kRows)
+    multiply<true>({weights.row(i) + first, weights.step, 1}, values, count, to.from(i), to.step);
+}
+
+// What a thread works in. rows: the queries that share keys, rounded up to kRows.
+struct Scratch {
+  Scratch(Pieces pieces, int64_t rows, int64_t width, int64_t value_width, int64_t longest)
+      : rows(rows),
+        queries(pieces.take(rows, width)),
+        found(pieces.take(rows, value_width)),
+        keys(pieces.take(kKeys, width)),
+        values(pieces.take(kKeys, value_width)),
+        scores(pieces.take(rows, longest)),
+        log_sums(pieces.take(1, rows)),
+        over(pieces.take(1, rows)) {}
+  int64_t rows;
+  Padded<float> queries, found, keys, values, scores, log_sums, over;
+};
+
+// Writes x.found, and what it has to be multiplied by, and the logarithms of the sums.
+template <class T>
+void attend_to(const Cache& cache, int64_t sequence, const Heads<const T>& k,
+               const Heads<const T>& v, int64_t head, int64_t width, int64_t value_width,
+               const Scratch& x) {
+  cache.each(sequence, [&](int64_t block, int64_t row, int64_t first, int64_t count) {
+    read(k.of(block, head).from(row), count, width, x.keys);
+    score(x.queries, x.rows, x.keys, count, x.scores, first);
+  });
+  soften_rows(x.scores, x.rows, cache.lengths[sequence], x.log_sums.data, x.over.data);
+  std::fill_n(x.found.data, x.rows * x.found.step, 0.0f);
+  cache.each(sequence, [&](int64_t block, int64_t row, int64_t first, int64_t count) {
+    read(v.of(block, head).from(row), count, value_width, x.values);
+    add_values(x.scores, x.rows, first, x.values, count, x.found);
+  });
+}
+
+void decode(Tensor q, Tensor k, Tensor v, std::optional<Tensor> block_table, Tensor seqlens_k,
+            double scale, Tensor out, Tensor lse) {
+  const Cache cache(k, block_table, seqlens_k);
+  const int64_t sequences = q.size(0), key_heads = k.size(1), group = q.size(1) / key_heads;
+  const int64_t width = q.size(3), value_width = v.size(3), longest = cache.longest();
+  const int64_t rows = (group + kRows - 1) / kRows * kRows;
+  dispatch(q.scalar_type(), "q", [&]<class T>(T*) {
+    const auto qs = heads_in<T>(q), ks = heads_in<T>(k), vs = heads_in<T>(v);
+    const auto outs = heads_out<T>(out);
+    const auto lses = heads_out<float>(lse);
+    const int64_t cost = longest * (width + value_width);
+    parallel(sequences * key_heads, cost, [&](int64_t begin, int64_t end) {
+      const Scratch x(Pieces(), rows, width, value_width, longest);
+      std::fill_n(x.queries.data, rows * x.queries.step, 0.0f);
+      for (int64_t at = begin; at < end; ++at) {
+        const int64_t n = at / key_heads, key_head = at % key_heads, head = key_head * group;
+        read(Strided<const T>{qs.of(n, head).data, qs.head}, group, width, x.queries);
+        for (int64_t i = 0; i < group * x.queries.step; ++i)
+          x.queries.data[i] *= static_cast<float>(scale);
+        attend_to(cache, n, ks, vs, key_head, width, value_width, x);
+        write(x.found, group, value_width, x.over.data,
+              Strided<T>{outs.of(n, head).data, outs.head});
+        for (int64_t g = 0; g < group; ++g) *lses.of(n, head + g).data = x.log_sums.data[g];
+      }
+    });
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(npu_ops, CPU, m) { m.impl("attention_decode_cpu", TORCH_BOX(&decode)); }
+
+}  // namespace npu_ops
