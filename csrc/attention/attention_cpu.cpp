@@ -44,8 +44,11 @@ NPU_OPS_CLONES bool finite(Padded<const float> from, int64_t rows) {
 NPU_OPS_CLONES void transpose(Padded<const float> from, int64_t rows, int64_t columns, float by,
                               Padded<float> to) {
   if (rows < to.step) std::fill_n(to.data, columns * to.step, 0.0f);
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t j = 0; j < columns; ++j) to.row(j)[i] = by * from.row(i)[j];
+  for (int64_t i = 0; i < rows; i += kLanes) {  // a line of the first cache is written once
+    const int64_t count = std::min(kLanes, rows - i);
+    for (int64_t j = 0; j < columns; ++j)
+      for (int64_t r = 0; r < count; ++r) to.row(j)[i + r] = by * from.row(i + r)[j];
+  }
 }
 
 // `count` queries from `first` on, in kRows rows. keys: transposed and scaled. out is to be divided

@@ -8,6 +8,7 @@
 #include "common/partials.h"
 #include "common/philox.h"
 #include "common/staged.h"
+#include "common/widen.h"
 
 namespace npu_ops {
 namespace {
@@ -29,7 +30,7 @@ Dropout make_dropout(const std::optional<Tensor>& rng_state, double p) {
 
 // One thread's draws. They stay 0, which a threshold of 0 keeps, without dropout.
 struct Draws {
-  explicit Draws(int64_t width) : lane(lane_width(width)), values(kLanes * lane) {}
+  explicit Draws(int64_t width) : lane(lane_width(width)), values(kDrawLanes * lane) {}
 
   const uint16_t* row(int64_t index, const Dropout& dropout, Upcoming upcoming) {
     if (dropout.threshold)
@@ -64,14 +65,8 @@ NPU_OPS_WITHOUT void add_halves(const fp16* x, const float* bias, const fp16* re
 NPU_OPS_WITH_F16C void add_halves(const fp16* x, const float* bias, const fp16* residual, fp16* out,
                                   int64_t width) {
   int64_t i = 0;
-  for (; i + 8 <= width; i += 8) {
-    const __m128i *of_x = reinterpret_cast<const __m128i*>(x + i),
-                  *of_residual = reinterpret_cast<const __m128i*>(residual + i);
-    const __m256 biased = _mm256_cvtph_ps(_mm_loadu_si128(of_x)) + _mm256_loadu_ps(bias + i);
-    const __m256 sum = _mm256_cvtph_ps(_mm_loadu_si128(of_residual)) + biased;
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
-                     _mm256_cvtps_ph(sum, _MM_FROUND_TO_NEAREST_INT));
-  }
+  for (; i + 8 <= width; i += 8)
+    put_eight(out + i, eight(residual + i) + (eight(x + i) + _mm256_loadu_ps(bias + i)));
   add_row<fp16, fp16, fp16, false>(x + i, bias + i, residual + i, nullptr, out + i, width - i, 0,
                                    1.0f);
 }
@@ -95,11 +90,6 @@ NPU_OPS_CLONES void gradient_row_and_sum(const G* grad, const uint16_t* draws, X
     sum[i] += kept;
     store(grad_x + i, kept);
   }
-}
-
-template <class T>
-NPU_OPS_CLONES void widen(const T* in, float* out, int64_t width) {
-  for (int64_t i = 0; i < width; ++i) out[i] = load(in[i]);
 }
 
 // The bias as float rows: none is a row of zeros, [h] is one row, a full one is widened per row.

@@ -22,8 +22,10 @@ NPU_OPS_INLINE void philox_round(uint32_t c[4], uint32_t k0, uint32_t k1) {
 
 // A row is cut into 8 lanes of this many columns. One Philox call per column of a lane serves all
 // eight with 16 bits each. A multiple of 16 keeps vectors whole.
-constexpr int64_t kLanes = 8;
-inline int64_t lane_width(int64_t width) { return ((width + kLanes - 1) / kLanes + 15) / 16 * 16; }
+constexpr int64_t kDrawLanes = 8;
+inline int64_t lane_width(int64_t width) {
+  return ((width + kDrawLanes - 1) / kDrawLanes + 15) / 16 * 16;
+}
 
 // The ten round keys.
 struct Keys {

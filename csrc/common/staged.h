@@ -1,5 +1,5 @@
-// Rows as vectorised loops take them. fp16 goes through rows of fp32: GCC 12 has no vector
-// conversion of it in a cloned loop, and in integers one takes 8 or, rounded, 15 instructions.
+// Rows as vectorised loops take them. fp16 goes through rows of fp32, for it is not converted in
+// such a loop (halves.h).
 #pragma once
 
 #include <algorithm>
@@ -7,42 +7,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "common/vec.h"
+#include "common/halves.h"
 
 namespace npu_ops {
-
-#ifdef NPU_OPS_X86_CLONES
-#define NPU_OPS_WITH_F16C __attribute__((target("arch=x86-64-v3")))
-#define NPU_OPS_WITHOUT __attribute__((target("default")))
-
-NPU_OPS_WITH_F16C inline void widen(const fp16* in, float* out, int64_t count) {
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
-    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(halves));
-  }
-  for (; i < count; ++i) out[i] = load(in[i]);
-}
-
-NPU_OPS_WITH_F16C inline void narrow(const float* in, fp16* out, int64_t count) {
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), halves);
-  }
-  for (; i < count; ++i) store(out + i, in[i]);
-}
-#else
-#define NPU_OPS_WITHOUT
-#endif
-
-NPU_OPS_WITHOUT inline void widen(const fp16* in, float* out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) out[i] = load(in[i]);
-}
-
-NPU_OPS_WITHOUT inline void narrow(const float* in, fp16* out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) store(out + i, in[i]);
-}
 
 // Rows in memory, a step apart.
 template <class T>

@@ -6,6 +6,39 @@
 namespace npu_ops {
 namespace {
 
+// Of two types, fp16 goes through rows of fp32.
+template <class X, class O>
+void normalize_rows(Strided<const X> from, Strided<O> to, int64_t count, int64_t width, float eps) {
+  if constexpr (std::is_same_v<X, O>) {
+    normalize(from, to, count, width, eps);
+  } else {
+    const int64_t most = staged_at_once<X, O>(count, width);
+    Staged<X> of_x(most, width);
+    Staged<O> of_out(most, width);
+    in_blocks(0, count, most, [&](int64_t row, int64_t rows) {
+      normalize(of_x.read(from.from(row), rows), of_out.to(to.from(row)), rows, width, eps);
+      of_out.written(to.from(row), rows);
+    });
+  }
+}
+
+template <class G, class X>
+void normalize_rows_backward(Strided<const G> grads, Strided<const X> from, Strided<X> to,
+                             int64_t count, int64_t width, float eps) {
+  if constexpr (std::is_same_v<G, X>) {
+    normalize_backward(grads, from, to, count, width, eps);
+  } else {
+    const int64_t most = staged_at_once<G, X>(count, width);
+    Staged<G> of_grad(most, width);
+    Staged<X> of_x(most, width), of_grad_x(most, width);
+    in_blocks(0, count, most, [&](int64_t row, int64_t rows) {
+      normalize_backward(of_grad.read(grads.from(row), rows), of_x.read(from.from(row), rows),
+                         of_grad_x.to(to.from(row)), rows, width, eps);
+      of_grad_x.written(to.from(row), rows);
+    });
+  }
+}
+
 void forward(Tensor x, double eps, Tensor out) {
   const Rows from(x), to(out);
   const int64_t width = x.size(-1);
@@ -15,15 +48,9 @@ void forward(Tensor x, double eps, Tensor out) {
       const X* in = input<X>(x);
       O* result = output<O>(out);
       parallel_runs(from, width, [&](int64_t outer, int64_t first, int64_t count) {
-        const int64_t most = staged_at_once<X, O>(count, width);
-        Staged<X> of_x(most, width);
-        Staged<O> of_out(most, width);
-        in_blocks(first, first + count, most, [&](int64_t row, int64_t rows) {
-          const Strided<O> written{result + to.at(outer, row), to.step};
-          normalize(of_x.read({in + from.at(outer, row), from.step}, rows), of_out.to(written),
-                    rows, width, static_cast<float>(eps));
-          of_out.written(written, rows);
-        });
+        normalize_rows(Strided<const X>{in + from.at(outer, first), from.step},
+                       Strided<O>{result + to.at(outer, first), to.step}, count, width,
+                       static_cast<float>(eps));
       });
     });
   });
@@ -39,16 +66,10 @@ void backward(Tensor grad, Tensor x, double eps, Tensor grad_x) {
       const X* in = input<X>(x);
       X* result = output<X>(grad_x);
       parallel_runs(from, width, [&](int64_t outer, int64_t first, int64_t count) {
-        const int64_t most = staged_at_once<G, X>(count, width);
-        Staged<G> of_grad(most, width);
-        Staged<X> of_x(most, width), of_grad_x(most, width);
-        in_blocks(first, first + count, most, [&](int64_t row, int64_t rows) {
-          const Strided<X> written{result + to.at(outer, row), to.step};
-          normalize_backward(of_grad.read({grads + given.at(outer, row), given.step}, rows),
-                             of_x.read({in + from.at(outer, row), from.step}, rows),
-                             of_grad_x.to(written), rows, width, static_cast<float>(eps));
-          of_grad_x.written(written, rows);
-        });
+        normalize_rows_backward(Strided<const G>{grads + given.at(outer, first), given.step},
+                                Strided<const X>{in + from.at(outer, first), from.step},
+                                Strided<X>{result + to.at(outer, first), to.step}, count, width,
+                                static_cast<float>(eps));
       });
     });
   });

@@ -4,6 +4,8 @@
 
 #include "common/dot.h"
 #include "common/partials.h"
+#include "common/staged.h"
+#include "common/widen.h"
 #include "mrope/sections.h"
 
 namespace npu_ops {
@@ -28,15 +30,9 @@ NPU_OPS_CLONES void normalise(const T* x, const float* weight, float* y, int64_t
 }
 
 template <class T>
-NPU_OPS_CLONES void widen(const T* x, float* out, int64_t dim) {
+NPU_OPS_CLONES void narrow(const float* in, T* out, int64_t count) {
 #pragma GCC ivdep
-  for (int64_t i = 0; i < dim; ++i) out[i] = load(x[i]);
-}
-
-template <class T>
-NPU_OPS_CLONES void narrow(const float* x, T* out, int64_t dim) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < dim; ++i) store(out + i, x[i]);
+  for (int64_t i = 0; i < count; ++i) store(out + i, in[i]);
 }
 
 // The gradient of a head from that of its normalised form; adds to the weight's.
@@ -110,14 +106,18 @@ class Tables {
 };
 
 // A thread's memory: one token's coefficients, and one head.
+template <class T>
 struct Scratch {
   Scratch(const PairLayout& pair, int64_t dim)
       : values(pair.row_size() + dim),
         coefficients(values.data(), pair.pairs),
-        head(values.data() + pair.row_size()) {}
+        head(values.data() + pair.row_size()),
+        x(1, dim),
+        grad_x(1, dim) {}
   std::vector<float> values;
   Coefficients coefficients;
   float* head;
+  Staged<T> x, grad_x;
 };
 
 template <class T>
@@ -142,17 +142,18 @@ void forward(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor si
   dispatch(qkv.scalar_type(), "qkv", [&]<class T>(T*) {
     const T* x = input<T>(qkv);
     const auto one = [&](const Part& part, const Tensor& to, const float* weight, int64_t b,
-                         int64_t s, Scratch& scratch) {
+                         int64_t s, Scratch<T>& scratch) {
       const Part target = Part::own(to);
       for (int64_t n = 0; n < part.heads; ++n) {
-        normalise(x + part.at(b, s, n), weight, scratch.head, dim, static_cast<float>(eps));
+        const auto* head = scratch.x.read(x + part.at(b, s, n), dim);
+        normalise(head, weight, scratch.head, dim, static_cast<float>(eps));
         rotate_head(scratch.head, scratch.head, scratch.coefficients, tables.pair, dim);
         narrow(scratch.head, output<T>(to) + target.at(b, s, n), dim);
       }
     };
     dispatch(cos.scalar_type(), "cos", [&]<class C>(C*) {
       parallel(tokens, 2 * qkv.size(2), [&](int64_t begin, int64_t end) {
-        Scratch scratch(tables.pair, dim);
+        Scratch<T> scratch(tables.pair, dim);
         for (int64_t token = begin; token < end; ++token) {
           const int64_t b = token / length, s = token % length;
           tables.take_token<C>(b, s, scratch.coefficients, false);
@@ -193,19 +194,22 @@ void backward(Tensor grad_q, Tensor grad_k, std::optional<Tensor> grad_v,
     T* result = output<T>(grad_qkv);
     const auto one = [&](const Part& part, const Part& target, const Tensor& grad,
                          const float* weight, float* total, int64_t b, int64_t s,
-                         Scratch& scratch) {
+                         Scratch<T>& scratch) {
       const Part source = Part::own(grad);
       for (int64_t n = 0; n < part.heads; ++n) {
         widen(input<T>(grad) + source.at(b, s, n), scratch.head, dim);
         rotate_head(scratch.head, scratch.head, scratch.coefficients, tables.pair, dim);
-        normalise_backward(scratch.head, x + part.at(b, s, n), weight, result + target.at(b, s, n),
-                           total, dim, static_cast<float>(eps));
+        const auto* head = scratch.x.read(x + part.at(b, s, n), dim);
+        T* to = result + target.at(b, s, n);
+        normalise_backward(scratch.head, head, weight, scratch.grad_x.to(to), total, dim,
+                           static_cast<float>(eps));
+        scratch.grad_x.written(to, dim);
       }
     };
     dispatch(cos.scalar_type(), "cos", [&]<class C>(C*) {
       const int64_t cost = 3 * sums.block_rows * qkv.size(2);
       parallel(sums.blocks, cost, [&](int64_t begin, int64_t end) {
-        Scratch scratch(tables.pair, dim);
+        Scratch<T> scratch(tables.pair, dim);
         for (int64_t block = begin; block < end; ++block) {
           float* total = sums.block(block);
           const int64_t last = std::min(tokens, (block + 1) * sums.block_rows);

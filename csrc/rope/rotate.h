@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/check.h"
+#include "common/halves.h"
 #include "common/parallel.h"
 
 namespace npu_ops {
@@ -53,17 +54,36 @@ NPU_OPS_CLONES void take(const C* cos, const C* sin, Coefficients to, Span span,
   }
 }
 
-// `out` may be `x`: a pair is read before it is written, hence ivdep.
+// `out` may be `x`: a pair is read before it is written, hence ivdep. apart: the two of a pair.
 template <class T>
 NPU_OPS_CLONES void rotate_half(const T* x, T* out, const float* cos1, const float* cos2,
-                                const float* sin1, const float* sin2, int64_t pairs) {
+                                const float* sin1, const float* sin2, int64_t count,
+                                int64_t apart) {
 #pragma GCC ivdep
-  for (int64_t j = 0; j < pairs; ++j) {
-    const float x1 = load(x[j]), x2 = load(x[j + pairs]);
+  for (int64_t j = 0; j < count; ++j) {
+    const float x1 = load(x[j]), x2 = load(x[j + apart]);
     store(out + j, x1 * cos1[j] + x2 * sin1[j]);
-    store(out + j + pairs, x2 * cos2[j] + x1 * sin2[j]);
+    store(out + j + apart, x2 * cos2[j] + x1 * sin2[j]);
   }
 }
+
+// There is too little to do on a row of fp16 for going through rows of fp32.
+NPU_OPS_WITHOUT inline void rotate_halves(const fp16* x, fp16* out, Coefficients c, int64_t pairs) {
+  rotate_half(x, out, c.cos1, c.cos2, c.sin1, c.sin2, pairs, pairs);
+}
+
+#ifdef NPU_OPS_X86_CLONES
+NPU_OPS_WITH_F16C inline void rotate_halves(const fp16* x, fp16* out, Coefficients c,
+                                            int64_t pairs) {
+  int64_t j = 0;
+  for (; j + 8 <= pairs; j += 8) {
+    const __m256 x1 = eight(x + j), x2 = eight(x + j + pairs);
+    put_eight(out + j, x1 * _mm256_loadu_ps(c.cos1 + j) + x2 * _mm256_loadu_ps(c.sin1 + j));
+    put_eight(out + j + pairs, x2 * _mm256_loadu_ps(c.cos2 + j) + x1 * _mm256_loadu_ps(c.sin2 + j));
+  }
+  rotate_half(x + j, out + j, c.cos1 + j, c.cos2 + j, c.sin1 + j, c.sin2 + j, pairs - j, pairs);
+}
+#endif
 
 template <class T>
 NPU_OPS_CLONES void rotate_interleaved(const T* x, T* out, const float* cos1, const float* cos2,
@@ -101,8 +121,12 @@ struct Heads {
 
 template <class T>
 void rotate_head(const T* x, T* out, Coefficients c, const PairLayout& pair, int64_t dim) {
-  const auto rotate = pair.interleaved ? rotate_interleaved<T> : rotate_half<T>;
-  rotate(x, out, c.cos1, c.cos2, c.sin1, c.sin2, pair.pairs);
+  if (pair.interleaved)
+    rotate_interleaved(x, out, c.cos1, c.cos2, c.sin1, c.sin2, pair.pairs);
+  else if constexpr (std::is_same_v<T, fp16>)
+    rotate_halves(x, out, c, pair.pairs);
+  else
+    rotate_half(x, out, c.cos1, c.cos2, c.sin1, c.sin2, pair.pairs, pair.pairs);
   const int64_t rotated = 2 * pair.pairs;
   if (x != out) std::memcpy(out + rotated, x + rotated, (dim - rotated) * sizeof(T));
 }
