@@ -42,8 +42,7 @@ class Known:
         if plan is not None and watched is None:
             return self._operator.run_again(inputs_of.laid(tensors), plan)
         if plan is not None and not self._makes_views:
-            inputs = inputs_of.laid(tensors)
-            return library.run_watched(self._operator.name, inputs, watched)
+            return self._operator.record_again(inputs_of.laid(tensors), plan)
         inputs = self._prepare(*tensors, **settings)
         result = self._operator(*inputs)
         self._keep(key, tensors, inputs)

@@ -83,7 +83,8 @@ def differentiable(name: str, backward, save=None) -> None:
     """Give an operator its gradient, as `torch.library.register_autograd` takes it."""
     torch.library.register_autograd(f"npu_ops::{name}", backward, setup_context=save, lib=LIBRARY)
     _transformed[name] = _function(name, backward, save)
-    _recorded[name] = _recorder(_function_of_run(name, backward, save))
+    _gradients[name] = backward, save or _save_nothing
+    _recorded[name] = recorder(name, _runs[name])
 
 
 # What an operator computes, by its name.
@@ -93,6 +94,8 @@ _runs: dict[str, Callable] = {}
 _transformed: dict[str, type[torch.autograd.Function]] = {}
 # The same in eager mode, where torch's own way costs four times as much: what records a call.
 _recorded: dict[str, Callable] = {}
+# What each of these is made of: backward and save.
+_gradients: dict[str, tuple[Callable, Callable]] = {}
 
 
 def _function(name: str, backward, save) -> type[torch.autograd.Function]:
@@ -108,23 +111,26 @@ def _function(name: str, backward, save) -> type[torch.autograd.Function]:
     return type(name, (torch.autograd.Function,), members)
 
 
-def _function_of_run(name: str, backward, save) -> type[torch.autograd.Function]:
-    run, save = _runs[name], save or _save_nothing
+def recorder(name: str, run: Callable, plan=None) -> Callable | None:
+    """A function that computes `npu_ops::<name>` by `run` and records it; None without a gradient.
+
+    It is `torch.autograd.Function.apply` without the look for functorch's transforms, which
+    `watched` has ruled out. That, and what else it does in Python, is a third of what it costs.
+
+    plan: of the calls that it is for; the gradient finds it in `ctx.plan`.
+    """
+    if name not in _gradients:
+        return None
+    backward, save = _gradients[name]
 
     def forward(ctx, *args):
         result = run(*args)
+        ctx.plan = plan
         save(ctx, args, result)
         return result
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (torch.autograd.Function,), members)
-
-
-def _recorder(function: type[torch.autograd.Function]) -> Callable:
-    """Its `apply` without the look for functorch's transforms, which `watched` has ruled out.
-
-    That, and what else `torch.autograd.Function.apply` does in Python, is a third of what it costs.
-    """
+    function = type(name, (torch.autograd.Function,), members)
     return super(torch.autograd.Function, function).apply
 
 

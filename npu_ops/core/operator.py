@@ -159,12 +159,22 @@ class Operator:
 
     def run_again(self, inputs: tuple, plan: plans.Plan):
         """Compute the outputs as `run` does, by the plan of a call like this one."""
-        outputs = plan.outputs()
+        outputs = plan.outputs(inputs)
         if library.poison_outputs:
             _poison(outputs)
         laid = plan.laid((*inputs[: self._tensors], *outputs))
         self.table.launch(plan.chosen, laid)
         return self._returned(inputs, outputs)
+
+    def record_again(self, inputs: tuple, plan: plans.Plan):
+        """The same where autograd records, and nothing else watches."""
+        if plan.recorder is None:
+            again = functools.partial(self._run_again_by, plan)
+            plan.recorder = library.recorder(self.name, again, plan) or self
+        return plan.recorder(*inputs)
+
+    def _run_again_by(self, plan: plans.Plan, *inputs):
+        return self.run_again(inputs, plan)
 
     def _first_run(self, inputs, key):
         inputs = self.Inputs(*inputs)
@@ -349,6 +359,14 @@ class InPlace:
         return ", ".join(a.written(aliases[i]) if i in aliases else str(a) for i, a in takes)
 
 
+class Call(NamedTuple):
+    """What a gradient keeps of a forward besides tensors: the same for calls that are alike."""
+
+    settings: list
+    dtypes: list[torch.dtype | None]
+    outputs: list[tuple[torch.Size, torch.dtype, torch.device]]
+
+
 class Backward(Operator):
     """The gradient of `forward`, an operator of its own.
 
@@ -401,22 +419,36 @@ class Backward(Operator):
     def _save(self, ctx, inputs, output):
         known = (*inputs, *_tuple(output))
         ctx.save_for_backward(*[known[i] for i in self._kept_tensors])
-        ctx.settings = [known[i] for i in self._kept_settings]
-        ctx.dtypes = [getattr(x, "dtype", None) for x in inputs]
-        ctx.outputs = [(x.shape, x.dtype, x.device) for x in _tuple(output)]
         ctx.set_materialize_grads(False)
+        plan = getattr(ctx, "plan", None)
+        if plan is None:
+            ctx.call = self._call(known)
+            return
+        if plan.recorded is None:
+            plan.recorded = self._call(known)
+        ctx.call = plan.recorded
+
+    def _call(self, known) -> Call:
+        """Of the forward's inputs and outputs."""
+        inputs, outputs = known[: len(self._found)], known[len(self._found) :]
+        return Call(
+            settings=[known[i] for i in self._kept_settings],
+            dtypes=[getattr(x, "dtype", None) for x in inputs],
+            outputs=[(x.shape, x.dtype, x.device) for x in outputs],
+        )
 
     def _gradients(self, ctx, *grads):
         # Lists and not generators, each of which costs half a microsecond.
-        given_back = zip(grads, ctx.outputs, self._may_be_none, strict=True)
+        settings, dtypes, outputs = ctx.call
+        given_back = zip(grads, outputs, self._may_be_none, strict=True)
         grads = [_present(*one) for one in given_back]
         needed = ctx.needs_input_grad  # a new tuple each time that it is asked for
         needs = [needed[i] for i in self._needs]
-        given = (*grads, *ctx.saved_tensors, *ctx.settings, *needs)
+        given = (*grads, *ctx.saved_tensors, *settings, *needs)
         found = (*_tuple(self(*[given[i] for i in self._order])), *grads)
-        inputs = zip(self._found, ctx.dtypes, needed, strict=True)
+        inputs = zip(self._found, dtypes, needed, strict=True)
         return tuple([
-            _as(found[source], dtype) if wanted and source is not None and dtype else None
+            as_dtype(found[source], dtype) if wanted and source is not None and dtype else None
             for source, dtype, wanted in inputs
         ])  # fmt: skip
 
@@ -473,7 +505,7 @@ def _present(grad, output, may_be_none: tuple[bool, bool]):
     return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
 
 
-def _as(x, dtype):
+def as_dtype(x, dtype):
     """`x.to(dtype)`, which asks torch even where there is nothing to do."""
     return x if x.dtype is dtype else x.to(dtype)
 

@@ -8,7 +8,7 @@ that has to be found out. That is most of what a small call costs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,20 +27,33 @@ _OTHERS_KERNELS = ("aclnn", "fla_npu")
 
 
 class Made(NamedTuple):
-    """How an output is made."""
+    """How an output is made: like an input where that has its layout, which takes half the time."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    like: int | None
+
+    def new(self, inputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        if self.like is None:
+            size, stride, dtype, device, _ = self
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+        like = inputs[self.like]
+        if like.dtype is self.dtype:
+            return torch.empty_like(like)
+        return torch.empty_like(like, dtype=self.dtype)
 
 
-def _made(x: torch.Tensor) -> Made:
-    return Made(x.shape, x.stride(), x.dtype, x.device)
+def _made(x: torch.Tensor, inputs: Sequence[torch.Tensor | None]) -> Made:
+    like = next((i for i, y in enumerate(inputs) if y is not None and _makes_like(y, x)), None)
+    return Made(x.shape, x.stride(), x.dtype, x.device, like)
 
 
-def _new(size, stride, dtype, device) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+def _makes_like(y: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether `torch.empty_like(y)` has x's layout."""
+    same = y.shape == x.shape and y.device == x.device
+    return same and torch.empty_like(y, device="meta").stride() == x.stride()
 
 
 class View(NamedTuple):
@@ -78,15 +91,19 @@ class Plan:
     """How to do again what was done for a call.
 
     Args:
-        outputs: of that call.
+        inputs, outputs: the tensors of that call.
         laid: what the implementation took.
         chosen: the implementation.
         views: how the tensors among `laid` come from the call's inputs and outputs.
     """
 
-    def __init__(self, outputs: Sequence, laid: Sequence, chosen, views: Sequence[View]):
+    def __init__(
+        self, inputs: Sequence, outputs: Sequence, laid: Sequence, chosen, views: Sequence[View]
+    ):
         self.chosen = chosen
-        self._makes = [None if x is None else _made(x) for x in outputs]
+        self.recorder: Callable | None = None  # does it again where autograd records
+        self.recorded: tuple | None = None  # what the gradient keeps besides tensors
+        self._makes = [None if x is None else _made(x, inputs) for x in outputs]
         self._constant = [None if isinstance(x, torch.Tensor) else x for x in laid]
         self._same = [(view.place, view.tensor) for view in views if view.size is None]
         self._views = [view for view in views if view.size is not None]
@@ -102,9 +119,9 @@ class Plan:
             self._same += [(view.place, view.tensor) for view in self._views]
             self._views = []
 
-    def outputs(self) -> list[torch.Tensor | None]:
+    def outputs(self, inputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """New ones, uninitialised."""
-        return [None if made is None else _new(*made) for made in self._makes]
+        return [None if made is None else made.new(inputs) for made in self._makes]
 
     def laid(self, tensors: Sequence[torch.Tensor | None]) -> tuple:
         """What the implementation takes of a call's inputs and outputs."""
@@ -148,26 +165,26 @@ class Plans:
         if known is _NEW:
             self._plans[key] = _SEEN
         elif known is _SEEN:
-            sources = [*inputs[: self._tensors], *outputs]
-            found = plan(sources, outputs, laid, chosen)
+            tensors = inputs[: self._tensors]
+            found = plan(tensors, outputs, laid, chosen)
             if found and self._folds and chosen.name == "cpu":
-                found.unfold(sources)
+                found.unfold([*tensors, *outputs])
             self._plans[key] = found
 
 
-def plan(sources: Sequence, outputs: Sequence, laid: Sequence, chosen) -> Plan | None:
-    """How to lay out tensors like the `sources` and to make such outputs.
+def plan(inputs: Sequence, outputs: Sequence, laid: Sequence, chosen) -> Plan | None:
+    """How to make such outputs, and to lay out tensors like the inputs and them.
 
     None where something was copied for the implementation, or its choice may be another."""
     if chosen.name in _OTHERS_KERNELS:
         return None
-    views = []
+    views, sources = [], [*inputs, *outputs]
     for place, x in enumerate(laid):
         if isinstance(x, torch.Tensor):
             views.append(_view(place, x, sources))
         elif isinstance(x, tuple) and any(isinstance(y, torch.Tensor) for y in x):
             return None
-    return None if None in views else Plan(outputs, laid, chosen, views)
+    return None if None in views else Plan(inputs, outputs, laid, chosen, views)
 
 
 def _view(place: int, x: torch.Tensor, sources: Sequence) -> View | None:

@@ -86,6 +86,8 @@ _SWAPPED = ("BSND", "TND")
 
 def normal(x: torch.Tensor, layout: str) -> torch.Tensor:
     """A tensor of a layout (not BSH, SBH) as batch, heads, tokens, head dimension."""
+    if layout == "BNSD":
+        return x
     x = x.unsqueeze(0) if layout == "TND" else x
     if layout in _SWAPPED:
         return x.transpose(1, 2)
@@ -94,6 +96,8 @@ def normal(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
     """The inverse of `normal`."""
+    if layout == "BNSD":
+        return x
     x = x.transpose(1, 2) if layout in _SWAPPED else x.permute(_FROM_NORMAL[layout])
     return x.squeeze(0) if layout == "TND" else x
 

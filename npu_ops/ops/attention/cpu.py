@@ -44,6 +44,8 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
     """Write out and lse."""
     if decode.serves(q, extra, rule):
         decode.forward(q, k, v, extra, rule, out, lse)
+    elif short.serves_all(q, k, v, extra, rule):
+        short.forward(q, k, v, rule, out, lse)
     else:
         _by_piece(q, k, v, extra, rule, out, lse)
     if extra.sinks is not None:
@@ -75,6 +77,9 @@ def attention_backward(
     grad_q, grad_k, grad_v, grad_bias, grad_sinks,
 ) -> None:  # fmt: skip
     """Write the gradients, those of the bias and the sinks where they are not None."""
+    gradients = grad_q, grad_k, grad_v
+    if grad_lse is None and short.serves_all(q, k, v, extra, rule, *gradients):
+        return short.backward(grad_out, out, lse, q, k, v, rule, *gradients)
     operator = operator_of(q, k, v, extra, rule, grad_lse is not None)
     by_blocks = operator != "torch flash attention"
     for gradient in (grad_k, grad_v, grad_bias):  # of keys that no sequence has; sums

@@ -11,7 +11,7 @@ import torch
 from npu_ops.core import library
 from npu_ops.core.registry import from_native
 from npu_ops.ops.attention import blocks
-from npu_ops.ops.attention.arguments import Rule
+from npu_ops.ops.attention.arguments import Extra, Rule
 
 # Tokens. Measured, of 4 to 32 heads of 72 to 256: where a query sees all keys, and each of them is
 # multiplied, torch catches up sooner; for a few queries it reads keys with fewer steps.
@@ -19,6 +19,7 @@ LONGEST, LONGEST_SEEN = 512, 128
 _KEYS_OF_A_QUERY = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOTHING = blocks.Pairs(None, None, None, None)
+_NO_EXTRA = Extra()
 _forward = from_native(
     "attention_short_cpu(Tensor q, Tensor k, Tensor v, float scale, int shift, Tensor(a!) out, "
     "Tensor(b!) lse) -> bool"
@@ -39,6 +40,12 @@ def serves(q, k, mask, rule: Rule, *gradients) -> bool:
     asked = mask is None and rule.window_left < 0 and q.dtype in _DTYPES
     dense = all(x.stride(3) == 1 for x in gradients)
     return few and asked and dense and library.native_why_not() is None
+
+
+def serves_all(q, k, v, extra: Extra, rule: Rule, *gradients) -> bool:
+    """Whether it computes a call as it is: dense, and nothing else is asked for."""
+    plain = extra == _NO_EXTRA and not rule.softcap and not rule.dropout_p
+    return plain and q.shape[3] == v.shape[3] and serves(q, k, None, rule, *gradients)
 
 
 def forward(q, k, v, rule: Rule, out, lse) -> None:

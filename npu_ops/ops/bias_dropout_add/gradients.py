@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from npu_ops.core import library
+from npu_ops.core.operator import as_dtype
 from npu_ops.ops.bias_dropout_add.op import backward, forward
 
 
@@ -26,19 +27,19 @@ def _save(ctx, inputs, output):
 def _gradients(ctx, grad):
     (rng_state,) = ctx.saved_tensors
     x_dtype, bias_dtype, residual_dtype = ctx.dtypes
-    needs = forward.Inputs(*ctx.needs_input_grad)
-    grads = dict.fromkeys(forward.Inputs._fields)
-    if needs.residual:
-        grads["residual"] = grad.to(residual_dtype)
-    if needs.x or (needs.bias and ctx.bias_is_row):
-        row_dtype = bias_dtype if needs.bias and ctx.bias_is_row else None
-        found = _gradient_of_sum(grad, rng_state, ctx.p, x_dtype, row_dtype)
-        grads["x"], grads["bias"] = found
-    if needs.bias and not ctx.bias_is_row:
-        grads["bias"] = grads["x"]
-        if not needs.x or bias_dtype != x_dtype:
-            grads["bias"], _ = _gradient_of_sum(grad, rng_state, ctx.p, bias_dtype, None)
-    return tuple(grads.values())
+    needs_x, needs_bias, needs_residual, *_ = ctx.needs_input_grad
+    needs_row = needs_bias and ctx.bias_is_row
+    grad_x = grad_bias = grad_residual = None
+    if needs_residual:
+        grad_residual = as_dtype(grad, residual_dtype)
+    if needs_x or needs_row:
+        row_dtype = bias_dtype if needs_row else None
+        grad_x, grad_bias = _gradient_of_sum(grad, rng_state, ctx.p, x_dtype, row_dtype)
+    if needs_bias and not needs_row:
+        grad_bias = grad_x
+        if not needs_x or bias_dtype != x_dtype:
+            grad_bias, _ = _gradient_of_sum(grad, rng_state, ctx.p, bias_dtype, None)
+    return grad_x, grad_bias, grad_residual, None, None, None
 
 
 def _gradient_of_sum(grad, rng_state, p, dtype, row_dtype):
@@ -47,7 +48,7 @@ def _gradient_of_sum(grad, rng_state, p, dtype, row_dtype):
     Where nothing is dropped it is `grad` itself, and torch adds rows as wide as our kernel does.
     """
     if rng_state is None and row_dtype in (None, grad.dtype):
-        return grad.to(dtype), None if row_dtype is None else _sum_of_rows(grad)
+        return as_dtype(grad, dtype), None if row_dtype is None else _sum_of_rows(grad)
     found, row = backward(grad, rng_state, p, dtype, row_dtype is not None)
     return found, None if row_dtype is None else row.to(row_dtype)
 
