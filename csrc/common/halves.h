@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "common/dot.h"
 #include "common/vec.h"
 
 namespace npu_ops {
@@ -21,16 +20,6 @@ NPU_OPS_WITH_F16C NPU_OPS_INLINE __m256 eight(const fp16* in) {
 NPU_OPS_WITH_F16C NPU_OPS_INLINE void put_eight(fp16* out, __m256 values) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
                    _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
-}
-
-// As `dot`, in the same order.
-NPU_OPS_WITH_F16C NPU_OPS_INLINE float dot_of_eights(const fp16* a, const fp16* b, int64_t width) {
-  if (width % kSumLanes) return dot(a, b, width);
-  Lanes sums[kSumLanes / kFloats] = {};
-  for (int64_t i = 0; i < width; i += kSumLanes)
-    for (int64_t j = 0; j < kSumLanes; j += kFloats)
-      sums[j / kFloats] += eight(a + i + j) * eight(b + i + j);
-  return sum_of(sums);
 }
 
 NPU_OPS_WITH_F16C inline void widen(const fp16* in, float* out, int64_t count) {

@@ -55,6 +55,16 @@ NPU_OPS_WITHOUT inline void normalize_backward(Strided<const fp16> grads, Stride
 }
 
 #ifdef NPU_OPS_X86_CLONES
+// As `dot`, in the same order.
+NPU_OPS_WITH_F16C NPU_OPS_INLINE float dot_of_eights(const fp16* a, const fp16* b, int64_t width) {
+  if (width % kSumLanes) return dot(a, b, width);
+  Lanes sums[kSumLanes / kFloats] = {};
+  for (int64_t i = 0; i < width; i += kSumLanes)
+    for (int64_t j = 0; j < kSumLanes; j += kFloats)
+      sums[j / kFloats] += eight(a + i + j) * eight(b + i + j);
+  return sum_of(sums);
+}
+
 NPU_OPS_WITH_F16C inline void normalize(Strided<const fp16> from, Strided<fp16> to, int64_t rows,
                                         int64_t width, float eps) {
   for (int64_t row = 0; row < rows; ++row) {

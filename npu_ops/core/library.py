@@ -139,16 +139,12 @@ def _save_nothing(ctx, inputs, output) -> None:
 
 
 def run(name: str, inputs: tuple, tensors: int):
-    """Compute `npu_ops::<name>` the shortest way; of `inputs`, the first so many are `tensors`."""
-    return run_watched(name, inputs, watched(inputs[:tensors]))
-
-
-def run_watched(name: str, inputs: tuple, by: str | None):
-    """Compute `npu_ops::<name>` the shortest way, where `watched` says who sees it.
+    """Compute `npu_ops::<name>` the shortest way; of `inputs`, the first so many are `tensors`.
 
     Where nothing but autograd watches, torch's dispatcher is left out: it costs 13 us, and 50 with
     a gradient.
     """
+    by = watched(inputs[:tensors])
     if by is None:
         return _runs[name](*inputs)
     if by is BY_AUTOGRAD and name in _recorded:

@@ -169,12 +169,12 @@ class Operator:
     def record_again(self, inputs: tuple, plan: plans.Plan):
         """The same where autograd records, and nothing else watches."""
         if plan.recorder is None:
-            again = functools.partial(self._run_again_by, plan)
+
+            def again(*inputs):
+                return self.run_again(inputs, plan)
+
             plan.recorder = library.recorder(self.name, again, plan) or self
         return plan.recorder(*inputs)
-
-    def _run_again_by(self, plan: plans.Plan, *inputs):
-        return self.run_again(inputs, plan)
 
     def _first_run(self, inputs, key):
         inputs = self.Inputs(*inputs)
