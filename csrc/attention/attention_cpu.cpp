@@ -14,6 +14,9 @@
 namespace npu_ops {
 namespace {
 
+// Up to so many keys, products of rows take less time than transposing the keys.
+constexpr int64_t kFewKeys = 8;
+
 struct Sizes {
   Sizes(const Tensor& q, const Tensor& k, const Tensor& v, double scale, int64_t shift)
       : batch(q.size(0)),
@@ -26,6 +29,7 @@ struct Sizes {
         scale(static_cast<float>(scale)),
         shift(shift) {}
   int64_t group() const { return heads / key_heads; }
+  bool few_keys() const { return keys <= kFewKeys; }
   // How many keys a query sees.
   int64_t seen(int64_t query) const { return std::clamp<int64_t>(query + shift + 1, 0, keys); }
   // The elements that a head takes as long as, see parallel.h.
@@ -51,13 +55,17 @@ NPU_OPS_CLONES void transpose(Padded<const float> from, int64_t rows, int64_t co
   }
 }
 
-// `count` queries from `first` on, in kRows rows. keys: transposed and scaled. out is to be divided
-// by `sums`.
+// `count` queries from `first` on, in kRows rows. keys_t: transposed and scaled, where keys are not
+// few. out is to be divided by `sums`.
 NPU_OPS_CLONES void attend(const Sizes& of, int64_t first, int64_t count, Padded<const float> q,
-                           Padded<const float> keys, Padded<const float> values,
-                           Padded<float> scores, Padded<float> out, float* lse, float* sums) {
+                           Padded<const float> keys, Padded<const float> keys_t,
+                           Padded<const float> values, Padded<float> scores, Padded<float> out,
+                           float* lse, float* sums) {
   const int64_t most = of.seen(first + kRows - 1), columns = padded(most);
-  multiply({q.data, q.step, 1}, keys, of.width, scores, columns);
+  if (of.few_keys())
+    multiply_rows(q, keys, most, of.scale, scores);
+  else
+    multiply({q.data, q.step, 1}, keys_t, of.width, scores, columns);
   for (int64_t i = 0; i < count; ++i)
     lse[i] = soften(scores.row(i), of.seen(first + i), columns, sums + i);
   multiply({scores.data, scores.step, 1}, values, most, out, out.step);
@@ -74,14 +82,14 @@ bool forward(Tensor q, Tensor k, Tensor v, double scale, int64_t shift, Tensor o
     const auto lses = heads_out<float>(lse);
     parallel(of.batch * of.heads, of.cost(), [&](int64_t begin, int64_t end) {
       Pieces pieces;
-      const auto key_rows = pieces.take(of.keys, of.width), keys = pieces.take(of.width, of.keys);
+      const auto keys = pieces.take(of.keys, of.width), keys_t = pieces.take(of.width, of.keys);
       const auto values = pieces.take(of.keys, of.values), scores = pieces.take(kRows, of.keys);
       const auto queries = pieces.take(kRows, of.width), found = pieces.take(kRows, of.values);
       for (int64_t at = begin; at < end; ++at) {
         const int64_t b = at / of.heads, h = at % of.heads, key_head = h / of.group();
         if (at == begin || h % of.group() == 0) {
-          read(ks.of(b, key_head), of.keys, of.width, key_rows);
-          transpose(key_rows, of.keys, of.width, of.scale, keys);
+          read(ks.of(b, key_head), of.keys, of.width, keys);
+          if (!of.few_keys()) transpose(keys, of.keys, of.width, of.scale, keys_t);
           read(vs.of(b, key_head), of.keys, of.values, values);
           if (!finite(values, of.keys)) all_finite = false;
         }
@@ -89,7 +97,7 @@ bool forward(Tensor q, Tensor k, Tensor v, double scale, int64_t shift, Tensor o
           const int64_t count = std::min<int64_t>(kRows, of.queries - i);
           float log_sums[kRows], over[kRows] = {};
           read(qs.of(b, h).from(i), count, of.width, queries);
-          attend(of, i, count, queries, keys, values, scores, found, log_sums, over);
+          attend(of, i, count, queries, keys, keys_t, values, scores, found, log_sums, over);
           for (float& sum : over) sum = 1 / sum;
           write(found, count, of.values, over, outs.of(b, h).from(i));
           for (int64_t r = 0; r < count; ++r) *lses.of(b, h).row(i + r) = log_sums[r];
@@ -125,11 +133,17 @@ NPU_OPS_CLONES void attend_backward(const Sizes& of, const Gradients& x, int64_t
   const int64_t most = of.seen(first + kRows - 1), columns = padded(most);
   const auto weights = x.weights.from(first), grads = x.grad_scores.from(first);
   const auto grad_out = x.grad_out.from(first);
-  multiply({x.queries.row(first), x.queries.step, 1}, x.keys_t, of.width, weights, columns);
-  multiply({grad_out.data, grad_out.step, 1}, x.values_t, of.values, grads, columns);
+  if (of.few_keys()) {
+    multiply_rows(x.queries.from(first), x.keys, most, of.scale, weights);
+    multiply_rows(grad_out, x.values, most, 1.0f, grads);
+  } else {
+    multiply({x.queries.row(first), x.queries.step, 1}, x.keys_t, of.width, weights, columns);
+    multiply({grad_out.data, grad_out.step, 1}, x.values_t, of.values, grads, columns);
+  }
   for (int i = 0; i < kRows; ++i) {
     const int64_t seen = of.seen(first + i);
     float *p = weights.row(i), *ds = grads.row(i);  // first the gradients of the weights
+    std::fill(p + seen, p + columns, 0.0f);         // not written if keys are few
     for (int64_t j = 0; j < columns; ++j) p[j] = exp_within(p[j] - lse[i]);
     std::fill(p + seen, p + columns, 0.0f);
     std::fill(ds + seen, ds + columns, 0.0f);
@@ -173,8 +187,10 @@ bool backward(Tensor grad_out, Tensor lse, Tensor q, Tensor k, Tensor v, double 
         const int64_t b = at / of.key_heads, key_head = at % of.key_heads;
         read(ks.of(b, key_head), of.keys, of.width, x.keys);
         read(vs.of(b, key_head), of.keys, of.values, x.values);
-        transpose(x.keys, of.keys, of.width, of.scale, x.keys_t);
-        transpose(x.values, of.keys, of.values, 1.0f, x.values_t);
+        if (!of.few_keys()) {
+          transpose(x.keys, of.keys, of.width, of.scale, x.keys_t);
+          transpose(x.values, of.keys, of.values, 1.0f, x.values_t);
+        }
         bool is_finite = finite(x.keys, of.keys);
         std::fill_n(x.grad_keys.data, (of.keys + kRows) * x.grad_keys.step, 0.0f);
         std::fill_n(x.grad_values.data, (of.keys + kRows) * x.grad_values.step, 0.0f);

@@ -48,19 +48,11 @@ struct Cache {
   std::vector<int64_t> lengths;
 };
 
-// The products of `rows` queries with `count` keys, in columns of `scores` from `first` on.
+// The scores of `rows` queries and `count` keys, in columns of `scores` from `first` on.
 NPU_OPS_CLONES void score(Padded<const float> queries, int64_t rows, Padded<const float> keys,
-                          int64_t count, Padded<float> scores, int64_t first) {
+                          int64_t count, float scale, Padded<float> scores, int64_t first) {
   for (int64_t i = 0; i < rows; i += kRows)
-    for (int64_t j = 0; j < count; ++j) {
-      Lanes sums[kRows][kParts] = {};
-      for (int64_t at = 0; at < keys.step; at += kLanes)
-        for (int r = 0; r < kRows; ++r)
-          for (int part = 0; part < kParts; ++part)
-            sums[r][part] += lanes(queries.row(i + r) + at + part * kFloats) *
-                             lanes(keys.row(j) + at + part * kFloats);
-      for (int r = 0; r < kRows; ++r) scores.row(i + r)[first + j] = sum_of(sums[r]);
-    }
+    multiply_rows(queries.from(i), keys, count, scale, {scores.row(i) + first, scores.step});
 }
 
 NPU_OPS_CLONES void soften_rows(Padded<float> scores, int64_t rows, int64_t keys, float* log_sums,
@@ -97,10 +89,10 @@ struct Scratch {
 template <class T>
 void attend_to(const Cache& cache, int64_t sequence, const Heads<const T>& k,
                const Heads<const T>& v, int64_t head, int64_t width, int64_t value_width,
-               const Scratch& x) {
+               float scale, const Scratch& x) {
   cache.each(sequence, [&](int64_t block, int64_t row, int64_t first, int64_t count) {
     read(k.of(block, head).from(row), count, width, x.keys);
-    score(x.queries, x.rows, x.keys, count, x.scores, first);
+    score(x.queries, x.rows, x.keys, count, scale, x.scores, first);
   });
   soften_rows(x.scores, x.rows, cache.lengths[sequence], x.log_sums.data, x.over.data);
   std::fill_n(x.found.data, x.rows * x.found.step, 0.0f);
@@ -127,9 +119,7 @@ void decode(Tensor q, Tensor k, Tensor v, std::optional<Tensor> block_table, Ten
       for (int64_t at = begin; at < end; ++at) {
         const int64_t n = at / key_heads, key_head = at % key_heads, head = key_head * group;
         read(Strided<const T>{qs.of(n, head).data, qs.head}, group, width, x.queries);
-        for (int64_t i = 0; i < group * x.queries.step; ++i)
-          x.queries.data[i] *= static_cast<float>(scale);
-        attend_to(cache, n, ks, vs, key_head, width, value_width, x);
+        attend_to(cache, n, ks, vs, key_head, width, value_width, static_cast<float>(scale), x);
         write(x.found, group, value_width, x.over.data,
               Strided<T>{outs.of(n, head).data, outs.head});
         for (int64_t g = 0; g < group; ++g) *lses.of(n, head + g).data = x.log_sums.data[g];

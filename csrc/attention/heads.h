@@ -82,23 +82,36 @@ NPU_OPS_CLONES void write(Padded<float> from, int64_t rows, int64_t width, const
   }
 }
 
+NPU_OPS_INLINE float largest_of(const Lanes (&parts)[kParts]) {
+  Lanes most = parts[0];
+  for (int part = 1; part < kParts; ++part) most = most < parts[part] ? parts[part] : most;
+  float found = most[0];
+  for (int64_t l = 1; l < kFloats; ++l) found = std::max(found, most[l]);
+  return found;
+}
+
 // The scores of the keys that are seen become weights, not yet over their sum, and the others of
 // the `columns` become 0. Returns the logarithm of the sum.
-NPU_OPS_INLINE float soften(float* scores, int64_t seen, int64_t columns, float* sum_of) {
+NPU_OPS_INLINE float soften(float* scores, int64_t seen, int64_t columns, float* sum) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
-  *sum_of = 1.0f;
+  *sum = 1.0f;
   if (!seen) std::fill_n(scores, columns, 0.0f);
   if (!seen) return kNone;
   std::fill(scores + seen, scores + columns, kNone);
-  float most[kLanes];
-  std::fill_n(most, kLanes, kNone);
+  Lanes most[kParts], sums[kParts] = {};
+  for (Lanes& part : most) part = Lanes{} + kNone;
   for (int64_t j = 0; j < columns; j += kLanes)
-    for (int64_t l = 0; l < kLanes; ++l) most[l] = std::max(most[l], scores[j + l]);
-  for (int64_t l = 1; l < kLanes; ++l) most[0] = std::max(most[0], most[l]);
-  for (int64_t j = 0; j < columns; ++j) scores[j] = exp_within(scores[j] - most[0]);
+    for (int part = 0; part < kParts; ++part) {
+      const Lanes& now = lanes(scores + j + part * kFloats);
+      most[part] = most[part] < now ? now : most[part];
+    }
+  const float largest = largest_of(most);
+  for (int64_t j = 0; j < columns; ++j) scores[j] = exp_within(scores[j] - largest);
   std::fill(scores + seen, scores + columns, 0.0f);
-  *sum_of = sum(columns, [&](int64_t j) { return scores[j]; });
-  return most[0] + std::log(*sum_of);
+  for (int64_t j = 0; j < columns; j += kLanes)
+    for (int part = 0; part < kParts; ++part) sums[part] += lanes(scores + j + part * kFloats);
+  *sum = sum_of(sums);
+  return largest + std::log(*sum);
 }
 
 }  // namespace npu_ops

@@ -48,4 +48,19 @@ NPU_OPS_INLINE void multiply(Left left, Padded<const float> right, int64_t depth
   }
 }
 
+// `count` columns of kRows rows of `to` become `by` times the products of rows of left with rows of
+// right, which are as long.
+NPU_OPS_INLINE void multiply_rows(Padded<const float> left, Padded<const float> right,
+                                  int64_t count, float by, Padded<float> to) {
+  for (int64_t j = 0; j < count; ++j) {
+    Lanes sums[kRows][kParts] = {};
+    for (int64_t at = 0; at < right.step; at += kLanes)
+      for (int i = 0; i < kRows; ++i)
+        for (int part = 0; part < kParts; ++part)
+          sums[i][part] +=
+              lanes(left.row(i) + at + part * kFloats) * lanes(right.row(j) + at + part * kFloats);
+    for (int i = 0; i < kRows; ++i) to.row(i)[j] = by * sum_of(sums[i]);
+  }
+}
+
 }  // namespace npu_ops

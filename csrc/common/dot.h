@@ -15,9 +15,12 @@ using Words = uint32_t __attribute__((vector_size(4 * kFloats), aligned(2), may_
 
 NPU_OPS_INLINE float dot_in_lanes(const float* a, const float* b, int64_t width) {
   Lanes sums[kSumLanes / kFloats] = {};
-  for (int64_t i = 0; i < width; i += kSumLanes)
+  int64_t i = 0;
+  for (; i + kSumLanes <= width; i += kSumLanes)
     for (int64_t j = 0; j < kSumLanes; j += kFloats)
       sums[j / kFloats] += lanes(a + i + j) * lanes(b + i + j);
+  for (int64_t j = 0; j < kLanes && i < width; j += kFloats)  // half as many are left
+    sums[j / kFloats] += lanes(a + i + j) * lanes(b + i + j);
   return sum_of(sums);
 }
 
@@ -40,8 +43,9 @@ NPU_OPS_INLINE float dot_in_lanes(const bf16* a, const bf16* b, int64_t width) {
 // The sum of a[i] * b[i] for i in [0, width), to the bit what `sum` has.
 template <class A, class B>
 NPU_OPS_INLINE float dot(const A* a, const B* b, int64_t width) {
+  constexpr int64_t kStep = std::is_same_v<A, float> ? kLanes : kSumLanes;
   if constexpr (std::is_same_v<A, B> && !std::is_same_v<A, fp16>)
-    if (width % kSumLanes == 0) return dot_in_lanes(a, b, width);
+    if (width % kStep == 0) return dot_in_lanes(a, b, width);
   return sum(width, [&](int64_t i) { return load(a[i]) * load(b[i]); });
 }
 

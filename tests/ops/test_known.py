@@ -8,9 +8,10 @@ from support import devices, evaluate
 
 import npu_ops
 from npu_ops.core import plans
-from npu_ops.ops import bias_dropout_add, gdn_gate, l2norm, rms_norm_gated
+from npu_ops.ops import attention, bias_dropout_add, gdn_gate, l2norm, rms_norm_gated
 
 FUNCTIONS = {
+    "attention": (attention, ("q", "k", "v"), [(2, 5, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8)]),
     "bias_dropout_add": (
         bias_dropout_add._without_dropout,
         ("x", "bias", "residual"),
@@ -98,11 +99,37 @@ def test_other_calls_are_checked(function):
         assert len(prepared) == 1
 
 
+@pytest.mark.parametrize("layout", ["BSND", "BNSD", "SBND"])
+def test_attention_in_each_layout(layout):
+    """Known by then, without a gradient and with one."""
+    for training in (False, True):
+        plans.forget()
+        q, k, v = (torch.randn(3, 4, 2, 8).requires_grad_(training) for _ in range(3))
+        call = functools.partial(npu_ops.attention, q, k, v, layout=layout, return_lse=True)
+        first, *others = [call() for _ in range(4)]
+        for out, lse in others:
+            assert torch.equal(out, first[0]) and out.stride() == first[0].stride()
+            assert torch.equal(lse, first[1]) and out.requires_grad == training
+
+
+def test_what_autocast_converts_is_checked_without_it():
+    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8, dtype=torch.bfloat16)
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            npu_ops.attention(q, k, k)
+        with pytest.raises(TypeError, match="^k: got "):
+            npu_ops.attention(q, k, k)
+
+
 def test_settings_are_checked():
     x = torch.randn(3, 8)
     for _ in range(4):
         npu_ops.rms_norm_gated(x, torch.ones(8), -x)
         npu_ops.l2norm(x)
+        npu_ops.attention(x[None, None], x[None, None], x[None, None])
+    for wrong in ("left", ["BSND"]):
+        with pytest.raises(ValueError, match="^layout: got "):
+            npu_ops.attention(x[None, None], x[None, None], x[None, None], layout=wrong)
     for wrong in ("tanh", ["silu"]):
         with pytest.raises(ValueError, match="^activation: got "):
             npu_ops.rms_norm_gated(x, torch.ones(8), -x, activation=wrong)

@@ -105,32 +105,33 @@ def attention(
     Source: FlashAttention, arXiv:2307.08691; torch `scaled_dot_product_attention`.
     """
     folded = layout in ("BSH", "SBH")
-    key = None
+    key = outputs = None
     if not (folded or dropout_p) and (
         attn_mask is bias is cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k
         is seqlens_k is block_table is sinks is cu_seqlens_cpu is seqlens_k_cpu is generator
         is window is None
     ):  # fmt: skip
         settings = is_causal, causal_alignment, scale, softcap, deterministic
-        key = known.key_of(q, k, v, (layout, *settings, num_heads, num_key_value_heads))
-    call = known.prepared(key, q, k, v, layout)
-    if call is None:
-        call = _prepare(
+        settings = *settings, num_heads, num_key_value_heads
+        key, outputs = known.again(q, k, v, layout, settings)
+    if outputs is None:
+        q, k, v, extra, rule = _prepare(
             q, k, v, layout, num_heads, num_key_value_heads, is_causal, causal_alignment, window,
             attn_mask, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqlens_k,
             block_table, scale, softcap, sinks, dropout_p, deterministic, return_lse,
             cu_seqlens_cpu, seqlens_k_cpu, generator,
         )  # fmt: skip
-        known.keep(key, call[-1])
-    q, k, v, extra, rule = call
-    if rule.dropout_p:
-        extra = extra._replace(rng_state=rng.new_state(q.device, generator))
-    out, lse = op.forward(q, k, v, *extra, *rule)
-    out = in_layout(out, rule.layout)
+        if rule.dropout_p:
+            extra = extra._replace(rng_state=rng.new_state(q.device, generator))
+        outputs = op.forward(q, k, v, *extra, *rule)
+        known.keep(key, (*extra, *rule))
+        layout = rule.layout
+    out, lse = outputs
+    out = in_layout(out, layout)
     out = out.flatten(-2) if folded else out
     if not return_lse:
         return out
-    return out, lse.squeeze(0) if rule.layout == "TND" else lse
+    return out, lse.squeeze(0) if layout == "TND" else lse
 
 
 _Call = call_of(attention)
