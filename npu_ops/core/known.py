@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from npu_ops.core import library, plans
+from npu_ops.core.alike import Latest
 from npu_ops.core.memo import Bounded
 from npu_ops.core.operator import Operator
 from npu_ops.core.registry import explains
 
-_NOTHING = None, None
+Again = Callable[[tuple], object]
 
 
 class Known:
@@ -29,41 +30,54 @@ class Known:
 
     def __init__(self, name: str, operator: Operator, prepare: Callable[..., tuple]):
         self._operator, self._prepare = operator, prepare
-        self._calls: dict[tuple, tuple[plans.Plan, plans.Plan]] = Bounded(64)
-        self._makes_views = False  # of arguments, through which autograd has to see
+        # What to do with the tensors of a call that is known; None where nothing is to be known.
+        self._calls: dict[tuple, Again | None] = Bounded(64)
+        self._latest = Latest()
         explains(name, operator, prepare)
 
     def __call__(self, *tensors, **settings):
         """Compute the function: its tensors in their places, the rest by name."""
-        watched = library.watched(tensors)
-        if watched == library.BY_MORE or (watched and self._makes_views):
-            return self._operator(*self._prepare(*tensors, **settings))
-        key, (inputs_of, plan) = self._found(tensors, settings)
-        if plan is not None and watched is None:
-            return self._operator.run_again(inputs_of.laid(tensors), plan)
-        if plan is not None and not self._makes_views:
-            return self._operator.record_again(inputs_of.laid(tensors), plan)
+        values = tuple(settings.values())
+        again = self._latest.find(tensors, values)
+        if again is not None:
+            return again(tensors)
+        key = key_of(tensors, values)
+        again = self._calls.get(key)
+        if again is not None:
+            self._latest.keep(tensors, values, again)
+            return again(tensors)
         inputs = self._prepare(*tensors, **settings)
         result = self._operator(*inputs)
         self._keep(key, tensors, inputs)
         return result
-
-    def _found(self, tensors, settings):
-        try:
-            key = plans.key_of(tensors, tuple(settings.values()))
-            return key, self._calls.get(key, _NOTHING)
-        except (TypeError, RuntimeError):
-            # What is no key is no setting either, and a sparse or nested tensor has no strides: to
-            # say so is the checks' business.
-            return None, _NOTHING
 
     def _keep(self, key, tensors, inputs) -> None:
         """Remember a call for which there is a plan by now, also that its inputs are not known."""
         if key is None or key in self._calls:
             return
         plan = self._operator.plan_of(inputs)
-        if plan is None:
-            return
-        inputs_of = plans.plan(tensors, (), inputs, plan.chosen)
-        self._calls[key] = (inputs_of, plan) if inputs_of else _NOTHING
-        self._makes_views |= bool(inputs_of) and not inputs_of.same
+        if plan is not None:
+            inputs_of = plans.plan(tensors, (), inputs, plan.chosen)
+            self._calls[key] = self._again(inputs_of, plan, recorded=key[0] is not None)
+
+    def _again(self, inputs_of: plans.Plan | None, plan: plans.Plan, recorded: bool):
+        """None also where autograd would not see how the inputs come from the arguments."""
+        if inputs_of is None or (recorded and not inputs_of.same):
+            return None
+        run = self._operator.record_again if recorded else self._operator.run_again
+        return lambda tensors: run(inputs_of.laid(tensors), plan)
+
+
+def key_of(tensors: tuple, settings: tuple) -> tuple | None:
+    """Who watches a call, and what it is known by; None where it is to be looked at each time."""
+    watched = library.watched(tensors)
+    if watched is library.BY_MORE:
+        return None
+    try:
+        key = plans.key_of(tensors, settings)
+        hash(key)
+    except (TypeError, RuntimeError):
+        # What is no key is no setting either, and a sparse or nested tensor has no strides: to say
+        # so is the checks' business.
+        return None
+    return key and (watched, key)

@@ -145,8 +145,11 @@ def run(name: str, inputs: tuple, tensors: int):
     a gradient.
     """
     by = watched(inputs[:tensors])
-    if by is None:
-        return _runs[name](*inputs)
+    return _runs[name](*inputs) if by is None else run_watched(name, inputs, by)
+
+
+def run_watched(name: str, inputs: tuple, by: str):
+    """The same where somebody watches, as `watched` says."""
     if by is BY_AUTOGRAD and name in _recorded:
         return _recorded[name](*inputs)
     return call(name, *inputs)

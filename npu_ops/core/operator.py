@@ -22,6 +22,7 @@ import torch
 
 from npu_ops.core import ascendc as ascendc_kernels
 from npu_ops.core import library, plans, registry
+from npu_ops.core.alike import Latest
 from npu_ops.core.registry import Implementation, Table, Verdict, from_module, from_native
 
 Tensors = torch.Tensor | tuple[torch.Tensor | None, ...]
@@ -137,7 +138,9 @@ class Operator:
         self._tensors = sum(argument.is_tensor for argument in self.inputs)
         self._overwritten = [i for i, a in enumerate(self.takes) if a.is_written]
         lists = any(argument.type.endswith("[]") for argument in self.inputs)
-        self._plans = plans.Plans(self._tensors, lists, folds)
+        seeds = [i for i, argument in enumerate(self.inputs) if argument.name == "rng_state"]
+        self._plans = plans.Plans(self._tensors, seeds, lists, folds)
+        self._latest = Latest()
         arguments = [argument.name for argument in (*self.takes, *self.writes)]
         written = [*(a.name for a in self.takes if a.is_written), *outputs]
         usual = self._usual(why_not or {}, aclnn, fla_npu, ascendc, cpu_in_python)
@@ -145,17 +148,32 @@ class Operator:
         library.operator(self._schema(), self.run, self._fake)
 
     def __call__(self, *inputs):
-        return library.run(self.name, inputs, self._tensors)
+        tensors, settings = self._plans.parted(inputs)
+        plan = self._latest.find(tensors, settings)
+        if plan is not None:
+            return self.run_again(inputs, plan)
+        by = library.watched(tensors)
+        if by is not None:
+            return library.run_watched(self.name, inputs, by)
+        key, plan = self._planned(inputs)
+        if plan is None:
+            return self._first_run(inputs, key)
+        self._latest.keep(tensors, settings, plan)
+        return self.run_again(inputs, plan)
 
     def run(self, *inputs):
         """Compute the outputs on any device; what torch's dispatcher ends up calling."""
-        key = None if self._overwritten else self._plans.key_of(inputs)
-        plan = self._plans.find(key)
+        key, plan = self._planned(inputs)
         return self._first_run(inputs, key) if plan is None else self.run_again(inputs, plan)
 
     def plan_of(self, inputs: tuple) -> plans.Plan | None:
         """What calls like this one go by, where there is something by now."""
-        return None if self._overwritten else self._plans.find(self._plans.key_of(inputs))
+        return self._planned(inputs)[1]
+
+    def _planned(self, inputs: tuple) -> tuple[tuple | None, plans.Plan | None]:
+        """What such a call is known by, and its plan."""
+        key = None if self._overwritten else self._plans.key_of(inputs)
+        return key, self._plans.find(key)
 
     def run_again(self, inputs: tuple, plan: plans.Plan):
         """Compute the outputs as `run` does, by the plan of a call like this one."""

@@ -8,7 +8,7 @@ that has to be found out. That is most of what a small call costs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,16 +71,24 @@ def forget() -> None:
     _epoch += 1
 
 
-def key_of(tensors: Sequence[torch.Tensor | None], settings: tuple) -> tuple | None:
+def epoch() -> int:
+    """Another number after each `forget`."""
+    return _epoch
+
+
+def key_of(
+    tensors: Sequence[torch.Tensor | None], settings: tuple, seeds: Container[int] = ()
+) -> tuple | None:
     """What calls that are alike have in common: of the tensors all but their contents.
 
-    None where there is no plan: index values decide what a call does, too.
+    None where there is no plan: index values decide what a call does, too. But seeds do not, which
+    are integers in these places.
     """
     known: list = [_epoch, in_a_group(), settings]
-    for x in tensors:
+    for i, x in enumerate(tensors):
         if x is None:
             known.append(None)
-        elif x.is_floating_point():
+        elif x.is_floating_point() or i in seeds:
             known.append((x.shape, x.stride(), x.dtype, x.device))
         else:
             return None
@@ -138,20 +146,25 @@ class Plans:
 
     Args:
         tensors: how many tensors its inputs begin with.
+        seeds: the places of random seeds among them.
         lists: whether there are lists among the others.
         folds: whether native CPU kernels fold the leading dimensions of contiguous tensors.
     """
 
-    def __init__(self, tensors: int, lists: bool, folds: bool = False):
-        self._tensors, self._lists, self._folds = tensors, lists, folds
+    def __init__(self, tensors: int, seeds: Container[int], lists: bool, folds: bool = False):
+        self._tensors, self._seeds, self._lists, self._folds = tensors, seeds, lists, folds
         self._plans: dict[tuple, Plan | None] = Bounded(_MOST)
 
-    def key_of(self, inputs: tuple) -> tuple | None:
-        """What a plan is found by, see `key_of`."""
+    def parted(self, inputs: tuple) -> tuple[tuple, tuple]:
+        """The tensors among an operator's inputs, and the rest, as it is compared."""
         settings = inputs[self._tensors :]
         if self._lists:
             settings = tuple([tuple(x) if isinstance(x, list) else x for x in settings])
-        return key_of(inputs[: self._tensors], settings)
+        return inputs[: self._tensors], settings
+
+    def key_of(self, inputs: tuple) -> tuple | None:
+        """What a plan is found by, see `key_of`."""
+        return key_of(*self.parted(inputs), self._seeds)
 
     def find(self, key: tuple | None) -> Plan | None:
         """The plan for such a call, where there is one."""

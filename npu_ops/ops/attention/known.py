@@ -10,7 +10,9 @@ from typing import Literal
 
 import torch
 
-from npu_ops.core import library, plans
+from npu_ops.core import plans
+from npu_ops.core.alike import Latest
+from npu_ops.core.known import key_of
 from npu_ops.core.memo import Bounded
 from npu_ops.ops.attention import op
 from npu_ops.ops.attention.arguments import normal
@@ -20,15 +22,29 @@ from npu_ops.ops.attention.arguments import normal
 class _Known:
     """What is kept of a call.
 
-    rest: the operator's inputs behind q, k and v. plan: of the operator; None before it was asked
-        for, False where there is none, as for operators of the vendor.
+    rest: the operator's inputs behind q, k and v. recorded: whether autograd records it. plan: of
+        the operator; None before it was asked for, False where there is none, as for operators of
+        the vendor.
     """
 
     rest: tuple
+    recorded: bool
     plan: plans.Plan | Literal[False] | None = None
+
+    def __call__(self, q, k, v, layout: str):
+        """out and lse."""
+        inputs = normal(q, layout), normal(k, layout), normal(v, layout), *self.rest
+        if self.plan:
+            run = op.forward.record_again if self.recorded else op.forward.run_again
+            return run(inputs, self.plan)
+        outputs = op.forward(*inputs)
+        if self.plan is None:
+            self.plan = op.forward.plan_of(inputs) or False
+        return outputs
 
 
 _calls: dict[tuple, _Known] = Bounded(256)
+_latest = Latest()
 
 
 def again(q, k, v, layout: str, settings: tuple):
@@ -38,32 +54,21 @@ def again(q, k, v, layout: str, settings: tuple):
 
     settings: all arguments that are neither tensors nor the layout.
     """
-    watched = library.watched((q, k, v))
-    if watched is library.BY_MORE or q is None or torch.is_autocast_enabled(q.device.type):
+    around = layout, *settings
+    known = _latest.find((q, k, v), around)
+    if known is not None:
+        return None, known(q, k, v, layout)
+    key = key_of((q, k, v), around)
+    if key is None or q is None or torch.is_autocast_enabled(q.device.type):
         return None, None
-    try:
-        key = plans.key_of((q, k, v), (watched, layout, *settings))
-        known = _calls.get(key)
-    except (TypeError, RuntimeError):
-        # What is no key is no setting either, and a sparse or nested tensor has no strides.
-        return None, None
+    known = _calls.get(key)
     if known is None:
         return key, None
-    inputs = normal(q, layout), normal(k, layout), normal(v, layout), *known.rest
-    return key, _computed(known, inputs, watched)
+    _latest.keep((q, k, v), around, known)
+    return key, known(q, k, v, layout)
 
 
 def keep(key: tuple | None, rest: tuple) -> None:
     """Remember a call that was checked."""
     if key is not None:
-        _calls[key] = _Known(rest)
-
-
-def _computed(known: _Known, inputs: tuple, watched: str | None):
-    if known.plan:
-        run = op.forward.run_again if watched is None else op.forward.record_again
-        return run(inputs, known.plan)
-    outputs = op.forward(*inputs)
-    if known.plan is None:
-        known.plan = op.forward.plan_of(inputs) or False
-    return outputs
+        _calls[key] = _Known(rest, recorded=key[0] is not None)
