@@ -53,7 +53,7 @@ class Latest:
 
     def __init__(self):
         self._calls: dict[tuple, _Call] = Bounded(16)
-        self._met: object = None
+        self._met: dict[tuple, object] = Bounded(16)  # what was to be kept, by settings
 
     def find(self, tensors: Tensors, settings: tuple):
         """What was kept for a call like this; None where the latest was another."""
@@ -70,8 +70,8 @@ class Latest:
     def keep(self, tensors: Tensors, settings: tuple, kept: object) -> None:
         """Keep it for calls like this, once two in a row have been: to prepare that takes longer
         than to make a key."""
-        if kept is not self._met:
-            self._met = kept
+        if self._met.get(settings) is not kept:
+            self._met[settings] = kept
             return
         given = [i for i, x in enumerate(tensors) if x is not None]
         missing = [i for i, x in enumerate(tensors) if x is None]

@@ -57,15 +57,15 @@ class Known:
             return
         plan = self._operator.plan_of(inputs)
         if plan is not None:
-            inputs_of = plans.plan(tensors, (), inputs, plan.chosen)
-            self._calls[key] = self._again(inputs_of, plan, recorded=key[0] is not None)
+            inputs_of, (watched, _) = plans.plan(tensors, (), inputs, plan.chosen), key
+            self._calls[key] = self._again(inputs_of, plan, watched)
 
-    def _again(self, inputs_of: plans.Plan | None, plan: plans.Plan, recorded: bool):
+    def _again(self, inputs_of: plans.Plan | None, plan: plans.Plan, watched: str | None):
         """None also where autograd would not see how the inputs come from the arguments."""
-        if inputs_of is None or (recorded and not inputs_of.same):
+        if inputs_of is None or (watched and not inputs_of.same):
             return None
-        run = self._operator.record_again if recorded else self._operator.run_again
-        return lambda tensors: run(inputs_of.laid(tensors), plan)
+        run = self._operator.again(plan, watched)
+        return lambda tensors: run(*inputs_of.laid(tensors))
 
 
 def key_of(tensors: tuple, settings: tuple) -> tuple | None:

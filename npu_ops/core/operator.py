@@ -149,22 +149,21 @@ class Operator:
 
     def __call__(self, *inputs):
         tensors, settings = self._plans.parted(inputs)
-        plan = self._latest.find(tensors, settings)
-        if plan is not None:
-            return self.run_again(inputs, plan)
+        again = self._latest.find(tensors, settings)
+        if again is not None:
+            return again(*inputs)
         by = library.watched(tensors)
-        if by is not None:
-            return library.run_watched(self.name, inputs, by)
-        key, plan = self._planned(inputs)
+        plan = None if by is library.BY_MORE else self.plan_of(inputs)
         if plan is None:
-            return self._first_run(inputs, key)
-        self._latest.keep(tensors, settings, plan)
-        return self.run_again(inputs, plan)
+            return library.run_watched(self.name, inputs, by) if by else self.run(*inputs)
+        again = self.again(plan, by)
+        self._latest.keep(tensors, settings, again)
+        return again(*inputs)
 
     def run(self, *inputs):
         """Compute the outputs on any device; what torch's dispatcher ends up calling."""
         key, plan = self._planned(inputs)
-        return self._first_run(inputs, key) if plan is None else self.run_again(inputs, plan)
+        return self._first_run(inputs, key) if plan is None else self._run_again(plan, *inputs)
 
     def plan_of(self, inputs: tuple) -> plans.Plan | None:
         """What calls like this one go by, where there is something by now."""
@@ -175,24 +174,23 @@ class Operator:
         key = None if self._overwritten else self._plans.key_of(inputs)
         return key, self._plans.find(key)
 
-    def run_again(self, inputs: tuple, plan: plans.Plan):
-        """Compute the outputs as `run` does, by the plan of a call like this one."""
+    def again(self, plan: plans.Plan, by: str | None) -> Callable:
+        """What computes the outputs by the plan of a call like this one, where autograd watches or
+        nobody does, see `library.watched`."""
+        if by not in plan.ways:
+            run = functools.partial(self._run_again, plan)
+            recorded = library.recorder(self.name, run, plan) if by else None
+            through_torch = functools.partial(library.call, self.name)
+            plan.ways[by] = (recorded or through_torch) if by else run
+        return plan.ways[by]
+
+    def _run_again(self, plan: plans.Plan, *inputs):
         outputs = plan.outputs(inputs)
         if library.poison_outputs:
             _poison(outputs)
         laid = plan.laid((*inputs[: self._tensors], *outputs))
         self.table.launch(plan.chosen, laid)
         return self._returned(inputs, outputs)
-
-    def record_again(self, inputs: tuple, plan: plans.Plan):
-        """The same where autograd records, and nothing else watches."""
-        if plan.recorder is None:
-
-            def again(*inputs):
-                return self.run_again(inputs, plan)
-
-            plan.recorder = library.recorder(self.name, again, plan) or self
-        return plan.recorder(*inputs)
 
     def _first_run(self, inputs, key):
         inputs = self.Inputs(*inputs)

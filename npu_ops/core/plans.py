@@ -109,7 +109,7 @@ class Plan:
         self, inputs: Sequence, outputs: Sequence, laid: Sequence, chosen, views: Sequence[View]
     ):
         self.chosen = chosen
-        self.recorder: Callable | None = None  # does it again where autograd records
+        self.ways: dict[str | None, Callable] = {}  # of doing it again, by who watches
         self.recorded: tuple | None = None  # what the gradient keeps besides tensors
         self._makes = [None if x is None else _made(x, inputs) for x in outputs]
         self._constant = [None if isinstance(x, torch.Tensor) else x for x in laid]

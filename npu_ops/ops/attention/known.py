@@ -6,11 +6,10 @@ As core/known.py, for a function that sees its tensors in another order of axes.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
 
 import torch
 
-from npu_ops.core import plans
 from npu_ops.core.alike import Latest
 from npu_ops.core.known import key_of
 from npu_ops.core.memo import Bounded
@@ -22,24 +21,22 @@ from npu_ops.ops.attention.arguments import normal
 class _Known:
     """What is kept of a call.
 
-    rest: the operator's inputs behind q, k and v. recorded: whether autograd records it. plan: of
-        the operator; None before it was asked for, False where there is none, as for operators of
-        the vendor.
+    rest: the operator's inputs behind q, k and v. watched: by whom. run: what computes it by a plan
+        of the operator, once that was asked for; where there is none, as for operators of the
+        vendor, the operator.
     """
 
     rest: tuple
-    recorded: bool
-    plan: plans.Plan | Literal[False] | None = None
+    watched: str | None
+    run: Callable | None = None
 
     def __call__(self, q, k, v, layout: str):
         """out and lse."""
         inputs = normal(q, layout), normal(k, layout), normal(v, layout), *self.rest
-        if self.plan:
-            run = op.forward.record_again if self.recorded else op.forward.run_again
-            return run(inputs, self.plan)
-        outputs = op.forward(*inputs)
-        if self.plan is None:
-            self.plan = op.forward.plan_of(inputs) or False
+        if self.run is not None:
+            return self.run(*inputs)
+        outputs, plan = op.forward(*inputs), op.forward.plan_of(inputs)
+        self.run = op.forward.again(plan, self.watched) if plan else op.forward
         return outputs
 
 
@@ -71,4 +68,5 @@ def again(q, k, v, layout: str, settings: tuple):
 def keep(key: tuple | None, rest: tuple) -> None:
     """Remember a call that was checked."""
     if key is not None:
-        _calls[key] = _Known(rest, recorded=key[0] is not None)
+        watched, _ = key
+        _calls[key] = _Known(rest, watched)
