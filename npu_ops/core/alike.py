@@ -32,11 +32,10 @@ class _Call(NamedTuple):
     kept: object
 
     def is_like(self, tensors: Tensors) -> bool:
-        given = tensors
-        if self.missing:
-            given = [tensors[i] for i in self.given]
-            if any([tensors[i] is not None for i in self.missing]):
+        for i in self.missing:
+            if tensors[i] is not None:
                 return False
+        given = [tensors[i] for i in self.given] if self.missing else tensors
         for x in given:
             if getattr(x, "is_nested", True):  # torch ends the process where it has no strides
                 return False
