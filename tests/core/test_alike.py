@@ -67,7 +67,17 @@ class Mode(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def group():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
 AROUND = {
+    "group": group,
     "mode": Mode,
     "no gradients": torch.no_grad,
     "inference": torch.inference_mode,
