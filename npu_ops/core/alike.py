@@ -1,6 +1,6 @@
 """Whether a call is like the latest one, which torch tells in one step.
 
-Plans are found by a key of a call, and to make one in Python takes five times as long.
+Plans are found by a key of a call, and to make one in Python takes twice as long.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch.autograd import forward_ad
 
 from npu_ops.core import plans
-from npu_ops.core.collective import in_a_group
 from npu_ops.core.memo import Bounded
 
 Tensors = Sequence[torch.Tensor | None]
@@ -82,7 +81,7 @@ class Latest:
 def _around() -> tuple:
     """What a call depends on that is not to be seen in its tensors."""
     modes = torch._C._len_torch_dispatch_stack(), forward_ad._current_level
-    return plans.epoch(), in_a_group(), torch.is_grad_enabled(), modes
+    return plans.around(), torch.is_grad_enabled(), modes
 
 
 def _comparison(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:

@@ -57,7 +57,8 @@ class Known:
             return
         plan = self._operator.plan_of(inputs)
         if plan is not None:
-            inputs_of, (watched, _) = plans.plan(tensors, (), inputs, plan.chosen), key
+            watched, _ = key
+            inputs_of = plans.plan(tensors, (), inputs, plan.chosen)
             self._calls[key] = self._again(inputs_of, plan, watched)
 
     def _again(self, inputs_of: plans.Plan | None, plan: plans.Plan, watched: str | None):
@@ -74,8 +75,8 @@ def key_of(tensors: tuple, settings: tuple) -> tuple | None:
     if watched is library.BY_MORE:
         return None
     try:
+        hash(settings)
         key = plans.key_of(tensors, settings)
-        hash(key)
     except (TypeError, RuntimeError):
         # What is no key is no setting either, and a sparse or nested tensor has no strides: to say
         # so is the checks' business.

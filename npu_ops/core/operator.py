@@ -153,9 +153,13 @@ class Operator:
         if again is not None:
             return again(*inputs)
         by = library.watched(tensors)
-        plan = None if by is library.BY_MORE else self.plan_of(inputs)
+        if by is library.BY_MORE:
+            return library.run_watched(self.name, inputs, by)
+        key, plan = self._planned(inputs)
+        if plan is None and by is not None:
+            return library.run_watched(self.name, inputs, by)
         if plan is None:
-            return library.run_watched(self.name, inputs, by) if by else self.run(*inputs)
+            return self._first_run(inputs, key)
         again = self.again(plan, by)
         self._latest.keep(tensors, settings, again)
         return again(*inputs)
@@ -178,10 +182,10 @@ class Operator:
         """What computes the outputs by the plan of a call like this one, where autograd watches or
         nobody does, see `library.watched`."""
         if by not in plan.ways:
-            run = functools.partial(self._run_again, plan)
-            recorded = library.recorder(self.name, run, plan) if by else None
-            through_torch = functools.partial(library.call, self.name)
-            plan.ways[by] = (recorded or through_torch) if by else run
+            way = functools.partial(self._run_again, plan)
+            if by is not None:
+                way = library.recorder(self.name, way, plan)
+            plan.ways[by] = way or functools.partial(library.call, self.name)
         return plan.ways[by]
 
     def _run_again(self, plan: plans.Plan, *inputs):

@@ -53,6 +53,10 @@ OTHERS = {
 def test_other_tensors_are_another_call(latest, name):
     x, _, weight = tensors()
     assert latest.find((OTHERS[name](x), None, weight), SETTINGS) is None
+
+
+def test_a_tensor_for_none_and_none_for_a_tensor_are_another_call(latest):
+    x, _, weight = tensors()
     assert latest.find((x, x, weight), SETTINGS) is None
     assert latest.find((x.detach(), None, None), SETTINGS) is None
 
