@@ -1,5 +1,6 @@
 // bias_dropout_add on the CPU. Definition: npu_ops/ops/bias_dropout_add/reference.py
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -28,9 +29,11 @@ Dropout make_dropout(const std::optional<Tensor>& rng_state, double p) {
           static_cast<uint16_t>(threshold), static_cast<float>(65536 / (65536 - threshold))};
 }
 
-// One thread's draws. They stay 0, which a threshold of 0 keeps, without dropout.
+// One thread's draws. They stay 0, which a threshold of 0 keeps, without dropout; where none are
+// read then, there are none.
 struct Draws {
-  explicit Draws(int64_t width) : lane(lane_width(width)), values(kDrawLanes * lane) {}
+  explicit Draws(int64_t width, bool read = true)
+      : lane(lane_width(width)), values(read ? kDrawLanes * lane : 0) {}
 
   const uint16_t* row(int64_t index, const Dropout& dropout, Upcoming upcoming) {
     if (dropout.threshold)
@@ -55,20 +58,39 @@ NPU_OPS_CLONES void add_row(const X* x, const float* bias, const R* residual, co
   }
 }
 
-// Without dropout there is too little to do on a row of fp16 for going through rows of fp32.
-NPU_OPS_WITHOUT void add_halves(const fp16* x, const float* bias, const fp16* residual, fp16* out,
+// Without dropout there is so little to do that it counts what is read: a bias of the others' dtype
+// is not widened before, and none is not read.
+template <class T, bool BIAS>
+NPU_OPS_CLONES void add_plainly(const T* x, const T* bias, const T* residual, T* out,
                                 int64_t width) {
-  add_row<fp16, fp16, fp16, false>(x, bias, residual, nullptr, out, width, 0, 1.0f);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < width; ++i) {
+    const float sum = BIAS ? load(x[i]) + load(bias[i]) : load(x[i]);
+    store(out + i, load(residual[i]) + sum);
+  }
+}
+
+template <class T>
+void add_row_of(const T* x, const T* bias, const T* residual, T* out, int64_t width) {
+  const auto add = bias ? add_plainly<T, true> : add_plainly<T, false>;
+  add(x, bias, residual, out, width);
+}
+
+// Too little, too, for going through rows of fp32.
+NPU_OPS_WITHOUT void add_row_of(const fp16* x, const fp16* bias, const fp16* residual, fp16* out,
+                                int64_t width) {
+  add_row_of<fp16>(x, bias, residual, out, width);
 }
 
 #ifdef NPU_OPS_X86_CLONES
-NPU_OPS_WITH_F16C void add_halves(const fp16* x, const float* bias, const fp16* residual, fp16* out,
+NPU_OPS_WITH_F16C void add_row_of(const fp16* x, const fp16* bias, const fp16* residual, fp16* out,
                                   int64_t width) {
   int64_t i = 0;
-  for (; i + 8 <= width; i += 8)
-    put_eight(out + i, eight(residual + i) + (eight(x + i) + _mm256_loadu_ps(bias + i)));
-  add_row<fp16, fp16, fp16, false>(x + i, bias + i, residual + i, nullptr, out + i, width - i, 0,
-                                   1.0f);
+  for (; i + 8 <= width; i += 8) {
+    const __m256 sum = bias ? eight(x + i) + eight(bias + i) : eight(x + i);
+    put_eight(out + i, eight(residual + i) + sum);
+  }
+  add_row_of<fp16>(x + i, bias ? bias + i : bias, residual + i, out + i, width - i);
 }
 #endif
 
@@ -95,22 +117,32 @@ NPU_OPS_CLONES void gradient_row_and_sum(const G* grad, const uint16_t* draws, X
 // The bias as float rows: none is a row of zeros, [h] is one row, a full one is widened per row.
 struct Bias {
   Bias(const std::optional<Tensor>& bias, int64_t width)
-      : shared(width), width(width), full(bias && bias->numel() > width ? &*bias : nullptr) {
-    if (bias && !full) widen_row(*bias, 0, shared.data());
+      : width(width), full(bias && bias->numel() > width ? &*bias : nullptr) {
+    if (full) return;
+    shared = new_row();
+    if (bias)
+      widen_row(*bias, 0, shared.get());
+    else
+      std::fill_n(shared.get(), width, 0.0f);
   }
 
+  // A thread's memory for `row`, uninitialised: small calls notice zeros that nobody reads.
+  std::unique_ptr<float[]> scratch() const { return full ? new_row() : nullptr; }
+
   const float* row(int64_t index, float* scratch) const {
-    if (!full) return shared.data();
+    if (!full) return shared.get();
     widen_row(*full, index, scratch);
     return scratch;
   }
+
+  std::unique_ptr<float[]> new_row() const { return std::unique_ptr<float[]>(new float[width]); }
 
   void widen_row(const Tensor& bias, int64_t index, float* out) const {
     dispatch(bias.scalar_type(), "bias",
              [&]<class T>(T*) { widen(input<T>(bias) + index * width, out, width); });
   }
 
-  std::vector<float> shared;
+  std::unique_ptr<float[]> shared;
   int64_t width;
   const Tensor* full;
 };
@@ -118,13 +150,22 @@ struct Bias {
 template <class T>
 using Read = typename Staged<T>::Element;
 
+template <class T>
+void plain_rows(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual,
+                const Tensor& out, int64_t begin, int64_t end) {
+  const int64_t width = x.size(-1), step = bias && bias->numel() > width ? width : 0;
+  const T* biases = bias ? input<T>(*bias) : nullptr;
+  for (int64_t row = begin; row < end; ++row)
+    add_row_of(input<T>(x) + row * width, biases ? biases + row * step : nullptr,
+               input<T>(residual) + row * width, output<T>(out) + row * width, width);
+}
+
 template <class X, class R, class O>
 void forward_rows(const Tensor& x, const Bias& bias, const Tensor& residual, const Dropout& dropout,
                   const Tensor& out, int64_t begin, int64_t end) {
-  constexpr bool kOfHalves = Staged<X>::kCopied && Staged<R>::kCopied && Staged<O>::kCopied;
   const int64_t width = x.size(-1);
-  Draws draws(width);
-  std::vector<float> bias_row(width);
+  Draws draws(width, dropout.threshold);
+  const auto bias_row = bias.scratch();
   const int64_t most = staged_at_once<X, R, O>(width);
   Staged<X> of_x(1, most);
   Staged<R> of_residual(1, most);
@@ -138,13 +179,7 @@ void forward_rows(const Tensor& x, const Bias& bias, const Tensor& residual, con
                             reinterpret_cast<const char*>(residual_row),
                             width * static_cast<int64_t>(std::min(sizeof(X), sizeof(R)))};
     const uint16_t* drawn = draws.row(row, dropout, upcoming);
-    const float* biases = bias.row(row, bias_row.data());
-    if constexpr (kOfHalves) {
-      if (!dropout.threshold) {
-        add_halves(x_row, biases, residual_row, output<O>(out) + row * width, width);
-        continue;
-      }
-    }
+    const float* biases = bias.row(row, bias_row.get());
     in_blocks(0, width, most, [&](int64_t i, int64_t count) {
       O* to = output<O>(out) + row * width + i;
       add(of_x.read(x_row + i, count), biases + i, of_residual.read(residual_row + i, count),
@@ -157,9 +192,19 @@ void forward_rows(const Tensor& x, const Bias& bias, const Tensor& residual, con
 void forward(Tensor x, std::optional<Tensor> bias, Tensor residual, std::optional<Tensor> rng_state,
              double p, Tensor out) {
   const int64_t width = x.size(-1), rows = x.numel() / width;
+  prefer_huge_pages(out);
+  const bool alike = residual.scalar_type() == x.scalar_type() &&
+                     out.scalar_type() == x.scalar_type() &&
+                     (!bias || bias->scalar_type() == x.scalar_type());
+  if (!rng_state && alike) {
+    return dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
+      parallel(rows, width, [&](int64_t begin, int64_t end) {
+        plain_rows<T>(x, bias, residual, out, begin, end);
+      });
+    });
+  }
   const Dropout dropout = make_dropout(rng_state, p);
   const Bias bias_rows(bias, width);
-  prefer_huge_pages(out);
   dispatch(x.scalar_type(), "x", [&]<class X>(X*) {
     dispatch(residual.scalar_type(), "residual", [&]<class R>(R*) {
       dispatch(out.scalar_type(), "out", [&]<class O>(O*) {

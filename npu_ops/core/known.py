@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from npu_ops.core import library, plans
-from npu_ops.core.alike import Latest
 from npu_ops.core.memo import Bounded
 from npu_ops.core.operator import Operator
+from npu_ops.core.recipes import Again, Calls
 from npu_ops.core.registry import explains
-
-Again = Callable[[tuple], object]
 
 
 class Known:
@@ -30,21 +28,21 @@ class Known:
 
     def __init__(self, name: str, operator: Operator, prepare: Callable[..., tuple]):
         self._operator, self._prepare = operator, prepare
-        # What to do with the tensors of a call that is known; None where nothing is to be known.
-        self._calls: dict[tuple, Again | None] = Bounded(64)
-        self._latest = Latest()
+        # What computes a call that is known; None where nothing is to be known.
+        self._known: dict[tuple, Again | None] = Bounded(64)
+        self._calls = Calls()
         explains(name, operator, prepare)
 
     def __call__(self, *tensors, **settings):
         """Compute the function: its tensors in their places, the rest by name."""
         values = tuple(settings.values())
-        again = self._latest.find(tensors, values)
-        if again is not None:
-            return again(tensors)
+        found = self._calls.again(tensors, values)
+        if found is not None:
+            return found
         key = key_of(tensors, values)
-        again = self._calls.get(key)
+        again = self._known.get(key)
         if again is not None:
-            self._latest.keep(tensors, values, again)
+            self._calls.keep(tensors, values, again)
             return again(tensors)
         inputs = self._prepare(*tensors, **settings)
         result = self._operator(*inputs)
@@ -53,20 +51,23 @@ class Known:
 
     def _keep(self, key, tensors, inputs) -> None:
         """Remember a call for which there is a plan by now, also that its inputs are not known."""
-        if key is None or key in self._calls:
+        if key is None or key in self._known:
             return
         plan = self._operator.plan_of(inputs)
         if plan is not None:
             watched, _ = key
             inputs_of = plans.plan(tensors, (), inputs, plan.chosen)
-            self._calls[key] = self._again(inputs_of, plan, watched)
+            self._known[key] = self._again(inputs_of, plan, watched)
 
-    def _again(self, inputs_of: plans.Plan | None, plan: plans.Plan, watched: str | None):
+    def _again(
+        self, inputs_of: plans.Plan | None, plan: plans.Plan, watched: str | None
+    ) -> Again | None:
         """None also where autograd would not see how the inputs come from the arguments."""
         if inputs_of is None or (watched and not inputs_of.same):
             return None
-        run = self._operator.again(plan, watched)
-        return lambda tensors: run(*inputs_of.laid(tensors))
+        operator = self._operator
+        run = operator.again(plan, watched)
+        return Again(run, operator.name, plan, watched, inputs_of=inputs_of)
 
 
 def key_of(tensors: tuple, settings: tuple) -> tuple | None:

@@ -22,6 +22,7 @@ from npu_ops.core import memory
 LIBRARY = torch.library.Library("npu_ops", "DEF")
 _BUILD_INFO = pathlib.Path(__file__).parent.parent / "_build_info.json"
 _NATIVE = "_native.abi3.so"
+KNOWN = "npu_ops._known"
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Tests set this to fill every output with NaN first, so that an element no kernel wrote shows.
@@ -79,11 +80,16 @@ def operator(schema: str, run, fake, backward=None, save=None, elementwise: bool
         differentiable(name, backward, save)
 
 
-def differentiable(name: str, backward, save=None) -> None:
-    """Give an operator its gradient, as `torch.library.register_autograd` takes it."""
+def differentiable(name: str, backward, save=None, write=None) -> None:
+    """Give an operator its gradient, as `torch.library.register_autograd` takes it.
+
+    write: the same as a recipe, see `core/recipes.py`: from the recipe, the context and the
+    gradients of outputs, which are its first values; what was saved follows. Returns the places of
+    the gradients of inputs, or None where there are no plans yet, or none at all.
+    """
     torch.library.register_autograd(f"npu_ops::{name}", backward, setup_context=save, lib=LIBRARY)
     _transformed[name] = _function(name, backward, save)
-    _gradients[name] = backward, save or _save_nothing
+    _gradients[name] = backward, save or _save_nothing, write
     _recorded[name] = recorder(name, _runs[name])
 
 
@@ -94,8 +100,13 @@ _runs: dict[str, Callable] = {}
 _transformed: dict[str, type[torch.autograd.Function]] = {}
 # The same in eager mode, where torch's own way costs four times as much: what records a call.
 _recorded: dict[str, Callable] = {}
-# What each of these is made of: backward and save.
-_gradients: dict[str, tuple[Callable, Callable]] = {}
+# What each of these is made of: backward, save and write.
+_gradients: dict[str, tuple[Callable, Callable, Callable | None]] = {}
+
+
+def gradient_of(name: str) -> tuple[Callable, Callable, Callable | None]:
+    """What `differentiable` was told of an operator: backward, save and write."""
+    return _gradients[name]
 
 
 def _function(name: str, backward, save) -> type[torch.autograd.Function]:
@@ -121,7 +132,7 @@ def recorder(name: str, run: Callable, plan=None) -> Callable | None:
     """
     if name not in _gradients:
         return None
-    backward, save = _gradients[name]
+    backward, save, _ = _gradients[name]
 
     def forward(ctx, *args):
         result = run(*args)
@@ -243,7 +254,7 @@ def watched(tensors: Sequence[torch.Tensor | None]) -> str | None:
     for t in tensors:  # a loop: `all` of a generator costs a microsecond more
         if t is None:
             continue
-        if type(t) not in _PLAIN or t.is_meta:
+        if type(t) not in _PLAIN or t.is_meta or _is_batched(t):
             return BY_MORE
         if grad and t.requires_grad:
             recorded = BY_AUTOGRAD
@@ -251,6 +262,8 @@ def watched(tensors: Sequence[torch.Tensor | None]) -> str | None:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Of torch.autograd.grad(is_grads_batched=True), which has a vmap of its own.
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 @functools.cache
@@ -311,13 +324,15 @@ def build_info() -> dict:
 
     Returns:
         `native`: whether the CPU kernels are loaded; `why_not`: a sentence if they are not;
-        `torch`, `torch_target`, `compiler`: what they were built with (None without them).
+        `torch`, `torch_target`, `compiler`: what they were built with (None without them);
+        `known_why_not`: None, or a sentence on why known calls go through Python.
     """
     info = {"native": False, "why_not": None, "torch": None, "torch_target": None, "compiler": None}
     if _BUILD_INFO.exists():
         info |= json.loads(_BUILD_INFO.read_text())
     info["why_not"] = _load_native()
     info["native"] = info["why_not"] is None
+    info["known_why_not"] = info["why_not"] or _load_known(info["torch"])
     return info
 
 
@@ -332,3 +347,20 @@ def _load_native() -> str | None:
     except OSError as error:
         return f"the native library does not load: {error}"
     return None
+
+
+def _load_known(built_with: str) -> str | None:
+    """Load what makes known calls in C++; None, or the reason why it is not there."""
+    if built_with != torch.__version__:
+        return f"they are built for one torch: here {torch.__version__}, then {built_with}"
+    try:
+        importlib.import_module(KNOWN)
+    except ImportError as error:
+        return f"installed without (NPU_OPS_SKIP_KNOWN=1, or it did not compile): {error}"
+    return None
+
+
+@functools.cache
+def known():
+    """What makes known calls in C++ (`csrc/known`); None without, see `build_info`."""
+    return None if build_info()["known_why_not"] else importlib.import_module(KNOWN)

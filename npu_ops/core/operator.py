@@ -22,7 +22,7 @@ import torch
 
 from npu_ops.core import ascendc as ascendc_kernels
 from npu_ops.core import library, plans, registry
-from npu_ops.core.alike import Latest
+from npu_ops.core.recipes import Again, Calls, Recipe, nothing_like
 from npu_ops.core.registry import Implementation, Table, Verdict, from_module, from_native
 
 Tensors = torch.Tensor | tuple[torch.Tensor | None, ...]
@@ -140,7 +140,7 @@ class Operator:
         lists = any(argument.type.endswith("[]") for argument in self.inputs)
         seeds = [i for i, argument in enumerate(self.inputs) if argument.name == "rng_state"]
         self._plans = plans.Plans(self._tensors, seeds, lists, folds)
-        self._latest = Latest()
+        self._calls = Calls()
         arguments = [argument.name for argument in (*self.takes, *self.writes)]
         written = [*(a.name for a in self.takes if a.is_written), *outputs]
         usual = self._usual(why_not or {}, aclnn, fla_npu, ascendc, cpu_in_python)
@@ -149,9 +149,9 @@ class Operator:
 
     def __call__(self, *inputs):
         tensors, settings = self._plans.parted(inputs)
-        again = self._latest.find(tensors, settings)
-        if again is not None:
-            return again(*inputs)
+        found = self._calls.again(tensors, settings)
+        if found is not None:
+            return found
         by = library.watched(tensors)
         if by is library.BY_MORE:
             return library.run_watched(self.name, inputs, by)
@@ -160,9 +160,12 @@ class Operator:
             return library.run_watched(self.name, inputs, by)
         if plan is None:
             return self._first_run(inputs, key)
-        again = self.again(plan, by)
-        self._latest.keep(tensors, settings, again)
-        return again(*inputs)
+        if by not in plan.known:
+            plan.known[by] = Again(
+                self.again(plan, by), self.name, plan, by, inputs[self._tensors :]
+            )
+        self._calls.keep(tensors, settings, plan.known[by])
+        return plan.known[by](tensors)
 
     def run(self, *inputs):
         """Compute the outputs on any device; what torch's dispatcher ends up calling."""
@@ -246,7 +249,7 @@ class Operator:
         if len(outputs) == 1:
             return outputs[0]
         like = inputs[0]
-        return tuple([_empty(like) if output is None else output for output in outputs])
+        return tuple([nothing_like(like) if output is None else output for output in outputs])
 
     def _layout_of_each(self, functions: Mapping[str, Callable] | None):
         if functions is None:
@@ -426,7 +429,7 @@ class Backward(Operator):
             for name, output in zip(gradients, forward.writes, strict=True)
         ]
         self._found = self._sources(forward, dict(passed or {}), outputs)
-        library.differentiable(forward.name, self._gradients, self._save)
+        library.differentiable(forward.name, self._gradients, self._save, self._write)
         library.differentiable(self.name, library.no_gradient(self.name))
 
     def _sources(self, forward, passed: dict[str, str], outputs: list[str]) -> list[int | None]:
@@ -472,6 +475,27 @@ class Backward(Operator):
             for source, dtype, wanted in inputs
         ])  # fmt: skip
 
+    def _write(self, recipe: Recipe, ctx, grads: tuple) -> list[int | None] | None:
+        """What `_gradients` does for these, as a recipe."""
+        settings, dtypes, outputs = ctx.call
+        needed = ctx.needs_input_grad
+        given_back = zip(grads, outputs, self._may_be_none, strict=True)
+        present = [_present(*one) for one in given_back]
+        if any(x is not grad for x, grad in zip(present, grads, strict=True)):
+            return None
+        needs = [needed[i] for i in self._needs]
+        tensors = [*grads, *ctx.saved_tensors]
+        plan = self.plan_of(tuple([[*tensors, *settings, *needs][i] for i in self._order]))
+        if plan is None or not plan.in_cpp:
+            return None
+        places = [None if x is None else i for i, x in enumerate(tensors)]
+        found = [*plan.write(recipe, [places[i] for i in self._order[: plan.takes]]), *places]
+        inputs = zip(self._found, dtypes, needed, strict=True)
+        return [
+            recipe.cast(found[source], dtype) if wanted and source is not None and dtype else None
+            for source, dtype, wanted in inputs
+        ]
+
 
 def _parsed(schema: str) -> list[Argument]:
     return [Argument(*text.split()) for text in schema.split(", ") if text]
@@ -504,10 +528,6 @@ def _named(name: str, arguments: Sequence[Argument]):
 
 def _tuple(value) -> tuple:
     return value if isinstance(value, tuple) else (value,)
-
-
-def _empty(like):
-    return torch.empty(0, dtype=like.dtype, device=like.device)
 
 
 def _poison(outputs):

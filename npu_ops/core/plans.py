@@ -8,13 +8,18 @@ that has to be found out. That is most of what a small call costs.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Container, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from npu_ops.core import library
 from npu_ops.core.collective import in_a_group
 from npu_ops.core.memo import Bounded
+
+if TYPE_CHECKING:
+    from npu_ops.core.recipes import Again, Recipe
 
 # Of one operator; a model makes calls of few shapes, or of ever new ones, which no plan serves.
 _MOST = 64
@@ -69,6 +74,9 @@ def forget() -> None:
     """Make no use of plans of before: something that implementations are chosen by has changed."""
     global _epoch
     _epoch += 1
+    loaded = sys.modules.get(library.KNOWN)
+    if loaded is not None:
+        loaded.forget()
 
 
 def around() -> tuple:
@@ -108,13 +116,19 @@ class Plan:
     def __init__(
         self, inputs: Sequence, outputs: Sequence, laid: Sequence, chosen, views: Sequence[View]
     ):
-        self.chosen = chosen
+        self.chosen, self.takes = chosen, len(inputs)
+        self.known: dict[str | None, Again] = {}  # what computes it, by who watches
         self.ways: dict[str | None, Callable] = {}  # of doing it again, by who watches
         self.recorded: tuple | None = None  # what the gradient keeps besides tensors
         self._makes = [None if x is None else _made(x, inputs) for x in outputs]
         self._constant = [None if isinstance(x, torch.Tensor) else x for x in laid]
         self._same = [(view.place, view.tensor) for view in views if view.size is None]
         self._views = [view for view in views if view.size is not None]
+
+    @property
+    def in_cpp(self) -> bool:
+        """Whether the implementation is an operator of torch, with no Python in it."""
+        return isinstance(self.chosen.launcher, torch._ops.OpOverload)
 
     @property
     def same(self) -> bool:
@@ -139,6 +153,21 @@ class Plan:
         for place, tensor, size, stride in self._views:
             laid[place] = tensors[tensor].as_strided(size, stride)
         return tuple(laid)
+
+    def values(self, recipe: Recipe, places: Sequence[int | None]) -> dict[int, int]:
+        """Which values the implementation takes, by their places among what it takes.
+
+        places: of the inputs and outputs among the recipe's values.
+        """
+        views = {v.place: recipe.view(places[v.tensor], v.size, v.stride) for v in self._views}
+        return {place: places[tensor] for place, tensor in self._same} | views
+
+    def write(self, recipe: Recipe, places: Sequence[int | None]) -> list[int | None]:
+        """Write into a recipe what is done for inputs in these places; where the outputs are."""
+        outputs = [None if made is None else recipe.empty(*made[:-1]) for made in self._makes]
+        values = self.values(recipe, [*places, *outputs])
+        recipe.call(self.chosen.launcher, *self._constant, values=values)
+        return outputs
 
 
 class Plans:

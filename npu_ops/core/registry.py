@@ -37,6 +37,27 @@ class Implementation:
         return self.load()
 
 
+@contextlib.contextmanager
+def launched_by(launch: Callable[[Table, Implementation, tuple], None]) -> Iterator[None]:
+    """Let every call of an implementation in a block come to `launch`, which makes it or does not.
+
+    Known calls, which C++ would make, come too.
+    """
+    before, Table.launch = Table.launch, launch
+    plans.forget()
+    try:
+        yield
+    finally:
+        Table.launch = before
+        plans.forget()
+
+
+def launches_are_watched() -> bool:
+    """Whether calls of implementations must come through Python, each by itself."""
+    settings = env.settings
+    return Table.launch is not _LAUNCH or settings.log == "calls" or bool(settings.shadow)
+
+
 def from_module(path: str) -> Callable[[], Launcher]:
     """A loader of "module:function" that imports the module only when it is called."""
     module, _, function = path.partition(":")
@@ -237,6 +258,9 @@ class Table:
                 f"tensors are on {device}, it runs on {', '.join(sorted(implementation.devices))}"
             )
         return implementation.why_not(*args)
+
+
+_LAUNCH = Table.launch
 
 
 def check_forced() -> None:

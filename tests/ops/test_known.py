@@ -7,7 +7,7 @@ import torch
 from support import devices, evaluate
 
 import npu_ops
-from npu_ops.core import plans
+from npu_ops.core import library, plans
 from npu_ops.ops import attention, bias_dropout_add, gdn_gate, l2norm, rms_norm_gated
 
 FUNCTIONS = {
@@ -27,8 +27,11 @@ FUNCTIONS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def begin():
+@pytest.fixture(autouse=True, params=[True, False], ids=["C++", "Python"])
+def begin(request, monkeypatch):
+    """As with what makes known calls in C++, and without."""
+    if not request.param:
+        monkeypatch.setattr(library, "known", lambda: None)
     plans.forget()
 
 

@@ -7,7 +7,7 @@ from npu_ops_tools.where import ops
 from support import devices, evaluate
 
 import npu_ops
-from npu_ops.core import cases, env, plans
+from npu_ops.core import cases, env, library, plans
 from npu_ops.core.registry import Table
 
 SMALL = [
@@ -24,8 +24,11 @@ PLANNED = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def begin():
+@pytest.fixture(autouse=True, params=[True, False], ids=["C++", "Python"])
+def begin(request, monkeypatch):
+    """As with what makes known calls in C++, and without."""
+    if not request.param:
+        monkeypatch.setattr(library, "known", lambda: None)
     plans.forget()
 
 

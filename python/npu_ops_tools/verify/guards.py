@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from unittest import mock
 
 import torch
 
-from npu_ops.core.registry import Table
+from npu_ops.core.registry import Table, launched_by
 
 MARGIN = 1 << 16  # bytes on each side, more than a tile
 # Beside what is read: NaN in every floating dtype, so that a read shows in the result. Beside what
@@ -32,7 +31,7 @@ def guarded(found: list[str], note: Callable[[str], None]) -> Iterator[None]:
         found.extend(copies.findings())
         copies.copy_back()
 
-    with mock.patch.object(Table, "launch", with_canaries):
+    with launched_by(with_canaries):
         yield
 
 
@@ -45,7 +44,7 @@ def noted(note: Callable[[Table, tuple], None]) -> Iterator[None]:
         note(table, args)
         launch(table, chosen, args)
 
-    with mock.patch.object(Table, "launch", noting):
+    with launched_by(noting):
         yield
 
 
