@@ -83,7 +83,7 @@ def native_extension():
     write_build_info(
         torch=torch.__version__, torch_target="2.10", compiler=version.stdout.partition("\n")[0]
     )
-    compile_args = ["-std=c++20", "-g0", "-fvisibility=hidden", f"-fmacro-prefix-map={here}/="]
+    in_both = ["-g0", "-fvisibility=hidden", f"-fmacro-prefix-map={here}/="]
     headers = {
         "include_dirs": [os.path.abspath("csrc")],
         "depends": sorted(glob.glob("csrc/*/*.h")),
@@ -98,7 +98,8 @@ def native_extension():
             # No one asks for floating-point traps; if they could come, a condition in a loop would
             # keep it from being vectorised, but where there are masks, as in AVX-512.
             "-fno-trapping-math",
-            *compile_args,
+            "-std=c++20",
+            *in_both,
         ],
         extra_link_args=["-s", "-ldl"],
         **headers,
@@ -106,12 +107,12 @@ def native_extension():
     known = CppExtension(
         "npu_ops._known",
         glob.glob("csrc/known/*.cpp"),
-        extra_compile_args=["-O2", *compile_args],
+        extra_compile_args=["-O2", "-std=c++20", *in_both],
         extra_link_args=["-s"],
         optional=True,
         **headers,
     )
-    without_known = os.environ.get("NPU_OPS_SKIP_KNOWN") == "1"
+    without_known = os.environ.get("NPU_OPS_SKIP_KNOWN") == "1" or not known.sources
     return {
         "ext_modules": [kernels] if without_known else [kernels, known],
         "cmdclass": {"build_ext": BuildNative, "build_py": BuildWithKernels},
