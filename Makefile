@@ -120,7 +120,7 @@ bench-quick: $(VENV)/ready
 	$(BIN)/npu-ops report report/quick --output report/quick
 
 # All of it, for what is shown: times, the page, the README's table and picture.
-bench-publish: bench report
+bench-publish: bench report .cache/chromium/ready
 	$(BIN)/python benchmarks/readme.py
 	$(BIN)/python benchmarks/screenshot.py
 
