@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/* csrc/*/*)  # the folders too: a file may have gone
 
 .PHONY: demo demo-serve fetch test test-all test-trainers test-aarch64 test-versions wheels check format clean
-.PHONY: docs verify bench bench-publish bench-quick report
+.PHONY: docs verify bench bench-publish browser bench-quick report
 
 # torch first and alone, so that nothing else chooses its build.
 $(VENV)/torch: 
@@ -99,11 +99,12 @@ test-trainers: .cache/trainers/ready .cache/frameworks/ready .cache/sglang/ready
 	$(if $(RELAX),$(BIN)/python tests/trainers/fetch_relax.py $(RELAX) $(MEGATRON) $(MINDSPEED) $(QUEUE) $(BRIDGE))
 	$(if $(RELAX),$(BIN)/python -m pytest $(FOR_LONG) tests/trainers/upstream_relax.py)
 
+BROWSER := command -v chromium || command -v google-chrome || $(BIN)/playwright install chromium
+
 # The tests of the report's page look at it in a browser: the system's Chromium (Debian: chromium),
 # or playwright's, where that can be downloaded. Where there is neither, they say so.
 .cache/chromium/ready: $(VENV)/ready
-	@command -v chromium || command -v google-chrome || $(BIN)/playwright install chromium \
-		|| echo "no Chromium: nothing looks at the report's page"
+	@$(BROWSER) || echo "no Chromium: nothing looks at the report's page"
 	@mkdir -p $(@D) && touch $@
 
 # What the first person with a card runs, on the emulated NPU: 5 minutes, and a page in report/verify.
@@ -119,8 +120,12 @@ bench-quick: $(VENV)/ready
 	$(BIN)/npu-ops bench --quick --longest 1 --output report/quick
 	$(BIN)/npu-ops report report/quick --output report/quick
 
+# The README's picture needs a browser: better to know before the 45 minutes than after.
+browser: $(VENV)/ready
+	@$(BROWSER) || { echo "no Chromium for the README's picture: apt-get install chromium"; exit 1; }
+
 # All of it, for what is shown: times, the page, the README's table and picture.
-bench-publish: bench report .cache/chromium/ready
+bench-publish: browser bench report
 	$(BIN)/python benchmarks/readme.py
 	$(BIN)/python benchmarks/screenshot.py
 
