@@ -1,7 +1,9 @@
 // bias_dropout_add on the CPU. Definition: npu_ops/ops/bias_dropout_add/reference.py
 #include <algorithm>
+#include <bit>
 #include <memory>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "common/check.h"
@@ -29,32 +31,47 @@ Dropout make_dropout(const std::optional<Tensor>& rng_state, double p) {
           static_cast<uint16_t>(threshold), static_cast<float>(65536 / (65536 - threshold))};
 }
 
-// One thread's draws. They stay 0, which a threshold of 0 keeps, without dropout; where none are
-// read then, there are none.
-struct Draws {
-  explicit Draws(int64_t width, bool read = true)
-      : lane(lane_width(width)), values(read ? kDrawLanes * lane : 0) {}
+// Which elements of a row stay, for one thread. All do without dropout; where nobody reads it then,
+// there is nothing.
+class Keep {
+ public:
+  Keep(const Dropout& dropout, int64_t width, int64_t rows_at_once, bool read = true)
+      : step(kDrawLanes * lane_width(width)),
+        dropout_(dropout),
+        columns_(dropout.threshold ? lane_width(width) : 0, dropout.offset, dropout.keys),
+        values_(dropout.threshold || read ? rows_at_once * step : 0, kAll) {}
 
-  const uint16_t* row(int64_t index, const Dropout& dropout, Upcoming upcoming) {
-    if (dropout.threshold)
-      draw_row(values.data(), lane, static_cast<uint32_t>(index), dropout.offset, dropout.keys,
-               upcoming);
-    return values.data();
+  // Of as many rows at once, `step` apart: draws the one at `place`, and returns it.
+  const uint16_t* row(int64_t index, Upcoming upcoming, int64_t place = 0) {
+    uint16_t* found = values_.data() + place * step;
+    if (dropout_.threshold)
+      keep_row(found, columns_, static_cast<uint32_t>(index), dropout_.threshold, upcoming);
+    return found;
   }
 
-  int64_t lane;
-  std::vector<uint16_t> values;
+  const int64_t step;
+
+ private:
+  static constexpr uint16_t kAll = 0xffff;
+  const Dropout& dropout_;
+  Columns columns_;
+  std::vector<uint16_t> values_;
 };
+
+NPU_OPS_INLINE float kept(uint16_t keep, float value) {
+  const auto all = static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(keep)));
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(value) & all);
+}
 
 // `out` may be `x` or `residual`: an element is read before it is written, hence ivdep.
 template <class X, class R, class O, bool DROPS>
-NPU_OPS_CLONES void add_row(const X* x, const float* bias, const R* residual, const uint16_t* draws,
-                            O* out, int64_t width, uint16_t threshold, float scale) {
+NPU_OPS_CLONES void add_row(const X* x, const float* bias, const R* residual, const uint16_t* keep,
+                            O* out, int64_t width, float scale) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < width; ++i) {
-    float kept = load(x[i]) + bias[i];
-    if constexpr (DROPS) kept = keep_if(draws[i] >= threshold, kept * scale);
-    store(out + i, load(residual[i]) + kept);
+    float sum = load(x[i]) + bias[i];
+    if constexpr (DROPS) sum = kept(keep[i], sum * scale);
+    store(out + i, load(residual[i]) + sum);
   }
 }
 
@@ -94,23 +111,107 @@ NPU_OPS_WITH_F16C void add_row_of(const fp16* x, const fp16* bias, const fp16* r
 }
 #endif
 
-template <class G, class X>
-NPU_OPS_CLONES void gradient_row(const G* grad, const uint16_t* draws, X* grad_x, int64_t width,
-                                 uint16_t threshold, float scale) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < width; ++i)
-    store(grad_x + i, keep_if(draws[i] >= threshold, load(grad[i]) * scale));
-}
-
-template <class G, class X>
-NPU_OPS_CLONES void gradient_row_and_sum(const G* grad, const uint16_t* draws, X* grad_x,
-                                         float* sum, int64_t width, uint16_t threshold,
-                                         float scale) {
+template <class G, class X, bool SUMS>
+NPU_OPS_CLONES void gradient_row(const G* grad, const uint16_t* keep, X* grad_x, float* sum,
+                                 int64_t width, float scale) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < width; ++i) {
-    const float kept = keep_if(draws[i] >= threshold, load(grad[i]) * scale);
-    sum[i] += kept;
-    store(grad_x + i, kept);
+    const float found = kept(keep[i], load(grad[i]) * scale);
+    if constexpr (SUMS) sum[i] += found;
+    store(grad_x + i, found);
+  }
+}
+
+NPU_OPS_WITHOUT void gradient_row_of(const fp16* grad, const uint16_t* keep, fp16* grad_x,
+                                     float* sum, int64_t width, float scale) {
+  const auto row = sum ? gradient_row<fp16, fp16, true> : gradient_row<fp16, fp16, false>;
+  row(grad, keep, grad_x, sum, width, scale);
+}
+
+#ifdef NPU_OPS_X86_CLONES
+NPU_OPS_WITH_F16C void gradient_row_of(const fp16* grad, const uint16_t* keep, fp16* grad_x,
+                                       float* sum, int64_t width, float scale) {
+  int64_t i = 0;
+  for (; i + 8 <= width; i += 8) {
+    const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(keep + i));
+    const __m256 all = _mm256_castsi256_ps(_mm256_cvtepi16_epi32(words));
+    const __m256 found = _mm256_and_ps(eight(grad + i) * scale, all);
+    if (sum) _mm256_storeu_ps(sum + i, _mm256_loadu_ps(sum + i) + found);
+    put_eight(grad_x + i, found);
+  }
+  const auto row = sum ? gradient_row<fp16, fp16, true> : gradient_row<fp16, fp16, false>;
+  row(grad + i, keep + i, grad_x + i, sum ? sum + i : sum, width - i, scale);
+}
+#endif
+
+template <class T>
+using Read = typename Staged<T>::Element;
+
+// A row, by way of one of fp32 where one of both is fp16.
+template <class G, class X>
+class Gradient {
+ public:
+  explicit Gradient(int64_t width)
+      : most_(staged_at_once<G, X>(width)), of_grad_(1, most_), of_grad_x_(1, most_) {}
+
+  void operator()(const G* grad, const uint16_t* keep, X* grad_x, float* sum, int64_t width,
+                  float scale) {
+    const auto row =
+        sum ? gradient_row<Read<G>, Read<X>, true> : gradient_row<Read<G>, Read<X>, false>;
+    in_blocks(0, width, most_, [&](int64_t i, int64_t count) {
+      row(of_grad_.read(grad + i, count), keep + i, of_grad_x_.to(grad_x + i), sum ? sum + i : sum,
+          count, scale);
+      of_grad_x_.written(grad_x + i, count);
+    });
+  }
+
+ private:
+  int64_t most_;
+  Staged<G> of_grad_;
+  Staged<X> of_grad_x_;
+};
+
+// Where both are, there is too little to do for that.
+template <>
+class Gradient<fp16, fp16> {
+ public:
+  explicit Gradient(int64_t) {}
+
+  void operator()(const fp16* grad, const uint16_t* keep, fp16* grad_x, float* sum, int64_t width,
+                  float scale) {
+    gradient_row_of(grad, keep, grad_x, sum, width, scale);
+  }
+};
+
+// Two bf16 of a row, the first in the low half: a vector of them needs no half moved to another
+// lane to be one of floats.
+using Pair = uint32_t __attribute__((aligned(2), may_alias));
+
+// As `store` rounds, in place. A gradient times the scale that is a NaN has no bits to round.
+NPU_OPS_INLINE uint32_t rounded(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  return bits + (0x7fffu + ((bits >> 16) & 1u));
+}
+
+// Of two rows at once, so that sums are read and written half as often: first those of even
+// columns, then those of odd ones.
+template <int ROWS, bool SUMS>
+NPU_OPS_CLONES void gradient_pairs(const Pair* grad, const Pair* keep, Pair* grad_x, float* sum,
+                                   int64_t pairs, int64_t keep_step, float scale) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < pairs; ++i) {
+    float sums[2] = {};
+    if constexpr (SUMS) sums[0] = sum[i], sums[1] = sum[pairs + i];
+#pragma GCC unroll 2
+    for (int64_t row = 0; row < ROWS; ++row) {
+      const uint32_t both = grad[row * pairs + i] & keep[row * keep_step + i];
+      const float even = std::bit_cast<float>(both << 16) * scale;
+      const float odd = std::bit_cast<float>(both & 0xffff0000u) * scale;
+      grad_x[row * pairs + i] = (rounded(even) >> 16) | (rounded(odd) & 0xffff0000u);
+      sums[0] += even;
+      sums[1] += odd;
+    }
+    if constexpr (SUMS) sum[i] = sums[0], sum[pairs + i] = sums[1];
   }
 }
 
@@ -148,9 +249,6 @@ struct Bias {
 };
 
 template <class T>
-using Read = typename Staged<T>::Element;
-
-template <class T>
 void plain_rows(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual,
                 const Tensor& out, int64_t begin, int64_t end) {
   const int64_t width = x.size(-1), step = bias && bias->numel() > width ? width : 0;
@@ -164,7 +262,7 @@ template <class X, class R, class O>
 void forward_rows(const Tensor& x, const Bias& bias, const Tensor& residual, const Dropout& dropout,
                   const Tensor& out, int64_t begin, int64_t end) {
   const int64_t width = x.size(-1);
-  Draws draws(width, dropout.threshold);
+  Keep keep(dropout, width, 1, dropout.threshold);
   const auto bias_row = bias.scratch();
   const int64_t most = staged_at_once<X, R, O>(width);
   Staged<X> of_x(1, most);
@@ -178,12 +276,12 @@ void forward_rows(const Tensor& x, const Bias& bias, const Tensor& residual, con
     const Upcoming upcoming{reinterpret_cast<const char*>(x_row),
                             reinterpret_cast<const char*>(residual_row),
                             width * static_cast<int64_t>(std::min(sizeof(X), sizeof(R)))};
-    const uint16_t* drawn = draws.row(row, dropout, upcoming);
+    const uint16_t* kept = keep.row(row, upcoming);
     const float* biases = bias.row(row, bias_row.get());
     in_blocks(0, width, most, [&](int64_t i, int64_t count) {
       O* to = output<O>(out) + row * width + i;
       add(of_x.read(x_row + i, count), biases + i, of_residual.read(residual_row + i, count),
-          drawn + i, of_out.to(to), count, dropout.threshold, dropout.scale);
+          kept + i, of_out.to(to), count, dropout.scale);
       of_out.written(to, count);
     });
   }
@@ -216,50 +314,69 @@ void forward(Tensor x, std::optional<Tensor> bias, Tensor residual, std::optiona
   });
 }
 
+template <class G>
+Upcoming upcoming(const G* row, int64_t width) {
+  return {reinterpret_cast<const char*>(row), nullptr, width * static_cast<int64_t>(sizeof(G))};
+}
+
 template <class G, class X>
-void backward_rows(const Tensor& grad, const Dropout& dropout, const Tensor& grad_x, float* sum,
-                   Draws& draws, int64_t begin, int64_t end) {
+void backward_rows(const Tensor& grad, Keep& keep, const Tensor& grad_x, float* sum, float scale,
+                   int64_t begin, int64_t end) {
   const int64_t width = grad.size(-1);
-  const int64_t most = staged_at_once<G, X>(width);
-  Staged<G> of_grad(1, most);
-  Staged<X> of_grad_x(1, most);
+  Gradient<G, X> gradient(width);
   for (int64_t row = begin; row < end; ++row) {
-    const G* grad_row = input<G>(grad) + row * width;
-    X* to = output<X>(grad_x) + row * width;
-    const Upcoming upcoming{reinterpret_cast<const char*>(grad_row), nullptr,
-                            width * static_cast<int64_t>(sizeof(G))};
-    const uint16_t* drawn = draws.row(row, dropout, upcoming);
-    in_blocks(0, width, most, [&](int64_t i, int64_t count) {
-      const auto* read = of_grad.read(grad_row + i, count);
-      auto* write = of_grad_x.to(to + i);
-      if (sum)
-        gradient_row_and_sum(read, drawn + i, write, sum + i, count, dropout.threshold,
-                             dropout.scale);
-      else
-        gradient_row(read, drawn + i, write, count, dropout.threshold, dropout.scale);
-      of_grad_x.written(to + i, count);
-    });
+    const G* from = input<G>(grad) + row * width;
+    const uint16_t* kept = keep.row(row, upcoming(from, width));
+    gradient(from, kept, output<X>(grad_x) + row * width, sum, width, scale);
   }
+}
+
+void backward_pairs(const Tensor& grad, Keep& keep, const Tensor& grad_x, float* sum, float scale,
+                    int64_t begin, int64_t end) {
+  const int64_t width = grad.size(-1);
+  const auto one = sum ? gradient_pairs<1, true> : gradient_pairs<1, false>;
+  const auto two = sum ? gradient_pairs<2, true> : gradient_pairs<2, false>;
+  for (int64_t row = begin; row < end; row += 2) {
+    const bf16* from = input<bf16>(grad) + row * width;
+    bf16* to = output<bf16>(grad_x) + row * width;
+    const uint16_t* kept = keep.row(row, upcoming(from, width));
+    const bool last = row + 1 == end;
+    if (!last) keep.row(row + 1, upcoming(from + width, width), 1);
+    (last ? one : two)(reinterpret_cast<const Pair*>(from), reinterpret_cast<const Pair*>(kept),
+                       reinterpret_cast<Pair*>(to), sum, width / 2, keep.step / 2, scale);
+  }
+}
+
+// From all even columns and then all odd ones to their order.
+void put_in_order(float* row, int64_t width) {
+  const std::vector<float> parts(row, row + width);
+  const float *even = parts.data(), *odd = even + width / 2;
+  for (int64_t i = 0; i < width / 2; ++i) row[2 * i] = even[i], row[2 * i + 1] = odd[i];
 }
 
 void backward(Tensor grad, std::optional<Tensor> rng_state, double p, Tensor grad_x,
               std::optional<Tensor> grad_bias) {
   const int64_t width = grad.size(-1), rows = grad.numel() / width;
   const Dropout dropout = make_dropout(rng_state, p);
-  Partials partials(rows, width, grad_bias.has_value());
+  Partials partials(rows, width, width, grad_bias.has_value());
   prefer_huge_pages(grad_x);
+  bool pairs = false;
   dispatch(grad.scalar_type(), "grad", [&]<class G>(G*) {
     dispatch(grad_x.scalar_type(), "grad_x", [&]<class X>(X*) {
-      parallel(partials.blocks, partials.block_rows * width, [&](int64_t begin, int64_t end) {
-        Draws draws(width);
+      constexpr bool kBoth = std::is_same_v<G, bf16> && std::is_same_v<X, bf16>;
+      pairs = kBoth && width % 2 == 0;
+      const auto some = pairs ? backward_pairs : backward_rows<G, X>;
+      parallel(partials.blocks, partials.block_cost, [&](int64_t begin, int64_t end) {
+        Keep keep(dropout, width, pairs ? 2 : 1);
         for (int64_t index = begin; index < end; ++index)
-          backward_rows<G, X>(grad, dropout, grad_x, partials.block(index), draws,
-                              index * partials.block_rows,
-                              std::min(rows, (index + 1) * partials.block_rows));
+          some(grad, keep, grad_x, partials.start(index), dropout.scale,
+               index * partials.block_rows, std::min(rows, (index + 1) * partials.block_rows));
       });
     });
   });
-  if (grad_bias) partials.total(output<float>(*grad_bias));
+  if (!grad_bias) return;
+  partials.total(output<float>(*grad_bias));
+  if (pairs) put_in_order(output<float>(*grad_bias), width);
 }
 
 }  // namespace

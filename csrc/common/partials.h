@@ -3,31 +3,52 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <vector>
+#include <memory>
+
+#include "common/parallel.h"
+#include "common/vec.h"
 
 namespace npu_ops {
 
-// Rows are summed in a fixed number of blocks, whatever the number of threads, so that the sums are
-// the same on every machine.
+// Rows are summed in blocks that are the same whatever the number of threads, so that the sums are
+// the same on every machine: 64, or as few as are worth a thread each.
 constexpr int64_t kBlocks = 64;
 
 struct Partials {
-  Partials(int64_t rows, int64_t width, bool wanted)
+  // cost: of a row, in elements, as `parallel` takes it.
+  Partials(int64_t rows, int64_t width, int64_t cost, bool wanted = true)
       : width(width),
-        block_rows(std::max<int64_t>(1, (rows + kBlocks - 1) / kBlocks)),
+        block_rows(std::max({int64_t{1}, (rows + kBlocks - 1) / kBlocks, kGrainElements / cost})),
+        block_cost(block_rows * cost),
         blocks((rows + block_rows - 1) / block_rows),
-        sums(wanted ? blocks * width : 0, 0.0f) {}
+        sums(wanted ? new float[blocks * width] : nullptr) {}
 
-  float* block(int64_t index) { return sums.empty() ? nullptr : sums.data() + index * width; }
-
-  void total(float* out) const {
-    std::fill(out, out + width, 0.0f);
-    for (int64_t index = 0; index < blocks; ++index)
-      for (int64_t i = 0; i < width; ++i) out[i] += sums[index * width + i];
+  // A block's sums, zeros. For the thread that adds to them: memory that another has written takes
+  // as long to come as a row to be summed.
+  float* start(int64_t index) {
+    if (!sums) return nullptr;
+    float* block = sums.get() + index * width;
+    std::fill_n(block, width, 0.0f);
+    return block;
   }
 
-  int64_t width, block_rows, blocks;
-  std::vector<float> sums;
+  void total(float* out) const {
+    // An eighth: adding costs so little next to what `cost` counts.
+    parallel(width, blocks / 8, [&](int64_t begin, int64_t end) {
+      std::fill(out + begin, out + end, 0.0f);
+      for (int64_t index = 0; index < blocks; ++index)
+        add(sums.get() + index * width + begin, out + begin, end - begin);
+    });
+  }
+
+  int64_t width, block_rows, block_cost, blocks;
+  std::unique_ptr<float[]> sums;
+
+ private:
+  NPU_OPS_CLONES static void add(const float* in, float* out, int64_t count) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < count; ++i) out[i] += in[i];
+  }
 };
 
 }  // namespace npu_ops

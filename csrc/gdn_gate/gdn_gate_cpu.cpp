@@ -205,34 +205,35 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
               Tensor grad_dt_bias, std::optional<Tensor> grad_b) {
   const int64_t heads = a.size(-1), rows = a.numel() / heads;
   const Softplus plus(softplus_beta, softplus_threshold);
-  Partials sums(rows, 2 * heads, true);
+  Partials sums(rows, 2 * heads, heads * kCost);
   const int64_t most_as_one = as_one(heads, {step_of(grad_g), step_of(a), step_of(grad_a)});
   const int64_t times = sums.block_rows < 2 * most_as_one ? 1 : most_as_one;
   const Heads of(A_log, dt_bias, plus.beta, times);
-  const int64_t block_rows = sums.block_rows, cost = block_rows * heads * kCost;
+  const int64_t block_rows = sums.block_rows;
   dispatch(a.scalar_type(), "a", [&]<class A>(A*) {
     const auto grads = rows_in<float>(grad_g);
     const auto from = rows_in<A>(a);
     const auto to = rows_out<A>(grad_a);
-    parallel(sums.blocks, cost, [&](int64_t begin, int64_t end) {
+    parallel(sums.blocks, sums.block_cost, [&](int64_t begin, int64_t end) {
       const int64_t most = staged_at_once<A>(block_rows, heads);
       Staged<A> of_a(most, heads), of_grad_a(most, heads);
       std::vector<float> wide_sums(2 * heads * times);
       for (int64_t block = begin; block < end; ++block) {
         const int64_t last = std::min(rows, (block + 1) * block_rows);
         std::ranges::fill(wide_sums, 0.0f);
+        float* sum = sums.start(block);
         in_blocks(block * block_rows, last, most, [&](int64_t row, int64_t count) {
           const auto written = to.from(row);
           const auto read = of_a.read(from.from(row), count);
           in_wide_rows(count, times, [&](int64_t first, int64_t many, int64_t each) {
-            decay_gradient_rows(
-                wide(grads.from(row), first, each), wide(read, first, each), of.decay.data(),
-                of.bias.data(), wide(of_grad_a.to(written), first, each),
-                each == times ? wide_sums.data() : sums.block(block), plus, many, heads * each);
+            decay_gradient_rows(wide(grads.from(row), first, each), wide(read, first, each),
+                                of.decay.data(), of.bias.data(),
+                                wide(of_grad_a.to(written), first, each),
+                                each == times ? wide_sums.data() : sum, plus, many, heads * each);
           });
           of_grad_a.written(written, count);
         });
-        add_folded(wide_sums, heads, sums.block(block));
+        add_folded(wide_sums, heads, sum);
       }
     });
   });

@@ -187,7 +187,7 @@ void backward(Tensor grad_q, Tensor grad_k, std::optional<Tensor> grad_v,
                       length);
   const auto of_q = multiplier(q_weight, zero_centered), of_k = multiplier(k_weight, zero_centered);
   const Parts from(qkv, heads, kv_heads, dim, gated), to(grad_qkv, heads, kv_heads, dim, gated);
-  Partials sums(tokens, 2 * dim, true);
+  Partials sums(tokens, 2 * dim, 3 * qkv.size(2));
   prefer_huge_pages(grad_qkv);
   dispatch(qkv.scalar_type(), "qkv", [&]<class T>(T*) {
     const T* x = input<T>(qkv);
@@ -207,11 +207,10 @@ void backward(Tensor grad_q, Tensor grad_k, std::optional<Tensor> grad_v,
       }
     };
     dispatch(cos.scalar_type(), "cos", [&]<class C>(C*) {
-      const int64_t cost = 3 * sums.block_rows * qkv.size(2);
-      parallel(sums.blocks, cost, [&](int64_t begin, int64_t end) {
+      parallel(sums.blocks, sums.block_cost, [&](int64_t begin, int64_t end) {
         Scratch<T> scratch(tables.pair, dim);
         for (int64_t block = begin; block < end; ++block) {
-          float* total = sums.block(block);
+          float* total = sums.start(block);
           const int64_t last = std::min(tokens, (block + 1) * sums.block_rows);
           for (int64_t token = block * sums.block_rows; token < last; ++token) {
             const int64_t b = token / length, s = token % length;

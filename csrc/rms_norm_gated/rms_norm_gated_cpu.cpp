@@ -128,19 +128,20 @@ void backward(Tensor grad, Tensor x, Tensor weight, Tensor z, double eps, bool n
   const Rows grads(grad), from(x), gates(z), to_x(grad_x), to_z(grad_z);
   const Weight weights(weight);
   const int64_t width = x.size(-1), rows = from.outer * from.inner;
-  Partials sums(rows, weight.numel(), true);
+  Partials sums(rows, weight.numel(), kCost * width);
   prefer_huge_pages(grad_x);
   prefer_huge_pages(grad_z);
   dispatch(x.scalar_type(), "x", [&]<class X>(X*) {
     const X *g = input<X>(grad), *in = input<X>(x), *gate = input<X>(z);
     X *result_x = output<X>(grad_x), *result_z = output<X>(grad_z);
     with_formula(norm_before_gate, activation, [&]<bool BEFORE, bool SILU>() {
-      parallel(sums.blocks, kCost * sums.block_rows * width, [&](int64_t begin, int64_t end) {
+      parallel(sums.blocks, sums.block_cost, [&](int64_t begin, int64_t end) {
         Scratch scratch(width);
         Staged<X> of_grad(1, width), of_x(1, width), of_z(1, width);
         Staged<X> of_grad_x(1, width), of_grad_z(1, width);
         for (int64_t block = begin; block < end; ++block) {
           const int64_t last = std::min(rows, (block + 1) * sums.block_rows);
+          float* sum = sums.start(block);
           for (int64_t index = block * sums.block_rows; index < last; ++index) {
             const int64_t outer = index / from.inner, row = index % from.inner;
             const int64_t of_weight = row * weights.step;
@@ -148,9 +149,9 @@ void backward(Tensor grad, Tensor x, Tensor weight, Tensor z, double eps, bool n
             backward_row<BEFORE, SILU>(
                 of_grad.read(g + grads.at(outer, row), width),
                 of_x.read(in + from.at(outer, row), width), weights.values.data() + of_weight,
-                of_z.read(gate + gates.at(outer, row), width), of_grad_x.to(row_x),
-                sums.block(block) + of_weight, of_grad_z.to(row_z), scratch.part(0),
-                scratch.part(1), scratch.part(2), scratch.part(3), width, static_cast<float>(eps));
+                of_z.read(gate + gates.at(outer, row), width), of_grad_x.to(row_x), sum + of_weight,
+                of_grad_z.to(row_z), scratch.part(0), scratch.part(1), scratch.part(2),
+                scratch.part(3), width, static_cast<float>(eps));
             of_grad_x.written(row_x, width);
             of_grad_z.written(row_z, width);
           }

@@ -72,6 +72,7 @@ class Work:
 
         def backward():
             if not graph:
+                _outputs(function, inputs)  # some learn from it: a step of a training has been there
                 graph.extend(_outputs(function, inputs))
             return self._gradients(graph, leaves, retain_graph=True)
 
