@@ -6,12 +6,14 @@ BEFORE, AFTER: roots of checkouts, with an environment in .venv. A process for e
 row after the other, so what else the machine does falls on both; a ratio is that of a round.
 --calls: packed, which look at contents; small, of 16 tokens, and one, of one token, where Python is
 most of the time; fp16, of 256 tokens; long, of 1024; decode, attention of a token of each of 8
-sequences, from a paged cache; recurrent, the gated delta rule by token.
+sequences, from a paged cache; recurrent, the gated delta rule by token; dropout, bias_dropout_add
+that drops; prompts, attention of short ones and of packed images.
 """
 
 import argparse
 import csv
 import functools
+import itertools
 import os
 import statistics
 import subprocess
@@ -148,6 +150,50 @@ def recurrent():
     return list(calls.items())
 
 
+def dropout():
+    """bias_dropout_add with a bias, which drops a tenth: a row of Qwen3-VL-8B."""
+    import npu_ops
+
+    calls = {}
+    for tokens, dtype in itertools.product((1, 16, 128, 1024), (torch.bfloat16, torch.float16)):
+        normal = _normal(dtype)
+        args, named = (normal(tokens, 4096), normal(4096), normal(tokens, 4096)), {"p": 0.1}
+        named["training"] = True
+        name = str(dtype).removeprefix("torch.")
+        calls["bias_dropout_add", f"forward, {name}", tokens] = (
+            npu_ops.bias_dropout_add,
+            args,
+            named,
+        )
+        both = _training(npu_ops.bias_dropout_add, args, named)
+        calls["bias_dropout_add", f"forward+backward, {name}", tokens] = both, (), {}
+    return list(calls.items())
+
+
+def prompts():
+    """Attention of causal prompts, Qwen3-VL-8B and Qwen3.5-9B on 8 ranks, and of 8 images."""
+    import npu_ops
+
+    normal, calls = _normal(torch.bfloat16), {}
+    for heads, kv_heads, dim in ((4, 1, 128), (2, 1, 256)):
+        for tokens in (16, 64, 512):
+            args = [normal(1, tokens, n, dim) for n in (heads, kv_heads, kv_heads)]
+            both = _training(npu_ops.attention, args, {"is_causal": True})
+            case = f"prompt, {heads} heads on {kv_heads}"
+            calls["attention", f"{case}, forward", tokens] = (
+                npu_ops.attention, args, {"is_causal": True},
+            )  # fmt: skip
+            calls["attention", f"{case}, forward+backward", tokens] = both, (), {}
+    for tokens in (128, 1024):
+        starts = torch.arange(0, tokens + 1, tokens // 8)
+        args, named = [normal(tokens, 2, 72) for _ in range(3)], {"layout": "TND"}
+        named |= {"cu_seqlens_q": starts, "cu_seqlens_cpu": starts}
+        both = _training(npu_ops.attention, args, named)
+        calls["attention", "8 images, forward", tokens] = npu_ops.attention, args, named
+        calls["attention", "8 images, forward+backward", tokens] = both, (), {}
+    return list(calls.items())
+
+
 def _training(function, args, kwargs):
     """All that a step asks of a function: its outputs, and the gradients of what is in `args`."""
     leaves = [x.detach().requires_grad_() for x in args]
@@ -168,6 +214,8 @@ CALLS = {
     "fp16": functools.partial(layer, 256, torch.float16),
     "decode": decode,
     "recurrent": recurrent,
+    "dropout": dropout,
+    "prompts": prompts,
     "long": functools.partial(layer, 1024, torch.bfloat16),
 }
 

@@ -63,12 +63,12 @@ NPU_OPS_CLONES void attend(const Sizes& of, int64_t first, int64_t count, Padded
                            float* lse, float* sums) {
   const int64_t most = of.seen(first + kRows - 1), columns = padded(most);
   if (of.few_keys())
-    multiply_rows(q, keys, most, of.scale, scores);
+    multiply_rows<kRows>(q, keys, most, of.scale, scores);
   else
-    multiply({q.data, q.step, 1}, keys_t, of.width, scores, columns);
+    multiply<kRows>({q.data, q.step, 1}, keys_t, of.width, scores, columns);
   for (int64_t i = 0; i < count; ++i)
     lse[i] = soften(scores.row(i), of.seen(first + i), columns, sums + i);
-  multiply({scores.data, scores.step, 1}, values, most, out, out.step);
+  multiply<kRows>({scores.data, scores.step, 1}, values, most, out, out.step);
 }
 
 // Returns whether all values are finite. Where one is not, 0 times it has reached queries that do
@@ -133,25 +133,28 @@ NPU_OPS_CLONES void attend_backward(const Sizes& of, const Gradients& x, int64_t
   const int64_t most = of.seen(first + kRows - 1), columns = padded(most);
   const auto weights = x.weights.from(first), grads = x.grad_scores.from(first);
   const auto grad_out = x.grad_out.from(first);
+  // `add_to_keys` takes kRows keys at once, of which these queries may see the first alone.
+  const int64_t asked = std::min(columns + kLanes, weights.step);
   if (of.few_keys()) {
-    multiply_rows(x.queries.from(first), x.keys, most, of.scale, weights);
-    multiply_rows(grad_out, x.values, most, 1.0f, grads);
+    multiply_rows<kRows>(x.queries.from(first), x.keys, most, of.scale, weights);
+    multiply_rows<kRows>(grad_out, x.values, most, 1.0f, grads);
   } else {
-    multiply({x.queries.row(first), x.queries.step, 1}, x.keys_t, of.width, weights, columns);
-    multiply({grad_out.data, grad_out.step, 1}, x.values_t, of.values, grads, columns);
+    multiply<kRows>({x.queries.row(first), x.queries.step, 1}, x.keys_t, of.width, weights,
+                    columns);
+    multiply<kRows>({grad_out.data, grad_out.step, 1}, x.values_t, of.values, grads, columns);
   }
   for (int i = 0; i < kRows; ++i) {
     const int64_t seen = of.seen(first + i);
     float *p = weights.row(i), *ds = grads.row(i);  // first the gradients of the weights
     std::fill(p + seen, p + columns, 0.0f);         // not written if keys are few
     for (int64_t j = 0; j < columns; ++j) p[j] = exp_within(p[j] - lse[i]);
-    std::fill(p + seen, p + columns, 0.0f);
-    std::fill(ds + seen, ds + columns, 0.0f);
+    std::fill(p + seen, p + asked, 0.0f);
+    std::fill(ds + seen, ds + asked, 0.0f);
     // Not from out: so a query of one key has a gradient of 0, and out's rounding takes no part.
     const float along = dot(p, ds, columns);
     for (int64_t j = 0; j < columns; ++j) ds[j] = p[j] * (ds[j] - along);
   }
-  multiply({grads.data, grads.step, 1}, x.keys, most, x.grad_queries, x.grad_queries.step);
+  multiply<kRows>({grads.data, grads.step, 1}, x.keys, most, x.grad_queries, x.grad_queries.step);
 }
 
 // Adds what a head's queries give to the gradients of their keys and values.
@@ -161,9 +164,10 @@ NPU_OPS_CLONES void add_to_keys(const Sizes& of, const Gradients& x) {
     if (count <= 0) return;  // nobody sees it, nor what follows
     const Left weights{x.weights.row(first) + j, 1, x.weights.step};
     const Left grads{x.grad_scores.row(first) + j, 1, x.grad_scores.step};
-    multiply<true>(weights, x.grad_out.from(first), count, x.grad_values.from(j),
-                   x.grad_values.step);
-    multiply<true>(grads, x.queries.from(first), count, x.grad_keys.from(j), x.grad_keys.step);
+    multiply<kRows, true>(weights, x.grad_out.from(first), count, x.grad_values.from(j),
+                          x.grad_values.step);
+    multiply<kRows, true>(grads, x.queries.from(first), count, x.grad_keys.from(j),
+                          x.grad_keys.step);
   }
 }
 

@@ -17,6 +17,7 @@
 namespace npu_ops {
 namespace {
 
+constexpr int kQueries = 4;    // at a time: rarely fewer share keys, and rows of zeros take as long
 constexpr int64_t kKeys = 32;  // at a time: as rows of fp32 they stay in the first cache
 
 // Where the keys of each sequence are.
@@ -51,8 +52,9 @@ struct Cache {
 // The scores of `rows` queries and `count` keys, in columns of `scores` from `first` on.
 NPU_OPS_CLONES void score(Padded<const float> queries, int64_t rows, Padded<const float> keys,
                           int64_t count, float scale, Padded<float> scores, int64_t first) {
-  for (int64_t i = 0; i < rows; i += kRows)
-    multiply_rows(queries.from(i), keys, count, scale, {scores.row(i) + first, scores.step});
+  for (int64_t i = 0; i < rows; i += kQueries)
+    multiply_rows<kQueries>(queries.from(i), keys, count, scale,
+                            {scores.row(i) + first, scores.step});
 }
 
 NPU_OPS_CLONES void soften_rows(Padded<float> scores, int64_t rows, int64_t keys, float* log_sums,
@@ -66,11 +68,12 @@ NPU_OPS_CLONES void soften_rows(Padded<float> scores, int64_t rows, int64_t keys
 // Adds `count` values by the weights in columns of `weights` from `first` on.
 NPU_OPS_CLONES void add_values(Padded<const float> weights, int64_t rows, int64_t first,
                                Padded<const float> values, int64_t count, Padded<float> to) {
-  for (int64_t i = 0; i < rows; i += kRows)
-    multiply<true>({weights.row(i) + first, weights.step, 1}, values, count, to.from(i), to.step);
+  for (int64_t i = 0; i < rows; i += kQueries)
+    multiply<kQueries, true>({weights.row(i) + first, weights.step, 1}, values, count, to.from(i),
+                             to.step);
 }
 
-// What a thread works in. rows: the queries that share keys, rounded up to kRows.
+// What a thread works in. rows: the queries that share keys, rounded up to kQueries.
 struct Scratch {
   Scratch(Pieces pieces, int64_t rows, int64_t width, int64_t value_width, int64_t longest)
       : rows(rows),
@@ -107,7 +110,7 @@ void decode(Tensor q, Tensor k, Tensor v, std::optional<Tensor> block_table, Ten
   const Cache cache(k, block_table, seqlens_k);
   const int64_t sequences = q.size(0), key_heads = k.size(1), group = q.size(1) / key_heads;
   const int64_t width = q.size(3), value_width = v.size(3), longest = cache.longest();
-  const int64_t rows = (group + kRows - 1) / kRows * kRows;
+  const int64_t rows = (group + kQueries - 1) / kQueries * kQueries;
   dispatch(q.scalar_type(), "q", [&]<class T>(T*) {
     const auto qs = heads_in<T>(q), ks = heads_in<T>(k), vs = heads_in<T>(v);
     const auto outs = heads_out<T>(out);

@@ -7,9 +7,9 @@
 
 namespace npu_ops {
 
-// Of a product at once: with more, AVX2 and NEON run out of registers, and short sequences take
-// longer.
-constexpr int kRows = 4;
+// Of a product at once: with more, AVX2 and NEON run out of registers; with fewer, sums wait for
+// each other.
+constexpr int kRows = 6;
 
 // A matrix by its steps: with them exchanged it is the transposed one.
 struct Left {
@@ -27,39 +27,40 @@ struct Padded {
   int64_t step;
 };
 
-// kRows rows of `to`, as many padded columns as told, become left * right, whose sum has `depth`
-// terms; or get that added.
-template <bool kAdds = false>
+// Rows of `to`, as many padded columns as told, become left * right, whose sum has `depth` terms;
+// or get that added.
+template <int ROWS, bool ADDS = false>
 NPU_OPS_INLINE void multiply(Left left, Padded<const float> right, int64_t depth, Padded<float> to,
                              int64_t columns) {
   for (int64_t at = 0; at < columns; at += kLanes) {
-    Lanes sums[kRows][kParts] = {};
-    for (int i = 0; i < kRows && kAdds; ++i)
+    Lanes sums[ROWS][kParts] = {};
+    for (int i = 0; i < ROWS && ADDS; ++i)
       for (int part = 0; part < kParts; ++part)
         sums[i][part] = lanes(to.row(i) + at + part * kFloats);
     const float *l = left.data, *r = right.data + at;
     for (int64_t k = 0; k < depth; ++k, l += left.column, r += right.step)
-      for (int i = 0; i < kRows; ++i)
+      for (int i = 0; i < ROWS; ++i)
         for (int part = 0; part < kParts; ++part)
           sums[i][part] += l[i * left.row] * lanes(r + part * kFloats);
-    for (int i = 0; i < kRows; ++i)
+    for (int i = 0; i < ROWS; ++i)
       for (int part = 0; part < kParts; ++part)
         lanes(to.row(i) + at + part * kFloats) = sums[i][part];
   }
 }
 
-// `count` columns of kRows rows of `to` become `by` times the products of rows of left with rows of
+// `count` columns of rows of `to` become `by` times the products of rows of left with rows of
 // right, which are as long.
+template <int ROWS>
 NPU_OPS_INLINE void multiply_rows(Padded<const float> left, Padded<const float> right,
                                   int64_t count, float by, Padded<float> to) {
   for (int64_t j = 0; j < count; ++j) {
-    Lanes sums[kRows][kParts] = {};
+    Lanes sums[ROWS][kParts] = {};
     for (int64_t at = 0; at < right.step; at += kLanes)
-      for (int i = 0; i < kRows; ++i)
+      for (int i = 0; i < ROWS; ++i)
         for (int part = 0; part < kParts; ++part)
           sums[i][part] +=
               lanes(left.row(i) + at + part * kFloats) * lanes(right.row(j) + at + part * kFloats);
-    for (int i = 0; i < kRows; ++i) to.row(i)[j] = by * sum_of(sums[i]);
+    for (int i = 0; i < ROWS; ++i) to.row(i)[j] = by * sum_of(sums[i]);
   }
 }
 

@@ -41,9 +41,9 @@ struct Keys {
   uint64_t low[10], high[10];  // wide, so that a vector instruction can take one from memory
 };
 
-// What draws on this machine.
+// What draws: vectors that are spelled out, or those that the compiler makes.
 enum class Vectors { kAny, kAvx2, kAvx512 };
-inline Vectors drawing_vectors() {
+inline Vectors best_vectors() {
 #if NPU_OPS_X86_CLONES
   static const Vectors found = [] {
     if (__builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
@@ -63,12 +63,12 @@ inline Vectors drawing_vectors() {
 // In the third one product of two is the column's. What is left of them is a tenth of all rounds.
 class Columns {
  public:
-  Columns(int64_t count, uint64_t offset, const Keys& keys)
-      : count(count), words_(4 * count), keys_(keys) {
+  // count: a multiple of 16.
+  Columns(int64_t count, uint64_t offset, const Keys& keys, Vectors by = best_vectors())
+      : count(count), by(by), words_(4 * count), keys_(keys) {
     const uint64_t product = uint64_t{kSecondFactor} * low_word(offset);
     first_of_row_ = high_word(product) ^ low_word(keys.low[0]);
-    fill(words_.data(), count, low_word(product), high_word(offset), keys,
-         drawing_vectors() == Vectors::kAvx2);
+    fill(words_.data(), count, low_word(product), high_word(offset), keys, by == Vectors::kAvx2);
   }
 
   // What a row adds to words of the columns.
@@ -91,7 +91,8 @@ class Columns {
 
   const Keys& keys() const { return keys_; }
 
-  const int64_t count;  // a multiple of 16
+  const int64_t count;
+  const Vectors by;
 
  private:
   NPU_OPS_CLONES static void fill(uint32_t* words, int64_t count, uint32_t c1, uint32_t c3,
@@ -290,10 +291,9 @@ NPU_OPS_CLONES static void keep_row_any(uint16_t* keep, const Columns& columns, 
 inline void keep_row(uint16_t* keep, const Columns& columns, uint32_t row, uint16_t threshold,
                      Upcoming upcoming) {
 #if NPU_OPS_X86_CLONES
-  if (drawing_vectors() == Vectors::kAvx512)
+  if (columns.by == Vectors::kAvx512)
     return keep_row_avx512(keep, columns, row, threshold, upcoming);
-  if (drawing_vectors() == Vectors::kAvx2)
-    return keep_row_avx2(keep, columns, row, threshold, upcoming);
+  if (columns.by == Vectors::kAvx2) return keep_row_avx2(keep, columns, row, threshold, upcoming);
 #endif
   keep_row_any(keep, columns, row, threshold);
 }

@@ -18,6 +18,7 @@ from support import (
     named,
     on_device,
     parametrize_dtypes,
+    threads,
 )
 from torch.utils.checkpoint import checkpoint
 
@@ -312,6 +313,37 @@ def test_bias_gradient_is_summed_in_fp32(implementation, dtype):
         (expected,) = torch.autograd.grad(seeded(**wide), inputs["bias"], grad.double())
     assert expected.min() > 40_000
     assert_close("bias gradient", actual, expected, SUM_TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("width", [1, 2, 7, 130, 1024])
+@pytest.mark.parametrize("rows", [1, 2, 9, 37])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=named)
+def test_gradients_of_halves_are_torchs_exactly(dtype, rows, width):
+    """The CPU takes bf16 by pairs, of two rows at once. A NaN that is dropped reaches nothing."""
+    grad = torch.randn(rows, width, generator=torch.Generator().manual_seed(width)).to(dtype)
+    grad.view(-1)[::5] *= 1e-6
+    state, p = torch.tensor([rows, width]), 0.4
+    keep = rng.keep_mask(rows, width, p, state)
+    for value in (0.0, torch.inf, -torch.inf, torch.nan):
+        grad[~keep] = value
+        expected = torch.where(keep, grad.float() * rng.scale(p), 0.0)
+        grad_x, grad_bias = op.backward(grad, state, p, dtype, True)
+        assert torch.equal(grad_x, expected.to(dtype))
+        torch.testing.assert_close(grad_bias, expected.sum(0), rtol=1e-5, atol=1e-5)
+    grad[0] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0]).repeat(width)[:width]
+    expected = torch.where(keep, grad.float() * rng.scale(p), 0.0).to(dtype)
+    grad_x, _ = op.backward(grad, state, p, dtype, False)
+    torch.testing.assert_close(grad_x, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=named)
+def test_the_bias_gradient_does_not_depend_on_threads(dtype):
+    grad = torch.randn(150, 2048, generator=torch.Generator().manual_seed(3)).to(dtype)
+    found = []
+    for number in (1, 2, 3):
+        with threads(number):
+            found.append(op.backward(grad, torch.tensor([1, 2]), 0.1, dtype, True)[1])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([True, False], repeat=3)))

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import pathlib
+import subprocess
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import npu_ops
 from npu_ops.core import rng
 from npu_ops.ops.bias_dropout_add import op
 
+CSRC = pathlib.Path(__file__).parents[2] / "csrc"
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
 
 
@@ -100,6 +103,43 @@ def test_mask_is_the_references(implementation, device, mask, rows, width):
     with forced(implementation, "bias_dropout_add", "bias_dropout_add_backward"):
         actual = mask(rows, width, 0.3, *state.tolist(), device)
     assert torch.equal(actual, rng.keep_mask(rows, width, 0.3, state))
+
+
+# What draws by name, as csrc/common/philox.h has it, and of what CPUs.
+VECTORS = {"DEFAULT": ["kAny"], "AVX2": ["kAny", "kAvx2"], "AVX512": ["kAny", "kAvx2", "kAvx512"]}
+PROGRAM = """
+#include <cstdio>
+#include <cstdlib>
+#include "common/philox.h"
+using namespace npu_ops;
+int main(int, char** given) {
+  const int64_t rows = std::atoi(given[1]), width = std::atoi(given[2]), lane = lane_width(width);
+  const auto threshold = static_cast<uint16_t>(std::atoi(given[3]));
+  const Keys keys(std::strtoull(given[4], nullptr, 10));
+  const Columns columns(lane, std::strtoull(given[5], nullptr, 10), keys, Vectors::VECTORS);
+  std::vector<uint16_t> keep(kDrawLanes * lane), bytes(2 * width);
+  for (int64_t row = 0; row < rows; ++row) {
+    keep_row(keep.data(), columns, row, threshold,
+             {reinterpret_cast<const char*>(bytes.data()), nullptr, 2 * width});
+    for (int64_t i = 0; i < width; ++i) std::putchar(keep[i] ? keep[i] == 0xffff ? '1' : '?' : '0');
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("vectors", VECTORS.get(torch.backends.cpu.get_cpu_capability(), ["kAny"]))
+def test_all_that_draws_on_this_cpu_draws_the_same(vectors, tmp_path):
+    source = tmp_path / "draws.cpp"
+    source.write_text(PROGRAM.replace("VECTORS", vectors))
+    flags = ["-O2", "-std=c++20", f"-I{CSRC}"]
+    subprocess.run(["g++", *flags, source, "-o", tmp_path / "draws"], check=True)
+    for (rows, width), (seed, offset) in itertools.product([(3, 275), (20, 4096)], SEEDS):
+        words = [rows, width, rng.threshold(0.3), seed % 2**64, offset % 2**64]
+        run = subprocess.run(
+            [tmp_path / "draws", *map(str, words)], capture_output=True, check=True
+        )
+        expected = rng.keep_mask(rows, width, 0.3, torch.tensor([seed, offset]))
+        assert run.stdout.decode() == "".join(map(str, expected.int().flatten().tolist()))
 
 
 @pytest.mark.parametrize("p", [1e-9, 2**-17, 2**-16, 1 - 2**-16, 1 - 2**-17, 1 - 1e-9])

@@ -51,6 +51,21 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
         list(run.measure(first(), "cpu", longest=0.0))
 
 
+def test_a_backward_alone_is_of_a_graph_that_a_second_call_made():
+    """The first may have been what the op, or a compiler, learned from."""
+    made = []
+
+    def counted(x, eps):
+        made.append(eager(x, eps))
+        return made[-1]
+
+    sweep = dataclasses.replace(SWEEP, peers={"counted": lambda: counted})
+    call = work.Work(first(sweep, "backward"), "cpu").calls["counted"]
+    for _ in range(3):
+        call()
+    assert len(made) == 2
+
+
 def test_a_nan_is_wrong():
     made = work.Work(first(), "cpu")
     with pytest.raises(AssertionError, match="error ratio nan"):

@@ -140,7 +140,11 @@ def _check_all_lengths(call) -> None:
 def _check_lengths_on_host(call, sequences: int) -> None:
     """Copies of lengths: with what they are copies of, and of the same form."""
     starts_q, starts_k = call.cu_seqlens_cpu
-    if call.cu_seqlens_k is None:
+    # Each once: a copy may be its original, which is checked, and one may be for both.
+    for_both = starts_k is starts_q and call.q.shape[2] == keys_of(call)
+    if starts_q is call.cu_seqlens_q:
+        starts_q = None
+    if call.cu_seqlens_k is None or for_both or starts_k is call.cu_seqlens_k:
         starts_k = None
     for name, x, total in (
         ("cu_seqlens_cpu", starts_q, call.q.shape[2]),

@@ -82,6 +82,11 @@ BOOL = torch.bool
         (packed_call, {"cu_seqlens_k": torch.tensor([0, 4, 11])}, ValueError, "cu_seqlens_k"),
         (packed_call, {"cu_seqlens_cpu": [4, 10]}, ValueError, "cu_seqlens_cpu"),
         (packed_call, {"cu_seqlens_cpu": [0, 4, 9]}, ValueError, "cu_seqlens_cpu"),
+        (packed_call, {"cu_seqlens_cpu": ([0, 4, 10], [0, 4, 9])}, ValueError, "cu_seqlens_cpu"),
+        # One for both, which is that of the queries alone.
+        (packed_call, {"k": torch.zeros(12, 2, 8), "v": torch.zeros(12, 2, 8),
+                       "cu_seqlens_k": torch.tensor([0, 4, 12]), "cu_seqlens_cpu": [0, 4, 10]},
+         ValueError, "cu_seqlens_cpu"),
         (packed_call, {"max_seqlen_q": 5}, ValueError, "max_seqlen_q"),
         (packed_call, {"seqlens_k": torch.tensor([4, 6])}, ValueError, "seqlens_k"),
         (packed_call, {"attn_mask": torch.ones(10, 10, dtype=BOOL)}, ValueError, "attn_mask"),
