@@ -72,7 +72,7 @@ class Work:
 
         def backward():
             if not graph:
-                _outputs(function, inputs)  # some learn from it: a step of a training has been there
+                _outputs(function, inputs)  # in training there was a step that some learned from
                 graph.extend(_outputs(function, inputs))
             return self._gradients(graph, leaves, retain_graph=True)
 
