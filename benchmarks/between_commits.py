@@ -176,7 +176,7 @@ def prompts():
 
     normal, calls = _normal(torch.bfloat16), {}
     for heads, kv_heads, dim in ((4, 1, 128), (2, 1, 256)):
-        for tokens in (16, 64, 512):
+        for tokens in (2, 16, 64, 512):
             args = [normal(1, tokens, n, dim) for n in (heads, kv_heads, kv_heads)]
             both = _training(npu_ops.attention, args, {"is_causal": True})
             case = f"prompt, {heads} heads on {kv_heads}"

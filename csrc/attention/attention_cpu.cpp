@@ -30,6 +30,13 @@ struct Sizes {
         shift(shift) {}
   int64_t group() const { return heads / key_heads; }
   bool few_keys() const { return keys <= kFewKeys; }
+  // Runs body<ROWS>() for as many rows of a product at once as are not mostly of zeros.
+  template <class Body>
+  void with_rows(const Body& body) const {
+    if (queries <= 2) return body.template operator()<2>();
+    if (queries <= 4) return body.template operator()<4>();
+    body.template operator()<kRows>();
+  }
   // How many keys a query sees.
   int64_t seen(int64_t query) const { return std::clamp<int64_t>(query + shift + 1, 0, keys); }
   // The elements that a head takes as long as, see parallel.h.
@@ -55,20 +62,21 @@ NPU_OPS_CLONES void transpose(Padded<const float> from, int64_t rows, int64_t co
   }
 }
 
-// `count` queries from `first` on, in kRows rows. keys_t: transposed and scaled, where keys are not
+// `count` queries from `first` on, in ROWS rows. keys_t: transposed and scaled, where keys are not
 // few. out is to be divided by `sums`.
+template <int ROWS>
 NPU_OPS_CLONES void attend(const Sizes& of, int64_t first, int64_t count, Padded<const float> q,
                            Padded<const float> keys, Padded<const float> keys_t,
                            Padded<const float> values, Padded<float> scores, Padded<float> out,
                            float* lse, float* sums) {
-  const int64_t most = of.seen(first + kRows - 1), columns = padded(most);
+  const int64_t most = of.seen(first + ROWS - 1), columns = padded(most);
   if (of.few_keys())
-    multiply_rows<kRows>(q, keys, most, of.scale, scores);
+    multiply_rows<ROWS>(q, keys, most, of.scale, scores);
   else
-    multiply<kRows>({q.data, q.step, 1}, keys_t, of.width, scores, columns);
+    multiply<ROWS>({q.data, q.step, 1}, keys_t, of.width, scores, columns);
   for (int64_t i = 0; i < count; ++i)
     lse[i] = soften(scores.row(i), of.seen(first + i), columns, sums + i);
-  multiply<kRows>({scores.data, scores.step, 1}, values, most, out, out.step);
+  multiply<ROWS>({scores.data, scores.step, 1}, values, most, out, out.step);
 }
 
 // Returns whether all values are finite. Where one is not, 0 times it has reached queries that do
@@ -93,15 +101,18 @@ bool forward(Tensor q, Tensor k, Tensor v, double scale, int64_t shift, Tensor o
           read(vs.of(b, key_head), of.keys, of.values, values);
           if (!finite(values, of.keys)) all_finite = false;
         }
-        for (int64_t i = 0; i < of.queries; i += kRows) {
-          const int64_t count = std::min<int64_t>(kRows, of.queries - i);
-          float log_sums[kRows], over[kRows] = {};
-          read(qs.of(b, h).from(i), count, of.width, queries);
-          attend(of, i, count, queries, keys, keys_t, values, scores, found, log_sums, over);
-          for (float& sum : over) sum = 1 / sum;
-          write(found, count, of.values, over, outs.of(b, h).from(i));
-          for (int64_t r = 0; r < count; ++r) *lses.of(b, h).row(i + r) = log_sums[r];
-        }
+        of.with_rows([&]<int ROWS>() {
+          for (int64_t i = 0; i < of.queries; i += ROWS) {
+            const int64_t count = std::min<int64_t>(ROWS, of.queries - i);
+            float log_sums[ROWS], over[ROWS] = {};
+            read(qs.of(b, h).from(i), count, of.width, queries);
+            attend<ROWS>(of, i, count, queries, keys, keys_t, values, scores, found, log_sums,
+                         over);
+            for (float& sum : over) sum = 1 / sum;
+            write(found, count, of.values, over, outs.of(b, h).from(i));
+            for (int64_t r = 0; r < count; ++r) *lses.of(b, h).row(i + r) = log_sums[r];
+          }
+        });
       }
     });
   });
@@ -127,23 +138,23 @@ struct Gradients {
       grad_queries, grad_keys, grad_values;
 };
 
-// kRows queries from `first` on: their weights, the gradients of their scores, and their own.
+// ROWS queries from `first` on: their weights, the gradients of their scores, and their own.
+template <int ROWS>
 NPU_OPS_CLONES void attend_backward(const Sizes& of, const Gradients& x, int64_t first,
                                     const float* lse) {
-  const int64_t most = of.seen(first + kRows - 1), columns = padded(most);
+  const int64_t most = of.seen(first + ROWS - 1), columns = padded(most);
   const auto weights = x.weights.from(first), grads = x.grad_scores.from(first);
   const auto grad_out = x.grad_out.from(first);
-  // `add_to_keys` takes kRows keys at once, of which these queries may see the first alone.
+  // `add_to_keys` takes ROWS keys at once, of which these queries may see the first alone.
   const int64_t asked = std::min(columns + kLanes, weights.step);
   if (of.few_keys()) {
-    multiply_rows<kRows>(x.queries.from(first), x.keys, most, of.scale, weights);
-    multiply_rows<kRows>(grad_out, x.values, most, 1.0f, grads);
+    multiply_rows<ROWS>(x.queries.from(first), x.keys, most, of.scale, weights);
+    multiply_rows<ROWS>(grad_out, x.values, most, 1.0f, grads);
   } else {
-    multiply<kRows>({x.queries.row(first), x.queries.step, 1}, x.keys_t, of.width, weights,
-                    columns);
-    multiply<kRows>({grad_out.data, grad_out.step, 1}, x.values_t, of.values, grads, columns);
+    multiply<ROWS>({x.queries.row(first), x.queries.step, 1}, x.keys_t, of.width, weights, columns);
+    multiply<ROWS>({grad_out.data, grad_out.step, 1}, x.values_t, of.values, grads, columns);
   }
-  for (int i = 0; i < kRows; ++i) {
+  for (int i = 0; i < ROWS; ++i) {
     const int64_t seen = of.seen(first + i);
     float *p = weights.row(i), *ds = grads.row(i);  // first the gradients of the weights
     std::fill(p + seen, p + columns, 0.0f);         // not written if keys are few
@@ -154,20 +165,21 @@ NPU_OPS_CLONES void attend_backward(const Sizes& of, const Gradients& x, int64_t
     const float along = dot(p, ds, columns);
     for (int64_t j = 0; j < columns; ++j) ds[j] = p[j] * (ds[j] - along);
   }
-  multiply<kRows>({grads.data, grads.step, 1}, x.keys, most, x.grad_queries, x.grad_queries.step);
+  multiply<ROWS>({grads.data, grads.step, 1}, x.keys, most, x.grad_queries, x.grad_queries.step);
 }
 
 // Adds what a head's queries give to the gradients of their keys and values.
+template <int ROWS>
 NPU_OPS_CLONES void add_to_keys(const Sizes& of, const Gradients& x) {
-  for (int64_t j = 0; j < of.keys; j += kRows) {
+  for (int64_t j = 0; j < of.keys; j += ROWS) {
     const int64_t first = std::max<int64_t>(0, j - of.shift), count = of.queries - first;
     if (count <= 0) return;  // nobody sees it, nor what follows
     const Left weights{x.weights.row(first) + j, 1, x.weights.step};
     const Left grads{x.grad_scores.row(first) + j, 1, x.grad_scores.step};
-    multiply<kRows, true>(weights, x.grad_out.from(first), count, x.grad_values.from(j),
-                          x.grad_values.step);
-    multiply<kRows, true>(grads, x.queries.from(first), count, x.grad_keys.from(j),
-                          x.grad_keys.step);
+    multiply<ROWS, true>(weights, x.grad_out.from(first), count, x.grad_values.from(j),
+                         x.grad_values.step);
+    multiply<ROWS, true>(grads, x.queries.from(first), count, x.grad_keys.from(j),
+                         x.grad_keys.step);
   }
 }
 
@@ -202,14 +214,16 @@ bool backward(Tensor grad_out, Tensor lse, Tensor q, Tensor k, Tensor v, double 
           read(qs.of(b, h), of.queries, of.width, x.queries);
           read(grad_outs.of(b, h), of.queries, of.values, x.grad_out);
           is_finite &= finite(x.queries, of.queries) && finite(x.grad_out, of.queries);
-          for (int64_t i = 0; i < of.queries; i += kRows) {
-            const int64_t count = std::min<int64_t>(kRows, of.queries - i);
-            float log_sums[kRows] = {};
-            for (int64_t r = 0; r < count; ++r) log_sums[r] = *lses.of(b, h).row(i + r);
-            attend_backward(of, x, i, log_sums);
-            write(x.grad_queries, count, of.width, by_scale.data(), grad_qs.of(b, h).from(i));
-          }
-          add_to_keys(of, x);
+          of.with_rows([&]<int ROWS>() {
+            for (int64_t i = 0; i < of.queries; i += ROWS) {
+              const int64_t count = std::min<int64_t>(ROWS, of.queries - i);
+              float log_sums[ROWS] = {};
+              for (int64_t r = 0; r < count; ++r) log_sums[r] = *lses.of(b, h).row(i + r);
+              attend_backward<ROWS>(of, x, i, log_sums);
+              write(x.grad_queries, count, of.width, by_scale.data(), grad_qs.of(b, h).from(i));
+            }
+            add_to_keys<ROWS>(of, x);
+          });
         }
         write(x.grad_keys, of.keys, of.width, by_scale.data(), grad_ks.of(b, key_head));
         write(x.grad_values, of.keys, of.values, by_one.data(), grad_vs.of(b, key_head));

@@ -66,6 +66,13 @@ def test_a_backward_alone_is_of_a_graph_that_a_second_call_made():
     assert len(made) == 2
 
 
+def test_all_modes_of_what_draws_drop_the_same():
+    """The gradients of a backward are kept for the next mode, and must not be of other draws."""
+    (sweep,) = (x for x in load(discover()["bias_dropout_add"]) if x.random)
+    for benchmark in sweep.benchmarks(quick=True):
+        work.Work(benchmark, "cpu").errors()
+
+
 def test_a_nan_is_wrong():
     made = work.Work(first(), "cpu")
     with pytest.raises(AssertionError, match="error ratio nan"):

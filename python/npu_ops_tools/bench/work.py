@@ -68,11 +68,11 @@ class Work:
         inputs = inputs | leaves
         if self.benchmark.mode == "forward+backward":
             return lambda: self._gradients(_outputs(function, inputs), leaves)
+        _outputs(function, inputs)  # in training there was a step that some learned from
         graph: list = []  # made by the first call, which is not timed
 
         def backward():
             if not graph:
-                _outputs(function, inputs)  # in training there was a step that some learned from
                 graph.extend(_outputs(function, inputs))
             return self._gradients(graph, leaves, retain_graph=True)
 
@@ -132,8 +132,9 @@ class Work:
                 )
 
     def _once(self, function, inputs) -> tuple[torch.Tensor, ...]:
+        call = self._call(function, inputs)
         torch.manual_seed(0)
-        return self._call(function, inputs)()
+        return call()
 
     def _expected(self) -> tuple[torch.Tensor, ...]:
         """Kept for the next mode: a backward's gradients are those of a forward and backward."""
