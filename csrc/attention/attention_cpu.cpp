@@ -30,11 +30,12 @@ struct Sizes {
         shift(shift) {}
   int64_t group() const { return heads / key_heads; }
   bool few_keys() const { return keys <= kFewKeys; }
-  // Runs body<ROWS>() for as many rows of a product at once as are not mostly of zeros.
+  // Runs body<ROWS>() for as many rows of a product at once as take the least time: of few queries
+  // the last are mostly rows of zeros.
   template <class Body>
   void with_rows(const Body& body) const {
     if (queries <= 2) return body.template operator()<2>();
-    if (queries <= 4) return body.template operator()<4>();
+    if (queries <= 64) return body.template operator()<4>();
     body.template operator()<kRows>();
   }
   // How many keys a query sees.

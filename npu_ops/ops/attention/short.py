@@ -6,6 +6,8 @@ need not be searched for a NaN that a mask has hidden.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
 from npu_ops.core import library
@@ -19,6 +21,7 @@ LONGEST, LONGEST_SEEN = 512, 128
 _KEYS_OF_A_QUERY = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOTHING = blocks.Pairs(None, None, None, None)
+_NO_EXTRA = Extra()
 _forward = from_native(
     "attention_short_cpu(Tensor q, Tensor k, Tensor v, float scale, int shift, Tensor(a!) out, "
     "Tensor(b!) lse) -> bool"
@@ -43,7 +46,8 @@ def serves(q, k, mask, rule: Rule, *gradients) -> bool:
 
 def serves_all(q, k, v, extra: Extra, rule: Rule, *gradients) -> bool:
     """Whether it computes a call as it is: dense, and nothing else is asked for."""
-    plain = not any([x is not None for x in extra]) and not rule.softcap and not rule.dropout_p
+    # Not ==, which asks tensors, too: that takes as long as a short sequence.
+    plain = all(map(operator.is_, extra, _NO_EXTRA)) and not rule.softcap and not rule.dropout_p
     return plain and q.shape[3] == v.shape[3] and serves(q, k, None, rule, *gradients)
 
 
