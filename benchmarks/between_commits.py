@@ -279,10 +279,11 @@ def main() -> None:
         "op,case,tokens,dtype,before_us,after_us,ratio_of_least,ratio_p50,ratio_p10,ratio_p90,"
         "rounds,device,threads,torch,before,after,repro".split(",")
     )
-    for (op, case, tokens), (before, after) in zip(names, times, strict=True):
+    usual = "float16" if given.calls == "fp16" else "bfloat16"
+    for (op, case, tokens, *dtype), (before, after) in zip(names, times, strict=True):
         ratios = statistics.quantiles([b / a for a, b in zip(before, after, strict=True)], n=10)
         out.writerow([
-            op, case, tokens, "float16" if given.calls == "fp16" else "bfloat16",
+            op, case, tokens, *(dtype or [usual]),
             *(f"{statistics.median(t) * 1e6:.1f}" for t in (before, after)),
             *(f"{x:.3f}" for x in (min(after) / min(before), ratios[4], ratios[0], ratios[8])),
             given.rounds, "cpu", 1, torch.__version__, sides[0].commit, sides[1].commit,
