@@ -60,7 +60,7 @@ inline Vectors best_vectors() {
 // The first three rounds of the counters (column, row, offset), which all rows share but for two
 // words: a product mixes two words of four, so after two rounds
 //   c0 and c1 depend on the column, c3 on the row, and c2 is a word of each, xored.
-// In the third one product of two is the column's. What is left of them is a tenth of all rounds.
+// In the third one product of two is the column's. For a row one product of six is left.
 class Columns {
  public:
   // count: a multiple of 16.
