@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
+import gc
 import math
 import pathlib
 import time
@@ -105,6 +107,9 @@ def peak_mb(call: Callable, device: str) -> float | None:
     if not status.exists():
         return None
     call()  # what is allocated once does not count
+    gc.collect()  # nor what is freed meanwhile
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)  # what glibc has kept for itself would be taken unseen
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     before = _status_kb(status, "VmRSS")
     result = call()
