@@ -45,7 +45,9 @@ class Work:
         }
         self._functions = {OURS: public, **ours, **benchmark.peers}
         self._weights = self._draw_weights(public)
-        self.calls = {name: self._call(f, self._own()) for name, f in self._functions.items()}
+        self.calls = {
+            name: self._call(f, self._own(), _STEPS_BEFORE) for name, f in self._functions.items()
+        }
         self.moved = self._moved()
         flop = benchmark.sweep.flop and benchmark.sweep.flop(benchmark.case)
         # A backward has two products for each of the forward's.
@@ -64,14 +66,14 @@ class Work:
         draw = torch.Generator().manual_seed(1)
         return [torch.randn(out.shape, generator=draw).to(out) for out in outputs]
 
-    def _call(self, function: Callable, inputs: dict) -> Callable[[], tuple]:
+    def _call(self, function: Callable, inputs: dict, steps_before=0) -> Callable[[], tuple]:
         if self.benchmark.mode == "forward":
             return functools.partial(_forward, function, inputs)
         leaves = {name: inputs[name].detach().requires_grad_() for name in self.wrt}
         inputs = inputs | leaves
         if self.benchmark.mode == "forward+backward":
             return lambda: self._gradients(_outputs(function, inputs), leaves)
-        for _ in range(_STEPS_BEFORE):
+        for _ in range(steps_before):
             _outputs(function, inputs)
         graph: list = []  # made by the first call, which is not timed
 
@@ -136,9 +138,8 @@ class Work:
                 )
 
     def _once(self, function, inputs) -> tuple[torch.Tensor, ...]:
-        call = self._call(function, inputs)
         torch.manual_seed(0)
-        return call()
+        return self._call(function, inputs)()
 
     def _expected(self) -> tuple[torch.Tensor, ...]:
         """Kept for the next mode: a backward's gradients are those of a forward and backward."""
