@@ -3,7 +3,8 @@
 What is compared with a framework's function is compared with the framework's own: nothing is
 patched in this process but where a test asks for it.
 
-What a test draws is the same in every run, whichever tests ran before it.
+What a test draws is the same in every run, whichever tests ran before it, and so are the folders
+where modules are found.
 """
 
 import random
@@ -29,6 +30,13 @@ def pytest_collectstart(collector):
 @pytest.fixture(autouse=True)
 def seeded():
     _seed()
+
+
+@pytest.fixture(autouse=True)
+def same_path():
+    before = sys.path[:]
+    yield
+    sys.path[:] = before
 
 
 def _seed():
