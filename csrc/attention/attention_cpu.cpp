@@ -4,7 +4,9 @@
 // q, out and their gradients are [B, H, Tq, .], k and v [B, Hk, Tk, .], lse fp32 [B, H, Tq]; each
 // of any strides, but in a row one element follows another. Query i sees key j where j <= i +
 // shift. In fp32: a few queries at a time, whose scores stay in the first cache, against all keys.
-#include <atomic>
+//
+// A product of several rows reads what some of them do not see, with a weight of 0. Where that is
+// not finite it would be a NaN: there each row is multiplied alone, by what it sees.
 #include <vector>
 
 #include "attention/heads.h"
@@ -63,13 +65,23 @@ NPU_OPS_CLONES void transpose(Padded<const float> from, int64_t rows, int64_t co
   }
 }
 
+// Rows of `to` become left * right, of which each row reads what its query sees.
+template <int ROWS>
+NPU_OPS_INLINE void multiply_seen(const Sizes& of, int64_t first, Padded<const float> left,
+                                  Padded<const float> right, Padded<float> to, bool all_finite) {
+  if (all_finite)
+    return multiply<ROWS>({left.data, left.step, 1}, right, of.seen(first + ROWS - 1), to, to.step);
+  for (int64_t i = 0; i < ROWS; ++i)
+    multiply<1>({left.row(i), left.step, 1}, right, of.seen(first + i), to.from(i), to.step);
+}
+
 // `count` queries from `first` on, in ROWS rows. keys_t: transposed and scaled, where keys are not
 // few. out is to be divided by `sums`.
 template <int ROWS>
 NPU_OPS_CLONES void attend(const Sizes& of, int64_t first, int64_t count, Padded<const float> q,
                            Padded<const float> keys, Padded<const float> keys_t,
-                           Padded<const float> values, Padded<float> scores, Padded<float> out,
-                           float* lse, float* sums) {
+                           Padded<const float> values, bool finite_values, Padded<float> scores,
+                           Padded<float> out, float* lse, float* sums) {
   const int64_t most = of.seen(first + ROWS - 1), columns = padded(most);
   if (of.few_keys())
     multiply_rows<ROWS>(q, keys, most, of.scale, scores);
@@ -77,14 +89,11 @@ NPU_OPS_CLONES void attend(const Sizes& of, int64_t first, int64_t count, Padded
     multiply<ROWS>({q.data, q.step, 1}, keys_t, of.width, scores, columns);
   for (int64_t i = 0; i < count; ++i)
     lse[i] = soften(scores.row(i), of.seen(first + i), columns, sums + i);
-  multiply<ROWS>({scores.data, scores.step, 1}, values, most, out, out.step);
+  multiply_seen<ROWS>(of, first, scores, values, out, finite_values);
 }
 
-// Returns whether all values are finite. Where one is not, 0 times it has reached queries that do
-// not see its key.
-bool forward(Tensor q, Tensor k, Tensor v, double scale, int64_t shift, Tensor out, Tensor lse) {
+void forward(Tensor q, Tensor k, Tensor v, double scale, int64_t shift, Tensor out, Tensor lse) {
   const Sizes of(q, k, v, scale, shift);
-  std::atomic<bool> all_finite = true;
   dispatch(q.scalar_type(), "q", [&]<class T>(T*) {
     const auto qs = heads_in<T>(q), ks = heads_in<T>(k), vs = heads_in<T>(v);
     const auto outs = heads_out<T>(out);
@@ -94,21 +103,22 @@ bool forward(Tensor q, Tensor k, Tensor v, double scale, int64_t shift, Tensor o
       const auto keys = pieces.take(of.keys, of.width), keys_t = pieces.take(of.width, of.keys);
       const auto values = pieces.take(of.keys, of.values), scores = pieces.take(kRows, of.keys);
       const auto queries = pieces.take(kRows, of.width), found = pieces.take(kRows, of.values);
+      bool finite_values = true;
       for (int64_t at = begin; at < end; ++at) {
         const int64_t b = at / of.heads, h = at % of.heads, key_head = h / of.group();
         if (at == begin || h % of.group() == 0) {
           read(ks.of(b, key_head), of.keys, of.width, keys);
           if (!of.few_keys()) transpose(keys, of.keys, of.width, of.scale, keys_t);
           read(vs.of(b, key_head), of.keys, of.values, values);
-          if (!finite(values, of.keys)) all_finite = false;
+          finite_values = finite(values, of.keys);
         }
         of.with_rows([&]<int ROWS>() {
           for (int64_t i = 0; i < of.queries; i += ROWS) {
             const int64_t count = std::min<int64_t>(ROWS, of.queries - i);
             float log_sums[ROWS], over[ROWS] = {};
             read(qs.of(b, h).from(i), count, of.width, queries);
-            attend<ROWS>(of, i, count, queries, keys, keys_t, values, scores, found, log_sums,
-                         over);
+            attend<ROWS>(of, i, count, queries, keys, keys_t, values, finite_values, scores, found,
+                         log_sums, over);
             for (float& sum : over) sum = 1 / sum;
             write(found, count, of.values, over, outs.of(b, h).from(i));
             for (int64_t r = 0; r < count; ++r) *lses.of(b, h).row(i + r) = log_sums[r];
@@ -117,7 +127,6 @@ bool forward(Tensor q, Tensor k, Tensor v, double scale, int64_t shift, Tensor o
       }
     });
   });
-  return all_finite;
 }
 
 // What the gradients of a head of keys are made of. Matrices of keys by `width` or `values`, and
@@ -142,7 +151,7 @@ struct Gradients {
 // ROWS queries from `first` on: their weights, the gradients of their scores, and their own.
 template <int ROWS>
 NPU_OPS_CLONES void attend_backward(const Sizes& of, const Gradients& x, int64_t first,
-                                    const float* lse) {
+                                    const float* lse, bool finite_keys) {
   const int64_t most = of.seen(first + ROWS - 1), columns = padded(most);
   const auto weights = x.weights.from(first), grads = x.grad_scores.from(first);
   const auto grad_out = x.grad_out.from(first);
@@ -164,9 +173,9 @@ NPU_OPS_CLONES void attend_backward(const Sizes& of, const Gradients& x, int64_t
     std::fill(ds + seen, ds + asked, 0.0f);
     // Not from out: so a query of one key has a gradient of 0, and out's rounding takes no part.
     const float along = dot(p, ds, columns);
-    for (int64_t j = 0; j < columns; ++j) ds[j] = p[j] * (ds[j] - along);
+    for (int64_t j = 0; j < seen; ++j) ds[j] = p[j] * (ds[j] - along);
   }
-  multiply<ROWS>({grads.data, grads.step, 1}, x.keys, most, x.grad_queries, x.grad_queries.step);
+  multiply_seen<ROWS>(of, first, grads, x.keys, x.grad_queries, finite_keys);
 }
 
 // Adds what a head's queries give to the gradients of their keys and values.
@@ -184,11 +193,9 @@ NPU_OPS_CLONES void add_to_keys(const Sizes& of, const Gradients& x) {
   }
 }
 
-// Returns whether all keys, queries and gradients of out are finite, see `forward`.
-bool backward(Tensor grad_out, Tensor lse, Tensor q, Tensor k, Tensor v, double scale,
+void backward(Tensor grad_out, Tensor lse, Tensor q, Tensor k, Tensor v, double scale,
               int64_t shift, Tensor grad_q, Tensor grad_k, Tensor grad_v) {
   const Sizes of(q, k, v, scale, shift);
-  std::atomic<bool> all_finite = true;
   dispatch(q.scalar_type(), "q", [&]<class T>(T*) {
     const auto qs = heads_in<T>(q), ks = heads_in<T>(k), vs = heads_in<T>(v);
     const auto grad_outs = heads_in<T>(grad_out);
@@ -208,31 +215,29 @@ bool backward(Tensor grad_out, Tensor lse, Tensor q, Tensor k, Tensor v, double 
           transpose(x.keys, of.keys, of.width, of.scale, x.keys_t);
           transpose(x.values, of.keys, of.values, 1.0f, x.values_t);
         }
-        bool is_finite = finite(x.keys, of.keys);
+        const bool finite_keys = finite(x.keys, of.keys);
         std::fill_n(x.grad_keys.data, (of.keys + kRows) * x.grad_keys.step, 0.0f);
         std::fill_n(x.grad_values.data, (of.keys + kRows) * x.grad_values.step, 0.0f);
         for (int64_t h = key_head * of.group(); h < (key_head + 1) * of.group(); ++h) {
           read(qs.of(b, h), of.queries, of.width, x.queries);
           read(grad_outs.of(b, h), of.queries, of.values, x.grad_out);
-          is_finite &= finite(x.queries, of.queries) && finite(x.grad_out, of.queries);
+          const bool all_finite = finite(x.queries, of.queries) && finite(x.grad_out, of.queries);
           of.with_rows([&]<int ROWS>() {
             for (int64_t i = 0; i < of.queries; i += ROWS) {
               const int64_t count = std::min<int64_t>(ROWS, of.queries - i);
               float log_sums[ROWS] = {};
               for (int64_t r = 0; r < count; ++r) log_sums[r] = *lses.of(b, h).row(i + r);
-              attend_backward<ROWS>(of, x, i, log_sums);
+              attend_backward<ROWS>(of, x, i, log_sums, finite_keys);
               write(x.grad_queries, count, of.width, by_scale.data(), grad_qs.of(b, h).from(i));
             }
-            add_to_keys<ROWS>(of, x);
+            all_finite ? add_to_keys<ROWS>(of, x) : add_to_keys<1>(of, x);
           });
         }
         write(x.grad_keys, of.keys, of.width, by_scale.data(), grad_ks.of(b, key_head));
         write(x.grad_values, of.keys, of.values, by_one.data(), grad_vs.of(b, key_head));
-        if (!is_finite) all_finite = false;
       }
     });
   });
-  return all_finite;
 }
 
 }  // namespace

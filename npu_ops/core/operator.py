@@ -91,6 +91,8 @@ class Operator:
         ascendc: it has an AscendC kernel and a native launcher of it. Triton's comes first: that
             one is compiled by the vendor's compiler here.
         cpu_in_python: the CPU implementation is in the op's `cpu.py`, not in the native library.
+        direct: of a NamedTuple of the implementations' arguments, the native operator that is all
+            that `cpu.py` calls for them, and what that takes; None where there is more to do.
         folds: the native CPU kernel takes contiguous tensors with any leading dimensions, so that
             a call like one before needs no views of them; a backward as its forward.
     """
@@ -116,6 +118,7 @@ class Operator:
         fla_npu: bool = False,
         ascendc: bool = False,
         cpu_in_python: bool = False,
+        direct: Callable[[NamedTuple], tuple | None] | None = None,
         folds: bool = False,
     ):
         self.name, self.op, self.folds = name, op or name, folds
@@ -135,6 +138,7 @@ class Operator:
         self._empty = empty or self._zeros
         self._zeroed = zeroed
         self._check_indices = check_indices
+        self._direct = direct
         self._tensors = sum(argument.is_tensor for argument in self.inputs)
         self._overwritten = [i for i, a in enumerate(self.takes) if a.is_written]
         lists = any(argument.type.endswith("[]") for argument in self.inputs)
@@ -216,10 +220,20 @@ class Operator:
             laid = tuple(self.lay_out(arguments))
             chosen = self.table.select(*laid)
             self.table.launch(chosen, laid)
-            self._plans.keep(key, inputs, outputs, laid, chosen)
+            self._plans.keep(key, inputs, outputs, *self._directly(laid, chosen))
             if self._overwritten:
                 library.written(*self._given(inputs, self._overwritten))
         return self._returned(inputs, outputs)
+
+    def _directly(self, laid: tuple, chosen: Implementation) -> tuple[tuple, Implementation]:
+        """The same without Python, where that only calls a native operator and nobody watches."""
+        if self._direct is None or chosen.name != "cpu" or registry.launches_are_watched():
+            return laid, chosen
+        found = self._direct(self.Arguments(*laid))
+        if found is None:
+            return laid, chosen
+        operator, taken = found
+        return taken, dataclasses.replace(chosen, load=lambda: operator)
 
     def explain(self, *inputs) -> list[Verdict]:
         """What each implementation has against these inputs."""

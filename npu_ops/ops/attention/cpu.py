@@ -79,7 +79,7 @@ def attention_backward(
     """Write the gradients, those of the bias and the sinks where they are not None."""
     gradients = grad_q, grad_k, grad_v
     if grad_lse is None and short.serves_all(q, k, v, extra, rule, *gradients):
-        return short.backward(grad_out, out, lse, q, k, v, rule, *gradients)
+        return short.backward(grad_out, lse, q, k, v, rule, *gradients)
     operator = operator_of(q, k, v, extra, rule, grad_lse is not None)
     by_blocks = operator != "torch flash attention"
     for gradient in (grad_k, grad_v, grad_bias):  # of keys that no sequence has; sums
@@ -97,7 +97,7 @@ def attention_backward(
             pairs = None if grad_bias is None else piece.pairs(grad_bias)
             blocks.backward(*saved, *mine, call, rule, *to, pairs)
         elif short.serves(*mine[:2], call.mask, rule, *to):
-            short.backward(saved[0], *saved[2:], *mine, rule, *to)
+            short.backward(saved[0], saved[3], *mine, rule, *to)
         else:
             own = to[0] is grad_q
             _backward(saved[0], *saved[2:], *mine, call.mask, rule, *to, own=own)

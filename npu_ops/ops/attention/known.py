@@ -23,7 +23,7 @@ class _Known:
 
     rest: the operator's inputs behind q, k and v. watched: by whom. run: what computes it by a plan
         of the operator, once that was asked for; where there is none, as for operators of the
-        vendor, the operator.
+        vendor, or one in C++, which the operator finds itself, the operator.
     """
 
     rest: tuple
@@ -36,7 +36,8 @@ class _Known:
         if self.run is not None:
             return self.run(*inputs)
         outputs, plan = op.forward(*inputs), op.forward.plan_of(inputs)
-        self.run = op.forward.again(plan, self.watched) if plan else op.forward
+        in_python = plan is not None and not plan.in_cpp
+        self.run = op.forward.again(plan, self.watched) if in_python else op.forward
         return outputs
 
 

@@ -12,7 +12,6 @@ import torch
 
 from npu_ops.core import library
 from npu_ops.core.registry import from_native
-from npu_ops.ops.attention import blocks
 from npu_ops.ops.attention.arguments import Extra, Rule
 
 # Tokens. Measured, of 4 to 32 heads of 72 to 256: where a query sees all keys, and each of them is
@@ -20,16 +19,15 @@ from npu_ops.ops.attention.arguments import Extra, Rule
 LONGEST, LONGEST_SEEN = 512, 128
 _KEYS_OF_A_QUERY = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NOTHING = blocks.Pairs(None, None, None, None)
 _NO_EXTRA = Extra()
 _forward = from_native(
     "attention_short_cpu(Tensor q, Tensor k, Tensor v, float scale, int shift, Tensor(a!) out, "
-    "Tensor(b!) lse) -> bool"
+    "Tensor(b!) lse) -> ()"
 )()
 _backward = from_native(
     "attention_short_backward_cpu(Tensor grad_out, Tensor lse, Tensor q, Tensor k, "
     "Tensor v, float scale, int shift, Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v) "
-    "-> bool"
+    "-> ()"
 )()
 
 
@@ -53,19 +51,28 @@ def serves_all(q, k, v, extra: Extra, rule: Rule, *gradients) -> bool:
 
 def forward(q, k, v, rule: Rule, out, lse) -> None:
     """Write out and lse."""
-    shift = _shift(q, k, rule)
-    finite = _forward(q, k, v, rule.scale, shift, out, lse)
-    if not finite and shift < k.shape[2] - 1:
-        blocks.forward(q, k, v, _NOTHING, rule, out, lse)
+    _forward(q, k, v, rule.scale, _shift(q, k, rule), out, lse)
 
 
-def backward(grad_out, out, lse, q, k, v, rule: Rule, grad_q, grad_k, grad_v) -> None:
+def backward(grad_out, lse, q, k, v, rule: Rule, grad_q, grad_k, grad_v) -> None:
     """Write the gradients."""
-    shift = _shift(q, k, rule)
-    gradients = grad_q, grad_k, grad_v
-    finite = _backward(grad_out, lse, q, k, v, rule.scale, shift, *gradients)
-    if not finite and shift < k.shape[2] - 1:
-        blocks.backward(grad_out, None, out, lse, q, k, v, _NOTHING, rule, *gradients, None)
+    _backward(grad_out, lse, q, k, v, rule.scale, _shift(q, k, rule), grad_q, grad_k, grad_v)
+
+
+def direct(x) -> tuple | None:
+    """The native operator of a call that `serves_all`, and what it takes: see `Operator`."""
+    if not serves_all(x.q, x.k, x.v, x.extra, x.rule):
+        return None
+    return _forward, (x.q, x.k, x.v, x.rule.scale, _shift(x.q, x.k, x.rule), x.out, x.lse)
+
+
+def direct_backward(x) -> tuple | None:
+    """The same of gradients."""
+    gradients = x.grad_q, x.grad_k, x.grad_v
+    if x.grad_lse is not None or not serves_all(x.q, x.k, x.v, x.extra, x.rule, *gradients):
+        return None
+    tensors = x.grad_out, x.lse, x.q, x.k, x.v
+    return _backward, (*tensors, x.rule.scale, _shift(x.q, x.k, x.rule), *gradients)
 
 
 def _shift(q, k, rule: Rule) -> int:

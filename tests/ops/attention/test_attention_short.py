@@ -1,5 +1,7 @@
 """Attention of short sequences on the CPU: any shape, in any place in memory."""
 
+import sys
+
 import pytest
 import torch
 from attention_calls import run
@@ -8,6 +10,7 @@ from hypothesis import strategies as some
 from support import DTYPES, assert_all_close, floats, threads
 
 import npu_ops
+from npu_ops.core import library, plans
 from npu_ops.ops.attention import short
 from npu_ops.ops.attention.cases import TOLERANCES
 
@@ -60,6 +63,83 @@ def test_any_shape(
         torch.testing.assert_close(
             actual[name].double(), value.double(), atol=most * terms**0.5, rtol=most
         )
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    LENGTHS, LENGTHS, DIMS, some.sampled_from(["bottom_right", "top_left"]),
+    some.sampled_from(["q", "k", "v", "dout"]), some.integers(0, 64),
+    some.sampled_from([float("nan"), float("inf")]),
+)  # fmt: skip
+def test_what_is_not_finite_reaches_what_it_takes_part_in_alone(
+    queries, keys, dim, alignment, broken, place, value
+):
+    """In outputs and gradients, as in `test_what_takes_no_part_does_not_matter`."""
+    inputs = leaves(1, queries, keys, 4, 2, dim, dim, torch.float32, False)
+    inputs["dout"] = torch.ones_like(inputs["q"])
+    of_keys = broken in "kv"
+    place %= keys if of_keys else queries
+
+    def gradients(given):
+        mine = {name: given[name].clone().requires_grad_() for name in "qkv"}
+        out = npu_ops.attention(**mine, is_causal=True, causal_alignment=alignment)
+        return out, *torch.autograd.grad(out, list(mine.values()), given["dout"])
+
+    expected = gradients(inputs)
+    inputs[broken] = inputs[broken].index_fill(1, torch.tensor(place), value)
+    actual = gradients(inputs)
+
+    shift = keys - queries if alignment == "bottom_right" else 0
+    sees = torch.ones(queries, keys).tril(shift).bool()
+    asking = sees[:, place] if of_keys else torch.arange(queries) == place
+    asked = sees[asking].any(0)
+    out = torch.zeros_like(asking) if broken == "dout" else asking
+    for touched, x, y in zip((out, asking, asked, asked), actual, expected, strict=True):
+        torch.testing.assert_close(x[:, ~touched], y[:, ~touched])
+    if broken == "v":
+        assert not actual[0][:, asking].isfinite().any()
+
+
+def test_a_call_that_is_known_is_made_without_python(monkeypatch):
+    """Also its gradient. Without what makes known calls in C++, the same comes from Python."""
+    drawn = leaves(2, 5, 5, 4, 2, 8, 8, torch.float32, False).values()
+    mine = [x.requires_grad_() for x in drawn]
+
+    def step():
+        out = npu_ops.attention(*mine, is_causal=True)
+        found = []
+
+        def backward():
+            found.extend(torch.autograd.grad(out, mine, torch.ones_like(out)))
+
+        return _python_of(backward), [out, *found]
+
+    plans.forget()
+    ran, found = [step() for _ in range(8)][-1]
+    assert not ran or library.known() is None, ran
+    monkeypatch.setattr(library, "known", lambda: None)
+    plans.forget()
+    ran, expected = [step() for _ in range(8)][-1]
+    assert ran
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+    plans.forget()
+
+
+def _python_of(call):
+    """The functions of npu-ops that a call goes through."""
+    names = []
+
+    def watch(frame, event, _):
+        if event == "call" and "/npu_ops/" in frame.f_code.co_filename:
+            names.append(frame.f_code.co_name)
+
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names
 
 
 @pytest.mark.parametrize("length", [short.LONGEST, short.LONGEST + 1])
