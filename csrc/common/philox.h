@@ -37,8 +37,14 @@ struct Keys {
       low[round] = low_word(seed) + round * 0x9E3779B9u;
       high[round] = high_word(seed) + round * 0xBB67AE85u;
     }
+    for (int round = 4; round < 9; round += 2) {
+      low_of_two[round] = low[round] << 32 | low[round + 1];
+      high_of_two[round] = high[round] << 32 | high[round + 1];
+    }
   }
   uint64_t low[10], high[10];  // wide, so that a vector instruction can take one from memory
+  // Of a round and the next: with both halves of a product, one xor serves two rounds.
+  uint64_t low_of_two[10], high_of_two[10];
 };
 
 // What draws: vectors that are spelled out, or those that the compiler makes.
@@ -208,6 +214,7 @@ NPU_OPS_AVX2 NPU_OPS_INLINE __m256i eight(const uint32_t* words) {
 NPU_OPS_AVX2 NPU_OPS_INLINE void draw_eight(const Columns& columns, int64_t first,
                                             Columns::Row of_row, __m256i words[4]) {
   const __m256i m0 = _mm256_set1_epi64x(kFirstFactor), m1 = _mm256_set1_epi64x(kSecondFactor);
+  const Keys& keys = columns.keys();
   const __m256i before = _mm256_set1_epi32(static_cast<int32_t>(of_row.before));
   const __m256i after = _mm256_set1_epi32(static_cast<int32_t>(of_row.after));
   __m256i second = _mm256_xor_si256(eight(columns.before() + first), before);
@@ -222,17 +229,22 @@ NPU_OPS_AVX2 NPU_OPS_INLINE void draw_eight(const Columns& columns, int64_t firs
     c[odd][0] = _mm256_xor_si256(_mm256_srli_epi64(c[odd][1], 32), c0);
     c[odd][2] = odd ? _mm256_srli_epi64(even[1], 32) : even[1];
     c[odd][3] = odd ? _mm256_srli_epi64(even[2], 32) : even[2];
+    c[odd][1] = _mm256_xor_si256(c[odd][1], _mm256_set1_epi64x(static_cast<int64_t>(keys.low[3])));
+    c[odd][3] = _mm256_xor_si256(c[odd][3], _mm256_set1_epi64x(static_cast<int64_t>(keys.high[3])));
   }
 #pragma GCC unroll 7
   for (int round = 3; round < 10; ++round)
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; ++odd) {
       __m256i* of = c[odd];
-      const __m256i p0 = _mm256_mul_epu32(m0, of[0]), p1 = _mm256_mul_epu32(m1, of[2]);
-      const __m256i k0 = _mm256_set1_epi64x(static_cast<int64_t>(columns.keys().low[round]));
-      const __m256i k1 = _mm256_set1_epi64x(static_cast<int64_t>(columns.keys().high[round]));
-      of[0] = _mm256_xor_si256(_mm256_srli_epi64(p1, 32), _mm256_xor_si256(of[1], k0));
-      of[2] = _mm256_xor_si256(_mm256_srli_epi64(p0, 32), _mm256_xor_si256(of[3], k1));
+      __m256i p0 = _mm256_mul_epu32(m0, of[0]), p1 = _mm256_mul_epu32(m1, of[2]);
+      if (round % 2 == 0) {
+        p0 =
+            _mm256_xor_si256(p0, _mm256_set1_epi64x(static_cast<int64_t>(keys.high_of_two[round])));
+        p1 = _mm256_xor_si256(p1, _mm256_set1_epi64x(static_cast<int64_t>(keys.low_of_two[round])));
+      }
+      of[0] = _mm256_xor_si256(_mm256_srli_epi64(p1, 32), of[1]);
+      of[2] = _mm256_xor_si256(_mm256_srli_epi64(p0, 32), of[3]);
       of[1] = p1;
       of[3] = p0;
     }
