@@ -143,7 +143,7 @@ class Operator:
         self._overwritten = [i for i, a in enumerate(self.takes) if a.is_written]
         lists = any(argument.type.endswith("[]") for argument in self.inputs)
         seeds = [i for i, argument in enumerate(self.inputs) if argument.name == "rng_state"]
-        self._plans = plans.Plans(self._tensors, seeds, lists, folds)
+        self._plans = plans.Plans(self._tensors, seeds, lists, folds, self._directly)
         self._calls = Calls()
         arguments = [argument.name for argument in (*self.takes, *self.writes)]
         written = [*(a.name for a in self.takes if a.is_written), *outputs]
@@ -220,7 +220,7 @@ class Operator:
             laid = tuple(self.lay_out(arguments))
             chosen = self.table.select(*laid)
             self.table.launch(chosen, laid)
-            self._plans.keep(key, inputs, outputs, *self._directly(laid, chosen))
+            self._plans.keep(key, inputs, outputs, laid, chosen)
             if self._overwritten:
                 library.written(*self._given(inputs, self._overwritten))
         return self._returned(inputs, outputs)

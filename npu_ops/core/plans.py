@@ -178,10 +178,19 @@ class Plans:
         seeds: the places of random seeds among them.
         lists: whether there are lists among the others.
         folds: whether native CPU kernels fold the leading dimensions of contiguous tensors.
+        directly: of what an implementation took, and it, the same of what does it with less Python.
     """
 
-    def __init__(self, tensors: int, seeds: Container[int], lists: bool, folds: bool = False):
+    def __init__(
+        self,
+        tensors: int,
+        seeds: Container[int],
+        lists: bool,
+        folds: bool = False,
+        directly: Callable[..., tuple] = lambda laid, chosen: (laid, chosen),
+    ):
         self._tensors, self._seeds, self._lists, self._folds = tensors, seeds, lists, folds
+        self._directly = directly
         self._plans: dict[tuple, Plan | None] = Bounded(_MOST)
 
     def parted(self, inputs: tuple) -> tuple[tuple, tuple]:
@@ -208,7 +217,7 @@ class Plans:
             self._plans[key] = _SEEN
         elif known is _SEEN:
             tensors = inputs[: self._tensors]
-            found = plan(tensors, outputs, laid, chosen)
+            found = plan(tensors, outputs, *self._directly(laid, chosen))
             if found and self._folds and chosen.name == "cpu":
                 found.unfold([*tensors, *outputs])
             self._plans[key] = found

@@ -51,19 +51,19 @@ def serves_all(q, k, v, extra: Extra, rule: Rule, *gradients) -> bool:
 
 def forward(q, k, v, rule: Rule, out, lse) -> None:
     """Write out and lse."""
-    _forward(q, k, v, rule.scale, _shift(q, k, rule), out, lse)
+    _forward(*_given(q, k, v, rule), out, lse)
 
 
 def backward(grad_out, lse, q, k, v, rule: Rule, grad_q, grad_k, grad_v) -> None:
     """Write the gradients."""
-    _backward(grad_out, lse, q, k, v, rule.scale, _shift(q, k, rule), grad_q, grad_k, grad_v)
+    _backward(grad_out, lse, *_given(q, k, v, rule), grad_q, grad_k, grad_v)
 
 
 def direct(x) -> tuple | None:
     """The native operator of a call that `serves_all`, and what it takes: see `Operator`."""
     if not serves_all(x.q, x.k, x.v, x.extra, x.rule):
         return None
-    return _forward, (x.q, x.k, x.v, x.rule.scale, _shift(x.q, x.k, x.rule), x.out, x.lse)
+    return _forward, (*_given(x.q, x.k, x.v, x.rule), x.out, x.lse)
 
 
 def direct_backward(x) -> tuple | None:
@@ -71,8 +71,11 @@ def direct_backward(x) -> tuple | None:
     gradients = x.grad_q, x.grad_k, x.grad_v
     if x.grad_lse is not None or not serves_all(x.q, x.k, x.v, x.extra, x.rule, *gradients):
         return None
-    tensors = x.grad_out, x.lse, x.q, x.k, x.v
-    return _backward, (*tensors, x.rule.scale, _shift(x.q, x.k, x.rule), *gradients)
+    return _backward, (x.grad_out, x.lse, *_given(x.q, x.k, x.v, x.rule), *gradients)
+
+
+def _given(q, k, v, rule: Rule) -> tuple:
+    return q, k, v, rule.scale, _shift(q, k, rule)
 
 
 def _shift(q, k, rule: Rule) -> int:

@@ -100,8 +100,8 @@ def test_what_is_not_finite_reaches_what_it_takes_part_in_alone(
         assert not actual[0][:, asking].isfinite().any()
 
 
-def test_a_call_that_is_known_is_made_without_python(monkeypatch):
-    """Also its gradient. Without what makes known calls in C++, the same comes from Python."""
+def test_gradients_of_a_call_that_is_known_need_no_python(monkeypatch):
+    """Without what makes known calls in C++, the same comes from Python."""
     drawn = leaves(2, 5, 5, 4, 2, 8, 8, torch.float32, False).values()
     mine = [x.requires_grad_() for x in drawn]
 
