@@ -182,8 +182,13 @@ def test_what_does_not_settle_ends(monkeypatch):
     assert not found["a"].stable() and len(found["a"].seconds) > timing.LEAST_RUNS
 
 
+# In MiB. Linux counts the pages of each processor in batches, and shows what is in no batch:
+# VmRSS "is inaccurate", says proc_pid_status(5). A batch is of 32 pages or two for each processor.
+MISCOUNTED = max(32, 2 * os.cpu_count()) * os.cpu_count() * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def test_memory_beyond_the_inputs_is_seen():
-    assert 64 <= timing.peak_mb(lambda: torch.ones(64, 2**18), "cpu") < 80
+    assert 64 - 2 * MISCOUNTED <= timing.peak_mb(lambda: torch.ones(64, 2**18), "cpu") < 80
     assert timing.peak_mb(lambda: None, "cpu") < 2
 
 
