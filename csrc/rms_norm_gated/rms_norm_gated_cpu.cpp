@@ -34,19 +34,21 @@ struct Scratch {
   int64_t width;
 };
 
+// `u`: memory for what is normalised, where that is not x.
 template <bool BEFORE, bool SILU, class X>
 NPU_OPS_CLONES void forward_row(const X* x, const float* weight, const X* z, X* out, float* u,
-                                float* gate, int64_t width, float eps) {
+                                int64_t width, float eps) {
+  if constexpr (BEFORE) {
+    const float r = reciprocal_rms(x, width, eps);
 #pragma GCC ivdep
-  for (int64_t i = 0; i < width; ++i) {
-    gate[i] = activate<SILU>(load(z[i]));
-    u[i] = BEFORE ? load(x[i]) : load(x[i]) * gate[i];
-  }
-  const float r = reciprocal_rms(u, width, eps);
+    for (int64_t i = 0; i < width; ++i)
+      store(out + i, load(x[i]) * r * weight[i] * activate<SILU>(load(z[i])));
+  } else {
 #pragma GCC ivdep
-  for (int64_t i = 0; i < width; ++i) {
-    const float y = u[i] * r * weight[i];
-    store(out + i, BEFORE ? y * gate[i] : y);
+    for (int64_t i = 0; i < width; ++i) u[i] = load(x[i]) * activate<SILU>(load(z[i]));
+    const float r = reciprocal_rms(u, width, eps);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < width; ++i) store(out + i, u[i] * r * weight[i]);
   }
 }
 
@@ -114,7 +116,7 @@ void forward(Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gat
           forward_row<BEFORE, SILU>(of_x.read(in + from.at(outer, row), width),
                                     weights.values.data() + row * weights.step,
                                     of_z.read(gate + gates.at(outer, row), width),
-                                    of_out.to(written), scratch.part(0), scratch.part(1), width,
+                                    of_out.to(written), scratch.part(0), width,
                                     static_cast<float>(eps));
           of_out.written(written, width);
         }
