@@ -41,6 +41,7 @@ NPU_OPS_WITH_F16C_LONG inline void widen(const fp16* in, float* out, int64_t cou
     const __m256i read = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
     _mm512_storeu_ps(out + i, _mm512_cvtph_ps(read));
   }
+  for (; i + 8 <= count; i += 8) _mm256_storeu_ps(out + i, eight(in + i));
   for (; i < count; ++i) out[i] = load(in[i]);
 }
 
@@ -51,6 +52,7 @@ NPU_OPS_WITH_F16C_LONG inline void narrow(const float* in, fp16* out, int64_t co
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
                         _mm512_cvtps_ph(read, _MM_FROUND_TO_NEAREST_INT));
   }
+  for (; i + 8 <= count; i += 8) put_eight(out + i, _mm256_loadu_ps(in + i));
   for (; i < count; ++i) store(out + i, in[i]);
 }
 #else
