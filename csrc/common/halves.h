@@ -1,6 +1,7 @@
-// Rows of fp16, by the machine's own conversion, in vectors as long as the loops that read and wrote
-// them have: memory is not read in one piece that was just written in two. GCC 12 has no vector
-// conversion of it in a cloned loop, and in integers one takes 8 or, rounded, 15 instructions.
+// Rows of fp16, by the machine's own conversion, in vectors as long as the loops that read and
+// wrote them have: memory is not read in one piece that was just written in two. GCC 12 has no
+// vector conversion of it in a cloned loop, and in integers one takes 8 or, rounded, 15
+// instructions.
 #pragma once
 
 #include <cstdint>
