@@ -111,8 +111,8 @@ BROWSER := command -v chromium || command -v google-chrome || $(BIN)/playwright 
 verify: $(VENV)/ready
 	$(BIN)/npu-ops verify --device npu-emulated --quick --output report/verify
 
-# Everything, of a clean tree, to be committed: 45 minutes on a quiet machine.
-bench: $(VENV)/ready .cache/megatron/0.16.1
+# Everything, of a clean tree, to be committed: an hour on a quiet machine.
+bench: $(VENV)/ready .cache/megatron/0.16.1 .cache/frameworks/ready
 	$(BIN)/npu-ops bench --commit --longest 10
 
 # Two sizes of one model, and the page of them: under 3 minutes.
@@ -120,7 +120,7 @@ bench-quick: $(VENV)/ready
 	$(BIN)/npu-ops bench --quick --longest 1 --output report/quick
 	$(BIN)/npu-ops report report/quick --output report/quick
 
-# The README's picture needs a browser: better to know before the 45 minutes than after.
+# The README's picture needs a browser: better to know before the hour than after.
 browser: $(VENV)/ready
 	@$(BROWSER) || { echo "no Chromium for the README's picture: apt-get install chromium"; exit 1; }
 

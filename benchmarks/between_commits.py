@@ -7,7 +7,7 @@ row after the other, so what else the machine does falls on both; a ratio is tha
 --calls: packed, which look at contents; small, of 16 tokens, and one, of one token, where Python is
 most of the time; fp16, of 256 tokens; long, of 1024; decode, attention of a token of each of 8
 sequences, from a paged cache; recurrent, the gated delta rule by token; dropout, bias_dropout_add
-that drops; prompts, attention of short ones and of packed images.
+that drops; prompts, attention of short ones and of packed images; gates, of gdn_gate in slices.
 """
 
 import argparse
@@ -167,6 +167,20 @@ def dropout():
     return list(calls.items())
 
 
+def gates():
+    """gdn_gate of slices of a projection, of Qwen3-Next on 1, 4 and 8 ranks."""
+    import npu_ops
+
+    normal, calls = _normal(torch.bfloat16), {}
+    for heads in (32, 8, 4):
+        b, a = normal(1, 1024, 2 * heads).split(heads, -1)
+        args = a, torch.ones(heads), torch.ones(heads), b
+        calls["gdn_gate", f"{heads} heads, forward", 1024] = npu_ops.gdn_gate, args, {}
+        both = _training(npu_ops.gdn_gate, args, {})
+        calls["gdn_gate", f"{heads} heads, forward+backward", 1024] = both, (), {}
+    return list(calls.items())
+
+
 def prompts():
     """Attention of causal prompts, Qwen3-VL-8B and Qwen3.5-9B on 8 ranks, and of 8 images."""
     import npu_ops
@@ -213,6 +227,7 @@ CALLS = {
     "recurrent": recurrent,
     "dropout": dropout,
     "prompts": prompts,
+    "gates": gates,
     "long": functools.partial(layer, 1024, torch.bfloat16),
 }
 

@@ -142,6 +142,20 @@ NPU_OPS_WITH_F16C void gradient_row_of(const fp16* grad, const uint16_t* keep, f
   const auto row = sum ? gradient_row<fp16, fp16, true> : gradient_row<fp16, fp16, false>;
   row(grad + i, keep + i, grad_x + i, sum ? sum + i : sum, width - i, scale);
 }
+
+NPU_OPS_WITH_F16C_LONG void gradient_row_of(const fp16* grad, const uint16_t* keep, fp16* grad_x,
+                                            float* sum, int64_t width, float scale) {
+  int64_t i = 0;
+  for (; i + 16 <= width; i += 16) {
+    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keep + i));
+    const __mmask16 stay = _mm256_movepi16_mask(words);
+    const __m512 found = _mm512_maskz_mul_ps(stay, sixteen(grad + i), _mm512_set1_ps(scale));
+    if (sum) _mm512_storeu_ps(sum + i, _mm512_loadu_ps(sum + i) + found);
+    put_sixteen(grad_x + i, found);
+  }
+  const auto row = sum ? gradient_row<fp16, fp16, true> : gradient_row<fp16, fp16, false>;
+  row(grad + i, keep + i, grad_x + i, sum ? sum + i : sum, width - i, scale);
+}
 #endif
 
 template <class T>

@@ -24,6 +24,15 @@ NPU_OPS_WITH_F16C NPU_OPS_INLINE void put_eight(fp16* out, __m256 values) {
                    _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
 }
 
+NPU_OPS_WITH_F16C_LONG NPU_OPS_INLINE __m512 sixteen(const fp16* in) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(in)));
+}
+
+NPU_OPS_WITH_F16C_LONG NPU_OPS_INLINE void put_sixteen(fp16* out, __m512 values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),
+                      _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
+}
+
 NPU_OPS_WITH_F16C inline void widen(const fp16* in, float* out, int64_t count) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) _mm256_storeu_ps(out + i, eight(in + i));
@@ -38,21 +47,14 @@ NPU_OPS_WITH_F16C inline void narrow(const float* in, fp16* out, int64_t count) 
 
 NPU_OPS_WITH_F16C_LONG inline void widen(const fp16* in, float* out, int64_t count) {
   int64_t i = 0;
-  for (; i + 16 <= count; i += 16) {
-    const __m256i read = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
-    _mm512_storeu_ps(out + i, _mm512_cvtph_ps(read));
-  }
+  for (; i + 16 <= count; i += 16) _mm512_storeu_ps(out + i, sixteen(in + i));
   for (; i + 8 <= count; i += 8) _mm256_storeu_ps(out + i, eight(in + i));
   for (; i < count; ++i) out[i] = load(in[i]);
 }
 
 NPU_OPS_WITH_F16C_LONG inline void narrow(const float* in, fp16* out, int64_t count) {
   int64_t i = 0;
-  for (; i + 16 <= count; i += 16) {
-    const __m512 read = _mm512_loadu_ps(in + i);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
-                        _mm512_cvtps_ph(read, _MM_FROUND_TO_NEAREST_INT));
-  }
+  for (; i + 16 <= count; i += 16) put_sixteen(out + i, _mm512_loadu_ps(in + i));
   for (; i + 8 <= count; i += 8) put_eight(out + i, _mm256_loadu_ps(in + i));
   for (; i < count; ++i) store(out + i, in[i]);
 }

@@ -65,12 +65,19 @@ Strided<T> rows_out(const Tensor& tensor) {
 }
 
 // How many rows are computed as one, that has the heads as often: loops over a few heads are not
-// vectorised. So only where rows lie behind each other.
-int64_t as_one(int64_t heads, std::initializer_list<int64_t> steps) {
-  constexpr int64_t kWide = 64;
-  const bool dense = std::ranges::all_of(steps, [&](int64_t step) { return step == heads; });
-  return dense ? std::max<int64_t>(kWide / heads, 1) : 1;
-}
+// vectorised. So where rows lie behind each other, or are brought there: of fewer heads than the
+// longest vectors have floats, they are.
+struct AsOne {
+  AsOne(int64_t heads, std::initializer_list<int64_t> steps) : heads(heads) {
+    constexpr int64_t kWide = 64, kFew = 16;
+    const bool dense = std::ranges::all_of(steps, [&](int64_t step) { return step == heads; });
+    brings = !dense && heads < kFew;
+    times = dense || brings ? std::max<int64_t>(kWide / heads, 1) : 1;
+  }
+  bool brought(int64_t step) const { return brings && step != heads; }
+  int64_t heads, times;
+  bool brings;
+};
 
 // Runs body(first, count, times) over rows, `times` as one and what is left one by one.
 template <class Body>
@@ -161,20 +168,23 @@ void forward(Tensor a, Tensor A_log, std::optional<Tensor> dt_bias, std::optiona
              std::optional<Tensor> beta) {
   const int64_t heads = a.size(-1), rows = a.numel() / heads;
   const Softplus plus(softplus_beta, softplus_threshold);
-  const int64_t times = as_one(heads, {step_of(a), step_of(g)});
-  const Heads of(A_log, dt_bias, plus.beta, times);
+  const AsOne one(heads, {step_of(a), step_of(g)});
+  const Heads of(A_log, dt_bias, plus.beta, one.times);
   dispatch(a.scalar_type(), "a", [&]<class A>(A*) {
     const auto from = rows_in<A>(a);
     const auto to = rows_out<float>(g);
     parallel(rows, heads * kCost, [&](int64_t begin, int64_t end) {
-      const int64_t most = staged_at_once<A>(end - begin, heads);
-      Staged<A> of_a(most, heads);
+      const int64_t most = staged_at_once<A>(end - begin, heads, one.brings);
+      Staged<A> of_a(most, heads, one.brought(from.step));
+      Staged<float> of_g(most, heads, one.brought(to.step));
       in_blocks(begin, end, most, [&](int64_t row, int64_t count) {
+        const auto written = to.from(row);
         const auto read = of_a.read(from.from(row), count);
-        in_wide_rows(count, times, [&](int64_t first, int64_t many, int64_t each) {
+        in_wide_rows(count, one.times, [&](int64_t first, int64_t many, int64_t each) {
           decay_rows(wide(read, first, each), of.decay.data(), of.bias.data(),
-                     wide(to.from(row), first, each), plus, many, heads * each);
+                     wide(of_g.to(written), first, each), plus, many, heads * each);
         });
+        of_g.written(written, count);
       });
     });
   });
@@ -182,14 +192,15 @@ void forward(Tensor a, Tensor A_log, std::optional<Tensor> dt_bias, std::optiona
   dispatch(b->scalar_type(), "b", [&]<class B>(B*) {
     const auto from = rows_in<B>(*b);
     const auto to = rows_out<B>(*beta);
-    const int64_t times = as_one(heads, {from.step, to.step});
+    const AsOne one(heads, {from.step, to.step});
     parallel(rows, heads * kCost, [&](int64_t begin, int64_t end) {
-      const int64_t most = staged_at_once<B>(end - begin, heads);
-      Staged<B> of_b(most, heads), of_beta(most, heads);
+      const int64_t most = staged_at_once<B>(end - begin, heads, one.brings);
+      Staged<B> of_b(most, heads, one.brought(from.step));
+      Staged<B> of_beta(most, heads, one.brought(to.step));
       in_blocks(begin, end, most, [&](int64_t row, int64_t count) {
         const auto written = to.from(row);
         const auto read = of_b.read(from.from(row), count);
-        in_wide_rows(count, times, [&](int64_t first, int64_t many, int64_t each) {
+        in_wide_rows(count, one.times, [&](int64_t first, int64_t many, int64_t each) {
           beta_rows(wide(read, first, each), wide(of_beta.to(written), first, each),
                     static_cast<float>(scale), many, heads * each);
         });
@@ -206,8 +217,8 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
   const int64_t heads = a.size(-1), rows = a.numel() / heads;
   const Softplus plus(softplus_beta, softplus_threshold);
   Partials sums(rows, 2 * heads, heads * kCost);
-  const int64_t most_as_one = as_one(heads, {step_of(grad_g), step_of(a), step_of(grad_a)});
-  const int64_t times = sums.block_rows < 2 * most_as_one ? 1 : most_as_one;
+  const AsOne one(heads, {step_of(grad_g), step_of(a), step_of(grad_a)});
+  const int64_t times = sums.block_rows < 2 * one.times ? 1 : one.times;
   const Heads of(A_log, dt_bias, plus.beta, times);
   const int64_t block_rows = sums.block_rows;
   dispatch(a.scalar_type(), "a", [&]<class A>(A*) {
@@ -215,8 +226,10 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
     const auto from = rows_in<A>(a);
     const auto to = rows_out<A>(grad_a);
     parallel(sums.blocks, sums.block_cost, [&](int64_t begin, int64_t end) {
-      const int64_t most = staged_at_once<A>(block_rows, heads);
-      Staged<A> of_a(most, heads), of_grad_a(most, heads);
+      const int64_t most = staged_at_once<A>(block_rows, heads, one.brings);
+      Staged<float> of_grad(most, heads, one.brought(grads.step));
+      Staged<A> of_a(most, heads, one.brought(from.step));
+      Staged<A> of_grad_a(most, heads, one.brought(to.step));
       std::vector<float> wide_sums(2 * heads * times);
       for (int64_t block = begin; block < end; ++block) {
         const int64_t last = std::min(rows, (block + 1) * block_rows);
@@ -224,11 +237,11 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
         float* sum = sums.start(block);
         in_blocks(block * block_rows, last, most, [&](int64_t row, int64_t count) {
           const auto written = to.from(row);
+          const auto grad = of_grad.read(grads.from(row), count);
           const auto read = of_a.read(from.from(row), count);
           in_wide_rows(count, times, [&](int64_t first, int64_t many, int64_t each) {
-            decay_gradient_rows(wide(grads.from(row), first, each), wide(read, first, each),
-                                of.decay.data(), of.bias.data(),
-                                wide(of_grad_a.to(written), first, each),
+            decay_gradient_rows(wide(grad, first, each), wide(read, first, each), of.decay.data(),
+                                of.bias.data(), wide(of_grad_a.to(written), first, each),
                                 each == times ? wide_sums.data() : sum, plus, many, heads * each);
           });
           of_grad_a.written(written, count);
@@ -245,15 +258,17 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
   dispatch(b->scalar_type(), "b", [&]<class B>(B*) {
     const auto grads = rows_in<B>(*grad_beta), from = rows_in<B>(*b);
     const auto to = rows_out<B>(*grad_b);
-    const int64_t times = as_one(heads, {grads.step, from.step, to.step});
+    const AsOne one(heads, {grads.step, from.step, to.step});
     parallel(rows, heads * kCost, [&](int64_t begin, int64_t end) {
-      const int64_t most = staged_at_once<B>(end - begin, heads);
-      Staged<B> of_grad(most, heads), of_b(most, heads), of_grad_b(most, heads);
+      const int64_t most = staged_at_once<B>(end - begin, heads, one.brings);
+      Staged<B> of_grad(most, heads, one.brought(grads.step));
+      Staged<B> of_b(most, heads, one.brought(from.step));
+      Staged<B> of_grad_b(most, heads, one.brought(to.step));
       in_blocks(begin, end, most, [&](int64_t row, int64_t count) {
         const auto written = to.from(row);
         const auto grad = of_grad.read(grads.from(row), count);
         const auto read = of_b.read(from.from(row), count);
-        in_wide_rows(count, times, [&](int64_t first, int64_t many, int64_t each) {
+        in_wide_rows(count, one.times, [&](int64_t first, int64_t many, int64_t each) {
           beta_gradient_rows(wide(grad, first, each), wide(read, first, each),
                              wide(of_grad_b.to(written), first, each), static_cast<float>(scale),
                              many, heads * each);
