@@ -193,6 +193,7 @@ def test_b_changes_nothing_of_g(implementation, device):
 STRIDED = {
     "dense": lambda: torch.randn(6, 4, 8),
     "slice of a projection": lambda: torch.randn(6, 4, 20)[..., 8:16],
+    "slice of few heads": lambda: torch.randn(101, 13)[..., 3:8],
     "transposed": lambda: torch.randn(4, 6, 8).transpose(0, 1),
     "last dimension not last": lambda: torch.randn(6, 8, 4).transpose(1, 2),
     "every second": lambda: torch.randn(6, 4, 16)[..., ::2],
