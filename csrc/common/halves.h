@@ -33,30 +33,36 @@ NPU_OPS_WITH_F16C_LONG NPU_OPS_INLINE void put_sixteen(fp16* out, __m512 values)
                       _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
 }
 
-NPU_OPS_WITH_F16C inline void widen(const fp16* in, float* out, int64_t count) {
+NPU_OPS_WITH_F16C NPU_OPS_INLINE void widen_eights(const fp16* in, float* out, int64_t count) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) _mm256_storeu_ps(out + i, eight(in + i));
   for (; i < count; ++i) out[i] = load(in[i]);
 }
 
-NPU_OPS_WITH_F16C inline void narrow(const float* in, fp16* out, int64_t count) {
+NPU_OPS_WITH_F16C NPU_OPS_INLINE void narrow_eights(const float* in, fp16* out, int64_t count) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) put_eight(out + i, _mm256_loadu_ps(in + i));
   for (; i < count; ++i) store(out + i, in[i]);
+}
+
+NPU_OPS_WITH_F16C inline void widen(const fp16* in, float* out, int64_t count) {
+  widen_eights(in, out, count);
+}
+
+NPU_OPS_WITH_F16C inline void narrow(const float* in, fp16* out, int64_t count) {
+  narrow_eights(in, out, count);
 }
 
 NPU_OPS_WITH_F16C_LONG inline void widen(const fp16* in, float* out, int64_t count) {
   int64_t i = 0;
   for (; i + 16 <= count; i += 16) _mm512_storeu_ps(out + i, sixteen(in + i));
-  for (; i + 8 <= count; i += 8) _mm256_storeu_ps(out + i, eight(in + i));
-  for (; i < count; ++i) out[i] = load(in[i]);
+  widen_eights(in + i, out + i, count - i);
 }
 
 NPU_OPS_WITH_F16C_LONG inline void narrow(const float* in, fp16* out, int64_t count) {
   int64_t i = 0;
   for (; i + 16 <= count; i += 16) put_sixteen(out + i, _mm512_loadu_ps(in + i));
-  for (; i + 8 <= count; i += 8) put_eight(out + i, _mm256_loadu_ps(in + i));
-  for (; i < count; ++i) store(out + i, in[i]);
+  narrow_eights(in + i, out + i, count - i);
 }
 #else
 #define NPU_OPS_WITHOUT

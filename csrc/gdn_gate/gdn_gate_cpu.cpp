@@ -66,13 +66,14 @@ Strided<T> rows_out(const Tensor& tensor) {
 
 // How many rows are computed as one, that has the heads as often: loops over a few heads are not
 // vectorised. So where rows lie behind each other, or are brought there: of fewer heads than the
-// longest vectors have floats, they are.
+// longest vectors have floats, they are. Of fewer rows than that, each stays one.
 struct AsOne {
-  AsOne(int64_t heads, std::initializer_list<int64_t> steps) : heads(heads) {
+  AsOne(int64_t heads, int64_t rows, std::initializer_list<int64_t> steps) : heads(heads) {
     constexpr int64_t kWide = 64, kFew = 16;
+    const int64_t most = std::max<int64_t>(kWide / heads, 1);
     const bool dense = std::ranges::all_of(steps, [&](int64_t step) { return step == heads; });
-    brings = !dense && heads < kFew;
-    times = dense || brings ? std::max<int64_t>(kWide / heads, 1) : 1;
+    brings = !dense && heads < kFew && rows >= most;
+    times = brings || (dense && rows >= most) ? most : 1;
   }
   bool brought(int64_t step) const { return brings && step != heads; }
   int64_t heads, times;
@@ -168,7 +169,7 @@ void forward(Tensor a, Tensor A_log, std::optional<Tensor> dt_bias, std::optiona
              std::optional<Tensor> beta) {
   const int64_t heads = a.size(-1), rows = a.numel() / heads;
   const Softplus plus(softplus_beta, softplus_threshold);
-  const AsOne one(heads, {step_of(a), step_of(g)});
+  const AsOne one(heads, rows, {step_of(a), step_of(g)});
   const Heads of(A_log, dt_bias, plus.beta, one.times);
   dispatch(a.scalar_type(), "a", [&]<class A>(A*) {
     const auto from = rows_in<A>(a);
@@ -192,7 +193,7 @@ void forward(Tensor a, Tensor A_log, std::optional<Tensor> dt_bias, std::optiona
   dispatch(b->scalar_type(), "b", [&]<class B>(B*) {
     const auto from = rows_in<B>(*b);
     const auto to = rows_out<B>(*beta);
-    const AsOne one(heads, {from.step, to.step});
+    const AsOne one(heads, rows, {from.step, to.step});
     parallel(rows, heads * kCost, [&](int64_t begin, int64_t end) {
       const int64_t most = staged_at_once<B>(end - begin, heads, one.brings);
       Staged<B> of_b(most, heads, one.brought(from.step));
@@ -217,9 +218,9 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
   const int64_t heads = a.size(-1), rows = a.numel() / heads;
   const Softplus plus(softplus_beta, softplus_threshold);
   Partials sums(rows, 2 * heads, heads * kCost);
-  const AsOne one(heads, {step_of(grad_g), step_of(a), step_of(grad_a)});
-  const int64_t times = sums.block_rows < 2 * one.times ? 1 : one.times;
-  const Heads of(A_log, dt_bias, plus.beta, times);
+  // Half: of a block in which two are not computed as one, folding the sums is not worth it.
+  const AsOne one(heads, sums.block_rows / 2, {step_of(grad_g), step_of(a), step_of(grad_a)});
+  const Heads of(A_log, dt_bias, plus.beta, one.times);
   const int64_t block_rows = sums.block_rows;
   dispatch(a.scalar_type(), "a", [&]<class A>(A*) {
     const auto grads = rows_in<float>(grad_g);
@@ -230,7 +231,7 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
       Staged<float> of_grad(most, heads, one.brought(grads.step));
       Staged<A> of_a(most, heads, one.brought(from.step));
       Staged<A> of_grad_a(most, heads, one.brought(to.step));
-      std::vector<float> wide_sums(2 * heads * times);
+      std::vector<float> wide_sums(2 * heads * one.times);
       for (int64_t block = begin; block < end; ++block) {
         const int64_t last = std::min(rows, (block + 1) * block_rows);
         std::ranges::fill(wide_sums, 0.0f);
@@ -239,10 +240,11 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
           const auto written = to.from(row);
           const auto grad = of_grad.read(grads.from(row), count);
           const auto read = of_a.read(from.from(row), count);
-          in_wide_rows(count, times, [&](int64_t first, int64_t many, int64_t each) {
+          in_wide_rows(count, one.times, [&](int64_t first, int64_t many, int64_t each) {
             decay_gradient_rows(wide(grad, first, each), wide(read, first, each), of.decay.data(),
                                 of.bias.data(), wide(of_grad_a.to(written), first, each),
-                                each == times ? wide_sums.data() : sum, plus, many, heads * each);
+                                each == one.times ? wide_sums.data() : sum, plus, many,
+                                heads * each);
           });
           of_grad_a.written(written, count);
         });
@@ -258,7 +260,7 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
   dispatch(b->scalar_type(), "b", [&]<class B>(B*) {
     const auto grads = rows_in<B>(*grad_beta), from = rows_in<B>(*b);
     const auto to = rows_out<B>(*grad_b);
-    const AsOne one(heads, {grads.step, from.step, to.step});
+    const AsOne one(heads, rows, {grads.step, from.step, to.step});
     parallel(rows, heads * kCost, [&](int64_t begin, int64_t end) {
       const int64_t most = staged_at_once<B>(end - begin, heads, one.brings);
       Staged<B> of_grad(most, heads, one.brought(grads.step));
