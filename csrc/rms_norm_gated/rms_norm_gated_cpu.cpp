@@ -109,14 +109,15 @@ void forward(Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gat
     X* result = output<X>(out);
     with_formula(norm_before_gate, activation, [&]<bool BEFORE, bool SILU>() {
       parallel_runs(from, kCost * width, [&](int64_t outer, int64_t first, int64_t count) {
-        std::vector<float> u(BEFORE ? 0 : width);
+        Scratch scratch(width);
         Staged<X> of_x(1, width), of_z(1, width), of_out(1, width);
         for (int64_t row = first; row < first + count; ++row) {
           X* written = result + to.at(outer, row);
           forward_row<BEFORE, SILU>(of_x.read(in + from.at(outer, row), width),
                                     weights.values.data() + row * weights.step,
                                     of_z.read(gate + gates.at(outer, row), width),
-                                    of_out.to(written), u.data(), width, static_cast<float>(eps));
+                                    of_out.to(written), scratch.part(0), width,
+                                    static_cast<float>(eps));
           of_out.written(written, width);
         }
       });
