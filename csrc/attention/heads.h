@@ -11,6 +11,7 @@
 #include "attention/tile.h"
 #include "common/check.h"
 #include "common/math.h"
+#include "common/memory.h"
 #include "common/staged.h"
 #include "common/sum.h"
 
@@ -40,9 +41,9 @@ Heads<T> heads_out(const Tensor& tensor) {
 class Pieces {
  public:
   Padded<float> take(int64_t rows, int64_t columns) {
-    thread_local std::vector<std::vector<float>> kept;
+    thread_local std::vector<Lines<float>> kept;
     if (taken_ == kept.size()) kept.emplace_back();
-    std::vector<float>& mine = kept[taken_++];
+    Lines<float>& mine = kept[taken_++];
     const int64_t step = padded(columns), floats = rows * step;
     if (static_cast<int64_t>(mine.size()) < floats) mine.resize(floats);
     return {mine.data(), step};

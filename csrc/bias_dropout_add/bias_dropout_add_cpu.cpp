@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/check.h"
+#include "common/memory.h"
 #include "common/parallel.h"
 #include "common/partials.h"
 #include "common/philox.h"
@@ -55,7 +56,7 @@ class Keep {
   static constexpr uint16_t kAll = 0xffff;
   const Dropout& dropout_;
   Columns columns_;
-  std::vector<uint16_t> values_;
+  Lines<uint16_t> values_;
 };
 
 NPU_OPS_INLINE float kept(uint16_t keep, float value) {

@@ -6,6 +6,7 @@
 
 #include "causal_conv1d/filter.h"
 #include "common/indices.h"
+#include "common/memory.h"
 #include "common/parallel.h"
 #include "l2norm/normalize.h"
 
@@ -243,8 +244,8 @@ void walk(const Filter& filter, const Inputs<T>& in, const std::vector<Block<T>>
   const int64_t elements = tokens_of(sequences) * filter.channels;
   dispatch_filter(filter.width, silu, [&]<int W, bool SILU>() {
     parallel(items, elements / std::max<int64_t>(1, items), [&](int64_t begin, int64_t end) {
-      const std::vector<T> zeros(kChannels);
-      std::vector<float> y(kChannels);
+      const Lines<T> zeros(kChannels);
+      Lines<float> y(kChannels);
       for (int64_t item = begin; item < end; ++item)
         forward_piece<T, W, SILU>(filter, in, blocks[item % across], pieces[item / across],
                                   zeros.data(), y.data());
@@ -305,9 +306,9 @@ struct Gradients {
 // normalised and its gradient, and the gradients of the last W rows of the convolution.
 template <class T>
 struct Scratch {
-  std::vector<T> zeros = std::vector<T>(kChannels), unwanted = zeros;
-  std::vector<float> y = std::vector<float>(kChannels), grad_y = y;
-  std::vector<float> g;
+  Lines<T> zeros = Lines<T>(kChannels), unwanted = zeros;
+  Lines<float> y = Lines<float>(kChannels), grad_y = y;
+  Lines<float> g;
   int64_t last;  // of the rows of g, a power of two of them
   explicit Scratch(int64_t taps) : g((taps > 4 ? 8 : 4) * kChannels), last(taps > 4 ? 7 : 3) {}
   float* gradient(int64_t t) { return g.data() + (t & last) * kChannels; }

@@ -1,6 +1,7 @@
 // causal_conv1d_update on the CPU. Definition: npu_ops/ops/causal_conv1d_update/reference.py
 #include "causal_conv1d/filter.h"
 #include "common/indices.h"
+#include "common/memory.h"
 #include "common/parallel.h"
 
 namespace npu_ops {
@@ -85,7 +86,7 @@ struct Rows {
     if (number >= before) return tokens + (number - before) * stride;
     return number < 0 ? nullptr : history.data() + number * kChannels;
   }
-  std::vector<T> history;
+  Lines<T> history;
   const T* tokens;
   int64_t stride, before;
 };
@@ -139,7 +140,7 @@ void update(Tensor x, Tensor conv_state, Tensor weight, std::optional<Tensor> bi
   const int64_t blocks = filter.blocks();
   const int64_t items = static_cast<int64_t>(sequences.size()) * blocks;
   dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
-    const std::vector<T> zeros(kChannels);
+    const Lines<T> zeros(kChannels);
     dispatch_filter(filter.width, silu, [&]<int W, bool SILU>() {
       parallel(items, x.numel() / std::max<int64_t>(1, items), [&](int64_t begin, int64_t end) {
         for (int64_t item = begin; item < end; ++item)

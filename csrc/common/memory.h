@@ -1,7 +1,10 @@
-// Pages.
+// Pages, and lines of a cache.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <new>
+#include <vector>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -20,5 +23,24 @@ inline void prefer_huge_pages(void* data, int64_t bytes) {
   madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice: it may be refused
 #endif
 }
+
+// Memory from the start of a line on. A vector as long as a line costs twice where it lies across
+// two, and where a heap begins an array changes from one process to the next.
+template <class T>
+struct InLines {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+
+  InLines() = default;
+  template <class U>
+  InLines(InLines<U>) {}
+  T* allocate(size_t count) { return static_cast<T*>(operator new(count * sizeof(T), kLine)); }
+  void deallocate(T* memory, size_t) { operator delete(memory, kLine); }
+  friend bool operator==(InLines, InLines) { return true; }
+};
+
+// A thread's memory for rows.
+template <class T>
+using Lines = std::vector<T, InLines<T>>;
 
 }  // namespace npu_ops

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <vector>
 
+#include "common/memory.h"
 #include "common/vec.h"
 
 namespace npu_ops {
@@ -118,7 +118,7 @@ class Columns {
     }
   }
 
-  std::vector<uint32_t> words_;
+  Lines<uint32_t> words_;
   uint32_t first_of_row_;
   Keys keys_;
 };

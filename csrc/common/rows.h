@@ -26,21 +26,26 @@ struct Rows {
     }
   }
   int64_t at(int64_t outer, int64_t row) const { return outer * outer_step + row * step; }
+
+  // Calls body(outer, first, count) for rows [begin, end): `count` from `first` on of an outer
+  // index.
+  template <class Body>
+  void runs(int64_t begin, int64_t end, const Body& body) const {
+    while (begin < end) {
+      const int64_t first = begin % inner, count = std::min(inner - first, end - begin);
+      body(begin / inner, first, count);
+      begin += count;
+    }
+  }
+
   int64_t outer = 1, inner = 1, outer_step = 0, step = 0;
 };
 
-// Runs body(outer, first, count) in parallel, for `count` rows from `first` on of an outer index.
-// `width` is what a row costs, in elements.
+// The same for all rows, in parallel. `width` is what a row costs, in elements.
 template <class Body>
 void parallel_runs(const Rows& rows, int64_t width, const Body& body) {
-  parallel(rows.outer * rows.inner, width, [&](int64_t begin, int64_t end) {
-    while (begin < end) {
-      const int64_t outer = begin / rows.inner, first = begin % rows.inner;
-      const int64_t count = std::min(rows.inner - first, end - begin);
-      body(outer, first, count);
-      begin += count;
-    }
-  });
+  parallel(rows.outer * rows.inner, width,
+           [&](int64_t begin, int64_t end) { rows.runs(begin, end, body); });
 }
 
 // Rows with their elements.

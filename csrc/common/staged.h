@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/halves.h"
+#include "common/memory.h"
 
 namespace npu_ops {
 
@@ -86,7 +87,7 @@ class Staged {
 
  private:
   bool copied_;
-  std::vector<Element> memory_;
+  Lines<Element> memory_;
   int64_t width_;
 };
 

@@ -1,5 +1,6 @@
 // The recurrent gated delta rule on the CPU.
 // Definition: npu_ops/ops/fused_recurrent_gated_delta_rule/reference.py
+#include "common/memory.h"
 #include "fused_recurrent_gated_delta_rule/delta.h"
 
 namespace npu_ops {
@@ -87,7 +88,7 @@ class Reader {
  private:
   const Inputs& in_;
   int64_t value_head_, begin_, count_;
-  std::vector<float> keys_, values_;
+  Lines<float> keys_, values_;
 };
 
 // The state of a block before the first token.
@@ -105,7 +106,7 @@ void walk(const Inputs& in, int64_t n, int64_t head, int64_t block,
           const std::optional<Tensor>& final_state) {
   const int64_t place = n * in.value_heads + head, values = in.layout.values;
   const int64_t begin = block * kBlock, count = std::min(kBlock, values - begin);
-  std::vector<float> state(in.layout.keys * kBlock);
+  Lines<float> state(in.layout.keys * kBlock);
   first_state(initial_state, in, place, block, state.data());
   Reader reader(in, head, block);
   float result[kBlock];
@@ -234,9 +235,9 @@ void walk_back(const Inputs& in, int64_t n, int64_t head, int64_t block, const R
   const int64_t begin = in.spans.begin(n), length = in.spans.end(n) - begin;
   const int64_t segments = (length + kSegment - 1) / kSegment;
   const int64_t place = n * in.value_heads + head;
-  std::vector<float> kept(std::max<int64_t>(segments, 1) * size), grad_state(size);
-  std::vector<float> states(std::min(length, kSegment) * size), row(4 * kBlock), log_decay(keys);
-  std::vector<float> grad_o_row(kBlock, 0.0f);
+  Lines<float> kept(std::max<int64_t>(segments, 1) * size), grad_state(size);
+  Lines<float> states(std::min(length, kSegment) * size), row(4 * kBlock), log_decay(keys);
+  Lines<float> grad_o_row(kBlock, 0.0f);
   Reader reader(in, head, block);
   first_state(initial_state, in, place, block, kept.data());
   for (int64_t s = 0; s + 1 < segments; ++s) {

@@ -1,5 +1,6 @@
 // Gated Delta Net's decoding step on the CPU.
 // Definition: npu_ops/ops/gated_delta_rule_update/reference.py
+#include "common/memory.h"
 #include "fused_recurrent_gated_delta_rule/delta.h"
 
 namespace npu_ops {
@@ -213,7 +214,7 @@ class Head {
 
   const Call& call_;
   int64_t width_, blocks_;
-  std::vector<float> state_, q_, k_, decay_, v_, out_, beta_, ones_;
+  Lines<float> state_, q_, k_, decay_, v_, out_, beta_, ones_;
 };
 
 template <class S>

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "common/dot.h"
+#include "common/memory.h"
 #include "common/partials.h"
 #include "common/staged.h"
 #include "common/widen.h"
@@ -114,7 +115,7 @@ struct Scratch {
         head(values.data() + pair.row_size()),
         x(1, dim),
         grad_x(1, dim) {}
-  std::vector<float> values;
+  Lines<float> values;
   Coefficients coefficients;
   float* head;
   Staged<T> x, grad_x;

@@ -4,6 +4,7 @@
 
 #include "common/dot.h"
 #include "common/math.h"
+#include "common/memory.h"
 #include "common/partials.h"
 #include "common/rows.h"
 #include "common/staged.h"
@@ -30,7 +31,7 @@ NPU_OPS_INLINE void activate_and_slope(float z, float* gate, float* slope) {
 struct Scratch {
   explicit Scratch(int64_t width) : values(4 * width), width(width) {}
   float* part(int64_t index) { return values.data() + index * width; }
-  std::vector<float> values;
+  Lines<float> values;
   int64_t width;
 };
 
@@ -91,7 +92,7 @@ struct Weight {
       for (size_t i = 0; i < values.size(); ++i) values[i] = load(input<W>(weight)[i]);
     });
   }
-  std::vector<float> values;
+  Lines<float> values;
   int64_t step;
 };
 
@@ -102,24 +103,26 @@ void forward(Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gat
              std::string activation, Tensor out) {
   const Rows from(x), gates(z), to(out);
   const Weight weights(weight);
-  const int64_t width = x.size(-1);
+  const int64_t width = x.size(-1), rows = from.outer * from.inner;
   prefer_huge_pages(out);
   dispatch(x.scalar_type(), "x", [&]<class X>(X*) {
     const X *in = input<X>(x), *gate = input<X>(z);
     X* result = output<X>(out);
     with_formula(norm_before_gate, activation, [&]<bool BEFORE, bool SILU>() {
-      parallel_runs(from, kCost * width, [&](int64_t outer, int64_t first, int64_t count) {
+      parallel(rows, kCost * width, [&](int64_t begin, int64_t end) {
         Scratch scratch(width);
         Staged<X> of_x(1, width), of_z(1, width), of_out(1, width);
-        for (int64_t row = first; row < first + count; ++row) {
-          X* written = result + to.at(outer, row);
-          forward_row<BEFORE, SILU>(of_x.read(in + from.at(outer, row), width),
-                                    weights.values.data() + row * weights.step,
-                                    of_z.read(gate + gates.at(outer, row), width),
-                                    of_out.to(written), scratch.part(0), width,
-                                    static_cast<float>(eps));
-          of_out.written(written, width);
-        }
+        from.runs(begin, end, [&](int64_t outer, int64_t first, int64_t count) {
+          for (int64_t row = first; row < first + count; ++row) {
+            X* written = result + to.at(outer, row);
+            forward_row<BEFORE, SILU>(of_x.read(in + from.at(outer, row), width),
+                                      weights.values.data() + row * weights.step,
+                                      of_z.read(gate + gates.at(outer, row), width),
+                                      of_out.to(written), scratch.part(0), width,
+                                      static_cast<float>(eps));
+            of_out.written(written, width);
+          }
+        });
       });
     });
   });
