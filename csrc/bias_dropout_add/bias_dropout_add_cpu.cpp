@@ -123,39 +123,87 @@ NPU_OPS_CLONES void gradient_row(const G* grad, const uint16_t* keep, X* grad_x,
   }
 }
 
-NPU_OPS_WITHOUT void gradient_row_of(const fp16* grad, const uint16_t* keep, fp16* grad_x,
-                                     float* sum, int64_t width, float scale) {
-  const auto row = sum ? gradient_row<fp16, fp16, true> : gradient_row<fp16, fp16, false>;
-  row(grad, keep, grad_x, sum, width, scale);
+// Rows at once, so that sums are read and written once for all of them. A row's sum still comes
+// after that of the row before.
+constexpr int kAtOnce = 4;
+
+// Columns from `first` on of rows behind each other; those of `keep` are a step apart.
+void gradient_rows_from(int64_t first, int64_t rows, const fp16* grad, const uint16_t* keep,
+                        int64_t keep_step, fp16* grad_x, float* sum, int64_t width, float scale) {
+  const auto one = sum ? gradient_row<fp16, fp16, true> : gradient_row<fp16, fp16, false>;
+  for (int64_t row = 0; row < rows; ++row)
+    one(grad + row * width + first, keep + row * keep_step + first, grad_x + row * width + first,
+        sum ? sum + first : sum, width - first, scale);
+}
+
+// rows: kAtOnce, or one.
+NPU_OPS_WITHOUT void gradient_rows_of(int64_t rows, const fp16* grad, const uint16_t* keep,
+                                      int64_t keep_step, fp16* grad_x, float* sum, int64_t width,
+                                      float scale) {
+  gradient_rows_from(0, rows, grad, keep, keep_step, grad_x, sum, width, scale);
 }
 
 #ifdef NPU_OPS_X86_CLONES
-NPU_OPS_WITH_F16C void gradient_row_of(const fp16* grad, const uint16_t* keep, fp16* grad_x,
-                                       float* sum, int64_t width, float scale) {
+// Returns how many columns that were.
+template <int ROWS>
+NPU_OPS_WITH_F16C NPU_OPS_INLINE int64_t gradient_eights(const fp16* grad, const uint16_t* keep,
+                                                         int64_t keep_step, fp16* grad_x,
+                                                         float* sum, int64_t width, float scale) {
   int64_t i = 0;
   for (; i + 8 <= width; i += 8) {
-    const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(keep + i));
-    const __m256 all = _mm256_castsi256_ps(_mm256_cvtepi16_epi32(words));
-    const __m256 found = _mm256_and_ps(eight(grad + i) * scale, all);
-    if (sum) _mm256_storeu_ps(sum + i, _mm256_loadu_ps(sum + i) + found);
-    put_eight(grad_x + i, found);
+    __m256 total = sum ? _mm256_loadu_ps(sum + i) : _mm256_setzero_ps();
+#pragma GCC unroll 8
+    for (int64_t row = 0; row < ROWS; ++row) {
+      const auto* words = reinterpret_cast<const __m128i*>(keep + row * keep_step + i);
+      const __m256 all = _mm256_castsi256_ps(_mm256_cvtepi16_epi32(_mm_loadu_si128(words)));
+      const __m256 found = _mm256_and_ps(eight(grad + row * width + i) * scale, all);
+      total += found;
+      put_eight(grad_x + row * width + i, found);
+    }
+    if (sum) _mm256_storeu_ps(sum + i, total);
   }
-  const auto row = sum ? gradient_row<fp16, fp16, true> : gradient_row<fp16, fp16, false>;
-  row(grad + i, keep + i, grad_x + i, sum ? sum + i : sum, width - i, scale);
+  return i;
 }
 
-NPU_OPS_WITH_F16C_LONG void gradient_row_of(const fp16* grad, const uint16_t* keep, fp16* grad_x,
-                                            float* sum, int64_t width, float scale) {
+template <int ROWS>
+NPU_OPS_WITH_F16C_LONG NPU_OPS_INLINE int64_t gradient_sixteens(const fp16* grad,
+                                                                const uint16_t* keep,
+                                                                int64_t keep_step, fp16* grad_x,
+                                                                float* sum, int64_t width,
+                                                                float scale) {
   int64_t i = 0;
   for (; i + 16 <= width; i += 16) {
-    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keep + i));
-    const __mmask16 stay = _mm256_movepi16_mask(words);
-    const __m512 found = _mm512_maskz_mul_ps(stay, sixteen(grad + i), _mm512_set1_ps(scale));
-    if (sum) _mm512_storeu_ps(sum + i, _mm512_loadu_ps(sum + i) + found);
-    put_sixteen(grad_x + i, found);
+    __m512 total = sum ? _mm512_loadu_ps(sum + i) : _mm512_setzero_ps();
+#pragma GCC unroll 8
+    for (int64_t row = 0; row < ROWS; ++row) {
+      const auto* words = reinterpret_cast<const __m256i*>(keep + row * keep_step + i);
+      const __mmask16 stay = _mm256_movepi16_mask(_mm256_loadu_si256(words));
+      const __m512 value = sixteen(grad + row * width + i);
+      const __m512 found = _mm512_maskz_mul_ps(stay, value, _mm512_set1_ps(scale));
+      total += found;
+      put_sixteen(grad_x + row * width + i, found);
+    }
+    if (sum) _mm512_storeu_ps(sum + i, total);
   }
-  const auto row = sum ? gradient_row<fp16, fp16, true> : gradient_row<fp16, fp16, false>;
-  row(grad + i, keep + i, grad_x + i, sum ? sum + i : sum, width - i, scale);
+  return i;
+}
+
+NPU_OPS_WITH_F16C void gradient_rows_of(int64_t rows, const fp16* grad, const uint16_t* keep,
+                                        int64_t keep_step, fp16* grad_x, float* sum, int64_t width,
+                                        float scale) {
+  const int64_t done =
+      rows == kAtOnce ? gradient_eights<kAtOnce>(grad, keep, keep_step, grad_x, sum, width, scale)
+                      : gradient_eights<1>(grad, keep, keep_step, grad_x, sum, width, scale);
+  gradient_rows_from(done, rows, grad, keep, keep_step, grad_x, sum, width, scale);
+}
+
+NPU_OPS_WITH_F16C_LONG void gradient_rows_of(int64_t rows, const fp16* grad, const uint16_t* keep,
+                                             int64_t keep_step, fp16* grad_x, float* sum,
+                                             int64_t width, float scale) {
+  const int64_t done =
+      rows == kAtOnce ? gradient_sixteens<kAtOnce>(grad, keep, keep_step, grad_x, sum, width, scale)
+                      : gradient_sixteens<1>(grad, keep, keep_step, grad_x, sum, width, scale);
+  gradient_rows_from(done, rows, grad, keep, keep_step, grad_x, sum, width, scale);
 }
 #endif
 
@@ -186,18 +234,6 @@ class Gradient {
   Staged<X> of_grad_x_;
 };
 
-// Where both are, there is too little to do for that.
-template <>
-class Gradient<fp16, fp16> {
- public:
-  explicit Gradient(int64_t) {}
-
-  void operator()(const fp16* grad, const uint16_t* keep, fp16* grad_x, float* sum, int64_t width,
-                  float scale) {
-    gradient_row_of(grad, keep, grad_x, sum, width, scale);
-  }
-};
-
 // Two bf16 of a row, the first in the low half: a vector of them needs no half moved to another
 // lane to be one of floats.
 using Pair = uint32_t __attribute__((aligned(2), may_alias));
@@ -208,8 +244,7 @@ NPU_OPS_INLINE uint32_t rounded(float value) {
   return bits + (0x7fffu + ((bits >> 16) & 1u));
 }
 
-// Of two rows at once, so that sums are read and written half as often: first those of even
-// columns, then those of odd ones.
+// Sums are first those of even columns, then those of odd ones.
 template <int ROWS, bool SUMS>
 NPU_OPS_CLONES void gradient_pairs(const Pair* grad, const Pair* keep, Pair* grad_x, float* sum,
                                    int64_t pairs, int64_t keep_step, float scale) {
@@ -217,7 +252,7 @@ NPU_OPS_CLONES void gradient_pairs(const Pair* grad, const Pair* keep, Pair* gra
   for (int64_t i = 0; i < pairs; ++i) {
     float sums[2] = {};
     if constexpr (SUMS) sums[0] = sum[i], sums[1] = sum[pairs + i];
-#pragma GCC unroll 2
+#pragma GCC unroll 8
     for (int64_t row = 0; row < ROWS; ++row) {
       const uint32_t both = grad[row * pairs + i] & keep[row * keep_step + i];
       const float even = std::bit_cast<float>(both << 16) * scale;
@@ -346,19 +381,28 @@ void backward_rows(const Tensor& grad, Keep& keep, const Tensor& grad_x, float* 
   }
 }
 
-void backward_pairs(const Tensor& grad, Keep& keep, const Tensor& grad_x, float* sum, float scale,
-                    int64_t begin, int64_t end) {
-  const int64_t width = grad.size(-1);
+void gradient_rows_of(int64_t rows, const bf16* grad, const uint16_t* keep, int64_t keep_step,
+                      bf16* grad_x, float* sum, int64_t width, float scale) {
   const auto one = sum ? gradient_pairs<1, true> : gradient_pairs<1, false>;
-  const auto two = sum ? gradient_pairs<2, true> : gradient_pairs<2, false>;
-  for (int64_t row = begin; row < end; row += 2) {
-    const bf16* from = input<bf16>(grad) + row * width;
-    bf16* to = output<bf16>(grad_x) + row * width;
+  const auto some = sum ? gradient_pairs<kAtOnce, true> : gradient_pairs<kAtOnce, false>;
+  (rows == kAtOnce ? some : one)(
+      reinterpret_cast<const Pair*>(grad), reinterpret_cast<const Pair*>(keep),
+      reinterpret_cast<Pair*>(grad_x), sum, width / 2, keep_step / 2, scale);
+}
+
+// Of fp16, and of bf16 in pairs.
+template <class T>
+void backward_rows_at_once(const Tensor& grad, Keep& keep, const Tensor& grad_x, float* sum,
+                           float scale, int64_t begin, int64_t end) {
+  const int64_t width = grad.size(-1);
+  for (int64_t row = begin; row < end;) {
+    const T* from = input<T>(grad) + row * width;
+    T* to = output<T>(grad_x) + row * width;
+    const int64_t count = end - row < kAtOnce ? 1 : kAtOnce;
     const uint16_t* kept = keep.row(row, upcoming(from, width));
-    const bool last = row + 1 == end;
-    if (!last) keep.row(row + 1, upcoming(from + width, width), 1);
-    (last ? one : two)(reinterpret_cast<const Pair*>(from), reinterpret_cast<const Pair*>(kept),
-                       reinterpret_cast<Pair*>(to), sum, width / 2, keep.step / 2, scale);
+    for (int64_t i = 1; i < count; ++i) keep.row(row + i, upcoming(from + i * width, width), i);
+    gradient_rows_of(count, from, kept, keep.step, to, sum, width, scale);
+    row += count;
   }
 }
 
@@ -380,9 +424,13 @@ void backward(Tensor grad, std::optional<Tensor> rng_state, double p, Tensor gra
     dispatch(grad_x.scalar_type(), "grad_x", [&]<class X>(X*) {
       constexpr bool kBoth = std::is_same_v<G, bf16> && std::is_same_v<X, bf16>;
       pairs = kBoth && width % 2 == 0;
-      const auto some = pairs ? backward_pairs : backward_rows<G, X>;
+      constexpr bool kHalves = std::is_same_v<G, fp16> && std::is_same_v<X, fp16>;
+      auto some = backward_rows<G, X>;
+      if constexpr (kHalves) some = backward_rows_at_once<fp16>;
+      if (pairs) some = backward_rows_at_once<bf16>;
+      const int64_t at_once = kHalves || pairs ? std::min<int64_t>(rows, kAtOnce) : 1;
       parallel(partials.blocks, partials.block_cost, [&](int64_t begin, int64_t end) {
-        Keep keep(dropout, width, pairs ? 2 : 1);
+        Keep keep(dropout, width, at_once);
         for (int64_t index = begin; index < end; ++index)
           some(grad, keep, grad_x, partials.start(index), dropout.scale,
                index * partials.block_rows, std::min(rows, (index + 1) * partials.block_rows));

@@ -11,14 +11,16 @@
 namespace npu_ops {
 
 // Rows are summed in blocks that are the same whatever the number of threads, so that the sums are
-// the same on every machine: 64, or as few as are worth a thread each.
-constexpr int64_t kBlocks = 64;
+// the same on every machine: 64, or as few as are worth a thread each. Their sums go to one thread
+// in the end, so beyond four, a block has enough rows for that to be little.
+constexpr int64_t kBlocks = 64, kFewBlocks = 4, kRowsOfSums = 32;
 
 struct Partials {
   // cost: of a row, in elements, as `parallel` takes it.
   Partials(int64_t rows, int64_t width, int64_t cost, bool wanted = true)
       : width(width),
-        block_rows(std::max({int64_t{1}, (rows + kBlocks - 1) / kBlocks, kGrainElements / cost})),
+        block_rows(std::max({int64_t{1}, (rows + kBlocks - 1) / kBlocks, kGrainElements / cost,
+                             std::min(kRowsOfSums * width / cost, rows / kFewBlocks)})),
         block_cost(block_rows * cost),
         blocks((rows + block_rows - 1) / block_rows),
         sums(wanted ? new float[blocks * width] : nullptr) {}
