@@ -425,9 +425,12 @@ void backward(Tensor grad, std::optional<Tensor> rng_state, double p, Tensor gra
       constexpr bool kBoth = std::is_same_v<G, bf16> && std::is_same_v<X, bf16>;
       pairs = kBoth && width % 2 == 0;
       constexpr bool kHalves = std::is_same_v<G, fp16> && std::is_same_v<X, fp16>;
-      auto some = backward_rows<G, X>;
-      if constexpr (kHalves) some = backward_rows_at_once<fp16>;
-      if (pairs) some = backward_rows_at_once<bf16>;
+      const auto some = [&] {
+        if constexpr (kHalves)
+          return backward_rows_at_once<fp16>;
+        else
+          return pairs ? backward_rows_at_once<bf16> : backward_rows<G, X>;
+      }();
       const int64_t at_once = kHalves || pairs ? std::min<int64_t>(rows, kAtOnce) : 1;
       parallel(partials.blocks, partials.block_cost, [&](int64_t begin, int64_t end) {
         Keep keep(dropout, width, at_once);

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
-#include <vector>
 
 #include "common/halves.h"
 #include "common/memory.h"

@@ -192,8 +192,8 @@ MISCOUNTED = 2 * max(32, 2 * os.cpu_count()) * os.cpu_count() * os.sysconf("SC_P
 def test_memory_beyond_the_inputs_is_seen():
     taken = max(64, 2 * math.ceil(MISCOUNTED))
     found = timing.peak_mb(lambda: torch.ones(taken, 2**18), "cpu")
-    assert -MISCOUNTED <= found - taken < 16 + MISCOUNTED
-    assert timing.peak_mb(lambda: None, "cpu") < 2 + MISCOUNTED
+    assert -MISCOUNTED <= found - taken < 16
+    assert timing.peak_mb(lambda: None, "cpu") < 2
 
 
 # Rows
