@@ -7,6 +7,7 @@ What a test draws is the same in every run, whichever tests ran before it, and s
 where modules are found.
 """
 
+import pathlib
 import random
 import sys
 
@@ -34,9 +35,14 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def same_path():
+    """With a folder go the packages that were found in it: adapters ask what is imported."""
     before = sys.path[:]
     yield
+    added = [pathlib.Path(folder) for folder in sys.path if folder not in before]
     sys.path[:] = before
+    packages = {item.stem for folder in added for item in folder.glob("*")}
+    for name in [n for n in sys.modules if n.partition(".")[0] in packages]:
+        del sys.modules[name]
 
 
 def _seed():
