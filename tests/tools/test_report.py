@@ -7,6 +7,8 @@ import pathlib
 import shutil
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from made_rows import PEERS, SHAPE, absent, row, sweep
 from npu_ops_tools import report, where
 from npu_ops_tools.bench import rows as bench_rows
@@ -252,11 +254,22 @@ def test_shapes_are_readable():
         ([0, 9], False, ["0", "2", "4", "6", "8"]),
         ([3.0], True, ["2", "5"]),
         ([0.0], False, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        ([4.0, 4.0], False, ["3.9", "4", "4.1", "4.2"]),
     ],
 )
 def test_ticks_are_round_and_apart(values, log, said):
     axis = plots._axis(values, log, 0, 300, 30)
     assert [label for _, label in axis.ticks] == said
+
+
+@given(st.lists(st.just(0.0) | st.floats(1e-9, 1e9), min_size=1, max_size=6), st.booleans())
+@example([0.25, 0.25], False)
+@example([0.0], True)
+def test_every_axis_has_room_for_its_values_and_ticks(values, log):
+    axis = plots._axis(values, log, 10, 300, 30)
+    assert len(axis.ticks) >= 2
+    for at in [*map(axis, values), *(at for at, _ in axis.ticks)]:
+        assert 10 <= at <= 300
 
 
 def test_what_is_no_result_is_refused(tmp_path):

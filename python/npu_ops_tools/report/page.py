@@ -18,7 +18,6 @@ from npu_ops_tools.report.plots import Plot, Point, Series
 
 MODES = ("forward", "backward", "forward+backward")
 STYLES = 7  # colours and markers that the page has, ours the first
-LEAST_ERROR = 1e-9  # of an axis; an error of 0 is there
 
 
 @dataclasses.dataclass
@@ -213,7 +212,7 @@ def _over_sizes(op, shape, unit, dtype, mode, rows, styles, numbers) -> Figure:
         rate = [*series(lambda r: r.gbps), _roof("a copy of as many bytes", roof)]
         shown.append(plot("Rate", rate, "GB/s"))
     more = []
-    errors = series(lambda r: None if r.error is None else max(r.error, LEAST_ERROR))
+    errors = series(lambda r: None if r.error is None else max(r.error, plots.LEAST))
     if errors:
         more.append(plot("Error", errors, "RMS of error / RMS of result"))
     memory = series(lambda r: r.peak_mb)

@@ -15,6 +15,7 @@ LEFT, RIGHT, TOP, BOTTOM = 50, 8, 8, 34
 # Pixels that labels need beside and above each other.
 LABEL_WIDTH, SIZE_WIDTH, LABEL_HEIGHT = 34, 23, 15
 ROW_HEIGHT = 36  # of a category, with its name above
+LEAST = 1e-9  # of a logarithmic axis
 MOST_TICKS = 6
 LONGEST_LABEL = 6  # characters, which LEFT has room for
 
@@ -155,10 +156,11 @@ def _axis(values, log, begin, end, apart, at=None) -> Axis:
 
 def _widened(low, high, log):
     if log:
-        low = max(low, 1e-9)
+        low, high = max(low, LEAST), max(high, LEAST)
         factor = (high / low) ** 0.04 if high > low else 2
         return low / factor, high * factor
-    return (low - 0.04 * (high - low) if low else 0.0), high + 0.06 * (high - low) or 1.0
+    margin = high - low or abs(high)
+    return (low - 0.04 * margin if low else 0.0), high + 0.06 * margin or 1.0
 
 
 def _candidates(low, high, log):
