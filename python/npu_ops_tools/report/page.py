@@ -212,6 +212,7 @@ def _over_sizes(op, shape, unit, dtype, mode, rows, styles, numbers) -> Figure:
         rate = [*series(lambda r: r.gbps), _roof("a copy of as many bytes", roof)]
         shown.append(plot("Rate", rate, "GB/s"))
     more = []
+    # An error of 0 is there, too.
     errors = series(lambda r: None if r.error is None else max(r.error, plots.LEAST))
     if errors:
         more.append(plot("Error", errors, "RMS of error / RMS of result"))
