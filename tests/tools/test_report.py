@@ -265,6 +265,7 @@ def test_ticks_are_round_and_apart(values, log, said):
 @given(st.lists(st.just(0.0) | st.floats(1e-9, 1e9), min_size=1, max_size=6), st.booleans())
 @example([0.25, 0.25], False)
 @example([0.0], True)
+@example([1e-9, 1.0000000000000003e-09], True)
 def test_every_axis_has_room_for_its_values_and_ticks(values, log):
     axis = plots._axis(values, log, 10, 300, 30)
     assert len(axis.ticks) >= 2

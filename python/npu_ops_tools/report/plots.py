@@ -155,11 +155,12 @@ def _axis(values, log, begin, end, apart, at=None) -> Axis:
 
 
 def _widened(low, high, log):
+    """With room at the ends; values that only rounding tells apart are one value."""
     if log:
         low, high = max(low, LEAST), max(high, LEAST)
-        factor = (high / low) ** 0.04 if high > low else 2
+        factor = 2 if math.isclose(low, high) else (high / low) ** 0.04
         return low / factor, high * factor
-    margin = high - low or abs(high)
+    margin = abs(high) if math.isclose(low, high) else high - low
     return (low - 0.04 * margin if low else 0.0), high + 0.06 * margin or 1.0
 
 
