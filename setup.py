@@ -3,10 +3,6 @@
 The library uses torch's stable ABI and has no PyInit, so one abi3 wheel serves every Python and
 every torch from TORCH_TARGET on. NPU_OPS_SKIP_NATIVE=1 installs without it.
 
-csrc/known makes small calls faster, and is for the torch and the Python that are here alone, for
-gradients in C++ have no stable interface. It goes unused with others. Where it does not compile, or
-with NPU_OPS_SKIP_KNOWN=1, as in wheels for all, npu-ops does without it.
-
 Where CANN is installed (ASCEND_HOME_PATH), csrc/CMakeLists.txt compiles the AscendC kernels too:
 they are shipped as npu_ops/_ascendc/<family>/<op>.o. NPU_OPS_SKIP_ASCENDC=1 installs without them.
 """
@@ -62,32 +58,11 @@ def native_extension():
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 super().run()
 
-        def build_extension(self, extension):
-            folder = self.build_temp
-            self.build_temp = f"{folder}/{extension.name}" if extension.optional else folder
-            try:
-                super().build_extension(extension)
-            except RuntimeError as error:  # what ninja says
-                if not extension.optional:
-                    raise
-                print(
-                    f"npu-ops: WITHOUT {extension.name}, which makes small calls faster; it does "
-                    f"not compile for torch {torch.__version__}: {error}",
-                    file=sys.stderr,
-                )
-            finally:
-                self.build_temp = folder
-
     here, compiler = os.getcwd(), find_compiler()
     version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True)
     write_build_info(
         torch=torch.__version__, torch_target="2.10", compiler=version.stdout.partition("\n")[0]
     )
-    in_both = ["-g0", "-fvisibility=hidden", f"-fmacro-prefix-map={here}/="]
-    headers = {
-        "include_dirs": [os.path.abspath("csrc")],
-        "depends": sorted(glob.glob("csrc/*/*.h")),
-    }
     kernels = CppExtension(
         "npu_ops._native",
         sorted([*glob.glob("csrc/*/*_cpu.cpp"), *glob.glob("csrc/*/*_npu.cpp")]),
@@ -99,22 +74,16 @@ def native_extension():
             # keep it from being vectorised, but where there are masks, as in AVX-512.
             "-fno-trapping-math",
             "-std=c++20",
-            *in_both,
+            "-g0",
+            "-fvisibility=hidden",
+            f"-fmacro-prefix-map={here}/=",
         ],
         extra_link_args=["-s", "-ldl"],
-        **headers,
+        include_dirs=[os.path.abspath("csrc")],
+        depends=sorted(glob.glob("csrc/*/*.h")),
     )
-    known = CppExtension(
-        "npu_ops._known",
-        glob.glob("csrc/known/*.cpp"),
-        extra_compile_args=["-O2", "-std=c++20", *in_both],
-        extra_link_args=["-s"],
-        optional=True,
-        **headers,
-    )
-    without_known = os.environ.get("NPU_OPS_SKIP_KNOWN") == "1" or not known.sources
     return {
-        "ext_modules": [kernels] if without_known else [kernels, known],
+        "ext_modules": [kernels],
         "cmdclass": {"build_ext": BuildNative, "build_py": BuildWithKernels},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }

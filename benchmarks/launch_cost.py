@@ -1,12 +1,19 @@
-"""Host time of a call of each op with AscendC kernels, by those and by Triton's, of one process.
+"""Host time of a call: what the CPU does before a kernel runs. Two tables.
 
     npu-ops emulate -- python benchmarks/launch_cost.py [--rounds 30] [--calls 100]
 
-From the public function to the runtime's launch: checks, torch's dispatcher, allocation of outputs,
-the choice of an implementation, and of Triton the look-up of a compiled kernel. No kernel is run,
-so what the NPU would do is not in it; nor is Triton's own launcher in C++, which the emulated NPU
-does not have. Rounds take turns between the two, in processor time of the whole process. What is to
-be read is the ratio: the time is that of this machine and of the emulated NPU's runtime.
+Each op with AscendC kernels, by those and by Triton's, in one process. From the public function to
+the runtime's launch: checks, torch's dispatcher, allocation of outputs, the choice of an
+implementation, and for Triton the look-up of a compiled kernel. No kernel is run, so the NPU's time
+is not in it; nor is Triton's own launcher in C++, which the emulated NPU does not have. Rounds
+alternate between the two, in processor time of the whole process. Read the ratio: the time is that
+of this machine and of the emulated NPU's runtime.
+
+    python benchmarks/launch_cost.py --no-launcher [--rounds 5] [--calls 200]
+
+The same without any launcher: on CPU tensors, with an implementation that does nothing. This is
+what npu-ops and torch's dispatcher cost, forward, and forward with backward. The minimum of the
+rounds. `dispatcher` is a torch operator with l2norm's schema whose kernel in Python does nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +29,6 @@ import tempfile
 import time
 
 import torch
-import torch_npu  # noqa: F401
-from npu_ops_emulator import build, headers, triton_launch, twins
 from npu_ops_tools.where import ops
 
 import npu_ops
@@ -33,7 +38,10 @@ from npu_ops.core.registry import Table
 BOTH = "triton_ascend", "ascendc"
 FIELDS = ("op", "device", "us_triton_ascend", "us_ascendc", "ratio_p50", "ratio_p20", "ratio_p80",
           "rounds", "calls", "git", "repro")  # fmt: skip
+HOST_FIELDS = ("call", "device", "us_forward", "us_forward_backward", "rounds", "calls", "git",
+               "repro")  # fmt: skip
 RESULTS = pathlib.Path(__file__).parent / "results" / "launch" / "npu-emulated.csv"
+HOST = RESULTS.with_name("host.csv")
 # What the emulated runtime asks of a library of twins (csrc/emulator/kernels.cpp).
 NOTHING = """
 void npu_ops_twin_regions(const char* const*, const unsigned long*, const unsigned long*, long) {}
@@ -44,6 +52,9 @@ const char* npu_ops_twin_findings() { return ""; }
 
 def launch_nothing(folder: str) -> None:
     """Let launches be taken and not run."""
+    import torch_npu  # noqa: F401
+    from npu_ops_emulator import build, headers, triton_launch, twins
+
     names = [name for path in headers.kernel_sources().glob("*/*_ascendc.cpp")
              for name in twins._KERNEL.findall(path.read_text())]  # fmt: skip
     source, library = pathlib.Path(folder) / "nothing.cpp", f"{folder}/nothing.so"
@@ -98,27 +109,117 @@ def commit() -> str:
     return subprocess.check_output(command, cwd=pathlib.Path(__file__).parent, text=True).strip()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--calls", type=int, default=100)
-    parser.add_argument("--output", type=pathlib.Path, default=RESULTS)
-    options = parser.parse_args()
-    git, rows = commit(), []
-    repro = (f"npu-ops emulate -- python benchmarks/launch_cost.py --rounds {options.rounds} "
-             f"--calls {options.calls}")  # fmt: skip
+def without_launcher() -> dict:
+    """Calls by name: a function of tensors, and the tensors, of which the floating ones are
+    differentiable."""
+    x, weight, gate, heads = map(torch.randn, ((4, 64), (64,), (4, 8), (8,)))
+    q, k, v = torch.randn(1, 8, 4, 64), torch.randn(1, 8, 2, 64), torch.randn(1, 8, 2, 64)
+    cos, sin = torch.randn(2, 8, 64)
+    axes = torch.randn(2, 3, 1, 8, 64)
+    places = torch.arange(8)[None]
+    qkv = [torch.randn(1, 64, 2, 32) for _ in range(3)]
+    decay, beta = -torch.rand(1, 64, 2), torch.rand(1, 64, 2)
+    rope = functools.partial(npu_ops.apply_rotary_pos_emb, layout="BSND")
+    mrope = functools.partial(npu_ops.apply_multimodal_rotary_pos_emb, layout="BSND",
+                              section_layout="interleaved", mrope_section=[12, 10, 10])  # fmt: skip
+    return {
+        "dispatcher": (dispatched(), [x]),
+        "l2norm": (npu_ops.l2norm, [x]),
+        "bias_dropout_add": (lambda *a: npu_ops.bias_dropout_add(*a, 0.0, True), [x, weight, x]),
+        "rms_norm_gated": (npu_ops.rms_norm_gated, [x, weight, x]),
+        "gdn_gate": (npu_ops.gdn_gate, [gate, heads, heads, gate]),
+        "attention": (lambda *a: npu_ops.attention(*a, is_causal=True), [q, k, v]),
+        "rope": (lambda q, k: rope(q, k, cos, sin), [q, k]),
+        "rope, position_ids": (lambda q, k: rope(q, k, cos, sin, places), [q, k]),
+        "mrope": (lambda q, k: mrope(q, k, *axes), [q, k]),
+        "chunk_gated_delta_rule": (npu_ops.chunk_gated_delta_rule, [*qkv, decay, beta]),
+    }
+
+
+def dispatched():
+    """A torch operator that does nothing in Python."""
+    library = torch.library.Library("launch_cost", "DEF")
+    library.define("nothing(Tensor x, float eps, ScalarType dtype) -> Tensor")
+    library.impl("nothing", lambda x, eps, dtype: x.detach(), "CompositeExplicitAutograd")
+    operator = torch.ops.launch_cost.nothing.default
+    return lambda x, library=library: operator(x, 1e-6, torch.float32)
+
+
+def do_nothing() -> None:
+    """Let the CPU's implementation of each op do nothing."""
+    for table in Table.tables.values():
+        for implementation in table.implementations:
+            if implementation.name == "cpu":
+                implementation.__dict__["launcher"] = lambda *arguments: None
+
+
+def least(run, rounds: int, calls: int) -> float:
+    """Microseconds of a call in the quickest round."""
+    return 1e6 * min(seconds(run, calls) for _ in range(rounds))
+
+
+def backward_of(function, tensors):
+    """A call with its backward; None where there is none."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+
+    def run():
+        found = function(*leaves)
+        found = found if isinstance(found, tuple) else (found,)
+        outputs = [x for x in found if x is not None and x.requires_grad]
+        grads = [x.detach() for x in outputs]
+        return torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+
+    return run
+
+
+def host_rows(rounds: int, calls: int) -> list[dict]:
+    do_nothing()
+    torch.set_num_threads(1)
+    rows = []
+    for name, (function, tensors) in without_launcher().items():
+        with torch.no_grad():
+            forward = least(lambda: function(*tensors), rounds, calls)  # noqa: B023
+        row = {"call": name, "device": "cpu", "us_forward": f"{forward:.1f}"}
+        if name != "dispatcher":
+            both = least(backward_of(function, tensors), rounds, calls)
+            row["us_forward_backward"] = f"{both:.1f}"
+        print(*row.values(), flush=True)
+        rows.append(row | {"rounds": rounds, "calls": calls})
+    return rows
+
+
+def launch_rows(rounds: int, calls: int) -> list[dict]:
     having = [op for op in ops() if "ascendc" in (i.name for i in Table.tables[op].implementations)]
+    rows = []
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         launch_nothing(folder)
         for op in having:
-            rows.append(measure(op, options.rounds, options.calls) | {"git": git, "repro": repro})
+            rows.append(measure(op, rounds, calls))
             shown = " ".join(f"{name} {rows[-1][name]}" for name in FIELDS[2:7])
             print(f"{op:26}{shown}", flush=True)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with options.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--no-launcher", action="store_true")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--calls", type=int, default=100)
+    parser.add_argument("--output", type=pathlib.Path)
+    options = parser.parse_args()
+    repro = f"--rounds {options.rounds} --calls {options.calls}"
+    if options.no_launcher:
+        rows, fields, path = host_rows(options.rounds, options.calls), HOST_FIELDS, HOST
+        repro = f"python benchmarks/launch_cost.py --no-launcher {repro}"
+    else:
+        rows, fields, path = launch_rows(options.rounds, options.calls), FIELDS, RESULTS
+        repro = f"npu-ops emulate -- python benchmarks/launch_cost.py {repro}"
+    path = options.output or path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(row | {"git": commit(), "repro": repro} for row in rows)
 
 
 if __name__ == "__main__":

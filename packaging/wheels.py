@@ -65,7 +65,7 @@ def native(architecture, folder, dist):
     """A wheel for an architecture; auditwheel finds what glibc it needs, and names it so."""
     foreign = architecture != platform.machine()
     crossed = cross(architecture, folder) if foreign else {}
-    made = wheel(folder, NPU_OPS_SKIP_KNOWN="1", **crossed)  # that is for one torch
+    made = wheel(folder, **crossed)
     excluded = (f"--exclude={name}" for name in LIBRARIES)
     run(
         sys.executable, "-m", "auditwheel", "repair", str(made), "--plat", "auto", "--only-plat",

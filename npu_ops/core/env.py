@@ -13,8 +13,6 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from npu_ops.core import plans
-
 
 @dataclasses.dataclass(frozen=True)
 class Switch:
@@ -141,12 +139,10 @@ def override(**changes) -> Iterator[Settings]:
     global settings
     before = settings
     settings = dataclasses.replace(before, **changes)
-    plans.forget()
     try:
         yield settings
     finally:
         settings = before
-        plans.forget()
 
 
 def cache_folder(name: str) -> pathlib.Path | None:

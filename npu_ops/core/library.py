@@ -12,9 +12,10 @@ import importlib.util
 import inspect
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from npu_ops.core import memory
@@ -22,7 +23,6 @@ from npu_ops.core import memory
 LIBRARY = torch.library.Library("npu_ops", "DEF")
 _BUILD_INFO = pathlib.Path(__file__).parent.parent / "_build_info.json"
 _NATIVE = "_native.abi3.so"
-KNOWN = "npu_ops._known"
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Tests set this to fill every output with NaN first, so that an element no kernel wrote shows.
@@ -61,125 +61,99 @@ def define(schema: str) -> str:
     return schema.partition("(")[0]
 
 
-def operator(schema: str, run, fake, backward=None, save=None, elementwise: bool = False) -> None:
-    """Define `npu_ops::<schema>` with everything torch wants of an operator.
-
-    run: computes it on any device. fake: the output's shape and dtype alone. backward, save: its
-    gradient, as `torch.library.register_autograd` takes them. elementwise: of one that
-    writes to its arguments, see `memory.apart`.
+def operator(schema: str, run, fake, elementwise: bool = False) -> Callable:
+    """Define `npu_ops::<schema>` with everything that torch wants of an operator.
 
     Not `torch.library.custom_op`: that costs four times as much a call.
+
+    Args:
+        run: computes it on any device.
+        fake: makes outputs with the right shapes and dtypes, and computes nothing.
+        elementwise: of an operator that writes to its arguments, see `memory.apart`.
+
+    Returns:
+        The function that calls it, see `caller`.
     """
     name = define(schema)
-    _runs[name] = run
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(
         f"npu_ops::{name}", _where_apart(name, fake, elementwise), lib=LIBRARY
     )
-    if backward:
-        differentiable(name, backward, save)
+    return caller(name)
 
 
-def differentiable(name: str, backward, save=None, write=None) -> None:
-    """Give an operator its gradient, as `torch.library.register_autograd` takes it.
+def caller(name: str) -> Callable:
+    """A function that calls `npu_ops::<name>`, once, through torch's dispatcher.
 
-    write: the same as a recipe, see `core/recipes.py`: from the recipe, the context and the
-    gradients of outputs, which are its first values; what was saved follows. Returns the places of
-    the gradients of inputs, or None where there are no plans yet, or none at all.
+    A call that autograd does not record skips the autograd kernel, which is Python and costs as
+    much as the rest of the dispatcher.
     """
-    torch.library.register_autograd(f"npu_ops::{name}", backward, setup_context=save, lib=LIBRARY)
-    _transformed[name] = _function(name, backward, save)
-    _gradients[name] = backward, save or _save_nothing, write
-    _recorded[name] = recorder(name, _runs[name])
+    overload = getattr(torch.ops.npu_ops, name).default
+
+    def call(*inputs):
+        if torch.compiler.is_compiling() or _is_recorded(inputs):
+            return overload(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*inputs)
+
+    return call
 
 
-# What an operator computes, by its name.
-_runs: dict[str, Callable] = {}
-# Operators with a gradient, as `torch.func`'s transforms take them: torch makes of what is
-# registered a function that they refuse.
-_transformed: dict[str, type[torch.autograd.Function]] = {}
-# The same in eager mode, where torch's own way costs four times as much: what records a call.
-_recorded: dict[str, Callable] = {}
-# What each of these is made of: backward, save and write.
-_gradients: dict[str, tuple[Callable, Callable, Callable | None]] = {}
+def _is_recorded(inputs: tuple) -> bool:
+    """Whether autograd, in any of its modes, may record a call with these inputs."""
+    if is_transformed() or forward_ad._current_level >= 0:
+        return True
+    if torch.is_grad_enabled():
+        for x in inputs:
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                return True
+    return False
 
 
-def gradient_of(name: str) -> tuple[Callable, Callable, Callable | None]:
-    """What `differentiable` was told of an operator: backward, save and write."""
-    return _gradients[name]
+def differentiable(name: str, backward, save=None) -> None:
+    """Give an operator its gradient.
+
+    Args:
+        name: of the operator.
+        backward: from a context and the gradients of the outputs, those of the inputs.
+        save: puts what backward needs into the context, from it, the inputs and the output.
+
+    Not `torch.library.register_autograd`: `torch.func`'s transforms refuse what it registers.
+    """
+    kernel = _autograd_kernel(name, backward, save or (lambda ctx, inputs, output: None))
+    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
-def _function(name: str, backward, save) -> type[torch.autograd.Function]:
-    def forward(*args):
-        return getattr(torch.ops.npu_ops, name)(*args)
+def _autograd_kernel(name: str, backward, save) -> Callable:
+    """The kernel for the dispatch key Autograd: it records the call, and lets the next compute."""
+    overload = getattr(torch.ops.npu_ops, name).default
+
+    def forward(ctx, *given):
+        *inputs, keys = given
+        with torch._C._AutoDispatchBelowAutograd():
+            output = overload.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+        if ctx is not None:
+            save(ctx, inputs, output)
+        return output
 
     members = {
-        "generate_vmap_rule": True,
         "forward": staticmethod(forward),
-        "setup_context": staticmethod(save or _save_nothing),
-        "backward": staticmethod(backward),
+        "backward": staticmethod(lambda ctx, *grads: (*backward(ctx, *grads), None)),
     }
-    return type(name, (torch.autograd.Function,), members)
-
-
-def recorder(name: str, run: Callable, plan=None) -> Callable | None:
-    """A function that computes `npu_ops::<name>` by `run` and records it; None without a gradient.
-
-    It is `torch.autograd.Function.apply` without the look for functorch's transforms, which
-    `watched` has ruled out. That, and what else it does in Python, is a third of what it costs.
-
-    plan: of the calls that it is for; the gradient finds it in `ctx.plan`.
-    """
-    if name not in _gradients:
-        return None
-    backward, save, _ = _gradients[name]
-
-    def forward(ctx, *args):
-        result = run(*args)
-        ctx.plan = plan
-        save(ctx, args, result)
-        return result
-
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function = type(name, (torch.autograd.Function,), members)
-    return super(torch.autograd.Function, function).apply
+    # As `function.apply`, which does for torch.func's transforms what the dispatcher has done.
+    record = super(torch.autograd.Function, function).apply
 
+    def kernel(keys, *inputs):
+        _refuse_tangents(name, inputs)
+        if not _is_recorded(inputs):
+            return forward(None, *inputs, keys)
+        if not is_transformed():
+            return record(*inputs, keys)
+        with enable_single_level_autograd_function():
+            return record(*inputs, keys)
 
-def _save_nothing(ctx, inputs, output) -> None:
-    pass
-
-
-def run(name: str, inputs: tuple, tensors: int):
-    """Compute `npu_ops::<name>` the shortest way; of `inputs`, the first so many are `tensors`.
-
-    Where nothing but autograd watches, torch's dispatcher is left out: it costs 13 us, and 50 with
-    a gradient.
-    """
-    by = watched(inputs[:tensors])
-    return _runs[name](*inputs) if by is None else run_watched(name, inputs, by)
-
-
-def run_watched(name: str, inputs: tuple, by: str):
-    """The same where somebody watches, as `watched` says."""
-    if by is BY_AUTOGRAD and name in _recorded:
-        return _recorded[name](*inputs)
-    return call(name, *inputs)
-
-
-def call(name: str, *args):
-    """Call `npu_ops::<name>` through torch: with autograd, a compiler, modes and transforms.
-
-    Raises:
-        NotImplementedError: an argument has a tangent, for there is no forward-mode derivative.
-    """
-    operator = getattr(torch.ops.npu_ops, name)
-    if torch.compiler.is_compiling():
-        return operator(*args)
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(name, args)
-    if name in _transformed and torch._C._functorch.peek_interpreter_stack() is not None:
-        return _transformed[name].apply(*args)
-    return operator(*args)
+    return kernel
 
 
 def _refuse_tangents(name: str, args: tuple) -> None:
@@ -221,49 +195,36 @@ def no_gradient(name: str):
     return backward
 
 
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_traced() -> bool:
-    """Whether tensors are a compiler's or a functorch transform's, which have no memory."""
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether tensors are a compiler's or a transform's, which have no memory."""
+    return torch.compiler.is_compiling() or is_transformed()
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:
-    """Whether an operator on these may skip torch's dispatcher.
+    """Whether tensors have memory with their values in it, and nobody else watches.
 
-    True in eager mode on ordinary tensors: no gradient to record, nothing watching (a compiler,
-    fake tensors, a dispatch mode, a transform, forward-mode differentiation), and memory to compute
-    with (not meta).
+    False for a compiler, a dispatch mode, a transform and where autograd records; for a subclass, a
+    meta or batched tensor, a zero tensor without memory and a negated view.
     """
-    return watched(tensors) is None
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return not _is_recorded(tensors) and all(map(_has_its_values, tensors))
+
+
+def _has_its_values(x: torch.Tensor) -> bool:
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta or x.is_neg():
+        return False
+    return not (x._is_zerotensor() or torch._C._functorch.is_legacy_batchedtensor(x))
 
 
 def readable(tensor: torch.Tensor) -> bool:
     """Whether reading values waits for no device and breaks no trace."""
     return tensor.device.type == "cpu" and is_plain(tensor)
-
-
-BY_AUTOGRAD, BY_MORE = "by autograd", "by more"
-
-
-def watched(tensors: Sequence[torch.Tensor | None]) -> str | None:
-    """Who sees an operator on these besides its implementation."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return BY_MORE
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        return BY_MORE
-    grad, recorded = torch.is_grad_enabled(), None
-    for t in tensors:  # a loop: `all` of a generator costs a microsecond more
-        if t is None:
-            continue
-        if type(t) not in _PLAIN or t.is_meta or _is_batched(t):
-            return BY_MORE
-        if grad and t.requires_grad:
-            recorded = BY_AUTOGRAD
-    return recorded
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Of torch.autograd.grad(is_grads_batched=True), which has a vmap of its own.
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 @functools.cache
@@ -324,15 +285,13 @@ def build_info() -> dict:
 
     Returns:
         `native`: whether the CPU kernels are loaded; `why_not`: a sentence if they are not;
-        `torch`, `torch_target`, `compiler`: what they were built with (None without them);
-        `known_why_not`: None, or a sentence on why known calls go through Python.
+        `torch`, `torch_target`, `compiler`: what they were built with (None without them).
     """
     info = {"native": False, "why_not": None, "torch": None, "torch_target": None, "compiler": None}
     if _BUILD_INFO.exists():
         info |= json.loads(_BUILD_INFO.read_text())
     info["why_not"] = _load_native()
     info["native"] = info["why_not"] is None
-    info["known_why_not"] = info["why_not"] or _load_known(info["torch"])
     return info
 
 
@@ -347,20 +306,3 @@ def _load_native() -> str | None:
     except OSError as error:
         return f"the native library does not load: {error}"
     return None
-
-
-def _load_known(built_with: str) -> str | None:
-    """Load what makes known calls in C++; None, or the reason why it is not there."""
-    if built_with != torch.__version__:
-        return f"they are built for one torch: here {torch.__version__}, then {built_with}"
-    try:
-        importlib.import_module(KNOWN)
-    except ImportError as error:
-        return f"installed without (NPU_OPS_SKIP_KNOWN=1, or it did not compile): {error}"
-    return None
-
-
-@functools.cache
-def known():
-    """What makes known calls in C++ (`csrc/known`); None without, see `build_info`."""
-    return None if build_info()["known_why_not"] else importlib.import_module(KNOWN)

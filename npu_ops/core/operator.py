@@ -21,8 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from npu_ops.core import ascendc as ascendc_kernels
-from npu_ops.core import library, plans, registry
-from npu_ops.core.recipes import Again, Calls, Recipe, nothing_like
+from npu_ops.core import library, registry
 from npu_ops.core.registry import Implementation, Table, Verdict, from_module, from_native
 
 Tensors = torch.Tensor | tuple[torch.Tensor | None, ...]
@@ -59,8 +58,8 @@ class Argument:
 class Operator:
     """A torch operator that allocates its outputs and lets an implementation write them.
 
-    Calling it is calling the operator: directly where nothing watches, else through torch. An
-    output that is not wanted comes back with no elements.
+    Calling it is one call of the torch operator. An output that is not wanted comes back with no
+    elements.
 
     Args:
         name: of the operator; `op`, the folder it lives in, is the same unless given.
@@ -82,8 +81,7 @@ class Operator:
         zeroed: whether the outputs are zeros before kernels write, for a NamedTuple of all inputs:
             where an element may be nobody's, as a token behind the last sequence is.
         check_indices: raises ValueError for index values in host memory that are wrong, from a
-            NamedTuple of the implementations' arguments. Native kernels look at them themselves;
-            this is for the reference and for calls that need no kernel.
+            NamedTuple of the implementations' arguments, before any implementation runs.
         aclnn: torch_npu has operators for it, which the op's `aclnn.py` calls: "first", or "behind"
             our own kernels, where NPU_OPS_IMPL and what `npu-ops tune` measured choose them.
         fla_npu: that package has an operator for it, which the op's `fla_npu.py` calls; last of all
@@ -91,10 +89,6 @@ class Operator:
         ascendc: it has an AscendC kernel and a native launcher of it. Triton's comes first: that
             one is compiled by the vendor's compiler here.
         cpu_in_python: the CPU implementation is in the op's `cpu.py`, not in the native library.
-        direct: of a NamedTuple of the implementations' arguments, the native operator that is all
-            that `cpu.py` calls for them, and what that takes; None where there is more to do.
-        folds: the native CPU kernel takes contiguous tensors with any leading dimensions, so that
-            a call like one before needs no views of them; a backward as its forward.
     """
 
     def __init__(
@@ -118,10 +112,8 @@ class Operator:
         fla_npu: bool = False,
         ascendc: bool = False,
         cpu_in_python: bool = False,
-        direct: Callable[[NamedTuple], tuple | None] | None = None,
-        folds: bool = False,
     ):
-        self.name, self.op, self.folds = name, op or name, folds
+        self.name, self.op = name, op or name
         self.takes, self.shapes = _parsed(takes), _parsed(shapes)
         self.writes = [Argument("Tensor?" if n[-1] == "?" else "Tensor", n.rstrip("?"))
                        for n in writes.split(", ")]  # fmt: skip
@@ -138,102 +130,38 @@ class Operator:
         self._empty = empty or self._zeros
         self._zeroed = zeroed
         self._check_indices = check_indices
-        self._direct = direct
-        self._tensors = sum(argument.is_tensor for argument in self.inputs)
         self._overwritten = [i for i, a in enumerate(self.takes) if a.is_written]
-        lists = any(argument.type.endswith("[]") for argument in self.inputs)
-        seeds = [i for i, argument in enumerate(self.inputs) if argument.name == "rng_state"]
-        self._plans = plans.Plans(self._tensors, seeds, lists, folds, self._directly)
-        self._calls = Calls()
         arguments = [argument.name for argument in (*self.takes, *self.writes)]
         written = [*(a.name for a in self.takes if a.is_written), *outputs]
         usual = self._usual(why_not or {}, aclnn, fla_npu, ascendc, cpu_in_python)
         self.table = Table(name, usual, arguments, written)
-        library.operator(self._schema(), self.run, self._fake)
+        self._call = library.operator(self._schema(), self.run, self._fake)
 
     def __call__(self, *inputs):
-        tensors, settings = self._plans.parted(inputs)
-        found = self._calls.again(tensors, settings)
-        if found is not None:
-            return found
-        by = library.watched(tensors)
-        if by is library.BY_MORE:
-            return library.run_watched(self.name, inputs, by)
-        key, plan = self._planned(inputs)
-        if plan is None and by is not None:
-            return library.run_watched(self.name, inputs, by)
-        if plan is None:
-            return self._first_run(inputs, key)
-        if by not in plan.known:
-            plan.known[by] = Again(
-                self.again(plan, by), self.name, plan, by, inputs[self._tensors :]
-            )
-        self._calls.keep(tensors, settings, plan.known[by])
-        return plan.known[by](tensors)
+        return self._call(*inputs)
 
     def run(self, *inputs):
-        """Compute the outputs on any device; what torch's dispatcher ends up calling."""
-        key, plan = self._planned(inputs)
-        return self._first_run(inputs, key) if plan is None else self._run_again(plan, *inputs)
-
-    def plan_of(self, inputs: tuple) -> plans.Plan | None:
-        """What calls like this one go by, where there is something by now."""
-        return self._planned(inputs)[1]
-
-    def _planned(self, inputs: tuple) -> tuple[tuple | None, plans.Plan | None]:
-        """What such a call is known by, and its plan."""
-        key = None if self._overwritten else self._plans.key_of(inputs)
-        return key, self._plans.find(key)
-
-    def again(self, plan: plans.Plan, by: str | None) -> Callable:
-        """What computes the outputs by the plan of a call like this one, where autograd watches or
-        nobody does, see `library.watched`."""
-        if by not in plan.ways:
-            way = functools.partial(self._run_again, plan)
-            if by is not None:
-                way = library.recorder(self.name, way, plan)
-            plan.ways[by] = way or functools.partial(library.call, self.name)
-        return plan.ways[by]
-
-    def _run_again(self, plan: plans.Plan, *inputs):
-        outputs = plan.outputs(inputs)
-        if library.poison_outputs:
-            _poison(outputs)
-        laid = plan.laid((*inputs[: self._tensors], *outputs))
-        self.table.launch(plan.chosen, laid)
-        return self._returned(inputs, outputs)
-
-    def _first_run(self, inputs, key):
+        """Compute the outputs on any device: the kernel that torch's dispatcher calls."""
         inputs = self.Inputs(*inputs)
         outputs = _tuple(self.new(inputs))
         if library.poison_outputs:
             _poison(outputs)
         arguments = self._arguments(inputs, outputs)
+        self.check_host_indices(arguments)
         if self._zeroed and self._zeroed(inputs):
-            key = None
             self._zeros(arguments)
         if self._is_empty(arguments):
-            if self._check_indices and outputs[0].device.type == "cpu":
-                self._check_indices(arguments)
             self._empty(arguments)
         else:
-            laid = tuple(self.lay_out(arguments))
-            chosen = self.table.select(*laid)
-            self.table.launch(chosen, laid)
-            self._plans.keep(key, inputs, outputs, laid, chosen)
+            self.table.run(*self.lay_out(arguments))
             if self._overwritten:
                 library.written(*self._given(inputs, self._overwritten))
         return self._returned(inputs, outputs)
 
-    def _directly(self, laid: tuple, chosen: Implementation) -> tuple[tuple, Implementation]:
-        """The same without Python, where that only calls a native operator and nobody watches."""
-        if self._direct is None or chosen.name != "cpu" or registry.launches_are_watched():
-            return laid, chosen
-        found = self._direct(self.Arguments(*laid))
-        if found is None:
-            return laid, chosen
-        operator, taken = found
-        return taken, dataclasses.replace(chosen, load=lambda: operator)
+    def check_host_indices(self, arguments) -> None:
+        """Raise ValueError for wrong index values, where reading them waits for no device."""
+        if self._check_indices and arguments[0].device.type == "cpu":
+            self._check_indices(arguments)
 
     def explain(self, *inputs) -> list[Verdict]:
         """What each implementation has against these inputs."""
@@ -263,7 +191,7 @@ class Operator:
         if len(outputs) == 1:
             return outputs[0]
         like = inputs[0]
-        return tuple([nothing_like(like) if output is None else output for output in outputs])
+        return tuple([like.new_empty(0) if output is None else output for output in outputs])
 
     def _layout_of_each(self, functions: Mapping[str, Callable] | None):
         if functions is None:
@@ -333,7 +261,7 @@ class Operator:
             *([of_vendor] if aclnn == "behind" else []),
             *([of_fla_npu] if has_fla_npu else []),
             cpu,
-            self._reference_checked(),
+            registry.reference(self._named_reference()),
         ]
 
     def _written(self) -> str:
@@ -341,11 +269,6 @@ class Operator:
         taken = _text(self.takes)
         free = (letter for letter in string.ascii_lowercase if f"({letter}!)" not in taken)
         return ", ".join(a.written(alias) for a, alias in zip(self.writes, free, strict=False))
-
-    def _reference_checked(self) -> Implementation:
-        check = self._check_indices
-        named = check and (lambda *arguments: check(self.Arguments(*arguments)))
-        return registry.reference(self._named_reference(), named)
 
     def _named_reference(self) -> Callable[..., None]:
         """`_by_reference` with its arguments' names, by which reports call them."""
@@ -371,19 +294,19 @@ class InPlace:
     def __init__(self, forward: Operator, over: Mapping[str, str], elementwise: bool = False):
         self.forward = forward
         self._over = [forward.Arguments._fields.index(over[out.name]) for out in forward.writes]
-        self._tensors = sum(argument.is_tensor for argument in forward.takes)
-        self.name = f"{forward.name}_"
-        schema = f"{self.name}({self._written()}) -> ()"
-        library.operator(schema, self.run, lambda *inputs: None, elementwise=elementwise)
+        schema = f"{forward.name}_({self._written()}) -> ()"
+        self._call = library.operator(schema, self.run, lambda *inputs: None, elementwise)
 
     def __call__(self, *inputs) -> None:
-        library.run(self.name, inputs, self._tensors)
+        self._call(*inputs)
 
     def run(self, *inputs) -> None:
         targets = [inputs[i] for i in self._over]
         if not any(target.numel() for target in targets):
             return
-        arguments = list(self.forward.lay_out(self.forward.Arguments(*inputs, *targets)))
+        given = self.forward.Arguments(*inputs, *targets)
+        self.forward.check_host_indices(given)
+        arguments = list(self.forward.lay_out(given))
         for i, target in zip(self._over, targets, strict=True):
             arguments[i] = target  # itself, not a copy that is laid out better
         arguments[len(inputs) :] = targets
@@ -394,14 +317,6 @@ class InPlace:
         aliases = dict(zip(self._over, "abcdefgh", strict=False))
         takes = enumerate(self.forward.takes)
         return ", ".join(a.written(aliases[i]) if i in aliases else str(a) for i, a in takes)
-
-
-class Call(NamedTuple):
-    """What a gradient keeps of a forward besides tensors: the same for calls that are alike."""
-
-    settings: list
-    dtypes: list[torch.dtype | None]
-    outputs: list[tuple[torch.Size, torch.dtype, torch.device]]
 
 
 class Backward(Operator):
@@ -421,8 +336,7 @@ class Backward(Operator):
     """
 
     def __init__(self, forward: Operator, *, passed: Mapping[str, str] | None = None, **declared):
-        kernel = {"op": forward.op, "folds": forward.folds}
-        super().__init__(f"{forward.name}_backward", **kernel, **declared)
+        super().__init__(f"{forward.name}_backward", op=forward.op, **declared)
         outputs = [output.name for output in forward.writes]
         gradients = ["grad"] if len(outputs) == 1 else [f"grad_{name}" for name in outputs]
         known = [*(argument.name for argument in forward.inputs), *outputs]
@@ -443,7 +357,7 @@ class Backward(Operator):
             for name, output in zip(gradients, forward.writes, strict=True)
         ]
         self._found = self._sources(forward, dict(passed or {}), outputs)
-        library.differentiable(forward.name, self._gradients, self._save, self._write)
+        library.differentiable(forward.name, self._gradients, self._save)
         library.differentiable(self.name, library.no_gradient(self.name))
 
     def _sources(self, forward, passed: dict[str, str], outputs: list[str]) -> list[int | None]:
@@ -457,58 +371,22 @@ class Backward(Operator):
         known = (*inputs, *_tuple(output))
         ctx.save_for_backward(*[known[i] for i in self._kept_tensors])
         ctx.set_materialize_grads(False)
-        plan = getattr(ctx, "plan", None)
-        if plan is None:
-            ctx.call = self._call(known)
-            return
-        if plan.recorded is None:
-            plan.recorded = self._call(known)
-        ctx.call = plan.recorded
-
-    def _call(self, known) -> Call:
-        """Of the forward's inputs and outputs."""
-        inputs, outputs = known[: len(self._found)], known[len(self._found) :]
-        return Call(
-            settings=[known[i] for i in self._kept_settings],
-            dtypes=[getattr(x, "dtype", None) for x in inputs],
-            outputs=[(x.shape, x.dtype, x.device) for x in outputs],
-        )
+        ctx.settings = [known[i] for i in self._kept_settings]
+        ctx.dtypes = [getattr(x, "dtype", None) for x in inputs]
+        ctx.outputs = [(x.shape, x.dtype, x.device) for x in _tuple(output)]
 
     def _gradients(self, ctx, *grads):
-        # Lists and not generators, each of which costs half a microsecond.
-        settings, dtypes, outputs = ctx.call
-        given_back = zip(grads, outputs, self._may_be_none, strict=True)
+        given_back = zip(grads, ctx.outputs, self._may_be_none, strict=True)
         grads = [_present(*one) for one in given_back]
         needed = ctx.needs_input_grad  # a new tuple each time that it is asked for
         needs = [needed[i] for i in self._needs]
-        given = (*grads, *ctx.saved_tensors, *settings, *needs)
+        given = (*grads, *ctx.saved_tensors, *ctx.settings, *needs)
         found = (*_tuple(self(*[given[i] for i in self._order])), *grads)
-        inputs = zip(self._found, dtypes, needed, strict=True)
+        inputs = zip(self._found, ctx.dtypes, needed)  # noqa: B905
         return tuple([
-            as_dtype(found[source], dtype) if wanted and source is not None and dtype else None
+            found[source].to(dtype) if wanted and source is not None and dtype else None
             for source, dtype, wanted in inputs
         ])  # fmt: skip
-
-    def _write(self, recipe: Recipe, ctx, grads: tuple) -> list[int | None] | None:
-        """What `_gradients` does for these, as a recipe."""
-        settings, dtypes, outputs = ctx.call
-        needed = ctx.needs_input_grad
-        given_back = zip(grads, outputs, self._may_be_none, strict=True)
-        present = [_present(*one) for one in given_back]
-        if any(x is not grad for x, grad in zip(present, grads, strict=True)):
-            return None
-        needs = [needed[i] for i in self._needs]
-        tensors = [*grads, *ctx.saved_tensors]
-        plan = self.plan_of(tuple([[*tensors, *settings, *needs][i] for i in self._order]))
-        if plan is None or not plan.in_cpp:
-            return None
-        places = [None if x is None else i for i, x in enumerate(tensors)]
-        found = [*plan.write(recipe, [places[i] for i in self._order[: plan.takes]]), *places]
-        inputs = zip(self._found, dtypes, needed, strict=True)
-        return [
-            recipe.cast(found[source], dtype) if wanted and source is not None and dtype else None
-            for source, dtype, wanted in inputs
-        ]
 
 
 def _parsed(schema: str) -> list[Argument]:
@@ -557,11 +435,6 @@ def _present(grad, output, may_be_none: tuple[bool, bool]):
     if gradient_may and (shape == (0,) if output_may else grad is None):
         return None
     return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-
-
-def as_dtype(x, dtype):
-    """`x.to(dtype)`, which asks torch even where there is nothing to do."""
-    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _nothing(*arguments):

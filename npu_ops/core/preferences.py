@@ -19,7 +19,7 @@ import re
 import torch
 from torch import distributed
 
-from npu_ops.core import env, hardware, plans
+from npu_ops.core import env, hardware
 
 FORMAT = 1
 PACKAGED = pathlib.Path(__file__).parent.parent / "preferences"
@@ -128,7 +128,6 @@ def settle(device: str) -> None:
     if store is not None:  # MPI has none
         agree(store, device, distributed.get_rank(), fingerprint(device))
     settled.add(device)
-    plans.forget()
 
 
 def agree(store, device: str, rank: int, mine: str) -> None:
@@ -148,4 +147,3 @@ def forget() -> None:
     """Read the tables again when they are next needed."""
     of.cache_clear()
     settled.clear()
-    plans.forget()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from npu_ops.core import env, hardware, library, log, plans, preferences, shadow
+from npu_ops.core import env, hardware, library, log, preferences, shadow
 from npu_ops.core.collective import in_a_group
 
 Launcher = Callable[..., None]
@@ -39,23 +39,12 @@ class Implementation:
 
 @contextlib.contextmanager
 def launched_by(launch: Callable[[Table, Implementation, tuple], None]) -> Iterator[None]:
-    """Let every call of an implementation in a block come to `launch`, which makes it or does not.
-
-    Known calls, which C++ would make, come too.
-    """
+    """Pass every call of an implementation in a block to `launch` instead of running it."""
     before, Table.launch = Table.launch, launch
-    plans.forget()
     try:
         yield
     finally:
         Table.launch = before
-        plans.forget()
-
-
-def launches_are_watched() -> bool:
-    """Whether calls of implementations must come through Python, each by itself."""
-    settings = env.settings
-    return Table.launch is not _LAUNCH or settings.log == "calls" or bool(settings.shadow)
 
 
 def from_module(path: str) -> Callable[[], Launcher]:
@@ -70,25 +59,9 @@ def from_native(schema: str) -> Callable[[], Launcher]:
     return lambda: getattr(torch.ops.npu_ops, name).default
 
 
-def reference(run: Launcher, check: Launcher | None = None) -> Implementation:
-    """The last implementation of an op: plain PyTorch, on any device.
-
-    check: what `run` follows index values by; called with the same arguments. As native kernels
-        do, it raises before anything is read or written, whoever calls. A device is not waited
-        for: what has its index values there must keep within its tensors by itself.
-    """
-    launcher = run if check is None else _checked(check, run)
-    return Implementation("reference", lambda: launcher, frozenset(), lambda *args: None)
-
-
-def _checked(check: Launcher, run: Launcher) -> Launcher:
-    @functools.wraps(run)
-    def launcher(*args):
-        if args[0].device.type == "cpu":
-            check(*args)
-        run(*args)
-
-    return launcher
+def reference(run: Launcher) -> Implementation:
+    """The last implementation of an op: plain PyTorch, on any device."""
+    return Implementation("reference", lambda: run, frozenset(), lambda *args: None)
 
 
 _assumed_device: str | None = None
@@ -99,12 +72,10 @@ def as_if_on(device: str) -> Iterator[None]:
     """Choose implementations in a block as for tensors on `device`, e.g. to see what would run."""
     global _assumed_device
     before, _assumed_device = _assumed_device, device
-    plans.forget()
     try:
         yield
     finally:
         _assumed_device = before
-        plans.forget()
 
 
 def _led_by(name: str | None, implementations: Sequence[Implementation]):
@@ -258,9 +229,6 @@ class Table:
                 f"tensors are on {device}, it runs on {', '.join(sorted(implementation.devices))}"
             )
         return implementation.why_not(*args)
-
-
-_LAUNCH = Table.launch
 
 
 def check_forced() -> None:

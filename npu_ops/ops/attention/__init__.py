@@ -7,7 +7,7 @@ import torch
 from npu_ops.core import rng
 from npu_ops.core.registry import explains
 from npu_ops.core.signature import call_of
-from npu_ops.ops.attention import known, op
+from npu_ops.ops.attention import op
 from npu_ops.ops.attention.arguments import (
     UNLIMITED,
     Extra,
@@ -105,28 +105,16 @@ def attention(
     Source: FlashAttention, arXiv:2307.08691; torch `scaled_dot_product_attention`.
     """
     folded = layout in ("BSH", "SBH")
-    key = outputs = None
-    if not (folded or dropout_p) and (
-        attn_mask is bias is cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k
-        is seqlens_k is block_table is sinks is cu_seqlens_cpu is seqlens_k_cpu is generator
-        is window is None
-    ):  # fmt: skip
-        settings = is_causal, causal_alignment, scale, softcap, deterministic
-        settings = *settings, num_heads, num_key_value_heads
-        key, outputs = known.again(q, k, v, layout, settings)
-    if outputs is None:
-        q, k, v, extra, rule = _prepare(
-            q, k, v, layout, num_heads, num_key_value_heads, is_causal, causal_alignment, window,
-            attn_mask, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqlens_k,
-            block_table, scale, softcap, sinks, dropout_p, deterministic, return_lse,
-            cu_seqlens_cpu, seqlens_k_cpu, generator,
-        )  # fmt: skip
-        if rule.dropout_p:
-            extra = extra._replace(rng_state=rng.new_state(q.device, generator))
-        outputs = op.forward(q, k, v, *extra, *rule)
-        known.keep(key, (*extra, *rule))
-        layout = rule.layout
-    out, lse = outputs
+    q, k, v, extra, rule = _prepare(
+        q, k, v, layout, num_heads, num_key_value_heads, is_causal, causal_alignment, window,
+        attn_mask, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqlens_k,
+        block_table, scale, softcap, sinks, dropout_p, deterministic, return_lse,
+        cu_seqlens_cpu, seqlens_k_cpu, generator,
+    )  # fmt: skip
+    if rule.dropout_p:
+        extra = extra._replace(rng_state=rng.new_state(q.device, generator))
+    out, lse = op.forward(q, k, v, *extra, *rule)
+    layout = rule.layout
     out = in_layout(out, layout)
     out = out.flatten(-2) if folded else out
     if not return_lse:

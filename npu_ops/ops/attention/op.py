@@ -7,7 +7,7 @@ import torch
 from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Backward, Operator
 from npu_ops.core.rows import in_one_piece
-from npu_ops.ops.attention import cpu, reference, short
+from npu_ops.ops.attention import cpu, reference
 from npu_ops.ops.attention.arguments import Extra, Rule, normal, shape_in_layout
 from npu_ops.ops.attention.limits import triton_why_not
 from npu_ops.ops.attention.routing import plan_of
@@ -91,7 +91,6 @@ forward = Operator(
     lay_out=dict.fromkeys(("q", "k", "v"), in_one_piece),
     why_not={"aclnn": _aclnn_why_not, "triton_ascend": triton_why_not},
     empty=_read_nothing,
-    direct=short.direct,
     **_SHARED,
 )
 backward = Backward(
@@ -105,6 +104,5 @@ backward = Backward(
     | {"grad_lse": torch.Tensor.contiguous},
     why_not={"aclnn": _aclnn_backward_why_not, "triton_ascend": triton_why_not},
     empty=_gradients_of_nothing,
-    direct=short.direct_backward,
     **_SHARED,
 )

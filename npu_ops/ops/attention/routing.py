@@ -7,7 +7,6 @@ import functools
 import torch
 
 from npu_ops.core import check, hardware
-from npu_ops.core.memo import Bounded
 from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.plan import AttentionPlan, AttentionSpec, plan_attention
 
@@ -28,22 +27,9 @@ def plan_of(
     return plan_attention(spec_of(q, k, v, extra, rule, device or q.device.type, lse_gradient))
 
 
-_operators_on_cpu: dict[tuple, str] = Bounded(4096)
-
-
 def operator_of(q, k, v, extra: Extra, rule: Rule, lse_gradient: bool = False) -> str:
-    """The name of the operator that a call on the CPU gets.
-
-    Remembered by all that its plan depends on there: that is found sooner than a plan is asked for.
-    """
-    given = tuple([x is not None for x in extra])
-    same = extra.cu_seqlens_k is extra.cu_seqlens_q
-    key = q.shape, k.shape, v.shape, q.dtype, given, same, rule, lse_gradient
-    known = _operators_on_cpu.get(key)
-    if known is None:
-        known = plan_of(q, k, v, extra, rule, "cpu", lse_gradient).operator
-        _operators_on_cpu[key] = known
-    return known
+    """The name of the operator that computes a call on the CPU."""
+    return plan_of(q, k, v, extra, rule, "cpu", lse_gradient).operator
 
 
 def spec_of(q, k, v, extra: Extra, rule: Rule, device: str, lse_gradient: bool) -> AttentionSpec:

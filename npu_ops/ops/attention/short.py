@@ -59,21 +59,6 @@ def backward(grad_out, lse, q, k, v, rule: Rule, grad_q, grad_k, grad_v) -> None
     _backward(grad_out, lse, *_given(q, k, v, rule), grad_q, grad_k, grad_v)
 
 
-def direct(x) -> tuple | None:
-    """The native operator of a call that `serves_all`, and what it takes: see `Operator`."""
-    if not serves_all(x.q, x.k, x.v, x.extra, x.rule):
-        return None
-    return _forward, (*_given(x.q, x.k, x.v, x.rule), x.out, x.lse)
-
-
-def direct_backward(x) -> tuple | None:
-    """The same of gradients."""
-    gradients = x.grad_q, x.grad_k, x.grad_v
-    if x.grad_lse is not None or not serves_all(x.q, x.k, x.v, x.extra, x.rule, *gradients):
-        return None
-    return _backward, (x.grad_out, x.lse, *_given(x.q, x.k, x.v, x.rule), *gradients)
-
-
 def _given(q, k, v, rule: Rule) -> tuple:
     return q, k, v, rule.scale, _shift(q, k, rule)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from npu_ops.core import check, rng
-from npu_ops.core.known import Known
+from npu_ops.core.registry import explains
 from npu_ops.ops.bias_dropout_add import gradients, op  # noqa: F401
 
 __all__ = ["bias_dropout_add"]
@@ -50,8 +50,6 @@ def bias_dropout_add(
 
     Source: Megatron-LM `megatron/core/fusions/fused_bias_dropout.py`.
     """
-    if not inplace and generator is None and (not training or p == 0):
-        return _without_dropout(x, bias, residual, p=p, training=training, dtype=dtype)
     x, bias, residual, drops, p, dtype = _prepare(
         x, bias, residual, p, training, dtype, inplace, generator
     )
@@ -114,4 +112,4 @@ def _operator_args(*args, **kwargs):
     return x, bias, residual, None, p, dtype
 
 
-_without_dropout = Known("bias_dropout_add", op.forward, _operator_args)
+explains("bias_dropout_add", op.forward, _operator_args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from npu_ops.core import check
-from npu_ops.core.known import Known
+from npu_ops.core.registry import explains
 from npu_ops.ops.gdn_gate import op
 from npu_ops.ops.gdn_gate.softplus import check_softplus
 
@@ -51,10 +51,11 @@ def gdn_gate(
     Source: transformers `modeling_qwen3_next.py`; flash-linear-attention
     `fla/ops/gated_delta_rule/gate.py`; Yang et al., "Gated Delta Networks", 2024.
     """
-    g, beta = _call(
+    args = _prepare(
         a, A_log, dt_bias, b, allow_neg_eigval=allow_neg_eigval, softplus_beta=softplus_beta,
         softplus_threshold=softplus_threshold,
     )  # fmt: skip
+    g, beta = op.forward(*args)
     return g if b is None else (g, beta)
 
 
@@ -88,4 +89,4 @@ def _check_head(name, value, a):
     check.same_device(name, value, "a", a)
 
 
-_call = Known("gdn_gate", op.forward, _prepare)
+explains("gdn_gate", op.forward, _prepare)

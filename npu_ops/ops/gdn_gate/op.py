@@ -46,7 +46,6 @@ forward = Operator(
     lay_out=_LAY_OUT,
     why_not={"ascendc": _against_ascendc},
     ascendc=True,
-    folds=True,
 )
 backward = Backward(
     forward,

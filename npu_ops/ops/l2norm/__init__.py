@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from npu_ops.core import check
-from npu_ops.core.known import Known
+from npu_ops.core.registry import explains
 from npu_ops.ops.l2norm import op
 
 __all__ = ["l2norm"]
@@ -41,7 +41,7 @@ def l2norm(
 
     Source: flash-linear-attention `fla/modules/l2norm.py`; transformers `modeling_qwen3_next.py`.
     """
-    return _call(x, eps=eps, output_dtype=output_dtype, dim=dim)
+    return op.forward(*_prepare(x, eps, output_dtype, dim=dim))
 
 
 def _prepare(x, eps=1e-6, output_dtype=None, *, dim=-1):
@@ -56,4 +56,4 @@ def _prepare(x, eps=1e-6, output_dtype=None, *, dim=-1):
     return x, float(eps), dtype
 
 
-_call = Known("l2norm", op.forward, _prepare)
+explains("l2norm", op.forward, _prepare)

@@ -20,7 +20,6 @@ forward = Operator(
     lay_out=lay_out_rows(["x"], ["out"]),
     why_not={"triton_ascend": _up_to_4096},
     ascendc=True,
-    folds=True,
 )
 backward = Backward(
     forward,

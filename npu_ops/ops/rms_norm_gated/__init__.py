@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from npu_ops.core import check
-from npu_ops.core.known import Known
+from npu_ops.core.registry import explains
 from npu_ops.ops.rms_norm_gated import op
 
 __all__ = ["rms_norm_gated"]
@@ -51,10 +51,11 @@ def rms_norm_gated(
     `fla/modules/{fused_norm_gate,layernorm_gated}.py`; Zhang and Sennrich, "Root Mean Square Layer
     Normalization", 2019.
     """
-    return _call(
-        x, weight, z, eps=eps, norm_before_gate=norm_before_gate, activation=activation,
+    args = _prepare(
+        x, weight, z, eps, norm_before_gate=norm_before_gate, activation=activation,
         group_size=group_size,
     )  # fmt: skip
+    return op.forward(*args)
 
 
 def _prepare(x, weight, z, eps=1e-6, *, norm_before_gate=True, activation="silu", group_size=None):
@@ -86,4 +87,4 @@ def _resolve_group_size(group_size, width):
     return group_size
 
 
-_call = Known("rms_norm_gated", op.forward, _prepare)
+explains("rms_norm_gated", op.forward, _prepare)

@@ -35,7 +35,6 @@ forward = Operator(
     lay_out=lay_out_rows(["x", "z"], ["out"], groups="weight"),
     why_not={"cpu": _mixed, "ascendc": _up_to_16384},
     ascendc=True,
-    folds=True,
 )
 backward = Backward(
     forward,

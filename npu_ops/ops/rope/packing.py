@@ -18,7 +18,7 @@ def packed_positions(cu_seqlens, tokens: int, rows: int) -> torch.Tensor:
     cu_seqlens: `[n + 1]`, the sequences' starts and their end: 0 first, `tokens` last. No sequence
     is longer than a table of `rows`.
     """
-    return library.run("rope_packed_positions", (cu_seqlens, tokens, rows), 1)
+    return _positions_of(cu_seqlens, tokens, rows)
 
 
 def packed_rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank) -> torch.Tensor:
@@ -27,8 +27,7 @@ def packed_rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank) -> torch
     cu_seqlens: of the whole sequences; tokens after the last one are padding. rows: of freqs, which
     are for each position, or for each token if there are more than max_seqlen.
     """
-    inputs = (cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank)
-    return library.run("rope_packed_rows", inputs, 1)
+    return _rows_of(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank)
 
 
 def _positions(cu_seqlens, tokens, rows):
@@ -88,12 +87,12 @@ def _check_chunks(starts, chunks: int) -> None:
             )
 
 
-library.operator(
+_positions_of = library.operator(
     "rope_packed_positions(Tensor cu_seqlens, SymInt tokens, SymInt rows) -> Tensor",
     _positions,
     lambda cu_seqlens, tokens, rows: cu_seqlens.new_empty((1, tokens)),
 )
-library.operator(
+_rows_of = library.operator(
     "rope_packed_rows(Tensor cu_seqlens, SymInt tokens, SymInt rows, SymInt? max_seqlen, "
     "SymInt cp_size, SymInt cp_rank) -> Tensor",
     _rows,

@@ -1,7 +1,5 @@
 """Attention of short sequences on the CPU: any shape, in any place in memory."""
 
-import sys
-
 import pytest
 import torch
 from attention_calls import run
@@ -10,7 +8,6 @@ from hypothesis import strategies as some
 from support import DTYPES, assert_all_close, floats, threads
 
 import npu_ops
-from npu_ops.core import library, plans
 from npu_ops.ops.attention import short
 from npu_ops.ops.attention.cases import TOLERANCES
 
@@ -98,48 +95,6 @@ def test_what_is_not_finite_reaches_what_it_takes_part_in_alone(
         torch.testing.assert_close(x[:, ~touched], y[:, ~touched])
     if broken == "v":
         assert not actual[0][:, asking].isfinite().any()
-
-
-def test_gradients_of_a_call_that_is_known_need_no_python(monkeypatch):
-    """Without what makes known calls in C++, the same comes from Python."""
-    drawn = leaves(2, 5, 5, 4, 2, 8, 8, torch.float32, False).values()
-    mine = [x.requires_grad_() for x in drawn]
-
-    def step():
-        out = npu_ops.attention(*mine, is_causal=True)
-        found = []
-
-        def backward():
-            found.extend(torch.autograd.grad(out, mine, torch.ones_like(out)))
-
-        return _python_of(backward), [out, *found]
-
-    plans.forget()
-    ran, found = [step() for _ in range(8)][-1]
-    assert not ran or library.known() is None, ran
-    monkeypatch.setattr(library, "known", lambda: None)
-    plans.forget()
-    ran, expected = [step() for _ in range(8)][-1]
-    assert ran
-    for x, y in zip(found, expected, strict=True):
-        assert torch.equal(x, y)
-    plans.forget()
-
-
-def _python_of(call):
-    """The functions of npu-ops that a call goes through."""
-    names = []
-
-    def watch(frame, event, _):
-        if event == "call" and "/npu_ops/" in frame.f_code.co_filename:
-            names.append(frame.f_code.co_name)
-
-    sys.setprofile(watch)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return names
 
 
 @pytest.mark.parametrize("length", [short.LONGEST, short.LONGEST + 1])

@@ -1,0 +1,232 @@
+"""A call of any op is one call of its torch operator: visible, and gone once its results are.
+
+Nothing about a call is kept for later calls: no tensor, and nothing that a compiled caller depends
+on.
+"""
+
+import contextlib
+import ctypes
+import gc
+import os
+
+import pytest
+import torch
+from calls import CALLS, differentiable
+from npu_ops_tools.verify.checks import tables
+from npu_ops_tools.where import ops
+from support import forced, implementations, on_device
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import profile
+from torch.utils.checkpoint import checkpoint
+
+import npu_ops
+from npu_ops.core import cases
+from npu_ops.core.models import MODELS
+from npu_ops.core.registry import Table
+
+every_call = pytest.mark.parametrize("call", CALLS.values(), ids=str)
+every_training_call = pytest.mark.parametrize(
+    "call", [call for call in CALLS.values() if differentiable(call)], ids=str
+)
+MODES = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+
+
+def function_of(call):
+    return getattr(npu_ops, call.function)
+
+
+def outputs_of(found) -> list[torch.Tensor]:
+    found = found if isinstance(found, tuple) else (found,)
+    return [out for out in found if out is not None]
+
+
+# What is kept
+
+
+def of_model(op: str, tokens: int):
+    """A case of the op with the shapes of the first model that has such a layer."""
+    found = (cases.of(op).of_model(model, tokens) for model in MODELS.values())
+    return next(case for one in found for case in one)
+
+
+def step(function, inputs: dict, wrt: list[str], by: str) -> None:
+    """A call with its backward, eager, checkpointed or compiled."""
+    leaves = {name: inputs[name].requires_grad_() for name in wrt}
+    call = function
+    if by == "checkpointed" and wrt:
+
+        def call(**given):
+            return checkpoint(lambda: function(**given), use_reentrant=False)
+
+    outputs = [out for out in outputs_of(call(**inputs)) if out.requires_grad]
+    if wrt:
+        torch.autograd.grad(
+            outputs, list(leaves.values()), [torch.ones_like(out) for out in outputs],
+            allow_unused=True,
+        )  # fmt: skip
+
+
+def tensors_alive() -> int:
+    gc.collect()
+    return sum(type(x) in (torch.Tensor, torch.nn.Parameter) for x in gc.get_objects())
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("by", ["eager", "checkpointed"])
+@pytest.mark.parametrize("op", ops())
+def test_no_tensor_outlives_its_call(op, by):
+    """70 shapes, as variable lengths in training have. In bytes too: what only C++ holds, Python's
+    garbage collector does not see."""
+
+    def steps(lengths):
+        for tokens in lengths:
+            case = of_model(op, tokens)
+            inputs = case.inputs(torch.float32)
+            wrt = [n for n in cases.differentiable(op, case) if inputs.get(n) is not None]
+            for _ in range(3):
+                step(cases.function(op, case), inputs, wrt, by)
+
+    steps(range(1, 6))
+    alive, resident = tensors_alive(), resident_bytes()
+    steps(range(1, 71))
+    assert tensors_alive() == alive
+    assert resident_bytes() - resident < 32 * 2**20
+
+
+@pytest.mark.parametrize("op", ops())
+def test_a_compiled_call_keeps_no_tensor(op):
+    torch._dynamo.reset()
+    case = of_model(op, 8)
+    function = cases.function(op, case)
+    compiled = torch.compile(lambda **given: function(**given), backend="aot_eager", dynamic=True)
+    alive = []
+    for tokens in (8, 9, 10, 9):
+        case = of_model(op, tokens)
+        inputs = case.inputs(torch.float32)
+        wrt = [n for n in cases.differentiable(op, case) if inputs.get(n) is not None]
+        step(compiled, inputs, wrt, "compiled")
+        del inputs
+        alive.append(tensors_alive())
+    assert alive[-1] == alive[-2], alive
+
+
+# What a compiled caller depends on
+
+
+@MODES
+@every_call
+def test_eager_calls_between_compiled_ones_recompile_nothing(call, mode):
+    torch._dynamo.reset()
+    function, wrt = function_of(call), differentiable(call) if mode is torch.enable_grad else []
+
+    def given():
+        arguments = call.arguments()
+        for name in wrt:
+            arguments[name].requires_grad_()
+        return arguments
+
+    def loss(**arguments):
+        return outputs_of(function(**arguments))[0].sum()
+
+    compiled = torch.compile(loss, backend="aot_eager")
+    with mode():
+        for _ in range(2):
+            compiled(**given())
+        for other in CALLS.values():  # of other shapes, of this op and of all others
+            for _ in range(3):
+                function_of(other)(**other.arguments())
+        function(**given())
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            compiled(**given())
+
+
+# Who sees it
+
+
+def operators(events: list[FunctionEvent]) -> list[str]:
+    """The torch operators of npu_ops that were called, without the kernels that those call."""
+    known = {f"npu_ops::{table}{end}" for table in Table.tables for end in ("", "_")}
+    return [event.key.removeprefix("npu_ops::") for event in events if event.key in known]
+
+
+def chosen():
+    """(call, what computes it, device), for each implementation that takes the call."""
+    for op in ops():
+        for call in cases.of(op).CALLS:
+            for one in implementations(Table.tables[op]):
+                name = f"{call}-{'-'.join(one.values)}"
+                yield pytest.param(op, call, *one.values, id=name, marks=one.marks)
+
+
+@pytest.mark.parametrize("op, call, name, device", chosen())
+def test_a_profiler_sees_each_call_once(op, call, name, device):
+    """By any implementation, forward and backward."""
+    inputs, wrt = on_device(call.arguments(), device), differentiable(call)
+    verdicts = npu_ops.explain(call.function, **inputs)
+    (why_not,) = (verdict.why_not for verdict in verdicts if verdict.implementation == name)
+    takes_it = why_not is None or why_not.endswith("comes first")
+    for n in wrt:
+        inputs[n].requires_grad_()
+    with forced(name, *tables(op)) if takes_it else contextlib.nullcontext():
+        with profile() as forward:
+            outputs = [x for x in outputs_of(function_of(call)(**inputs)) if x.requires_grad]
+        assert operators(forward.events()) == [verdicts[0].op]
+        if not wrt:
+            return
+        with profile() as backward:
+            torch.autograd.grad(
+                outputs, [inputs[n] for n in wrt], [torch.ones_like(x) for x in outputs],
+                allow_unused=True,
+            )  # fmt: skip
+    mine = verdicts[0].op  # a rotation's gradient is the rotation back
+    names = [f"{mine}_backward"] if f"{mine}_backward" in Table.tables else [mine]
+    assert operators(backward.events()) == names
+
+
+# Tensors that are not plain
+
+
+def as_zeros(x):
+    return torch._efficientzerotensor(x.shape, dtype=x.dtype, device=x.device)
+
+
+@pytest.mark.parametrize("changed", [as_zeros, torch._neg_view], ids=["zero tensor", "neg view"])
+@every_call
+def test_a_tensor_without_its_values_in_memory(call, changed):
+    """torch gives kernels the memory that they need, wherever such a tensor comes from."""
+    arguments = call.arguments(**call.fixed)
+    names = [n for n in call.tensors() if arguments[n].is_floating_point() and n not in call.writes]
+    for name in names:
+        arguments = call.arguments(**call.fixed)
+        odd = changed(arguments[name])
+        found = outputs_of(function_of(call)(**arguments | {name: odd}))
+        arguments = call.arguments(**call.fixed)
+        plain = outputs_of(function_of(call)(**arguments | {name: odd.clone()}))
+        for actual, expected in zip(found, plain, strict=True):
+            torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
+@every_call
+def test_functionalize(call):
+    arguments, function = call.arguments(**call.fixed), function_of(call)
+    names = call.tensors()
+    rest = {n: x for n, x in arguments.items() if n not in names}
+
+    def of_tensors(*tensors):
+        return function(**dict(zip(names, tensors, strict=True)), **rest)
+
+    functional = torch.func.functionalize(of_tensors)
+    if call.writes:  # torch functionalizes no operator that writes, but its own
+        with pytest.raises(RuntimeError, match=f"npu_ops::{call.function}"):
+            functional(*(arguments[n] for n in names))
+        return
+    found = functional(*(arguments[n] for n in names))
+    expected = function(**call.arguments(**call.fixed))
+    for actual, wanted in zip(outputs_of(found), outputs_of(expected), strict=True):
+        torch.testing.assert_close(actual, wanted, equal_nan=True)
