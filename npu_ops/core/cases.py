@@ -52,19 +52,27 @@ class Case(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RowCase:
-    """A `Case` of an op that takes x alone: `[tokens, dim]`, the first columns of a projection that
-    is `behind` elements wider. An op that takes more has a dataclass of its own."""
+    """A `Case` of an op that works along rows.
+
+    Each tensor in `names` is `[tokens, heads, dim]`: the first columns of a projection that is
+    `behind` elements wider.
+    """
 
     name: str
     tokens: int
+    heads: int
     dim: int
     behind: int = 0
+    names: tuple[str, ...] = ("x",)
     large: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
+        """Normal numbers, the same on every device."""
         draw = torch.Generator(device="cpu").manual_seed(seed)
-        x = make.normal((self.tokens, self.dim + self.behind), draw).to(device, dtype)
-        return {"x": x[:, : self.dim]}
+        width = self.heads * self.dim
+        shape = self.tokens, width + self.behind
+        drawn = {name: make.normal(shape, draw).to(device, dtype) for name in self.names}
+        return {n: x[:, :width].unflatten(1, (self.heads, self.dim)) for n, x in drawn.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,6 +48,21 @@ def check(rows):
         assert (row["loaded"] > 0 or draws) and row["stored"] > 0
 
 
+def test_a_row_that_fits_in_a_tile_is_read_once():
+    """The loads of both loops over its columns are one; a wider row is read twice."""
+    rows, _ = compile_reports(
+        "l2norm", "--dtype=bfloat16", "--case=wide-4096", "--case=wide-20000",
+        *(f"--soc={soc}" for soc in SOCS),
+    )  # fmt: skip
+    loads = {(row["kernel"], row["case"].removesuffix("-bfloat16")): row["loads"] for row in rows}
+    assert loads == {
+        ("_l2norm_kernel", "wide-4096"): 1,
+        ("_l2norm_kernel", "wide-20000"): 2,
+        ("_l2norm_backward_kernel", "wide-4096"): 2,
+        ("_l2norm_backward_kernel", "wide-20000"): 4,
+    }
+
+
 # Every branch through the compiler of the chip that the emulated NPU is, and one case for the next
 # generation. `make test-all` takes all of everything: fp32, and the chip that differs by name.
 @pytest.mark.parametrize("soc, chosen", [(SOCS[0], slice(None)), (SOCS[2], slice(-1, None))])

@@ -1,5 +1,6 @@
 """`npu-ops new-op`: in a clone, its files are all that a new op needs."""
 
+import json
 import os
 import pathlib
 import re
@@ -11,6 +12,7 @@ import sys
 import pytest
 import torch
 from npu_ops_tools import new_op
+from npu_ops_tools.compile import SOCS
 
 ROOT = pathlib.Path(__file__).parents[2]
 MOST_LINES = 250
@@ -119,15 +121,34 @@ def test_what_every_op_promises_holds(clone):
 def test_tools_know_it(clone):
     shown = clone.python("npu_ops_tools", "parity", "--model", "qwen3.5-9b", "--tokens", "4")
     assert re.search(r"^toy +hidden +cpu ", shown, re.M)
-    assert "0 with faults" in clone.python("npu_ops_tools", "compile", "toy", "--case=odd-t65")
     assert "npu_ops/ops/toy/op.py" in clone.python("npu_ops_tools", "where", "toy")
     assert re.search(r"^toy +cpu", clone.python("npu_ops_tools", "doctor"), re.M)
+
+
+@pytest.mark.parametrize("soc", SOCS)
+def test_rows_of_any_width_compile(clone, soc):
+    """Narrow rows, a row that is one tile, and rows that do not fit on chip."""
+    cases = "--case=odd-t65", "--case=qwen3-8b-t64", "--case=wide-20000"
+    command = "npu_ops_tools", "compile", "toy", "--dtype=float32", f"--soc={soc}"
+    assert "6 kernels, 0 with faults" in clone.python(*command, *cases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_tile_is_the_one_that_is_suggested(clone):
+    said = clone.python("npu_ops_tools", "compile", "toy", "--suggest-tile", "--json")
+    suggested = json.loads(said)
+    assert [each["kernel"] for each in suggested] == ["_toy_kernel", "_toy_backward_kernel"]
+    assert min(each["tile"] for each in suggested) == max(each["launched"] for each in suggested)
+    needs = max(each["bytes_per_element"] for each in suggested)
+    kernels = (clone.folder / "npu_ops/ops/toy/triton_ascend.py").read_text()
+    assert f"TILE = tile_elements({needs})" in kernels
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_rest(clone):
-    clone.python("npu_ops_tools", "compile", "toy")
+    clone.python("npu_ops_tools", "compile", "toy", *(f"--soc={soc}" for soc in SOCS))
     clone.python("npu_ops_tools", "bench", "toy", "--quick")
     assert clone.pytest("tests/tools/test_parity.py", "tests/tools/test_cli.py") > 20
     emulated = "emulate", "--", sys.executable, "-m", "pytest", "--device", "npu"

@@ -6,8 +6,7 @@ import dataclasses
 
 import torch
 
-from npu_ops.core import make
-from npu_ops.core.cases import Call
+from npu_ops.core.cases import Call, RowCase
 from npu_ops.core.compare import Tolerance
 from npu_ops.core.models import LINEAR_DIM, Model
 
@@ -22,27 +21,11 @@ TOLERANCES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """x is [tokens, heads, dim].
-
-    behind: elements of each token that lie behind x, as v lies behind q and k in a fused qkv.
-    large: takes seconds; for benchmarks and `make test-all`.
-    """
-
-    name: str
-    tokens: int
-    heads: int
-    dim: int
-    behind: int = 0
+class Case(RowCase):
     eps: float = 1e-6
-    large: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments of `l2norm`: normal, the same on every device."""
-        draw = torch.Generator().manual_seed(seed)
-        width = self.heads * self.dim
-        x = make.normal((self.tokens, width + self.behind), draw).to(device, dtype)
-        return {"x": x[:, :width].unflatten(1, (self.heads, self.dim)), "eps": self.eps}
+        return super().inputs(dtype, device, seed) | {"eps": self.eps}
 
 
 CASES = [
@@ -63,12 +46,13 @@ CASES = [
     Case("one-head", 131, 1, 96, 32),
     Case("wide-2048", 9, 2, 2048, 64),
     Case("wide-4096", 5, 1, 4096),
+    Case("wide-20000", 2, 3, 20000, 64),  # wider than a tile
 ]
 
 # What the function is differentiable in.
 DIFFERENTIABLE = ("x",)
 # Across these, every branch of the Triton kernels.
-REPRESENTATIVE = ("qwen3-next-tp1-t64", "qwen3-next-dense-t64", "one-element", "wide-4096")
+REPRESENTATIVE = ("qwen3-next-tp1-t64", "qwen3-next-dense-t64", "one-element", "wide-20000")
 
 CALLS = [Call("l2norm", lambda draw: {"x": draw(3, 8)})]
 

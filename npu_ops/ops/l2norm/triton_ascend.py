@@ -2,7 +2,7 @@
 
 For Ascend and NVIDIA. Definition: reference.py
 
-A program walks over tiles of BO outer rows by BI inner ones, each of them whole: [BO, BI, BD].
+Rows wider than a tile are read twice, in blocks of columns (core/rows_triton_ascend.py).
 """
 
 from __future__ import annotations
@@ -19,24 +19,29 @@ BACKWARD_TILE = tile_elements(40)
 
 
 @triton.jit
-def _reciprocal_norm(x, eps):
-    """fp32 [BO, BI, 1]."""
-    return (1.0 / tl.sqrt(tl.sum(x * x, axis=2) + eps))[:, :, None]
+def _reciprocal_norm(squares, eps):
+    """fp32 [BO, BI, 1], of the sums of squares of rows [BO, BI]."""
+    return (1.0 / tl.sqrt(squares + eps))[:, :, None]
+
+
+@triton.jit
+def _gradient(grad, value, rstd, dots):
+    """The gradient of `value`. dots: of its whole rows with those of `grad`, [BO, BI]."""
+    along = dots[:, :, None] * rstd
+    return rstd * (grad - value * rstd * along)
 
 
 @triton.jit
 def normalise(value, eps):
-    """Rows of a tile, fp32 [BO, BI, BD], over their norm."""
-    return value * _reciprocal_norm(value, eps)
+    """Whole rows of a tile, fp32 [BO, BI, BD], over their norm."""
+    return value * _reciprocal_norm(tl.sum(value * value, axis=2), eps)
 
 
 @triton.jit
 def normalise_backward(grad, value, eps):
     """The gradient of `value`; `grad` is that of its rows over their norm."""
-    rstd = _reciprocal_norm(value, eps)
-    value = value * rstd
-    along = tl.sum(grad * value, axis=2)[:, :, None]
-    return rstd * (grad - value * along)
+    rstd = _reciprocal_norm(tl.sum(value * value, axis=2), eps)
+    return _gradient(grad, value, rstd, tl.sum(grad * value, axis=2))
 
 
 @triton.jit(do_not_specialize=["outer", "inner"])
@@ -45,9 +50,16 @@ def _l2norm_kernel(
     D: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     for tile in range(tl.program_id(0), row_tiles(outer, inner, BO, BI), tl.num_programs(0)):
-        o, i, d, mask = rows_of(tile, outer, inner, D, BO, BI, BD)
-        value = load_row(x, o, i, d, mask, x_outer, x_inner)
-        store_row(out, o, i, d, mask, out_outer, out_inner, normalise(value, eps))
+        squares = tl.zeros((BO, BI), tl.float32)
+        for start in range(0, D, BD):
+            o, i, d, mask = rows_of(tile, start, outer, inner, D, BO, BI, BD)
+            value = load_row(x, o, i, d, mask, x_outer, x_inner)
+            squares += tl.sum(value * value, axis=2)
+        rstd = _reciprocal_norm(squares, eps)
+        for start in range(0, D, BD):
+            o, i, d, mask = rows_of(tile, start, outer, inner, D, BO, BI, BD)
+            value = load_row(x, o, i, d, mask, x_outer, x_inner)
+            store_row(out, o, i, d, mask, out_outer, out_inner, value * rstd)
 
 
 @triton.jit(do_not_specialize=["outer", "inner"])
@@ -57,11 +69,21 @@ def _l2norm_backward_kernel(
     D: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     for tile in range(tl.program_id(0), row_tiles(outer, inner, BO, BI), tl.num_programs(0)):
-        o, i, d, mask = rows_of(tile, outer, inner, D, BO, BI, BD)
-        value = load_row(x, o, i, d, mask, x_outer, x_inner)
-        grad_out = load_row(grad, o, i, d, mask, grad_outer, grad_inner)
-        grad_value = normalise_backward(grad_out, value, eps)
-        store_row(grad_x, o, i, d, mask, out_outer, out_inner, grad_value)
+        squares = tl.zeros((BO, BI), tl.float32)
+        dots = tl.zeros((BO, BI), tl.float32)
+        for start in range(0, D, BD):
+            o, i, d, mask = rows_of(tile, start, outer, inner, D, BO, BI, BD)
+            value = load_row(x, o, i, d, mask, x_outer, x_inner)
+            grad_out = load_row(grad, o, i, d, mask, grad_outer, grad_inner)
+            squares += tl.sum(value * value, axis=2)
+            dots += tl.sum(grad_out * value, axis=2)
+        rstd = _reciprocal_norm(squares, eps)
+        for start in range(0, D, BD):
+            o, i, d, mask = rows_of(tile, start, outer, inner, D, BO, BI, BD)
+            value = load_row(x, o, i, d, mask, x_outer, x_inner)
+            grad_out = load_row(grad, o, i, d, mask, grad_outer, grad_inner)
+            grad_value = _gradient(grad_out, value, rstd, dots)
+            store_row(grad_x, o, i, d, mask, out_outer, out_inner, grad_value)
 
 
 def l2norm(x, eps, out):

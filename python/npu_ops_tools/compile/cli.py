@@ -72,7 +72,7 @@ def compile_command(
         list[str] | None, typer.Option(help='Of FILE.py::KERNEL: "BLOCK=1024"; may be repeated.')
     ] = None,
     suggest_tile: Annotated[
-        bool, typer.Option("--suggest-tile", help="Print the largest tile that fits, of an op.")
+        bool, typer.Option("--suggest-tile", help="Print the largest tile that fits every SoC.")
     ] = False,
     bodies: Annotated[bool, typer.Option("--bodies", help="Also show each loop's body.")] = False,
     as_json: AsJson = False,
@@ -93,9 +93,7 @@ def compile_command(
     if csv and not csv.parent.is_dir():
         fail(f"--csv: got '{csv}', needs a folder that exists")
     if suggest_tile:
-        _suggest_tiles(
-            targets or list(ops()), soc or vendor.SOCS[:1], case, dtype or Dtype, as_json
-        )
+        _suggest_tiles(targets or list(ops()), soc or vendor.SOCS, case, dtype or Dtype, as_json)
         return
     given = Signature(",".join(signature or ()), ",".join(constexpr or ()))
     dtypes = [name.value for name in dtype or Dtype]
@@ -121,8 +119,7 @@ def _suggest_tiles(targets, socs, case, dtypes, as_json: bool) -> None:
         for target in targets:
             if target not in ops():
                 fail(f"--suggest-tile: got {target!r}, needs ops")
-            for soc in socs:
-                found += tiles.suggest(target, case, dtypes, soc)
+            found += tiles.suggest(target, case, dtypes, socs)
     except (FileNotFoundError, RuntimeError, ValueError) as error:
         fail(error)
     if as_json:
@@ -130,8 +127,8 @@ def _suggest_tiles(targets, socs, case, dtypes, as_json: bool) -> None:
         return
     for each in found:
         print(
-            f"{each.kernel} {each.case}: tile of {each.launched} elements; {each.tile} fit, "
-            f"tile_elements({each.bytes_per_element})"
+            f"{each.kernel}: tile of {each.launched} elements; {each.tile} fit in all "
+            f"{each.launches} launches, tile_elements({each.bytes_per_element})"
         )
 
 

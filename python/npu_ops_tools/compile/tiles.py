@@ -1,47 +1,59 @@
 """`npu-ops compile OP --suggest-tile`: how large a kernel's tile may be, by compiling it.
 
-A tile's sizes are the kernel's constexpr integers whose names begin with B. The first of them, of
-rows, is doubled while the kernel fits; if it does not fit at first, the largest is halved.
+A tile's sizes are the kernel's constexpr integers whose names begin with B. A larger tile has more
+of the first of them, of rows. A smaller tile has fewer rows, then fewer columns.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from npu_ops_emulator import vendor
 
-from npu_ops.core.socs import ub_bytes
+from npu_ops.core import cases as op_cases
+from npu_ops.core.socs import UB_BYTES
 from npu_ops_tools.compile.launches import Launch, launches
 from npu_ops_tools.compile.report import compile_launch
 
 LARGEST = 1 << 16  # elements of a tile
+SMALLEST = 1 << 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Suggestion:
-    """tile: the most elements that fit. bytes_per_element: what `tile_elements` is to be told for
-    tiles of that size."""
+    """The largest tile with which a kernel has no fault, whatever case, dtype and SoC.
+
+    launched: the largest tile that it has now. tile: elements. bytes_per_element: what
+    `tile_elements` is to be told for tiles of that size. launches: how many were compiled.
+    """
 
     kernel: str
-    case: str
     launched: int
     tile: int
     bytes_per_element: int
+    launches: int
 
 
-def suggest(op: str, cases: list[str] | None, dtypes, soc: str) -> Iterator[Suggestion]:
-    """One for each kernel with a tile that the cases launch."""
-    for launch in launches(op, cases, dtypes, soc):
-        sizes = _sizes(launch)
-        if not sizes:
-            continue
-        fits = _largest(launch, sizes, soc)
-        if fits:
-            tile = math.prod(fits.values())
-            needs = ub_bytes(soc) // tile
-            yield Suggestion(launch.name, launch.case, math.prod(sizes.values()), tile, needs)
+def suggest(
+    op: str, cases: Sequence[str] | None, dtypes, socs: Sequence[str]
+) -> Iterator[Suggestion]:
+    """One for each kernel with a tile that the cases launch; by default the representative ones."""
+    kernels: dict[str, list[tuple[Launch, str]]] = {}
+    cases = cases or op_cases.of(op).REPRESENTATIVE
+    for soc in socs:
+        for launch in launches(op, cases, dtypes, soc):
+            if _sizes(launch):
+                kernels.setdefault(launch.name, []).append((launch, soc))
+    for kernel, launched in kernels.items():
+        tile = LARGEST
+        while tile >= SMALLEST and not all(_fits(*each, tile) for each in launched):
+            tile //= 2
+        if tile >= SMALLEST:
+            needs = min(UB_BYTES.values()) // tile
+            now = max(math.prod(_sizes(launch).values()) for launch, _ in launched)
+            yield Suggestion(kernel, now, tile, needs, len(launched))
 
 
 def _sizes(launch: Launch) -> dict[str, int]:
@@ -52,22 +64,19 @@ def _sizes(launch: Launch) -> dict[str, int]:
     }
 
 
-def _largest(launch: Launch, sizes: dict[str, int], soc: str) -> dict[str, int] | None:
+def _resized(sizes: dict[str, int], tile: int) -> dict[str, int]:
+    """Sizes whose product is `tile`, if they are powers of 2."""
+    sizes = dict(sizes)
     rows = next(iter(sizes))
-    while not _fits(launch, sizes, soc):
-        widest = max(sizes, key=sizes.__getitem__)
-        if sizes[widest] == 1:
-            return None
-        sizes = sizes | {widest: sizes[widest] // 2}
-    while math.prod(sizes.values()) < LARGEST:
-        larger = sizes | {rows: 2 * sizes[rows]}
-        if not _fits(launch, larger, soc):
-            break
-        sizes = larger
+    while math.prod(sizes.values()) < tile:
+        sizes[rows] *= 2
+    while math.prod(sizes.values()) > tile:
+        sizes[next(name for name, size in sizes.items() if size > 1)] //= 2
     return sizes
 
 
-def _fits(launch: Launch, sizes: dict[str, int], soc: str) -> bool:
+def _fits(launch: Launch, soc: str, tile: int) -> bool:
+    sizes = _resized(_sizes(launch), tile)
     constants = tuple((dict(launch.constants) | sizes).items())
     try:
         return not compile_launch(dataclasses.replace(launch, constants=constants), soc).faults()
