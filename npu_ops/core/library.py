@@ -29,15 +29,6 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 poison_outputs = False
 
 
-def new_output(
-    like: torch.Tensor,
-    dtype: torch.dtype | None = None,
-    memory_format: torch.memory_format = torch.preserve_format,
-) -> torch.Tensor:
-    """An uninitialised tensor with the shape and stride order of `like`: the kernels' allocator."""
-    return poisoned(torch.empty_like(like, dtype=dtype, memory_format=memory_format))
-
-
 def dense_like(x: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tensor | None:
     """An uninitialised contiguous tensor with the shape of `x`; None for None."""
     if x is None:
