@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.forward import (
+    columns_of,
     dot_in_two,
     load_state,
     store_state,
-    written_to,
+    written_and_added,
 )
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
     decays,
@@ -50,14 +51,10 @@ def states_kernel(
     """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
-    blocks: tl.constexpr = (V + BV - 1) // BV
     for item in range(piece + tl.program_id(0), end, tl.num_programs(0)):
-        n, head, column = item // (HV * blocks), item // blocks % HV, item % blocks * BV
-        value = column + tl.arange(0, BV)
+        n, head, column, value, begin, stop, chunk = columns_of(item, starts, firsts, HV, V, BV)
         state = load_state(initial_state, tl.cast(n * HV + head, tl.int64), value, K, V, BK, BV,
                            V_FIRST)  # fmt: skip
-        begin, stop = tl.load(starts + n), tl.load(starts + n + 1)
-        chunk = tl.load(firsts + n)
         for first in range(begin, stop, C):
             rows = stop - first
             index = tl.cast(chunk + (first - begin) // C, tl.int64)
@@ -67,12 +64,11 @@ def states_kernel(
             store_state(states, operand, place, value, K, V, BK, BV, False)
             b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
             last = tl.load(g_sums + place * C + C - 1)
-            b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
-            b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(wide)
             b_solved = load_square(solved, place, C).to(tl.float32) * b_beta[None, :]
-            b_written = written_to(operand, b_solved, b_k, b_v, tl.exp(b_g) * of_k, C, BV)
-            kept = b_k.to(tl.float32) * (tl.exp(last - b_g) * of_k)[:, None]
-            added = dot_in_two(kept, b_written, tl.zeros((BK, BV), tl.float32), True)
+            b_written, added = written_and_added(
+                operand, k, v, b_solved, b_g, last, of_k, first, rows, head, column, H, HV, K, V,
+                BK, BV, C,
+            )  # fmt: skip
             store_product(written, b_written, one, first, rows, HV, head, V, BV, C, column)
             state = state * tl.exp(last) + added
 
@@ -97,13 +93,10 @@ def state_gradients_kernel(
     wide = solved.dtype.element_ty
     blocks: tl.constexpr = (V + BV - 1) // BV
     for item in range(piece + tl.program_id(0), end, tl.num_programs(0)):
-        n, head, column = item // (HV * blocks), item // blocks % HV, item % blocks * BV
-        value = column + tl.arange(0, BV)
+        n, head, column, value, begin, stop, chunk = columns_of(item, starts, firsts, HV, V, BV)
         here = tl.cast(n * HV + head, tl.int64)
         grad_state = load_state(grad_final_state, here, value, K, V, BK, BV, V_FIRST)
-        begin, stop = tl.load(starts + n), tl.load(starts + n + 1)
         chunks = tl.cdiv(stop - begin, C)
-        chunk = tl.load(firsts + n)
         for back in range(0, chunks):
             index = chunks - 1 - back
             first = begin + index * C

@@ -94,6 +94,36 @@ def written_to(state, solved, k, v, decay_k, C: tl.constexpr, BV: tl.constexpr):
     return dot_in_two(forgets, recalled, written).to(k.dtype)
 
 
+@triton.jit
+def columns_of(item, starts, firsts, HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """A piece of work, BV columns of one head's state through a sequence.
+
+    Returns the sequence, the head, the first column, all columns, the sequence's first token, the
+    token after its last and its first chunk.
+    """
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    n, head, column = item // (HV * blocks), item // blocks % HV, item % blocks * BV
+    begin, stop, chunk = tl.load(starts + n), tl.load(starts + n + 1), tl.load(firsts + n)
+    return n, head, column, column + tl.arange(0, BV), begin, stop, chunk
+
+
+@triton.jit
+def written_and_added(
+    operand, k, v, solved, b_g, last, of_k, first, rows, head, column, H: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """What a chunk's tokens write to a state, and what of it is there after the chunk.
+
+    operand: the state before the chunk, in the dtype that is multiplied. solved: with betas.
+    """
+    b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(operand.dtype)
+    b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(operand.dtype)
+    written = written_to(operand, solved, b_k, b_v, tl.exp(b_g) * of_k, C, BV)
+    kept = b_k.to(tl.float32) * (tl.exp(last - b_g) * of_k)[:, None]
+    return written, dot_in_two(kept, written, tl.zeros((BK, BV), tl.float32), True)
+
+
 @triton.jit(do_not_specialize=["piece", "end", "scale"])
 def forward_kernel(
     q, k, v, g_sums, solved, scores, over_q, over_k, initial_state, starts, firsts, o, final_state,
@@ -110,14 +140,10 @@ def forward_kernel(
     """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
-    blocks: tl.constexpr = (V + BV - 1) // BV
     for item in range(piece + tl.program_id(0), end, tl.num_programs(0)):
-        n, head, column = item // (HV * blocks), item // blocks % HV, item % blocks * BV
-        value = column + tl.arange(0, BV)
+        n, head, column, value, begin, stop, chunk = columns_of(item, starts, firsts, HV, V, BV)
         here = tl.cast(n * HV + head, tl.int64)
         state = load_state(initial_state, here, value, K, V, BK, BV, V_FIRST)
-        begin, stop = tl.load(starts + n), tl.load(starts + n + 1)
-        chunk = tl.load(firsts + n)
         for first in range(begin, stop, C):
             rows = stop - first
             index = tl.cast(chunk + (first - begin) // C, tl.int64)
@@ -131,13 +157,11 @@ def forward_kernel(
             gamma = tl.exp(b_g)
             of_q, of_k = load_over_norms(over_q, shared, C), load_over_norms(over_k, shared, C)
             b_q = load_rows(q, first, rows, H, head // (HV // H), K, BK, C).to(wide)
-            b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
-            b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(wide)
-            b_solved = load_square(solved, place, C)
             operand = state.to(wide)
-            written = written_to(operand, b_solved, b_k, b_v, gamma * of_k, C, BV)
-            kept = b_k.to(tl.float32) * (tl.exp(last - b_g) * of_k)[:, None]
-            added = dot_in_two(kept, written, tl.zeros((BK, BV), tl.float32), True)
+            written, added = written_and_added(
+                operand, k, v, load_square(solved, place, C), b_g, last, of_k, first, rows, head,
+                column, H, HV, K, V, BK, BV, C,
+            )  # fmt: skip
             # After what the next chunk waits for.
             asked = (b_q.to(tl.float32) * (gamma * scale * of_q)[:, None]).to(wide)
             read = tl.dot(asked, operand, input_precision="ieee")

@@ -25,7 +25,7 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.forward import (
     load_state,
     state_place,
     store_state,
-    written_to,
+    written_and_added,
 )
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
     load_over_norms,
@@ -93,14 +93,14 @@ def ends_kernel(
             place, shared = index * HV + head, index * H + head // (HV // H)
             b_g, last = tl.load(g_sums + place * C + row), tl.load(g_sums + place * C + C - 1)
             of_k = load_over_norms(over_k, shared, C)
-            b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
-            b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(wide)  # 0 for M
             b_solved = load_square(solved, place, C)
             if betas is not None:
                 b_solved = b_solved.to(tl.float32) * tl.load(betas + place * C + row)[None, :]
-            written = written_to(state.to(wide), b_solved, b_k, b_v, tl.exp(b_g) * of_k, C, BV)
-            kept = b_k.to(tl.float32) * (tl.exp(last - b_g) * of_k)[:, None]
-            added = dot_in_two(kept, written, tl.zeros((BK, BV), tl.float32), True)
+            # v is 0 for M.
+            _, added = written_and_added(
+                state.to(wide), k, v, b_solved, b_g, last, of_k, first, rows, head, column, H, HV,
+                K, V, BK, BV, C,
+            )  # fmt: skip
             state = state * tl.exp(last) + added
         place = tl.cast((n * (segments - 1) + segment) * HV + head, tl.int64)
         store_end(ends, state, place, value, K, WIDTH, BK)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from npu_ops.core.grid import cdiv, tile_elements, vector_grid
 from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
+    columns_of,
     keys_of,
     load_row,
     over_keys,
@@ -107,9 +108,7 @@ def _forward_kernel(
     blocks: tl.constexpr = (V + BV - 1) // BV
     key = tl.arange(0, BK)
     for item in range(tl.program_id(0), sequences * HV * blocks, tl.num_programs(0)):
-        n, head = item // (HV * blocks), item // blocks % HV
-        value = item % blocks * BV + tl.arange(0, BV)
-        at, exists = state_tile(key, value, K, V, V_FIRST)
+        n, head, value, at, exists = columns_of(item, HV, K, V, V_FIRST, BK, BV)
         here = tl.cast(n * HV + head, tl.int64) * (K * V)
         state = load_state(initial_state, here, at, exists)
         begin, end = span_of(cu_seqlens, n, length)
@@ -151,9 +150,7 @@ def _checkpoint_kernel(
     blocks: tl.constexpr = (V + BV - 1) // BV
     key = tl.arange(0, BK)
     for item in range(tl.program_id(0), sequences * HV * blocks, tl.num_programs(0)):
-        n, head = item // (HV * blocks), item // blocks % HV
-        value = item % blocks * BV + tl.arange(0, BV)
-        at, exists = state_tile(key, value, K, V, V_FIRST)
+        n, head, value, at, exists = columns_of(item, HV, K, V, V_FIRST, BK, BV)
         state = load_state(initial_state, tl.cast(n * HV + head, tl.int64) * (K * V), at, exists)
         begin, end = span_of(cu_seqlens, n, length)
         for segment in range(0, tl.cdiv(end - begin, SEGMENT)):

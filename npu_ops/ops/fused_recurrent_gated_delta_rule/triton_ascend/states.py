@@ -59,6 +59,19 @@ def state_tile(key, value, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constex
 
 
 @triton.jit
+def columns_of(item, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
+               BK: tl.constexpr, BV: tl.constexpr):  # fmt: skip
+    """A piece of work, BV columns of one head's state.
+
+    Returns the sequence, the head, the columns, and `state_tile` of them.
+    """
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    value = item % blocks * BV + tl.arange(0, BV)
+    at, exists = state_tile(tl.arange(0, BK), value, K, V, V_FIRST)
+    return item // (HV * blocks), item // blocks % HV, value, at, exists
+
+
+@triton.jit
 def load_row(x, row, at, WIDTH: tl.constexpr):
     """Part of a row of [rows, WIDTH] in fp32, 0 beyond its end."""
     return tl.load(x + row * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
