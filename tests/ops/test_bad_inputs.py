@@ -412,7 +412,6 @@ SECTIONS = (
     ("mrope_section has four counts", {"mrope_section": [1, 1, 1, 1]}),
     ("mrope_section is empty", {"mrope_section": []}),
     ("mrope_section is too small", {"mrope_section": [1, 1, 1]}),
-    ("mrope_section is the whole rotary_dim", {"mrope_section": [4, 2, 2]}),
     ("mrope_section has a negative count", {"mrope_section": [6, -1, -1]}),
     ("mrope_section has a float", {"mrope_section": [2.0, 1, 1]}),
     ("mrope_section is text", {"mrope_section": "211"}),
@@ -422,8 +421,6 @@ SECTIONS = (
     ("section_layout is missing", {"section_layout": None}),
     ("section_layout is a flag", {"section_layout": True}),
     ("pair_layout is a section layout", {"pair_layout": "chunked"}),
-    ("interleaved H does not fit", {"mrope_section": [1, 2, 1], "section_layout": "interleaved"}),
-    ("interleaved W does not fit", {"mrope_section": [1, 1, 2], "section_layout": "interleaved"}),
 )  # fmt: skip
 mistakes(mrope, ValueError, *SECTIONS)
 mistakes(

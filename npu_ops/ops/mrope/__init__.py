@@ -7,7 +7,7 @@ import torch
 from npu_ops.core import check
 from npu_ops.core.registry import explains
 from npu_ops.ops.mrope import op
-from npu_ops.ops.mrope.sections import check_section
+from npu_ops.ops.mrope.sections import resolve_section
 from npu_ops.ops.rope import arguments
 
 __all__ = ["apply_multimodal_rotary_pos_emb", "apply_multimodal_rotary_pos_emb_cached"]
@@ -38,7 +38,8 @@ def apply_multimodal_rotary_pos_emb(
         q, k, unsqueeze_dim, layout, pair_layout, rotary_dim, inverse, inplace: as in
             `apply_rotary_pos_emb`.
         cos, sin: `[3, B, S, W]`, `[3, 1, S, W]` or, for TND, `[3, T, W]`: rows T, H, W.
-        mrope_section: how many of the R / 2 frequencies T, H and W own, e.g. [24, 20, 20].
+        mrope_section: how many of the R / 2 frequencies T, H and W own, e.g. [24, 20, 20]. Longer
+            sections end where the frequencies do, as in vLLM's and sgl-kernel-npu's kernels.
         section_layout: "chunked", T..TH..HW..W (Qwen2-VL, Qwen2.5-VL), or "interleaved",
             THWTHW..TT (Qwen3-VL, Qwen3.5).
 
@@ -67,10 +68,10 @@ def _prepare(
     layout = arguments.resolve_layout(q, layout, unsqueeze_dim)
     _check(q, k, cos, sin, layout, pair_layout, inplace)
     rotary_dim = arguments.resolve_rotary_dim(rotary_dim, cos.shape[-1], q.shape[-1])
-    check_section(mrope_section, section_layout, rotary_dim // 2)
+    section = resolve_section(mrope_section, section_layout, rotary_dim // 2)
     cos, sin = (table if table.dim() == 4 else table[:, None] for table in (cos, sin))
     k = arguments.k_or_no_heads(q, k, layout)
-    settings = list(mrope_section), section_layout, layout, pair_layout, bool(inverse), rotary_dim
+    settings = section, section_layout, layout, pair_layout, bool(inverse), rotary_dim
     return q, k, cos, sin, None, *settings
 
 
@@ -141,11 +142,11 @@ def _prepare_cached(
     k = None if k is None else _split_heads("k", k, head_dim)
     _check_cached(positions, q, k, cos_sin_cache, pair_layout, rotary_dim, inplace)
     width = cos_sin_cache.shape[1]
-    check_section(mrope_section, section_layout, width // 2)
+    section = resolve_section(mrope_section, section_layout, width // 2)
     cos, sin = cos_sin_cache[None, None].chunk(2, dim=-1)
     positions = positions.expand(3, -1)[:, None]
     k = arguments.k_or_no_heads(q, k, "TND")
-    settings = list(mrope_section), section_layout, "TND", pair_layout, bool(inverse), width
+    settings = section, section_layout, "TND", pair_layout, bool(inverse), width
     return q, k, cos, sin, positions, *settings
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from npu_ops.core import check
-from npu_ops.ops.mrope.sections import check_section
+from npu_ops.ops.mrope.sections import resolve_section
 from npu_ops.ops.rope import arguments as rope
 
 
@@ -83,7 +83,7 @@ def _inputs(call, cos, sin, positions, rotary_dim: int) -> tuple:
     rope.check_pair_layout(call.pair_layout)
     section, section_layout = call.mrope_section, call.section_layout
     if section is not None:
-        check_section(section, section_layout, rotary_dim // 2)
+        section = resolve_section(section, section_layout, rotary_dim // 2)
     elif section_layout is not None:
         raise ValueError(f"section_layout: got {section_layout!r} without an mrope_section")
     return (

@@ -505,3 +505,51 @@ def test_model_with_our_mrope(make, monkeypatch):
     with env.override(strict=True):
         actual = train_step(model, **inputs)
     assert_same_steps(actual, expected)
+
+
+# Sections that do not fill the frequencies
+
+
+@pytest.mark.parametrize(
+    "sections, layout, frequencies, filled",
+    [
+        ([32, 32, 32], "chunked", 64, [32, 32, 0]),  # vllm-ascend's test of vLLM's kernel
+        ([32, 48, 48], "interleaved", 64, [22, 21, 21]),  # sgl-kernel-npu's
+        ([32, 48, 48], "chunked", 64, [32, 32, 0]),
+        ([70, 1, 1], "chunked", 64, [64, 0, 0]),
+        ([2, 60, 20], "interleaved", 64, [23, 21, 20]),
+    ],
+)
+def test_sections_end_with_the_frequencies(sections, layout, frequencies, filled):
+    """As masks of vLLM's kernel have it, whichever function is called."""
+    frequency = torch.arange(frequencies)
+    if layout == "interleaved":
+        is_h = (frequency % 3 == 1) & (frequency <= 3 * sections[1])
+        is_w = (frequency % 3 == 2) & (frequency <= 3 * sections[2])
+    else:
+        is_h = (frequency >= sections[0]) & (frequency < sections[0] + sections[1])
+        is_w = frequency >= sections[0] + sections[1]
+    positions, q = torch.randint(9, (3, 5)), torch.randn(5, 2, 2 * frequencies)
+    cache = torch.randn(9, 2 * frequencies)
+    axis = is_h.long() + 2 * is_w.long()
+    cos, sin = (table[positions[axis].T, frequency] for table in cache.chunk(2, -1))
+    expected, _ = npu_ops.apply_rotary_pos_emb(q, None, cos, sin, rotary_dim=2 * frequencies)
+    for each in (sections, filled):
+        actual, _ = npu_ops.apply_multimodal_rotary_pos_emb_cached(
+            positions, q, None, cache, each, layout
+        )
+        torch.testing.assert_close(actual, expected)
+    tables = (table[positions] for table in cache.chunk(2, -1))
+    actual, _ = npu_ops.apply_multimodal_rotary_pos_emb(
+        q, None, *tables, sections, section_layout=layout, rotary_dim=2 * frequencies
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+def test_sections_that_leave_frequencies_to_nobody_are_refused():
+    for layout in ("chunked", "interleaved"):
+        with pytest.raises(ValueError, match="^mrope_section: got .* needs the sum 64 or more"):
+            npu_ops.apply_multimodal_rotary_pos_emb_cached(
+                torch.zeros(3, 5).long(), torch.randn(5, 2, 128), None, torch.randn(9, 128),
+                [20, 20, 20], layout,
+            )  # fmt: skip
