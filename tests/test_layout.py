@@ -267,6 +267,7 @@ SHARED = {
     "fused_recurrent_gated_delta_rule.states": {"chunk_gated_delta_rule"},
     "fused_recurrent_gated_delta_rule.triton_ascend.states": {"gated_delta_rule_update"},
     "gdn_gate.reference": {"gated_delta_rule_update"},
+    "gdn_gate.triton_ascend": {"gated_delta_rule_update"},
     "l2norm.reference": {"causal_conv1d_qkv", "chunk_gated_delta_rule", "gated_delta_rule_update"},
     "gdn_gate.softplus": {"gated_delta_rule_update"},
     "l2norm.triton_ascend": {"causal_conv1d", "chunk_gated_delta_rule"},
@@ -280,7 +281,7 @@ SHARED = {
     "rope.triton_ascend": {"mrope", "qk_norm_rope"},
 }
 # Ops that call another one, as a user would: its public function.
-CALLED = {"gdn_gate": {"chunk_gated_delta_rule"}}
+CALLED = {"gdn_gate": {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"}}
 
 
 def parts_of_other_ops(path):

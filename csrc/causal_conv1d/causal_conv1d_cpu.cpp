@@ -10,6 +10,7 @@ void forward(Tensor x, Tensor weight, std::optional<Tensor> bias, std::optional<
   const Filter filter(weight, bias);
   const auto sequences = sequences_of(x, cu_seqlens);
   prefer_huge_pages(y);
+  clear_behind(y, sequences);
   dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
     const Inputs<T> in{Tokens<T>(x), Tokens<T>(residual), State<T>(initial_state)};
     std::vector<Block<T>> blocks;
@@ -27,6 +28,7 @@ void backward(Tensor grad, std::optional<Tensor> grad_final_state, Tensor x, Ten
   const auto sequences = sequences_of(x, cu_seqlens);
   Sums sums(filter, sequences);
   prefer_huge_pages(grad_x);
+  clear_behind(grad_x, sequences);
   dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
     const Gradients<T> all{Tokens<T>(x), Tokens<T>(grad_x), State<T>(grad_final_state),
                            State<T>(initial_state), State<T>(grad_initial_state)};

@@ -109,10 +109,20 @@ inline std::vector<Sequence> sequences_of(const Tensor& x,
     for (int64_t b = 0; b < x.size(0); ++b) sequences.push_back({b, b, 0, x.size(1)});
     return sequences;
   }
-  const auto starts = starts_of("cu_seqlens", *cu_seqlens, x.size(1), Ends::kAtLast);
+  const auto starts = starts_of("cu_seqlens", *cu_seqlens, x.size(1));
   for (int64_t n = 0; n + 1 < static_cast<int64_t>(starts.size()); ++n)
     sequences.push_back({n, 0, starts[n], starts[n + 1]});
   return sequences;
+}
+
+// Writes zeros to the rows of [1, T, ...] behind the last sequence, which belong to nobody.
+inline void clear_behind(const Tensor& x, const std::vector<Sequence>& sequences) {
+  if (!x.numel()) return;
+  const int64_t begin = sequences.empty() ? 0 : sequences.back().stop, count = x.size(1);
+  const int64_t width = x.numel() / x.size(0) / count;
+  dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
+    for (int64_t t = begin; t < count; ++t) std::fill_n(output<T>(x) + t * x.stride(1), width, T{});
+  });
 }
 
 inline int64_t tokens_of(const std::vector<Sequence>& sequences) {
@@ -261,7 +271,7 @@ struct Sums {
   Sums(const Filter& filter, const std::vector<Sequence>& sequences)
       : filter(filter),
         pieces(pieces_of(sequences)),
-        groups(std::min<int64_t>(kGroups, pieces.size())),
+        groups(std::clamp<int64_t>(pieces.size(), 1, kGroups)),
         size((filter.width + 1) * filter.channels),
         values(groups * size, 0.0f) {}
 

@@ -26,7 +26,7 @@ std::vector<Sequence> find_sequences(const Arguments& all, const Indices& indice
                                      const Indices& window_indices) {
   const int64_t length = all.x.size(1), most = all.state.size(2) - all.width + 2;
   std::vector<int64_t> bounds, slots, windows;
-  if (starts) bounds = starts_of("query_start_loc", *starts, length, Ends::kAnywhere);
+  if (starts) bounds = starts_of("query_start_loc", *starts, length);
   const int64_t count = starts ? static_cast<int64_t>(bounds.size()) - 1 : all.x.size(0);
   std::vector<Sequence> found;
   for (int64_t n = 0; n < count; ++n) {
@@ -40,10 +40,10 @@ std::vector<Sequence> find_sequences(const Arguments& all, const Indices& indice
         within("query_start_loc (a length)", one.end - one.begin, 0, most);
       }
     }
-    if (all.window) {
+    if (all.window && !one.skipped) {
       one.window = within("intermediate_state_indices", window_indices.at_or(n, n), -1,
                           all.window->size(0) - 1);
-      if (one.window >= 0 && !one.skipped) windows.push_back(one.window);
+      if (one.window >= 0) windows.push_back(one.window);
     }
     found.push_back(one);
   }

@@ -1,4 +1,4 @@
-// Sigmoid and what comes of it, on the vector unit. Included by device code alone.
+// Sigmoid, softplus and what comes of them, on the vector unit. Included by device code alone.
 #pragma once
 
 #include <kernel_operator.h>
@@ -25,6 +25,47 @@ __aicore__ inline void sigmoid_slope(AscendC::LocalTensor<float> to, AscendC::Lo
   AscendC::Adds(scratch, to, 1.0f, count);
   AscendC::Div(to, to, scratch, count);
   AscendC::Div(to, to, scratch, count);
+}
+
+// to = softplus(x) = max(x, 0) + log(1 + e) with e = exp(-|x|). log(1 + e) = 2 artanh(s) with
+// s = e / (2 + e) <= 1/3, by its series: Ln(1 + e) would lose what of e is smaller than 1. to, s
+// and t are not x.
+__aicore__ inline void softplus(AscendC::LocalTensor<float> to, AscendC::LocalTensor<float> x,
+                                AscendC::LocalTensor<float> s, AscendC::LocalTensor<float> t,
+                                int32_t count) {
+  AscendC::Abs(s, x, count);
+  AscendC::Muls(s, s, -1.0f, count);
+  AscendC::Exp(s, s, count);
+  AscendC::Adds(t, s, 2.0f, count);
+  AscendC::Div(s, s, t, count);
+  AscendC::Mul(t, s, s, count);
+  AscendC::Muls(to, t, 1.0f / 13, count);
+  for (int32_t i = 11; i > 1; i -= 2) {
+    AscendC::Adds(to, to, 1.0f / i, count);
+    AscendC::Mul(to, to, t, count);
+  }
+  AscendC::Adds(to, to, 1.0f, count);
+  AscendC::Mul(to, to, s, count);
+  AscendC::Muls(to, to, 2.0f, count);
+  AscendC::Maxs(t, x, 0.0f, count);
+  AscendC::Add(to, to, t, count);
+}
+
+// Parts x of exp(A_log) softplus(x), which is in the range of floats where its factors need not be:
+// it is exp(A_log + far) softplus(x) of what x becomes. Below -17 softplus is e^x, of which far
+// takes all that is below e^-17. t is scratch.
+__aicore__ inline void part_softplus(AscendC::LocalTensor<float> x, AscendC::LocalTensor<float> far,
+                                     AscendC::LocalTensor<float> t, int32_t count) {
+  constexpr float kFar = -17.0f;
+  AscendC::Adds(far, x, -kFar, count);
+  AscendC::Mins(far, far, 0.0f, count);
+  // 0, or NaN where x is: of a NaN, Maxs may make a number.
+  AscendC::Abs(t, x, count);
+  AscendC::Muls(t, t, -1.0f, count);
+  AscendC::Exp(t, t, count);
+  AscendC::Muls(t, t, 0.0f, count);
+  AscendC::Maxs(x, x, kFar, count);
+  AscendC::Add(x, x, t, count);
 }
 
 }  // namespace npu_ops

@@ -56,20 +56,17 @@ inline void check_distinct(const char* name, std::vector<int64_t> places) {
                   " twice, needs each at most once");
 }
 
-// Where sequences start and the last one ends, in `tokens` tokens: all of them, or the first ones.
-enum class Ends { kAtLast, kAnywhere };
-
-inline std::vector<int64_t> starts_of(const char* name, const Tensor& tensor, int64_t tokens,
-                                      Ends ends) {
+// Where sequences start and the last one ends, in `tokens` tokens. What is behind it belongs to
+// nobody (npu_ops/core/lengths.py).
+inline std::vector<int64_t> starts_of(const char* name, const Tensor& tensor, int64_t tokens) {
   const Indices indices(tensor);
   const int64_t count = indices.rows();
   STD_TORCH_CHECK(count > 0, name, ": got no elements, needs 0 first");
   std::vector<int64_t> starts(count);
   for (int64_t n = 0; n < count; ++n) starts[n] = indices.at(n);
   const int64_t first = starts.front(), last = starts.back();
-  const bool all = ends == Ends::kAtLast;
-  STD_TORCH_CHECK(first == 0 && (last == tokens || (!all && last < tokens)), name, ": got ", first,
-                  " first and ", last, " last, needs 0 and ", all ? "" : "up to ", tokens);
+  STD_TORCH_CHECK(first == 0 && last <= tokens, name, ": got ", first, " first and ", last,
+                  " last, needs 0 and up to ", tokens, ", the number of tokens");
   for (int64_t n = 1; n < count; ++n)
     STD_TORCH_CHECK(starts[n - 1] <= starts[n], name, ": got ", starts[n - 1], " before ",
                     starts[n], ", needs starts that do not decrease");

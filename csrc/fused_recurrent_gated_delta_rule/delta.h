@@ -107,10 +107,9 @@ struct StateLayout {
 // Where sequence n begins and ends in the tokens: by `cu_seqlens`, or all have `length` tokens.
 class Spans {
  public:
-  Spans(const std::optional<Tensor>& cu_seqlens, int64_t batch, int64_t length, int64_t tokens,
-        Ends ends) {
+  Spans(const std::optional<Tensor>& cu_seqlens, int64_t batch, int64_t length, int64_t tokens) {
     if (cu_seqlens) {
-      starts_ = starts_of("cu_seqlens", *cu_seqlens, tokens, ends);
+      starts_ = starts_of("cu_seqlens", *cu_seqlens, tokens);
       return;
     }
     for (int64_t n = 0; n <= batch; ++n) starts_.push_back(n * length);

@@ -20,7 +20,7 @@ struct Inputs {
         beta_width(beta.size(3)),
         layout{q.size(3), v.size(3), v_first},
         blocks((v.size(3) + kBlock - 1) / kBlock),
-        spans(cu_seqlens, q.size(0), q.size(1), q.size(0) * q.size(1), Ends::kAtLast),
+        spans(cu_seqlens, q.size(0), q.size(1), q.size(0) * q.size(1)),
         q(q, q.size(3)),
         k(k, q.size(3)),
         v(v, v.size(3)),
@@ -126,6 +126,11 @@ void forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> g, std::optiona
              std::optional<Tensor> cu_seqlens, double scale, bool v_first, Tensor o,
              std::optional<Tensor> final_state) {
   const Inputs in(q, k, v, g, gk, gv, beta, cu_seqlens, scale, v_first);
+  // Tokens behind the last sequence belong to nobody.
+  const int64_t row = in.value_heads * in.layout.values, end = in.spans.end(in.spans.count() - 1);
+  dispatch(o.scalar_type(), "o", [&]<class T>(T*) {
+    std::fill(output<T>(o) + end * row, output<T>(o) + o.numel(), T{});
+  });
   const int64_t items = in.spans.count() * in.value_heads * in.blocks;
   parallel(items, in.average_work(), [&](int64_t first, int64_t last) {
     for (int64_t item = first; item < last; ++item) {
@@ -292,9 +297,11 @@ void backward(Tensor grad_o, std::optional<Tensor> grad_final_state, Tensor q, T
   const Rows grad_o_rows(grad_o, in.layout.values);
   clear(grad_q);
   clear(grad_k);
+  clear(grad_v);
   clear(grad_beta);
   if (grad_g) clear(*grad_g);
   if (grad_gk) clear(*grad_gk);
+  if (grad_gv) clear(*grad_gv);
   const int64_t parts = in.group * in.blocks;
   parallel(in.spans.count() * in.heads, 4 * parts * in.average_work(),
            [&](int64_t first, int64_t last) {

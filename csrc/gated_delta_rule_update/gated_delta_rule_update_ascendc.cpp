@@ -5,6 +5,7 @@
 // state is loaded once, stays on chip in fp32 for all tokens, and is stored where it is wanted. The
 // next piece, or the next few tokens, are loaded before this one is computed. Barriers inside the
 // vector pipe are bisheng's (--cce-auto-sync); queues order the copies.
+#include "common/activation_ascendc.h"
 #include "common/ascendc.h"
 #include "gated_delta_rule_update/gated_delta_rule_update_tiling.h"
 
@@ -64,6 +65,7 @@ class Update {
     ones_ = floats(kLanes, 1.0f);
     x_ = floats(kLanes);
     t_ = floats(kLanes);
+    root_ = floats(kLanes);
     decay_ = floats(kLanes);
     beta_ = floats(kLanes);
     norm_ = floats(kLanes, 1.0f);
@@ -303,18 +305,16 @@ class Update {
     Numbers(x_, from[a_at_], tiling_.a_type, count, token_);
     Numbers(t_, from[bias_at_], tiling_.bias_type, 1, head_);
     Add(x_, x_, t_, kLanes);
-    Abs(t_, x_, kLanes);
-    Muls(t_, t_, -1.0f, kLanes);
-    Exp(t_, t_, kLanes);
-    Adds(t_, t_, 1.0f, kLanes);
-    Ln(t_, t_, kLanes);
-    Maxs(x_, x_, 0.0f, kLanes);
-    Add(t_, t_, x_, kLanes);
-    Numbers(x_, from[rate_at_], tiling_.rate_type, 1, head_);
-    Exp(x_, x_, kLanes);
-    Mul(x_, x_, t_, kLanes);
-    Muls(x_, x_, -1.0f, kLanes);
-    Exp(decay_, x_, kLanes);
+    part_softplus(x_, root_, t_, kLanes);
+    Numbers(t_, from[rate_at_], tiling_.rate_type, 1, head_);
+    Add(root_, root_, t_, kLanes);
+    Muls(root_, root_, 0.5f, kLanes);
+    Exp(root_, root_, kLanes);
+    softplus(decay_, x_, beta_, t_, kLanes);
+    Mul(decay_, decay_, root_, kLanes);
+    Mul(decay_, decay_, root_, kLanes);
+    Muls(decay_, decay_, -1.0f, kLanes);
+    Exp(decay_, decay_, kLanes);
     Numbers(x_, from[b_at_], tiling_.b_type, count, token_);
     Muls(x_, x_, -1.0f, kLanes);
     Exp(x_, x_, kLanes);
@@ -497,7 +497,7 @@ class Update {
   TQue<TPosition::VECIN, 2> token_queue_, state_queue_;
   TQue<TPosition::VECOUT, 2> kept_queue_, o_queue_;
   Floats state_, partial_, q_, k_, v_, o_, change_, recalled_, spread_, q_spread_;
-  Floats wide_, ones_, x_, t_, decay_, beta_, norm_;
+  Floats wide_, ones_, x_, t_, root_, decay_, beta_, norm_;
   LocalTensor<uint32_t> head_, token_;  // offsets, for Numbers
 };
 

@@ -69,14 +69,14 @@ std::vector<Sequence> find_sequences(const Call& call, const Spans& spans, const
   const int64_t steps = call.kept ? call.kept->size(1) : columns;
   within("cu_seqlens", spans.count(), call.slots.rows(), call.slots.rows());
   for (int64_t n = 0; n < spans.count(); ++n) {
-    const int64_t count = spans.end(n) - spans.begin(n);
-    if (call.kept || by_token) within("tokens of a sequence", count, 0, steps);
-    int64_t done = 0;
-    if (accepted) done = within("num_accepted_tokens", accepted.at(n), by_token ? 1 : 0, steps);
-    add_slots(call.slots, n, last_slot, slots_written);
+    const int64_t count = spans.end(n) - spans.begin(n), done = accepted ? accepted.at(n) : 0;
     Sequence one{n, spans.begin(n), spans.end(n), !by_token && done > 0, 0, -1, done - 1};
-    one.slot = call.slots.at(n, by_token ? std::max<int64_t>(0, one.step) : 0);
-    if (count == 0 || one.slot < 0) continue;
+    one.slot = call.slots.at(n, by_token ? std::clamp<int64_t>(done, 1, columns) - 1 : 0);
+    if (one.slot == -1) continue;  // nothing else of a skipped sequence is read
+    if (call.kept || by_token) within("tokens of a sequence", count, 0, steps);
+    if (accepted) within("num_accepted_tokens", done, by_token ? 1 : 0, steps);
+    add_slots(call.slots, n, last_slot, slots_written);
+    if (count == 0) continue;
     if (call.kept)
       one.row = within("intermediate_state_indices", rows ? rows.at(n) : n,
                        one.starts_kept ? 0 : -1, call.kept->size(0) - 1);
@@ -170,7 +170,7 @@ class Head {
     read_key(call_.k, token, qk_at, 1.0f, k_.data());
     call_.v.read(token, head * call_.values, call_.values, v_.data());
     const float raw = call_.a.one(token, head) + call_.dt_bias.one(head);
-    const float decay = std::exp(-std::exp(call_.A_log.one(head)) * softplus(raw));
+    const float decay = std::exp(-rate(call_.A_log.one(head), raw));
     const float beta = 1.0f / (1.0f + std::exp(-call_.b.one(token, head)));
     if (call_.v_first) {
       advance_rows(state_.data(), call_.values, width_,
@@ -194,10 +194,12 @@ class Head {
   }
 
  private:
-  float softplus(float x) const {
-    const float bent = call_.softplus_beta * x;
-    if (bent > call_.softplus_threshold) return x;
-    return (std::max(bent, 0.0f) + std::log1p(std::exp(-std::abs(bent)))) / call_.softplus_beta;
+  // exp(A_log) softplus(x), in fp64: a factor may be out of the range of floats where this is not.
+  float rate(double A_log, double x) const {
+    const double bent = call_.softplus_beta * x;
+    const double plus = std::max(bent, 0.0) + std::log1p(std::exp(-std::abs(bent)));
+    const double value = bent > call_.softplus_threshold ? x : plus / call_.softplus_beta;
+    return static_cast<float>(std::exp(A_log) * value);
   }
   float* block_data(int64_t block) { return state_.data() + block * call_.keys * kBlock; }
   int64_t block_values(int64_t block) const {
@@ -247,7 +249,7 @@ void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tens
   const Call call(q, k, v, a, b, A_log, dt_bias, state, state_indices, intermediate_states, scale,
                   normalize, v_first, update, softplus_beta, softplus_threshold, o);
   const int64_t count = state_indices.size(0);
-  const Spans spans(cu_seqlens, count, count ? q.size(0) / count : 0, q.size(0), Ends::kAnywhere);
+  const Spans spans(cu_seqlens, count, count ? q.size(0) / count : 0, q.size(0));
   const auto sequences = find_sequences(call, spans, Indices(num_accepted_tokens),
                                         Indices(intermediate_state_indices));
   dispatch(o.scalar_type(), "o", [&]<class T>(T*) { std::fill_n(output<T>(o), o.numel(), T{}); });

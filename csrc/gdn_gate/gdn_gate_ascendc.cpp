@@ -12,7 +12,7 @@ namespace npu_ops {
 
 using namespace AscendC;
 
-// What forward and backward share: a + dt_bias, its softplus, and the decay of each head.
+// What forward and backward share: a + dt_bias, its softplus, and A_log of each head.
 class Gate {
  public:
   __aicore__ inline Gate(GM_ADDR a, GM_ADDR A_log, GM_ADDR dt_bias, GM_ADDR b,
@@ -24,50 +24,39 @@ class Gate {
     plus_ = rows_.tile_of_floats();
     s_ = rows_.tile_of_floats();
     t_ = rows_.tile_of_floats();
+    root_ = rows_.tile_of_floats();
     ones_ = rows_.floats(tiling.rows.elements, 1.0f);
-    decay_ = rows_.floats(tiling.rows.stride);
+    A_log_row_ = rows_.floats(tiling.rows.stride);
     bias_ = rows_.floats(tiling.rows.stride);
   }
 
  protected:
-  // x = a + dt_bias, decay = -exp(A_log).
+  // x = a + dt_bias.
   __aicore__ inline void LoadGate(RowTile tile) {
     rows_.load(in_queue_, a_, tiling_.a, tile);
-    LoadHeads(decay_, A_log_, tiling_.A_log, tile);
-    Exp(decay_, decay_, tile.columns);
-    Muls(decay_, decay_, -1.0f, tile.columns);
+    LoadHeads(A_log_row_, A_log_, tiling_.A_log, tile);
     rows_.take(in_queue_, x_, tiling_.a, tile);
     if (!dt_bias_) return;
     LoadHeads(bias_, dt_bias_, tiling_.dt_bias, tile);
     rows_.plus_row(x_, bias_, tile);
   }
 
-  // plus = softplus(x) = max(x, 0) + log(1 + e) with e = exp(-|x|). log(1 + e) = 2 artanh(s) with
-  // s = e / (2 + e) <= 1/3, by its series: Ln(1 + e) would lose what of e is smaller than 1.
-  __aicore__ inline void Softplus(int32_t count) {
-    Abs(s_, x_, count);
-    Muls(s_, s_, -1.0f, count);
-    Exp(s_, s_, count);
-    Adds(t_, s_, 2.0f, count);
-    Div(s_, s_, t_, count);
-    Mul(t_, s_, s_, count);
-    Muls(plus_, t_, 1.0f / 13, count);
-    for (int32_t i = 11; i > 1; i -= 2) {
-      Adds(plus_, plus_, 1.0f / i, count);
-      Mul(plus_, plus_, t_, count);
-    }
-    Adds(plus_, plus_, 1.0f, count);
-    Mul(plus_, plus_, s_, count);
-    Muls(plus_, plus_, 2.0f, count);
-    Maxs(t_, x_, 0.0f, count);
-    Add(plus_, plus_, t_, count);
+  // exp(A_log) softplus(x) = root^2 plus, and its derivative by x is root^2 sigmoid of what x
+  // becomes.
+  __aicore__ inline void Softplus(RowTile tile) {
+    const int32_t count = rows_.count(tile);
+    part_softplus(x_, root_, t_, count);
+    rows_.plus_row(root_, A_log_row_, tile);
+    Muls(root_, root_, 0.5f, count);
+    Exp(root_, root_, count);
+    softplus(plus_, x_, s_, t_, count);
   }
 
   GdnGateTiling tiling_;
   Rows rows_;
   __gm__ uint8_t *a_, *A_log_, *dt_bias_, *b_;
   TQue<TPosition::VECIN, 2> in_queue_, head_queue_;
-  Floats x_, plus_, s_, t_, ones_, decay_, bias_;
+  Floats x_, plus_, s_, t_, ones_, root_, A_log_row_, bias_;
 
  private:
   __aicore__ inline void LoadHeads(Floats to, GM_ADDR from, const RowTensor& tensor, RowTile tile) {
@@ -95,8 +84,10 @@ class Forward : private Gate {
   __aicore__ inline void Run(RowTile tile) {
     const int32_t count = rows_.count(tile);
     LoadGate(tile);
-    Softplus(count);
-    rows_.times_row(plus_, decay_, tile);
+    Softplus(tile);
+    Mul(plus_, plus_, root_, count);
+    Mul(plus_, plus_, root_, count);
+    Muls(plus_, plus_, -1.0f, count);
     rows_.store(g_queue_, g_, tiling_.g, plus_, tile);
     if (!b_) return;
     rows_.load(in_queue_, b_, tiling_.b, tile);
@@ -142,16 +133,24 @@ class Backward : private Gate {
     const int32_t count = rows_.count(tile);
     LoadGate(tile);
     rows_.load(slope_queue_, grad_g_, tiling_.g, tile);
-    Softplus(count);
+    Softplus(tile);
     sigmoid(s_, x_, ones_, count);
     rows_.take(slope_queue_, slope_, tiling_.g, tile);
-    rows_.times_row(slope_, decay_, tile);
-    Mul(plus_, plus_, slope_, count);
+    Muls(slope_, slope_, -1.0f, count);
+    TimesDecay(plus_, count);
     rows_.add_rows(sums_[tile.column], plus_, tile);
-    Mul(s_, s_, slope_, count);
+    TimesDecay(s_, count);
     rows_.store(grad_a_queue_, grad_a_, tiling_.grad_a, s_, tile);
     rows_.add_rows(sums_[sum_width_ + tile.column], s_, tile);
     if (b_) GradB(tile);
+  }
+
+  // values *= the gradient of g and root^2, in an order in which no product leaves the range of
+  // floats unless the result does.
+  __aicore__ inline void TimesDecay(Floats values, int32_t count) {
+    Mul(values, values, root_, count);
+    Mul(values, values, slope_, count);
+    Mul(values, values, root_, count);
   }
 
   __aicore__ inline void GradB(RowTile tile) {

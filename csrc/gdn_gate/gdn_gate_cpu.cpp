@@ -15,29 +15,37 @@ namespace npu_ops {
 namespace {
 
 // What softplus is: log(1 + exp(beta x)) / beta, or x where beta x is above the threshold.
+//
+// Neither exp(A_log) nor softplus need be in the range of floats where their product is. So it is
+// computed as root^2 softplus(near): below -17 softplus is e^x, of which root takes all that is
+// below e^-17.
 struct Softplus {
   Softplus(double beta, double threshold)
       : beta(static_cast<float>(beta)), threshold(static_cast<float>(threshold)) {}
-  // Of beta x: softplus(x) times beta; and the derivative of softplus at x.
-  NPU_OPS_INLINE float value(float x) const { return x > threshold ? x : softplus(x); }
-  // Both, of one exp.
+  static constexpr float kFar = -17.0f;
+  // Of beta x and A_log.
+  NPU_OPS_INLINE static float root(float x, float A_log) {
+    return exp_within(0.5f * (A_log + (x < kFar ? x - kFar : 0.0f)));
+  }
+  NPU_OPS_INLINE static float near(float x) { return x < kFar ? kFar : x; }
+  // Of `near`: softplus(x), and its derivative at x. Both, of one exp.
+  NPU_OPS_INLINE float value(float x) const { return (x > threshold ? x : softplus(x)) / beta; }
   NPU_OPS_INLINE void both(float x, float& value, float& slope) const {
     const float e = exp_within(-std::fabs(x)), low = x < 0.0f ? e : 1.0f;
-    value = x > threshold ? x : softplus(x, e);
+    value = (x > threshold ? x : softplus(x, e)) / beta;
     slope = x > threshold ? 1.0f : low / (1.0f + e);
   }
   float beta, threshold;
 };
 
-// -exp(A_log) / beta and beta dt_bias in fp32, `times` over.
+// A_log and beta dt_bias in fp32, `times` over.
 struct Heads {
   Heads(const Tensor& A_log, const std::optional<Tensor>& dt_bias, float beta, int64_t times)
-      : decay(A_log.numel()), bias(A_log.numel(), 0.0f) {
-    widen(A_log, decay);
-    for (float& value : decay) value = -std::exp(value) / beta;
+      : A_log(A_log.numel()), bias(A_log.numel(), 0.0f) {
+    widen(A_log, this->A_log);
     if (dt_bias) widen(*dt_bias, bias);
     for (float& value : bias) value *= beta;
-    for (auto* values : {&decay, &bias}) {
+    for (auto* values : {&this->A_log, &bias}) {
       const std::vector<float> once = *values;
       for (int64_t i = 1; i < times; ++i) values->insert(values->end(), once.begin(), once.end());
     }
@@ -48,7 +56,7 @@ struct Heads {
       for (size_t i = 0; i < out.size(); ++i) out[i] = load(in[i]);
     });
   }
-  std::vector<float> decay, bias;
+  std::vector<float> A_log, bias;
 };
 
 // From row to row of a [rows, HV] tensor, or of a contiguous one with more or fewer dimensions.
@@ -104,14 +112,16 @@ void add_folded(const std::vector<float>& wide_sums, int64_t heads, float* sums)
 }
 
 template <class A>
-NPU_OPS_CLONES void decay_rows(Strided<const A> a, const float* decay, const float* bias,
+NPU_OPS_CLONES void decay_rows(Strided<const A> a, const float* A_log, const float* bias,
                                Strided<float> g, Softplus plus, int64_t rows, int64_t heads) {
   for (int64_t row = 0; row < rows; ++row) {
     const A* from = a.row(row);
     float* to = g.row(row);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < heads; ++i)
-      to[i] = decay[i] * plus.value(plus.beta * load(from[i]) + bias[i]);
+    for (int64_t i = 0; i < heads; ++i) {
+      const float x = plus.beta * load(from[i]) + bias[i], root = plus.root(x, A_log[i]);
+      to[i] = -(root * plus.value(plus.near(x))) * root;
+    }
   }
 }
 
@@ -129,7 +139,7 @@ NPU_OPS_CLONES void beta_rows(Strided<const B> b, Strided<B> beta, float scale, 
 // sums: of A_log's gradient, then of dt_bias's.
 template <class A>
 NPU_OPS_CLONES void decay_gradient_rows(Strided<const float> grad_g, Strided<const A> a,
-                                        const float* decay, const float* bias, Strided<A> grad_a,
+                                        const float* A_log, const float* bias, Strided<A> grad_a,
                                         float* sums, Softplus plus, int64_t rows, int64_t heads) {
   for (int64_t row = 0; row < rows; ++row) {
     const float* grad = grad_g.row(row);
@@ -137,12 +147,12 @@ NPU_OPS_CLONES void decay_gradient_rows(Strided<const float> grad_g, Strided<con
     A* to = grad_a.row(row);
 #pragma GCC ivdep
     for (int64_t i = 0; i < heads; ++i) {
-      const float x = plus.beta * load(from[i]) + bias[i], of_decay = grad[i] * decay[i];
+      const float x = plus.beta * load(from[i]) + bias[i], root = plus.root(x, A_log[i]);
       float value, slope;
-      plus.both(x, value, slope);
-      const float of_a = of_decay * plus.beta * slope;
+      plus.both(plus.near(x), value, slope);
+      const float of_a = -(root * slope) * grad[i] * root;
       store(to + i, of_a);
-      sums[i] += of_decay * value;
+      sums[i] -= root * value * grad[i] * root;
       sums[heads + i] += of_a;
     }
   }
@@ -182,7 +192,7 @@ void forward(Tensor a, Tensor A_log, std::optional<Tensor> dt_bias, std::optiona
         const auto written = to.from(row);
         const auto read = of_a.read(from.from(row), count);
         in_wide_rows(count, one.times, [&](int64_t first, int64_t many, int64_t each) {
-          decay_rows(wide(read, first, each), of.decay.data(), of.bias.data(),
+          decay_rows(wide(read, first, each), of.A_log.data(), of.bias.data(),
                      wide(of_g.to(written), first, each), plus, many, heads * each);
         });
         of_g.written(written, count);
@@ -241,7 +251,7 @@ void backward(Tensor grad_g, std::optional<Tensor> grad_beta, Tensor a, Tensor A
           const auto grad = of_grad.read(grads.from(row), count);
           const auto read = of_a.read(from.from(row), count);
           in_wide_rows(count, one.times, [&](int64_t first, int64_t many, int64_t each) {
-            decay_gradient_rows(wide(grad, first, each), wide(read, first, each), of.decay.data(),
+            decay_gradient_rows(wide(grad, first, each), wide(read, first, each), of.A_log.data(),
                                 of.bias.data(), wide(of_grad_a.to(written), first, each),
                                 each == one.times ? wide_sums.data() : sum, plus, many,
                                 heads * each);

@@ -17,7 +17,7 @@ struct GdnGateTiling {
 // through one queue, and their gradients' through another: as floats, two of each. Besides: rows of
 // parameters, and in backward the sums of two gradients, each a whole row.
 constexpr int64_t kGdnGateQueueBytes = 2 * 4;
-constexpr int64_t kGdnGateFloats = 5, kGdnGateBackwardFloats = 6;
+constexpr int64_t kGdnGateFloats = 6, kGdnGateBackwardFloats = 7;
 constexpr int64_t kGdnGateFixedBytes = 2 * 3 * 4 * kWidestChunk;
 // More heads' sums leave no room for tiles.
 constexpr int64_t kMostHeads = 8192;

@@ -52,7 +52,11 @@ class Angles {
     Take(c_, cos_, tiling_.cos, of_cos_, batch, rows);
     Take(s_, sin_, tiling_.sin, of_sin_, batch, rows);
     AscendC::Mul(s_, s_, sign_, row_);
+    nobodys_ = rows[0] == kNobody;
   }
+
+  // Whether the token that was prepared belongs to no sequence.
+  __aicore__ inline bool nobodys() const { return nobodys_; }
 
   // Rotates a tile of the token's heads; `crossed` is another tile, to work in.
   __aicore__ inline void rotate(Floats x, Floats crossed, RowTile tile) {
@@ -146,7 +150,7 @@ class Angles {
   static constexpr int64_t kNoRow = -1;
   int64_t prepared_ = -1;
   int32_t row_;  // floats of a table's row on chip
-  bool whole_halves_;
+  bool whole_halves_, nobodys_ = false;
   AscendC::TQue<AscendC::TPosition::VECIN, 2> table_queue_;
   Floats table_, c_, s_, sign_;
   Offsets of_cos_, of_sin_, swap_;

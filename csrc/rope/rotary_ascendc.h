@@ -49,7 +49,10 @@ class Rotary {
     const auto bytes = bytes_of(static_cast<ElementType>(tiling_.type));
     rows_.load(in_queue_, from + x.at(token, length) * bytes, of_heads(x), tile);
     rows_.take(in_queue_, x_, of_heads(x), tile);
-    angles_.rotate(x_, crossed_, tile);
+    if (angles_.nobodys())
+      AscendC::Duplicate(x_, 0.0f, rows_.count(tile));
+    else
+      angles_.rotate(x_, crossed_, tile);
     rows_.store(out_queue_, to + out.at(token, length) * bytes, of_heads(out), x_, tile);
   }
 

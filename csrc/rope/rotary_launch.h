@@ -77,8 +77,9 @@ inline void launch_rotary(const char* kernel, const RotaryArguments& given,
   tiling.q_out = heads_of(q_out, layout);
   tiling.k_out = heads_of(k_out, layout);
   tiling.type = element_type(q, "q");
-  // In place, what is not rotated stays where it is.
-  const bool in_place = q.const_data_ptr() == q_out.const_data_ptr();
+  // In place, what is not rotated stays where it is; but for tokens that belong to nobody.
+  const bool may_be_nobodys = positions && layout == "TND";
+  const bool in_place = q.const_data_ptr() == q_out.const_data_ptr() && !may_be_nobodys;
   tiling.rows.groups = static_cast<int32_t>(batch * length);
   tiling.rows.rows = tiling.q.count + tiling.k.count;
   tiling.rows.inner = 1;

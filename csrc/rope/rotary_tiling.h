@@ -19,6 +19,9 @@ struct HeadTensor {
   }
 };
 
+// The row of a token that belongs to no sequence, whose result is 0 (npu_ops/ops/rope/packing.py).
+constexpr int64_t kNobody = -(1 << 30);
+
 // Elements from one axis (T, H, W), batch or row of a table to the next; of positions, a token.
 struct Table {
   int64_t axis, batch, row;

@@ -10,6 +10,7 @@
 #include "common/check.h"
 #include "common/halves.h"
 #include "common/parallel.h"
+#include "rope/rotary_tiling.h"
 
 namespace npu_ops {
 
@@ -182,7 +183,8 @@ void rotate_all(const Tensor& q, const Tensor& k, const Tensor& q_out, const Ten
 // Checked here too, before anything is written: a compiled caller has had no other check.
 class Rows {
  public:
-  Rows(const std::optional<Tensor>& positions, int64_t table_rows, int64_t length)
+  Rows(const std::optional<Tensor>& positions, int64_t table_rows, int64_t length,
+       bool packed = false)
       : positions_(positions) {
     if (!positions_) {
       STD_TORCH_CHECK(length <= table_rows, "cos: got ", table_rows, " rows, needs ", length);
@@ -197,6 +199,7 @@ class Rows {
       for (int64_t b = 0; b < positions_->size(rank - 2); ++b)
         for (int64_t s = 0; s < length; ++s) {
           const int64_t row = at(axis, b, s);
+          if (packed && row == kNobody) continue;
           STD_TORCH_CHECK(row >= 0 && row < table_rows, "positions: got row ", row, ", needs 0 to ",
                           table_rows - 1);
         }

@@ -11,17 +11,15 @@ from collections.abc import Iterable
 import torch
 
 
-def starts_of(name: str, x: torch.Tensor, tokens: int, *, padded: bool = False) -> list[int]:
-    """Where sequences start and the last one ends.
+def starts_of(name: str, x: torch.Tensor, tokens: int) -> list[int]:
+    """Where sequences start and the last one ends, see lengths.py.
 
-    Raises ValueError unless they span `tokens`, or as many of them as come before padding.
+    Raises ValueError unless they begin with 0, do not decrease, and end among `tokens`.
     """
     starts = x.tolist()
-    spans = starts and (starts[-1] == tokens or (padded and starts[-1] < tokens))
-    if not spans or starts[0] != 0:
+    if not starts or starts[0] != 0 or starts[-1] > tokens:
         ends = f"{starts[0]} first and {starts[-1]} last" if starts else "no elements"
-        most = "up to " if padded else ""
-        raise ValueError(f"{name}: got {ends}, needs 0 and {most}{tokens}, the number of tokens")
+        raise ValueError(f"{name}: got {ends}, needs 0 and up to {tokens}, the number of tokens")
     if any(after < before for before, after in zip(starts, starts[1:], strict=False)):
         raise ValueError(f"{name}: got a negative length, needs starts that do not decrease")
     return starts
@@ -42,10 +40,10 @@ def check_within(name: str, x: torch.Tensor | None, low: int, high: int) -> None
         raise ValueError(f"{name}: got {smallest} to {largest}, needs {low} to {high}")
 
 
-def check_starts(name: str, x: torch.Tensor | None, tokens: int, *, padded: bool = False) -> None:
+def check_starts(name: str, x: torch.Tensor | None, tokens: int) -> None:
     """`starts_of`, of starts that may be None."""
     if x is not None:
-        starts_of(name, x, tokens, padded=padded)
+        starts_of(name, x, tokens)
 
 
 def check_distinct(name: str, places: Iterable[int]) -> None:

@@ -36,11 +36,11 @@ def need(condition: bool, argument: str) -> None:
         raise Refused(argument)
 
 
-def spans(starts, tokens: int, name: str, *, whole: bool = True) -> list[tuple[int, int]]:
-    """Where each packed sequence begins and ends. whole: they cover all tokens."""
+def spans(starts, tokens: int, name: str) -> list[tuple[int, int]]:
+    """Where each packed sequence begins and ends. Tokens behind the last one are nobody's."""
     starts = starts.tolist()
     need(starts[0] == 0, name)
-    need(starts[-1] == tokens if whole else starts[-1] <= tokens, name)
+    need(starts[-1] <= tokens, name)
     pairs = list(zip(starts, starts[1:], strict=False))
     need(all(begin <= end for begin, end in pairs), name)
     return pairs

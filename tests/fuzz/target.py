@@ -121,7 +121,8 @@ SHAPE = Drawn([], st.lists(st.sampled_from(TOKENS), max_size=3))
 
 
 def packed(s, draw, tokens_name="tokens"):
-    """(batch, tokens, cu_seqlens) of settings with "lengths" or "batch" and "tokens"."""
+    """(batch, tokens, cu_seqlens) of settings with "lengths" and "behind", how many tokens are
+    nobody's, or "batch" and "tokens"."""
     if s["lengths"] is None:
         return s["batch"], s[tokens_name], None
-    return 1, sum(s["lengths"]), draw.starts(s["lengths"], s["index"])
+    return 1, sum(s["lengths"]) + s["behind"], draw.starts(s["lengths"], s["index"])

@@ -321,7 +321,6 @@ mistakes(
 )  # fmt: skip
 mistakes(
     rope_packed, ValueError,
-    ("cu_seqlens end early", {"cu_seqlens": torch.tensor([0, 3, 9])}),
     ("cu_seqlens end late", {"cu_seqlens": torch.tensor([0, 3, 11])}),
     ("cu_seqlens lack the leading 0", {"cu_seqlens": torch.tensor([3, 10])}),
     ("cu_seqlens are lengths", {"cu_seqlens": torch.tensor([3, 7])}),
@@ -358,6 +357,8 @@ mistakes(
     ("k has another dtype", {"k": lambda t: t.half()}),
     ("mscale is a string", {"mscale": "1.0"}),
     ("mscale is missing", {"mscale": None}),
+    ("cp_size is a float", {"cp_size": 2.0}),
+    ("cp_rank is missing", {"cp_rank": None}),
 )  # fmt: skip
 mistakes(
     freqs, ValueError,
@@ -386,6 +387,8 @@ mistakes(
     ("cu_seqlens have two dimensions", {"cu_seqlens": torch.tensor([[0, 16]])}),
     ("cp_rank is the size", {"cp_rank": 2}),
     ("cp_rank is negative", {"cp_rank": -1}),
+    ("cp_size without cu_seqlens", {"cp_size": 2, "cu_seqlens": None}),
+    ("cp_rank without cu_seqlens", {"cp_rank": 1, "cp_size": 1, "cu_seqlens": None}),
     ("cp_size is 0", {"cp_size": 0}, "cp_rank"),
     ("freqs have a batch", {"freqs": torch.randn(16, 2, 1, 8)}),
     ("freqs are packed as well", {"freqs": torch.randn(16, 1, 8)}),

@@ -136,3 +136,22 @@ def test_mistake(changes, argument):
     with pytest.raises(ValueError, match=f"^{argument}: got "):
         npu_ops.causal_conv1d(**call)
     assert before is None or torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("pool", [torch.float32, torch.float16])
+def test_what_is_in_a_pool_passes_no_narrower_dtype(pool, device):
+    """With bf16 x: rows that only move, or stay, are bit for bit what they were, and what the
+    filter reads of them is not rounded."""
+    starts, slots = torch.tensor([0, 0, 1, 3, 12]), torch.tensor([4, 2, 5, 0])
+    call = arguments(device, pool=pool, cu_seqlens=starts, conv_state_indices=slots)
+    call["x"] = call["x"][:, :12].bfloat16()
+    before = call["conv_state"].clone()
+    y, _ = npu_ops.causal_conv1d(**call)
+    after, x = call["conv_state"], call["x"][0].T.to(pool)
+    assert torch.equal(after[[1, 3, 4]], before[[1, 3, 4]])  # no sequence, or one of no tokens
+    assert torch.equal(after[2], torch.cat([before[2, :, 1:], x[:, :1]], 1))
+    assert torch.equal(after[5], torch.cat([before[5, :, 2:], x[:, 1:3]], 1))
+    assert torch.equal(after[0], x[:, 9:])
+    wide = call | {"x": call["x"].float(), "conv_state": before.float()}
+    assert y.dtype == torch.bfloat16 and torch.equal(y, npu_ops.causal_conv1d(**wide)[0].bfloat16())

@@ -56,6 +56,30 @@ def test_a_sparse_tensor_is_refused(call, name):
 
 
 @every_tensor
+def test_what_is_no_tensor_is_refused(call, name):
+    value = call.arguments()[name]
+    for wrong in (value.tolist(), value.numpy()):
+        with pytest.raises(TypeError, match=f"^{name}: got {type(wrong).__name__}, needs a tensor"):
+            run(call, **call.arguments(**{name: wrong}))
+
+
+def tensors_not_given():
+    """(call, an argument that may be a tensor and is not given)."""
+    for call in CALLS:
+        parameters = inspect.signature(getattr(npu_ops, call.function)).parameters.values()
+        absent = [p for p in parameters if call.arguments().get(p.name) is None]
+        yield from ((call, p.name) for p in absent if "torch.Tensor" in str(p.annotation))
+
+
+@every(tensors_not_given())
+def test_what_is_no_tensor_is_refused_where_nothing_is_needed(call, name):
+    """By its own name; as a ValueError where the argument does not go with the others."""
+    for wrong in ([1, 2], "1"):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: got "):
+            run(call, **call.arguments(**{name: wrong}))
+
+
+@every_tensor
 def test_a_message_spells_a_dtype_in_one_way(call, name):
     for dtype in (torch.int16, torch.complex64, torch.float64, torch.float16):
         value = call.arguments()[name].to(dtype)

@@ -107,6 +107,31 @@ def test_no_overflow(A_log, implementation, device):
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize(
+    "A_log, a",
+    [(89, -120), (88.7, -120), (88.8, -95), (120, -150), (95, -17.1), (90, -16.9), (170, -180),
+     (-90, 3e38), (300, -290)],
+)  # fmt: skip
+def test_finite_wherever_the_result_is(A_log, a, implementation, device):
+    """A factor overflows or vanishes, the product does not. Gradients too, of a small one."""
+    inputs = {"a": torch.tensor([[a]]).float(), "A_log": torch.tensor([A_log]).float()}
+
+    def scaled(a, A_log):
+        return npu_ops.gdn_gate(a, A_log) * 2.0**-60
+
+    with forced(implementation, *OPS):
+        actual = evaluate(scaled, on_device(inputs, device), ("a", "A_log"))
+    wide = floats(inputs, torch.float64)
+
+    def right(a, A_log):
+        return -A_log.exp() * F.softplus(a) * 2.0**-60
+
+    for name, expected in evaluate(right, wide, ("a", "A_log")).items():
+        value = actual[name].cpu().double()
+        torch.testing.assert_close(value, expected, rtol=2e-5, atol=1e-37, msg=f"{name}: {value}")
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(
     "beta, threshold", [(0.5, 20.0), (2.0, 20.0), (1.0, 2.0), (3.0, 0.0), (0.25, math.inf)]
 )
 def test_another_softplus(beta, threshold, implementation, device):

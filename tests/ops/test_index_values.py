@@ -31,12 +31,8 @@ class Index:
         return f"{self.call.__name__}-{self.name}"
 
 
-def starts(x):
-    """Wrong forms of starts that span all tokens; those of fewer are right elsewhere."""
-    return wrong_starts(x) | {"short": replaced(x, -1, int(x[-1]) - 1)}
-
-
 def wrong_starts(x):
+    """Those that end before the tokens do are right, see test_lengths.py."""
     last = int(x[-1])
     return {
         "negative": replaced(x, 0, -1),
@@ -215,12 +211,12 @@ def gated_delta_rule_update_by_token():
 _UPDATE, _CONV = npu_ops.gated_delta_rule_update, npu_ops.causal_conv1d_update
 INDICES = [
     Index("position_ids", npu_ops.apply_rotary_pos_emb, rope, between(0, 19)),
-    Index("cu_seqlens", npu_ops.apply_rotary_pos_emb, packed_rope, starts, True),
+    Index("cu_seqlens", npu_ops.apply_rotary_pos_emb, packed_rope, wrong_starts, True),
     Index("cu_seqlens", npu_ops.apply_rotary_pos_emb_freqs, freqs, wrong_starts, True),
     Index("cu_seqlens", npu_ops.apply_rotary_pos_emb_freqs, freqs_of_a_rank, chunked_starts, True),
     Index("positions", npu_ops.apply_multimodal_rotary_pos_emb_cached, cached, between(0, 19)),
     *(
-        Index(name, npu_ops.attention, call, starts, True)
+        Index(name, npu_ops.attention, call, wrong_starts, True)
         for call in (packed_attention, packed_attention_by_blocks)
         for name in ("cu_seqlens_q", "cu_seqlens_k")
     ),
@@ -228,19 +224,19 @@ INDICES = [
     Index("seqlens_k", npu_ops.attention, paged_attention, between(0, 32)),
     Index("block_table", npu_ops.attention, paged_attention, between(0, 5)),
     Index("block_table", npu_ops.attention, paged_packed_attention, between(0, 5)),
-    Index("cu_seqlens_q", npu_ops.attention, paged_packed_attention, starts),
-    Index("cu_seqlens", npu_ops.causal_conv1d, causal_conv1d, starts, True),
-    Index("cu_seqlens", npu_ops.causal_conv1d_qkv, causal_conv1d_qkv, starts, True),
+    Index("cu_seqlens_q", npu_ops.attention, paged_packed_attention, wrong_starts),
+    Index("cu_seqlens", npu_ops.causal_conv1d, causal_conv1d, wrong_starts, True),
+    Index("cu_seqlens", npu_ops.causal_conv1d_qkv, causal_conv1d_qkv, wrong_starts, True),
     Index("conv_state_indices", _CONV, causal_conv1d_update, between(-1, 3)),
     Index("num_accepted_tokens", _CONV, causal_conv1d_update, between(1, 3)),
     Index("intermediate_state_indices", _CONV, causal_conv1d_update, between(-1, 2)),
     Index("query_start_loc", _CONV, packed_causal_conv1d_update, wrong_starts),
-    Index("cu_seqlens", npu_ops.chunk_gated_delta_rule, chunk_gated_delta_rule, starts, True),
+    Index("cu_seqlens", npu_ops.chunk_gated_delta_rule, chunk_gated_delta_rule, wrong_starts, True),
     Index(
         "cu_seqlens",
         npu_ops.fused_recurrent_gated_delta_rule,
         fused_recurrent_gated_delta_rule,
-        starts,
+        wrong_starts,
         True,
     ),
     Index("state_indices", _UPDATE, gated_delta_rule_update, between(-1, 4)),

@@ -76,7 +76,8 @@ def attention(
             the whole mask: without is_causal and window.
         bias: added to the scores; shapes as attn_mask, q's dtype or float32. Differentiable.
         cu_seqlens_q, cu_seqlens_k: for TND, int32 or int64 `[n + 1]`, the starts of n sequences and
-            their end: 0 first, the number of tokens last. cu_seqlens_k is cu_seqlens_q if None.
+            their end: 0 first, the number of tokens or less last. cu_seqlens_k is cu_seqlens_q if
+            None. Results and gradients of tokens behind the last sequence are 0.
         max_seqlen_q, max_seqlen_k: bounds of their lengths; None: the number of tokens.
         seqlens_k: int32 or int64 `[n]`: of each sequence's keys the first so many are there. Needed
             with a block_table.

@@ -34,6 +34,7 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
         found, log_sum = found * (log_sum - both).exp()[..., None], both
     out.copy_(found)
     lse.copy_(log_sum)
+    _clear(extra.cu_seqlens_q_cpu, out, lse)
 
 
 def attention_backward(
@@ -58,11 +59,22 @@ def attention_backward(
     for gradient, value in zip((grad_q, grad_k, grad_v), found[:3], strict=True):
         batch, heads = gradient.shape[:2]
         gradient.copy_(_normal(value, plan, batch, heads)[..., : gradient.shape[3]])
+    _clear(extra.cu_seqlens_q_cpu, grad_q)
+    _clear(extra.cu_seqlens_k_cpu, grad_k, grad_v)
     if grad_bias is not None:
         grad_bias.copy_(found[3].float().sum_to_size(grad_bias.shape))
     if grad_sinks is not None:
         delta = (grad_out.float() * out.float()).sum(-1)
-        grad_sinks.copy_(-((extra.sinks[:, None] - lse).exp() * delta).sum((0, 2)))
+        shares = (extra.sinks[:, None] - lse).exp() * delta
+        _clear(extra.cu_seqlens_q_cpu, shares)
+        grad_sinks.copy_(-shares.sum((0, 2)))
+
+
+def _clear(starts, *outputs) -> None:
+    """Write zeros to the rows of tokens that belong to nobody, of `[1, heads, tokens, ...]`."""
+    for x in outputs if starts is not None else ():
+        if starts[-1] < x.shape[2]:
+            x[:, :, int(starts[-1]) :].zero_()
 
 
 def _train(plan: AttentionPlan, q, k, v, extra: Extra, rule: Rule):

@@ -28,7 +28,8 @@ class Extra(NamedTuple):
     bias: `[B or 1, N or 1, Sq or 1, Sk]`, q's dtype or fp32. mask: bool of such a shape, True takes
         part. Views of any strides; without packed or paged keys alone.
     sinks: fp32 `[N]` (fp64 where q is).
-    cu_seqlens_q, cu_seqlens_k: int32 or int64 `[n + 1]`, 0 first and the number of tokens last.
+    cu_seqlens_q, cu_seqlens_k: int32 or int64 `[n + 1]`, 0 first, the number of tokens or less
+        last.
     seqlens_k: int32 or int64 `[n]`: the keys of a sequence that exist.
     block_table: int32 `[n, blocks]`: key j of a sequence is row `j % block_size` of block
         `j // block_size` of its row here. Entries past the length mean nothing.

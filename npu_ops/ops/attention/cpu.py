@@ -50,6 +50,10 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
         _by_piece(q, k, v, extra, rule, out, lse)
     if extra.sinks is not None:
         _add_sinks(extra.sinks, out, lse)
+    if extra.cu_seqlens_q is not None:
+        end = int(extra.cu_seqlens_q[-1])
+        for x in (out, lse):  # of tokens that belong to nobody
+            x[:, :, end:].zero_()
 
 
 def _by_piece(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
@@ -82,7 +86,9 @@ def attention_backward(
         return short.backward(grad_out, lse, q, k, v, rule, *gradients)
     operator = operator_of(q, k, v, extra, rule, grad_lse is not None)
     by_blocks = operator != "torch flash attention"
-    for gradient in (grad_k, grad_v, grad_bias):  # of keys that no sequence has; sums
+    # Of queries and keys that no sequence has; sums.
+    packed = extra.cu_seqlens_q is not None
+    for gradient in (grad_q if packed else None, grad_k, grad_v, grad_bias):
         if gradient is not None:
             gradient.zero_()
     rows = _rows(lse, rule)
@@ -104,7 +110,10 @@ def attention_backward(
     if grad_sinks is not None:
         delta = (grad_out.float() * out.float()).sum(-1)
         delta = delta if grad_lse is None else delta - grad_lse
-        grad_sinks.copy_(-((extra.sinks[:, None] - lse).exp() * delta).sum((0, 2)))
+        shares = (extra.sinks[:, None] - lse).exp() * delta
+        if packed:
+            shares = shares[..., : int(extra.cu_seqlens_q[-1])]
+        grad_sinks.copy_(-shares.sum((0, 2)))
 
 
 def _rows(lse, rule: Rule):

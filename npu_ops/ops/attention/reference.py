@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import make, rng
+from npu_ops.core import lengths, make, rng
 from npu_ops.ops.attention.arguments import Extra, Rule
 
 _TILE = 128  # keys that share Philox calls
@@ -27,14 +27,17 @@ def attention(q, k, v, extra: Extra, rule: Rule) -> tuple[torch.Tensor, torch.Te
     lse = pairs.scores.logsumexp(-1)
     if extra.sinks is not None:
         lse = torch.logaddexp(lse, extra.sinks[:, None].expand_as(lse))
-    return weighted(pairs.dropped(pairs.weights(lse)), pairs.part, pairs.v), lse
+    out = weighted(pairs.dropped(pairs.weights(lse)), pairs.part, pairs.v)
+    return _without_nobodys(extra.cu_seqlens_q, out, lse)
 
 
 def attention_backward(grad_out, grad_lse, out, lse, q, k, v, extra: Extra, rule: Rule):
     """The gradients of q, k, v, of the bias in its own shape, and of the sinks; in fp32."""
     pairs = Pairs(q, k, v, extra, rule)
     wide = compute_dtype(q)
-    grad_out = grad_out.to(wide)
+    (grad_out,) = _without_nobodys(extra.cu_seqlens_q, grad_out.to(wide))
+    if grad_lse is not None:
+        (grad_lse,) = _without_nobodys(extra.cu_seqlens_q, grad_lse)
     weights = pairs.weights(lse)
     delta = (grad_out * out.to(wide)).sum(-1)
     delta = delta if grad_lse is None else delta - grad_lse
@@ -49,7 +52,16 @@ def attention_backward(grad_out, grad_lse, out, lse, q, k, v, extra: Extra, rule
     grad_q = weighted(grad_product, pairs.part, pairs.k)
     grad_k = weighted(grad_product.mT, pairs.part.mT, pairs.q)
     grad_v = weighted(pairs.dropped(weights).mT, pairs.part.mT, grad_out)
-    return grad_q, _per_group(grad_k, k), _per_group(grad_v, v), grad_bias, grad_sinks
+    (grad_q,) = _without_nobodys(extra.cu_seqlens_q, grad_q)
+    of_keys = _per_group(grad_k, k), _per_group(grad_v, v)
+    of_keys = _without_nobodys(extra.cu_seqlens_k, *of_keys)
+    return grad_q, *of_keys, grad_bias, grad_sinks
+
+
+def _without_nobodys(starts, *rows):
+    """`[1, heads, tokens, ...]` with what tokens that belong to nobody have."""
+    found = lengths.without_nobodys(starts, *(x.transpose(1, 2) for x in rows))
+    return tuple(x.transpose(1, 2) for x in found)
 
 
 def weighted(weights, part, x):
@@ -130,14 +142,19 @@ class Positions:
                 self.keys = extra.seqlens_k.view(-1, 1, 1, 1)
             self.missing = self.key[:, None] >= self.keys  # may hold anything
             return
-        of_q = torch.searchsorted(starts, token_q, right=True) - 1
+        # Tokens that belong to nobody are a sequence of their own.
+        starts = _with_end(starts, queries)
+        of_q = (torch.searchsorted(starts, token_q, right=True) - 1).clamp(0, len(starts) - 2)
         self.query, self.queries = token_q - starts[of_q], starts.diff()[of_q, None]
         if extra.block_table is None:
-            starts, lengths = extra.cu_seqlens_k, extra.cu_seqlens_k.diff()
-            of_k = torch.searchsorted(starts, token_k, right=True) - 1
+            starts = _with_end(extra.cu_seqlens_k, keys)
+            lengths = starts.diff()
+            of_k = (torch.searchsorted(starts, token_k, right=True) - 1).clamp(0, len(lengths) - 1)
             self.key = token_k - starts[of_k]
         else:  # as many rows for each sequence, of which the first are keys
-            self.longest, lengths = keys // (len(starts) - 1), extra.seqlens_k
+            sequences = len(extra.seqlens_k)
+            self.longest = keys // sequences
+            lengths = torch.nn.functional.pad(extra.seqlens_k, (0, 1))
             of_k, self.key = token_k // self.longest, token_k % self.longest
         self.same, self.keys = of_q[:, None] == of_k, lengths[of_q, None]
         self.missing = (self.key >= lengths[of_k])[:, None]
@@ -152,6 +169,11 @@ class Positions:
         if rule.window_right >= 0:
             part = part & (ahead <= rule.window_right)
         return part
+
+
+def _with_end(starts, tokens: int):
+    """`starts`, and the number of tokens."""
+    return torch.nn.functional.pad(starts, (0, 1), value=tokens)
 
 
 def from_blocks(cache, block_table, packed: bool):

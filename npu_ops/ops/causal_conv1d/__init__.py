@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import check
+from npu_ops.core import check, lengths
 from npu_ops.core.registry import explains
 from npu_ops.ops.causal_conv1d import arguments, context_parallel, layout, op, pool
 
@@ -45,8 +45,8 @@ def causal_conv1d(
             included.
         activation: "silu", "swish" (the same) or None.
         cu_seqlens: `[N + 1]` int32 or int64, where packed sequences start and the last one ends,
-            for a B of 1; lengths may be 0. None: B sequences of T. On a device the values are
-            not checked: results are undefined for wrong ones, but no other memory is touched.
+            for a B of 1; lengths may be 0. None: B sequences of T. What is behind the last one gets
+            0, in y and in gradients.
         cp_group: the tokens are one span of a sequence whose other spans, of any length, the other
             ranks of this group have, in the order of ranks; all call this and go backward together.
             Without initial_state and cu_seqlens. The final state is that after this rank's span.
@@ -64,8 +64,9 @@ def causal_conv1d(
         weight, bias, residual and initial_state, also through the final state; once.
 
     Raises:
-        TypeError: a dtype. ValueError: a shape, a device, an activation; cu_seqlens that decrease
-            or do not span x (on the CPU); with conv_state a required gradient, and on the CPU a
+        TypeError: a dtype. ValueError: a shape, a device, an activation; cu_seqlens that decrease,
+            do not begin with 0 or end behind x (on the CPU; on a device y and the gradient of x are
+            NaN); with conv_state a required gradient, and on the CPU a
             slot outside of the pool or one twice. RuntimeError: such slots in a compiled call. On a
             device a slot outside is as pad_slot_id.
 
@@ -82,9 +83,12 @@ def causal_conv1d(
             conv_state, conv_state_indices, pad_slot_id, layout.sequences(x, cu_seqlens)
         )
         before = slots.read(weight.shape[1], x.dtype, has_initial_state)
-        y, final_state = op.forward(*inputs._replace(initial_state=before, output_final_state=True))
+        inputs = inputs._replace(initial_state=before, output_final_state=True)
+        if before.dtype != x.dtype and x.device.type == "cpu":  # its kernel has one dtype for both
+            inputs = inputs._replace(x=x.to(before.dtype), residual=_as(residual, before.dtype))
+        y, final_state = op.forward(*inputs)
         slots.write(final_state)
-        return y, None
+        return y.to(x.dtype), None
     if cp_group is not None:
         before = context_parallel.initial_state(x, weight.shape[1], cp_group)
         inputs = inputs._replace(initial_state=before)
@@ -99,6 +103,8 @@ def _prepare(
 ):  # fmt: skip
     """The public arguments as the operator takes them, but for the states of a pool."""
     _check(x, weight, bias, residual, initial_state, activation, cu_seqlens, cp_group)
+    if cu_seqlens is not None and residual is not None and residual.requires_grad:
+        (residual,) = lengths.without_nobodys(cu_seqlens, residual)
     if conv_state is not None:
         check.alone("conv_state", initial_state=initial_state, cp_group=cp_group)
         pool.check_call(
@@ -114,6 +120,10 @@ def _prepare(
     return op.forward.Inputs(
         x, weight, bias, residual, initial_state, cu_seqlens, silu, bool(output_final_state)
     )
+
+
+def _as(tensor, dtype):
+    return None if tensor is None else tensor.to(dtype)
 
 
 def _check(x, weight, bias, residual, initial_state, activation, cu_seqlens, cp_group) -> None:

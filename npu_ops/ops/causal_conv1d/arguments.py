@@ -69,7 +69,7 @@ def check_integers(name, value, x, length: int | None = None) -> None:
 def check_starts(name, starts, x, tokens: int) -> None:
     """Check the starts of packed sequences and their end; on the CPU the values too."""
     check_integers(name, starts, x)
-    if not starts.shape[0]:
+    if starts.shape[0] < (2 if tokens else 1):
         raise check.shape(name, starts, "[N + 1]")
     if library.readable(starts):
         indices.check_starts(name, starts, tokens)

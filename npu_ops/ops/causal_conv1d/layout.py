@@ -13,9 +13,10 @@ def channels_last(state):
     return state if state.stride(1) == 1 else state.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def new_state(x, count: int, width: int):
-    """An uninitialised `[count, D, W]` state of x's dtype with D in one piece."""
-    return x.new_empty((count, width, x.shape[-1])).transpose(1, 2)
+def new_state(x, count: int, width: int, state=None):
+    """An uninitialised `[count, D, W]` state with D in one piece, of x's dtype or the state's."""
+    dtype = x.dtype if state is None else state.dtype
+    return x.new_empty((count, width, x.shape[-1]), dtype=dtype).transpose(1, 2)
 
 
 def sequences(x, cu_seqlens) -> int:
@@ -32,7 +33,8 @@ def final_state(inputs):
     """The final state of an operator's NamedTuple of inputs, uninitialised; None: not wanted."""
     if not inputs.output_final_state:
         return None
-    return new_state(inputs.x, sequences(inputs.x, inputs.cu_seqlens), inputs.weight.shape[1])
+    x, width = inputs.x, inputs.weight.shape[1]
+    return new_state(x, sequences(x, inputs.cu_seqlens), width, inputs.initial_state)
 
 
 def no_tokens(arguments) -> None:

@@ -70,8 +70,12 @@ class Slots:
             self._real = (slots >= 0) & (slots < conv_state.shape[0]) & (slots != pad_slot_id)
         self._places = torch.where(self._real, slots, 0).long()
 
-    def read(self, width: int, dtype: torch.dtype, has_initial_state):
-        """Initial states `[N, D, W]`; zeros where there is none."""
+    def read(self, width: int, x_dtype: torch.dtype, has_initial_state):
+        """Initial states `[N, D, W]`; zeros where there is none.
+
+        Their dtype holds x and what is in the pool: states pass no narrower one.
+        """
+        dtype = torch.promote_types(self._pool.dtype, x_dtype)
         if not self._pool.shape[0]:
             shape = len(self._places), self._pool.shape[1], width
             return self._pool.new_zeros(shape, dtype=dtype)

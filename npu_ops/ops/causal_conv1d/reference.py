@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from npu_ops.core import make
+from npu_ops.core import lengths, make
 
 
 def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu):
@@ -20,7 +20,8 @@ def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu):
     rows = all_rows(x, initial_state, cu_seqlens, weight.shape[1], compute_dtype(x, weight))
     z = _preactivation(rows, x, weight, bias, cu_seqlens)
     y = (F.silu(z) if silu else z).view(x.shape)
-    return y if residual is None else y + residual.to(y.dtype)
+    y = y if residual is None else y + residual.to(y.dtype)
+    return lengths.without_nobodys(cu_seqlens, y)[0]
 
 
 def with_final_state(x, weight, bias, residual, initial_state, cu_seqlens, silu):
@@ -31,7 +32,8 @@ def with_final_state(x, weight, bias, residual, initial_state, cu_seqlens, silu)
 
 def final_state(x, width, initial_state, cu_seqlens):
     """The last W rows of each sequence, [N, D, W]."""
-    rows = all_rows(x, initial_state, cu_seqlens, width, x.dtype)
+    dtype = x.dtype if initial_state is None else initial_state.dtype
+    rows = all_rows(x, initial_state, cu_seqlens, width, dtype)
     return rows[last_indices(x, cu_seqlens, width)].transpose(1, 2)
 
 
@@ -42,21 +44,27 @@ def causal_conv1d_backward(
     wide, (channels, width) = compute_dtype(x, weight), weight.shape
     rows = all_rows(x, initial_state, cu_seqlens, width, wide)
     grad_z = grad_y.to(wide).flatten(0, 1)
+    behind = torch.zeros_like(grad_z[:, 0], dtype=torch.bool)
+    if cu_seqlens is not None:
+        behind, _ = lengths.nobodys(cu_seqlens, x.shape[1])
     if silu:
         z = _preactivation(rows, x, weight, bias, cu_seqlens)
         gate = z.sigmoid()
         grad_z = grad_z * gate * (1 + z * (1 - gate))
+    grad_z = grad_z.masked_fill(behind[:, None], 0)
     grad_rows, grad_weight = torch.zeros_like(rows), torch.zeros_like(weight, dtype=wide)
     for back in range(width):
         tap, index = width - 1 - back, indices(x, cu_seqlens, width, back)
-        grad_weight[:, tap] = (grad_z * rows[index]).sum(0)
+        own = rows[index].masked_fill(behind[:, None], 0)
+        grad_weight[:, tap] = (grad_z * own).sum(0)
         grad_rows.index_add_(0, index, grad_z * weight[:, tap].to(wide))
     if grad_final_state is not None:
         index = last_indices(x, cu_seqlens, width).flatten()
         grad_rows.index_add_(0, index, grad_final_state.to(wide).transpose(1, 2).flatten(0, 1))
     grad_state, grad_x = grad_rows.split([len(rows) - len(grad_z), len(grad_z)])
     grad_state = grad_state.view(len(grad_state) // width, width, channels).transpose(1, 2)
-    return grad_x.view(x.shape), grad_weight, grad_z.sum(0), grad_state
+    (grad_x,) = lengths.without_nobodys(cu_seqlens, grad_x.view(x.shape))
+    return grad_x, grad_weight, grad_z.sum(0), grad_state
 
 
 def _preactivation(rows, x, weight, bias, cu_seqlens):
@@ -83,8 +91,9 @@ def indices(x, cu_seqlens, width, back):
     """For each token, the row that is `back` before it in its sequence, [B * T]."""
     starts, _ = bounds(x, cu_seqlens)
     token = make.counted(x.shape[0] * x.shape[1], device=x.device)
-    sequence = torch.searchsorted(starts, token, right=True) - 1
-    return row_index(starts, width, sequence, token - back)
+    sequence = (torch.searchsorted(starts, token, right=True) - 1).clamp(0)
+    last = len(starts) * width + len(token) - 1
+    return row_index(starts, width, sequence, token - back).clamp(0, last)
 
 
 def last_indices(x, cu_seqlens, width):
@@ -92,7 +101,8 @@ def last_indices(x, cu_seqlens, width):
     starts, stops = bounds(x, cu_seqlens)
     sequence = make.counted(len(starts), device=x.device)[:, None]
     token = stops[:, None] + make.counted(-width, 0, device=x.device)
-    return row_index(starts, width, sequence, token)
+    last = len(starts) * width + x.shape[0] * x.shape[1] - 1
+    return row_index(starts, width, sequence, token).clamp(0, last)
 
 
 def row_index(starts, width, sequence, token):

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from npu_ops.core import hardware
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+from npu_ops.core.lengths_triton_ascend import finish, int32_starts
 from npu_ops.ops.causal_conv1d import wide_triton_ascend as wide
 from npu_ops.ops.causal_conv1d.starts_triton_ascend import bounds_of, piece_of
 from npu_ops.ops.l2norm.triton_ascend import normalise, normalise_backward
@@ -198,6 +199,7 @@ def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu, y,
         call = wide.Call(x, weight.shape[1], starts, chunk, STARTS)
         taps = taps_first(weight)
         wide.forward(call, x, taps, bias, residual, initial_state, silu, y, strides)
+        finish(starts, y)
         return write_final_state(x, initial_state, starts, final_state)
     sequences = batch if starts is None else len(starts) - 1
     _causal_conv1d_kernel[vector_grid(items, x.device)](
@@ -205,6 +207,7 @@ def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu, y,
         chunk, width, *x.stride()[:2], *strides(residual, 0, 1), *strides(initial_state, 0, 2),
         *y.stride()[:2], W=weight.shape[1], SILU=silu, BD=block, UNROLLED=UNROLLED, STARTS=STARTS,
     )  # fmt: skip
+    finish(starts, y)
     write_final_state(x, initial_state, starts, final_state)
 
 
@@ -353,6 +356,7 @@ def causal_conv1d_backward(
             call, grad_y, grad_final_state, x, taps_first(weight), bias, initial_state, silu,
             grad_x, grad_initial_state, strides,
         )  # fmt: skip
+        finish(starts, grad_x)
         return write_totals(sums, grad_weight, grad_bias)
     sums = x.new_empty((pieces, taps + 1, width), dtype=torch.float32)
     _causal_conv1d_backward_kernel[vector_grid(pieces * blocks, x.device)](
@@ -362,6 +366,7 @@ def causal_conv1d_backward(
         *grad_x.stride()[:2], *strides(grad_initial_state, 0, 2),
         W=taps, SILU=silu, BD=block, STARTS=STARTS,
     )  # fmt: skip
+    finish(starts, grad_x)
     write_totals(sums, grad_weight, grad_bias)
 
 
@@ -384,11 +389,6 @@ def fill_state_gradient(grad_initial_state, grad_final_state, starts):
 def taps_first(weight):
     """The filter as `[W, D]`: an NPU reads single elements slowly."""
     return weight.t().contiguous()
-
-
-def int32_starts(cu_seqlens):
-    """int32 one after another, for an NPU compares int64 one by one."""
-    return None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous()
 
 
 def strides(tensor, *dims: int) -> tuple[int, ...]:

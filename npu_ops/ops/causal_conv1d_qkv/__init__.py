@@ -48,8 +48,8 @@ def causal_conv1d_qkv(
         output_final_state: return the last W tokens of each sequence, as `causal_conv1d` does.
         activation: "silu", "swish" (the same) or None.
         cu_seqlens: `[N + 1]` int32 or int64, where packed sequences start and the last one ends,
-            for a B of 1; lengths may be 0. None: B sequences of T. On a device the values are
-            not checked: results are undefined for wrong ones, but no other memory is touched.
+            for a B of 1; lengths may be 0. None: B sequences of T. What is behind the last one gets
+            0, in results and in gradients.
         eps: 0 or more; inside the root, as `l2norm`'s.
         use_qk_l2norm: False leaves q and k as the activation does.
 
@@ -59,7 +59,8 @@ def causal_conv1d_qkv(
 
     Raises:
         TypeError: a dtype, or heads and dims that are not integers. ValueError: a shape, a device,
-            an activation, eps; cu_seqlens that decrease or do not span x (on the CPU).
+            an activation, eps; cu_seqlens that decrease, do not begin with 0 or end behind x (on
+            the CPU; on a device q, k, v and the gradient of x are NaN).
 
     Source: the layers of transformers `modeling_qwen3_next.py`, one after another.
     """

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+from npu_ops.core.lengths_triton_ascend import finish, int32_starts
 from npu_ops.ops.causal_conv1d import triton_ascend as conv
 
 # Bytes that a channel needs on chip at the most (fp32, W = 4), by the vendor compiler's plan.
@@ -75,13 +76,14 @@ def causal_conv1d_qkv(
     x, weight, bias, initial_state, cu_seqlens, silu, eps, heads, q, k, v, final_state
 ):  # fmt: skip
     """Write q, k and v, normalised unless eps is None, and the final state unless that is None."""
-    starts = conv.int32_starts(cu_seqlens)
+    starts = int32_starts(cu_seqlens)
     plan = _Plan(x, heads, starts, eps, BLOCK)
     _causal_conv1d_qkv_kernel[plan.grid](
         x, conv.taps_first(weight), bias, initial_state, starts, q, k, v, plan.keys, eps or 0.0,
         *plan.sizes, *x.stride()[:2], *conv.strides(initial_state, 0, 2), *q.stride()[:2],
         *v.stride()[:2], W=weight.shape[1], SILU=silu, UNROLLED=conv.UNROLLED, **plan.constants,
     )  # fmt: skip
+    finish(starts, q, k, v)
     conv.write_final_state(x, initial_state, starts, final_state)
 
 
@@ -90,7 +92,7 @@ def causal_conv1d_qkv_backward(
     heads, grad_x, grad_weight, grad_bias, grad_initial_state,
 ):  # fmt: skip
     """Write the gradients; those of the bias and of the state unless they are None."""
-    starts = conv.int32_starts(cu_seqlens)
+    starts = int32_starts(cu_seqlens)
     plan = _Plan(x, heads, starts, eps, BACKWARD_BLOCK)
     if grad_initial_state is not None:
         conv.fill_state_gradient(grad_initial_state, grad_final_state, starts)
@@ -104,6 +106,7 @@ def causal_conv1d_qkv_backward(
         *x.stride()[:2], *conv.strides(initial_state, 0, 2), *grad_x.stride()[:2],
         *conv.strides(grad_initial_state, 0, 2), W=taps, SILU=silu, **plan.constants,
     )  # fmt: skip
+    finish(starts, grad_x)
     conv.write_totals(sums, grad_weight, grad_bias)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from npu_ops.core import check, library
+from npu_ops.core.indices import check_starts
 from npu_ops.core.registry import explains
 from npu_ops.ops.causal_conv1d import arguments
 from npu_ops.ops.causal_conv1d_update import op
@@ -100,7 +101,7 @@ def _prepare(
     )  # fmt: skip
     _check_window(
         intermediate_conv_window, intermediate_state_indices, rows, weight.shape[1], batch,
-        query_start_loc,
+        query_start_loc, conv_state_indices, pad_slot_id,
     )  # fmt: skip
     tensors = {"x": x, "conv_state": conv_state, "weight": weight, "bias": bias}
     check.no_gradient(tensors, ", for causal_conv1d_update has none")
@@ -159,11 +160,19 @@ def _check_numbers(
         _check_range("conv_state_indices", indices, 0, slots - 1, pad_slot_id, distinct)
     if accepted is not None:
         arguments.check_integers("num_accepted_tokens", accepted, x, batch)
-        if indices is not None and library.readable(indices):
-            accepted = accepted[indices != pad_slot_id]
-        _check_range("num_accepted_tokens", accepted, 1, columns - width + 2)
+        used = _of_used(accepted, indices, pad_slot_id)
+        _check_range("num_accepted_tokens", used, 1, columns - width + 2)
     if starts is not None and library.readable(starts):
-        _check_starts(starts, x.shape[0], columns - width + 2 if accepted is not None else None)
+        check_starts("query_start_loc", starts, x.shape[0])
+        lengths = _of_used(starts.diff(), indices, pad_slot_id)
+        _check_lengths(lengths, columns - width + 2 if accepted is not None else None)
+
+
+def _of_used(values, indices, pad_slot_id):
+    """Those of sequences that are not skipped: what others hold is not read."""
+    if indices is None or not (library.readable(values) and library.readable(indices)):
+        return values
+    return values[indices != pad_slot_id]
 
 
 def _check_range(name, values, low, high, except_for=None, distinct=False):
@@ -178,11 +187,7 @@ def _check_range(name, values, low, high, except_for=None, distinct=False):
         raise ValueError(f"{name}: got {values.tolist()}, needs different slots")
 
 
-def _check_starts(starts, tokens, longest):
-    lengths = starts.diff()
-    if starts[0] != 0 or starts[-1] > tokens or (lengths < 0).any():
-        needs = f"0 first, starts that do not decrease, and an end up to {tokens}"
-        raise ValueError(f"query_start_loc: got {starts.tolist()}, needs {needs}")
+def _check_lengths(lengths, longest):
     if longest is not None and lengths.numel() and lengths.max() > longest:
         raise ValueError(
             f"query_start_loc: got length {int(lengths.max())}, needs at most {longest} with "
@@ -200,7 +205,7 @@ def _each_element_once(window):
     return window.as_strided((rows, channels, tokens + taps - 1), strides)
 
 
-def _check_window(window, window_indices, rows, width, batch, starts):
+def _check_window(window, window_indices, rows, width, batch, starts, indices, pad_slot_id):
     if window is None:
         if window_indices is not None:
             raise ValueError(
@@ -222,7 +227,8 @@ def _check_window(window, window_indices, rows, width, batch, starts):
             raise check.shape("intermediate_conv_window", window, f"{batch} rows or more")
         return
     arguments.check_integers("intermediate_state_indices", window_indices, rows, batch)
-    _check_range("intermediate_state_indices", window_indices, 0, shape[0] - 1, -1, distinct=True)
+    used = _of_used(window_indices, indices, pad_slot_id)
+    _check_range("intermediate_state_indices", used, 0, shape[0] - 1, -1, distinct=True)
 
 
 explains("causal_conv1d_update", op.forward, _prepare)

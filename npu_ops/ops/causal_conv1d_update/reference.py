@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from npu_ops.core import indices as check
+from npu_ops.core import lengths as lengths_of_packed
 from npu_ops.core import make
 from npu_ops.ops.causal_conv1d import reference as conv
 
@@ -25,6 +26,9 @@ def causal_conv1d_update(
     slot = sequence if indices is None else indices.long()
     first = torch.zeros_like(slot) if accepted is None else accepted.long() - 1
     good = (slot >= 0) & (slot < slots) & (slot != pad)
+    if starts is not None:
+        _, fill = lengths_of_packed.nobodys(starts, x.shape[1])
+        good &= ~fill.isnan()
     good &= (first >= 0) & (first + width - 1 <= columns)
 
     pool = F.pad(conv_state, (0, 0, 0, 0, 0, 1))  # one slot more, for what goes nowhere
@@ -51,13 +55,14 @@ def causal_conv1d_update(
     if window is not None:
         _keep_windows(window, window_indices, good, rows_at, x.shape[1], width)
     y = conv.causal_conv1d(x, weight, bias, None, state, starts, silu)
-    return _without_bad(y, good, slot == pad, begins, ends)
+    y = _without_bad(y, good, slot == pad, begins, ends)
+    return lengths_of_packed.without_nobodys(starts, y)[0]
 
 
 def check_indices(arguments) -> None:
     """Raise for index values that lead out of a tensor, as the native kernel does."""
     x, state, slots, starts = arguments.x, arguments.conv_state, arguments.indices, arguments.starts
-    check.check_starts("query_start_loc", starts, x.shape[1], padded=True)
+    check.check_starts("query_start_loc", starts, x.shape[1])
     count = x.shape[0] if starts is None else len(starts) - 1
     if slots is None:
         used = torch.ones(count, dtype=torch.bool, device="cpu")
@@ -69,7 +74,7 @@ def check_indices(arguments) -> None:
     _check_accepted(arguments, used)
     if arguments.window_indices is not None:
         last, places = arguments.window.shape[0] - 1, arguments.window_indices
-        check.check_within("intermediate_state_indices", places, -1, last)
+        check.check_within("intermediate_state_indices", places[used], -1, last)
         written = places[used & (places >= 0)]
         check.check_distinct("intermediate_state_indices", written.tolist())
 

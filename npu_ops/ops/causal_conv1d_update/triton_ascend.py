@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+from npu_ops.core.lengths_triton_ascend import STARTS, int32_starts, looked_at, span_of
 from npu_ops.ops.causal_conv1d.triton_ascend import convolve, load_row, load_taps, taps_first
 
 # Bytes that a channel needs on chip at the most (fp32, W = 4, windows), by the plan of the vendor's
@@ -43,18 +44,26 @@ def _causal_conv1d_update_kernel(
     items, tokens, slots, rows, columns, pad, width, blocks, x_b, x_t, y_b, y_t,
     state_n, state_d, state_w, window_n, window_t, window_d, window_w,
     W: tl.constexpr, SILU: tl.constexpr, UPDATE: tl.constexpr, APART: tl.constexpr,
-    BD: tl.constexpr,
+    BD: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
+    """Behind the last of packed sequences is one that has the tokens of nobody: all, where starts
+    are wrong. The outputs of packed tokens are zeros before."""
     if not APART:  # known when compiled, so that rows move in one piece
         state_d, window_d = 1, 1
+    sequences = items // blocks
+    if starts is not None:
+        sequences = sequences - 1
+        right, last = looked_at(starts, sequences, tokens, STARTS)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         n = item // blocks
         column = (item % blocks) * BD + tl.arange(0, BD)
         begin, end, b = 0, tokens, tl.cast(n, tl.int64)
         if starts is not None:
-            begin = tl.maximum(tl.load(starts + n), 0).to(tl.int32)
-            end = tl.minimum(tl.load(starts + n + 1), tokens).to(tl.int32)
+            begin, end = span_of(starts, n, sequences, tokens, right, last)
             b = tl.cast(0, tl.int64)
+            nobodys = n >= sequences
+            end = tl.where(nobodys & right, begin, end)  # zeros already
+            n = tl.minimum(n, sequences - 1)
         slot, first = tl.cast(n, tl.int64), 0
         if indices is not None:
             slot = tl.load(indices + n).to(tl.int64)
@@ -63,6 +72,9 @@ def _causal_conv1d_update_kernel(
         good = (slot >= 0) & (slot < slots) & (slot != pad)
         good = good & (first >= 0) & (first <= columns - (W - 1))  # first + W may wrap
         nothing = tl.where(slot == pad, 0.0, float("nan"))
+        if starts is not None:
+            good = good & (nobodys == 0)
+            nothing = tl.where(nobodys, float("nan"), nothing)
         limit = tl.where(good, width, 0)
         state_at = state + tl.where(good, slot, 0) * state_n
         # The oldest first: a column is read before another row is written there.
@@ -168,8 +180,8 @@ def causal_conv1d_update(
     apart = conv_state.stride(1) != 1 or windows[2] != 1
     block = _block(width, APART_BLOCK if apart else BLOCK)
     blocks = cdiv(width, block)
-    items = count * blocks
-    if not items:
+    items = (count + (starts is not None)) * blocks
+    if not count * blocks:
         return
     if tokens == 1 and starts is accepted is window is None:
         _one_token_kernel[vector_grid(items, x.device)](
@@ -180,11 +192,12 @@ def causal_conv1d_update(
         )  # fmt: skip
         return
     _causal_conv1d_update_kernel[vector_grid(items, x.device)](
-        x, conv_state, taps_first(weight), bias, indices, accepted, starts, window, window_indices,
-        y, items, tokens, conv_state.shape[0], 0 if window is None else window.shape[0],
-        conv_state.shape[2], pad, width, blocks, *x.stride()[:2], *y.stride()[:2],
+        x, conv_state, taps_first(weight), bias, indices, accepted, int32_starts(starts), window,
+        window_indices, y, items, tokens, conv_state.shape[0],
+        0 if window is None else window.shape[0], conv_state.shape[2], pad, width, blocks,
+        *x.stride()[:2], *y.stride()[:2],
         *conv_state.stride(), *windows, W=weight.shape[1], SILU=silu, UPDATE=update, APART=apart,
-        BD=block,
+        BD=block, STARTS=STARTS,
     )  # fmt: skip
 
 

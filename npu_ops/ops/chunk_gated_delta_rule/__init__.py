@@ -61,9 +61,8 @@ def chunk_gated_delta_rule(
         allow_neg_eigval: that sigmoid is doubled.
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: int32 or int64 `[N + 1]`, with B = 1: the starts of N sequences and their end,
-            0 first, T last. A sequence may be empty; its state passes through. On a device the
-            values are not checked: results are undefined for wrong ones, but no other memory is
-            touched.
+            0 first, T or less last. A sequence may be empty; its state passes through. Tokens
+            behind the last one get 0, in o and in gradients.
         cu_seqlens_cpu, chunk_indices: fla's, for its launches. Not needed and not read: where the
             chunks are is found on the device.
         use_gate_in_kernel: g is raw and becomes `-exp(A_log) softplus(g + dt_bias)` (`gdn_gate`).
@@ -84,8 +83,9 @@ def chunk_gated_delta_rule(
 
     Raises:
         TypeError: a dtype, also of the state, which is never converted; an argument that fla took
-        once. ValueError: a shape, a device, flags that do not go together, lengths (on the CPU), a
-        required gradient with return_intermediate_states.
+        once. ValueError: a shape, a device, flags that do not go together, wrong lengths (on the
+        CPU; on a device o and gradients of tokens are NaN), a required gradient with
+        return_intermediate_states.
 
     Source: fla `chunk_gated_delta_rule`; Gated Delta Networks, arXiv:2412.06464.
     """

@@ -9,6 +9,8 @@ of the chunk to a token and `until` that from a token to its end:
     A = (1 + L)^-1, L = beta (K K^T) D below the diagonal        P = (Q K^T) D up to the diagonal
     R = beta (V - since K S)      N = A R      O = since Q S + P N      S' = decay S + K^T (until N)
 
+Sequences of a few tokens go token by token, in one call for all of them.
+
 Tensors by value head are `[G, H, ...]` for G value heads to each of H heads: a product with what
 the heads share is one for each g. Keys and queries are stacked, `[H, 2c, K]`: one product serves
 both.
@@ -17,11 +19,12 @@ both.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import torch
 
-from npu_ops.core import indices
+from npu_ops.core import indices, make
 from npu_ops.core.registry import from_native
 from npu_ops.ops.chunk_gated_delta_rule.reference import EPS
 
@@ -55,6 +58,13 @@ _gates_backward = from_native(
 # Those of `l2norm`, whose op.py defines them.
 _l2norm = torch.ops.npu_ops.l2norm_cpu.default
 _l2norm_backward = torch.ops.npu_ops.l2norm_backward_cpu.default
+# Those of `fused_recurrent_gated_delta_rule`.
+_recurrent = torch.ops.npu_ops.fused_recurrent_gated_delta_rule_cpu.default
+_recurrent_backward = torch.ops.npu_ops.fused_recurrent_gated_delta_rule_backward_cpu.default
+
+# Tokens of a sequence up to which that takes less time than a chunk. Other sequences do not matter:
+# they must not change the result.
+SHORT = 4
 
 
 class _Scratch:
@@ -105,22 +115,93 @@ class _Inputs:
             out.copy_(gradient)
 
     def sequences(self):
-        """(index in the batch, spans of the chunks) of each sequence."""
+        """(index in the batch, first token, end) of each sequence."""
         if self.cu_seqlens is None:
             batch, length = self.q.shape[:2]
-            return [(b, self._spans(0, length)) for b in range(batch)]
+            return [(b, 0, length) for b in range(batch)]
         starts = indices.starts_of("cu_seqlens", self.cu_seqlens, self.q.shape[1])
-        return [(0, self._spans(*ends)) for ends in zip(starts, starts[1:], strict=False)]
+        return [(0, *ends) for ends in itertools.pairwise(starts)]
 
-    def _spans(self, begin, end):
+    def spans(self, begin, end):
+        """Those of a sequence's chunks."""
         return [
             slice(at, min(at + self.chunk_size, end)) for at in range(begin, end, self.chunk_size)
         ]
+
+    def clear_nobodys(self, *outputs):
+        """Write zeros to the rows of tokens behind the last sequence."""
+        for out in outputs if self.cu_seqlens is not None else ():
+            out[:, int(self.cu_seqlens[-1]) :].zero_()
 
     def by_head(self, states, n):
         """A view of state n, `[G, H, K, V]`."""
         state = states[n].unflatten(0, (self.q.shape[2], -1)).transpose(0, 1)
         return state.transpose(2, 3) if self.state_v_first else state
+
+
+class _Short:
+    """The sequences of a few tokens, one behind the other."""
+
+    def __init__(self, x: _Inputs):
+        self.x, length = x, x.q.shape[1]
+        ends = {n: ends for n, ends in enumerate(x.sequences()) if 0 < ends[2] - ends[1] <= SHORT}
+        self._places = ends.keys()
+        tokens = [b * length + t for b, begin, end in ends.values() for t in range(begin, end)]
+        lengths = [0, *(end - begin for _, begin, end in ends.values())]
+        self._tokens, self._sequences = make.indices(tokens), make.indices(list(ends))
+        self._starts = make.indices(lengths).cumsum(0)
+
+    def __bool__(self):
+        return bool(self._places)
+
+    def __contains__(self, n: int):
+        return n in self._places
+
+    def forward(self, initial_state, o, final_state) -> None:
+        """Write their rows of o and final_state."""
+        taken, given = self._taken(o), self._states(final_state)
+        _recurrent(*self._inputs(initial_state), taken, given)
+        self._put(o, taken)
+        if final_state is not None:
+            final_state[self._sequences] = given
+
+    def backward(self, grad_o, grad_final_state, initial_state, *gradients) -> None:
+        """Write their rows of the gradients: of q, k, v, g, beta, and the states unless None."""
+        *of_tokens, of_states = gradients
+        q, k, v, g, beta = found = [self._taken(x).float() for x in of_tokens]
+        given = self._states(of_states)
+        _recurrent_backward(
+            self._taken(grad_o), self._states(grad_final_state), *self._inputs(initial_state),
+            q, k, v, g, None, None, beta[..., None], given,
+        )  # fmt: skip
+        if self.x.normalize:
+            for gradient, x in ((q, self.x.q), (k, self.x.k)):
+                _l2norm_backward(gradient[0].clone(), self._taken(x)[0], EPS, gradient[0])
+        for out, value in zip(of_tokens, found, strict=True):
+            self._put(out, value)
+        if of_states is not None:
+            of_states[self._sequences] = given
+
+    def _inputs(self, initial_state):
+        x = self.x
+        q, k = (self._taken(tokens).float() for tokens in (x.q, x.k))
+        if x.normalize:
+            for to, tokens in ((q, x.q), (k, x.k)):
+                _l2norm(self._taken(tokens)[0], EPS, to[0])
+        v, g, beta = (self._taken(tokens) for tokens in (x.v, x.g, x.beta))
+        states = self._states(initial_state)
+        return (
+            q, k, v, g, None, None, beta[..., None], states, self._starts, x.scale, x.state_v_first,
+        )  # fmt: skip
+
+    def _taken(self, x):
+        return x.flatten(0, 1)[self._tokens][None]
+
+    def _put(self, x, value) -> None:
+        x.view(-1, *x.shape[2:])[self._tokens] = value[0].to(x.dtype)
+
+    def _states(self, states):
+        return None if states is None else states[self._sequences]
 
 
 def _grouped(tokens, heads):
@@ -201,9 +282,18 @@ def chunk_gated_delta_rule(
     """Writes o, and of the states what is not None; arguments as the operator's."""
     x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first, normalize)
     scratch, heads, row = _Scratch(), x.q.shape[2], 0
-    for n, (b, spans) in enumerate(x.sequences()):
+    short = _Short(x)
+    if short:
+        short.forward(initial_state, o, final_state)
+    for n, (b, begin, end) in enumerate(x.sequences()):
+        if n in short and chunk_states is None:
+            continue
         state = _first_state(x, initial_state, n, scratch("state", *x.state_shape))
-        for span in spans:
+        if n in short:
+            x.by_head(chunk_states, row).copy_(state)
+            row += 1
+            continue
+        for span in x.spans(begin, end):
             if chunk_states is not None:
                 x.by_head(chunk_states, row).copy_(state)
                 row += 1
@@ -212,6 +302,7 @@ def chunk_gated_delta_rule(
             chunk.next_state(state, state)
         if final_state is not None:
             x.by_head(final_state, n).copy_(state)
+    x.clear_nobodys(o)
 
 
 chunk_gated_delta_rule_prefill = chunk_gated_delta_rule
@@ -224,8 +315,16 @@ def chunk_gated_delta_rule_backward(
 ):  # fmt: skip
     """Writes the gradients that are not None. Keeps the state before each chunk of a sequence."""
     x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first, normalize)
-    scratch = _Scratch()
-    for n, (b, spans) in enumerate(x.sequences()):
+    scratch, short = _Scratch(), _Short(x)
+    if short:
+        short.backward(
+            grad_o, grad_final_state, initial_state, grad_q, grad_k, grad_v, grad_g, grad_beta,
+            grad_initial_state,
+        )  # fmt: skip
+    for n, (b, begin, end) in enumerate(x.sequences()):
+        if n in short:
+            continue
+        spans = x.spans(begin, end)
         states = scratch("states", max(1, len(spans)), *x.state_shape)
         _first_state(x, initial_state, n, states[0])
         for i, span in enumerate(spans[:-1]):
@@ -238,6 +337,7 @@ def chunk_gated_delta_rule_backward(
             _chunk_backward(chunk, x, scratch, grad_o[b, span], states[i], grad_state, *outputs)
         if grad_initial_state is not None:
             x.by_head(grad_initial_state, n).copy_(grad_state)
+    x.clear_nobodys(grad_q, grad_k, grad_v, grad_g, grad_beta)
 
 
 def _first_state(x, states, n, out):

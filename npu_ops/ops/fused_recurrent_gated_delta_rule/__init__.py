@@ -9,6 +9,7 @@ from npu_ops.core.signature import call_of
 from npu_ops.ops.fused_recurrent_gated_delta_rule import op
 from npu_ops.ops.fused_recurrent_gated_delta_rule.arguments import check_call
 from npu_ops.ops.fused_recurrent_gated_delta_rule.reference import compute_dtype
+from npu_ops.ops.gdn_gate import gdn_gate
 
 __all__ = ["fused_recurrent_gated_delta_rule"]
 
@@ -49,15 +50,14 @@ def fused_recurrent_gated_delta_rule(
         initial_state: fp32 `[N, HV, K, V]` for N sequences; None is 0.
         output_final_state: whether to return the states after the last tokens.
         use_qk_l2norm_in_kernel: q and k are divided by `sqrt(sum(x^2) + 1e-6)` first, in fp32.
-        use_gate_in_kernel: g is raw and becomes `-exp(A_log) softplus(g + dt_bias)`, in fp32.
+        use_gate_in_kernel: g is raw and becomes `-exp(A_log) softplus(g + dt_bias)` (`gdn_gate`).
         A_log, dt_bias: `[HV]`, for `use_gate_in_kernel` alone; dt_bias may be None.
         use_beta_sigmoid_in_kernel: beta is raw and becomes its sigmoid, in fp32.
         allow_neg_eigval: that sigmoid is doubled.
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: int32 or int64 `[N + 1]`, with B = 1: the starts of N sequences and their end,
-            0 first, T last. A sequence may be empty; its state passes through. On a device the
-            values are not checked: results are undefined for wrong ones, but no other memory is
-            touched.
+            0 first, T or less last. A sequence may be empty; its state passes through. Tokens
+            behind the last one get 0, in o and in gradients.
 
     Returns:
         o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable, once,
@@ -65,7 +65,8 @@ def fused_recurrent_gated_delta_rule(
 
     Raises:
         TypeError: a dtype, also of the state, which is never converted. ValueError: a shape, a
-        device, flags that do not go together, lengths (on the CPU).
+        device, flags that do not go together, wrong lengths (on the CPU; on a device o and
+        gradients of tokens are NaN).
 
     Source: fla `fused_recurrent_gated_delta_rule`; Gated Delta Networks, arXiv:2412.06464.
     """
@@ -94,7 +95,7 @@ def _converted(call):
     if call.use_qk_l2norm_in_kernel:
         q, k = (_l2norm(x.to(wide)) for x in (q, k))
     if call.use_gate_in_kernel:
-        g = _gate(g, call.A_log, call.dt_bias, wide)
+        g = gdn_gate(g, call.A_log, call.dt_bias)
     if call.use_beta_sigmoid_in_kernel:
         beta = beta.to(wide).sigmoid() * (2 if call.allow_neg_eigval else 1)
     if beta is None:
@@ -117,11 +118,6 @@ def _converted(call):
 
 def _l2norm(x):
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
-def _gate(g, A_log, dt_bias, wide):
-    raw = g.to(wide) if dt_bias is None else g.to(wide) + dt_bias.to(wide)
-    return -A_log.to(wide).exp() * torch.nn.functional.softplus(raw)
 
 
 explains("fused_recurrent_gated_delta_rule", op.forward, _inputs)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from npu_ops.core import check, library
+from npu_ops.core import check, indices, library, make
 from npu_ops.ops.fused_recurrent_gated_delta_rule.arguments import MAX_DIM
 
 
@@ -162,9 +162,14 @@ def check_values(inputs) -> None:
     """Check indices and counts in host memory; the operator does, too, for its reference."""
     slots, kept = inputs.state_indices, inputs.intermediate_states
     rows, accepted = inputs.intermediate_state_indices, inputs.num_accepted_tokens
-    longest = _longest(inputs.v.shape[0], slots.shape[0], inputs.cu_seqlens)
-    _check_range("state_indices", slots, -1, inputs.state.shape[0] - 1)
     per_token = slots.dim() == 2
+    lengths = _lengths(inputs.v.shape[0], slots.shape[0], inputs.cu_seqlens)
+    # Nothing else of a skipped sequence is read.
+    used = _first_slots(slots, accepted) != -1
+    slots, lengths = slots[used], lengths[used]
+    rows, accepted = (None if x is None else x[used] for x in (rows, accepted))
+    longest = int(lengths.max()) if len(lengths) else 0
+    _check_range("state_indices", slots, -1, inputs.state.shape[0] - 1)
     if per_token or kept is not None:
         name, x = ("state_indices", slots) if per_token else ("intermediate_states", kept)
         steps = x.shape[1]
@@ -176,23 +181,27 @@ def check_values(inputs) -> None:
         _check_range("intermediate_state_indices", rows, -1, kept.shape[0] - 1)
         if accepted is not None and bool(((rows < 0) & (accepted > 0)).any()):
             raise ValueError("intermediate_state_indices: got -1, needs a row for accepted tokens")
-        _check_once("intermediate_state_indices", rows[slots >= 0])
+        _check_once("intermediate_state_indices", rows)
     if inputs.update:
         _check_once("state_indices", slots)
 
 
-def _longest(tokens: int, sequences: int, cu_seqlens) -> int:
-    """The tokens of the longest sequence."""
+def _first_slots(slots, accepted):
+    """The slot that each sequence starts from, whatever it has accepted."""
+    if slots.dim() == 1 or not slots.shape[0]:
+        return slots.view(slots.shape[0], -1)[:, 0] if slots.numel() else slots.flatten()
+    column = torch.zeros_like(slots[:, 0])
+    if accepted is not None:
+        column = accepted.clamp(1, slots.shape[1]) - 1
+    return slots.gather(1, column.long()[:, None])[:, 0]
+
+
+def _lengths(tokens: int, sequences: int, cu_seqlens):
+    """The tokens of each sequence."""
     if cu_seqlens is None:
-        return tokens // max(1, sequences)
-    lengths = cu_seqlens.diff().tolist()
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    if first != 0 or last > tokens or min(lengths, default=0) < 0:
-        raise ValueError(
-            f"cu_seqlens: got {cu_seqlens.tolist()}, needs 0 first, then starts that do not "
-            f"decrease, up to {tokens}"
-        )
-    return max(lengths, default=0)
+        return make.indices([tokens // max(1, sequences)] * sequences)
+    indices.check_starts("cu_seqlens", cu_seqlens, tokens)
+    return cu_seqlens.diff()
 
 
 def _check_range(name, x, low, high) -> None:

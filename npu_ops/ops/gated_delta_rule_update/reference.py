@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from npu_ops.ops.fused_recurrent_gated_delta_rule.reference import compute_dtype, step
-from npu_ops.ops.gdn_gate.softplus import softplus
+from npu_ops.ops.gdn_gate.softplus import rate_of
 
 
 def gated_delta_rule_update(
@@ -62,7 +62,7 @@ def sequences(
         begin, end = starts[n : n + 2]
         accepted = 0 if num_accepted_tokens is None else int(num_accepted_tokens[n])
         slot_per_token = isinstance(slots, list)
-        slot = slots[max(0, accepted - 1)] if slot_per_token else slots
+        slot = slots[min(max(1, accepted), len(slots)) - 1] if slot_per_token else slots
         if begin == end or slot < 0:
             continue
         first = (0, slot) if slot_per_token or not accepted else (1, rows[n], accepted - 1)
@@ -74,8 +74,8 @@ def _decay(a, A_log, dt_bias, softplus_beta, softplus_threshold):
     """`[tokens, HV]`: what a state is multiplied by before a token."""
     wide = compute_dtype(a, A_log, dt_bias)
     raw = a.to(wide) + dt_bias.to(wide)
-    plus = softplus(raw, softplus_beta, softplus_threshold)
-    return torch.exp(-A_log.to(wide).exp() * plus)
+    root, _, plus = rate_of(A_log.to(wide), raw, softplus_beta, softplus_threshold)
+    return torch.exp(-(root * plus * root))
 
 
 def _tokens(q, k, v, b, decay, scale, normalize):

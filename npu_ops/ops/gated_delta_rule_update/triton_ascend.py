@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+from npu_ops.core.lengths_triton_ascend import STARTS, int32_starts, looked_at, span_of
 from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
     keys_of,
     load_row,
@@ -19,9 +20,9 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
     state_tile,
     tile_constants,
     values_of,
-    within,
 )
 from npu_ops.ops.gdn_gate.softplus import is_plain
+from npu_ops.ops.gdn_gate.triton_ascend import rate_of
 
 # Bytes that a state element needs on chip at the most, by the plan of the vendor's compiler.
 TILE = tile_elements(40)
@@ -31,22 +32,14 @@ DECODE_HEADS = 4
 
 
 @triton.jit
-def _span(cu_seqlens, n, sequences, length, tokens):
-    """Where sequence n begins, how many tokens it has, and whether cu_seqlens is right about it.
-
-    The span is within the tokens, whatever cu_seqlens holds. The first sequence begins at token 0.
-    The one after the last has the tokens that are of none.
-    """
+def _span(cu_seqlens, n, sequences, length, tokens, right, last):
+    """Where sequence n begins, and how many tokens it has; the one after the last has those that
+    belong to nobody."""
     if cu_seqlens is None:
-        return tl.cast(n * length, tl.int64), length, length >= 0
+        return tl.cast(n * length, tl.int64), length
     else:
-        begin = tl.load(cu_seqlens + n).to(tl.int32)
-        n += 0 * begin  # a tensor for Triton's interpreter too, where a loop's counter is Python's
-        end = tl.load(cu_seqlens + tl.minimum(n + 1, sequences)).to(tl.int32)
-        end = tl.where(n < sequences, end, tokens)
-        right = (begin >= 0) & (begin <= end) & (end <= tokens) & ((begin == 0) | (n > 0))
-        begin, end = within(tl.where(n > 0, begin, 0), end, tokens)
-        return tl.cast(begin, tl.int64), end - begin, right
+        begin, end = span_of(cu_seqlens, n, sequences, tokens, right, last)
+        return tl.cast(begin, tl.int64), end - begin
 
 
 @triton.jit
@@ -55,16 +48,6 @@ def _normalized(x, NORMALIZE: tl.constexpr):
         return x / tl.sqrt(tl.sum(x * x, 0) + 1e-6)
     else:
         return x
-
-
-@triton.jit
-def _softplus(x, beta, threshold, PLAIN: tl.constexpr):
-    if PLAIN:
-        return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
-    else:
-        bent = x * beta
-        plus = tl.maximum(bent, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(bent)))
-        return tl.where(bent > threshold, x, plus / beta)
 
 
 @triton.jit
@@ -135,7 +118,8 @@ def _step(matrix, q, k, v, a, b, A_log, dt_bias, scale, token, q_t, k_t, v_t, a_
     raw = tl.zeros(key.shape, tl.float32) + tl.load(a + token * a_t + head).to(tl.float32)
     rate = tl.zeros(key.shape, tl.float32) + tl.load(A_log + head).to(tl.float32)
     raw += tl.load(dt_bias + head).to(tl.float32)
-    decay = tl.exp(-tl.exp(rate) * _softplus(raw, softplus_beta, softplus_threshold, PLAIN))
+    root, _, plus = rate_of(raw, rate, softplus_beta, softplus_threshold, PLAIN)
+    decay = tl.exp(0.0 - root * plus * root)
     logit = tl.zeros(value.shape, tl.float32) + tl.load(b + token * b_t + head).to(tl.float32)
     matrix = matrix * keys_of(decay, V_FIRST)
     error = load_row(v + token * v_t, head, value, V) - over_keys(matrix * b_k, V_FIRST)
@@ -151,7 +135,7 @@ def _update_kernel(
     q_t, k_t, v_t, a_t, b_t, state_n, index_n, index_t, kept_n, kept_t,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
     NORMALIZE: tl.constexpr, UPDATE: tl.constexpr, SLOT_PER_TOKEN: tl.constexpr,
-    PLAIN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PLAIN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
     """steps: how many tokens a sequence may have where the state after each token is kept.
 
@@ -161,21 +145,22 @@ def _update_kernel(
     blocks: tl.constexpr = (V + BV - 1) // BV
     COUNTED: tl.constexpr = num_accepted_tokens is not None
     key = tl.arange(0, BK)
-    walked = sequences
+    walked, right, last = sequences, True, tokens
     if cu_seqlens is not None:
         walked = sequences + 1
+        right, last = looked_at(cu_seqlens, sequences, tokens, STARTS)
     for item in range(tl.program_id(0), walked * HV * blocks, tl.num_programs(0)):
         n, head = item // (HV * blocks), item // blocks % HV
         value = item % blocks * BV + tl.arange(0, BV)
         here = tl.cast(head, tl.int64) * (K * V)
-        begin, count, right = _span(cu_seqlens, n, sequences, length, tokens)
+        begin, count = _span(cu_seqlens, n, sequences, length, tokens, right, last)
         known = tl.cast(tl.minimum(n, sequences - 1), tl.int64)
         accepted = _accepted(num_accepted_tokens, known)
         slot, valid = _first_slot(state_indices, accepted, known, count, slots, steps, index_n,
                                   index_t, COUNTED, SLOT_PER_TOKEN)  # fmt: skip
         row, row_valid = _kept_row(intermediate_states, intermediate_state_indices, accepted, known,
                                    count, rows, steps)  # fmt: skip
-        skipped = ((slot == -1) & right) | (n >= sequences)
+        skipped = ((slot == -1) | (n >= sequences)) & right
         live = valid & row_valid & right & (n < sequences) & (count > 0)
         keys = tl.where(live, K, 0)
         place = tl.cast(slot, tl.int64) * state_n + here
@@ -259,8 +244,9 @@ def _decode_kernel(
         b_k, over_k = _row(k + n * k_t + row, rows, ALL, NORMALIZE)
         b_q, over_q = _row(q + n * q_t + row, rows, ALL, NORMALIZE)
         raw = _numbers(a + n * a_t + head, known) + _numbers(dt_bias + head, known)
-        rate = tl.exp(_numbers(A_log + head, known))
-        decay = tl.exp(0.0 - rate * _softplus(raw, softplus_beta, softplus_threshold, PLAIN))
+        rate = _numbers(A_log + head, known)
+        root, _, plus = rate_of(raw, rate, softplus_beta, softplus_threshold, PLAIN)
+        decay = tl.exp(0.0 - root * plus * root)
         strength = over_k / (1.0 + tl.exp(0.0 - _numbers(b + n * b_t + head, known)))
         over_q = over_q * scale
         recall, read, own = decay * over_k, decay * over_q, tl.sum(b_k * b_q, 1) * over_q
@@ -312,12 +298,12 @@ def gated_delta_rule_update(
     walked = sequences + (cu_seqlens is not None)
     items = walked * value_heads * cdiv(values, constants["BV"])
     _update_kernel[vector_grid(items, q.device)](
-        q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens, num_accepted_tokens,
-        kept, intermediate_state_indices, scale, softplus_beta, softplus_threshold, o,
-        sequences, tokens // sequences, tokens, state.shape[0], rows, steps,
+        q, k, v, a, b, A_log, dt_bias, state, state_indices, int32_starts(cu_seqlens),
+        num_accepted_tokens, kept, intermediate_state_indices, scale, softplus_beta,
+        softplus_threshold, o, sequences, tokens // sequences, tokens, state.shape[0], rows, steps,
         *strides, state_indices.stride(1) if per_token else 0,
         *((0, 0) if kept is None else kept.stride()[:2]),
-        V_FIRST=state_v_first, SLOT_PER_TOKEN=per_token, **constants,
+        V_FIRST=state_v_first, SLOT_PER_TOKEN=per_token, STARTS=STARTS, **constants,
     )  # fmt: skip
 
 

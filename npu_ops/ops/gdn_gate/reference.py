@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.ops.gdn_gate.softplus import softplus
+from npu_ops.ops.gdn_gate.softplus import rate_of
 
 
 def gdn_gate(a, A_log, dt_bias, b, scale, softplus_beta, softplus_threshold):
@@ -17,7 +17,8 @@ def gdn_gate(a, A_log, dt_bias, b, scale, softplus_beta, softplus_threshold):
     """
     wide = g_dtype(a, A_log, dt_bias)
     x = _argument(a, dt_bias, wide)
-    g = -A_log.to(wide).exp() * softplus(x, softplus_beta, softplus_threshold)
+    root, _, plus = rate_of(A_log.to(wide), x, softplus_beta, softplus_threshold)
+    g = -(root * plus * root)
     if b is None:
         return g, None
     return g, (scale * b.to(_compute_dtype(b)).sigmoid()).to(b.dtype)
@@ -32,12 +33,10 @@ def gdn_gate_backward(
     """
     wide = g_dtype(a, A_log, dt_bias)
     x = _argument(a, dt_bias, wide)
-    decay = -A_log.to(wide).exp()
-    bent = softplus_beta * x
-    slope = torch.where(bent > softplus_threshold, 1.0, bent.sigmoid())
-    grad_a = grad_g * decay * slope
-    plus = softplus(x, softplus_beta, softplus_threshold)
-    grad_A_log = (grad_g * decay * plus).flatten(0, -2).sum(0)
+    root, slope, plus = rate_of(A_log.to(wide), x, softplus_beta, softplus_threshold)
+    # In an order in which no product leaves the range of the dtype unless the result does.
+    grad_a = -(root * slope * grad_g * root)
+    grad_A_log = -(root * plus * grad_g * root).flatten(0, -2).sum(0)
     grad_dt_bias = grad_a.flatten(0, -2).sum(0)
     if b is None:
         return grad_a.to(a.dtype), grad_A_log, grad_dt_bias, None

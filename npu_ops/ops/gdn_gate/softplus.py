@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 
 # From this argument on softplus is its argument in fp32, with or without a threshold.
 _STRAIGHT = 17.0
 
 
-def softplus(x, beta: float, threshold: float):
-    """x where `beta x` is above the threshold, else `log(1 + exp(beta x)) / beta`.
+def rate_of(A_log, x, beta: float, threshold: float):
+    """`exp(A_log) softplus(x)` as `root * plus * root`; its derivative is `root * slope * root`.
 
-    torch's, which overflows where the threshold lets it; from 40 on both are one number in fp64.
+    softplus is x where `beta x` is above the threshold, else `log(1 + exp(beta x)) / beta`. Neither
+    factor need be in the range of a dtype where the product is: below -40 softplus is
+    `exp(beta x) / beta` in fp64, of which root takes all that is below `exp(-40)`. Above 40 torch's
+    softplus would overflow, and is its argument.
     """
-    return F.softplus(x, beta, min(threshold, 40.0))
+    bent = beta * x
+    far = bent < -40
+    root = torch.exp(0.5 * (A_log + torch.where(far, bent + 40, 0)))
+    near = torch.where(far, -40, bent)
+    slope = torch.where(bent > threshold, 1, near.sigmoid())
+    return root, slope, F.softplus(near, 1.0, min(threshold, 40.0)) / beta
 
 
 def check_softplus(beta: float, threshold: float) -> tuple[float, float]:

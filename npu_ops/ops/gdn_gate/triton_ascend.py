@@ -1,4 +1,6 @@
-"""gdn_gate in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""Shared by gdn_gate and gated_delta_rule_update: gates in Triton, for Ascend and NVIDIA.
+
+Definition: reference.py
 
 A program walks over tiles of BT tokens by BH heads.
 """
@@ -40,15 +42,21 @@ def _sigmoid_and_softplus(x):
 
 
 @triton.jit
-def _slope_and_softplus(x, beta, threshold, PLAIN: tl.constexpr):
-    """softplus(x) = log(1 + exp(beta x)) / beta, or x above the threshold; and its derivative."""
-    if PLAIN:
-        return _sigmoid_and_softplus(x)
-    else:
-        bent = x * beta
-        slope, plus = _sigmoid_and_softplus(bent)
+def rate_of(x, A_log, beta, threshold, PLAIN: tl.constexpr):
+    """exp(A_log) softplus(x) as root * plus * root, and its derivative as root * slope * root.
+
+    Neither exp(A_log) nor softplus need be in the range of floats where their product is. Below -17
+    softplus is exp(beta x) / beta, of which root takes all that is below exp(-17). softplus(x) is
+    log(1 + exp(beta x)) / beta, or x above the threshold.
+    """
+    bent = x if PLAIN else x * beta
+    far = bent < -17.0
+    root = tl.exp(0.5 * (A_log + tl.where(far, bent + 17.0, 0.0)))
+    slope, plus = _sigmoid_and_softplus(tl.where(far, -17.0, bent))
+    if not PLAIN:
         straight = bent > threshold
-        return tl.where(straight, 1.0, slope), tl.where(straight, x, plus / beta)
+        slope, plus = tl.where(straight, 1.0, slope), tl.where(straight, x, plus / beta)
+    return root, slope, plus
 
 
 @triton.jit
@@ -73,12 +81,12 @@ def _store(pointer, value, row, column, stride, mask):
 
 @triton.jit
 def _heads(A_log, dt_bias, column, exists, HAS_BIAS: tl.constexpr, BH: tl.constexpr):
-    """-exp(A_log) and dt_bias of a tile's heads."""
-    decay = 0.0 - tl.exp(tl.load(A_log + column, mask=exists, other=0.0).to(tl.float32))
+    """A_log and dt_bias of a tile's heads."""
+    rate = tl.load(A_log + column, mask=exists, other=0.0).to(tl.float32)
     bias = tl.zeros((BH,), tl.float32)
     if HAS_BIAS:
         bias = tl.load(dt_bias + column, mask=exists, other=0.0).to(tl.float32)
-    return decay, bias
+    return rate[None, :], bias[None, :]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -92,10 +100,10 @@ def _gdn_gate_kernel(
         row = (tile // across) * BT + tl.arange(0, BT)
         column = (tile % across) * BH + tl.arange(0, BH)
         mask = (row < rows)[:, None] & (column < heads)[None, :]
-        decay, bias = _heads(A_log, dt_bias, column, column < heads, HAS_BIAS, BH)
-        x = _load(a, row, column, a_row, mask) + bias[None, :]
-        _, plus = _slope_and_softplus(x, softplus_beta, softplus_threshold, PLAIN)
-        _store(g, decay[None, :] * plus, row, column, g_row, mask)
+        rate, bias = _heads(A_log, dt_bias, column, column < heads, HAS_BIAS, BH)
+        x = _load(a, row, column, a_row, mask) + bias
+        root, _, plus = rate_of(x, rate, softplus_beta, softplus_threshold, PLAIN)
+        _store(g, 0.0 - root * plus * root, row, column, g_row, mask)
         if BETA:
             slope, _ = _sigmoid_and_softplus(_load(b, row, column, b_row, mask))
             _store(beta, slope * scale, row, column, beta_row, mask)
@@ -115,18 +123,19 @@ def _gdn_gate_backward_kernel(
         piece = work // across
         column = (work % across) * BH + tl.arange(0, BH)
         exists = column < heads
-        decay, bias = _heads(A_log, dt_bias, column, exists, HAS_BIAS, BH)
+        rate, bias = _heads(A_log, dt_bias, column, exists, HAS_BIAS, BH)
         A_sum = tl.zeros((BH,), tl.float32)
         bias_sum = tl.zeros((BH,), tl.float32)
         for tile in range(0, row_tiles):
             row = (piece * row_tiles + tile) * BT + tl.arange(0, BT)
             mask = (row < rows)[:, None] & exists[None, :]
-            x = _load(a, row, column, a_row, mask) + bias[None, :]
-            slope, plus = _slope_and_softplus(x, softplus_beta, softplus_threshold, PLAIN)
-            of_decay = _load(grad_g, row, column, gg_row, mask) * decay[None, :]
-            of_a = of_decay * slope
+            x = _load(a, row, column, a_row, mask) + bias
+            root, slope, plus = rate_of(x, rate, softplus_beta, softplus_threshold, PLAIN)
+            grad = 0.0 - _load(grad_g, row, column, gg_row, mask)
+            # In an order in which no product leaves the range of floats unless the result does.
+            of_a = root * slope * grad * root
             _store(grad_a, of_a, row, column, ga_row, mask)
-            A_sum += tl.sum(of_decay * plus, axis=0)
+            A_sum += tl.sum(root * plus * grad * root, axis=0)
             bias_sum += tl.sum(of_a, axis=0)
             if BETA:
                 slope = _sigmoid_slope(_load(b, row, column, b_row, mask))

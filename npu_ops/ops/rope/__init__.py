@@ -50,7 +50,7 @@ def apply_rotary_pos_emb(
         rotary_dim: R; elements from R on are copied. None: W. Needed where W is half of D, which
             may mean either.
         cu_seqlens: `[n + 1]` with the leading 0, for TND: positions restart with each sequence and
-            cos, sin are `[rows, W]`.
+            cos, sin are `[rows, W]`. Results of tokens behind the last sequence are 0.
         inverse: rotate back.
         inplace: write into q and k.
 
@@ -58,9 +58,9 @@ def apply_rotary_pos_emb(
         q and k rotated, like q and k; None for a k that is None. Differentiable in q and k.
 
     Raises:
-        TypeError: a dtype. ValueError: a shape, a device, a position outside the table (on the
-            CPU; on a device its token becomes NaN), cos or sin that require a gradient, `inplace`
-            where a gradient is needed.
+        TypeError: a dtype. ValueError: a shape, a device, a position outside the table or wrong
+            lengths (on the CPU; on a device the tokens concerned become NaN), cos or sin that
+            require a gradient, `inplace` where a gradient is needed.
 
     Source: transformers `apply_rotary_pos_emb`; Su et al., "RoFormer", 2021.
     """

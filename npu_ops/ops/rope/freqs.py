@@ -40,18 +40,21 @@ def apply_rotary_pos_emb_freqs(
         layout, pair_layout, inverse, inplace: as in `apply_rotary_pos_emb`.
         mscale: multiplies cos and sin (YaRN).
         cu_seqlens: TND, `[n + 1]` with the leading 0, of the whole sequences, whatever cp_size.
-            Tokens after the last sequence are padding and get some angle of the table.
+            Results of tokens behind the last sequence are 0.
         max_seqlen: freqs are per packed token if there are more of them than this; None: if there
             are as many as tokens on all cp ranks.
         cp_size, cp_rank: context parallel: this rank has chunks cp_rank and 2 cp_size - 1 - cp_rank
-            of the 2 cp_size equal chunks of each sequence, whose length is a multiple of that.
+            of the 2 cp_size equal chunks of each sequence, whose length is a multiple of that. For
+            cu_seqlens alone: without them freqs are those of this rank's tokens.
 
     Returns:
         q and k rotated, like q and k; None for a k that is None. Differentiable in q and k.
 
     Raises:
         TypeError: a dtype. ValueError: a shape, a device, freqs that require a gradient, `inplace`
-            where a gradient is needed, cp_rank outside cp_size.
+            where a gradient is needed, cp_rank outside cp_size, cp_size without cu_seqlens; lengths
+            that are wrong or longer than freqs (on the CPU; on a device the tokens concerned become
+            NaN, all of them where lengths decrease, do not begin with 0 or end behind the tokens).
 
     Source: Megatron-LM `megatron/core/models/common/embeddings/rope_utils.py`.
     """
@@ -86,8 +89,7 @@ def _check(
     _check_freqs(freqs, q)
     if not isinstance(mscale, (int, float)):
         raise TypeError(f"mscale: got {type(mscale).__name__}, needs a number")
-    if cu_seqlens is not None:
-        _check_packing(cu_seqlens, q, layout, cp_size, cp_rank)
+    _check_packing(cu_seqlens, q, layout, cp_size, cp_rank)
     batch, length = arguments.size(q, layout, "B"), arguments.size(q, layout, "S")
     arguments.check_table_size("freqs", freqs, 0, 1, batch, length, cu_seqlens is not None)
     if inplace:
@@ -105,9 +107,16 @@ def _check_freqs(freqs, q):
 
 
 def _check_packing(cu_seqlens, q, layout, cp_size, cp_rank):
-    if layout != "TND":
+    if cu_seqlens is not None and layout != "TND":
         raise ValueError(f"cu_seqlens: got one with layout {layout}, needs TND")
-    arguments.check_cu_seqlens(cu_seqlens, q)
+    if cu_seqlens is not None:
+        arguments.check_cu_seqlens(cu_seqlens, q)
+    for name, value in (("cp_size", cp_size), ("cp_rank", cp_rank)):
+        if not isinstance(value, int):
+            raise TypeError(f"{name}: got {type(value).__name__}, needs an int")
+    if cp_size != 1 and cu_seqlens is None:
+        needs = "1: without packed sequences freqs are those of this rank's tokens"
+        raise ValueError(f"cp_size: got {cp_size} without cu_seqlens, needs {needs}")
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank: got {cp_rank}, needs 0 <= cp_rank < cp_size {cp_size}")
 

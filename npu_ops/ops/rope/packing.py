@@ -1,22 +1,28 @@
 """The table rows of packed tokens, as torch operators: compiled callers' lengths are checked too.
 
-On the CPU, that is; on a device it would wait for it, and a row outside the table gives NaN.
+On the CPU, that is; on a device it would wait for it. There a token whose row is not in the table
+becomes NaN, as all of them do where the lengths are wrong (core/lengths.py).
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 
 import torch
 
 from npu_ops.core import indices, library, make
 
+# The row of a token that belongs to no sequence, whose result is 0 (csrc/rope/rotate.h).
+NOBODY = -(1 << 30)
+_NO_ROW = -1
+
 
 def packed_positions(cu_seqlens, tokens: int, rows: int) -> torch.Tensor:
     """The position of each packed token within its sequence, `[1, tokens]`, made on the device.
 
-    cu_seqlens: `[n + 1]`, the sequences' starts and their end: 0 first, `tokens` last. No sequence
-    is longer than a table of `rows`.
+    cu_seqlens: `[n + 1]`, the sequences' starts and their end. No sequence is longer than a table
+    of `rows`. Tokens behind the last one have NOBODY.
     """
     return _positions_of(cu_seqlens, tokens, rows)
 
@@ -24,8 +30,8 @@ def packed_positions(cu_seqlens, tokens: int, rows: int) -> torch.Tensor:
 def packed_rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank) -> torch.Tensor:
     """The row of Megatron's freqs of each token of this rank, `[1, tokens]`, made on the device.
 
-    cu_seqlens: of the whole sequences; tokens after the last one are padding. rows: of freqs, which
-    are for each position, or for each token if there are more than max_seqlen.
+    cu_seqlens: of the whole sequences; tokens behind the last one have NOBODY. rows: of freqs,
+    which are for each position, or for each token if there are more than max_seqlen.
     """
     return _rows_of(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank)
 
@@ -34,20 +40,36 @@ def _positions(cu_seqlens, tokens, rows):
     if cu_seqlens.device.type == "cpu":
         starts = indices.starts_of("cu_seqlens", cu_seqlens, tokens)
         _check_longest(starts, rows, "cos's")
+    if _by_triton(cu_seqlens, tokens):
+        return _found(cu_seqlens, tokens, cu_seqlens.dtype, per_token=False)
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = (torch.searchsorted(cu_seqlens, token, right=True) - 1).clamp_min(0)
-    return (token - cu_seqlens[sequence])[None]
+    return _of_somebody(cu_seqlens, tokens, token - cu_seqlens[sequence], token)
+
+
+def _of_somebody(starts, tokens: int, row, token):
+    """`row`, `[1, tokens]`; where a token is nobody's and where starts are wrong, no row.
+
+    starts: of the `tokens` that all ranks have. token: the numbers of this rank's tokens, as if all
+    of them were one behind the other.
+    """
+    last = starts[-1]
+    right = (starts[0] == 0) & (last <= tokens) & (starts.diff() >= 0).all()
+    row = torch.where(token < last, row, NOBODY)
+    return torch.where(right, row, _NO_ROW)[None]
 
 
 def _rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank):
     per_token = rows == tokens * cp_size if max_seqlen is None else rows > max_seqlen
     if cu_seqlens.device.type == "cpu":
-        starts = indices.starts_of("cu_seqlens", cu_seqlens, tokens * cp_size, padded=True)
+        starts = indices.starts_of("cu_seqlens", cu_seqlens, tokens * cp_size)
         _check_longest([0, starts[-1]] if per_token else starts, rows, "freqs'")
         _check_chunks(starts, 1 if cp_size == 1 else 2 * cp_size)
     starts = cu_seqlens.long()
+    if cp_size == 1 and _by_triton(cu_seqlens, tokens):
+        return _found(cu_seqlens, tokens, torch.int64, per_token)
     if cp_size == 1:
-        return _whole_rows(starts[:-1], tokens, rows, per_token)
+        return _whole_rows(starts, tokens, rows, per_token)
     lengths = starts.diff() // cp_size
     local_starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     token = make.counted(tokens, device=starts.device)
@@ -59,16 +81,29 @@ def _rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank):
     position = cp_rank * chunk + position + torch.where(position < chunk, 0, behind)
     if per_token:
         position = position + starts[sequence]
-    return position.clamp(0, rows - 1)[None]
+    return _of_somebody(starts, tokens * cp_size, position, token * cp_size)
+
+
+def _by_triton(cu_seqlens, tokens: int) -> bool:
+    """Whether one launch finds the rows: on a device they are made for each call."""
+    on_device = cu_seqlens.device.type in ("npu", "cuda")
+    return on_device and tokens > 0 and library.triton_why_not() is None
+
+
+def _found(cu_seqlens, tokens: int, dtype: torch.dtype, per_token: bool):
+    rows = torch.empty((1, tokens), dtype=dtype, device=cu_seqlens.device)
+    kernels = importlib.import_module("npu_ops.ops.rope.packing_triton_ascend")
+    kernels.packed_rows(cu_seqlens, rows, NOBODY, _NO_ROW, per_token)
+    return rows
 
 
 def _whole_rows(starts, tokens, rows, per_token):
-    """`_rows` of a single rank, in few launches: on a device they are made for each call."""
+    """`_rows` of a single rank."""
     token = make.counted(tokens, device=starts.device)
-    if per_token:
-        return token.clamp(max=rows - 1)[None]
-    own = starts[torch.searchsorted(starts, token, right=True) - 1]
-    return (token - own).clamp(0, rows - 1)[None]
+    position = token
+    if not per_token:
+        position = token - starts[(torch.searchsorted(starts, token, right=True) - 1).clamp_min(0)]
+    return _of_somebody(starts, tokens, position, token)
 
 
 def _check_longest(starts, rows, whose) -> None:

@@ -5,12 +5,24 @@ from __future__ import annotations
 import torch
 
 from npu_ops.core import make
+from npu_ops.ops.rope.packing import NOBODY
 
 
 def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim):
-    """Rotate q and k; see `rotate`. cos, sin: [Bc, rows, W]; positions: None or [Bp, S] rows."""
-    cos, sin = (gather(table, positions) for table in (cos, sin))
-    return tuple(rotate(x, cos, sin, layout, pair_layout, inverse, rotary_dim) for x in (q, k))
+    """Rotate q and k; see `rotate`. cos, sin: [Bc, rows, W]; positions: None or [Bp, S] rows.
+
+    A row outside of the table gives NaN; NOBODY, the row of a token of no sequence, gives 0.
+    """
+    if positions is None:
+        return tuple(rotate(x, cos, sin, layout, pair_layout, inverse, rotary_dim) for x in (q, k))
+    rows, nobodys = cos.shape[1], positions == NOBODY
+    there = (positions >= 0) & (positions < rows)
+    if not rows:
+        cos, sin = (t.new_zeros((t.shape[0], 1, t.shape[2])) for t in (cos, sin))
+    inside = positions.clamp(0, max(rows, 1) - 1)
+    cos, sin = (gather(t, inside).where(there[..., None], torch.nan) for t in (cos, sin))
+    rotated = (rotate(x, cos, sin, layout, pair_layout, inverse, rotary_dim) for x in (q, k))
+    return tuple(x.masked_fill(over_heads(nobodys[..., None], layout), 0) for x in rotated)
 
 
 def gather(table, positions):

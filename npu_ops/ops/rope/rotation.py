@@ -9,6 +9,7 @@ import torch
 from npu_ops.core import check, indices, library
 from npu_ops.core.operator import InPlace, Operator
 from npu_ops.core.rows import in_one_piece, like_one_piece
+from npu_ops.ops.rope.packing import NOBODY
 
 # The widest rotation whose coefficients fit its kernel's table of axes (csrc/rope/rotary_tiling.h).
 _ASCENDC_WIDEST = 256
@@ -70,8 +71,10 @@ def _is_tensor_or_none(value) -> bool:
 
 def check_positions(arguments) -> None:
     """Raise ValueError unless each of an operator's positions is a row of its tables."""
-    rows = arguments.cos.shape[-2]
-    indices.check_within("positions", arguments.positions, 0, rows - 1)
+    rows, positions = arguments.cos.shape[-2], arguments.positions
+    if positions is not None:
+        positions = positions[positions != NOBODY]
+    indices.check_within("positions", positions, 0, rows - 1)
 
 
 def _why_not(arguments) -> str | None:

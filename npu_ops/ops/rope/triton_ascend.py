@@ -12,6 +12,7 @@ import triton.language as tl
 
 from npu_ops.core import hardware, socs
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+from npu_ops.ops.rope.packing import NOBODY
 
 # Bytes that a pair needs on chip at the most (fp32, with a tail to copy), by the plan of the
 # vendor's compiler, by whether pairs are interleaved: splitting those takes twice the room.
@@ -56,12 +57,23 @@ def with_direction(cos1, cos2, sin1, sin2, INVERSE: tl.constexpr):
 
 
 @triton.jit
+def _owned(mask, owned):
+    """What of `mask` is read."""
+    if owned is None:
+        return mask
+    else:
+        return mask & owned
+
+
+@triton.jit
 def rotate_heads(x, out, x_row, out_row, x_head, out_head, inside, HEADS: tl.constexpr, cos1,
                  cos2, across1, across2, P: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
-                 INTERLEAVED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr):  # fmt: skip
+                 INTERLEAVED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+                 owned=None):  # fmt: skip
     """Rotate every head of a tile of tokens, and copy what lies behind the rotated part.
 
-    x_row, out_row: where each token starts, int64 [BT, 1, 1]; inside: whether it exists.
+    x_row, out_row: where each token starts, int64 [BT, 1, 1]; inside: whether it exists. owned:
+    whether tokens belong to a sequence, None for yes; what others hold is not read.
     """
     for first_head in range(0, HEADS, BH):
         head = first_head + tl.arange(0, BH)[None, :, None]
@@ -71,7 +83,7 @@ def rotate_heads(x, out, x_row, out_row, x_head, out_head, inside, HEADS: tl.con
         if INTERLEAVED:  # as they lie, split on chip: a strided load would move single elements
             e = tl.arange(0, 2 * P)[None, None, :]
             mask = exists & (e < 2 * PAIRS)
-            both = tl.load(x_at + e, mask=mask, other=0.0).to(tl.float32)
+            both = tl.load(x_at + e, mask=_owned(mask, owned), other=0.0).to(tl.float32)
             x1, x2 = tl.split(tl.reshape(both, (BT, BH, P, 2)))
             out1 = x1 * cos1 + x2 * across1
             out2 = x2 * cos2 + x1 * across2
@@ -80,8 +92,8 @@ def rotate_heads(x, out, x_row, out_row, x_head, out_head, inside, HEADS: tl.con
         else:
             j = tl.arange(0, P)[None, None, :]
             mask = exists & (j < PAIRS)
-            x1 = tl.load(x_at + j, mask=mask, other=0.0).to(tl.float32)
-            x2 = tl.load(x_at + j + PAIRS, mask=mask, other=0.0).to(tl.float32)
+            x1 = tl.load(x_at + j, mask=_owned(mask, owned), other=0.0).to(tl.float32)
+            x2 = tl.load(x_at + j + PAIRS, mask=_owned(mask, owned), other=0.0).to(tl.float32)
             out1 = x1 * cos1 + x2 * across1
             out2 = x2 * cos2 + x1 * across2
             tl.store(out_at + j, out1.to(out.dtype.element_ty), mask=mask)
@@ -89,7 +101,7 @@ def rotate_heads(x, out, x_row, out_row, x_head, out_head, inside, HEADS: tl.con
         for start in tl.static_range(0, TAIL, 2 * P):
             e = start + tl.arange(0, 2 * P)[None, None, :]
             mask = exists & (e < TAIL)
-            tail = tl.load(x_at + 2 * PAIRS + e, mask=mask, other=0.0)
+            tail = tl.load(x_at + 2 * PAIRS + e, mask=_owned(mask, owned), other=0.0)
             tl.store(out_at + 2 * PAIRS + e, tail, mask=mask)
 
 
@@ -101,7 +113,7 @@ def _rope_kernel(
     P: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr, INTERLEAVED: tl.constexpr,
     FULL: tl.constexpr, INVERSE: tl.constexpr, INDEXED: tl.constexpr,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, BT: tl.constexpr, BHQ: tl.constexpr,
-    BHK: tl.constexpr,
+    BHK: tl.constexpr, NOBODY: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(length, BT)
     for item in range(tl.program_id(0), batch * tiles, tl.num_programs(0)):
@@ -109,6 +121,7 @@ def _rope_kernel(
         start = (item % tiles) * BT
         if INDEXED:  # BT is 1
             row = tl.load(positions + b * pos_b + start.to(tl.int64) * pos_s).to(tl.int64)
+            owned = row != NOBODY
             limit = tl.where((row >= 0) & (row < rows), 2 * PAIRS if FULL else PAIRS, 0)
             row = tl.where(limit > 0, row, 0)
         else:
@@ -117,15 +130,18 @@ def _rope_kernel(
             limit = tl.where(s < length, 2 * PAIRS if FULL else PAIRS, 0)
         cos1, cos2 = load_row(cos + b * cos_b + row * cos_s, limit, P, PAIRS, INTERLEAVED, FULL, BT)
         sin1, sin2 = load_row(sin + b * sin_b + row * sin_s, limit, P, PAIRS, INTERLEAVED, FULL, BT)
+        if INDEXED:
+            cos1, cos2 = tl.where(owned, cos1, 0.0), tl.where(owned, cos2, 0.0)
+            sin1, sin2 = tl.where(owned, sin1, 0.0), tl.where(owned, sin2, 0.0)
         cos1, cos2, across1, across2 = with_direction(cos1, cos2, sin1, sin2, INVERSE)
         token = start + tl.arange(0, BT)[:, None, None]
         at, inside = token.to(tl.int64), token < length
         rotate_heads(q, q_out, b * q_b + at * q_s, b * qo_b + at * qo_s, q_n, qo_n, inside, Q_HEADS,
-                     cos1, cos2, across1, across2, P, PAIRS, TAIL, INTERLEAVED, BT,
-                     BHQ)  # fmt: skip
+                     cos1, cos2, across1, across2, P, PAIRS, TAIL, INTERLEAVED, BT, BHQ,
+                     owned if INDEXED else None)  # fmt: skip
         rotate_heads(k, k_out, b * k_b + at * k_s, b * ko_b + at * ko_s, k_n, ko_n, inside, K_HEADS,
-                     cos1, cos2, across1, across2, P, PAIRS, TAIL, INTERLEAVED, BT,
-                     BHK)  # fmt: skip
+                     cos1, cos2, across1, across2, P, PAIRS, TAIL, INTERLEAVED, BT, BHK,
+                     owned if INDEXED else None)  # fmt: skip
 
 
 def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_out, k_out):
@@ -144,12 +160,14 @@ def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_
     constants = tile_constants(
         q, k, layout, pair_layout, rotary_dim, q_out, full, positions is not None
     )
+    if positions is not None and layout == "TND":  # also of tokens that are nobody's
+        constants["TAIL"] = q.shape[-1] - rotary_dim
     items = batch * cdiv(length, constants["BT"])
     _rope_kernel[vector_grid(items, q.device)](
         q, k, cos, sin, positions, q_out, k_out, batch, length, cos.shape[1],
         *(stride for three in strides for stride in three),
         *tables[0], *tables[1], *places, FULL=full, INVERSE=inverse,
-        INDEXED=positions is not None, **constants,
+        INDEXED=positions is not None, NOBODY=NOBODY, **constants,
     )  # fmt: skip
 
 

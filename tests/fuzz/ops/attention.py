@@ -142,13 +142,10 @@ def attention(
     )
     if paged and v.dim() == 3:
         dim = v.shape[-1] // key_heads
-    if layout == "TND":
-        out = (
-            torch.cat([o for o, _ in found], 1)[None]
-            if found
-            else wide_q.new_zeros(1, heads, 0, dim)
-        )
-        lse = torch.cat([s for _, s in found], 1)
+    if layout == "TND":  # with tokens that are nobody's
+        behind = q.shape[0] - of_q[-1][1]
+        out = torch.cat([*(o for o, _ in found), wide_q.new_zeros(heads, behind, dim)], 1)[None]
+        lse = torch.cat([*(s for _, s in found), wide_q.new_zeros(heads, behind)], 1)
     else:
         shape = wide_q.shape[:3]
         out = torch.stack([o for o, _ in found]) if found else wide_q.new_zeros(*shape, dim)

@@ -43,8 +43,10 @@ def causal_conv1d(
         rows = torch.cat([before, tokens])
         ys.append(convolved(rows[1:], weight, bias, activation))
         finals.append(rows[len(rows) - width :].T)
-    y = torch.cat([x.new_zeros(0, x.shape[2]), *ys]).view(x.shape)
-    y = y if residual is None else y + residual
+    inside = sum(map(len, ys))
+    if residual is not None:
+        ys = [torch.cat([x.new_zeros(0, x.shape[2]), *ys]) + residual.flatten(0, 1)[:inside]]
+    y = torch.cat([*ys, x.new_zeros(x.shape[0] * x.shape[1] - inside, x.shape[2])]).view(x.shape)
     finals = torch.stack(finals) if finals else x.new_zeros(0, x.shape[2], width)
     return [Out(y), Out(finals if output_final_state else None)]
 
@@ -91,9 +93,12 @@ def causal_conv1d_update(
     intermediate_state_indices=None, disable_state_update=False,
 ):  # fmt: skip
     history, (slots, channels, columns) = weight.shape[1] - 1, conv_state.shape
+    skipped = torch.zeros(0, dtype=torch.bool)
+    if conv_state_indices is not None:
+        skipped = conv_state_indices == pad_slot_id
     flat = x.reshape(-1, channels)
     if query_start_loc is not None:
-        pieces = spans(query_start_loc, len(flat), "query_start_loc", whole=False)
+        pieces = spans(query_start_loc, len(flat), "query_start_loc")
     else:
         length = 1 if x.dim() == 2 else x.shape[1]
         pieces = [(n * length, n * length + length) for n in range(x.shape[0])]
@@ -106,7 +111,8 @@ def causal_conv1d_update(
     if intermediate_state_indices is not None:
         row_of = intermediate_state_indices.tolist()
         rows = len(intermediate_conv_window)
-        kept = [row for row in row_of if row != -1]
+        there = [row for n, row in enumerate(row_of) if not skipped[n : n + 1].any()]
+        kept = [row for row in there if row != -1]
         need(all(0 <= row < rows for row in kept), "intermediate_state_indices")
         need(len(set(kept)) == len(kept), "intermediate_state_indices")
     y, state = torch.zeros_like(flat), conv_state.clone()
@@ -140,7 +146,7 @@ def causal_conv1d_update(
 CONV = {
     "batch": (1, 2, 0), "tokens": TOKENS, "lengths": LENGTHS, "index": INDEX, "width": (4, 2, 3, 8),
     "bias": NO, "state": NO, "final": NO, "dtype": DTYPES, "parameter": ("same", "float32"),
-    "hide": NO, "broken": NO,
+    "hide": NO, "broken": NO, "behind": (0, 1, 5),
 }  # fmt: skip
 
 
@@ -156,6 +162,8 @@ def conv_arguments(s, draw, channels):
     x = draw.normal(batch, tokens, channels, dtype=dtype)
     if s["broken"] and x.numel():  # other sequences must not see it
         x[0, 0] = NAN
+    if s["hide"] and starts is not None:  # what is nobody's is not read
+        x[0, int(starts[-1]) :] = NAN
     return {
         "x": x,
         "weight": draw.normal(channels, s["width"], dtype=parameter),
@@ -180,7 +188,8 @@ def pool_arguments(s, draw, arguments):
         indices = tensor(draw.distinct(count, slots), s["index"])
         if s["pad"] is not None and count:
             indices[int(draw.integers(count))] = s["pad"]
-    pool = draw.normal(slots, x.shape[2], s["width"] - 1 + s["spare"], dtype=s["dtype"])
+    dtype = s["dtype"] if s["pool_dtype"] == "same" else s["pool_dtype"]
+    pool = draw.normal(slots, x.shape[2], s["width"] - 1 + s["spare"], dtype=dtype)
     if s["hide"]:
         used = range(count) if indices is None else indices.tolist()
         for slot in set(range(slots)) - set(used):
@@ -252,6 +261,10 @@ def make_causal_conv1d_update(s, draw):
             if batch:
                 chosen[int(draw.integers(batch))] = -1
             arguments["intermediate_state_indices"] = chosen
+    if s["hide"] and indices is not None:  # what a skipped sequence holds
+        for name in ("num_accepted_tokens", "intermediate_state_indices"):
+            if arguments.get(name) is not None:
+                arguments[name][indices == (s["pad"] or -1)] = 77
     return arguments
 
 
@@ -260,7 +273,8 @@ TARGETS = {
         causal_conv1d,
         dict(
             channels=(4, 1, 3, 8, 40, 0), residual=NO, activation=(None, "silu", "swish"), pool=NO,
-            spare=(0, 1, 3), indices=NO, pad=(None, -1, 1, 99), first=NO, **CONV,
+            spare=(0, 1, 3), indices=NO, pad=(None, -1, 1, 99), first=NO,
+            pool_dtype=("same", "float32", "bfloat16"), **CONV,
         ),
         make_causal_conv1d, ("x", "weight", "bias", "residual", "initial_state"),
         writes=lambda s: ("conv_state",), indices=("cu_seqlens", "conv_state_indices"),

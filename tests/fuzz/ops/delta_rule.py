@@ -55,7 +55,8 @@ def gated_delta_rule(
                 before.append(state.mT if state_v_first else state)
             state, o[b, t] = delta_rule(state, *(x[b, t] for x in (q, k, v, beta, log_decay)))
         finals.append(state.mT if state_v_first else state)
-    flat = [o[b, t] for b in range(batch) for t in range(length)]
+    nobodys = v.new_zeros(value_heads, values)
+    flat = [o.get((b, t), nobodys) for b in range(batch) for t in range(length)]
     out = torch.stack(flat).view(v.shape) if flat else torch.zeros_like(v)
     shape = (0, value_heads, *((values, keys) if state_v_first else (keys, values)))
     final = torch.stack(finals) if finals else v.new_zeros(shape)
@@ -119,38 +120,46 @@ def gated_delta_rule_update(
     length = tokens // max(count, 1)
     pieces = [(n * length, n * length + length) for n in range(count)]
     if cu_seqlens is not None:
-        pieces = spans(cu_seqlens, tokens, "cu_seqlens", whole=False)
+        pieces = spans(cu_seqlens, tokens, "cu_seqlens")
     table = state_indices.tolist()
     by_token = state_indices.dim() == 2
-    every = [slot for row in table for slot in (row if by_token else [row])]
-    need(all(-1 <= slot < slots for slot in every), "state_indices")
+    accepted = [0] * count if num_accepted_tokens is None else num_accepted_tokens.tolist()
+    # Where a sequence's slot is -1 it is skipped, and nothing else of it means anything.
+    first_slots = [
+        row[min(max(n, 1), len(row)) - 1] if by_token else row
+        for row, n in zip(table, accepted, strict=True)
+    ]
+    there = [n for n, slot in enumerate(first_slots) if slot != -1]
+    own_slots = [table[n] if by_token else [table[n]] for n in there]
+    need(all(-1 <= slot < slots for row in own_slots for slot in row), "state_indices")
     rows = list(range(count)) if intermediate_states is not None else [-1] * count
     if intermediate_state_indices is not None:
         rows = intermediate_state_indices.tolist()
-        need(all(-1 <= r < len(intermediate_states) for r in rows), "intermediate_state_indices")
-        used = [r for r, slot in zip(rows, table, strict=True) if r >= 0 and slot >= 0]
+        used = [rows[n] for n in there]
+        need(all(-1 <= r < len(intermediate_states) for r in used), "intermediate_state_indices")
+        used = [r for r in used if r >= 0]
         need(len(set(used)) == len(used), "intermediate_state_indices")
     steps = state_indices.shape[1] if by_token else 10**9
     if intermediate_states is not None:
         steps = intermediate_states.shape[1]
-    need(all(end - begin <= steps for begin, end in pieces), "cu_seqlens")
+    need(all(pieces[n][1] - pieces[n][0] <= steps for n in there), "cu_seqlens")
     if not disable_state_update:
         seen = set()
-        for row in table:
-            own = {slot for slot in (row if by_token else [row]) if slot >= 0}
+        for row in own_slots:
+            own = {slot for slot in row if slot >= 0}
             need(not own & seen, "state_indices")
             seen |= own
-    accepted = [0] * count if num_accepted_tokens is None else num_accepted_tokens.tolist()
     if num_accepted_tokens is not None:
-        need(all((1 if by_token else 0) <= n <= steps for n in accepted), "num_accepted_tokens")
-        need(all(by_token or not n or r >= 0 for n, r in zip(accepted, rows, strict=True)),
+        least = 1 if by_token else 0
+        need(all(least <= accepted[n] <= steps for n in there), "num_accepted_tokens")
+        need(all(by_token or not accepted[n] or rows[n] >= 0 for n in there),
              "intermediate_state_indices")  # fmt: skip
     stored = (lambda m: m.mT) if state_v_first else (lambda m: m)
     o, new = torch.zeros_like(v), state.clone()
     kept = None if intermediate_states is None else intermediate_states.clone()
     for n, (begin, end) in enumerate(pieces):
         own = table[n] if by_token else [table[n]] * (end - begin)
-        first = table[n][max(accepted[n] - 1, 0)] if by_token else table[n]
+        first = first_slots[n]
         if begin == end or first < 0:
             continue
         source = state[first]
@@ -176,7 +185,7 @@ RULE = {
     "heads": (1, 2), "group": (1, 2, 3), "keys": (4, 1, 3, 8, 16), "values": (4, 1, 3, 8, 16),
     "state": NO, "final": NO, "norm": NO, "gate": NO, "bias": NO, "sigmoid": NO, "neg": NO,
     "v_first": NO, "scale": (None, 1.0, 0.0, -0.5), "dtype": DTYPES, "gates": ("same", "float32"),
-    "broken": NO,
+    "broken": NO, "behind": (0, 1, 5),
 }  # fmt: skip
 
 
@@ -301,6 +310,11 @@ def make_rule_update(s, draw):
             if count and not s["accepted"]:
                 places[int(draw.integers(count))] = -1
             arguments["intermediate_state_indices"] = places
+    if s["hide"]:  # what a skipped sequence holds
+        skipped = (indices == -1).view(count, -1).all(1)
+        for name in ("num_accepted_tokens", "intermediate_state_indices"):
+            if name in arguments:
+                arguments[name][skipped] = 77
     return arguments
 
 

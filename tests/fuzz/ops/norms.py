@@ -69,8 +69,8 @@ def make_rms_norm_gated(s, draw):
 def make_gdn_gate(s, draw):
     heads, dtype, parameter = s["heads"], s["dtype"], s["parameter"]
     arguments = {
-        "a": draw.normal(*s["shape"], heads, dtype=dtype) * s["size"],
-        "A_log": draw.normal(heads, dtype=parameter),
+        "a": draw.normal(*s["shape"], heads, dtype=dtype) * s["size"] - 1.3 * s["rate"],
+        "A_log": draw.normal(heads, dtype=parameter) + s["rate"],
         "dt_bias": draw.normal(heads, dtype=parameter) if s["bias"] else None,
         "b": None, "softplus_beta": s["bend"], "softplus_threshold": s["threshold"],
     }  # fmt: skip
@@ -130,7 +130,7 @@ TARGETS = {
         gdn_gate,
         dict(
             shape=SHAPE, heads=(4, 1, 3, 32, 0), dtype=DTYPES, parameter=DTYPES, bias=NO,
-            b=(None, *DTYPES), neg=NO, size=(1, 30), bend=(1.0, 0.5, 3.0),
+            b=(None, *DTYPES), neg=NO, size=(1, 30), rate=(0, 60, 90), bend=(1.0, 0.5, 3.0),
             threshold=(20.0, 0.0, 2.0, 1e9),
         ),
         make_gdn_gate, ("a", "A_log", "dt_bias", "b"),

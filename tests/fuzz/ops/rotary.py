@@ -54,6 +54,14 @@ def rotate_both(q, k, cos, sin, layout, pair_layout, inverse, inplace):
     ]
 
 
+def of_sequences(q, k, rows):
+    """TND q and k with 0 in tokens that are nobody's, behind those that have `rows`; and these,
+    `[1, T]`, with any row for the others."""
+    inside = (torch.arange(len(q)) < len(rows))[:, None, None]
+    q, k = (x if x is None else torch.where(inside, x, 0.0) for x in (q, k))
+    return q, k, torch.tensor([rows + [0] * (len(q) - len(rows))]).long()
+
+
 def layout_of(q, layout, unsqueeze_dim):
     return layout or ("TND" if q.dim() == 3 else "BNSD" if unsqueeze_dim == 1 else "BSND")
 
@@ -68,7 +76,8 @@ def apply_rotary_pos_emb(
     if cu_seqlens is not None:
         pieces = spans(cu_seqlens, q.shape[0], "cu_seqlens")
         need(all(end - begin <= len(cos) for begin, end in pieces), "cu_seqlens")
-        rows = torch.tensor([[t for begin, end in pieces for t in range(end - begin)]]).long()
+        rows = [t for begin, end in pieces for t in range(end - begin)]
+        q, k, rows = of_sequences(q, k, rows)
     elif position_ids is not None and cos.dim() == 2:
         rows = position_ids.long()
         rows = rows if rows.dim() == 2 else rows[None]
@@ -86,13 +95,12 @@ def apply_rotary_pos_emb_freqs(
 ):  # fmt: skip
     cos, sin = (torch.cos(freqs) * mscale, torch.sin(freqs) * mscale)
     tables = [table.squeeze(2).transpose(0, 1) for table in (cos, sin)]
-    known = None
     if cu_seqlens is not None:
         rows, tokens = [], q.shape[0]
         per_token = (
             len(freqs) > max_seqlen if max_seqlen is not None else (len(freqs) == tokens * cp_size)
         )
-        pieces = spans(cu_seqlens, tokens * cp_size, "cu_seqlens", whole=False)
+        pieces = spans(cu_seqlens, tokens * cp_size, "cu_seqlens")
         for begin, end in pieces:
             need(cp_size == 1 or (end - begin) % (2 * cp_size) == 0, "cu_seqlens")
             chunk = (end - begin) // (2 * cp_size)
@@ -105,13 +113,12 @@ def apply_rotary_pos_emb_freqs(
                 ]
             rows += [t if per_token else t - begin for t in own]
         need(all(row < len(freqs) for row in rows), "cu_seqlens")
-        known = torch.arange(tokens)[:, None, None] < len(rows)
-        rows = torch.tensor(rows + [0] * (tokens - len(rows))).long()
-        tables = [table[:, rows] for table in tables]
-    outs = rotate_both(q, k, *tables, layout, pair_layout, inverse, inplace)
-    for out in outs:
-        out.known = known
-    return outs
+        q, k, rows = of_sequences(q, k, rows)
+        tables = [table[:, rows[0]] for table in tables]
+    else:
+        need(cp_size == 1, "cp_size")
+    need(0 <= cp_rank < cp_size, "cp_rank")
+    return rotate_both(q, k, *tables, layout, pair_layout, inverse, inplace)
 
 
 def owner(sections, section_layout):
@@ -229,7 +236,7 @@ def rope_settings(s):
 
 def make_rope(s, draw):
     packing = s["layout"] == "TND" and s["lengths"] is not None
-    tokens = sum(s["lengths"]) if packing else s["tokens"]
+    tokens = sum(s["lengths"]) + s["padding"] if packing else s["tokens"]
     arguments = make_heads(s, draw, tokens)
     batch = 1 if s["layout"] == "TND" else s["batch"]
     rows = {"rotary_dim": rotary_width(s)}
@@ -327,7 +334,7 @@ TARGETS = {
     "apply_rotary_pos_emb": Target(
         apply_rotary_pos_emb,
         dict(
-            lengths=LENGTHS, index=INDEX, positions=("none", "row", "full"),
+            lengths=LENGTHS, index=INDEX, padding=(0, 2), positions=("none", "row", "full"),
             table_batch=(None, "one", "full"), spare=(0, 3), **HEADS,
         ),
         make_rope, ("q", "k"), writes=in_place, indices=("cu_seqlens", "position_ids"),

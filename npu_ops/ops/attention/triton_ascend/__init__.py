@@ -11,6 +11,7 @@ import torch
 
 from npu_ops.core import hardware, rng
 from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
+from npu_ops.core.lengths_triton_ascend import finish, int32_starts
 from npu_ops.ops.attention.triton_ascend import backward
 from npu_ops.ops.attention.triton_ascend.blocks import blocks_of
 from npu_ops.ops.attention.triton_ascend.dropout import keep_bits
@@ -30,6 +31,11 @@ DELTA_BYTES = 32 * 1024
 
 def attention(q, k, v, extra, rule, out, lse):
     """Write out and lse; the arguments are the operator's."""
+    _attention(q, k, v, extra, rule, out, lse)
+    finish(int32_starts(extra.cu_seqlens_q), out.transpose(1, 2), lse.transpose(1, 2))
+
+
+def _attention(q, k, v, extra, rule, out, lse):
     extra = _dense(extra)
     step, max_queries = q.shape[1] // k.shape[1], rule.max_seqlen_q
     if not _shares_rows(extra, rule, step):
@@ -82,6 +88,8 @@ def attention_backward(
     )  # fmt: skip
     if grad_bias is not None:
         grad_bias.copy_(grad_pairs.sum_to_size(grad_bias.shape))
+    finish(int32_starts(extra.cu_seqlens_q), grad_q.transpose(1, 2), delta.transpose(1, 2))
+    finish(int32_starts(extra.cu_seqlens_k), grad_k.transpose(1, 2), grad_v.transpose(1, 2))
     if grad_sinks is not None:
         weights = (extra.sinks[:, None] - lse).exp()
         torch.sum(weights * -delta, (0, 2), out=grad_sinks)

@@ -14,6 +14,7 @@ import torch
 
 from npu_ops.core import hardware
 from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
+from npu_ops.core.lengths_triton_ascend import finish, int32_starts
 from npu_ops.ops.chunk_gated_delta_rule.reference import EPS
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend import (
     backward,
@@ -76,6 +77,7 @@ def chunk_gated_delta_rule(
             last, chunk_states, None if kept is None else kept.firsts, scale, walk.piece, walk.end,
             KEEP=wanted, **walk.constants,
         )  # fmt: skip
+    finish(int32_starts(cu_seqlens), o)
     if last is not final_state:
         final_state.copy_(last[number - 1 :: number])
 
@@ -132,6 +134,7 @@ def chunk_gated_delta_rule_backward(
     totals = _inner_products(states, grad_states, gates[0])
     grad_betas = grad_betas + _sum(of_values)
     chunks.scatter(grad_g_sums, kept_sums, totals, grad_betas, spans, grad_g, grad_beta)
+    finish(int32_starts(cu_seqlens), grad_q, grad_k, grad_v, grad_g, grad_beta)
 
 
 def _gradients(

@@ -43,7 +43,8 @@ def chunks_of(q, cu_seqlens, size: int) -> Chunks:
         starts = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * length
     else:
         number = length // size + cu_seqlens.shape[0] - 1
-        # Nobody has looked at the values: sequences within the tokens, one behind the other.
+        # Nobody has looked at the values: sequences within the tokens, one behind the other. What
+        # wrong ones compute is overwritten by `finish`.
         starts = cu_seqlens.clamp(0, length).cummax(0).values.int()
     lengths = starts.diff()
     counts = (lengths + (size - 1)) // size

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from npu_ops.core.grid import cdiv, tile_elements, vector_grid
+from npu_ops.core.lengths_triton_ascend import finish, int32_starts
 from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
     columns_of,
     keys_of,
@@ -138,6 +139,7 @@ def fused_recurrent_gated_delta_rule(
         length, H=heads, HV=value_heads, K=keys, V=values, V_FIRST=state_v_first,
         PER_VALUE=beta.shape[-1] == values, **constants,
     )  # fmt: skip
+    finish(int32_starts(cu_seqlens), o)
 
 
 @triton.jit(do_not_specialize=["sequences", "length"])
@@ -274,3 +276,4 @@ def fused_recurrent_gated_delta_rule_backward(
     ):
         if total is not None and total is not summed:
             total.copy_(summed.sum(0))
+    finish(int32_starts(cu_seqlens), grad_q, grad_k, grad_v, grad_g, grad_gk, grad_gv, grad_beta)

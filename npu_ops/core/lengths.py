@@ -1,0 +1,43 @@
+"""Packed sequences: what lengths mean, in every op and on every device.
+
+Lengths are `starts`, `[N + 1]` of int32 or int64: where N sequences start and the last one ends.
+They begin with 0, never decrease, and end at the number of tokens or before it.
+
+- Tokens behind the last sequence belong to nobody. Their outputs and gradients are 0, whatever the
+  inputs hold there.
+- Wrong lengths raise ValueError where they are in host memory. On a device nothing waits for them:
+  outputs and gradients of all tokens are NaN, and no other memory is touched.
+
+Host memory: `indices.starts_of`, csrc/common/indices.h. Devices: `nobodys` for what runs as torch
+operators, `finish` of lengths_triton_ascend.py behind Triton kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import make
+
+
+def nobodys(starts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens belong to nobody, and what their results are.
+
+    Returns:
+        bool `[tokens]`, all True where starts are wrong; and a number on starts' device, 0 or NaN.
+    """
+    right = (starts[0] == 0) & (starts[-1] <= tokens) & (starts.diff() >= 0).all()
+    token = make.counted(tokens, device=starts.device)
+    return (token >= starts[-1]) | ~right, torch.where(right, 0.0, torch.nan)
+
+
+def without_nobodys(starts: torch.Tensor | None, *rows: torch.Tensor | None) -> tuple:
+    """Tensors `[1, tokens, ...]` with what tokens that belong to nobody have."""
+    if starts is None:
+        return rows
+    given = next(x for x in rows if x is not None)
+    behind, fill = nobodys(starts, given.shape[1])
+
+    def masked(x):
+        return torch.where(behind.view(1, -1, *[1] * (x.dim() - 2)), fill.to(x.dtype), x)
+
+    return tuple(None if x is None else masked(x) for x in rows)
