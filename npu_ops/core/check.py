@@ -21,6 +21,14 @@ def tensor(name: str, value) -> None:
         raise TypeError(f"{name}: got a tensor of layout {kind}, needs a dense one")
 
 
+def optional_tensors(**given) -> None:
+    """Raise TypeError unless each is a dense tensor or None; first of all, for what is no tensor
+    has no shape, dtype or device to check."""
+    for name, value in given.items():
+        if value is not None:
+            tensor(name, value)
+
+
 def floating(name: str, value: torch.Tensor) -> None:
     """Raise TypeError unless `value` is a tensor of a floating dtype that the ops take."""
     tensor(name, value)

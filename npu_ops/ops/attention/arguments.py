@@ -126,6 +126,10 @@ def in_one_form(call):
     `layout` becomes that of the output. `cu_seqlens_cpu` becomes a pair, `seqlens_k_cpu` a tensor.
     Packed keys get the queries' `cu_seqlens_q` where they have none of their own.
     """
+    names = (
+        "attn_mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table", "sinks",
+    )  # fmt: skip
+    check.optional_tensors(**{name: getattr(call, name) for name in names})
     check.one_of("layout", call.layout, LAYOUTS)
     q, k, v, layout = _in_normal_form(call)
     paged = call.block_table is not None

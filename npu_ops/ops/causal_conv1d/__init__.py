@@ -102,6 +102,11 @@ def _prepare(
     has_initial_state=None, pad_slot_id=-1,
 ):  # fmt: skip
     """The public arguments as the operator takes them, but for the states of a pool."""
+    check.optional_tensors(
+        residual=residual, initial_state=initial_state, cu_seqlens=cu_seqlens,
+        conv_state=conv_state, conv_state_indices=conv_state_indices,
+        has_initial_state=has_initial_state,
+    )  # fmt: skip
     _check(x, weight, bias, residual, initial_state, activation, cu_seqlens, cp_group)
     if cu_seqlens is not None and residual is not None and residual.requires_grad:
         (residual,) = lengths.without_nobodys(cu_seqlens, residual)

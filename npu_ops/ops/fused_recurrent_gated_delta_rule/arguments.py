@@ -23,6 +23,8 @@ def check_call(call) -> None:
 
 def check_common(call) -> None:
     """Check what both functions take, apart from the shapes of gates and beta."""
+    names = ("initial_state", "A_log", "dt_bias", "cu_seqlens", "cu_seqlens_cpu", "chunk_indices")
+    check.optional_tensors(**{n: getattr(call, n, None) for n in names})
     _check_heads(call.q, call.k, call.v)
     _check_flags(call)
     if call.cu_seqlens is not None:
