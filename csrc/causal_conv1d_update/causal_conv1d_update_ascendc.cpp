@@ -90,20 +90,23 @@ class Update {
 
   __aicore__ inline Sequence Find(int64_t n) const {
     Sequence s{n, 0, tiling_.tokens, n, 0, n, false, false, 0.0f};
+    bool right = true;  // what starts say of this sequence
     if (starts_) {
       const int64_t begin = integer(starts_, tiling_.wide_starts, n);
+      const int64_t end = integer(starts_, tiling_.wide_starts, n + 1);
+      right = begin >= 0 && begin <= end && end <= tiling_.tokens && (n > 0 || begin == 0);
       s.batch = 0;
       s.begin = begin < 0 ? 0 : begin;
-      s.end = smaller(integer(starts_, tiling_.wide_starts, n + 1), tiling_.tokens);
+      s.end = smaller(end, tiling_.tokens);
     }
     if (indices_) s.slot = integer(indices_, tiling_.wide_indices, n);
     if (accepted_) s.first = integer(accepted_, tiling_.wide_accepted, n) - 1;
     if (window_indices_) s.window = integer(window_indices_, tiling_.wide_windows, n);
     const bool skipped = s.slot == tiling_.pad;
-    s.good = !skipped && s.slot >= 0 && s.slot < tiling_.slots && s.first >= 0 &&
+    s.good = right && !skipped && s.slot >= 0 && s.slot < tiling_.slots && s.first >= 0 &&
              s.first <= tiling_.columns - tiling_.before();
     s.keeps_windows = window_ && s.window >= 0 && s.window < tiling_.windows;
-    s.nothing = skipped ? 0.0f : __builtin_nanf("");
+    s.nothing = right && skipped ? 0.0f : __builtin_nanf("");
     return s;
   }
 

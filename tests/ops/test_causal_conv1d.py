@@ -425,7 +425,9 @@ WRONG = {
     "cu_seqlens: got float32": {"cu_seqlens": torch.tensor([0.0, 6.0])},
     r"cu_seqlens: got shape \[1, 2\]": {"cu_seqlens": torch.tensor([[0, 6]])},
     r"cu_seqlens: got shape \[0\]": {"cu_seqlens": torch.empty(0, dtype=torch.int32)},
-    "cu_seqlens: got 0 first and 5 last, needs 0 and 6": {"cu_seqlens": torch.tensor([0, 5])},
+    "cu_seqlens: got 0 first and 7 last, needs 0 and up to 6": {
+        "cu_seqlens": torch.tensor([0, 7])
+    },
     "cu_seqlens: got 1 first": {"cu_seqlens": torch.tensor([1, 6])},
     "cu_seqlens: got a negative length": {"cu_seqlens": torch.tensor([0, 4, 3, 6])},
     r"x: got shape \[2, 6, 8\], needs a batch of 1 with cu_seqlens": {
@@ -446,7 +448,9 @@ def test_wrong_input_is_named(message):
 def test_the_kernel_checks_cu_seqlens_again():
     """A compiled caller has had no other check."""
     args = (X, WEIGHT, None, None, None, torch.tensor([0, 9]), False, False)
-    with pytest.raises(RuntimeError, match="cu_seqlens: got 0 first and 9 last, needs 0 and 6"):
+    with pytest.raises(
+        RuntimeError, match="cu_seqlens: got 0 first and 9 last, needs 0 and up to 6"
+    ):
         torch.ops.npu_ops.causal_conv1d(*args)
 
 

@@ -472,7 +472,9 @@ WRONG = {
     },
     "initial_state: got bfloat16": {"initial_state": torch.randn(1, WIDTH, 4).bfloat16()},
     "cu_seqlens: got list": {"cu_seqlens": [0, 6]},
-    "cu_seqlens: got 0 first and 5 last, needs 0 and 6": {"cu_seqlens": torch.tensor([0, 5])},
+    "cu_seqlens: got 0 first and 7 last, needs 0 and up to 6": {
+        "cu_seqlens": torch.tensor([0, 7])
+    },
     "cu_seqlens: got a negative length": {"cu_seqlens": torch.tensor([0, 4, 3, 6])},
     r"x: got shape \[2, 6, 144\], needs a batch of 1 with cu_seqlens": {
         "x": torch.cat([X, X]), "cu_seqlens": torch.tensor([0, 6])
@@ -495,7 +497,9 @@ def test_an_unknown_argument_is_named():
 def test_the_kernel_checks_cu_seqlens_again():
     """A compiled caller has had no other check."""
     args = (X, WEIGHT, None, None, torch.tensor([0, 9]), False, None, list(HEADS), False)
-    with pytest.raises(RuntimeError, match="cu_seqlens: got 0 first and 9 last, needs 0 and 6"):
+    with pytest.raises(
+        RuntimeError, match="cu_seqlens: got 0 first and 9 last, needs 0 and up to 6"
+    ):
         torch.ops.npu_ops.causal_conv1d_qkv(*args)
 
 

@@ -472,7 +472,9 @@ def test_a_compiled_call_reads_nothing_outside():
         lambda cu_seqlens: delta_rule(**inputs, cu_seqlens=cu_seqlens)[0],
         fullgraph=True, backend="eager",
     )  # fmt: skip
-    with pytest.raises(RuntimeError, match="cu_seqlens: got 0 first and 10 last, needs 0 and 9"):
+    with pytest.raises(
+        RuntimeError, match="cu_seqlens: got 0 first and 10 last, needs 0 and up to 9"
+    ):
         compiled(torch.tensor([0, 4, 10]))
     torch._dynamo.reset()
 
