@@ -13,8 +13,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import pathlib
 import re
+import stat
 
 import torch
 from torch import distributed
@@ -26,6 +28,11 @@ PACKAGED = pathlib.Path(__file__).parent.parent / "preferences"
 # How far from a class that was measured, in powers of two of elements, its preference holds.
 REACH = 3
 _NUMEL_BITS = 64
+# What `read` accepts. A table of every op and three models has some hundred kB.
+_FIELDS = frozenset(
+    {"op", "dtype", "width", "bits", "implementation", "us", "instead_of", "instead_us"}
+)
+_MAX_BYTES, _MAX_WIDTH, _MAX_US = 4 * 2**20, 2**63, 1e12
 
 # Device types whose tables are known to be those of the other ranks. The registry looks here.
 settled: set[str] = set()
@@ -43,9 +50,32 @@ def class_of(args: tuple) -> tuple[Class, int]:
 
 @functools.cache
 def of(device: str) -> dict[str, Orders]:
-    """The table for a type of device here: of each op the preferred name by class and elements."""
+    """The table for a type of device here: of each op the preferred name by class and elements.
+
+    Raises:
+        ValueError: the file is no table, or names an op or an implementation that is not here.
+    """
+    from npu_ops.core.registry import Table  # the registry imports this module
+
     path = path_of(device)
-    return {} if path is None else orders(read(path)["rows"])
+    if path is None:
+        return {}
+    for row in rows_of(device):
+        table = Table.tables.get(row["op"])
+        if table is None:
+            raise _no_table(path, "op", row["op"], "an op of this version of npu-ops")
+        names = [implementation.name for implementation in table.implementations]
+        if row["implementation"] not in names:
+            needs = f"one of {', '.join(names)} for {row['op']}"
+            raise _no_table(path, "implementation", row["implementation"], needs)
+    return orders(rows_of(device))
+
+
+@functools.cache
+def rows_of(device: str) -> list[dict]:
+    """The rows of the table for a type of device. The file is read once in a process."""
+    path = path_of(device)
+    return [] if path is None else read(path)["rows"]
 
 
 def path_of(device: str) -> pathlib.Path | None:
@@ -54,7 +84,8 @@ def path_of(device: str) -> pathlib.Path | None:
     if soc is None:
         return None
     files = (folder / file_name(soc) for folder in (cache(), PACKAGED) if folder is not None)
-    return next((file for file in files if file.exists()), None)
+    # Not Path.exists, which raises where this user may not look into the folder.
+    return next((file for file in files if os.path.exists(file)), None)
 
 
 def soc_of(device: str) -> str | None:
@@ -79,25 +110,74 @@ def read(path: pathlib.Path) -> dict:
     """A table that `npu-ops tune` wrote.
 
     Raises:
-        ValueError: the file is something else.
+        ValueError: the file is something else; the message says what to remove.
     """
     try:
-        found = json.loads(path.read_text())
-        known = found["format"] == FORMAT
-        orders(found["rows"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        found = json.loads(_text(path), parse_constant=_no_number)
+    except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"{path}: got no table of npu-ops tune ({error}); remove it") from None
-    if not known:
-        raise ValueError(f"{path}: got format {found['format']}, needs {FORMAT}; tune again")
+    if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
+        raise ValueError(f"{path}: got no table of npu-ops tune (it has no rows); remove it")
+    if found.get("format") != FORMAT:
+        raise _no_table(path, "format", found.get("format"), FORMAT)
+    for name in ("soc", "made"):
+        if not isinstance(found.get(name, ""), str):
+            raise _no_table(path, name, found[name], "text")
+    for row in found["rows"]:
+        _check(path, row)
     return found
+
+
+def _text(path: pathlib.Path) -> str:
+    # Without O_NONBLOCK, opening a FIFO waits for a writer.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no regular file")
+        text = file.read(_MAX_BYTES + 1)
+    if len(text) > _MAX_BYTES:
+        raise ValueError(f"it has more than {_MAX_BYTES} bytes")
+    return text.decode()
+
+
+def _no_number(text: str):
+    raise ValueError(f"it has the number {text}")
+
+
+def _check(path: pathlib.Path, row: object) -> None:
+    """Check each field of a row, and add those that it may leave out.
+
+    Raises:
+        ValueError: a field is missing, unknown or out of range.
+    """
+    if not isinstance(row, dict) or row.keys() - _FIELDS:
+        raise _no_table(path, "row", row, f"an object with {', '.join(sorted(_FIELDS))}")
+    row.setdefault("instead_of", row.get("implementation"))
+    for name in ("op", "dtype", "implementation", "instead_of"):
+        if not isinstance(row.get(name), str):
+            raise _no_table(path, name, row.get(name), "a name")
+    if not isinstance(getattr(torch, row["dtype"], None), torch.dtype):
+        raise _no_table(path, "dtype", row["dtype"], "a dtype of torch")
+    for name, end in (("width", _MAX_WIDTH), ("bits", _NUMEL_BITS)):
+        if type(row.get(name)) is not int or not 0 <= row[name] < end:
+            raise _no_table(path, name, row.get(name), f"a whole number from 0 to {end - 1}")
+    for name in ("us", "instead_us"):
+        if type(row.setdefault(name, 0.0)) not in (int, float) or not 0 <= row[name] < _MAX_US:
+            raise _no_table(path, name, row[name], "a time in microseconds")
+
+
+def _no_table(path: pathlib.Path, name: str, got: object, needs: object) -> ValueError:
+    """The error for one field, with at most 40 characters of what it has."""
+    shown = type(got).__name__ if isinstance(got, dict | list) else repr(got)
+    shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
+    return ValueError(f"{path}: got {name} {shown}, needs {needs}; remove the file and tune again")
 
 
 def orders(rows: list[dict]) -> dict[str, Orders]:
     """For each op and class a list by the elements' bits: a name, or None far from all measured."""
     measured: dict[tuple[str, Class], dict[int, str]] = {}
     for row in rows:
-        of_class = getattr(torch, row["dtype"]), int(row["width"])
-        measured.setdefault((row["op"], of_class), {})[int(row["bits"])] = row["implementation"]
+        of_class = getattr(torch, row["dtype"]), row["width"]
+        measured.setdefault((row["op"], of_class), {})[row["bits"]] = row["implementation"]
     found: dict[str, Orders] = {}
     for (op, of_class), names in measured.items():
         found.setdefault(op, {})[of_class] = [_nearest(names, n) for n in range(_NUMEL_BITS)]
@@ -111,10 +191,9 @@ def _nearest(names: dict[int, str], bits: int) -> str | None:
 
 def fingerprint(device: str) -> str:
     """Which table is in force, in a few letters; equal tables have equal ones."""
-    path = path_of(device)
-    if path is None:
+    if path_of(device) is None:
         return "none"
-    rows = json.dumps(read(path)["rows"], sort_keys=True)
+    rows = json.dumps(rows_of(device), sort_keys=True)
     return hashlib.sha256(rows.encode()).hexdigest()[:12]
 
 
@@ -146,4 +225,5 @@ def agree(store, device: str, rank: int, mine: str) -> None:
 def forget() -> None:
     """Read the tables again when they are next needed."""
     of.cache_clear()
+    rows_of.cache_clear()
     settled.clear()

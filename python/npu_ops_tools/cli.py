@@ -16,7 +16,7 @@ import npu_ops
 from npu_ops_tools.bench.cli import bench_command
 from npu_ops_tools.compile.cli import compile_command
 from npu_ops_tools.model.cli import model_command
-from npu_ops_tools.options import AsJson, Device, Dtype, Ops, fail, print_json
+from npu_ops_tools.options import AsJson, Device, Dtype, Ops, check_device, fail, print_json
 from npu_ops_tools.report.cli import report_command
 from npu_ops_tools.tune.cli import tune_command
 from npu_ops_tools.verify.cli import verify_command
@@ -66,8 +66,14 @@ def doctor(
 
     The exit status is 1 when something that was asked for is not in force.
     """
+    from npu_ops.core import preferences
     from npu_ops_tools import doctor
 
+    try:
+        for device in doctor.devices():
+            preferences.of(device)  # without its table, no op of a device can be explained
+    except ValueError as error:
+        fail(error)
     found = doctor.collect(modules or ())
     print_json(found) if as_json else print(doctor.text(found))
     raise typer.Exit(1 if found["not in force"] else 0)
@@ -161,8 +167,10 @@ def demo(
     from npu_ops_tools import demo
 
     try:
+        if device and device is not DemoDevice.EMULATED:
+            check_device(device.value)
         passed = demo.run(output, megatron, device and device.value, steps, seeds, console)
-    except (FileNotFoundError, ImportError, RuntimeError) as error:
+    except (FileNotFoundError, ImportError, RuntimeError, ValueError) as error:
         fail(error)
     raise typer.Exit(0 if passed else 1)
 
@@ -184,6 +192,10 @@ def parity(
 
     from npu_ops_tools import parity
 
+    try:
+        check_device(device)
+    except ValueError as error:
+        fail(error)
     rows, show = [], (lambda line: None) if as_json else print
     show(f"{model}, {dtype.value}, {device}: errors as parts of what is allowed, 1 at most")
     show(parity.HEAD)

@@ -23,6 +23,7 @@ import npu_ops
 from npu_ops.core import cases, env, hardware, preferences
 from npu_ops.core.registry import as_if_on
 from npu_ops_tools import known_bad, verl_patches
+from npu_ops_tools.options import devices
 from npu_ops_tools.where import ops
 
 PACKAGES = {  # and the module by which each is imported; a checkout has no other name
@@ -103,12 +104,6 @@ def machine() -> dict:
         "emulated": "these NPUs are software" if npu_ops_emulator.installed() else None,
         "CANN": _cann(),
     }
-
-
-def devices() -> list[str]:
-    """The kinds of device that are here."""
-    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "npu": hardware.npu_count()}
-    return [device for device, count in counts.items() if count]
 
 
 def implementations() -> list[dict]:

@@ -27,6 +27,32 @@ class Dtype(str, enum.Enum):
     FLOAT16 = "float16"
 
 
+def devices() -> dict[str, int]:
+    """How many devices of each type are here; types without one are left out."""
+    import torch
+
+    from npu_ops.core import hardware
+
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "npu": hardware.npu_count()}
+    return {device: count for device, count in counts.items() if count}
+
+
+def check_device(device: str) -> None:
+    """
+    Raises:
+        ValueError: there is no such device here.
+    """
+    from npu_ops.core import hardware
+
+    here = devices()
+    kind, separator, number = device.partition(":")
+    numbered = number.isascii() and number.isdigit() and int(number) < here.get(kind, 0)
+    if kind in here and (numbered or not separator):
+        return
+    why = f" ({hardware.npu_why_not()})" if kind == "npu" and "npu" not in here else ""
+    raise ValueError(f"device: there is no {device} here{why}, only {', '.join(here)}")
+
+
 def fail(error: Exception | str) -> NoReturn:
     """Say on stderr what is wrong, and end with 2."""
     print(f"npu-ops: {error}", file=sys.stderr)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pathlib
+import warnings
 
 import torch
 
 from npu_ops.core import shadow
 from npu_ops.core.registry import Table
+from npu_ops_tools.options import check_device
 
 
 def replay(path: pathlib.Path, device: str | None = None) -> tuple[str, dict]:
@@ -23,8 +25,9 @@ def replay(path: pathlib.Path, device: str | None = None) -> tuple[str, dict]:
             here. RuntimeError: the implementation cannot run there.
     """
     found = _read(path)
-    table, device = Table.tables[found["op"]], device or found["device"]
-    args = _on(found, device)
+    table, device = Table.tables[found["op"]], found["device"] if device is None else device
+    check_device(device)
+    args = shadow.thaw(found, device)
     reference = table.implementations[-1].launcher
     before = shadow.freeze(args)
     with torch.no_grad():
@@ -40,25 +43,24 @@ def replay(path: pathlib.Path, device: str | None = None) -> tuple[str, dict]:
 
 def _read(path: pathlib.Path) -> dict:
     """What `shadow` wrote, as far as its names go."""
+    needs = "needs one that NPU_OPS_LOG=shadow:N wrote"
+    if path.exists() and not path.is_file():  # a FIFO would be waited for
+        raise ValueError(f"{path}: got no regular file, {needs}")
     try:
-        found = torch.load(path, weights_only=True, map_location="cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of other kinds of file, which are refused below
+            found = torch.load(path, weights_only=True, map_location="cpu")
     except OSError:
         raise
-    except Exception as error:  # a file of any bytes makes torch.load raise nearly anything
-        first = str(error).partition("\n")[0]
-        raise ValueError(f"{path}: got a file that cannot be read ({first})") from None
+    # A file of any bytes makes torch.load raise nearly anything. Its message is left out: it tells
+    # the user to load the file with weights_only=False, which runs whatever the file contains.
+    except Exception:
+        raise ValueError(f"{path}: got a file that cannot be read, {needs}") from None
     given = found if isinstance(found, dict) else {}
     names = [given.get(name) for name in ("op", "implementation", "device")]
     if not all(isinstance(name, str) for name in names) or names[0] not in Table.tables:
-        raise ValueError(f"{path}: got something else, needs a file that shadow mode wrote")
+        raise ValueError(f"{path}: got something else, {needs}")
     return found
-
-
-def _on(found: dict, device: str) -> tuple:
-    try:
-        return shadow.thaw(found, device)
-    except RuntimeError as error:
-        raise ValueError(f"device: got {device!r}, which is not here ({error})") from None
 
 
 def _named(table: Table, name: str, args: tuple):

@@ -1,6 +1,7 @@
 """What `npu-ops tune` measured, as the registry takes it, and that ranks agree on it."""
 
 import json
+import os
 import pathlib
 
 import pytest
@@ -79,13 +80,85 @@ def test_explain_says_that_it_was_tuned(prefer, table):
     assert verdicts["second"] is None and verdicts["first"] == "tuned, second comes first"
 
 
-@pytest.mark.parametrize("text", ["nothing", "[]", '{"format": 1}', '{"format": 0, "rows": []}',
-                                  '{"format": 1, "rows": [{"op": "op"}]}'])  # fmt: skip
+def rows(**changed):
+    fields = row("op", "second", 6) | {"instead_of": "first", "us": 1.5, "instead_us": 2} | changed
+    return json.dumps({"format": preferences.FORMAT, "rows": [fields]})
+
+
+NO_TABLES = {
+    "no JSON": "nothing",
+    "no object": "[]",
+    "no rows": '{"format": 1}',
+    "another format": '{"format": 0, "rows": []}',
+    "rows that are no list": '{"format": 1, "rows": {"op": "op"}}',
+    "a row that is no object": '{"format": 1, "rows": ["op"]}',
+    "a row of one field": '{"format": 1, "rows": [{"op": "op"}]}',
+    "deep nesting": "[" * 100_000,
+    "deep nesting in a row": rows(note=[[[]]]),
+    "no text": b"\xff\xfe\x00",
+    "Infinity": rows(bits=float("inf")),
+    "NaN": rows(us=float("nan")),
+    "a float that is infinite": rows(us=15).replace("15,", "1e999,"),
+    "10^30 bits": rows(bits=10**30),
+    "a number of 5000 digits": '{"format": 1, "rows": [' + "9" * 5000 + "]}",
+    "bits below 0": rows(bits=-1),
+    "bits that are text": rows(bits="6"),
+    "bits that are true": rows(bits=True),
+    "a width below 0": rows(width=-8),
+    "a width that is no whole number": rows(width=8.5),
+    "a function of torch as dtype": rows(dtype="load"),
+    "a dtype that torch lacks": rows(dtype="float31"),
+    "a dtype that is no name": rows(dtype=None),
+    "an op that is not here": rows(op="nope"),
+    "an op that is no name": rows(op=["op"]),
+    "an unknown implementation": rows(implementation="nope"),
+    "an implementation that is no name": rows(implementation={"op": "second"}),
+    "a time that is text": rows(us="fast"),
+    "no time": rows(instead_us=None),
+    "more bytes than are read": rows() + " " * 2**23,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_TABLES.values(), ids=NO_TABLES)
 def test_a_file_that_is_no_table_is_an_error(prefer, table, text):
-    prefer().write_text(text)
+    """One sentence, with the file and what is to be done with it."""
+    path = prefer()
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     preferences.forget()
-    with pytest.raises(ValueError, match="json: got"):
+    with pytest.raises(ValueError, match="json: got .*remove") as error:
         table.select(x(4))
+    assert len(str(error.value)) < len(str(path)) + 250
+    path.unlink()
+    preferences.forget()
+    assert table.select(x(4)).name == "first"
+
+
+def a_directory(path):
+    path.mkdir()
+
+
+def a_device(path):
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, a_directory, a_device])
+def test_what_is_no_regular_file_is_an_error_and_not_waited_for(prefer, table, make):
+    path = prefer()
+    path.unlink()
+    make(path)
+    preferences.forget()
+    with pytest.raises(ValueError, match="json: got .*remove it"):
+        table.select(x(4))
+
+
+def test_the_file_is_read_once(prefer, table, monkeypatch):
+    """By the fingerprint and by all calls together."""
+    prefer(row("op", "second", 6))
+    read, reads = preferences.read, []
+    monkeypatch.setattr(preferences, "read", lambda path: reads.append(path) or read(path))
+    preferences.fingerprint("cpu")
+    assert table.select(x(4)).name == table.select(x(5)).name == "second"
+    assert len(reads) == 1
 
 
 def test_the_users_table_comes_before_the_packages(tmp_path, monkeypatch):

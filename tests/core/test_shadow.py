@@ -3,8 +3,11 @@
 import importlib
 import logging
 import os
+import pickle
 import subprocess
 import sys
+import warnings
+import zipfile
 
 import pytest
 import torch
@@ -261,6 +264,9 @@ HOSTILE = {
     "a device that is none": lambda found: found.update(device="nosuch"),
     "a device without memory": lambda found: found.update(device="meta"),
     "a device that is a number": lambda found: found.update(device=0),
+    "a device that is not here": lambda found: found.update(device="cuda:3"),
+    "a device that torch does not know": lambda found: found.update(device="tpu"),
+    "no device": lambda found: found.update(device=""),
 }
 
 
@@ -271,6 +277,7 @@ def test_a_hostile_file_is_a_sentence(found, tmp_path, change):
     assert done.exit_code == 2 and RUN == [] and "antigravity" not in sys.modules, done.output
     (sentence,) = done.output.splitlines()
     assert sentence.startswith("npu-ops: ") and len(sentence) > 30, sentence
+    assert "weights_only" not in sentence
 
 
 class Runs:
@@ -315,8 +322,37 @@ def test_files_are_few(monkeypatch, caplog, tmp_path):
     assert messages(caplog, logging.ERROR)[-1].endswith("10 files are written already")
 
 
-def test_replay_of_something_else(tmp_path):
-    torch.save({"op": "nope"}, tmp_path / "other.pt")
-    wrong = CliRunner().invoke(app, ["replay", str(tmp_path / "other.pt")])
-    assert wrong.exit_code == 2 and "needs a file that shadow mode wrote" in wrong.output
-    assert CliRunner().invoke(app, ["replay", str(tmp_path / "no.pt")]).exit_code == 2
+class Mine:
+    """A class that torch does not load."""
+
+
+OTHER_FILES = {
+    "what torch saved": lambda path: torch.save({"op": "nope"}, path),
+    "a class of someone's": lambda path: torch.save(Mine(), path),
+    "a model": lambda path: torch.save(torch.nn.Linear(1, 1), path),
+    "an old format of torch": lambda path: torch.save(
+        Mine(), path, _use_new_zipfile_serialization=False
+    ),
+    "a script of torch": lambda path: torch.jit.save(torch.jit.script(torch.nn.Identity()), path),
+    "a pickle": lambda path: path.write_bytes(pickle.dumps(Mine())),
+    "a zip": lambda path: zipfile.ZipFile(path, "w").writestr("a", "b"),
+    "text": lambda path: path.write_text("text"),
+    "nothing": lambda path: path.touch(),
+    "a FIFO": os.mkfifo,
+    "no file": lambda path: None,
+}
+
+
+@pytest.mark.parametrize("make", OTHER_FILES.values(), ids=OTHER_FILES.keys())
+def test_replay_of_something_else(tmp_path, make):
+    """One sentence that names the file, and nothing of torch's advice to load whatever it is."""
+    path = tmp_path / "other.pt"
+    make(path)
+    with warnings.catch_warnings(record=True) as warned:
+        wrong = CliRunner().invoke(app, ["replay", str(path)])
+    assert not warned
+    (sentence,) = wrong.output.splitlines()
+    assert wrong.exit_code == 2 and sentence.startswith("npu-ops: ") and str(path) in sentence
+    assert "weights_only" not in sentence and "trust" not in sentence
+    if path.exists():
+        assert sentence.endswith("needs one that NPU_OPS_LOG=shadow:N wrote")

@@ -14,6 +14,7 @@ from npu_ops_tools.cli import app
 from typer.testing import CliRunner
 
 import npu_ops
+from npu_ops.core import hardware
 
 MEGATRON = where.ROOT / ".cache" / "megatron" / "0.16.1"
 
@@ -64,6 +65,23 @@ def test_explain_attention():
     assert plan["operator"] == "npu_fusion_attention" and plan["sparse_mode"] == 3
     wrong = command("explain", "attention", "heads=x", code=2)
     assert wrong.startswith("npu-ops: heads: got 'x', needs int")
+
+
+@pytest.mark.parametrize("device", ["npu", "cuda", "cuda:1", "cpu:1", "nope", "meta", "", "npu:x"])
+@pytest.mark.parametrize("verb", ["verify", "tune", "bench", "parity", "demo", "replay"])
+def test_a_device_that_is_not_here_is_one_sentence(verb, device, tmp_path, monkeypatch):
+    """Of every command with --device, before anything is started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hardware, "npu_why_not", lambda: "torch_npu is not installed")
+    torch.save({"op": "l2norm", "implementation": "cpu", "device": "cpu"}, tmp_path / "file.pt")
+    file = ["file.pt"] if verb == "replay" else []
+    named = {"demo": ["npu"], "verify": ["npu", "cuda"], "tune": ["npu", "cuda"]}  # enums
+    if device not in named.get(verb, [device]):
+        assert "is not one of" in call(verb, "--device", device, code=2)
+        return
+    (sentence,) = call(verb, *file, "--device", device, code=2).splitlines()
+    why = " (torch_npu is not installed)" if device.startswith("npu") else ""
+    assert sentence == f"npu-ops: device: there is no {device} here{why}, only cpu"
 
 
 def test_where_of_something_else():

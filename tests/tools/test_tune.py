@@ -1,6 +1,7 @@
 """`npu-ops tune`: what it times, what it chooses, and that it is chosen then."""
 
 import json
+import os
 import textwrap
 
 import pytest
@@ -107,6 +108,26 @@ def test_doctor_shows_it(table):
     assert (found["device"], found["classes"], found["changed"]) == ("cpu", 1, 1)
     assert found["fingerprint"] in "\n".join(doctor._tuned([found]))
     assert all(len(line) <= doctor.WIDTH for line in doctor._tuned([found | {"path": "x/y"}]))
+
+
+def test_a_table_without_times_is_shown(table):
+    row = {"op": "op", "dtype": "float32", "width": 8, "bits": 5, "implementation": "b"}
+    table.write_text(json.dumps({"format": preferences.FORMAT, "rows": [row]}))
+    said = call("tune", "--device", "cpu", "--show")
+    assert "1 classes, 0 of them by another implementation" in said
+
+
+def test_a_file_that_is_no_table_is_one_sentence(tmp_path):
+    """Of each command that reads it: with the file, and that it is to be removed."""
+    path = tmp_path / "npu_ops/preferences" / preferences.file_name(preferences.soc_of("cpu"))
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    for arguments in (["doctor"], ["tune", "--device", "cpu", "--show"], ["parity", "rope"]):
+        said = command(*arguments, code=2, XDG_CACHE_HOME=str(tmp_path))
+        assert said.startswith(f"npu-ops: {path}: got") and said.endswith("; remove it\n"), said
+    call_with = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert command("tune", "--device", "cpu", "--remove", **call_with) == f"removed: {path}\n"
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("arguments", [["--device", "cpu", "--only", "x"],

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from npu_ops_tools.options import AsJson, Device, Ops, fail, print_json
+from npu_ops_tools.options import AsJson, Device, Ops, check_device, fail, print_json
 
 
 def bench_command(
@@ -54,6 +54,7 @@ def bench_command(
         output = where.ROOT / "benchmarks" / "results"
     found = []
     try:
+        check_device(device)
         for row in run(ops, quick, device, only, longest):
             found.append(row)
             if not as_json:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from npu_ops.core import preferences
-from npu_ops_tools.options import AsJson, Modules, Only, fail, print_json
+from npu_ops_tools.options import AsJson, Modules, Only, check_device, fail, print_json
 
 
 class TunedDevice(str, enum.Enum):
@@ -59,7 +59,7 @@ def tune_command(
         else:
             settings = (only or [], model or [], tokens or [])
             _tune(device.value, settings, modules or [], limit, export, as_json)
-    except (FileNotFoundError, NoWorker, ValueError) as error:
+    except (NoWorker, OSError, ValueError) as error:
         fail(error)
 
 
@@ -91,7 +91,7 @@ def _tune(
 def _show(device: str, export: pathlib.Path | None, as_json: bool) -> None:
     from npu_ops_tools import tune
 
-    found = preferences.read(_path(device))
+    found = {"soc": _soc(device), "made": "made some day"} | preferences.read(_path(device))
     written = export and tune.write(found, export)
     if as_json:
         print_json(found)
@@ -118,7 +118,8 @@ def _path(device: str) -> pathlib.Path:
 
 
 def _soc(device: str) -> str:
+    check_device(device)
     soc = preferences.soc_of(device)
     if soc is None:
-        raise ValueError(f"device: there is no {device} here")
+        raise ValueError(f"device: {device} does not say what it is, so no table can be its own")
     return soc

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from npu_ops_tools.options import Modules, Only, fail
+from npu_ops_tools.options import Modules, Only, check_device, fail
 
 
 class VerifiedDevice(str, enum.Enum):
@@ -61,6 +61,8 @@ def verify_command(
             found = comparing.compare(*map(report.read, compare))
             print("\n".join(comparing.lines(found)))
             raise typer.Exit(1 if found["newly wrong"] else 0)
+        if device is not VerifiedDevice.EMULATED:
+            check_device(device.value)
         options = verify.Options(
             device.value, full, tuple(only or ()), limit, minutes and 60 * minutes,
             tuple(modules or ()),
