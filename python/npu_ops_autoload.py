@@ -112,13 +112,16 @@ def install() -> None:
 def watch() -> None:
     """Apply the adapters after each import of a watched module."""
     if _finder not in sys.meta_path:
+        unwatch()  # a finder of this module before it was reloaded
         sys.meta_path.insert(0, _finder)
 
 
 def unwatch() -> None:
     """Undo `watch`."""
-    while _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
+    ours = (_Finder.__module__, _Finder.__name__)
+    for finder in list(sys.meta_path):
+        if (type(finder).__module__, type(finder).__name__) == ours:
+            sys.meta_path.remove(finder)
 
 
 class _Finder:

@@ -119,6 +119,47 @@ def test_a_table_that_is_shipped_chooses(tmp_path):
     assert done.stdout.split() == ["reference", "cpu"], done.stdout + done.stderr
 
 
+@pytest.fixture(scope="module")
+def installed(sdist, tmp_path_factory):
+    """A folder with an installed wheel."""
+    folder = tmp_path_factory.mktemp("installed")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "source", filter="data")
+    (source,) = (folder / "source").iterdir()
+    with zipfile.ZipFile(call(source, "build_wheel", NPU_OPS_SKIP_NATIVE="1")) as archive:
+        archive.extractall(folder / "site")
+    return copy({"npu_ops/_native.abi3.so", "npu_ops/_build_info.json"}, folder / "site")
+
+
+# What each prints in a clone, where it gets so far, and that it ends with this status.
+IN_A_CLONE = {
+    "new-op toy": ("tests/fuzz/ops/toy.py", 0),
+    "bench l2norm --quick --longest 0 --only decoding": ("only: got ['decoding']", 2),
+    "fuzz l2norm --minutes 0": ("", 0),
+    "demo --megatron no": ("megatron: got no, which has no megatron-core", 2),
+}
+
+
+@pytest.mark.parametrize("arguments", IN_A_CLONE)
+def test_commands_of_a_clone_work_there_by_an_installed_wheel(installed, tmp_path, arguments):
+    said, status = IN_A_CLONE[arguments]
+    clone = copy(committed(), tmp_path / "clone")
+    code = "from npu_ops_tools import cli, where; print(where.ROOT); cli.main()"
+
+    def run(folder):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code, *arguments.split()], cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(installed)}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.stdout.splitlines()[0] == str(installed)
+        return done
+
+    done = run(clone / "docs")
+    assert done.returncode == status and said in done.stdout + done.stderr, done
+    done = run(tmp_path)
+    assert done.returncode == 2 and "run from a clone of the repository" in done.stderr, done
+
+
 def test_the_native_library_asks_for_no_newer_glibc():
     """2.28, as packaging/wheels.py promises; of libstdc++, what came with GCC 8."""
     library = ROOT / "npu_ops" / "_native.abi3.so"

@@ -123,7 +123,7 @@ def new_op(
     from npu_ops_tools import new_op, where
 
     try:
-        paths = new_op.write(name, where.ROOT)
+        paths = new_op.write(name, where.clone())
     except (FileNotFoundError, ValueError) as error:
         fail(error)
     print(*paths, "", new_op.NEXT.format(op=name), sep="\n")

@@ -76,9 +76,10 @@ def run(
     device: "cpu", "npu" or "npu-emulated"; None: an NPU if there is one, else the CPU.
 
     Raises:
-        FileNotFoundError: megatron-core is not there. ImportError: another package is missing.
-        RuntimeError: a training program failed.
+        FileNotFoundError: megatron-core or a clone is not there. ImportError: another package is
+            missing. RuntimeError: a training program failed.
     """
+    where.clone()  # the benchmarks at the end are there
     folder = find_megatron(megatron)
     sys.path[:0] = [str(folder)] if folder else []
     console.rule("npu-ops doctor")

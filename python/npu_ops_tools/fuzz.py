@@ -7,21 +7,17 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from npu_ops_tools.where import ROOT
+from npu_ops_tools import where
 
 
 def load() -> ModuleType:
     """The fuzzer's module `fuzz.run`.
 
     Raises:
-        FileNotFoundError: this is an installed package and not a clone. ImportError: hypothesis,
-        which draws the cases, is not installed.
+        FileNotFoundError: there is no clone. ImportError: hypothesis, which draws the cases, is not
+            installed.
     """
-    tests = ROOT / "tests"
-    if not (tests / "fuzz" / "run.py").exists():
-        raise FileNotFoundError(
-            f"{tests / 'fuzz'} is not there; run from a clone of the repository"
-        )
+    tests = where.clone() / "tests"
     if importlib.util.find_spec("hypothesis") is None:
         raise ImportError("hypothesis is not installed; pip install hypothesis")
     if str(tests) not in sys.path:

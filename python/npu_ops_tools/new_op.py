@@ -42,12 +42,9 @@ def write(op: str, root: pathlib.Path) -> list[pathlib.Path]:
 
     Raises:
         ValueError: `op` is not a name for an op, or there is one of it.
-        FileNotFoundError: `root` is no clone.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", op) or keyword.iskeyword(op):
         raise ValueError(f"name: got {op!r}, needs lower-case letters, digits and underscores")
-    if not (root / "csrc" / "common").is_dir():
-        raise FileNotFoundError(f"{root} has no csrc; run from a clone of the repository")
     paths = {template: pathlib.Path(place.format(op=op)) for template, place in FILES.items()}
     there = [str(path) for path in paths.values() if (root / path).exists()]
     if op in ops() or there:

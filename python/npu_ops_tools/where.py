@@ -27,6 +27,32 @@ PLACES = {
 }
 
 
+# Folders that a clone of the repository has, and an installed package lacks.
+_OF_A_CLONE = ("benchmarks", "csrc/common", "npu_ops/ops", "tests/fuzz")
+
+
+def find_clone() -> pathlib.Path | None:
+    """The clone that this package is run from; of an installed package, the one around the working
+    directory. None where there is neither."""
+    here = pathlib.Path.cwd()
+    for folder in (ROOT, here, *here.parents):
+        if all((folder / part).is_dir() for part in _OF_A_CLONE):
+            return folder
+    return None
+
+
+def clone() -> pathlib.Path:
+    """
+    Raises:
+        FileNotFoundError: there is no clone here.
+    """
+    found = find_clone()
+    if found is None:
+        here = pathlib.Path.cwd()
+        raise FileNotFoundError(f"{here} is not in a clone; run from a clone of the repository")
+    return found
+
+
 def ops() -> dict[str, list[str]]:
     """The public functions of each op."""
     names = sorted(path.parent.name for path in (ROOT / "npu_ops/ops").glob("*/op.py"))

@@ -233,6 +233,23 @@ def test_a_lazy_module_is_told_of_when_it_runs(watched):
     assert watched == ["watched_module"]
 
 
+def test_reloading_it_leaves_one_finder(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+
+    def finders():
+        return [f for f in sys.meta_path if type(f).__module__ == "npu_ops_autoload"]
+
+    for _ in range(2):
+        npu_ops_autoload.watch()
+        assert len(finders()) == 1
+        importlib.reload(npu_ops_autoload)
+        npu_ops_autoload.watch()
+        assert finders() == [npu_ops_autoload._finder]
+    importlib.reload(npu_ops_autoload)
+    npu_ops_autoload.unwatch()
+    assert finders() == []
+
+
 def test_another_hook_that_asks_all_finders_does_not_recurse(watched):
     class Other:
         def find_spec(self, fullname, path=None, target=None):

@@ -249,6 +249,7 @@ def test_fuzz_repeats_a_case_and_says_what_is_wrong_with_another():
 
 
 def test_fuzz_needs_a_clone(monkeypatch, tmp_path):
-    monkeypatch.setattr(fuzz, "ROOT", tmp_path)
+    monkeypatch.setattr(where, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match="run from a clone of the repository"):
         fuzz.load()

@@ -11,8 +11,10 @@ import sys
 
 import pytest
 import torch
-from npu_ops_tools import new_op
+from npu_ops_tools import new_op, where
+from npu_ops_tools.cli import app
 from npu_ops_tools.compile import SOCS
+from typer.testing import CliRunner
 
 ROOT = pathlib.Path(__file__).parents[2]
 MOST_LINES = 250
@@ -164,6 +166,9 @@ def test_a_name_that_cannot_be(name, tmp_path):
         new_op.write(name, tmp_path)
 
 
-def test_no_clone(tmp_path):
-    with pytest.raises(FileNotFoundError, match="run from a clone"):
-        new_op.write("toy", tmp_path)
+def test_no_clone(tmp_path, monkeypatch):
+    monkeypatch.setattr(where, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    said = CliRunner().invoke(app, ["new-op", "toy"])
+    assert said.exit_code == 2 and "run from a clone of the repository" in said.output
+    assert not list(tmp_path.iterdir())

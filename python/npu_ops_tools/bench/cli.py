@@ -51,7 +51,7 @@ def bench_command(
     if commit:
         if rows.commit()[1]:
             fail("the tree has changes that are not committed: its results are of no commit")
-        output = where.ROOT / "benchmarks" / "results"
+        output = where.clone() / "benchmarks" / "results"
     found = []
     try:
         check_device(device)

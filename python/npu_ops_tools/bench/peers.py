@@ -9,11 +9,10 @@ from collections.abc import Callable
 
 from npu_ops_tools import where
 
-MEGATRON = where.ROOT / ".cache" / "megatron" / "0.16.1"
+FETCHED = (where.find_clone() or where.ROOT) / ".cache"
+MEGATRON = FETCHED / "megatron" / "0.16.1"
 # fla's package asks for a GPU as it is imported; this file of it does not.
-FLA_NAIVE = (
-    where.ROOT / ".cache/frameworks/fla-core-0.6.0/fla/ops/gated_delta_rule/naive.py"
-)  # fmt: skip
+FLA_NAIVE = FETCHED / "frameworks/fla-core-0.6.0/fla/ops/gated_delta_rule/naive.py"
 
 
 class Absent(Exception):

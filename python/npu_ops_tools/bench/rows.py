@@ -158,7 +158,10 @@ def _written(row: Row) -> dict:
 
 @functools.cache
 def commit() -> tuple[str, bool]:
-    """The commit of this clone, and whether anything but results differs from it."""
+    """The commit of the clone that this package is run from, and whether anything but results
+    differs from it; an installed package is of no commit."""
+    if where.find_clone() != where.ROOT:
+        return "", True
 
     def git(*arguments):
         command = ["git", "-C", str(where.ROOT), *arguments]

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-import npu_ops
 from npu_ops.core import cases
 from npu_ops.core.models import MODELS, divided
+from npu_ops_tools import where
 from npu_ops_tools.bench.peers import Absent
 
 SIZES = (1, 16, 128, 1024, 8192, 32768)
@@ -177,15 +177,13 @@ def _compiled(function: Callable) -> Callable:
 
 
 def discover(ops: list[str] | None = None) -> dict[str, pathlib.Path]:
-    """The benchmark file of each op, in the repository that this package is run from.
+    """The benchmark file of each op, in a clone of the repository.
 
     Raises:
-        FileNotFoundError: there is no repository. ValueError: no such op.
+        FileNotFoundError: there is no clone. ValueError: no such op.
     """
-    folder = pathlib.Path(npu_ops.__file__).parent.parent / "benchmarks"
+    folder = where.clone() / "benchmarks"
     files = {path.stem.removeprefix("bench_"): path for path in sorted(folder.glob("bench_*.py"))}
-    if not files:
-        raise FileNotFoundError(f"{folder} has no benchmarks; run from a clone of the repository")
     unknown = set(ops or ()) - set(files)
     if unknown:
         raise ValueError(f"ops: got {sorted(unknown)}, needs some of {sorted(files)}")
