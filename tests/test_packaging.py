@@ -1,5 +1,6 @@
 """What is distributed, and how a clone is built: by the functions that pip and build call."""
 
+import ast
 import json
 import os
 import pathlib
@@ -38,13 +39,18 @@ def copy(names, folder):
 
 def call(folder, hook, **variables):
     """Run a hook of the build backend in `folder`; what it made is in its `dist`."""
-    code = f"from setuptools.build_meta import {hook}; print({hook}('dist'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder, env=os.environ | variables, capture_output=True, text=True,
-    )  # fmt: skip
+    done = run_hook(folder, f"print(backend.{hook}('dist'))", **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "dist" / done.stdout.splitlines()[-1]
+
+
+def run_hook(folder, code, **variables):
+    """Run `code` with the build backend in `folder`, as pip does."""
+    return subprocess.run(
+        [sys.executable, "-c", f"import build_backend as backend; {code}"],
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(folder / "packaging")} | variables,
+        capture_output=True, text=True,
+    )  # fmt: skip
 
 
 # The README
@@ -54,7 +60,7 @@ def test_the_readme_lists_the_extras():
     section = (ROOT / "pyproject.toml").read_text()
     section = section.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = set(re.findall(r"^(\w+) = \[", section, re.M))
-    assert {"npu", "triton", "emulate"} <= extras
+    assert {"triton", "emulate"} <= extras
     assert extras == set(re.findall(r"`npu-ops\[(\w+)\]`", (ROOT / "README.md").read_text()))
 
 
@@ -67,7 +73,9 @@ def sdist(tmp_path_factory):
     clone = copy(committed(), tmp_path_factory.mktemp("clone"))
     (clone / "npu_ops" / "_build_info.json").write_text('{"compiler": "the builder\'s"}')
     (clone / "npu_ops" / "_native.abi3.so").write_bytes(b"\x7fELF")
-    return call(clone, "build_sdist", NPU_OPS_SKIP_NATIVE="1")
+    made = call(clone, "build_sdist")
+    assert "the builder" in (clone / "npu_ops" / "_build_info.json").read_text()
+    return made
 
 
 def test_the_source_distribution_has_what_is_committed_and_no_more(sdist):
@@ -189,11 +197,7 @@ def kernels(tmp_path):
 
 def build_wheel(folder, **variables):
     """How `pip install .` builds it: the process, and the names in the wheel by their contents."""
-    code = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder, env=os.environ | variables, capture_output=True, text=True,
-    )  # fmt: skip
+    done = run_hook(folder, "backend.build_wheel('dist')", **variables)
     wheels = list((folder / "dist").glob("*.whl"))
     if not wheels:
         return done, {}
@@ -264,11 +268,73 @@ def test_a_changed_source_alone_is_compiled_again(tmp_path):
 
 
 def test_building_wheels_leaves_a_checkout_as_it_was(tmp_path):
-    """Each build writes how it was built, also the one for another architecture."""
-    kept = runpy.run_path(str(ROOT / "packaging/wheels.py"))["kept"]
+    """A build writes how it was built; setup.py does so for a source distribution too."""
+    kept = runpy.run_path(str(ROOT / "packaging/build_backend.py"))["kept"]
     there, missing = tmp_path / "there", tmp_path / "missing"
     there.write_text("mine")
     for file in (there, missing):
         with kept(file):
             file.write_text("a build's")
     assert there.read_text() == "mine" and not missing.exists()
+
+
+def test_wheels_are_built_from_a_tree_of_their_own(tmp_path):
+    """In a clone where `make test` ran: nothing that its builds left is in the wheel."""
+    sources = committed()
+    clone = copy(sources, tmp_path / "clone")
+    left = {
+        "build/lib/npu_ops/left.py", "build/lib.linux-x86_64-cpython-311/npu_ops/_known.so",
+        "build/native/left.o", "npu_ops/_native.abi3.so", "npu_ops/_known.cpython-311.so",
+        "npu_ops.egg-info/SOURCES.txt", "csrc/build/left.cpp.o",
+    }  # fmt: skip
+    for name in left:
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_text("left")
+    (clone / "npu_ops/_build_info.json").write_text('{"torch": "another"}')
+    before = {path: path.read_bytes() for path in clone.rglob("*") if path.is_file()}
+    done = subprocess.run(
+        [sys.executable, clone / "packaging/wheels.py", "pure"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (clone / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        assert b'"torch": null' in archive.read("npu_ops/_build_info.json")
+    assert not [n for n in names if "left" in n or n.endswith((".so", ".o"))]
+    shutil.rmtree(clone / "dist")
+    after = {path: path.read_bytes() for path in clone.rglob("*") if path.is_file()}
+    egg = "npu_ops.egg-info"  # setuptools writes it anew
+    changed = {p for p in before.keys() | after.keys() if before.get(p) != after.get(p)}
+    assert {str(p) for p in changed if egg not in str(p) and "__pycache__" not in str(p)} == set()
+
+    made = tmp_path / "made"
+    made.mkdir()
+    tree = runpy.run_path(str(clone / "packaging/wheels.py"))["tree"](made)
+    files = {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
+    assert sources - NOT_SHIPPED <= files and not left & files - {"npu_ops.egg-info/SOURCES.txt"}
+
+
+def test_torch_is_asked_for_where_it_is_compiled_for():
+    """And nowhere else: a wheel of Python alone, or a source distribution, need no download."""
+
+    def asked(hook, **variables):
+        done = run_hook(ROOT, f"print(backend.get_requires_for_{hook}())", **variables)
+        return ast.literal_eval(done.stdout)
+
+    for hook in ("build_wheel", "build_editable"):
+        assert asked(hook, NPU_OPS_SKIP_NATIVE="0") == ["torch==2.13.0", "ninja"]
+        assert asked(hook, NPU_OPS_SKIP_NATIVE="1") == []
+    assert asked("build_sdist", NPU_OPS_SKIP_NATIVE="0") == []
+    system = (ROOT / "pyproject.toml").read_text().partition("[project]")[0]
+    assert 'requires = ["setuptools>=77"]' in system and 'build-backend = "build_backend"' in system
+
+
+def test_a_wheel_of_python_alone_is_built_without_torch(sdist, tmp_path):
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    code = "import sys; sys.modules['torch'] = None; "
+    for made in ("backend.build_sdist('dist')", "backend.build_wheel('dist')"):
+        done = run_hook(folder, code + made, NPU_OPS_SKIP_NATIVE="1")
+        assert done.returncode == 0, done.stderr
+    assert len(list((folder / "dist").iterdir())) == 2

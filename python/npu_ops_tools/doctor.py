@@ -23,7 +23,7 @@ import npu_ops
 from npu_ops.core import cases, env, hardware, preferences
 from npu_ops.core.registry import as_if_on
 from npu_ops_tools import known_bad, verl_patches
-from npu_ops_tools.options import devices
+from npu_ops_tools.options import device_counts
 from npu_ops_tools.where import ops
 
 PACKAGES = {  # and the module by which each is imported; a checkout has no other name
@@ -67,6 +67,9 @@ def collect(modules: Iterable[str] = ()) -> dict:
         "build": npu_ops.build_info(),
         "switches": {s.variable: os.environ.get(s.variable, s.default) for s in env.SWITCHES},
         "tested": known_bad.tested(versions),
+        "torch_npu": None
+        if versions["torch_npu"]
+        else known_bad.install_torch_npu(torch.__version__),
         "known bad": list(known_bad.problems(versions)),
         "implementations": implementations(),
         "preferences": tuned(),
@@ -104,6 +107,11 @@ def machine() -> dict:
         "emulated": "these NPUs are software" if npu_ops_emulator.installed() else None,
         "CANN": _cann(),
     }
+
+
+def devices() -> list[str]:
+    """The types of device that are here."""
+    return list(device_counts())
 
 
 def implementations() -> list[dict]:
@@ -284,6 +292,8 @@ def _machine(found: dict) -> Iterator[str]:
     yield from _line(f"  {'packages':16}", ", ".join(here))
     yield from _line(f"  {'not installed':16}", ", ".join(absent))
     yield from _line(f"  {'tested':16}", found["tested"])
+    if found.get("torch_npu"):
+        yield from _line(f"  {'for NPUs':16}", found["torch_npu"])
 
 
 def _ops(rows: list[dict]) -> Iterator[str]:
@@ -348,8 +358,9 @@ def _verdict(found: dict) -> Iterator[str]:
         yield from _line("      see: ", problem["source"])
     for sentence in found["not in force"]:
         yield from _line("NOT IN FORCE: ", sentence)
-    if not found["known bad"] and not found["not in force"]:
-        yield "nothing amiss"
+    always = [problem for problem in found["known bad"] if not problem.get("when")]
+    if not always and not found["not in force"]:
+        yield "nothing amiss besides" if found["known bad"] else "nothing amiss"
 
 
 def _line(head: str, value) -> list[str]:

@@ -15,14 +15,24 @@ CANN_FOLDERS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 
 
 def problems(versions: Mapping[str, str | None], environ=os.environ) -> Iterable[dict]:
-    """{"what", "fix", "source"} of each that this machine has.
+    """{"what", "fix", "source", "when"} of each that this machine has.
 
+    when: "" for what is wrong in every program, else the calls that are wrong.
     versions: of packages by name, None for those that are not installed.
     """
-    for rule in (_two_tritons, _other_torch, _no_cann, _no_extension, _no_pybind, _all_blocks):
+    rules = dict.fromkeys(
+        (_two_tritons, _other_torch, _no_cann, _no_extension, _no_pybind, _all_blocks), ""
+    )
+    for rule, when in (rules | {_wrong_slice: "torch.compile(dynamic=True)"}).items():
         found = rule(versions, environ)
         if found:
-            yield dict(zip(("what", "fix", "source"), found, strict=True))
+            yield dict(zip(("what", "fix", "source"), found, strict=True)) | {"when": when}
+
+
+def install_torch_npu(torch: str) -> str:
+    """The command that installs torch_npu for a version of torch, and leaves that as it is."""
+    release = ".".join(map(str, Version(torch).release[:3]))
+    return f"pip install --no-deps 'torch_npu=={release}.*' && pip install pyyaml"
 
 
 def tested(versions: Mapping[str, str | None]) -> str:
@@ -53,7 +63,7 @@ def _other_torch(versions, environ):
         return None
     return (
         f"torch_npu {torch_npu} belongs to another torch than {torch}",
-        f"pip install 'torch_npu=={_minor(torch)}.*', or the torch that it belongs to",
+        f"{install_torch_npu(torch)}; or the torch that it belongs to",
         "sglang #28628",
     )
 
@@ -99,6 +109,18 @@ def _all_blocks(versions, environ):
             "triton-ascend #413",
         )
     return None
+
+
+def _wrong_slice(versions, environ):
+    if not versions.get("torch") or _minor(versions["torch"]) != "2.13":
+        return None
+    return (
+        "torch.compile(dynamic=True) of torch 2.13 writes pool[:, 0] where an operator that writes "
+        "in place gets pool[:, 1], if the pool has 4 dimensions or more",
+        "compile without dynamic=True, or set "
+        "torch._inductor.config.enable_auto_functionalized_v2 = False",
+        "docs/help.md, Faults of torch",
+    )
 
 
 def version(package: str) -> str | None:

@@ -27,7 +27,7 @@ class Dtype(str, enum.Enum):
     FLOAT16 = "float16"
 
 
-def devices() -> dict[str, int]:
+def device_counts() -> dict[str, int]:
     """How many devices of each type are here; types without one are left out."""
     import torch
 
@@ -44,7 +44,7 @@ def check_device(device: str) -> None:
     """
     from npu_ops.core import hardware
 
-    here = devices()
+    here = device_counts()
     kind, separator, number = device.partition(":")
     numbered = number.isascii() and number.isdigit() and int(number) < here.get(kind, 0)
     if kind in here and (numbered or not separator):

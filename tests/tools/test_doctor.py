@@ -172,11 +172,16 @@ def test_an_implementation_that_was_asked_for(impl, sentence):
 # Known-bad versions
 
 
+def always(versions, environ):
+    """What is wrong in every program."""
+    return [found for found in known_bad.problems(versions, environ) if not found["when"]]
+
+
 @pytest.mark.parametrize(
     "versions, environ, what, fix",
     [
         ({"triton": "3.7.0"}, {}, "share one folder", "pip uninstall -y triton triton-ascend"),
-        ({"torch_npu": "2.8.0"}, CANN, "another torch than 2.13.0", "torch_npu==2.13.*"),
+        ({"torch_npu": "2.8.0"}, CANN, "another torch than 2.13.0", "torch_npu==2.13.0.*"),
         ({"torch_npu": "2.13.0"}, {}, "CANN is not in the environment", "set_env.sh"),
         (
             {"torch_npu": "2.13.0", "sglang": "0.5.23"}, CANN, "the server does not start",
@@ -187,13 +192,51 @@ def test_an_implementation_that_was_asked_for(impl, sentence):
     ],
 )  # fmt: skip
 def test_known_bad_combinations(versions, environ, what, fix):
-    (problem,) = known_bad.problems(SOUND | versions, environ)
+    (problem,) = always(SOUND | versions, environ)
     assert what in problem["what"] and fix in problem["fix"] and problem["source"]
 
 
 @pytest.mark.parametrize("versions", [SOUND, SOUND | {"torch_npu": "2.13.0.post2"}, {}])
 def test_sound_combinations(versions):
-    assert list(known_bad.problems(versions, CANN)) == []
+    assert always(versions, CANN) == []
+
+
+def test_a_slice_that_torch_writes_to_another_place():
+    """By torch alone: the program of docs/help.md, which is wrong where the list says so."""
+    text = (where.ROOT / "docs/help.md").read_text().partition("## Faults of torch")[2]
+    (program,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    assert "npu_ops" not in program
+    names = {}
+    exec(program, names)
+    written = [float(part.mean()) for part in names["pool"].unbind(1)]
+    known = [found for found in known_bad.problems({"torch": torch.__version__}) if found["when"]]
+    assert written == ([1, 0] if known else [0, 1])
+    for found in known:
+        assert found["when"] in found["what"] and found["source"].startswith("docs/help.md")
+        torch._dynamo.reset()
+        with torch._inductor.config.patch(enable_auto_functionalized_v2=False):  # the fix it names
+            torch.compile(names["write"], dynamic=True)(names["pool"].zero_())
+        assert [float(part.mean()) for part in names["pool"].unbind(1)] == [0, 1]
+
+
+@pytest.mark.parametrize("version, known", [("2.12.1", 0), ("2.13.0+cpu", 1), ("2.14.0", 0)])
+def test_a_fault_of_some_calls_is_said_and_is_no_fault_of_the_machine(version, known):
+    bad = list(known_bad.problems({"torch": version}))
+    assert len(bad) == known and all(found["when"] for found in bad)
+    text = doctor.text(found_with() | {"known bad": bad})
+    assert text.count("KNOWN BAD: torch.compile(dynamic=True) of torch 2.13") == known
+    assert "nothing amiss" in text
+
+
+@pytest.mark.parametrize("version, release", [("2.9.1", "2.9.1"), ("2.13.0+cpu", "2.13.0"),
+                                              ("2.10.0a0+git", "2.10.0")])  # fmt: skip
+def test_the_command_for_torch_npu_leaves_torch_as_it_is(version, release):
+    command = known_bad.install_torch_npu(version)
+    assert command.startswith(f"pip install --no-deps 'torch_npu=={release}.*'")
+    assert command in " ".join(doctor.text(found_with(torch_npu=command)).split())
+    (problem,) = always({"torch": version, "torch_npu": "2.1.0"}, CANN)
+    assert command in problem["fix"]
+    assert "torch_npu" not in (where.ROOT / "pyproject.toml").read_text()  # no extra pins it
 
 
 def test_the_version_of_cann(monkeypatch, tmp_path):

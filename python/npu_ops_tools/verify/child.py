@@ -111,7 +111,9 @@ def environment(device: str) -> dict:
         "packages": {name: version for name, version in versions.items() if version},
         "npu_ops": npu_ops.__version__,
         "build": build,
-        "known bad": [] if emulated else [p["what"] for p in known_bad.problems(versions)],
+        "known bad": []
+        if emulated
+        else [p["what"] for p in known_bad.problems(versions) if not p["when"]],
     }
 
 
