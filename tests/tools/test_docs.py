@@ -43,6 +43,41 @@ def test_nothing_is_loaded_from_elsewhere(site):
         assert loaded == [], page.name
 
 
+HOOKS = runpy.run_path(str(ROOT / "docs/hooks.py"))
+
+
+def test_no_link_and_no_picture_leads_nowhere(site):
+    """The first page's picture too, which is HTML: a check of Markdown alone does not see it."""
+    assert list(HOOKS["missing_targets"](site)) == []
+    pages = {page.name: HOOKS["_Page"](page.read_text()) for page in site.glob("*.html")}
+    assert {"report.png", "report-dark.png"} <= set(pages["index.html"].targets)
+    assert sum(len(page.targets) for page in pages.values()) > 500
+
+
+MISSING = {
+    '<img src="no.png">': "no.png",
+    '<source srcset="there.png, no.png 2x">': "no.png",
+    '<a href="no.html">x</a>': "no.html",
+    '<a href="folder">x</a>': "folder",
+    '<a href="other.html#no">x</a>': "other.html#no",
+    '<a href="#no">x</a>': "#no",
+}
+
+
+@pytest.mark.parametrize("link", MISSING)
+def test_a_site_with_a_link_that_leads_nowhere_is_not_built(tmp_path, link):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "there.png").touch()
+    (tmp_path / "other.html").write_text('<h1 id="here">x</h1>')
+    (tmp_path / "a.html").write_text(
+        '<a href="other.html#here">x</a> <img src="there.png"> <a href="https://x.org/y">x</a>'
+        + link
+    )
+    assert list(HOOKS["missing_targets"](tmp_path)) == [f"a.html: {MISSING[link]}"]
+    with pytest.raises(Exception, match="links that lead nowhere"):
+        HOOKS["on_post_build"]({"site_dir": str(tmp_path)})
+
+
 def test_it_is_searched_as_files(site):
     """In Chromium, which starts no worker from a file; the search of the theme is one."""
     with playwright.sync_playwright() as running:

@@ -123,6 +123,29 @@ def attention_in_place_of_transformer_engines_goes_by_the_type_of_mask():
 
 
 @check("early")
+def a_row_that_sees_no_key_is_0_and_in_megatron_the_mean_of_all_values():
+    """As docs/frameworks.md says; every other row is the same."""
+    import megatron_cpu
+    import torch
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    config = megatron_cpu.transformer_config("rope")
+    kind = AttnMaskType.arbitrary
+    theirs = DotProductAttention(config, 1, kind, "self")
+    heads = config.num_query_groups or config.num_attention_heads
+    q, k, v = (leaf(6, 1, n, 16, dtype=torch.float32, seed=n) for n in (4, heads, heads))
+    mask = torch.zeros(1, 1, 6, 6, dtype=torch.bool)
+    mask[..., 4, :] = True
+    ours = core_attention()(q, k, v, mask, attn_mask_type=kind)
+    own = theirs(q, k, v, mask)
+    mean = v.mean(0).repeat_interleave(4 // heads, 1).flatten()
+    assert ours[4].abs().max() == 0 and (own[4, 0] - mean).abs().max() < 1e-6
+    others = [0, 1, 2, 3, 5]
+    assert (ours[others] - own[others]).abs().max() < 1e-6
+
+
+@check("early")
 def multi_latent_attention_trains():
     """Without Transformer Engine, which Megatron's own DotProductAttention does not."""
     import megatron_cpu
