@@ -138,7 +138,11 @@ def lower(kernel, signature: dict, constants: dict, soc: str, **options) -> str:
 
 def flags(options: dict) -> list[str]:
     """Launch options as the compiler's; most are spelt alike."""
-    names = {"multibuffer": "enable-auto-multi-buffer"}
+    names = {
+        "multibuffer": "enable-auto-multi-buffer",
+        "sync_solver": "enable-hivm-graph-sync-solver",
+        "unit_flag": "enable-hivm-unit-flag-sync",
+    }
     given = {"multibuffer": True, "enable_auto_bind_sub_block": True} | options
     return [f"--{names.get(k, k.replace('_', '-'))}={str(v).lower()}" for k, v in given.items()]
 

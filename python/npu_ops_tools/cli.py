@@ -133,12 +133,16 @@ def new_op(
 def explain(
     op: Annotated[str, typer.Argument(help="attention")],
     settings: Annotated[
-        list[str] | None,
-        typer.Argument(help="Fields of AttentionSpec, as heads=16 head_dim=72 keys=packed."),
+        list[str] | None, typer.Argument(help="Fields of AttentionSpec, as NAME=VALUE.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Which operator of an NPU computes a call, how it is told, and why nothing better does."""
+    """Which operator of an NPU computes a call, how it is told, and why nothing better does.
+
+    \b
+    npu-ops explain attention heads=16 head_dim=72
+    npu-ops explain attention layout=TND keys=packed heads=16 head_dim=72
+    """
     from npu_ops_tools import explain
 
     try:

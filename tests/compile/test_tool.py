@@ -5,12 +5,14 @@ import json
 import pathlib
 import shutil
 import subprocess
+import sys
+import textwrap
 
 import pytest
 from npu_ops_emulator import vendor
 from npu_ops_tools import compile as tool
 from npu_ops_tools.cli import app
-from npu_ops_tools.compile.launches import from_file
+from npu_ops_tools.compile.files import from_file
 from typer.testing import CliRunner
 
 FILE = pathlib.Path(__file__).with_name("kernels.py")
@@ -22,7 +24,8 @@ RANDOM = {"x": "*fp32", "n": "i32"}
 def kernel(name, **constants):
     """A launch of a kernel in kernels.py."""
     signature = {"add": ADD, "matmul": MATMUL, "random": RANDOM, "once": RANDOM}[name]
-    return from_file(f"{FILE}::{name}", _pairs(signature), _pairs(constants))
+    (launch,) = from_file(f"{FILE}::{name}", _pairs(signature), _pairs(constants))
+    return launch
 
 
 def _pairs(values):
@@ -135,6 +138,131 @@ def test_the_command_fails_for_a_fault():
 def test_mistakes(arguments, error):
     done = command(*arguments)
     assert done.exit_code == 2 and error in done.stderr
+
+
+def test_a_pointer_to_what_torch_has_no_tensors_of():
+    (launch,) = from_file(f"{FILE}::once", "x=*u32,n=i32", "BLOCK=64")
+    assert dict(launch.signature) == {"x": "*u32", "n": "i32"}
+    done = command(f"{FILE}::once", "--signature", "x=*u32:8,n=i32", "--constexpr", "BLOCK=64")
+    assert done.exit_code == 2 and "signature: got '*u32', needs a pointer to one of" in done.stderr
+
+
+# Kernels under @triton.autotune and @triton.heuristics
+
+DECORATED = FILE.with_name("decorated.py")
+SCALED = "x=*fp32,scale=*fp32,out=*fp32,n=i32:8192"
+
+
+def constants(name, signature, given=""):
+    """The constants of each launch of a kernel in decorated.py."""
+    launches = from_file(f"{DECORATED}::{name}", signature, given)
+    return [dict(launch.constants) for launch in launches], launches
+
+
+def test_each_configuration_of_an_autotuner_is_compiled():
+    """With what heuristics make of its constants, of tensors and of numbers."""
+    found, launches = constants("scaled", SCALED)
+    assert found == [{"BLOCK": size, "SCALED": True, "WHOLE": True} for size in (512, 4096)]
+    assert [launch.case for launch in launches][0] == "BLOCK=512, SCALED=True, WHOLE=True"
+    assert [dict(launch.options)["multibuffer"] for launch in launches] == [True, False]
+    done = command(f"{DECORATED}::scaled", "--signature", SCALED, "--json")
+    rows = json.loads(done.stdout)
+    assert [row["stored"] for row in rows] == [512 * 4, 4096 * 4] and done.exit_code == 0
+    assert [row["loaded"] for row in rows] == [2 * 512 * 4, 2 * 4096 * 4]
+
+
+def test_an_argument_that_is_none():
+    found, _ = constants("scaled", "x=*fp32,out=*fp32,n=i32:100", "scale=None")
+    assert {c["SCALED"] for c in found} == {False} and found[0]["scale"] is None
+
+
+def test_what_is_given_comes_before_decorators():
+    found, (launch,) = constants("scaled", SCALED, "BLOCK=1024,WHOLE=False")
+    assert found == [{"BLOCK": 1024, "WHOLE": False, "SCALED": True}] and launch.options == ()
+    found, (launch,) = constants("scaled", SCALED, "BLOCK=4096")
+    assert found[0]["BLOCK"] == 4096 and launch.options == (("multibuffer", False),)
+
+
+def test_heuristics_under_an_autotuner_and_defaults():
+    found, _ = constants("halves", "x=*fp32,n=i32,step=i32")
+    assert found == [{"BLOCK": size, "HALF": size // 2, "ONE": 1} for size in (512, 4096)]
+
+
+@pytest.mark.parametrize(
+    ("name", "signature", "error"),
+    [
+        ("scaled", SCALED.partition(":")[0], "got no WHOLE, and its heuristic raised KeyError"),
+        ("shaped", "x=*fp32", "got no SIZE, and its heuristic raised AttributeError"),
+        ("scaled", f"{SCALED}x", "signature: got n=i32:8192x, needs a number"),
+        ("halves", "x=*fp32:y,n=i32,step=i32", "got x=*fp32:y, needs a number of elements"),
+    ],
+)
+def test_what_a_heuristic_cannot_know_is_asked_for(name, signature, error):
+    done = command(f"{DECORATED}::{name}", "--signature", signature)
+    assert done.exit_code == 2 and error in done.stderr
+    if "heuristic" in error:
+        assert "=VALUE, or the values that it asks for in the signature" in done.stderr
+
+
+PACKAGE = {
+    "__init__.py": "raise RuntimeError('needs a device')",
+    "ops/__init__.py": "raise RuntimeError('needs a device')",
+    "ops/sizes.py": "SIZE = 512",
+    "ops/kernel.py": """
+        import torch
+        import torch_npu
+        from framework.ops.sizes import SIZE
+        from vllm.forward_context import Context, registered
+        from vllm.triton_utils import tl, triton
+
+        from . import sizes
+
+        CORES = triton.runtime.driver.active.utils.get_device_properties(0)["num_vectorcore"]
+        device = torch.npu.current_device()
+
+
+        @triton.autotune([triton.Config({"BLOCK": sizes.SIZE})], key=[])
+        @triton.jit
+        def kernel(x, BLOCK: tl.constexpr):
+            at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+            tl.store(x + at, tl.load(x + at))
+
+
+        @registered("kernel")
+        def call(x: torch.Tensor, context: Context | None = None):
+            kernel[(1,)](x)
+
+
+        class Layer(Context):
+            pass
+    """,
+}
+
+
+@pytest.mark.parametrize("first", [PACKAGE["__init__.py"], "VERSION = 1"])
+def test_a_kernel_inside_a_framework(tmp_path, first):
+    """Whose packages are not imported where they need not be, and whose servers are not here."""
+    for name, text in (PACKAGE | {"__init__.py": first}).items():
+        (tmp_path / "framework" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "framework" / name).write_text(textwrap.dedent(text))
+    if first == "VERSION = 1":  # then the packages can be imported, and one asks for it
+        ops = tmp_path / "framework/ops"
+        (ops / "__init__.py").write_text("")
+        (ops / "sizes.py").write_text("from framework import VERSION\nSIZE = 512")
+    kernel = tmp_path / "framework/ops/kernel.py"
+    code = f"""
+        import sys, torch
+        from npu_ops_tools.compile.files import from_file
+        from triton.runtime import driver
+        before = list(sys.meta_path), driver.active
+        (launch,) = from_file({str(kernel) + "::kernel"!r}, "x=*fp32", "")
+        print(dict(launch.constants), [name for name in sys.modules if name.startswith("vllm")])
+        assert (sys.meta_path, driver.active) == before and not hasattr(torch, "npu")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout == "{'BLOCK': 512} []\n", done.stderr
 
 
 def test_a_file_that_does_not_import(tmp_path):

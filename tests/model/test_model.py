@@ -339,12 +339,45 @@ def test_bad_input_is_named(arguments, says):
     assert done.exit_code == 2 and says in done.output
 
 
+DECORATED = KERNELS.with_name("decorated.py")
+PLANES = (f"{DECORATED}::planes", "--signature", "x=*fp32:65536,n=i32:65536", "--constexpr",
+          "BLOCK=4096")  # fmt: skip
+
+
+def test_a_grid_of_several_axes():
+    (found,) = json.loads(run(*PLANES, "--grid", "4,4,1", "--json").output)
+    assert found["programs"] == 16 and found["case"] == "grid 4 x 4 x 1"
+    assert (found["loaded"], found["stored"]) == (65536 * 4, 65536 * 4)
+
+
+@pytest.mark.parametrize("grid", ["16", "1"])
+def test_an_axis_that_is_not_given_is_asked_for(grid):
+    """Today's kernel would find 0 there, and be timed for another launch."""
+    done = run(*PLANES, "--grid", grid)
+    assert done.exit_code == 2
+    assert f"--grid: got {grid!r}, needs 2 numbers: planes uses program_id" in done.output
+
+
+@pytest.mark.parametrize("grid", ["", "0", "1,2,3,4", "-1", "x", "4,", "1.5"])
+def test_a_grid_that_is_none(grid):
+    done = run(*PLANES, "--grid", grid)
+    assert done.exit_code == 2 and f"--grid: got {grid!r}, needs one to three" in done.output
+
+
+def test_each_configuration_of_an_autotuner_is_predicted():
+    signature = "x=*fp32:65536,scale=*fp32:65536,out=*fp32:65536,n=i32:65536"
+    done = run(f"{DECORATED}::scaled", "--signature", signature, "--grid", 16, "--json")
+    cases = [row["case"] for row in json.loads(done.output)]
+    assert [case.partition(",")[0] for case in cases] == ["BLOCK=512", "BLOCK=4096"]
+    assert all(case.endswith(", grid 16") for case in cases)
+
+
 def test_a_mixed_kernel():
     size = 256
     tensors = f"a=*bf16:{size * size},b=*bf16:{size * size},c=*fp32:{size * size}"
     launch = model.kernel_of_file(
         f"{KERNELS}::matmul", f"{tensors},M=i32:{size},N=i32:{size},K=i32:{size}",
-        "BM=64,BN=64,BK=64", 16,
+        "BM=64,BN=64,BK=64", (4, 4),
     )  # fmt: skip
     (prediction,) = model.predict_all(launch, SOC)
     assert prediction.core == "mixed" and prediction.shares["cube.M"] > 0

@@ -14,7 +14,8 @@ from npu_ops_emulator import vendor
 
 from npu_ops.core import cases as op_cases
 from npu_ops.core.socs import ub_bytes
-from npu_ops_tools.compile.launches import Launch, from_file, launches
+from npu_ops_tools.compile.files import from_file
+from npu_ops_tools.compile.launches import Launch, launches
 from npu_ops_tools.compile.report import CompileReport, compile_launch
 from npu_ops_tools.options import AsJson, Dtype, fail, print_json
 from npu_ops_tools.where import ops
@@ -66,10 +67,17 @@ def compile_command(
     ] = None,
     signature: Annotated[
         list[str] | None,
-        typer.Option(help='Of FILE.py::KERNEL: "x=*bf16,n=i32"; may be repeated.'),
+        typer.Option(
+            help='Of FILE.py::KERNEL: "x=*bf16,n=i32", or with values, which heuristics may ask '
+            'for: "x=*bf16:8192,n=i32:8192"; may be repeated.'
+        ),
     ] = None,
     constexpr: Annotated[
-        list[str] | None, typer.Option(help='Of FILE.py::KERNEL: "BLOCK=1024"; may be repeated.')
+        list[str] | None,
+        typer.Option(
+            help='Of FILE.py::KERNEL: "N=512"; may be repeated. May leave out what its heuristics '
+            "and its autotuner give."
+        ),
     ] = None,
     suggest_tile: Annotated[
         bool, typer.Option("--suggest-tile", help="Print the largest tile that fits every SoC.")
@@ -85,9 +93,9 @@ def compile_command(
     The exit status is 1 if a kernel does not compile, has a scalar loop, or lost multi-buffering.
 
     \b
-    npu-ops compile                            every kernel of every op
-    npu-ops compile rope --soc Ascend910_9391  one op, another SoC
-    npu-ops compile mine.py::add --signature "x=*bf16,n=i32" --constexpr N=4096
+    npu-ops compile l2norm --dtype bfloat16 --soc Ascend910_9391
+    npu-ops compile mine.py::add --signature "x=*bf16,n=i32" --constexpr "N=512"
+    npu-ops compile mine.py::tuned --signature "x=*bf16:8192,n=i32:8192"
     """
     # Compiling takes minutes, and then it is too late to say no.
     if csv and not csv.parent.is_dir():
@@ -145,7 +153,7 @@ def _rows(
     for target in targets:
         for soc in socs:
             if "::" in target:
-                found = [from_file(target, given.arguments, given.constants)]
+                found = from_file(target, given.arguments, given.constants)
             else:
                 found = launches(target, cases, [getattr(torch, name) for name in dtypes], soc)
             for launch in found:
@@ -201,7 +209,8 @@ def _print(rows: list[Row], bodies: bool) -> None:
             table.add_row(row.launch.name, row.soc, "[red]does not compile")
             continue
         report = row.report
-        shown = (report.kernel, report.soc, report.core, report.ub_bytes, report.l1_bytes,
+        name = f"{report.kernel} {row.launch.case}" if "::" in row.op else report.kernel
+        shown = (name.strip(), report.soc, report.core, report.ub_bytes, report.l1_bytes,
                  report.l0c_bytes, len(report.scalar_loops), report.multi_buffer,
                  *(report.total(name) for name in TOTALS), report.seconds)  # fmt: skip
         table.add_row(*map(str, shown))

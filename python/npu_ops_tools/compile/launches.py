@@ -1,13 +1,10 @@
-"""Which kernels to compile: what our ops launch, and any kernel of a file."""
+"""Which kernels to compile: what our ops launch."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import inspect
-import pathlib
-import sys
 from collections.abc import Iterator
 
 from npu_ops_emulator import vendor
@@ -39,76 +36,6 @@ class Launch:
     @property
     def name(self) -> str:
         return self.kernel.fn.__name__
-
-
-def from_file(target: str, signature: str, constants: str) -> Launch:
-    """The kernel at "FILE.py::name".
-
-    signature: "x=*bf16,n=i32". constants: "BLOCK=1024,CAUSAL=True".
-
-    Raises:
-        ValueError: no such file or kernel, or arguments that it does not have or that are missing.
-    """
-    path, _, name = target.partition("::")
-    kernel = getattr(_load(path), name, None)
-    if not hasattr(kernel, "fn"):
-        raise ValueError(f"kernel: got {target!r}, needs FILE.py::NAME of a @triton.jit function")
-    given = dict(_pairs("signature", signature))
-    for item in given.items():
-        _check_type(*item)
-    fixed = {key: _literal(value) for key, value in _pairs("constexpr", constants)}
-    wanted = {parameter.name for parameter in kernel.params}
-    if wanted != given.keys() | fixed.keys():
-        listed = ", ".join(
-            p.name + (": constexpr" if p.is_constexpr else "") for p in kernel.params
-        )
-        got = ", ".join([*given, *fixed]) or "none"
-        raise ValueError(f"arguments: got {got}, needs {listed}")
-    return Launch("", kernel, tuple(given.items()), tuple(fixed.items()))
-
-
-def _check_type(argument: str, kind: str) -> None:
-    from triton.language import str_to_ty
-
-    try:
-        str_to_ty(kind)
-    except (KeyError, IndexError) as error:
-        needs = "a type of Triton's, e.g. *bf16, i32 or fp32"
-        raise ValueError(f"signature: got {argument}={kind}, needs {needs}") from error
-
-
-def _load(path: str):
-    file = pathlib.Path(path)
-    if file.suffix != ".py" or not file.is_file():
-        raise ValueError(f"file: got {path!r}, needs a Python file")
-    vendor.frontend()
-    sys.path.insert(0, str(file.parent))  # as `python FILE.py` does
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(file.stem, module)  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"file: {path} raised {type(error).__name__}: {error}") from error
-    return module
-
-
-def _pairs(option: str, text: str) -> Iterator[tuple[str, str]]:
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        name, separator, value = item.partition("=")
-        if not separator:
-            raise ValueError(f"{option}: got {item!r}, needs name=value")
-        yield name.strip(), value.strip()
-
-
-def _literal(text: str):
-    named = {"True": True, "False": False, "None": None}
-    if text in named:
-        return named[text]
-    for convert in (int, float):
-        with contextlib.suppress(ValueError):
-            return convert(text)
-    return text
 
 
 def launches(

@@ -29,8 +29,10 @@ def model_command(
     signature: Annotated[
         str, typer.Option(help='Of FILE.py::KERNEL: "x=*bf16:8192,n=i32:8192"; value or elements.')
     ] = "",
-    constexpr: Annotated[str, typer.Option(help='Of FILE.py::KERNEL: "BLOCK=1024".')] = "",
-    grid: Annotated[int, typer.Option(min=1, help="Of FILE.py::KERNEL: its programs.")] = 1,
+    constexpr: Annotated[str, typer.Option(help='Of FILE.py::KERNEL: "N=512".')] = "",
+    grid: Annotated[
+        str, typer.Option(help="Of FILE.py::KERNEL: programs along each axis, 16 or 16,8,2.")
+    ] = "1",
     trace: Annotated[
         pathlib.Path | None, typer.Option(help="Write a Chrome trace of a program of each kernel.")
     ] = None,
@@ -47,8 +49,9 @@ def model_command(
     The exit status is 1 if the model refuses: it then lists what it does not know.
 
     \b
-    npu-ops model rope --case qwen3-vl-8b-tp1-t4096
-    npu-ops model mine.py::add --signature "x=*bf16:8192,n=i32:8192" --constexpr N=512 --grid 16
+    npu-ops model l2norm --case qwen3-next-tp1-t8192
+    npu-ops model mine.py::add --signature "x=*bf16:8192,n=i32:8192" --constexpr "N=512" --grid 16
+    npu-ops model mine.py::tuned --signature "x=*bf16:8192,n=i32:8192" --grid 16,1,1
     npu-ops model --calibrate full/verify.json
     """
     from npu_ops_tools.model import costs, kernel_of_file, predict_all
@@ -65,7 +68,8 @@ def model_command(
     try:
         costs.of(soc)  # refuses what it has none for, before anything is compiled
         if "::" in target:
-            calls = [kernel_of_file(target, signature, constexpr, grid)]
+            calls = [kernel_of_file(target, signature, constexpr, _axes(grid))]
+            _check_grid(calls[0], grid, soc)
         else:
             calls = list(_calls(target, case, dtype.value, soc, tokens))
         found = [one for call in calls for one in predict_all(call, soc, spans=trace is not None)]
@@ -80,6 +84,26 @@ def model_command(
         print_json([prediction.fields() for prediction in found])
     else:
         _print(found)
+
+
+def _axes(text: str) -> tuple[int, ...]:
+    axes = text.split(",")
+    numbers = [int(axis) for axis in axes if axis.isascii() and axis.isdigit()]
+    if not 1 <= len(axes) <= 3 or len(numbers) != len(axes) or min(numbers) < 1:
+        raise ValueError(f"--grid: got {text!r}, needs one to three numbers of programs, as 16,8,2")
+    return tuple(numbers)
+
+
+def _check_grid(launches: list, grid: str, soc: str) -> None:
+    """A kernel that looks at an axis which was not given would find one program along it."""
+    from npu_ops_tools.compile.files import axes_read
+
+    read = axes_read(launches[0], soc.removesuffix("-1"))
+    if read > len(launches[0].grid):
+        raise ValueError(
+            f"--grid: got {grid!r}, needs {read} numbers: {launches[0].name} uses program_id or "
+            f"num_programs of axis {read - 1}"
+        )
 
 
 def _calibrate(path: pathlib.Path, as_json: bool) -> None:

@@ -8,13 +8,8 @@ import torch
 from npu_ops_emulator import vendor
 
 from npu_ops.core import cases, hardware, registry
-from npu_ops_tools.compile.launches import (
-    DTYPES,
-    Launch,
-    forward_and_backward,
-    from_file,
-    recorded,
-)
+from npu_ops_tools.compile.files import from_file
+from npu_ops_tools.compile.launches import Launch, forward_and_backward, recorded
 
 
 def of_case(
@@ -49,30 +44,23 @@ def of_call(
     return found
 
 
-def kernel_of_file(target: str, signature: str, constants: str, grid: int) -> list[Launch]:
-    """A launch of "FILE.py::KERNEL".
+def kernel_of_file(
+    target: str, signature: str, constants: str, grid: int | tuple[int, ...]
+) -> list[Launch]:
+    """A launch of "FILE.py::KERNEL", or one for each configuration of its autotuner.
 
     signature: "x=*bf16:8192,n=i32:8192": of a pointer the elements that it points at, of a number
-        its value. constants: "BLOCK=1024". grid: programs.
+        its value. constants: "BLOCK=1024". grid: programs along each axis.
 
     Raises:
         ValueError: no such kernel, or arguments that it does not have, lacks, or without a value.
     """
-    types, values = [], []
     for item in filter(None, (part.strip() for part in signature.split(","))):
-        typed, colon, value = item.partition(":")
-        if not colon:
+        if ":" not in item:
             raise ValueError(f"signature: got {item!r}, needs name=type:value")
-        types.append(typed)
-        values.append(_value(typed.partition("=")[2], value))
-    launch = from_file(target, ",".join(types), constants)
-    return [dataclasses.replace(launch, case=f"grid {grid}", values=tuple(values), grid=(grid,))]
-
-
-def _value(kind: str, text: str):
-    if not kind.startswith("*"):
-        return float(text) if kind.startswith(("fp", "bf")) else int(text)
-    dtype = {short: name for name, short in DTYPES.items()}.get(kind[1:])
-    if dtype is None:
-        raise ValueError(f"signature: got {kind!r}, needs a pointer to one of {', '.join(DTYPES)}")
-    return torch.empty(int(text), dtype=getattr(torch, dtype))
+    grid = grid if isinstance(grid, tuple) else (grid,)
+    label = f"grid {' x '.join(map(str, grid))}"
+    return [
+        dataclasses.replace(launch, case=", ".join(filter(None, (launch.case, label))), grid=grid)
+        for launch in from_file(target, signature, constants)
+    ]

@@ -47,7 +47,7 @@ def tune_command(
     \b
     npu-ops tune                        # on an NPU
     npu-ops tune --device cpu --only l2norm --tokens 64
-    npu-ops tune --show
+    npu-ops tune --device cpu --show
     """
     from npu_ops_tools.verify.worker import NoWorker
 

@@ -48,7 +48,7 @@ def verify_command(
 
     \b
     npu-ops verify                       # on an NPU, 5 minutes
-    npu-ops verify --device cpu --only l2norm
+    npu-ops verify --device cpu --only l2norm --minutes 1
     npu-ops verify --compare before/verify.json after/verify.json
     """
     from npu_ops_tools import verify

@@ -31,7 +31,7 @@ def _is(results: dict, name: str, verdict: str) -> bool:
 
 def _flat(report: dict) -> dict[str, object]:
     environment = report["environment"]
-    facts = {"device": report["device"], "npu-ops": environment.get("npu_ops")}
+    facts = {"device": report.get("device"), "npu-ops": environment.get("npu_ops")}
     return facts | environment.get("machine", {}) | environment.get("packages", {})
 
 
