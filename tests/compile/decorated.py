@@ -32,6 +32,13 @@ def halves(x, n, step, BLOCK: tl.constexpr, HALF: tl.constexpr, ONE: tl.constexp
     tl.store(x + at, tl.load(x + at, mask=at < n) + ONE, mask=at < n)
 
 
+@triton.autotune([triton.Config({"BLOCK": size}) for size in (512, 262144)], key=["n"])
+@triton.jit
+def sizes(x, n, step, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * step + tl.arange(0, BLOCK)
+    tl.store(x + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
+
+
 @triton.heuristics({"SIZE": lambda args: args["x"].shape[-1]})
 @triton.jit
 def shaped(x, SIZE: tl.constexpr):

@@ -372,6 +372,17 @@ def test_each_configuration_of_an_autotuner_is_predicted():
     assert all(case.endswith(", grid 16") for case in cases)
 
 
+def test_a_configuration_that_does_not_compile_is_left_out():
+    signature = "x=*fp32:65536,n=i32:65536,step=i32:64"
+    target = f"{DECORATED}::sizes", "--signature", signature, "--grid", 4, "--json"
+    done = run(*target)
+    (found,) = json.loads(done.stdout)
+    assert found["case"] == "BLOCK=512, grid 4"
+    assert "BLOCK=262144, grid 4: does not compile" in done.stderr and "ub overflow" in done.stderr
+    done = run(*target, "--constexpr", "BLOCK=262144")
+    assert done.exit_code == 2 and "ub overflow" in done.stderr and not done.stdout
+
+
 def test_a_mixed_kernel():
     size = 256
     tensors = f"a=*bf16:{size * size},b=*bf16:{size * size},c=*fp32:{size * size}"

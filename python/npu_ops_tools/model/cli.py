@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import sys
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -68,11 +69,12 @@ def model_command(
     try:
         costs.of(soc)  # refuses what it has none for, before anything is compiled
         if "::" in target:
-            calls = [kernel_of_file(target, signature, constexpr, _axes(grid))]
-            _check_grid(calls[0], grid, soc)
+            launches = kernel_of_file(target, signature, constexpr, _axes(grid))
+            _check_grid(launches, grid, soc)
+            found = _of_configurations(launches, soc, trace is not None)
         else:
             calls = list(_calls(target, case, dtype.value, soc, tokens))
-        found = [one for call in calls for one in predict_all(call, soc, spans=trace is not None)]
+            found = [one for c in calls for one in predict_all(c, soc, spans=trace is not None)]
     except Unknown as error:
         print(f"npu-ops: {error}")
         raise typer.Exit(1) from error
@@ -104,6 +106,23 @@ def _check_grid(launches: list, grid: str, soc: str) -> None:
             f"--grid: got {grid!r}, needs {read} numbers: {launches[0].name} uses program_id or "
             f"num_programs of axis {read - 1}"
         )
+
+
+def _of_configurations(launches: list, soc: str, spans: bool) -> list:
+    """Predict each launch. As Triton's autotuner does, leave out those that do not compile."""
+    from npu_ops_tools.model import predict
+
+    found, errors = [], {}
+    for launch in launches:
+        try:
+            found.append(predict(launch, soc, spans=spans))
+        except vendor.CompileError as error:
+            errors[launch.case] = error
+    for case, error in errors.items():
+        if not found:
+            raise error
+        print(f"npu-ops: {case}: does not compile: {error}", file=sys.stderr)
+    return found
 
 
 def _calibrate(path: pathlib.Path, as_json: bool) -> None:
