@@ -55,7 +55,7 @@ def heads(width=16, queries=2, dtype=torch.float32):
         (heads(queries=3), {}),
         (heads(dtype=torch.int32), {}),
         (heads(), {"cp_context": object()}),
-        (heads(), {"initial_state": rows(1, 4, 16, 16, dtype=torch.bfloat16)}),
+        (heads(), {"initial_state": rows(1, 4, 16, 16, dtype=torch.float64)}),
         (heads(), {"chunk_size": 128}),
         ((*heads(), 0.5), {}),
     ],
@@ -72,6 +72,21 @@ def test_megatrons_delta_rule_is_ours():
     options = {"initial_state": None, "output_final_state": False, "cu_seqlens": None}
     o, state = rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=False, **options)
     assert state is None and o.equal(npu_ops.chunk_gated_delta_rule(q, k, v, g, beta)[0])
+
+
+@pytest.mark.parametrize("original", [None, theirs], ids=["without fla", "with fla"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_state_of_half_precision_is_computed_with_in_fp32(original, dtype):
+    """Megatron's inference keeps states in the dtype of the parameters."""
+    rule = chunk_gated_delta_rule.replace(original)
+    inputs, state = heads(dtype=dtype), rows(1, 4, 16, 16, dtype=dtype).requires_grad_()
+    o, last = rule(*inputs, initial_state=state, output_final_state=True)
+    expected, expected_last = npu_ops.chunk_gated_delta_rule(
+        *inputs, initial_state=state.float(), output_final_state=True
+    )
+    assert o.equal(expected) and last.equal(expected_last) and last.dtype == torch.float32
+    last.sum().backward()
+    assert state.grad.dtype == dtype
 
 
 def test_without_fla_our_errors_say_what_is_wrong():

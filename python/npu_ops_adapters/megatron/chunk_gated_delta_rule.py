@@ -49,10 +49,19 @@ def patches() -> Iterable[Patch]:
 
 
 def replace(original: Callable | None) -> Callable:
+    """A function that runs our calls, and calls `original` for the rest.
+
+    Megatron's inference keeps states in the dtype of the parameters. As in fla, a state of half
+    precision is computed with in fp32, and the final state is fp32.
+    """
+
     @functools.wraps(original or npu_ops.chunk_gated_delta_rule, assigned=(), updated=())
     def npu_ops_chunk(q, k, v, g, beta, *more, **options):
-        if original is None or (not more and _is_ours(q, k, v, g, beta, **options)):
-            return npu_ops.chunk_gated_delta_rule(q, k, v, g, beta, *more, **options)
+        ours = options
+        if getattr(options.get("initial_state"), "dtype", None) in (torch.float16, torch.bfloat16):
+            ours = options | {"initial_state": options["initial_state"].float()}
+        if original is None or (not more and _is_ours(q, k, v, g, beta, **ours)):
+            return npu_ops.chunk_gated_delta_rule(q, k, v, g, beta, *more, **ours)
         return original(q, k, v, g, beta, *more, **options)
 
     return npu_ops_chunk
