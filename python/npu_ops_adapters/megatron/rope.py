@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 import npu_ops
-from npu_ops.core import check
+from npu_ops.core import check, library
 from npu_ops_adapters.patching import Patch
 
 MODULE = "megatron.core.models.common.embeddings.rope_utils"
@@ -106,7 +106,7 @@ def _replace_packed(original: Callable) -> Callable:
     def npu_ops_packed_rope(*args, **kwargs):
         call = read(args, kwargs)
         group = group_of(call) if call and _is_ours_packed(call) else None
-        if group is None:
+        if group is None or _ends_early(call, group[0]):
             return fall_through(*args, **kwargs)
         return _rotate_packed(call, *group, knows_per_token)
 
@@ -131,7 +131,7 @@ def _fill_packed(original: Callable | None) -> Callable:
 
     def npu_ops_fused_packed_rope(t, cu_seqlens, freqs, cp_size=1, cp_rank=0, interleaved=False):
         call = _Call(t, freqs, rotary_interleaved=interleaved, cu_seqlens=cu_seqlens)
-        if _is_ours_packed(call):
+        if _is_ours_packed(call) and not (original is None and _ends_early(call, cp_size)):
             # As the unfused path does it, so that per-token (multimodal) freqs work fused too.
             return _rotate_packed(call, cp_size, cp_rank, knows_per_token)
         if original is None:
@@ -254,6 +254,17 @@ def _is_ours_packed(call: _Call) -> bool:
     )
 
 
+def _ends_early(call: _Call, cp_size: int) -> bool:
+    """Whether the lengths say that sequences end elsewhere than the tokens do.
+
+    Without max_seqlen Megatron's own function reads the lengths, and up to 0.19 raises for these.
+    On a device and in a trace nothing is read, and the tokens behind the last sequence are padding.
+    """
+    if call.max_seqlen is not None or not library.readable(call.cu_seqlens):
+        return False
+    return int(call.cu_seqlens[-1]) != call.t.shape[0] * cp_size
+
+
 def _has_tables(call: _Call) -> bool:
     t, freqs = call.t, call.freqs
     return (
@@ -292,7 +303,7 @@ def _rotate(call: _Call, **packing) -> torch.Tensor:
 
 
 def _rotate_packed(call: _Call, cp_size: int, cp_rank: int, knows_per_token: bool):
-    """Nothing here reads cu_seqlens, so nothing waits for the device."""
+    """Rotate without reading cu_seqlens, so nothing waits for the device."""
     max_seqlen = call.max_seqlen
     if not knows_per_token:
         max_seqlen = call.freqs.shape[0]  # freqs are never longer than that: never per token

@@ -195,11 +195,11 @@ def packed_rope_results() -> dict:
     return results
 
 
-def packed(t, lengths, freqs, ranks, own, **options):
-    """`_apply_rotary_pos_emb_thd`, in a context-parallel group."""
+def packed(t, lengths, freqs, ranks, own, function=None, **options):
+    """`_apply_rotary_pos_emb_thd`, or `function`, in a context-parallel group."""
     from megatron.core import parallel_state
 
-    function = sys.modules[ROPE]._apply_rotary_pos_emb_thd
+    function = function or sys.modules[ROPE]._apply_rotary_pos_emb_thd
     if "cp_group" in inspect.signature(function).parameters:
         return function(t, lengths, freqs, cp_group=Group(ranks, own), **options)
     names = ("get_context_parallel_world_size", "get_context_parallel_rank")

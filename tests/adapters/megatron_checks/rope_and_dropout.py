@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import types
 
 from megatron_checks.release import BDA, BRIDGE, ROPE, calls_of, check
-from megatron_checks.results import angles, leaf, outcome, packed
+from megatron_checks.results import angles, apply, leaf, outcome, packed
 
 
 @check("early")
@@ -110,6 +111,36 @@ def packed_rope_does_not_wait_for_the_device():
                 "apply_rotary_pos_emb_freqs", packed, t[: 24 // ranks], lengths, freqs, ranks, own
             )
             assert calls == 1 and out.shape == (24 // ranks, 3, 24)
+
+
+@check("early")
+def lengths_that_end_before_the_tokens_do_are_as_in_megatron():
+    """Up to 0.19 an error of `torch.split`; on main the tokens behind are padding."""
+    import torch
+
+    ours = sys.modules[ROPE]._apply_rotary_pos_emb_thd
+    theirs = inspect.unwrap(ours)
+    assert theirs is not ours
+    config = types.SimpleNamespace(
+        apply_rope_fusion=True, rotary_interleaved=False, multi_latent_attention=False,
+        mrope_section=None,
+    )  # fmt: skip
+    t, lengths = leaf(8, 2, 16, dtype=torch.float32), torch.tensor([0, 3, 6], dtype=torch.int32)
+    for rows in (4, 6, 8):
+        freqs = angles(rows, 1, 1, 16)
+        results = [
+            packing_outcome(functools.partial(packed, function=f), t, lengths, freqs, 1, 0)
+            for f in (theirs, ours)
+        ]
+        results.append(packing_outcome(apply, t, freqs, config, cu_seqlens=lengths))
+        assert results[1:] == results[:1] * 2, results
+
+
+def packing_outcome(function, *args, **kwargs):
+    try:
+        return function(*args, **kwargs).tolist()
+    except RuntimeError as error:
+        return str(error)
 
 
 @check("early")
