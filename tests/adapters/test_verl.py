@@ -20,9 +20,11 @@ def test_two_ranks_equal_one(tmp_path):
         assert done.returncode == 0, err[-3000:]
         report = json.loads(out.splitlines()[-1])
         for name, errors in report["errors"].items():
-            assert len(errors) in (4, 11) and max(errors.values()) < 2e-5, (name, errors)
+            assert len(errors) in (2, 4, 11) and max(errors.values()) < 2e-5, (name, errors)
         refused = report["refused"]
         assert all("verl's Ulysses" in sentence for sentence in refused.values()), refused
+        assert refused["no text positions"].startswith("position_ids: got None in a causal layer")
+        assert refused["positions of three axes"].startswith("position_ids: got shape [3, 1, 16]")
 
 
 def test_what_its_npu_patches_set_over_ours():

@@ -15,10 +15,11 @@ import types
 import npu_ops_adapters
 import torch
 import torch.distributed as dist
-from transformers import Qwen3_5TextConfig
+from transformers import Qwen3_5TextConfig, Qwen3VLTextConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 from verl.models.transformers import qwen3_5 as verl_qwen3_5
 from verl.utils import ulysses
 
@@ -111,6 +112,31 @@ def delta_net() -> dict[str, dict[str, float]]:
     return found
 
 
+def text_model(spread: bool, axes: int):
+    """Qwen3-VL's text model on 24 tokens, two sequences, by positions of `axes` rows."""
+    torch.manual_seed(0)
+    config = Qwen3VLTextConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=8, attn_implementation="npu_ops",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+    )  # fmt: skip
+    model = qwen3_vl.Qwen3VLTextModel(config)
+    positions = torch.cat([torch.arange(n) for n in (17, 7)]).expand(axes, 1, 24)
+    hidden = rows(1, 24, 64)
+    if spread:
+        hidden, positions = span(hidden, 1), span(positions, 2)
+    hidden = hidden.clone().requires_grad_()
+    ulysses.set_ulysses_sequence_parallel_group(dist.group.WORLD if spread else None)
+    out = model(inputs_embeds=hidden, position_ids=positions, use_cache=False).last_hidden_state
+    out.sum(0).square().sum().backward()
+    return {"output": out.detach(), "hidden": hidden.grad}
+
+
+def qwen3_vl_text() -> dict[str, float]:
+    expected, actual = text_model(False, axes=4), text_model(True, axes=4)
+    return {name: error(actual[name], span(expected[name], 1)) for name in actual}
+
+
 def refusals() -> dict[str, str]:
     """What would be computed within the span alone."""
     q, k, v = (rows(1, 4, sum(LENGTHS) // RANKS, WIDTH) for _ in range(3))
@@ -122,6 +148,10 @@ def refusals() -> dict[str, str]:
         "mask": lambda: call(CAUSAL, q, k, v, mask, **given),
         "sinks": lambda: call(CAUSAL, q, k, v, None, s_aux=rows(4), **given),
         "cache": lambda: call(CAUSAL, q, k, v, None, cache=object(), **given),
+        "no text positions": lambda: text_model(True, axes=3),
+        "positions of three axes": lambda: call(
+            CAUSAL, q, k, v, None, position_ids=span(POSITIONS, 1).expand(3, 1, -1)
+        ),
         "delta rule": lambda: qwen3_next.torch_chunk_gated_delta_rule(*heads, *gates),
     }
     found = {}
@@ -129,7 +159,7 @@ def refusals() -> dict[str, str]:
         try:
             refused()
             found[name] = "not refused"
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             found[name] = str(error)
     return found
 
@@ -146,6 +176,7 @@ def main() -> None:
     found = {
         "fewer key heads": attention(4, 2, mask),
         "fewer key heads than ranks": attention(4, 1, None),
+        "Qwen3-VL's text model": qwen3_vl_text(),
         **delta_net(),
     }
     ulysses.set_ulysses_sequence_parallel_group(dist.group.WORLD)

@@ -30,6 +30,7 @@ NAME = "npu_ops"
 _FUNCTIONS = "transformers.modeling_utils"
 _MASKS = "transformers.masking_utils"
 _WHY = "attn_implementation='npu_ops' is how a model asks for it"
+_SPREAD = "a sequence over several ranks (verl's Ulysses)"
 _OVER_RANKS = "which is not done over several ranks (verl's Ulysses); flash_attention_2 may do it"
 
 
@@ -128,7 +129,9 @@ def _function(original: None) -> Callable:
         module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, is_causal=None,
         position_bias=None, cache=None, **options,
     ):  # fmt: skip
-        spread = ulysses.size() > 1 and options.get("position_ids") is not None
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        spread = _is_spread(is_causal, options.get("position_ids"))
         if position_bias is not None or cache is not None or query.device.type not in DEVICES:
             if spread:
                 raise RuntimeError(f"attention on {query.device}: {_OVER_RANKS}")
@@ -136,8 +139,6 @@ def _function(original: None) -> Callable:
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
                 is_causal=is_causal, position_bias=position_bias, cache=cache, **options,
             )  # fmt: skip
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
         settings = {"scale": scaling, "dropout_p": dropout}
         settings |= {"softcap": options.get("softcap"), "sinks": options.get("s_aux")}
         if spread:
@@ -155,6 +156,22 @@ def _function(original: None) -> Callable:
     return npu_ops_attention
 
 
+def _is_spread(is_causal: bool, position_ids) -> bool:
+    """Whether this rank has a span of the tokens; of images each rank has all.
+
+    Raises:
+        RuntimeError: the positions that tell where sequences start were not passed on.
+    """
+    if ulysses.size() == 1:
+        return False
+    if position_ids is None and is_causal:
+        raise RuntimeError(
+            f"position_ids: got None in a causal layer, needs [1, T] for {_SPREAD}. transformers "
+            "passes None for [3, 1, T]: give the model [4, 1, T], with the text's positions first"
+        )
+    return position_ids is not None
+
+
 def _spread(query, key, value, is_causal, mask, options, settings):
     """`[1, N, T / ranks, D]` in, `[1, T / ranks, N, D]` out; attention sees all tokens.
 
@@ -166,9 +183,12 @@ def _spread(query, key, value, is_causal, mask, options, settings):
         )
     if options.get("cu_seq_lens_q") is not None or settings["sinks"] is not None:
         raise RuntimeError(f"cu_seq_lens_q, s_aux: got one, {_OVER_RANKS}")
+    position_ids = options["position_ids"]
+    if position_ids.shape != (1, query.shape[2]):
+        raise check.shape("position_ids", position_ids, f"[1, {query.shape[2]}] for {_SPREAD}")
     key, value = (ulysses.with_enough_heads(x, heads=1) for x in (key, value))
     query, key, value = (ulysses.gather_tokens(x, tokens=2, heads=1) for x in (query, key, value))
-    lengths = {"cu_seq_lens_q": ulysses.starts(options["position_ids"])}
+    lengths = {"cu_seq_lens_q": ulysses.starts(position_ids)}
     window = {"sliding_window": options.get("sliding_window")}
     out = _packed(query, key, value, is_causal, lengths | window, settings)
     return ulysses.gather_heads(out, tokens=1, heads=2)
