@@ -260,8 +260,21 @@ def test_a_mask_and_lengths_together_let_through_what_both_do(applied):
     actual = attend(ours, mask, shape=shape, cu_seq_lens_q=starts)
     expected = attend(sdpa_attention_forward, mask & apart, shape=shape)
     assert_close("attention", actual[0], expected[0], Tolerance(1e-5, 1e-5))
-    with pytest.raises(TypeError, match="attention_mask: got torch.float32 with cu_seq_lens_q"):
-        attend(ours, torch.zeros(1, 1, 7, 7), shape=shape, cu_seq_lens_q=starts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_added_mask_and_lengths_together(applied, dtype):
+    """A float mask that tells sequences apart is as in SDPA; the lengths tell them apart too."""
+    starts, shape = torch.tensor([0, 3, 7]), (1, 4, 7, 16)
+    apart = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).bool()
+    added = rows(1, 4, 7, 7, seed=8).to(dtype)
+    lowest = torch.finfo(dtype).min
+    told = added.masked_fill(~apart, lowest)
+    expected = attend(sdpa_attention_forward, told.float(), shape=shape)
+    for mask in (told, added):
+        actual = attend(ours, mask, shape=shape, cu_seq_lens_q=starts)
+        for a, e in zip(actual, expected, strict=True):
+            assert_close("attention", a, e, Tolerance(1e-5, 1e-5))
 
 
 def packed_mask(*lengths):

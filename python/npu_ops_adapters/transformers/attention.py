@@ -254,12 +254,16 @@ def _number(length):
 
 
 def _apart(mask, starts, key_starts, key):
-    """The mask of packed sequences that were given both ways: what both let take part."""
-    if mask.dtype != torch.bool:
-        raise TypeError(f"attention_mask: got {mask.dtype} with cu_seq_lens_q, needs torch.bool")
+    """The mask of packed sequences that were given both ways: what both let take part.
+
+    A mask that is added keeps its values within a sequence, and is -inf between sequences.
+    """
     key_starts = starts if key_starts is None else key_starts
     rows, columns = (
         torch.searchsorted(s, torch.arange(n, device=key.device, dtype=s.dtype), right=True)
         for s, n in ((starts, mask.shape[2]), (key_starts, mask.shape[3]))
     )
-    return mask & (rows[:, None] == columns)
+    together = rows[:, None] == columns
+    if mask.dtype == torch.bool:
+        return mask & together
+    return mask.masked_fill(~together, float("-inf"))
