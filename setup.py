@@ -154,7 +154,7 @@ setuptools.setup(
         EMULATOR_SOURCES,
         KERNEL_SOURCES,
     ],
-    py_modules=["npu_ops_autoload"],
+    py_modules=["npu_ops_autoload", "npu_ops_import_hook"],
     package_data={
         "npu_ops": ["_build_info.json", "preferences/*.json"],
         "npu_ops_tools": [

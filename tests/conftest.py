@@ -11,7 +11,7 @@ import pathlib
 import random
 import sys
 
-import npu_ops_autoload
+import npu_ops_import_hook
 import pytest
 import torch
 from support import DTYPES
@@ -20,7 +20,7 @@ from npu_ops.core import library, preferences
 
 library.poison_outputs = True
 preferences.cache = lambda: None  # what a user tuned is no part of the tests
-npu_ops_autoload.unwatch()
+npu_ops_import_hook.unwatch()
 
 
 def pytest_collectstart(collector):

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import graphlib
 import inspect
 import pathlib
 import re
@@ -20,11 +21,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 OPS = sorted(p.parent.name for p in ROOT.glob("npu_ops/ops/*/__init__.py"))
 NEVER = {"tests", "benchmarks"}
 ABOVE = {  # what a tree may not import
-    "npu_ops": {"npu_ops_adapters", "npu_ops_emulator", "npu_ops_autoload", "npu_ops_tools"},
+    "npu_ops": {
+        "npu_ops_adapters", "npu_ops_emulator", "npu_ops_autoload", "npu_ops_import_hook",
+        "npu_ops_tools",
+    },
     "python/npu_ops_adapters": {"npu_ops_emulator", "npu_ops_tools"},
     "python/npu_ops_emulator": {"npu_ops_adapters", "npu_ops_tools"},
     "python/npu_ops_tools": set(),
-}
+}  # fmt: skip
 FRAMEWORKS = {"megatron", "mindspeed", "sglang", "transformers", "fla", "verl", "vllm"}
 LAZY = {"torch_npu", "triton"}
 
@@ -220,6 +224,64 @@ def test_imports_flow_one_way(tree):
         for line, module, _ in imports(path):
             package = module.partition(".")[0]
             assert package not in ABOVE[tree] | NEVER, f"{relative(path)}:{line}: {module}"
+
+
+ACYCLIC = ["python"]  # folders in which no import goes round in a circle
+
+
+def import_graph(sources):
+    """Of modules, name: source, which of the others each imports, also where a function does."""
+    graph = {}
+    for name, source in sources.items():
+        graph[name] = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names} & sources.keys()
+            elif isinstance(node, ast.ImportFrom):
+                parts = {f"{node.module}.{alias.name}" for alias in node.names}
+                found = parts & sources.keys()
+                graph[name] |= found | ({node.module} & sources.keys() if parts - found else set())
+    return graph
+
+
+def import_cycle(sources):
+    """The modules of a circle of imports, the first again at the end; [] if there is none."""
+    try:
+        graphlib.TopologicalSorter(import_graph(sources)).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
+def modules_of(folder):
+    """The sources of all modules in a package, or in a folder of packages, by their names."""
+    root = ROOT / folder
+    base = ROOT if (root / "__init__.py").exists() else root
+    sources = {}
+    for path in files(f"{folder}/**/*.py"):
+        if "templates" not in path.parts:
+            name = ".".join(path.relative_to(base).with_suffix("").parts)
+            sources[name.removesuffix(".__init__")] = path.read_text()
+    return sources
+
+
+@pytest.mark.parametrize("folder", ACYCLIC)
+def test_imports_never_go_round_in_a_circle(folder):
+    sources = modules_of(folder)
+    assert len(sources) > 50 and any(import_graph(sources).values())
+    assert import_cycle(sources) == []
+
+
+def test_a_circle_of_imports_is_found():
+    sources = {
+        "a": "import b.c",
+        "b": "",
+        "b.c": "def f():\n    from d import g",
+        "d": "import torch\nfrom b import h\nfrom b import c",
+    }
+    assert import_graph(sources) == {"a": {"b.c"}, "b": set(), "b.c": {"d"}, "d": {"b", "b.c"}}
+    assert sorted(set(import_cycle(sources))) == ["b.c", "d"]
+    assert import_cycle(sources | {"d": "from b import h"}) == []
 
 
 @pytest.mark.parametrize("part", ["core", "ops"])

@@ -97,7 +97,8 @@ def test_a_wheel_of_it_says_how_it_was_built(sdist, tmp_path):
         names = archive.namelist()
     packages = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
     assert packages == {
-        "npu_ops", "npu_ops_adapters", "npu_ops_autoload.py", "npu_ops_emulator", "npu_ops_tools",
+        "npu_ops", "npu_ops_adapters", "npu_ops_autoload.py", "npu_ops_emulator",
+        "npu_ops_import_hook.py", "npu_ops_tools",
     }  # fmt: skip
     assert "npu_ops_tools/templates/report.html" in names
 

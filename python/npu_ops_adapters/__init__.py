@@ -15,7 +15,7 @@ import importlib
 import pkgutil
 from types import ModuleType
 
-import npu_ops_autoload
+import npu_ops_import_hook
 
 from npu_ops.core import env
 from npu_ops_adapters import patching
@@ -50,7 +50,7 @@ def apply() -> Statuses:
     Returns:
         As `plan`, afterwards. A refusal is also logged, once; the other patches are not affected.
     """
-    npu_ops_autoload.watch()
+    npu_ops_import_hook.watch(imported)
     _adopt()
     return patching.apply(patches())
 
@@ -72,7 +72,7 @@ def revert() -> Statuses:
         One row for each patch: REVERTED, or OVERWRITTEN where someone else's replacement was left
         in place.
     """
-    npu_ops_autoload.unwatch()
+    npu_ops_import_hook.unwatch()
     _adopt()
     return patching.revert()
 

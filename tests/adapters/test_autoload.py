@@ -16,6 +16,7 @@ import types
 
 import npu_ops_adapters
 import npu_ops_autoload
+import npu_ops_import_hook
 import pytest
 import torch
 from npu_ops_adapters.sglang import functions
@@ -23,6 +24,7 @@ from packaging.version import Version
 from processes import environment
 
 SOURCE = pathlib.Path(npu_ops_autoload.__file__)
+HOOK = pathlib.Path(npu_ops_import_hook.__file__)
 
 
 def python(code: str, *folders, **changes) -> subprocess.CompletedProcess:
@@ -40,7 +42,8 @@ def python(code: str, *folders, **changes) -> subprocess.CompletedProcess:
 @pytest.fixture
 def broken(tmp_path):
     """Our hook, with every other module of ours broken, and a framework that is watched."""
-    (tmp_path / SOURCE.name).write_text(SOURCE.read_text())
+    for source in (SOURCE, HOOK):
+        (tmp_path / source.name).write_text(source.read_text())
     for name in ("npu_ops", "npu_ops_adapters"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('broken')\n")
@@ -54,7 +57,7 @@ def broken(tmp_path):
 def test_torch_and_a_framework_import_when_all_else_of_ours_is_broken(broken):
     done = python(
         "import sys, torch\n"
-        "assert type(sys.meta_path[0]).__module__ == 'npu_ops_autoload', sys.meta_path\n"
+        "assert type(sys.meta_path[0]).__module__ == 'npu_ops_import_hook', sys.meta_path\n"
         "import megatron.core.jit, importlib\n"
         "assert megatron.core.jit.jit_fuser is torch.compile\n"
         "importlib.reload(megatron.core.jit)\n",
@@ -125,7 +128,7 @@ def test_a_framework_that_imports_torch_and_fails_is_not_told_of(broken):
 def test_disabled_altogether_it_does_not_even_watch(broken, disable):
     done = python(
         "import sys, torch, megatron.core.jit\n"
-        "assert not any(type(f).__module__ == 'npu_ops_autoload' for f in sys.meta_path)\n",
+        "assert not any(type(f).__module__ == 'npu_ops_import_hook' for f in sys.meta_path)\n",
         broken,
         NPU_OPS_DISABLE=disable,
     )
@@ -182,11 +185,11 @@ def watched(tmp_path, monkeypatch):
     (tmp_path / "watched_module.py").write_text("value = object()\ndef function(): return value\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(npu_ops_autoload, "WATCHED", frozenset({"watched_module", "watched_late"}))
-    monkeypatch.setattr(npu_ops_autoload, "_reported", set())
+    monkeypatch.setattr(npu_ops_import_hook, "WATCHED", {"watched_module", "watched_late"})
+    monkeypatch.setattr(npu_ops_import_hook, "_reported", set())
     told = []
     monkeypatch.setattr(npu_ops_adapters, "imported", told.append)
-    npu_ops_autoload.watch()
+    npu_ops_autoload.install()
     yield told
     sys.modules.pop("watched_module", None)
 
@@ -233,21 +236,17 @@ def test_a_lazy_module_is_told_of_when_it_runs(watched):
     assert watched == ["watched_module"]
 
 
-def test_reloading_it_leaves_one_finder(monkeypatch):
+@pytest.mark.parametrize("module", [npu_ops_autoload, npu_ops_import_hook])
+def test_reloading_leaves_one_finder(module, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-
-    def finders():
-        return [f for f in sys.meta_path if type(f).__module__ == "npu_ops_autoload"]
-
+    npu_ops_import_hook.unwatch()
     for _ in range(2):
-        npu_ops_autoload.watch()
-        assert len(finders()) == 1
-        importlib.reload(npu_ops_autoload)
-        npu_ops_autoload.watch()
-        assert finders() == [npu_ops_autoload._finder]
-    importlib.reload(npu_ops_autoload)
-    npu_ops_autoload.unwatch()
-    assert finders() == []
+        npu_ops_autoload.install()
+        importlib.reload(module)
+        npu_ops_autoload.install()
+        assert [type(f).__name__ for f in sys.meta_path].count("_Finder") == 1
+    npu_ops_import_hook.unwatch()
+    assert not npu_ops_import_hook.is_watching()
 
 
 def test_another_hook_that_asks_all_finders_does_not_recurse(watched):
@@ -322,12 +321,26 @@ def test_a_module_that_is_not_there_is_not_there(watched):
 
 
 def test_watching_twice_is_watching_once_and_can_be_undone(watched):
-    npu_ops_autoload.watch()
-    assert sys.meta_path.count(npu_ops_autoload._finder) == 1
-    npu_ops_autoload.unwatch()
-    assert npu_ops_autoload._finder not in sys.meta_path
+    npu_ops_autoload.install()
+    finders = [type(finder).__module__ for finder in sys.meta_path]
+    assert finders.count("npu_ops_import_hook") == 1
+    npu_ops_import_hook.unwatch()
+    assert not npu_ops_import_hook.is_watching()
     importlib.import_module("watched_module")
     assert watched == []
+
+
+@pytest.mark.parametrize(
+    "module", [npu_ops_autoload, npu_ops_import_hook], ids=lambda m: m.__name__
+)
+def test_reloaded_it_still_tells_once(watched, module):
+    importlib.reload(module)
+    npu_ops_autoload.install()
+    npu_ops_import_hook.WATCHED = {"watched_module"}  # which the reload made anew
+    importlib.import_module("watched_module")
+    assert watched == ["watched_module"]
+    npu_ops_import_hook.unwatch()
+    assert not npu_ops_import_hook.is_watching()
 
 
 def test_what_is_patched_is_watched(monkeypatch):
@@ -337,8 +350,8 @@ def test_what_is_patched_is_watched(monkeypatch):
     for version in ("0.5.9", "0.5.10", "0.5.23"):
         monkeypatch.setattr(functions, "version", lambda version=version: Version(version))
         watched |= {patch.module for patch in npu_ops_adapters.patches()}
-    for name in npu_ops_autoload.WATCHED:
+    for name in npu_ops_import_hook.WATCHED:
         with monkeypatch.context() as context:
             context.setitem(sys.modules, name, types.ModuleType(name))
             watched |= {patch.module for patch in npu_ops_adapters.patches()}
-    assert watched == npu_ops_autoload.WATCHED
+    assert watched == npu_ops_import_hook.WATCHED

@@ -9,7 +9,7 @@ import types
 
 import fla_double
 import npu_ops_adapters
-import npu_ops_autoload
+import npu_ops_import_hook
 import pytest
 import torch
 from npu_ops_adapters import fla as adapter
@@ -85,7 +85,7 @@ def test_every_patch_is_applied_verified_and_undone(layers, form):
 
 def test_fla_imported_first(form):
     """Also what layers took by value."""
-    npu_ops_autoload.unwatch()
+    npu_ops_import_hook.unwatch()
     layers = importlib.import_module("fla.layers")
     assert layers.l2norm(rows(3, 4)) == ("theirs", "l2norm")
     npu_ops_adapters.apply()
@@ -147,7 +147,7 @@ def test_a_registry_of_another_form_is_refused(layers, form):
 
 def test_an_adapter_that_fails_leaves_fla_importable(form, monkeypatch):
     monkeypatch.setattr(adapter.functions, "replaced", None)
-    npu_ops_autoload.watch()
+    npu_ops_import_hook.watch(npu_ops_adapters.imported)
     layers = importlib.import_module("fla.layers")
     assert layers.l2norm(rows(3, 4)) == ("theirs", "l2norm")
 

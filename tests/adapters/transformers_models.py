@@ -11,7 +11,7 @@ import sys
 import traceback
 
 import npu_ops_adapters
-import npu_ops_autoload
+import npu_ops_import_hook
 import torch
 from npu_ops_tools.demo_model import Counter
 
@@ -228,7 +228,7 @@ def compare(name: str, attention: str | None = None) -> dict:
 
 def main(names) -> None:
     """Print ["NAME ATTENTION", calls or a traceback] for each; names are of `MODELS`."""
-    npu_ops_autoload.unwatch()
+    npu_ops_import_hook.unwatch()
     for name in names:
         for attention in (None, "npu_ops"):
             try:

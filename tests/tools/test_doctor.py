@@ -4,7 +4,7 @@ import re
 import sys
 
 import npu_ops_adapters
-import npu_ops_autoload
+import npu_ops_import_hook
 import pytest
 import torch
 from npu_ops_adapters import State
@@ -34,7 +34,7 @@ def applied():
 def only_qwen3(monkeypatch):
     """The doctor looks at one module of one framework alone."""
     watched = frozenset({HOME})
-    monkeypatch.setattr(npu_ops_autoload, "WATCHED", watched)
+    monkeypatch.setattr(npu_ops_import_hook, "WATCHED", watched)
     monkeypatch.setattr(npu_ops_adapters, "load_plugins", lambda: None)
 
 

@@ -203,5 +203,5 @@ def _leave_frameworks_alone() -> None:
     """A peer is a framework's own function, not what the adapters put in its place."""
     if "npu_ops_adapters" in sys.modules:
         sys.modules["npu_ops_adapters"].revert()
-    if "npu_ops_autoload" in sys.modules:
-        sys.modules["npu_ops_autoload"].unwatch()
+    if "npu_ops_import_hook" in sys.modules:
+        sys.modules["npu_ops_import_hook"].unwatch()

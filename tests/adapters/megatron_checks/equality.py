@@ -82,7 +82,7 @@ def reverted():
     for name, module in sys.modules.items():
         if name.startswith("megatron.core."):
             assert getattr(module, "jit_fuser", torch.compile) is torch.compile, name
-    assert not any(type(f).__module__ == "npu_ops_autoload" for f in sys.meta_path)
+    assert not any(type(f).__module__ == "npu_ops_import_hook" for f in sys.meta_path)
 
 
 @check("early")

@@ -21,9 +21,9 @@ from megatron_checks.release import (
 
 @check("early")
 def registered_as_torch_is_imported():
-    import npu_ops_autoload
+    import npu_ops_import_hook
 
-    assert isinstance(sys.meta_path[0], npu_ops_autoload._Finder), sys.meta_path
+    assert type(sys.meta_path[0]).__module__ == npu_ops_import_hook.__name__, sys.meta_path
     assert "npu_ops_adapters" not in sys.modules and "npu_ops" not in sys.modules
     import_everything()
     assert "npu_ops_adapters" in sys.modules
