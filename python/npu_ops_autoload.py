@@ -7,14 +7,18 @@ turn whatever goes wrong into one warning: the framework then runs its own code.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-
-import npu_ops_import_hook
 
 
 def install() -> None:
     """Watch imports, and apply the adapters to what is imported already. Never raises."""
+    try:
+        import npu_ops_import_hook
+    except ImportError as error:  # a new checkout under an editable install of an older one
+        logging.getLogger("npu_ops").warning("no adapters: %s; install npu-ops again", error)
+        return
     with npu_ops_import_hook.reporting:
         # Read here as well as in npu_ops.core.env: this must work when nothing else does.
         if "all" in os.environ.get("NPU_OPS_DISABLE", "").replace(" ", "").split(","):

@@ -14,7 +14,7 @@ import types
 import warnings
 from collections.abc import Iterator
 
-import npu_ops_autoload
+import npu_ops_import_hook
 import torch
 from npu_ops_emulator import vendor
 
@@ -328,7 +328,7 @@ class _Driver:
 def _stand_ins() -> Iterator[None]:
     """What needs an NPU or a server, and is not here. No adapter looks at it as if it were."""
     finder, before = _Finder(), list(sys.meta_path)
-    npu_ops_autoload.unwatch()
+    npu_ops_import_hook.unwatch()
     sys.meta_path.append(finder)  # what is installed is found before
     without_npu = not hasattr(torch, "npu")
     if without_npu:
