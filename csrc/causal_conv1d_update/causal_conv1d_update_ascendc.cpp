@@ -41,7 +41,8 @@ class Update {
         y_(y),
         type_(static_cast<ElementType>(tiling.type)),
         size_(bytes_of(type_)),
-        stride_(tiling.block) {
+        stride_(tiling.block),
+        right_(!starts || are_right(starts, tiling.wide_starts, tiling.sequences, tiling.tokens)) {
     pipe_.InitBuffer(rows_queue_, 2, tiling.rows() * stride_ * size_);
     pipe_.InitBuffer(y_queue_, 2, tiling.tile_tokens * stride_ * size_);
     pipe_.InitBuffer(in_queue_, 2, stride_ * tiling.loaded);
@@ -90,23 +91,19 @@ class Update {
 
   __aicore__ inline Sequence Find(int64_t n) const {
     Sequence s{n, 0, tiling_.tokens, n, 0, n, false, false, 0.0f};
-    bool right = true;  // what starts say of this sequence
-    if (starts_) {
-      const int64_t begin = integer(starts_, tiling_.wide_starts, n);
-      const int64_t end = integer(starts_, tiling_.wide_starts, n + 1);
-      right = begin >= 0 && begin <= end && end <= tiling_.tokens && (n > 0 || begin == 0);
+    if (starts_) {  // where they are wrong, the first sequence has all tokens
       s.batch = 0;
-      s.begin = begin < 0 ? 0 : begin;
-      s.end = smaller(end, tiling_.tokens);
+      s.begin = right_ ? integer(starts_, tiling_.wide_starts, n) : 0;
+      s.end = right_ ? integer(starts_, tiling_.wide_starts, n + 1) : n == 0 ? tiling_.tokens : 0;
     }
     if (indices_) s.slot = integer(indices_, tiling_.wide_indices, n);
     if (accepted_) s.first = integer(accepted_, tiling_.wide_accepted, n) - 1;
     if (window_indices_) s.window = integer(window_indices_, tiling_.wide_windows, n);
     const bool skipped = s.slot == tiling_.pad;
-    s.good = right && !skipped && s.slot >= 0 && s.slot < tiling_.slots && s.first >= 0 &&
+    s.good = right_ && !skipped && s.slot >= 0 && s.slot < tiling_.slots && s.first >= 0 &&
              s.first <= tiling_.columns - tiling_.before();
     s.keeps_windows = window_ && s.window >= 0 && s.window < tiling_.windows;
-    s.nothing = right && skipped ? 0.0f : __builtin_nanf("");
+    s.nothing = right_ && skipped ? 0.0f : __builtin_nanf("");
     return s;
   }
 
@@ -320,6 +317,7 @@ class Update {
       *window_indices_, *y_;
   ElementType type_;
   int32_t size_, stride_;  // of an element; of a row on chip, elements
+  bool right_;             // what starts say
   int64_t channel0_ = 0;   // the block's first
   int32_t count_ = 0;      // of the block's channels
   TQueBind<TPosition::VECIN, TPosition::VECOUT, 2> rows_queue_;

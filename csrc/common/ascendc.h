@@ -26,6 +26,19 @@ __aicore__ inline int64_t integer(GM_ADDR from, bool wide, int64_t at) {
   return wide ? of_wide.GetValue(at) : of_narrow.GetValue(at);
 }
 
+// Whether sequences start at token 0, never before each other, and end among the tokens: see
+// npu_ops/core/lengths.py. By the scalar unit, once a core.
+__aicore__ inline bool are_right(GM_ADDR starts, bool wide, int64_t sequences, int64_t tokens) {
+  int64_t last = integer(starts, wide, 0);
+  bool right = last == 0;
+  for (int64_t n = 1; n <= sequences; ++n) {
+    const int64_t next = integer(starts, wide, n);
+    right = right && last <= next;
+    last = next;
+  }
+  return right && last <= tokens;
+}
+
 // What one pipe has done, the other sees: Wait<HardEvent::S_V>().
 template <AscendC::HardEvent event>
 __aicore__ inline void Wait() {

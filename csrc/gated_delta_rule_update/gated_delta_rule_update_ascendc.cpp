@@ -44,7 +44,9 @@ class Update {
         given_(given),
         key_stride_(tiling.key_stride()),
         value_stride_(tiling.value_stride()),
-        state_stride_(tiling.state_stride()) {
+        state_stride_(tiling.state_stride()),
+        right_(!given.starts ||
+               are_right(given.starts, tiling.wide_starts, tiling.sequences, tiling.tokens)) {
     const int32_t tokens = tiling.tile_tokens;
     PlaceTokens();
     const uint32_t state_bytes = tiling.state_elements() * bytes_of(type(tiling.state_type));
@@ -134,33 +136,30 @@ class Update {
     tile.head = static_cast<int32_t>(piece / blocks % tiling_.value_heads);
     tile.value = static_cast<int32_t>(piece % blocks) * tiling_.block;
     tile.width = static_cast<int32_t>(smaller(tiling_.block, tiling_.values - tile.value));
-    const bool right = FindTokens(tile);
+    FindTokens(tile);
     tile.token = tile.begin;
     tile.count = Count(tile);
     const bool nobodys = tile.n == tiling_.sequences;
     const bool found = !nobodys && FindState(tile);
-    tile.live = right && found;
-    const bool skipped = nobodys || (right && tile.slot == -1);
+    tile.live = right_ && found;
+    const bool skipped = right_ && (nobodys || tile.slot == -1);
     tile.nothing = skipped ? 0.0f : __builtin_nanf("");
     return tile;
   }
 
-  // Where a sequence begins and ends, within the tokens whatever is said; whether that is right.
-  // The first begins at token 0.
-  __aicore__ inline bool FindTokens(Tile& tile) const {
+  // Where a sequence begins and ends. What belongs to nobody is behind the last one; where starts
+  // are wrong, that is all.
+  __aicore__ inline void FindTokens(Tile& tile) const {
     if (!given_.starts) {
       tile.begin = tile.n * tiling_.length;
       tile.end = tile.begin + tiling_.length;
-      return true;
+      return;
     }
-    const int64_t tokens = tiling_.tokens;
-    const int64_t begin = integer(given_.starts, tiling_.wide_starts, tile.n);
-    const int64_t end = tile.n < tiling_.sequences
-                            ? integer(given_.starts, tiling_.wide_starts, tile.n + 1)
-                            : tokens;
-    tile.begin = tile.n == 0 || begin < 0 ? 0 : begin;
-    tile.end = end < tile.begin ? tile.begin : smaller(end, tokens);
-    return begin == tile.begin && begin <= end && end <= tokens;
+    const bool nobodys = tile.n == tiling_.sequences;
+    tile.begin = right_ ? integer(given_.starts, tiling_.wide_starts, tile.n) : 0;
+    tile.end = nobodys  ? tiling_.tokens
+               : right_ ? integer(given_.starts, tiling_.wide_starts, tile.n + 1)
+                        : 0;
   }
 
   // Where a sequence's state is, and where its states go; whether that is right.
@@ -493,6 +492,7 @@ class Update {
   GatedDeltaRuleUpdateTiling tiling_;
   Arguments given_;
   int32_t key_stride_, value_stride_, state_stride_;  // of rows on chip, elements
+  bool right_;                                        // what starts say
   int32_t k_at_, v_at_, a_at_, b_at_, rate_at_, bias_at_;
   TQue<TPosition::VECIN, 2> token_queue_, state_queue_;
   TQue<TPosition::VECOUT, 2> kept_queue_, o_queue_;

@@ -185,6 +185,8 @@ def test_every_function_with_lengths_is_here():
 def by_implementation():
     for packed in PACKED:
         for chosen in implementations(Table.tables[packed.op]):
+            if chosen.values[0] == "aclnn":  # which takes lengths from the host, see checks.py
+                continue
             name = f"{packed}-{'-'.join(chosen.values)}"
             yield pytest.param(packed, *chosen.values, id=name, marks=chosen.marks)
 
@@ -289,7 +291,7 @@ def test_wrong_lengths_are_refused_on_the_cpu(packed):
 
 @every
 def test_wrong_lengths_give_nan_on_a_device(packed, implementation, device):
-    """In outputs and gradients of all tokens; AscendC, of the tokens of wrong sequences."""
+    """In outputs and gradients of all tokens; what rope does not rotate is copied."""
     call = packed.call()
     for what, value in wrong(call[packed.name]).items():
         changed = call | {packed.name: value}
@@ -301,8 +303,7 @@ def test_wrong_lengths_give_nan_on_a_device(packed, implementation, device):
             outputs, found, _ = evaluate(packed, changed, device, gradients_of(packed))
         tokens = [x for n, x in found.items() if n in packed.tokens and n not in packed.keys]
         for x in [*outputs, *tokens]:
-            nan = x.isnan()
-            assert nan.any() if implementation == "ascendc" else nan.all(), what
+            assert (x[..., :8] if packed.op == "rope" else x).isnan().all(), what
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -69,7 +69,7 @@ def causal_conv1d_update(
         device, a required gradient, and on the CPU an index or a count outside its range, two
         sequences with one slot, or tokens that the state has no columns for. On a device such a
         sequence's outputs are NaN and its state is left, all of them where query_start_loc is
-        wrong (AscendC: those that it is wrong about); columns that are not there are not kept.
+        wrong; columns that are not there are not kept.
 
     Source: vLLM and SGLang `causal_conv1d_update`.
     """

@@ -79,8 +79,8 @@ def gated_delta_rule_update(
         TypeError: a dtype, also of the states, which are never converted. ValueError: a shape, a
         device, a required gradient, and on the CPU an index or a count outside its range, or two
         sequences that write to one place. On a device such a sequence is skipped and its outputs
-        are NaN (in `[N, S]`, those of the tokens concerned), all of them where cu_seqlens is wrong
-        (AscendC: those that it is wrong about), and who writes last to one place is not defined.
+        are NaN (in `[N, S]`, those of the tokens concerned), all of them where cu_seqlens is wrong,
+        and who writes last to one place is not defined.
 
     Source: SGLang `fused_sigmoid_gating_delta_rule_update` and vLLM
     `fused_recurrent_gated_delta_rule`.

@@ -145,15 +145,15 @@ def _update_kernel(
     blocks: tl.constexpr = (V + BV - 1) // BV
     COUNTED: tl.constexpr = num_accepted_tokens is not None
     key = tl.arange(0, BK)
-    walked, right, last = sequences, True, tokens
+    walked, right, owned = sequences, True, tokens
     if cu_seqlens is not None:
         walked = sequences + 1
-        right, last = looked_at(cu_seqlens, sequences, tokens, STARTS)
+        right, owned = looked_at(cu_seqlens, sequences, tokens, STARTS)
     for item in range(tl.program_id(0), walked * HV * blocks, tl.num_programs(0)):
         n, head = item // (HV * blocks), item // blocks % HV
         value = item % blocks * BV + tl.arange(0, BV)
         here = tl.cast(head, tl.int64) * (K * V)
-        begin, count = _span(cu_seqlens, n, sequences, length, tokens, right, last)
+        begin, count = _span(cu_seqlens, n, sequences, length, tokens, right, owned)
         known = tl.cast(tl.minimum(n, sequences - 1), tl.int64)
         accepted = _accepted(num_accepted_tokens, known)
         slot, valid = _first_slot(state_indices, accepted, known, count, slots, steps, index_n,
