@@ -226,7 +226,7 @@ def test_imports_flow_one_way(tree):
             assert package not in ABOVE[tree] | NEVER, f"{relative(path)}:{line}: {module}"
 
 
-ACYCLIC = ["python"]  # folders in which no import goes round in a circle
+ACYCLIC = ["npu_ops", "python"]  # folders in which no import goes round in a circle
 
 
 def import_graph(sources):

@@ -36,6 +36,8 @@ _MAX_BYTES, _MAX_WIDTH, _MAX_US = 4 * 2**20, 2**63, 1e12
 
 # Device types whose tables are known to be those of the other ranks. The registry looks here.
 settled: set[str] = set()
+# The names of each op's implementations. The registry writes them.
+implementations: dict[str, list[str]] = {}
 
 Class = tuple[torch.dtype, int]
 Orders = dict[Class, list[str | None]]
@@ -55,16 +57,13 @@ def of(device: str) -> dict[str, Orders]:
     Raises:
         ValueError: the file is no table, or names an op or an implementation that is not here.
     """
-    from npu_ops.core.registry import Table  # the registry imports this module
-
     path = path_of(device)
     if path is None:
         return {}
     for row in rows_of(device):
-        table = Table.tables.get(row["op"])
-        if table is None:
+        names = implementations.get(row["op"])
+        if names is None:
             raise _no_table(path, "op", row["op"], "an op of this version of npu-ops")
-        names = [implementation.name for implementation in table.implementations]
         if row["implementation"] not in names:
             needs = f"one of {', '.join(names)} for {row['op']}"
             raise _no_table(path, "implementation", row["implementation"], needs)

@@ -114,6 +114,7 @@ class Table:
         self._meant_for: dict[str, tuple[Implementation, ...]] = {}
         self._led: dict[tuple[str, str], tuple[Implementation, ...]] = {}
         Table.tables[op] = self
+        preferences.implementations[op] = names
 
     @property
     def reference(self) -> Launcher:
