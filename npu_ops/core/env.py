@@ -13,6 +13,8 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from npu_ops.core import epoch
+
 
 @dataclasses.dataclass(frozen=True)
 class Switch:
@@ -139,10 +141,12 @@ def override(**changes) -> Iterator[Settings]:
     global settings
     before = settings
     settings = dataclasses.replace(before, **changes)
+    epoch.advance()
     try:
         yield settings
     finally:
         settings = before
+        epoch.advance()
 
 
 def cache_folder(name: str) -> pathlib.Path | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from npu_ops.core import socs
+from npu_ops.core import epoch, socs
 
 # Programs of an interpreted launch: more than one, so that the loop over them is exercised.
 _INTERPRETED_PROGRAMS = 3
@@ -113,10 +113,12 @@ def as_if_soc(soc: str, cores: tuple[int, int] | None = None) -> Iterator[None]:
     global _assumed_soc, _assumed_cores
     before = _assumed_soc, _assumed_cores
     _assumed_soc, _assumed_cores = soc, cores
+    epoch.advance()
     try:
         yield
     finally:
         _assumed_soc, _assumed_cores = before
+        epoch.advance()
 
 
 def soc_is_assumed() -> bool:

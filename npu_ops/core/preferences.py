@@ -21,7 +21,7 @@ import stat
 import torch
 from torch import distributed
 
-from npu_ops.core import env, hardware
+from npu_ops.core import env, epoch, hardware
 
 FORMAT = 1
 PACKAGED = pathlib.Path(__file__).parent.parent / "preferences"
@@ -206,6 +206,7 @@ def settle(device: str) -> None:
     if store is not None:  # MPI has none
         agree(store, device, distributed.get_rank(), fingerprint(device))
     settled.add(device)
+    epoch.advance()
 
 
 def agree(store, device: str, rank: int, mine: str) -> None:
@@ -226,3 +227,4 @@ def forget() -> None:
     of.cache_clear()
     rows_of.cache_clear()
     settled.clear()
+    epoch.advance()

@@ -6,15 +6,17 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from npu_ops.core import env, hardware, library, log, preferences, shadow
+from npu_ops.core import env, epoch, hardware, library, log, preferences, shadow
 from npu_ops.core.collective import in_a_group
 
 Launcher = Callable[..., None]
+_OF_VENDOR = ("aclnn", "fla_npu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +74,12 @@ def as_if_on(device: str) -> Iterator[None]:
     """Choose implementations in a block as for tensors on `device`, e.g. to see what would run."""
     global _assumed_device
     before, _assumed_device = _assumed_device, device
+    epoch.advance()
     try:
         yield
     finally:
         _assumed_device = before
+        epoch.advance()
 
 
 def _led_by(name: str | None, implementations: Sequence[Implementation]):
@@ -145,6 +149,17 @@ class Table:
         settings = env.settings
         forced = self._forced_name() if settings.impl else None
         return self._forced(forced, args) if forced else self._first(args)
+
+    def always_chooses(self, chosen: Implementation, device: str) -> bool:
+        """Whether `chosen`, for one call on `device`, is chosen for all that differ in values.
+
+        Not where the vendor's come before it: they are asked each time, for a graph may be captured
+        or memory may begin elsewhere.
+        """
+        if chosen.name in _OF_VENDOR or env.settings.impl:
+            return False
+        before = itertools.takewhile(lambda i: i is not chosen, self._candidates(device))
+        return not any(implementation.name in _OF_VENDOR for implementation in before)
 
     def explain(self, *args) -> list[Verdict]:
         """What each implementation has against running `args`, in order."""

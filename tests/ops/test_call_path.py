@@ -222,7 +222,9 @@ def test_functionalize(call):
         return function(**dict(zip(names, tensors, strict=True)), **rest)
 
     functional = torch.func.functionalize(of_tensors)
-    if call.writes and not call.in_place:  # torch functionalizes no operator that writes, but its own
+    if (
+        call.writes and not call.in_place
+    ):  # torch functionalizes no operator that writes, but its own
         with pytest.raises(RuntimeError, match=f"npu_ops::{call.function}"):
             functional(*(arguments[n] for n in names))
         return
