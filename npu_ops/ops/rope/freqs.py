@@ -5,12 +5,8 @@ from __future__ import annotations
 import torch
 
 from npu_ops.core import check
-from npu_ops.core.memo import ByContents
 from npu_ops.core.registry import explains
 from npu_ops.ops.rope import arguments, op, packing
-
-_tables = ByContents()
-_positions = ByContents()
 
 
 def apply_rotary_pos_emb_freqs(
@@ -29,8 +25,6 @@ def apply_rotary_pos_emb_freqs(
     inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rotate q and k by angles `freqs`, scaled by `mscale`.
-
-    On the CPU cos and sin are made once for all layers: freqs are compared with the last few.
 
     Args:
         q: `[S, B, N, D]` (or another 4-D layout), or `[T, N, D]` with layout "TND".
@@ -72,11 +66,11 @@ def _prepare(
     """The public arguments as the operator takes them."""
     layout = arguments.resolve_layout(q, layout, 1)
     _check(q, k, freqs, layout, pair_layout, mscale, cu_seqlens, cp_size, cp_rank, inplace)
-    cos, sin = _tables.get(freqs, mscale, lambda: _cos_sin(freqs, mscale))
+    cos, sin = _cos_sin(freqs, mscale)
     positions = None
     if cu_seqlens is not None:
-        key = (q.shape[0], freqs.shape[0], max_seqlen, cp_size, cp_rank)
-        positions = _positions.get(cu_seqlens, key, lambda: packing.packed_rows(cu_seqlens, *key))
+        rows = q.shape[0], freqs.shape[0], max_seqlen, cp_size, cp_rank
+        positions = packing.packed_rows(cu_seqlens, *rows)
     k = arguments.k_or_no_heads(q, k, layout)
     return q, k, cos, sin, positions, layout, pair_layout, bool(inverse), freqs.shape[-1]
 

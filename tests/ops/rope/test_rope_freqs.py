@@ -11,8 +11,6 @@ from support import (
 from torch.utils.checkpoint import checkpoint
 
 from npu_ops.core.compare import assert_close
-from npu_ops.core.memo import ByContents
-from npu_ops.ops.rope import freqs as freqs_form
 
 
 def megatron_loop(x, freqs, pair_layout, mscale=1.0, inverse=False):
@@ -159,35 +157,13 @@ def test_an_update_of_cu_seqlens_is_seen():
     assert torch.equal(after, torch.cat(restarting))
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """Counts how often cos and sin are made of freqs."""
-    calls, make = [], freqs_form._cos_sin
-    monkeypatch.setattr(freqs_form, "_cos_sin", lambda *args: calls.append(args) or make(*args))
-    monkeypatch.setattr(freqs_form, "_tables", ByContents())
-    return calls
-
-
-def test_tables_are_made_once_for_all_layers(made):
-    q, freqs = torch.randn(9, 2, 1, 16), angles(9, 16)
-    for _ in range(36):
-        rope_freqs(q, None, freqs)
-        rope_freqs(q, None, freqs.detach())  # activation checkpointing makes such aliases
-    assert len(made) == 1
-    rope_freqs(q, None, freqs, mscale=2.0)
-    rope_freqs(q, None, freqs.clone())  # it has the same contents
-    rope_freqs(q, None, freqs + 1)
-    assert len(made) == 3
-
-
-def test_an_update_of_freqs_is_seen(made):
+def test_an_update_of_freqs_is_seen():
     q, freqs = torch.randn(9, 2, 1, 16), angles(9, 16)
     for update in (lambda: freqs.mul_(2), lambda: freqs[3].zero_(), lambda: freqs.detach().add_(1)):
         rope_freqs(q, None, freqs)
         update()
         out, _ = rope_freqs(q, None, freqs)
         assert_close("q", out, megatron_loop(q, freqs, "half"), BOTH_ROUND[torch.float32])
-    assert len(made) == 4
 
 
 def test_tables_of_an_inference_serve_training():
