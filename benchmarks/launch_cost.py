@@ -112,7 +112,7 @@ def commit() -> str:
 def without_launcher() -> dict:
     """Calls by name: a function of tensors, and the tensors, of which the floating ones are
     differentiable."""
-    x, weight, gate, heads = map(torch.randn, ((4, 64), (64,), (4, 8), (8,)))
+    x, z, weight, gate, heads = map(torch.randn, ((4, 64), (4, 64), (64,), (4, 8), (8,)))
     q, k, v = torch.randn(1, 8, 4, 64), torch.randn(1, 8, 2, 64), torch.randn(1, 8, 2, 64)
     cos, sin = torch.randn(2, 8, 64)
     axes = torch.randn(2, 3, 1, 8, 64)
@@ -125,9 +125,9 @@ def without_launcher() -> dict:
     return {
         "dispatcher": (dispatched(), [x]),
         "l2norm": (npu_ops.l2norm, [x]),
-        "bias_dropout_add": (lambda *a: npu_ops.bias_dropout_add(*a, 0.0, True), [x, weight, x]),
-        "rms_norm_gated": (npu_ops.rms_norm_gated, [x, weight, x]),
-        "gdn_gate": (npu_ops.gdn_gate, [gate, heads, heads, gate]),
+        "bias_dropout_add": (lambda *a: npu_ops.bias_dropout_add(*a, 0.0, True), [x, weight, z]),
+        "rms_norm_gated": (npu_ops.rms_norm_gated, [x, weight, z]),
+        "gdn_gate": (npu_ops.gdn_gate, [gate, heads, heads.clone(), gate.clone()]),
         "attention": (lambda *a: npu_ops.attention(*a, is_causal=True), [q, k, v]),
         "rope": (lambda q, k: rope(q, k, cos, sin), [q, k]),
         "rope, position_ids": (lambda q, k: rope(q, k, cos, sin, places), [q, k]),
