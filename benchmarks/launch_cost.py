@@ -13,7 +13,8 @@ of this machine and of the emulated NPU's runtime.
 
 The same without any launcher: on CPU tensors, with an implementation that does nothing. This is
 what npu-ops and torch's dispatcher cost, forward, and forward with backward. The minimum of the
-rounds. `dispatcher` is a torch operator with l2norm's schema whose kernel in Python does nothing.
+rounds. `dispatcher` is a torch operator with l2norm's schema whose kernel in Python does nothing,
+`autograd.Function` one whose forward allocates and whose backward returns what it is given.
 """
 
 from __future__ import annotations
@@ -124,6 +125,7 @@ def without_launcher() -> dict:
                               section_layout="interleaved", mrope_section=[12, 10, 10])  # fmt: skip
     return {
         "dispatcher": (dispatched(), [x]),
+        "autograd.Function": (Nothing.apply, [x]),
         "l2norm": (npu_ops.l2norm, [x]),
         "bias_dropout_add": (lambda *a: npu_ops.bias_dropout_add(*a, 0.0, True), [x, weight, z]),
         "rms_norm_gated": (npu_ops.rms_norm_gated, [x, weight, z]),
@@ -134,6 +136,18 @@ def without_launcher() -> dict:
         "mrope": (lambda q, k: mrope(q, k, *axes), [q, k]),
         "chunk_gated_delta_rule": (npu_ops.chunk_gated_delta_rule, [*qkv, decay, beta]),
     }
+
+
+class Nothing(torch.autograd.Function):
+    """What any gradient that is written in Python costs."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
 
 
 def dispatched():
