@@ -497,9 +497,7 @@ def test_an_unknown_argument_is_named():
 def test_the_kernel_checks_cu_seqlens_again():
     """A compiled caller has had no other check."""
     args = (X, WEIGHT, None, None, torch.tensor([0, 9]), False, None, list(HEADS), False)
-    with pytest.raises(
-        RuntimeError, match="cu_seqlens: got 0 first and 9 last, needs 0 and up to 6"
-    ):
+    with pytest.raises(ValueError, match="cu_seqlens: got 0 first and 9 last, needs 0 and up to 6"):
         torch.ops.npu_ops.causal_conv1d_qkv(*args)
 
 

@@ -473,7 +473,7 @@ def test_a_compiled_call_reads_nothing_outside():
         fullgraph=True, backend="eager",
     )  # fmt: skip
     with pytest.raises(
-        RuntimeError, match="cu_seqlens: got 0 first and 10 last, needs 0 and up to 9"
+        ValueError, match="cu_seqlens: got 0 first and 10 last, needs 0 and up to 9"
     ):
         compiled(torch.tensor([0, 4, 10]))
     torch._dynamo.reset()

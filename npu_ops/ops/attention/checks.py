@@ -146,15 +146,23 @@ def _check_lengths_on_host(call, sequences: int) -> None:
         starts_q = None
     if call.cu_seqlens_k is None or for_both or starts_k is call.cu_seqlens_k:
         starts_k = None
-    for name, x, total in (
-        ("cu_seqlens_cpu", starts_q, call.q.shape[2]),
-        ("cu_seqlens_cpu", starts_k, keys_of(call)),
-        ("seqlens_k_cpu", call.seqlens_k_cpu, None),
+    for name, x, total, original in (
+        ("cu_seqlens_cpu", starts_q, call.q.shape[2], call.cu_seqlens_q),
+        ("cu_seqlens_cpu", starts_k, keys_of(call), call.cu_seqlens_k),
+        ("seqlens_k_cpu", call.seqlens_k_cpu, None, call.seqlens_k),
     ):
         if x is not None and (call.seqlens_k if total is None else call.cu_seqlens_q) is None:
             raise ValueError(f"{name}: got one, needs {name.removesuffix('_cpu')} with it")
         if x is not None:
             _check_lengths(name, x, None, sequences + (total is not None), total)
+            _check_copy(name, x, original)
+
+
+def _check_copy(name: str, x, original) -> None:
+    """Check lengths in host memory against what they are a copy of, where that can be read."""
+    if library.readable(original) and library.readable(x) and original.tolist() != x.tolist():
+        needs = f"those of {name.removesuffix('_cpu')}, {original.tolist()}"
+        raise ValueError(f"{name}: got {x.tolist()}, needs {needs}")
 
 
 def _check_blocks(call, sequences: int) -> None:

@@ -119,7 +119,8 @@ def _cos_sin(freqs, mscale):
     """Tables [1 or B, S, R] in fp32 (fp64 for fp64 freqs)."""
     angles = freqs.squeeze(2).transpose(0, 1)
     angles = angles if angles.dtype == torch.float64 else angles.float()
-    return angles.cos() * mscale, angles.sin() * mscale
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if mscale == 1 else (cos * mscale, sin * mscale)
 
 
 explains("apply_rotary_pos_emb_freqs", op.rotate.forward, _prepare)

@@ -73,7 +73,7 @@ BOOL = torch.bool
         (dense_call, {"max_seqlen_q": 9}, ValueError, "max_seqlen_q"),
         (packed_call, {"cu_seqlens_q": None}, ValueError, "cu_seqlens_q"),
         (packed_call, {"cu_seqlens_q": torch.tensor([4, 10])}, ValueError, "cu_seqlens_q"),
-        (packed_call, {"cu_seqlens_q": torch.tensor([0, 4, 9])}, ValueError, "cu_seqlens_q"),
+        (packed_call, {"cu_seqlens_q": torch.tensor([0, 4, 11])}, ValueError, "cu_seqlens_q"),
         # sglang #31867: lengths where starts are wanted.
         (packed_call, {"cu_seqlens_q": torch.tensor([4, 6])}, ValueError, "cu_seqlens_q"),
         (packed_call, {"cu_seqlens_q": torch.tensor([0, 6, 4, 10])}, ValueError, "cu_seqlens_q"),
@@ -81,8 +81,8 @@ BOOL = torch.bool
         (packed_call, {"cu_seqlens_k": torch.tensor([0, 10])}, ValueError, "cu_seqlens_k"),
         (packed_call, {"cu_seqlens_k": torch.tensor([0, 4, 11])}, ValueError, "cu_seqlens_k"),
         (packed_call, {"cu_seqlens_cpu": [4, 10]}, ValueError, "cu_seqlens_cpu"),
-        (packed_call, {"cu_seqlens_cpu": [0, 4, 9]}, ValueError, "cu_seqlens_cpu"),
-        (packed_call, {"cu_seqlens_cpu": ([0, 4, 10], [0, 4, 9])}, ValueError, "cu_seqlens_cpu"),
+        (packed_call, {"cu_seqlens_cpu": [0, 4, 11]}, ValueError, "cu_seqlens_cpu"),
+        (packed_call, {"cu_seqlens_cpu": ([0, 4, 10], [0, 4, 11])}, ValueError, "cu_seqlens_cpu"),
         # One for both, which is that of the queries alone.
         (packed_call, {"k": torch.zeros(12, 2, 8), "v": torch.zeros(12, 2, 8),
                        "cu_seqlens_k": torch.tensor([0, 4, 12]), "cu_seqlens_cpu": [0, 4, 10]},

@@ -234,7 +234,7 @@ MISTAKES = [
     ({"cu_seqlens": lambda x: [0, 40]}, TypeError, "cu_seqlens"),
     ({"cu_seqlens": lambda x: torch.tensor([0.0, 40.0])}, TypeError, "cu_seqlens"),
     ({"cu_seqlens": lambda x: torch.tensor([40])}, ValueError, "cu_seqlens"),
-    ({"cu_seqlens": lambda x: torch.tensor([0, 8])}, ValueError, "cu_seqlens"),
+    ({"cu_seqlens": lambda x: torch.tensor([0, 41])}, ValueError, "cu_seqlens"),
     ({"cu_seqlens": lambda x: torch.tensor([1, 40])}, ValueError, "cu_seqlens"),
     ({"cu_seqlens": lambda x: torch.tensor([0, 6, 4, 40])}, ValueError, "cu_seqlens"),
     ({"cu_seqlens": lambda x: torch.tensor([0, 4, 40])}, ValueError, "initial_state"),

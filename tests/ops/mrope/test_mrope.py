@@ -404,9 +404,10 @@ def test_slices_are_read_in_place(call):
     grads = [torch.randn_like(out) for out in outputs]
     with copies() as backward, env.override(strict=True):
         torch.autograd.grad(outputs, (q, k), grads)
+    read = 5 * positions.nbytes if call == "cached" else 0  # as their values are checked
     for seen in (forward, backward):
         assert seen.operators == []
-        assert size <= seen.allocated <= size + 1000
+        assert size <= seen.allocated <= size + read + 1000
 
 
 def test_gradients_of_any_strides_take_the_native_kernel():
