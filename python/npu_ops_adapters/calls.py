@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 
 import torch
@@ -32,3 +33,15 @@ def check_device(x: torch.Tensor) -> None:
     """Raise ValueError where other kernels are at home."""
     if x.device.type not in DEVICES:
         raise ValueError(f"got device {x.device}, needs {' or '.join(DEVICES)}")
+
+
+def in_words_of(names: dict[str, str], function: Callable, *args, **kwargs):
+    """`function(...)`, whose errors name arguments as the framework's caller does.
+
+    names: ours -> theirs.
+    """
+    try:
+        return function(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        sentence = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+        raise type(error)(sentence) from None

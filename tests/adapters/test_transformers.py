@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import types
@@ -250,6 +251,25 @@ def test_images_of_a_vision_tower_are_one_call(applied):
     mask = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).bool()[None, None]
     expected = attend(sdpa_attention_forward, mask, module, shape, is_causal=False)[0]
     assert_close("attention", out, expected, Tolerance(1e-5, 1e-5))
+
+
+@pytest.mark.parametrize(
+    "wrong, sentence",
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 9, 7])}, "cu_seq_lens_q: got"),
+        ({"cu_seq_lens_q": torch.tensor([0.0, 7.0])}, "cu_seq_lens_q: got float32"),
+        ({"cu_seq_lens_k": torch.tensor([0, 9, 7])}, "cu_seq_lens_k: got"),
+        ({"dropout": 2.0}, "dropout: got 2.0"),
+        ({"s_aux": torch.zeros(3)}, "s_aux: got shape"),
+    ],
+)
+def test_errors_name_what_the_layer_gave(applied, wrong, sentence):
+    given = {"cu_seq_lens_q": torch.tensor([0, 3, 7])} | wrong
+    with pytest.raises((TypeError, ValueError), match=f"^{sentence}") as error:
+        attend(ours, shape=(1, 4, 7, 16), **given)
+    assert not {"cu_seqlens_q", "cu_seqlens_k", "dropout_p", "sinks"} & set(
+        re.findall(r"\w+", str(error.value))
+    )
 
 
 def test_a_mask_and_lengths_together_let_through_what_both_do(applied):

@@ -21,7 +21,7 @@ import npu_ops
 from npu_ops.core import check, log
 from npu_ops.core.hardware import is_captured
 from npu_ops.core.library import is_plain
-from npu_ops_adapters.calls import DEVICES
+from npu_ops_adapters.calls import DEVICES, in_words_of
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
 from npu_ops_adapters.verl import ulysses
@@ -31,6 +31,12 @@ _FUNCTIONS = "transformers.modeling_utils"
 _MASKS = "transformers.masking_utils"
 _WHY = "attn_implementation='npu_ops' is how a model asks for it"
 _SPREAD = "a sequence over several ranks (verl's Ulysses)"
+_ARGUMENTS = {
+    "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k",
+    "max_seqlen_q": "max_length_q", "max_seqlen_k": "max_length_k",
+    "attn_mask": "attention_mask", "bias": "attention_mask", "window": "sliding_window",
+    "scale": "scaling", "dropout_p": "dropout", "sinks": "s_aux",
+}  # fmt: skip
 _OVER_RANKS = "which is not done over several ranks (verl's Ulysses); flash_attention_2 may do it"
 
 
@@ -205,9 +211,10 @@ def _dense(query, key, value, mask, is_causal, settings):
     if is_causal and key.shape[2] > length:
         key, value = key[:, :, :length], value[:, :, :length]
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    return npu_ops.attention(
-        query, key, value, is_causal=is_causal, **_mask_arguments(mask, query, key), **settings
-    )
+    return in_words_of(
+        _ARGUMENTS, npu_ops.attention, query, key, value, is_causal=is_causal,
+        **_mask_arguments(mask, query, key), **settings,
+    )  # fmt: skip
 
 
 def _mask_arguments(mask, query, key) -> dict:
@@ -239,9 +246,10 @@ def _packed(query, key, value, is_causal, options, settings):
     if query.device.type != "cpu" and not is_captured(query.device):
         on_host = tuple(s.cpu() for s in (starts, key_starts) if s is not None)
         settings["cu_seqlens_cpu"] = on_host if len(on_host) > 1 else on_host[0]
-    out = npu_ops.attention(
-        query, key, value, layout="TND", is_causal=is_causal, cu_seqlens_q=starts,
-        cu_seqlens_k=key_starts, max_seqlen_q=_number(options.get("max_length_q")),
+    out = in_words_of(
+        _ARGUMENTS, npu_ops.attention, query, key, value, layout="TND", is_causal=is_causal,
+        cu_seqlens_q=starts, cu_seqlens_k=key_starts,
+        max_seqlen_q=_number(options.get("max_length_q")),
         max_seqlen_k=_number(options.get("max_length_k")),
         window=None if window is None else (window - 1, window - 1), **settings,
     )  # fmt: skip
