@@ -5,10 +5,13 @@ import torch
 from torch import distributed, multiprocessing
 
 import npu_ops
+from npu_ops.core import library, spans
 from npu_ops.core.compare import Tolerance, assert_close
 
 CLOSE = Tolerance(1e-5, 1e-5)
 TOKENS = 75
+PACKED = ([0, TOKENS], [0, 1, 1, 40, 43, 70], [0, 2, 30, 60, TOKENS], [0, 40, 58, 58])
+DEALT = [0, 8, 8, 48, 72]
 CUTS = {2: [0, 40, TOKENS], 4: [0, 2, TOKENS - 17, TOKENS - 17, TOKENS]}  # of 2 tokens, of none
 
 
@@ -50,25 +53,79 @@ CALLS = {
 }
 
 
+def contiguous(ranks):
+    """The tokens of each rank."""
+    cuts = CUTS[ranks]
+    return [torch.arange(*cut) for cut in zip(cuts, cuts[1:], strict=False)]
+
+
+def zigzag(ranks, starts):
+    """Of each sequence a chunk and its mirror image."""
+    found = [[] for _ in range(ranks)]
+    for span in zip(starts, starts[1:], strict=False):
+        chunks = torch.arange(*span).reshape(2 * ranks, -1)
+        for rank, own in enumerate(found):
+            own += [chunks[rank], chunks[-1 - rank]]
+    return [torch.cat(own) for own in found]
+
+
 def check_group(call, group, device="cpu"):
     """Outputs, the last rank's final state and all gradients are those of the whole."""
-    function, make = CALLS[call]
     rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
-    span, last = slice(*CUTS[ranks][rank : rank + 2]), rank == ranks - 1
-    whole = {name: x.to(device).requires_grad_() for name, x in make().items()}
+    _check(call, group, device, contiguous(ranks)[rank], rank == ranks - 1)
+
+
+def check_packed(call, group, device="cpu"):
+    """As check_group, of packed sequences: some that span ranks, some that do not, one of none."""
+    rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
+    for starts in PACKED:
+        ends = [rank for rank in range(ranks) if CUTS[ranks][rank] < starts[-1]]
+        _check(call, group, device, contiguous(ranks)[rank], rank == ends[-1], starts)
+    own = zigzag(ranks, DEALT)[rank]
+    _check(call, group, device, own, rank == 0, DEALT, cp_layout="zigzag")
+
+
+def _check(call, group, device, span, last, starts=None, **layout):
+    """last: whether the last sequence's final state is here."""
+    function, make = CALLS[call]
+    inputs, lengths = make(batch=2 if starts is None else 1), {}
+    if starts is not None:
+        lengths = {"cu_seqlens": torch.tensor(starts, device=device)}
+    if layout:
+        inputs = {name: _part(x, torch.arange(starts[-1])) for name, x in inputs.items()}
+    whole = {name: x.to(device).requires_grad_() for name, x in inputs.items()}
     own = {name: _part(x, span).detach().clone().requires_grad_() for name, x in whole.items()}
-    out, final = function(**whole)
+    out, final = function(**whole, **lengths)
     weight = torch.randn(out.shape).to(device)
-    ((out * weight).sum() + final.square().sum()).backward()
-    part, state = function(**own, cp_group=group)
-    ((part * weight[:, span]).sum() + last * state.square().sum()).backward()
+    ((out * weight).sum() + final[-1].square().sum()).backward()
+    part, state = function(**own, **lengths, cp_group=group, **layout)
+    ((part * weight[:, span]).sum() + last * state[-1].square().sum()).backward()
     assert_close("out", part, out[:, span], CLOSE)
     if last:
-        assert_close("state", state, final, CLOSE)
+        assert_close("state", state[-1], final[-1], CLOSE)
     for name, x in own.items():
-        if not _has_tokens(x):
-            distributed.all_reduce(x.grad, group=group)  # as a trainer does for its parameters
-        assert_close(name, x.grad, _part(whole[name].grad, span), CLOSE)
+        grad = torch.zeros_like(whole[name])
+        grad[(slice(None), span) if _has_tokens(x) else ...] = x.grad
+        distributed.all_reduce(grad, group=group)  # as a trainer does for its parameters
+        assert_close(name, grad, whole[name].grad, CLOSE)
+
+
+def check_nan_stays(call, group):
+    """What one sequence holds reaches neither outputs nor gradients of another."""
+    rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
+    function, make = CALLS[call]
+    starts = torch.tensor([0, 30, TOKENS])  # each spans ranks
+    span = contiguous(ranks)[rank]
+    inputs = {name: _part(x, span).clone() for name, x in make(batch=1).items()}
+    for x in filter(_has_tokens, inputs.values()):
+        x[:, span < 30] = torch.nan
+    inputs = {name: x.requires_grad_() for name, x in inputs.items()}
+    out, _ = function(**inputs, cu_seqlens=starts, cp_group=group)
+    out[:, span >= 30].sum().backward()
+    assert not out[:, span >= 30].isnan().any() and out[:, span < 30].isnan().all()
+    for name, x in inputs.items():
+        if _has_tokens(x):
+            assert not x.grad[:, span >= 30].isnan().any(), name
 
 
 def _has_tokens(x):
@@ -86,6 +143,9 @@ def work(rank, meeting):
     for call in CALLS:
         check_group(call, halves[rank // 2])
         check_group(call, distributed.group.WORLD)
+        check_packed(call, halves[rank // 2])
+        check_packed(call, distributed.group.WORLD)
+        check_nan_stays(call, distributed.group.WORLD)
     distributed.destroy_process_group()
 
 
@@ -94,11 +154,52 @@ def test_two_and_four_ranks_are_one(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["v first", "silu"])
-@pytest.mark.parametrize("name", ["initial_state", "cu_seqlens"])
-def test_what_does_not_go_together(call, name):
+def test_what_does_not_go_together(call):
     function, make = CALLS[call]
     given = make(batch=1)
-    state = torch.zeros(1, 2, 24, 16) if call == "v first" else torch.zeros(1, 24, 4)
-    given[name] = {"initial_state": state, "cu_seqlens": torch.tensor([0, TOKENS])}[name]
-    with pytest.raises(ValueError, match=f"^{name}: got one with cp_group, needs None"):
+    given["initial_state"] = (
+        torch.zeros(1, 2, 24, 16) if call == "v first" else torch.zeros(1, 24, 4)
+    )
+    with pytest.raises(ValueError, match="^initial_state: got one with cp_group, needs None"):
         function(**given, cp_group=object())
+    del given["initial_state"]
+    with pytest.raises(ValueError, match="^cp_layout: got 'ring', needs one of 'contiguous'"):
+        function(**given, cp_group=object(), cp_layout="ring")
+    with pytest.raises(ValueError, match="^cu_seqlens: got None with cp_layout='zigzag'"):
+        function(**given, cp_group=object(), cp_layout="zigzag")
+    with pytest.raises(ValueError, match="^cp_group: got None with cp_layout='zigzag'"):
+        function(**given, cp_layout="zigzag")
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of one rank."""
+    distributed.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("call", ["v first", "silu"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_wrong_lengths(alone, call, layout, monkeypatch):
+    """An error on the CPU. A device is told lengths that are wrong too, for which it gives NaN."""
+    function, make = CALLS[call]
+    wrong = {
+        (1, 40): "got 1 first and 40 last, needs 0 and up to 75",
+        (0, 40, 76): "got 0 first and 76 last, needs 0 and up to 75",
+        (0, 40, 20): "got a negative length",
+    }
+    if layout == "zigzag":
+        wrong |= {(0, 41, 74): "got a sequence of 41 tokens, needs a multiple of 2"}
+    for starts, sentence in wrong.items():
+        given = {"cu_seqlens": torch.tensor(starts), "cp_group": alone, "cp_layout": layout}
+        with pytest.raises(ValueError, match=f"^cu_seqlens: {sentence}"):
+            function(**make(batch=1), **given)
+        with monkeypatch.context() as patched:
+            patched.setattr(library, "readable", lambda x: False)
+            parts = {
+                "contiguous": lambda x: spans.contiguous(x, TOKENS, alone).starts,
+                "zigzag": lambda x: spans.zigzag(x, TOKENS, alone),
+            }[layout](torch.tensor(starts))
+        right = parts[0] == 0 and parts[-1] <= TOKENS and (parts.diff() >= 0).all()
+        assert not right, (starts, parts)

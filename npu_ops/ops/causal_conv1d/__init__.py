@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import check, lengths
+from npu_ops.core import check, lengths, spans
 from npu_ops.core.registry import explains
 from npu_ops.ops.causal_conv1d import arguments, context_parallel, layout, op, pool
 
@@ -22,6 +22,7 @@ def causal_conv1d(
     activation: str | None = None,
     cu_seqlens: torch.Tensor | None = None,
     cp_group: torch.distributed.ProcessGroup | None = None,
+    cp_layout: str = "contiguous",
     conv_state: torch.Tensor | None = None,
     conv_state_indices: torch.Tensor | None = None,
     has_initial_state: torch.Tensor | None = None,
@@ -47,9 +48,12 @@ def causal_conv1d(
         cu_seqlens: `[N + 1]` int32 or int64, where packed sequences start and the last one ends,
             for a B of 1; lengths may be 0. None: B sequences of T. What is behind the last one gets
             0, in y and in gradients.
-        cp_group: the tokens are one span of a sequence whose other spans, of any length, the other
-            ranks of this group have, in the order of ranks; all call this and go backward together.
-            Without initial_state and cu_seqlens. The final state is that after this rank's span.
+        cp_group: the tokens are a part of those that the ranks of this group have together; all
+            call this and go backward together. cu_seqlens is that of the whole sequences, the same
+            on every rank. Without initial_state. Final states are those after this rank's part.
+        cp_layout: "contiguous": a rank has one span of all tokens, of any length, in the order of
+            ranks. "zigzag", Megatron's, with cu_seqlens: each sequence is 2 n equal chunks for n
+            ranks; rank r has chunks r and 2 n - 1 - r of each, one behind the other.
         conv_state: a server's pool of states instead of initial and final ones, `[slots, D, L]` of
             any floating dtype, L at least W - 1. A slot's first W - 1 columns are the rows before
             its sequence, as in `causal_conv1d_update`, and those before the next token after it.
@@ -75,8 +79,9 @@ def causal_conv1d(
     inputs = _prepare(
         x, weight, bias, residual=residual, initial_state=initial_state,
         output_final_state=output_final_state, activation=activation, cu_seqlens=cu_seqlens,
-        cp_group=cp_group, conv_state=conv_state, conv_state_indices=conv_state_indices,
-        has_initial_state=has_initial_state, pad_slot_id=pad_slot_id,
+        cp_group=cp_group, cp_layout=cp_layout, conv_state=conv_state,
+        conv_state_indices=conv_state_indices, has_initial_state=has_initial_state,
+        pad_slot_id=pad_slot_id,
     )  # fmt: skip
     if conv_state is not None:
         slots = pool.Slots(
@@ -89,6 +94,17 @@ def causal_conv1d(
         y, final_state = op.forward(*inputs)
         slots.write(final_state)
         return y.to(x.dtype), None
+    if cp_group is not None and cu_seqlens is not None:
+        starts, before = context_parallel.packed(
+            x, weight.shape[1], cu_seqlens, cp_group, cp_layout
+        )
+        y, final_state = causal_conv1d(
+            x, weight, bias, residual=residual, initial_state=before, activation=activation,
+            output_final_state=output_final_state, cu_seqlens=starts,
+        )  # fmt: skip
+        if cp_layout == "zigzag" and output_final_state:
+            final_state = final_state[1::2]  # behind the later chunk of each sequence
+        return y, final_state
     if cp_group is not None:
         before = context_parallel.initial_state(x, weight.shape[1], cp_group)
         inputs = inputs._replace(initial_state=before)
@@ -98,8 +114,8 @@ def causal_conv1d(
 
 def _prepare(
     x, weight, bias=None, *, residual=None, initial_state=None, output_final_state=False,
-    activation=None, cu_seqlens=None, cp_group=None, conv_state=None, conv_state_indices=None,
-    has_initial_state=None, pad_slot_id=-1,
+    activation=None, cu_seqlens=None, cp_group=None, cp_layout="contiguous", conv_state=None,
+    conv_state_indices=None, has_initial_state=None, pad_slot_id=-1,
 ):  # fmt: skip
     """The public arguments as the operator takes them, but for the states of a pool."""
     check.optional_tensors(
@@ -107,8 +123,10 @@ def _prepare(
         conv_state=conv_state, conv_state_indices=conv_state_indices,
         has_initial_state=has_initial_state,
     )  # fmt: skip
-    _check(x, weight, bias, residual, initial_state, activation, cu_seqlens, cp_group)
-    if cu_seqlens is not None and residual is not None and residual.requires_grad:
+    spans.check(cp_group, cp_layout, initial_state, cu_seqlens)
+    shared = cp_group is not None
+    _check(x, weight, bias, residual, initial_state, activation, cu_seqlens, shared)
+    if not shared and cu_seqlens is not None and residual is not None and residual.requires_grad:
         (residual,) = lengths.without_nobodys(cu_seqlens, residual)
     if conv_state is not None:
         check.alone("conv_state", initial_state=initial_state, cp_group=cp_group)
@@ -131,13 +149,11 @@ def _as(tensor, dtype):
     return None if tensor is None else tensor.to(dtype)
 
 
-def _check(x, weight, bias, residual, initial_state, activation, cu_seqlens, cp_group) -> None:
-    arguments.check_rows(x, weight, bias, activation, cu_seqlens)
+def _check(x, weight, bias, residual, initial_state, activation, cu_seqlens, shared) -> None:
+    arguments.check_rows(x, weight, bias, activation, cu_seqlens, shared)
     arguments.check_like_x("residual", residual, x, x.shape, "x's shape")
     shape = torch.Size((layout.sequences(x, cu_seqlens), *weight.shape))
     arguments.check_like_x("initial_state", initial_state, x, shape, "[N, D, W], here")
-    if cp_group is not None:
-        check.alone("cp_group", initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
 explains("causal_conv1d", op.forward, _prepare)

@@ -16,8 +16,11 @@ def narrow_alone(arguments) -> str | None:
     return f"a filter of {taps} taps has more than 4" if taps > 4 else None
 
 
-def check_rows(x, weight, bias, activation, cu_seqlens) -> None:
-    """Check `[B, T, D]` x and what both functions of whole sequences need besides."""
+def check_rows(x, weight, bias, activation, cu_seqlens, shared: bool = False) -> None:
+    """Check `[B, T, D]` x and what both functions of whole sequences need besides.
+
+    shared: other ranks have tokens of the packed sequences, whose number is not known yet.
+    """
     check.floating("x", x)
     if x.dim() != 3:
         raise check.shape("x", x, "[B, T, D]")
@@ -25,7 +28,7 @@ def check_rows(x, weight, bias, activation, cu_seqlens) -> None:
     if cu_seqlens is not None:
         if x.shape[0] != 1:
             raise check.shape("x", x, "a batch of 1 with cu_seqlens")
-        check_starts("cu_seqlens", cu_seqlens, x, x.shape[1])
+        check_starts("cu_seqlens", cu_seqlens, x, None if shared else x.shape[1])
 
 
 def check_filter(weight, bias, activation, x) -> None:
@@ -66,10 +69,11 @@ def check_integers(name, value, x, length: int | None = None) -> None:
         raise check.shape(name, value, "one dimension" if length is None else f"[{length}]")
 
 
-def check_starts(name, starts, x, tokens: int) -> None:
-    """Check the starts of packed sequences and their end; on the CPU the values too."""
+def check_starts(name, starts, x, tokens: int | None) -> None:
+    """Check the starts of packed sequences and their end; on the CPU the values too, unless the
+    number of tokens is not known: None."""
     check_integers(name, starts, x)
-    if starts.shape[0] < (2 if tokens else 1):
+    if starts.shape[0] < (1 if tokens == 0 else 2):
         raise check.shape(name, starts, "[N + 1]")
-    if library.readable(starts):
+    if tokens is not None and library.readable(starts):
         indices.check_starts(name, starts, tokens)

@@ -37,6 +37,7 @@ def chunk_gated_delta_rule(
     dt_bias: torch.Tensor | None = None,
     chunk_size: int = 64,
     cp_group: torch.distributed.ProcessGroup | None = None,
+    cp_layout: str = "contiguous",
     return_intermediate_states: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """What each token reads from a state that decays, and that moves towards (k, v) by beta.
@@ -68,9 +69,13 @@ def chunk_gated_delta_rule(
         use_gate_in_kernel: g is raw and becomes `-exp(A_log) softplus(g + dt_bias)` (`gdn_gate`).
         A_log, dt_bias: `[HV]`, for `use_gate_in_kernel` alone; dt_bias may be None.
         chunk_size: 16, 32 or 64 tokens.
-        cp_group: the tokens are one span of a sequence whose other spans, of any length, the other
-            ranks of this group have, in the order of ranks; all call this and go backward together.
-            Without initial_state and cu_seqlens. The final state is that after this rank's span.
+        cp_group: the tokens are a part of those that the ranks of this group have together; all
+            call this and go backward together. cu_seqlens is that of the whole sequences, the same
+            on every rank. Without initial_state. Final states are those after this rank's part.
+        cp_layout: "contiguous": a rank has one span of all tokens, of any length, in the order of
+            ranks. "zigzag", Megatron's, with cu_seqlens: each sequence is 2 n equal chunks for n
+            ranks; rank r has chunks r and 2 n - 1 - r of each, one behind the other. That sends a
+            state and a K by K matrix of each sequence; a span sends those of one.
         return_intermediate_states: also return the state before each chunk, which a server keeps
             for prompts that begin alike. Without a gradient, and without cp_group.
 
@@ -92,15 +97,17 @@ def chunk_gated_delta_rule(
     inputs = _inputs(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu,
-        chunk_indices, use_gate_in_kernel, A_log, dt_bias, chunk_size, cp_group,
+        chunk_indices, use_gate_in_kernel, A_log, dt_bias, chunk_size, cp_group, cp_layout,
         return_intermediate_states,
     )  # fmt: skip
     if return_intermediate_states:
         o, final_state, before = op.prefill(*inputs[:-1])
         return o, final_state if output_final_state else None, before
     if cp_group is not None:
-        inputs = context_parallel.continued(inputs, cp_group)
+        inputs = context_parallel.continued(inputs, cp_group, cp_layout)
     o, final_state = op.forward(*inputs)
+    if cp_layout == "zigzag" and output_final_state:
+        final_state = final_state[1::2]  # behind the later chunk of each sequence
     return o, final_state if output_final_state else None
 
 

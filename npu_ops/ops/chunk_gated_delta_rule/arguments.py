@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from npu_ops.core import check
+from npu_ops.core import check, spans
 from npu_ops.ops.fused_recurrent_gated_delta_rule.arguments import check_common, check_like
 
 CHUNK_SIZES = (16, 32, 64)
@@ -18,8 +18,7 @@ def check_call(call) -> None:
     for name in ("cu_seqlens_cpu", "chunk_indices"):
         if getattr(call, name) is not None and call.cu_seqlens is None:
             raise ValueError(f"{name}: got one without cu_seqlens, needs both")
-    if call.cp_group is not None:
-        check.alone("cp_group", initial_state=call.initial_state, cu_seqlens=call.cu_seqlens)
+    spans.check(call.cp_group, call.cp_layout, call.initial_state, call.cu_seqlens)
     check.one_of("chunk_size", call.chunk_size, CHUNK_SIZES)
     if call.return_intermediate_states:
         check.alone("return_intermediate_states", cp_group=call.cp_group)

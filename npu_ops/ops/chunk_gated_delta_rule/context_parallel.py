@@ -1,9 +1,12 @@
-"""One sequence over several ranks, each with a span of its tokens.
+"""Sequences over several ranks, each with a part of their tokens.
 
-What a span does to a state is affine, `S -> M S + h`, with a K by K matrix M and an h of a state's
-size. h is the final state from 0. M is the final state from the identity, of the same span with
+What a part does to a state is affine, `S -> M S + h`, with a K by K matrix M and an h of a state's
+size. h is the final state from 0. M is the final state from the identity, of the same part with
 v = 0. Each rank finds its own M and h, at once with the others. All gather all, and compose those
 before their own into the state that they start from. Gradients go back the same way.
+
+Of packed sequences in contiguous spans only the one that a span ends in reaches the next rank, so
+there is one M and one h. In zigzag every sequence reaches all ranks, with two chunks on each.
 """
 
 from __future__ import annotations
@@ -11,17 +14,57 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
+from npu_ops.core import spans
 from npu_ops.core.collective import all_gather
 from npu_ops.ops.chunk_gated_delta_rule import op
 
 
-def continued(inputs, group):
-    """The operator's inputs with the state before this rank's span, which has gradients.
+def continued(inputs, group, layout: str):
+    """The operator's inputs with the states before this rank's tokens, which have gradients.
 
     Every rank of `group` calls this, also in the backward.
     """
+    if layout == "zigzag":
+        return _zigzag(inputs, group)
+    if inputs.cu_seqlens is not None:
+        return _packed(inputs, group)
+    kept, added = _changes(inputs)
+    kept, added = _split(all_gather(torch.cat([kept, added], -1), group))
+    return _with_state(inputs, _compose(kept, added)[distributed.get_rank(group)])
+
+
+def _packed(inputs, group):
+    """One span of packed sequences. The state of the sequence that comes in; all others begin."""
+    span = spans.contiguous(inputs.cu_seqlens, inputs.v.shape[1], group)
+    leaving = span.leaving[None, :, None]
+    # Tokens of other sequences leave a state as it is; what they hold, NaN too, is not read.
+    alone = inputs._replace(
+        k=torch.where(leaving[..., None], inputs.k, 0),
+        v=torch.where(leaving[..., None], inputs.v, 0),
+        g=torch.where(leaving, inputs.g, 0),
+        beta=torch.where(leaving, inputs.beta, 0),
+        cu_seqlens=None,
+    )
+    kept, added = _split(all_gather(torch.cat(_changes(alone), -1), group))
+    state = _compose(kept, added, span.passes)[distributed.get_rank(group)]
+    state = torch.where(span.before > 0, state, 0)
+    states = state.new_zeros((inputs.cu_seqlens.shape[0] - 1, *state.shape[1:]))
+    states = states.index_copy(0, span.entering, state)
+    return _with_state(inputs._replace(cu_seqlens=span.starts), states)
+
+
+def _zigzag(inputs, group):
+    """Two chunks of each sequence."""
+    starts = spans.zigzag(inputs.cu_seqlens, inputs.v.shape[1], group)
+    inputs = inputs._replace(cu_seqlens=starts)
+    kept, added = _split(spans.in_order(torch.cat(_changes(inputs), -1), group))
+    return _with_state(inputs, spans.of_rank(_compose(kept, added), group))
+
+
+def _changes(inputs):
+    """M and h of each sequence here."""
     k, v, g = inputs.k, inputs.v, inputs.g
-    batch, length, value_heads, values = v.shape
+    batch, length, value_heads = v.shape[:3]
     keys = k.shape[3]
     of_state = inputs._replace(q=k, state_v_first=False, output_final_state=True)
 
@@ -30,18 +73,30 @@ def continued(inputs, group):
 
     added = final_state(v, None)
     identity = torch.eye(keys, dtype=g.dtype, device=g.device)
-    identity = identity.expand(batch, value_heads, keys, keys).contiguous()
+    identity = identity.expand(added.shape[0], value_heads, keys, keys).contiguous()
     kept = final_state(v.new_zeros((batch, length, value_heads, keys)), identity)
-    gathered = all_gather(torch.cat([kept, added], -1), group)
-    state = _compose(*gathered.split([keys, values], -1))[distributed.get_rank(group)]
+    return kept, added
+
+
+def _split(changes):
+    """M and h, side by side: `[..., K, K + V]`."""
+    keys = changes.shape[-2]
+    return changes.split([keys, changes.shape[-1] - keys], -1)
+
+
+def _with_state(inputs, state):
     state = state.transpose(-1, -2) if inputs.state_v_first else state
     return inputs._replace(initial_state=state)
 
 
-def _compose(kept, added):
-    """The state before every span: all of them, so that every rank's backward meets the others'."""
+def _compose(kept, added, passes=None):
+    """The state before every part: all of them, so that every rank's backward meets the others'.
+
+    passes: whether the sequence that a part ends in began before it; None: all did.
+    """
     states = [torch.zeros_like(added[0])]
     with torch.autocast(added.device.type, enabled=False):
-        for m, h in zip(kept[:-1], added[:-1], strict=True):
-            states.append(m @ states[-1] + h)
+        for n, (m, h) in enumerate(zip(kept[:-1], added[:-1], strict=True)):
+            state = states[-1] if passes is None else torch.where(passes[n], states[-1], 0)
+            states.append(m @ state + h)
         return torch.stack(states)

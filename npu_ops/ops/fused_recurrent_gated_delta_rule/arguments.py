@@ -28,7 +28,8 @@ def check_common(call) -> None:
     _check_heads(call.q, call.k, call.v)
     _check_flags(call)
     if call.cu_seqlens is not None:
-        _check_cu_seqlens(call.cu_seqlens, call.v)
+        shared = getattr(call, "cp_group", None) is not None
+        _check_cu_seqlens(call.cu_seqlens, call.v, shared)
     if call.initial_state is not None:
         _check_state(call)
 
@@ -76,15 +77,18 @@ def _check_flags(call) -> None:
         raise ValueError("beta: got None, needs logits for use_beta_sigmoid_in_kernel=True")
 
 
-def _check_cu_seqlens(cu_seqlens, v) -> None:
-    """Where sequences begin and end; values only where reading them waits for no device."""
+def _check_cu_seqlens(cu_seqlens, v, shared: bool) -> None:
+    """Where sequences begin and end; values only where reading them waits for no device.
+
+    shared: other ranks have tokens of them, whose number is not known yet.
+    """
     check.indices("cu_seqlens", cu_seqlens)
     check.same_device("cu_seqlens", cu_seqlens, "v", v)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise check.shape("cu_seqlens", cu_seqlens, "[sequences + 1]")
     if v.shape[0] != 1:
         raise ValueError(f"cu_seqlens: got one with batch {v.shape[0]}, needs batch 1")
-    if library.readable(cu_seqlens):
+    if library.readable(cu_seqlens) and not shared:
         indices.check_starts("cu_seqlens", cu_seqlens, v.shape[1])
 
 
