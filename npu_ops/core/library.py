@@ -6,6 +6,7 @@ every operator. The native library adds CPU kernels to them (`TORCH_LIBRARY_IMPL
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -82,7 +83,10 @@ def caller(name: str) -> Callable:
     overload = getattr(torch.ops.npu_ops, name).default
 
     def call(*inputs):
-        if torch.compiler.is_compiling() or _is_recorded(inputs):
+        if torch.compiler.is_compiling():
+            return overload(*inputs)
+        if _is_recorded(inputs):
+            _refuse_tangents(name, inputs)
             return overload(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*inputs)
@@ -119,12 +123,16 @@ def _autograd_kernel(name: str, backward, save) -> Callable:
     """The kernel for the dispatch key Autograd: it records the call, and lets the next compute."""
     overload = getattr(torch.ops.npu_ops, name).default
 
-    def forward(ctx, *given):
-        *inputs, keys = given
+    def below_autograd(keys, inputs):
         with torch._C._AutoDispatchBelowAutograd():
-            output = overload.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
-        if ctx is not None:
-            save(ctx, inputs, output)
+            return overload.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+
+    def forward(ctx, *given):
+        *inputs, (keys, transformed) = given
+        # torch turns gradients off in here, but those of outer transforms are taken below.
+        with torch.enable_grad() if transformed else contextlib.nullcontext():
+            output = below_autograd(keys, inputs)
+        save(ctx, inputs, output)
         return output
 
     members = {
@@ -137,12 +145,12 @@ def _autograd_kernel(name: str, backward, save) -> Callable:
 
     def kernel(keys, *inputs):
         _refuse_tangents(name, inputs)
-        if not _is_recorded(inputs):
-            return forward(None, *inputs, keys)
+        if not (torch.is_grad_enabled() and _is_recorded(inputs)):
+            return below_autograd(keys, inputs)
         if not is_transformed():
-            return record(*inputs, keys)
+            return record(*inputs, (keys, False))
         with enable_single_level_autograd_function():
-            return record(*inputs, keys)
+            return record(*inputs, (keys, True))
 
     return kernel
 
