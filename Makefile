@@ -76,12 +76,14 @@ test: $(VENV)/ready
 	$(ON_NPU) -m "not slow" tests/ops
 
 # FLA: a clone of flash-linear-attention, whose own tests then run too: make FLA=... test-all
+# MEGATRON: a clone of Megatron-LM, whose own tests then run without npu-ops and with it.
 # PTO: a clone of PTO-ISA, with whose simulator the twin's instructions are compared.
 test-all: check fetch
 	$(ON_CPU)
 	$(INTERPRETED) tests/interpreted
 	$(ON_NPU) tests/ops
 	$(if $(FLA),$(BIN)/python tests/adapters/upstream_fla.py $(FLA))
+	$(if $(MEGATRON),$(BIN)/python tests/adapters/upstream_megatron.py $(MEGATRON))
 	$(if $(PTO),$(BIN)/python tests/emulator/upstream_pto.py $(PTO))
 
 # verl's SFT trainer with every model and its GRPO trainer, three ways: half an hour when it is quiet.

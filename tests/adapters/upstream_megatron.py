@@ -41,12 +41,25 @@ FILES = (
     "fusions/test_mla_yarn_rope_apply.py",
     "inference/test_flash_decode.py",
     "models/test_heterogeneous_gpt_model.py",
+    "ssm/test_gated_delta_net.py",
+    "ssm/test_gated_delta_net_inference.py",
     "transformer/test_attention_no_rope.py",
     "transformer/test_rope.py",
     "transformer/test_transformer_block.py",
     "transformer/test_transformer_layer.py",
 )
-OPERATORS = ("bias_dropout_add", "apply_rotary_pos_emb_freqs")
+OPERATORS = (
+    "apply_rotary_pos_emb_freqs",
+    "attention",
+    "bias_dropout_add",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "gdn_gate",
+    "l2norm",
+    "rms_norm_gated",
+)
 OUTCOMES = ("passed", "failed", "skipped")
 RUNS = {"without": "all", "with": "", "against": ""}  # NPU_OPS_DISABLE
 REFERENCES = (
@@ -172,6 +185,55 @@ def without_transformer_engine() -> None:
         local = getattr(specs, f"get_gpt_layer_local_{kind}", None)
         if local:
             setattr(specs, f"get_gpt_layer_with_transformer_engine_{kind}", local)
+    with contextlib.suppress(ImportError):  # from 0.16 on
+        name = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
+        importlib.import_module(name).TESpecProvider = local_provider()
+
+
+def local_provider() -> type:
+    """Modules of the same arguments as Transformer Engine's, for layers of linear attention.
+
+    Its projection also normalises its input; this one does not, in no run.
+    """
+    import torch
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    class Centred(torch.nn.RMSNorm):
+        """The weight is kept less one."""
+
+        def reset_parameters(self):
+            torch.nn.init.zeros_(self.weight)
+
+        def forward(self, x):
+            weight = 1 + self.weight
+            return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+    class Norm:
+        def __new__(cls, config, hidden_size, eps):
+            kind = Centred if config.layernorm_zero_centered_gamma else torch.nn.RMSNorm
+            return kind(hidden_size, eps)
+
+    class Provider(LocalSpecProvider):
+        def column_parallel_layer_norm_linear(self):
+            return ColumnParallelLinear
+
+        def layer_norm(self, rms_norm=False, **options):
+            return Norm if rms_norm else super().layer_norm(**options)
+
+    return Provider
+
+
+def without_triton_updates() -> None:
+    """Megatron writes a server's pools of states by a Triton kernel alone: here by torch."""
+    with contextlib.suppress(ImportError):
+        name = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
+        importlib.import_module(name).tensor_masked_update = masked_update
+
+
+def masked_update(states, idx, new_states) -> None:
+    """Rows of -1 are left out; a kernel's store converts."""
+    states[idx[idx >= 0].long()] = new_states[idx >= 0].to(states.dtype)
 
 
 def with_references() -> None:
@@ -227,6 +289,7 @@ def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) 
     complete_torch_cpu()
     without_triton()
     without_python_312()
+    without_triton_updates()
     without_transformer_engine()
     if name == "against":
         with_references()
