@@ -194,11 +194,12 @@ class Head {
   }
 
  private:
-  // exp(A_log) softplus(x), in fp64: a factor may be out of the range of floats where this is not.
-  float rate(double A_log, double x) const {
-    const double bent = call_.softplus_beta * x;
-    const double plus = std::max(bent, 0.0) + std::log1p(std::exp(-std::abs(bent)));
-    const double value = bent > call_.softplus_threshold ? x : plus / call_.softplus_beta;
+  // exp(A_log) softplus(x). A factor may be out of the range of floats where the product is not, so
+  // it is computed wider: not in double, whose `exp` asks for glibc 2.29.
+  float rate(long double A_log, long double x) const {
+    const long double bent = call_.softplus_beta * x;
+    const long double plus = std::max(bent, 0.0L) + std::log1p(std::exp(-std::abs(bent)));
+    const long double value = bent > call_.softplus_threshold ? x : plus / call_.softplus_beta;
     return static_cast<float>(std::exp(A_log) * value);
   }
   float* block_data(int64_t block) { return state_.data() + block * call_.keys * kBlock; }

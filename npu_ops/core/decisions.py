@@ -64,14 +64,14 @@ class Decision:
         """New ones, uninitialised."""
         return [None if output is None else output.new() for output in self._outputs]
 
-    def arguments(self, tensors: Sequence[torch.Tensor | None]) -> list:
+    def arguments(self, tensors: Sequence[torch.Tensor | None]) -> tuple:
         """What the implementation takes. tensors: the call's inputs that are, and its outputs."""
         arguments = self._arguments.copy()
         for place, source in self._same:
             arguments[place] = tensors[source]
         for place, source, size, stride in self._views:
             arguments[place] = tensors[source].as_strided(size, stride)
-        return arguments
+        return tuple(arguments)
 
 
 class Decisions:

@@ -192,6 +192,7 @@ class Operator:
         """What each implementation has against these inputs."""
         inputs = self.Inputs(*inputs)
         arguments = self._arguments(inputs, _tuple(self.new(inputs)))
+        self.check_host_indices(arguments)
         return self.table.explain(*self.lay_out(arguments))
 
     @staticmethod

@@ -425,7 +425,7 @@ MISTAKES = [
     ({"cu_seqlens": lambda x: [0, 9]}, TypeError, "cu_seqlens"),
     ({"cu_seqlens": lambda x: torch.tensor([0.0, 9.0])}, TypeError, "cu_seqlens"),
     ({"cu_seqlens": lambda x: torch.tensor([9])}, ValueError, "cu_seqlens"),
-    ({"cu_seqlens": lambda x: torch.tensor([0, 8])}, ValueError, "cu_seqlens"),
+    ({"cu_seqlens": lambda x: torch.tensor([0, 10])}, ValueError, "cu_seqlens"),
     ({"cu_seqlens": lambda x: torch.tensor([1, 9])}, ValueError, "cu_seqlens"),
     ({"cu_seqlens": lambda x: torch.tensor([0, 6, 4, 9])}, ValueError, "cu_seqlens"),
     ({"cu_seqlens": lambda x: torch.tensor([0, 4, 9])}, ValueError, "initial_state"),
