@@ -16,7 +16,7 @@ from npu_ops_tools.verify.checks import tables
 from npu_ops_tools.where import ops
 from support import forced, implementations, on_device
 from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import npu_ops
@@ -174,12 +174,12 @@ def test_a_profiler_sees_each_call_once(op, call, name, device):
     for n in wrt:
         inputs[n].requires_grad_()
     with forced(name, *tables(op)) if takes_it else contextlib.nullcontext():
-        with profile() as forward:
+        with profile(activities=[ProfilerActivity.CPU]) as forward:
             outputs = [x for x in outputs_of(function_of(call)(**inputs)) if x.requires_grad]
         assert operators(forward.events()) == [verdicts[0].op]
         if not wrt:
             return
-        with profile() as backward:
+        with profile(activities=[ProfilerActivity.CPU]) as backward:
             torch.autograd.grad(
                 outputs, [inputs[n] for n in wrt], [torch.ones_like(x) for x in outputs],
                 allow_unused=True,
