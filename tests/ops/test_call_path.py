@@ -173,12 +173,17 @@ def test_a_profiler_sees_each_call_once(op, call, name, device):
     takes_it = why_not is None or why_not.endswith("comes first")
     for n in wrt:
         inputs[n].requires_grad_()
-    with forced(name, *tables(op)) if takes_it else contextlib.nullcontext():
+    by = contextlib.ExitStack()
+    if takes_it:
+        by.enter_context(forced(name, *tables(op)))
+    with by:
         with profile(activities=[ProfilerActivity.CPU]) as forward:
             outputs = [x for x in outputs_of(function_of(call)(**inputs)) if x.requires_grad]
         assert operators(forward.events()) == [verdicts[0].op]
         if not wrt:
             return
+        if name == "aclnn":  # the vendor may have no gradient of what it computes
+            by.close()
         with profile(activities=[ProfilerActivity.CPU]) as backward:
             torch.autograd.grad(
                 outputs, [inputs[n] for n in wrt], [torch.ones_like(x) for x in outputs],
