@@ -148,8 +148,6 @@ class Operator:
         key = self._decisions.key(inputs)
         decision = self._decisions.find(key)
         outputs = self._run(inputs, key) if decision is None else self._repeat(inputs, decision)
-        if self._overwritten:
-            library.written(*self._given(inputs, self._overwritten))
         return self._returned(inputs, outputs)
 
     def _run(self, inputs: tuple, key: tuple) -> Sequence:
@@ -167,8 +165,8 @@ class Operator:
             return outputs
         laid = tuple(self.lay_out(arguments))
         chosen = self.table.select(*laid)
-        self.table.launch(chosen, laid)
-        if not zeroed and self.table.always_chooses(chosen, laid[0].device.type):
+        self._launch(chosen, laid, inputs)
+        if not zeroed and self.table.always_chooses(chosen, laid):
             self._decisions.keep(key, chosen, inputs, outputs, laid)
         return outputs
 
@@ -177,11 +175,16 @@ class Operator:
         outputs = decision.outputs()
         if library.poison_outputs:
             _poison(outputs)
-        if self._check_indices:
-            self.check_host_indices(self._arguments(self.Inputs(*inputs), outputs))
+        if self._check_indices and inputs[0].device.type == "cpu":
+            self._check_indices(self._arguments(self.Inputs(*inputs), outputs))
         laid = decision.arguments((*inputs[: self._tensors], *outputs))
-        self.table.launch(decision.implementation, laid)
+        self._launch(decision.implementation, laid, inputs)
         return outputs
+
+    def _launch(self, implementation: Implementation, laid: tuple, inputs: tuple) -> None:
+        self.table.launch(implementation, laid)
+        if self._overwritten:
+            library.written(*self._given(inputs, self._overwritten))
 
     def check_host_indices(self, arguments) -> None:
         """Raise ValueError for wrong index values, where reading them waits for no device."""

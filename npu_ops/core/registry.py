@@ -150,15 +150,15 @@ class Table:
         forced = self._forced_name() if settings.impl else None
         return self._forced(forced, args) if forced else self._first(args)
 
-    def always_chooses(self, chosen: Implementation, device: str) -> bool:
-        """Whether `chosen`, for one call on `device`, is chosen for all that differ in values.
+    def always_chooses(self, chosen: Implementation, args: tuple) -> bool:
+        """Whether `select`, which chose this for `args`, does so whatever their tensors hold.
 
-        Not where the vendor's come before it: they are asked each time, for a graph may be captured
-        or memory may begin elsewhere.
+        False if a vendor operator is asked first: its answer depends on graph capture and on where
+        memory begins.
         """
         if chosen.name in _OF_VENDOR or env.settings.impl:
             return False
-        before = itertools.takewhile(lambda i: i is not chosen, self._candidates(device))
+        before = itertools.takewhile(lambda i: i is not chosen, self._in_order(args))
         return not any(implementation.name in _OF_VENDOR for implementation in before)
 
     def explain(self, *args) -> list[Verdict]:
@@ -184,21 +184,24 @@ class Table:
         return wanted.get(self.op) or wanted.get(self.op.removesuffix("_backward"))
 
     def _first(self, args: tuple) -> Implementation:
-        device = _device_type(args)
-        candidates = self._meant_for.get(device) or self._candidates(device)
-        preferred = self._preferred(device, args)
-        if preferred is not None:
-            led = self._led.get((device, preferred))
-            candidates = led or self._lead(device, preferred)
         declined = []
-        for implementation in candidates:
+        for implementation in self._in_order(args):
             reason = implementation.why_not(*args)
             if reason is None:
                 if declined and not implementation.devices:  # it is not made for this device
                     self._fell_back(implementation.name, declined)
                 return implementation
             declined.append(f"{implementation.name}: {reason}")
+        device = _device_type(args)
         raise RuntimeError(f"{self.op}: no implementation runs on {device} ({'; '.join(declined)})")
+
+    def _in_order(self, args: tuple) -> tuple[Implementation, ...]:
+        """The implementations that are meant for the device, a tuned one first."""
+        device = _device_type(args)
+        preferred = self._preferred(device, args)
+        if preferred is None:
+            return self._meant_for.get(device) or self._candidates(device)
+        return self._led.get((device, preferred)) or self._lead(device, preferred)
 
     def _candidates(self, device: str) -> tuple[Implementation, ...]:
         self._meant_for[device] = tuple(

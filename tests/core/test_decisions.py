@@ -9,9 +9,9 @@ from npu_ops_tools.where import ops
 from support import devices, evaluate
 
 import npu_ops
-from npu_ops.core import cases, decisions, env
+from npu_ops.core import cases, decisions, env, preferences
 from npu_ops.core.decisions import Decision, Decisions
-from npu_ops.core.registry import as_if_on, launched_by
+from npu_ops.core.registry import Implementation, Table, as_if_on, launched_by
 from npu_ops.ops.l2norm import op as l2norm_op
 
 FORWARD = l2norm_op.forward
@@ -158,3 +158,19 @@ def test_a_key_tells_lists_and_missing_tensors_apart():
     assert keys.key((x, None, [1, 2])) == keys.key((y, None, [1, 2]))
     others = [(x, y, [1, 2]), (None, x, [1, 2]), (x, None, [1, 3])]
     assert len({keys.key(inputs) for inputs in others} | {keys.key((x, None, [1, 2]))}) == 4
+
+
+def test_a_vendor_operator_that_is_asked_first_is_asked_each_time(monkeypatch):
+    """A tuned one comes first, wherever it stands, and may decline this call alone."""
+    monkeypatch.setattr(Table, "tables", {})
+    monkeypatch.setattr(preferences, "implementations", {})
+
+    def one(name, why_not=None):
+        return Implementation(name, lambda: None, frozenset(), lambda *args: why_not)
+
+    table = Table("op", [one("triton_ascend"), one("aclnn", "captured"), one("reference")])
+    args = (torch.ones(2),)
+    assert table.always_chooses(table.select(*args), args)
+    monkeypatch.setattr(table, "_preferred", lambda device, args: "aclnn")
+    assert table.select(*args).name == "triton_ascend"
+    assert not table.always_chooses(table.select(*args), args)
