@@ -245,7 +245,7 @@ def import_graph(sources):
 
 
 def import_cycle(sources):
-    """The modules of a circle of imports, the first again at the end; [] if there is none."""
+    """Return the modules of an import cycle, with the first repeated at the end; [] for none."""
     try:
         graphlib.TopologicalSorter(import_graph(sources)).prepare()
     except graphlib.CycleError as error:

@@ -15,13 +15,19 @@ __aicore__ inline void sigmoid(AscendC::LocalTensor<float> to, AscendC::LocalTen
   AscendC::Div(to, ones, to, count);
 }
 
+// to = exp(-|x|). to is not x.
+__aicore__ inline void exp_of_minus_abs(AscendC::LocalTensor<float> to,
+                                        AscendC::LocalTensor<float> x, int32_t count) {
+  AscendC::Abs(to, x, count);
+  AscendC::Muls(to, to, -1.0f, count);
+  AscendC::Exp(to, to, count);
+}
+
 // to = sigmoid'(x) = e / (1 + e)^2 with e = exp(-|x|): sigmoid(x) * (1 - sigmoid(x)) would be all
 // rounding at large x. to and scratch are not x.
 __aicore__ inline void sigmoid_slope(AscendC::LocalTensor<float> to, AscendC::LocalTensor<float> x,
                                      AscendC::LocalTensor<float> scratch, int32_t count) {
-  AscendC::Abs(to, x, count);
-  AscendC::Muls(to, to, -1.0f, count);
-  AscendC::Exp(to, to, count);
+  exp_of_minus_abs(to, x, count);
   AscendC::Adds(scratch, to, 1.0f, count);
   AscendC::Div(to, to, scratch, count);
   AscendC::Div(to, to, scratch, count);
@@ -33,9 +39,7 @@ __aicore__ inline void sigmoid_slope(AscendC::LocalTensor<float> to, AscendC::Lo
 __aicore__ inline void softplus(AscendC::LocalTensor<float> to, AscendC::LocalTensor<float> x,
                                 AscendC::LocalTensor<float> s, AscendC::LocalTensor<float> t,
                                 int32_t count) {
-  AscendC::Abs(s, x, count);
-  AscendC::Muls(s, s, -1.0f, count);
-  AscendC::Exp(s, s, count);
+  exp_of_minus_abs(s, x, count);
   AscendC::Adds(t, s, 2.0f, count);
   AscendC::Div(s, s, t, count);
   AscendC::Mul(t, s, s, count);
@@ -51,18 +55,16 @@ __aicore__ inline void softplus(AscendC::LocalTensor<float> to, AscendC::LocalTe
   AscendC::Add(to, to, t, count);
 }
 
-// Parts x of exp(A_log) softplus(x), which is in the range of floats where its factors need not be:
-// it is exp(A_log + far) softplus(x) of what x becomes. Below -17 softplus is e^x, of which far
-// takes all that is below e^-17. t is scratch.
+// Splits x so that exp(A_log) softplus(x) = exp(A_log + far) softplus(near), whose factors do not
+// overflow or vanish where the product is a float. x becomes near = max(x, -17). Below -17,
+// softplus(x) is exp(x), so far = min(x + 17, 0). t is scratch.
 __aicore__ inline void part_softplus(AscendC::LocalTensor<float> x, AscendC::LocalTensor<float> far,
                                      AscendC::LocalTensor<float> t, int32_t count) {
   constexpr float kFar = -17.0f;
   AscendC::Adds(far, x, -kFar, count);
   AscendC::Mins(far, far, 0.0f, count);
   // 0, or NaN where x is: of a NaN, Maxs may make a number.
-  AscendC::Abs(t, x, count);
-  AscendC::Muls(t, t, -1.0f, count);
-  AscendC::Exp(t, t, count);
+  exp_of_minus_abs(t, x, count);
   AscendC::Muls(t, t, 0.0f, count);
   AscendC::Maxs(x, x, kFar, count);
   AscendC::Add(x, x, t, count);

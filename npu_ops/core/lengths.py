@@ -19,13 +19,18 @@ import torch
 from npu_ops.core import make
 
 
+def are_right(starts: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
+    """Whether starts are right for so many tokens: a bool on their device."""
+    return (starts[0] == 0) & (starts[-1] <= tokens) & (starts.diff() >= 0).all()
+
+
 def nobodys(starts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Which tokens belong to nobody, and what their results are.
 
     Returns:
         bool `[tokens]`, all True where starts are wrong; and a number on starts' device, 0 or NaN.
     """
-    right = (starts[0] == 0) & (starts[-1] <= tokens) & (starts.diff() >= 0).all()
+    right = are_right(starts, tokens)
     token = make.counted(tokens, device=starts.device)
     return (token >= starts[-1]) | ~right, torch.where(right, 0.0, torch.nan)
 

@@ -156,6 +156,9 @@ def _autograd_kernel(name: str, backward, save) -> Callable:
 
 
 def _refuse_tangents(name: str, args: tuple) -> None:
+    """Raise NotImplementedError for a tangent: no operator has a forward-mode derivative."""
+    if forward_ad._current_level < 0:
+        return
     for arg in args:
         if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
             raise NotImplementedError(

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from npu_ops.core import check as arguments
-from npu_ops.core import indices, library, make
+from npu_ops.core import indices, lengths, library, make
 from npu_ops.core.collective import all_gather
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -26,9 +26,7 @@ class Span(NamedTuple):
     before: torch.Tensor  # [1]: how many tokens of the first one here other ranks have; may be 0
     entering: torch.Tensor  # [1]: which sequence that is
     leaving: torch.Tensor  # bool [T]: the tokens of the sequence that the span ends in
-    passes: (
-        torch.Tensor
-    )  # bool [ranks]: whether a rank has no start of the sequence that it ends in
+    passes: torch.Tensor  # bool [ranks]: whether a rank ends in a sequence that began before it
 
 
 def check(group, layout: str, initial_state, cu_seqlens) -> None:
@@ -49,14 +47,14 @@ def contiguous(cu_seqlens: torch.Tensor, tokens: int, group) -> Span:
     starts = cu_seqlens.to(torch.int64)
     if library.readable(starts):
         indices.check_starts("cu_seqlens", cu_seqlens, int(ends[-1]))
-    wrong = (starts[0] != 0) | (starts.diff() < 0).any() | (starts[-1] > ends[-1])
+    right = lengths.are_right(starts, ends[-1])
     rank = distributed.get_rank(group)
     begin = begins[rank, None]
     last, entering = _sequence_at(starts, ends - 1), _sequence_at(starts, begin)
     inside = entering < starts.shape[0] - 1  # tokens behind the last sequence belong to nobody
     positions = begin + make.counted(tokens, device=starts.device)
     return Span(
-        starts=torch.where(wrong, _WRONG, (starts - begin).clamp(0, tokens)).to(cu_seqlens.dtype),
+        starts=torch.where(right, (starts - begin).clamp(0, tokens), _WRONG).to(cu_seqlens.dtype),
         before=torch.where(inside, begin - starts[entering], 0),
         entering=entering.clamp(max=starts.shape[0] - 2),
         leaving=positions >= starts[last[rank]],
@@ -76,17 +74,17 @@ def zigzag(cu_seqlens: torch.Tensor, tokens: int, group) -> torch.Tensor:
     A sequence is 2 n equal chunks for n ranks; rank r has chunks r and 2 n - 1 - r.
     """
     ranks = distributed.get_world_size(group)
-    lengths = cu_seqlens.diff()
-    uneven = lengths % (2 * ranks) != 0
+    each = cu_seqlens.diff()
+    uneven = each % (2 * ranks) != 0
     if library.readable(cu_seqlens):
         indices.check_starts("cu_seqlens", cu_seqlens, ranks * tokens)
         if uneven.any():
             raise ValueError(
-                f"cu_seqlens: got a sequence of {int(lengths[uneven][0])} tokens, needs a multiple "
+                f"cu_seqlens: got a sequence of {int(each[uneven][0])} tokens, needs a multiple "
                 f"of {2 * ranks} for zigzag over {ranks} ranks"
             )
     first = cu_seqlens // ranks
-    middle = first[:-1] + lengths // (2 * ranks)
+    middle = first[:-1] + each // (2 * ranks)
     starts = torch.cat([torch.stack([first[:-1], middle], 1).flatten(), first[-1:]])
     return torch.where(uneven.any() | (cu_seqlens[0] != 0), _WRONG, starts).to(cu_seqlens.dtype)
 

@@ -11,7 +11,7 @@ import itertools
 
 import torch
 
-from npu_ops.core import indices, library, make
+from npu_ops.core import indices, lengths, library, make
 
 # The row of a token that belongs to no sequence, whose result is 0 (csrc/rope/rotate.h).
 NOBODY = -(1 << 30)
@@ -53,10 +53,8 @@ def _of_somebody(starts, tokens: int, row, token):
     starts: of the `tokens` that all ranks have. token: the numbers of this rank's tokens, as if all
     of them were one behind the other.
     """
-    last = starts[-1]
-    right = (starts[0] == 0) & (last <= tokens) & (starts.diff() >= 0).all()
-    row = torch.where(token < last, row, NOBODY)
-    return torch.where(right, row, _NO_ROW)[None]
+    row = torch.where(token < starts[-1], row, NOBODY)
+    return torch.where(lengths.are_right(starts, tokens), row, _NO_ROW)[None]
 
 
 def _rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank):
@@ -70,13 +68,13 @@ def _rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank):
         return _found(cu_seqlens, tokens, torch.int64, per_token)
     if cp_size == 1:
         return _whole_rows(starts, tokens, rows, per_token)
-    lengths = starts.diff() // cp_size
-    local_starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    local = starts.diff() // cp_size
+    local_starts = torch.nn.functional.pad(local.cumsum(0), (1, 0))
     token = make.counted(tokens, device=starts.device)
     sequence = torch.searchsorted(local_starts, token, right=True) - 1
-    sequence = sequence.clamp(0, lengths.numel() - 1)
+    sequence = sequence.clamp(0, local.numel() - 1)
     position = token - local_starts[sequence]
-    chunk = lengths[sequence] // 2
+    chunk = local[sequence] // 2
     behind = 2 * (cp_size - 1 - cp_rank) * chunk  # from the end of the first chunk to the second
     position = cp_rank * chunk + position + torch.where(position < chunk, 0, behind)
     if per_token:
@@ -107,8 +105,7 @@ def _whole_rows(starts, tokens, rows, per_token):
 
 
 def _check_longest(starts, rows, whose) -> None:
-    lengths = (end - start for start, end in itertools.pairwise(starts))
-    longest = max(lengths, default=0)
+    longest = max((end - start for start, end in itertools.pairwise(starts)), default=0)
     if longest > rows:
         raise ValueError(f"cu_seqlens: got length {longest}, needs at most {whose} {rows} rows")
 
