@@ -165,7 +165,7 @@ def test_an_adapter_that_fails_leaves_fla_importable(form, monkeypatch):
         (heads(), {"initial_state": rows(1, 4, 16, 16).double()}, "initial_state: got"),
         (heads(), {"initial_state": rows(2, 4, 16, 16)}, "initial_state: got shape"),
         (heads(), {"chunk_size": 128}, "chunk_size"),
-        (heads(), {"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens"),
+        (heads(), {"cu_seqlens": torch.tensor([0, 40])}, "cu_seqlens"),
         (heads(), {"a_new_option": 1}, "unexpected keyword"),
         ((*heads()[:3], None, heads()[4]), {}, "g: got NoneType"),
         ((*heads(), *[None] * 8, None), {}, "positional"),

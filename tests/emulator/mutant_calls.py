@@ -130,10 +130,10 @@ def _convolutions() -> list[Wrong]:
              "intermediate_state_indices": [5, -1, 0, 1, 2, 3, -1]},
             [2, 3, 4, 5],
         ),
-        _call("an end behind the tokens", packed,
-              {"query_start_loc": [0, 3, 12]}, {"query_start_loc": [0, 3, 9]}, []),
-        _call("a negative start", packed,
-              {"query_start_loc": [-2, 3, 9]}, {"query_start_loc": [0, 3, 9]}, []),
+        _call("an end behind the tokens", packed, {"query_start_loc": [0, 3, 12]},
+              {"query_start_loc": [0, 3, 9], "conv_state_indices": [-1, -1]}, list(range(9))),
+        _call("a negative start", packed, {"query_start_loc": [-2, 3, 9]},
+              {"query_start_loc": [0, 3, 9], "conv_state_indices": [-1, -1]}, list(range(9))),
         _longer_than_the_state(),
     ]  # fmt: skip
 
@@ -221,19 +221,17 @@ def _kept_states() -> list[Wrong]:
 
 
 def _starts() -> list[Wrong]:
+    """Where one start is wrong, all tokens are NaN and all states stay."""
+    wrong = {
+        "a start that is not 0": [1, 2, 2, 9],
+        "an end behind the tokens": [0, 2, 2, 12],
+        "starts behind the tokens": [0, 2, 12, 13],
+        "a start before the first": [0, -1, 3, 8],
+    }
     return [
-        _call("a start that is not 0, an end behind the tokens", _delta(9, 6),
-              {"state_indices": [4, 1, 2, 3], "cu_seqlens": [1, 2, 2, 5, 12]},
-              {"state_indices": [-1, 1, 2, -1], "cu_seqlens": [0, 2, 2, 5, 9]},
-              [0, 1, 5, 6, 7, 8]),
-        _call("starts behind the tokens", _delta(9, 6),
-              {"state_indices": [4, 1, 2], "cu_seqlens": [0, 2, 12, 13]},
-              {"state_indices": [4, -1, 2], "cu_seqlens": [0, 2, 9, 9]},
-              [2, 3, 4, 5, 6, 7, 8]),
-        _call("a start before the first", _delta(9, 6),
-              {"state_indices": [4, 1, 2], "cu_seqlens": [0, -1, 3, 8]},
-              {"state_indices": [4, -1, 2], "cu_seqlens": [0, 0, 3, 8]},
-              [0, 1, 2]),
+        _call(name, _delta(9, 6), {"state_indices": [4, 1, 2], "cu_seqlens": starts},
+              {"state_indices": [-1, -1, -1], "cu_seqlens": [0, 2, 2, 9]}, list(range(9)))
+        for name, starts in wrong.items()
     ]  # fmt: skip
 
 

@@ -42,22 +42,11 @@ def test_no_kernel_leaves_a_tensor(index):
             run(index, on_npu(index.call()), value.npu())
 
 
-@pytest.mark.parametrize(
-    "starts, nan, kept",
-    [
-        ([0, 2, 5], [2, 3], [1]),
-        ([-1, 2, 4], [0, 1], [3]),
-        ([1, 2, 4], [0, 1], [3]),
-        ([0, 5, 4], [0, 1, 2, 3], [3, 1]),
-        ([0, -3, 4], [0, 1, 2, 3], [3, 1]),
-    ],
-)
-def test_update_skips_wrong_sequences(starts, nan, kept):
-    """As the docstring of gated_delta_rule_update says: NaN, and the states stay."""
+@pytest.mark.parametrize("starts", [[0, 2, 5], [-1, 2, 4], [1, 2, 4], [0, 5, 4], [0, -3, 4]])
+def test_update_of_wrong_starts(starts):
+    """All tokens are NaN, and the states stay."""
     inputs = on_npu(gated_delta_rule_update())
     before = inputs["state"].clone()
     inputs["cu_seqlens"] = torch.tensor(starts, dtype=torch.int32).npu()
-    o = npu_ops.gated_delta_rule_update(**inputs).cpu()
-    assert [token for token in range(4) if o[token].isnan().all()] == nan
-    assert all(o[token].isfinite().all() for token in range(4) if token not in nan)
-    assert torch.equal(inputs["state"][kept], before[kept])
+    assert npu_ops.gated_delta_rule_update(**inputs).isnan().all()
+    assert torch.equal(inputs["state"], before)
