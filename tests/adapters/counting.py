@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from types import ModuleType
 
+import torch
+
 TORCH_NPU = (
     "npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_fusion_attention", "npu_grouped_matmul",
     "npu_moe_token_permute", "npu_moe_token_unpermute", "npu_cross_entropy_loss",
@@ -17,7 +19,10 @@ TORCH_NPU = (
 def on_calls(
     names: Iterable[str], note: Callable[[str], None], home: ModuleType | None = None
 ) -> None:
-    """From now on `note(name)` comes before each call of these operators of npu_ops, or `home`."""
+    """From now on `note(name)` comes before each call of these operators of npu_ops, or `home`.
+
+    Calls that are traced by torch.compile are not noted.
+    """
     if home is None:
         import npu_ops as home  # no earlier: checks depend on who is imported first
     for name in names:
@@ -34,7 +39,8 @@ def count_calls(names: Iterable[str]) -> collections.Counter[str]:
 def _noted(operator: Callable, note: Callable[[], None]) -> Callable:
     @functools.wraps(operator)
     def call(*args, **kwargs):
-        note()
+        if not torch.compiler.is_compiling():  # a count is a guard, and recompiles
+            note()
         return operator(*args, **kwargs)
 
     return call

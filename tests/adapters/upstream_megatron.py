@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import collections
 import contextlib
 import importlib
 import importlib.machinery
@@ -32,8 +31,8 @@ import tempfile
 import types
 import typing
 
-import counting
 import pytest
+import runs
 
 TESTS = "tests/unit_tests"
 FILES = (
@@ -60,7 +59,6 @@ OPERATORS = (
     "l2norm",
     "rms_norm_gated",
 )
-OUTCOMES = ("passed", "failed", "skipped")
 RUNS = {"without": "all", "with": "", "against": ""}  # NPU_OPS_DISABLE
 REFERENCES = (
     ("megatron.core.fusions.fused_bias_dropout", "bias_dropout_add_unfused"),
@@ -246,44 +244,6 @@ def with_references() -> None:
 # One run, in a process of its own
 
 
-class Record:
-    """A pytest plugin: how each test ended and why, and the calls that reached npu_ops."""
-
-    def __init__(self):
-        self.tests = {}
-        self.calls = collections.Counter()
-        self._file = None
-
-    def pytest_runtest_logstart(self, nodeid, location):
-        self._file = nodeid.partition("::")[0]
-
-    def pytest_runtest_logreport(self, report):
-        passed_so_far = self.tests.get(report.nodeid, ("passed",))[0] == "passed"
-        if passed_so_far and (report.when == "call" or not report.passed):
-            self.tests[report.nodeid] = (report.outcome, reason(report))
-
-    def pytest_collectreport(self, report):
-        if not report.passed:
-            self.tests[report.nodeid] = (report.outcome, reason(report))
-
-    def count_calls(self) -> None:
-        counting.on_calls(OPERATORS, lambda name: self.calls.update([self._file]))
-
-
-def reason(report) -> str:
-    """One line on why a test did not pass; the same for tests that failed of the same."""
-    if report.passed:
-        return ""
-    if isinstance(report.longrepr, tuple):
-        return report.longrepr[2].removeprefix("Skipped: ")
-    crash = getattr(report.longrepr, "reprcrash", None)
-    if crash is None:  # not a test: a file that cannot be collected
-        return report.longreprtext.strip().splitlines()[-1].removeprefix("E").strip()
-    first = crash.message.partition("\n")[0]
-    bare = first == "AssertionError"
-    return f"{pathlib.Path(crash.path).name}:{crash.lineno}: {first}" if bare else first
-
-
 def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) -> None:
     read_on_cpu(checkout)
     complete_torch_cpu()
@@ -293,7 +253,7 @@ def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) 
     without_transformer_engine()
     if name == "against":
         with_references()
-    record = Record()
+    record = runs.Record(OPERATORS)
     record.count_calls()
     # Not upstream's conftest.py, which downloads data, nor its settings. Rewritten assertions
     # would go round our loader.
@@ -302,7 +262,7 @@ def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) 
     options += ["-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={root}"]
     paths = [str(root / file) for file in files if (root / file).exists()]
     pytest.main([*options, *paths], plugins=[record])
-    pathlib.Path(output).write_text(json.dumps({"tests": record.tests, "calls": record.calls}))
+    pathlib.Path(output).write_text(json.dumps(record.report()))
 
 
 def run(name: str, checkout: pathlib.Path, files: list[str]) -> dict:
@@ -335,60 +295,6 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-# The report
-
-
-def show_counts(reports: dict[str, dict], files: list[str]) -> None:
-    print(f"{'passed / failed / skipped, calls to npu-ops':50}" + "".join(f"{n:19}" for n in RUNS))
-    for file in files:
-        cells = (f"{counts(report, file):19}" for report in reports.values())
-        print(f"{file:50}{''.join(cells)}".rstrip())
-
-
-def counts(report: dict, file: str) -> str:
-    ends = [end for test, (end, _) in report["tests"].items() if test.partition("::")[0] == file]
-    if not ends:
-        return "not there"
-    numbers = " / ".join(str(ends.count(outcome)) for outcome in OUTCOMES)
-    return f"{numbers}, {report['calls'].get(file, 'none')}"
-
-
-def show_reasons(ends: dict[str, list]) -> None:
-    print("\nThe same in every run:")
-    same = (runs[0] for runs in ends.values() if runs.count(runs[0]) == len(runs))
-    for (outcome, why), number in collections.Counter(same).most_common():
-        print(f"{number:5} {outcome}{': ' if why else ''}{why}")
-
-
-def show_differences(ends: dict[str, list]) -> None:
-    print("\nNot the same:")
-    for test, runs in ends.items():
-        if runs.count(runs[0]) < len(runs):
-            print(f"  {test}")
-            for name, (outcome, why) in zip(RUNS, runs, strict=True):
-                print(f"    {name:9} {outcome} {why}".rstrip())
-
-
-def compare(checkout: pathlib.Path, files: list[str]) -> int:
-    reports = {name: run(name, checkout, files) for name in RUNS}
-    tests = dict.fromkeys(test for report in reports.values() for test in report["tests"])
-    ends = {
-        test: [tuple(report["tests"].get(test, ("not run", ""))) for report in reports.values()]
-        for test in tests
-    }
-    show_counts(reports, files)
-    show_reasons(ends)
-    show_differences(ends)
-    lost = any(is_lost(*(outcome for outcome, _ in runs)) for runs in ends.values())
-    if not reports["with"]["calls"]:
-        print("\nNo call reached npu-ops, so this says nothing about it.")
-    return int(lost or not reports["with"]["calls"])
-
-
-def is_lost(without: str, *ours: str) -> bool:
-    return without == "passed" and any(outcome != "passed" for outcome in ours)
-
-
 def main() -> int | None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=pathlib.Path, help="a clone of Megatron-LM")
@@ -399,7 +305,8 @@ def main() -> int | None:
     if options.run:
         name, output = options.run
         return run_tests(name, checkout, options.files, output)
-    return compare(checkout, options.files)
+    reports = {name: run(name, checkout, options.files) for name in RUNS}
+    return runs.compare(reports, options.files)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,108 @@
+"""The same tests in several runs, one without npu-ops: how each ended, and what only we lose."""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+
+import counting
+
+OUTCOMES = ("passed", "failed", "skipped")
+
+
+class Record:
+    """A pytest plugin: how each test ended and why, and the calls that reached npu_ops."""
+
+    def __init__(self, operators):
+        self.tests = {}
+        self._operators = operators
+        self.calls = collections.Counter()
+        self._file = None
+
+    def pytest_runtest_logstart(self, nodeid, location):
+        self._file = nodeid.partition("::")[0]
+
+    def pytest_runtest_logreport(self, report):
+        passed_so_far = self.tests.get(report.nodeid, ("passed",))[0] == "passed"
+        if passed_so_far and (report.when == "call" or not report.passed):
+            self.tests[report.nodeid] = (report.outcome, reason(report))
+
+    def pytest_collectreport(self, report):
+        if not report.passed:
+            self.tests[report.nodeid] = (report.outcome, reason(report))
+
+    def report(self) -> dict:
+        return {"tests": self.tests, "calls": self.calls}
+
+    def count_calls(self) -> None:
+        counting.on_calls(self._operators, lambda name: self.calls.update([self._file]))
+
+
+def reason(report) -> str:
+    """One line on why a test did not pass; the same for tests that failed of the same."""
+    if report.passed:
+        return ""
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[2].removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None:  # not a test: a file that cannot be collected
+        return report.longreprtext.strip().splitlines()[-1].removeprefix("E").strip()
+    first = crash.message.partition("\n")[0]
+    bare = first == "AssertionError"
+    return f"{pathlib.Path(crash.path).name}:{crash.lineno}: {first}" if bare else first
+
+
+def compare(reports: dict[str, dict], files: list[str]) -> int:
+    """Print what the runs have given, `without` first, each a Record's report.
+
+    Returns:
+        1 if a test passes only without npu-ops, or if no call reached it.
+    """
+    tests = dict.fromkeys(test for report in reports.values() for test in report["tests"])
+    ends = {
+        test: [tuple(report["tests"].get(test, ("not run", ""))) for report in reports.values()]
+        for test in tests
+    }
+    show_counts(reports, files)
+    show_reasons(ends)
+    show_differences(ends, list(reports))
+    lost = any(is_lost(*(outcome for outcome, _ in runs)) for runs in ends.values())
+    if not reports["with"]["calls"]:
+        print("\nNo call reached npu-ops, so this says nothing about it.")
+    return int(lost or not reports["with"]["calls"])
+
+
+def show_counts(reports: dict[str, dict], files: list[str]) -> None:
+    title = "passed / failed / skipped, calls to npu-ops"
+    print(f"{title:50}" + "".join(f"{name:19}" for name in reports))
+    for file in files:
+        cells = (f"{counts(report, file):19}" for report in reports.values())
+        print(f"{file:50}{''.join(cells)}".rstrip())
+
+
+def counts(report: dict, file: str) -> str:
+    ends = [end for test, (end, _) in report["tests"].items() if test.partition("::")[0] == file]
+    if not ends:
+        return "not there"
+    numbers = " / ".join(str(ends.count(outcome)) for outcome in OUTCOMES)
+    return f"{numbers}, {report['calls'].get(file, 'none')}"
+
+
+def show_reasons(ends: dict[str, list]) -> None:
+    print("\nThe same in every run:")
+    same = (runs[0] for runs in ends.values() if runs.count(runs[0]) == len(runs))
+    for (outcome, why), number in collections.Counter(same).most_common():
+        print(f"{number:5} {outcome}{': ' if why else ''}{why}")
+
+
+def show_differences(ends: dict[str, list], names: list[str]) -> None:
+    print("\nNot the same:")
+    for test, runs in ends.items():
+        if runs.count(runs[0]) < len(runs):
+            print(f"  {test}")
+            for name, (outcome, why) in zip(names, runs, strict=True):
+                print(f"    {name:9} {outcome} {why}".rstrip())
+
+
+def is_lost(without: str, *ours: str) -> bool:
+    return without == "passed" and any(outcome != "passed" for outcome in ours)

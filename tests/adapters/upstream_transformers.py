@@ -1,0 +1,96 @@
+"""Runs transformers' own tests of models that npu-ops accelerates, without it and with it.
+
+    git clone https://github.com/huggingface/transformers
+    python tests/adapters/upstream_transformers.py transformers
+
+Transformers itself is that of the clone, with the packages that it asks for, installed once to a
+folder under .cache. No file of the clone is changed. What needs a GPU, a checkpoint or a download
+is skipped or fails in both runs, and is listed with its reason.
+
+The exit status is 1 if a test passes only without npu-ops, or if no call reached it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import counting
+import fetching
+import pytest
+import runs
+
+FILES = tuple(
+    f"tests/models/{family}/test_modeling_{family}.py"
+    for family in ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+)
+RUNS = {"without": "all", "with": ""}  # NPU_OPS_DISABLE
+# What its tests import, beside what transformers itself asks for.
+MORE = ("datasets", "parameterized", "pillow", "numpy<2.4")
+
+
+def installed(checkout: pathlib.Path) -> pathlib.Path:
+    """A folder with the clone's transformers, and no torch."""
+    commit = subprocess.run(
+        ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"],
+        check=True, capture_output=True, text=True,
+    ).stdout.strip()  # fmt: skip
+    folder = fetching.CACHE / "frameworks" / f"transformers-{commit}"
+    if not folder.exists():
+        with fetching.whole(folder) as partial:
+            command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(partial)]
+            subprocess.run([*command, str(checkout), *MORE], check=True)
+    return folder
+
+
+def run_tests(checkout: pathlib.Path, files: list[str], output: str) -> None:
+    record = runs.Record(counting.operators())
+    record.count_calls()
+    os.chdir(checkout)
+    options = ["-q", "-p", "no:cacheprovider", "--tb=short", "--timeout=0"]
+    pytest.main([*options, *files], plugins=[record])
+    pathlib.Path(output).write_text(json.dumps(record.report()))
+
+
+def run(name: str, checkout: pathlib.Path, files: list[str]) -> dict:
+    """`run_tests` in a new process, which `import torch` gives the adapters unless disabled."""
+    path = [str(installed(checkout)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {
+        "PYTHONPATH": os.pathsep.join(path),
+        "NPU_OPS_DISABLE": RUNS[name],
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as output:
+        command = [sys.executable, __file__, "--run", output.name, str(checkout), *files]
+        done = subprocess.run(
+            command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, check=False,
+        )  # fmt: skip
+        report = output.read()
+    if not report:
+        sys.exit(f"{done.stdout[-5000:]}\n{name}: the process ended with {done.returncode}")
+    return json.loads(report)
+
+
+def main() -> int | None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkout", type=pathlib.Path, help="a clone of transformers")
+    parser.add_argument("files", nargs="*", default=FILES, help="of its tests")
+    parser.add_argument("--run", help=argparse.SUPPRESS)  # its report
+    options = parser.parse_args()
+    checkout = options.checkout.resolve()
+    if options.run:
+        return run_tests(checkout, options.files, options.run)
+    reports = {name: run(name, checkout, options.files) for name in RUNS}
+    return runs.compare(reports, options.files)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
