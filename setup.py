@@ -1,7 +1,10 @@
 """Builds the native library from csrc/*/*.cpp; everything else is in pyproject.toml.
 
-The library uses torch's stable ABI and has no PyInit, so one abi3 wheel serves every Python and
-every torch from TORCH_TARGET on. NPU_OPS_SKIP_NATIVE=1 installs without it.
+From torch 2.10 on the library uses torch's stable ABI: npu_ops/_native.abi3.so serves every torch
+from TORCH_TARGET on. For torch 2.7 to 2.9 the same sources are built with that torch's C++ API:
+npu_ops/_native_torch2_9.abi3.so. Neither has a PyInit, so one file serves every Python.
+NPU_OPS_SKIP_NATIVE=1 installs without them. NPU_OPS_OLDER_TORCH, folders of unpacked torch wheels
+with colons between them, builds the libraries of those too, for a wheel that serves all.
 
 Where CANN is installed (ASCEND_HOME_PATH), csrc/CMakeLists.txt compiles the AscendC kernels too:
 they are shipped as npu_ops/_ascendc/<family>/<op>.o. NPU_OPS_SKIP_ASCENDC=1 installs without them.
@@ -12,6 +15,7 @@ import glob
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -19,19 +23,38 @@ import sys
 import setuptools
 from setuptools.command.build_py import build_py
 
+STABLE_FROM = (2, 10)
+OLDEST = (2, 7)
 TORCH_TARGET = "0x020a000000000000"  # 2.10
-PYTHON_TARGET = "0x030a0000"  # 3.10
+WITHOUT = (
+    "or set NPU_OPS_SKIP_NATIVE=1 to install without native kernels: every operator then runs "
+    "through its PyTorch reference, or through Triton on an NPU."
+)
+
+
+def release(torch):
+    """(2, 9) of "2.9.0a0+git1234"."""
+    return tuple(int(number) for number in torch.split(".")[:2])
 
 
 def find_compiler():
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler.split()[0]) is None:
+    """The C++ compiler's command, and how it calls itself."""
+    compiler = os.environ.get("CXX", "g++").split()
+    if shutil.which(compiler[0]) is None:
         raise SystemExit(
-            f"npu-ops: the C++ compiler {compiler!r} was not found; the native CPU kernels need "
-            "one. Install g++ (or set CXX), or set NPU_OPS_SKIP_NATIVE=1 to install without native "
-            "kernels: every operator then runs through its PyTorch reference."
+            f"npu-ops: the C++ compiler {compiler[0]!r} was not found. Install g++ (or set CXX), "
+            + WITHOUT
         )
-    return compiler
+    asked = [*compiler, "-std=c++20", "-x", "c++", "-fsyntax-only", "-"]
+    tried = subprocess.run(asked, input="#include <concepts>", capture_output=True, text=True)
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    version = version.partition("\n")[0]
+    if tried.returncode:
+        raise SystemExit(
+            f"npu-ops: {version} does not know C++20. Install g++ 10 or newer (or set CXX), "
+            + WITHOUT
+        )
+    return version
 
 
 def write_build_info(**info):
@@ -39,35 +62,16 @@ def write_build_info(**info):
     path.write_text(json.dumps(info) + "\n")
 
 
-def native_extension():
-    import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+def library(torch, **options):
+    """The native library for a release of torch."""
+    from torch.utils.cpp_extension import CppExtension
 
-    class BuildNative(BuildExtension):
-        """Keeps the objects, so that ninja compiles again only what has changed."""
-
-        def finalize_options(self):
-            super().finalize_options()
-            # Else pip gives each build a new folder. The variable: another machine is built for.
-            self.build_temp = f"build/{os.environ.get('_PYTHON_HOST_PLATFORM', 'native')}"
-
-        def run(self):
-            """One at a time: make begins to build while pip downloads what it will build for."""
-            pathlib.Path("build").mkdir(exist_ok=True)
-            with open("build/lock", "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                super().run()
-
-    here, compiler = os.getcwd(), find_compiler()
-    version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True)
-    write_build_info(
-        torch=torch.__version__, torch_target="2.10", compiler=version.stdout.partition("\n")[0]
-    )
-    kernels = CppExtension(
-        "npu_ops._native",
+    here, stable = os.getcwd(), torch >= STABLE_FROM
+    return CppExtension(
+        "npu_ops._native" if stable else "npu_ops._native_torch{}_{}".format(*torch),
         sorted([*glob.glob("csrc/*/*_cpu.cpp"), *glob.glob("csrc/*/*_npu.cpp")]),
         py_limited_api=True,
-        define_macros=[("Py_LIMITED_API", PYTHON_TARGET), ("TORCH_TARGET_VERSION", TORCH_TARGET)],
+        define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET)] if stable else [],
         extra_compile_args=[
             "-O3",
             # No one asks for floating-point traps; if they could come, a condition in a loop would
@@ -79,11 +83,71 @@ def native_extension():
             f"-fmacro-prefix-map={here}/=",
         ],
         extra_link_args=["-s", "-ldl"],
-        include_dirs=[os.path.abspath("csrc")],
         depends=sorted(glob.glob("csrc/*/*.h")),
+        **options,
     )
+
+
+def older_library(folder):
+    """The library for the torch in a folder, an unpacked wheel."""
+    version = (pathlib.Path(folder) / "torch" / "version.py").read_text()
+    torch = release(re.search(r"__version__ = '([^']+)'", version)[1])
+    made = library(torch)
+    headers = f"{folder}/torch/include"
+    # In place of those of the torch that builds.
+    made.include_dirs = ["csrc", headers, f"{headers}/torch/csrc/api/include"]
+    made.library_dirs = [f"{folder}/torch/lib"]
+    return made
+
+
+def native_extensions():
+    import torch
+    from torch.utils.cpp_extension import BuildExtension
+
+    if release(torch.__version__) < OLDEST:
+        raise SystemExit(
+            f"npu-ops: needs torch 2.7 or newer, this is {torch.__version__}. Install a newer one, "
+            + WITHOUT
+        )
+
+    class BuildNative(BuildExtension):
+        """Keeps the objects, so that ninja compiles again only what has changed."""
+
+        def finalize_options(self):
+            super().finalize_options()
+            # Else pip gives each build a new folder. The variable: another machine is built for.
+            platform = os.environ.get("_PYTHON_HOST_PLATFORM", "native")
+            self.build_temp = f"build/{platform}/torch-{torch.__version__}"
+
+        def run(self):
+            """One at a time: make begins to build while pip downloads what it will build for."""
+            pathlib.Path("build").mkdir(exist_ok=True)
+            with open("build/lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                try:
+                    super().run()
+                except Exception as error:
+                    raise SystemExit(
+                        f"npu-ops: the native kernels were not built with {compiler} for torch "
+                        f"{torch.__version__}: {error}. The compiler's first error is above. Mend "
+                        f"it, {WITHOUT}"
+                    ) from None
+
+        def build_extension(self, extension):
+            """Objects of each torch in a folder of their own."""
+            before = self.build_temp
+            self.build_temp = f"{before}/{extension.name}"
+            super().build_extension(extension)
+            self.build_temp = before
+
+    compiler = find_compiler()
+    write_build_info(torch=torch.__version__, compiler=compiler)
+    older = filter(None, os.environ.get("NPU_OPS_OLDER_TORCH", "").split(":"))
     return {
-        "ext_modules": [kernels],
+        "ext_modules": [
+            library(release(torch.__version__), include_dirs=[os.path.abspath("csrc")]),
+            *map(older_library, older),
+        ],
         "cmdclass": {"build_ext": BuildNative, "build_py": BuildWithKernels},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }
@@ -132,9 +196,9 @@ def compile_kernels(folder):
 
 def native_settings():
     if os.environ.get("NPU_OPS_SKIP_NATIVE") == "1":
-        write_build_info(torch=None, torch_target=None, compiler=None)
+        write_build_info(torch=None, compiler=None)
         return {"cmdclass": {"build_py": BuildWithKernels}}
-    return native_extension()
+    return native_extensions()
 
 
 # What the emulated NPU builds on first use: itself, and twins of AscendC kernels.

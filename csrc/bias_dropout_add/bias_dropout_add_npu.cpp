@@ -23,7 +23,8 @@ BiasDropoutAddTiling tiling_of(const Tensor& x, bool drops, double p, int64_t co
 }
 
 void forward(Tensor x, std::optional<Tensor> bias, Tensor residual, std::optional<Tensor> rng_state,
-             double p, Tensor out, std::string binary, int64_t cores, int64_t ub_bytes) {
+             double p, Tensor out, std::string binary, int64_t cores, int64_t ub_bytes,
+             int64_t stream) {
   auto tiling = tiling_of(x, rng_state.has_value(), p, cores, ub_bytes, false);
   tiling.x_type = element_type(x, "x");
   tiling.residual_type = element_type(residual, "residual");
@@ -32,7 +33,7 @@ void forward(Tensor x, std::optional<Tensor> bias, Tensor residual, std::optiona
     tiling.bias_type = element_type(*bias, "bias");
     tiling.bias_kind = bias->numel() == tiling.width ? kRowBias : kFullBias;
   }
-  launch_ascendc({binary, cores, ub_bytes}, "bias_dropout_add", tiling.pieces(),
+  launch_ascendc({binary, cores, ub_bytes, stream}, "bias_dropout_add", tiling.pieces(),
                  {{"x", &x},
                   {"bias", pointer(bias)},
                   {"residual", &residual},
@@ -42,15 +43,14 @@ void forward(Tensor x, std::optional<Tensor> bias, Tensor residual, std::optiona
 }
 
 void backward(Tensor grad, std::optional<Tensor> rng_state, double p, Tensor grad_x,
-              std::optional<Tensor> grad_bias, std::string binary, int64_t cores,
-              int64_t ub_bytes) {
+              std::optional<Tensor> grad_bias, std::string binary, int64_t cores, int64_t ub_bytes,
+              int64_t stream) {
   auto tiling = tiling_of(grad, rng_state.has_value(), p, cores, ub_bytes, grad_bias.has_value());
   tiling.x_type = element_type(grad, "grad");
   tiling.out_type = element_type(grad_x, "grad_x");
   std::optional<Tensor> partials;
-  if (grad_bias)
-    partials = torch::stable::new_empty(*grad_bias, {tiling.row_pieces(), tiling.width});
-  launch_ascendc({binary, cores, ub_bytes}, "bias_dropout_add_backward", tiling.pieces(),
+  if (grad_bias) partials = new_empty(*grad_bias, {tiling.row_pieces(), tiling.width});
+  launch_ascendc({binary, cores, ub_bytes, stream}, "bias_dropout_add_backward", tiling.pieces(),
                  {{"grad", &grad},
                   {"rng_state", pointer(rng_state)},
                   {"grad_x", &grad_x},
@@ -58,7 +58,7 @@ void backward(Tensor grad, std::optional<Tensor> rng_state, double p, Tensor gra
                  tiling);
   if (grad_bias) {
     const int64_t rows[] = {0};
-    torch::stable::copy_(*grad_bias, torch::stable::sum(*partials, rows));
+    copy_(*grad_bias, sum(*partials, rows));
   }
 }
 

@@ -53,7 +53,7 @@ CausalConv1dUpdateTiling tiling_of(const Tensor& x, const Tensor& state, const T
 void update(Tensor x, Tensor conv_state, Tensor weight, Optional bias, Optional indices,
             Optional accepted, Optional starts, Optional window, Optional window_indices,
             int64_t pad, bool silu, bool update, Tensor y, std::string binary, int64_t cores,
-            int64_t ub) {
+            int64_t ub, int64_t stream) {
   auto tiling = tiling_of(x, conv_state, weight, bias, starts, window, y);
   tiling.pad = pad;
   tiling.silu = silu;
@@ -64,7 +64,7 @@ void update(Tensor x, Tensor conv_state, Tensor weight, Optional bias, Optional 
   tiling.wide_windows = is_wide(window_indices);
   if (tiling.sequences == 0) return;
   cut(tiling, cores, ub);
-  launch_ascendc({binary, cores, ub}, "causal_conv1d_update", tiling.pieces(),
+  launch_ascendc({binary, cores, ub, stream}, "causal_conv1d_update", tiling.pieces(),
                  {{"x", &x},
                   {"conv_state", &conv_state},
                   {"weight", &weight},

@@ -27,13 +27,13 @@ inline const Tensor* pointer(const std::optional<Tensor>& tensor) {
 ElementType element_type(const Tensor& tensor, const char* argument);
 
 // What `npu_ops.core.ascendc.target` hands out: a device object, or its twin on the emulated NPU;
-// the device's vector cores, and bytes of unified buffer of each.
+// the device's vector cores, and bytes of unified buffer of each; and the current stream's address.
 struct KernelTarget {
   const std::string& binary;
-  int64_t cores, ub_bytes;
+  int64_t cores, ub_bytes, stream;
 };
 
-// Runs `kernel` on the current stream, on no more blocks than there are pieces of work. Its
+// Runs `kernel` on the stream, on no more blocks than there are pieces of work. Its
 // arguments are the tensors' addresses, in their order, and then the tiling.
 //
 // Raises with the runtime's own sentence if a step fails.

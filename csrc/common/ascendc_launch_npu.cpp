@@ -1,5 +1,4 @@
 #include <dlfcn.h>
-#include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
 #include <cstring>
@@ -76,20 +75,6 @@ void* function_of(const std::string& binary, const std::string& kernel, int devi
   return function;
 }
 
-// The raw stream. Asking for it also submits what torch_npu has queued before it.
-void* current_stream(int device) {
-  using NativeHandle = AOTITorchError (*)(StreamHandle, void**);
-  static const auto native_handle =
-      reinterpret_cast<NativeHandle>(dlsym(RTLD_DEFAULT, "torch_stream_native_handle"));
-  STD_TORCH_CHECK(native_handle, "ascendc: needs torch 2.13, which hands out the NPU's stream");
-  StreamHandle stream = nullptr;
-  void* handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_stream(device, &stream));
-  const torch::stable::accelerator::Stream owner(stream);
-  STABLE_TORCH_ERROR_CODE_CHECK(native_handle(stream, &handle));
-  return handle;
-}
-
 // Bytes from the first element to the last; what lies between rows belongs to the tensor, too.
 uint64_t span(const Tensor& tensor) {
   int64_t last = 0;
@@ -137,14 +122,13 @@ void launch_ascendc(const KernelTarget& target, const char* kernel, int64_t piec
   const size_t addresses = arguments.size();
   arguments.resize(addresses + (bytes + sizeof(uint64_t) - 1) / sizeof(uint64_t));
   std::memcpy(&arguments[addresses], tiling, bytes);
-  const int device = tensors.front().tensor->get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  void* stream = current_stream(device);
+  const int device = device_index(*tensors.front().tensor);
+  const DeviceGuard guard(device);
   void* function = function_of(target.binary, kernel, device);
   announce(tensors);
   const auto blocks = static_cast<uint32_t>(std::min(target.cores, pieces));
-  runtime().check(runtime().run(function, blocks, stream, nullptr, arguments.data(),
-                                addresses * sizeof(uint64_t) + bytes, nullptr, 0),
+  runtime().check(runtime().run(function, blocks, reinterpret_cast<void*>(target.stream), nullptr,
+                                arguments.data(), addresses * sizeof(uint64_t) + bytes, nullptr, 0),
                   "the launch", kernel);
 }
 

@@ -1,18 +1,11 @@
-// What every binding file needs of torch: the stable ABI, shape checks, dtype dispatch.
+// What every binding file needs of torch: tensors, shape checks, dtype dispatch.
 #pragma once
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include "common/memory.h"
+#include "common/torch.h"
 #include "common/vec.h"
 
 namespace npu_ops {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // Calls `body` with a null pointer of the storage type that `dtype` names.
 template <class Body>

@@ -1,10 +1,10 @@
 // Threads, through torch's own pool.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cstdint>
+
+#include "common/torch.h"
 
 namespace npu_ops {
 
@@ -15,7 +15,7 @@ constexpr int64_t kGrainElements = 32768;
 template <class Body>
 void parallel(int64_t count, int64_t width, const Body& body) {
   const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, width));
-  torch::stable::parallel_for(0, count, grain, body);
+  parallel_for(0, count, grain, body);
 }
 
 }  // namespace npu_ops

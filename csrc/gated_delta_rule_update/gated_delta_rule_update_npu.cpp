@@ -18,7 +18,7 @@ void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tens
             Tensor state, Tensor state_indices, Optional cu_seqlens, Optional num_accepted_tokens,
             Optional intermediate_states, Optional intermediate_state_indices, double scale,
             bool normalize, bool v_first, bool update, double, double, Tensor o, std::string binary,
-            int64_t cores, int64_t ub) {
+            int64_t cores, int64_t ub, int64_t stream) {
   GatedDeltaRuleUpdateTiling tiling{};
   tiling.sequences = state_indices.size(0);
   tiling.tokens = q.size(0);
@@ -62,7 +62,7 @@ void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tens
   tiling.update = update;
   tiling.scale = static_cast<float>(scale);
   cut(tiling, cores, ub);
-  launch_ascendc({binary, cores, ub}, "gated_delta_rule_update", tiling.pieces(),
+  launch_ascendc({binary, cores, ub, stream}, "gated_delta_rule_update", tiling.pieces(),
                  {{"q", &q},
                   {"k", &k},
                   {"v", &v},

@@ -36,11 +36,12 @@ GdnGateTiling tiling_of(const Tensor& a, const Tensor& A_log, const Optional& dt
 
 // Softplus is log(1 + exp(x)): op.py refuses another.
 void forward(Tensor a, Tensor A_log, Optional dt_bias, Optional b, double scale, double, double,
-             Tensor g, Optional beta, std::string binary, int64_t cores, int64_t ub) {
+             Tensor g, Optional beta, std::string binary, int64_t cores, int64_t ub,
+             int64_t stream) {
   auto tiling = tiling_of(a, A_log, dt_bias, b, scale, g, pointer(beta));
   const int64_t queues = kGdnGateQueueBytes + doubled({&g, pointer(beta)});
   cut_rows(tiling.rows, cores, ub, queues + 4 * kGdnGateFloats, 0, kGdnGateFixedBytes);
-  launch_ascendc({binary, cores, ub}, "gdn_gate", tiling.rows.pieces(),
+  launch_ascendc({binary, cores, ub, stream}, "gdn_gate", tiling.rows.pieces(),
                  {{"a", &a},
                   {"A_log", &A_log},
                   {"dt_bias", pointer(dt_bias)},
@@ -52,7 +53,8 @@ void forward(Tensor a, Tensor A_log, Optional dt_bias, Optional b, double scale,
 
 void backward(Tensor grad_g, Optional grad_beta, Tensor a, Tensor A_log, Optional dt_bias,
               Optional b, double scale, double, double, Tensor grad_a, Tensor grad_A_log,
-              Tensor grad_dt_bias, Optional grad_b, std::string binary, int64_t cores, int64_t ub) {
+              Tensor grad_dt_bias, Optional grad_b, std::string binary, int64_t cores, int64_t ub,
+              int64_t stream) {
   auto tiling = tiling_of(a, A_log, dt_bias, b, scale, grad_g, pointer(grad_beta));
   tiling.grad_a = matrix(&grad_a, "grad_a");
   tiling.grad_b = matrix(pointer(grad_b), "grad_b");
@@ -61,9 +63,9 @@ void backward(Tensor grad_g, Optional grad_beta, Tensor a, Tensor A_log, Optiona
   cut_rows(tiling.rows, cores, ub, queues + 4 * kGdnGateBackwardFloats, 0,
            kGdnGateFixedBytes + sums);
   const int64_t pieces = tiling.rows.pieces();
-  Tensor A_sums = torch::stable::new_empty(grad_A_log, {pieces, a.size(1)});
-  Tensor bias_sums = torch::stable::new_empty(grad_A_log, {pieces, a.size(1)});
-  launch_ascendc({binary, cores, ub}, "gdn_gate_backward", pieces,
+  Tensor A_sums = new_empty(grad_A_log, {pieces, a.size(1)});
+  Tensor bias_sums = new_empty(grad_A_log, {pieces, a.size(1)});
+  launch_ascendc({binary, cores, ub, stream}, "gdn_gate_backward", pieces,
                  {{"grad_g", &grad_g},
                   {"grad_beta", pointer(grad_beta)},
                   {"a", &a},
@@ -76,8 +78,8 @@ void backward(Tensor grad_g, Optional grad_beta, Tensor a, Tensor A_log, Optiona
                   {"grad_b", pointer(grad_b)}},
                  tiling);
   const int64_t over[] = {0};
-  torch::stable::copy_(grad_A_log, torch::stable::sum(A_sums, over));
-  torch::stable::copy_(grad_dt_bias, torch::stable::sum(bias_sums, over));
+  copy_(grad_A_log, sum(A_sums, over));
+  copy_(grad_dt_bias, sum(bias_sums, over));
 }
 
 }  // namespace

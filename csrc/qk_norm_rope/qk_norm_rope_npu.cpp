@@ -75,11 +75,11 @@ void forward(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor si
              bool zero_centered, bool gated, std::vector<int64_t> section,
              std::string section_layout, std::string pair_layout, int64_t rotary_dim, Tensor q,
              Tensor k, std::optional<Tensor> v, std::optional<Tensor> gate, std::string binary,
-             int64_t cores, int64_t ub) {
+             int64_t cores, int64_t ub, int64_t stream) {
   const Arguments given{qkv,       q_weight, k_weight,       cos,         sin,
                         positions, heads,    kv_heads,       eps,         zero_centered,
                         gated,     section,  section_layout, pair_layout, rotary_dim};
-  const KernelTarget target{binary, cores, ub};
+  const KernelTarget target{binary, cores, ub, stream};
   QkNormRopeTiling tiling = tiling_of(given, false);
   const Tensor* outputs[] = {&q, &k, pointer(v), pointer(gate)};
   for (int32_t kind = 0; kind < kKinds; ++kind) {
@@ -107,18 +107,18 @@ void backward(Tensor grad_q, Tensor grad_k, std::optional<Tensor> grad_v,
               int64_t kv_heads, double eps, bool zero_centered, bool gated,
               std::vector<int64_t> section, std::string section_layout, std::string pair_layout,
               int64_t rotary_dim, Tensor grad_qkv, Tensor grad_q_weight, Tensor grad_k_weight,
-              std::string binary, int64_t cores, int64_t ub) {
+              std::string binary, int64_t cores, int64_t ub, int64_t stream) {
   const Arguments given{qkv,       q_weight, k_weight,       cos,         sin,
                         positions, heads,    kv_heads,       eps,         zero_centered,
                         gated,     section,  section_layout, pair_layout, rotary_dim};
-  const KernelTarget target{binary, cores, ub};
+  const KernelTarget target{binary, cores, ub, stream};
   QkNormRopeTiling tiling = tiling_of(given, true);
   const Tensor* grads[] = {&grad_q, &grad_k, pointer(grad_v), pointer(grad_gate)};
   for (int32_t kind = 0; kind < kKinds; ++kind) tiling.own[kind] = own_heads(grads[kind]);
   fill_inside(tiling.grad, grad_qkv, given);
   cut(tiling, given, target, 8, kQkNormRopeBackwardElementBytes);
   const int64_t blocks = std::min(cores, tiling.rows.pieces()), dim = given.dim();
-  Tensor partials = torch::stable::new_empty(grad_q_weight, {blocks, kNormed, dim});
+  Tensor partials = new_empty(grad_q_weight, {blocks, kNormed, dim});
   launch_ascendc(target, "qk_norm_rope_backward", tiling.rows.pieces(),
                  {{"grad_q", &grad_q},
                   {"grad_k", &grad_k},
@@ -134,9 +134,9 @@ void backward(Tensor grad_q, Tensor grad_k, std::optional<Tensor> grad_v,
                   {"partials", &partials}},
                  tiling);
   const int64_t over_blocks[] = {0};
-  const Tensor sums = torch::stable::sum(partials, over_blocks);
-  torch::stable::copy_(grad_q_weight, torch::stable::select(sums, 0, 0));
-  torch::stable::copy_(grad_k_weight, torch::stable::select(sums, 0, 1));
+  const Tensor sums = sum(partials, over_blocks);
+  copy_(grad_q_weight, select(sums, 0, 0));
+  copy_(grad_k_weight, select(sums, 0, 1));
 }
 
 }  // namespace

@@ -38,8 +38,9 @@ RmsNormGatedTiling tiling_of(const Arguments& given, double eps, bool norm_befor
 }
 
 void forward(Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gate,
-             std::string activation, Tensor out, std::string binary, int64_t cores, int64_t ub) {
-  const KernelTarget target{binary, cores, ub};
+             std::string activation, Tensor out, std::string binary, int64_t cores, int64_t ub,
+             int64_t stream) {
+  const KernelTarget target{binary, cores, ub, stream};
   const auto tiling = tiling_of({nullptr, &x, &weight, &z, &out, nullptr}, eps, norm_before_gate,
                                 activation, target);
   launch_ascendc(target, "rms_norm_gated", tiling.rows.pieces(),
@@ -48,11 +49,11 @@ void forward(Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gat
 
 void backward(Tensor grad, Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gate,
               std::string activation, Tensor grad_x, Tensor grad_weight, Tensor grad_z,
-              std::string binary, int64_t cores, int64_t ub) {
-  const KernelTarget target{binary, cores, ub};
+              std::string binary, int64_t cores, int64_t ub, int64_t stream) {
+  const KernelTarget target{binary, cores, ub, stream};
   const auto tiling = tiling_of({&grad, &x, &weight, &z, &grad_x, &grad_z}, eps, norm_before_gate,
                                 activation, target);
-  Tensor partials = torch::stable::new_empty(
+  Tensor partials = new_empty(
       grad_weight, {tiling.rows.groups, tiling.rows.pieces_of_group(), tiling.rows.width});
   launch_ascendc(target, "rms_norm_gated_backward", tiling.rows.pieces(),
                  {{"grad", &grad},
@@ -64,7 +65,7 @@ void backward(Tensor grad, Tensor x, Tensor weight, Tensor z, double eps, bool n
                   {"grad_z", &grad_z}},
                  tiling);
   const int64_t pieces[] = {1};
-  torch::stable::copy_(grad_weight, torch::stable::sum(partials, pieces));
+  copy_(grad_weight, sum(partials, pieces));
 }
 
 }  // namespace

@@ -6,10 +6,11 @@ namespace {
 
 void rope(Tensor q, Tensor k, Tensor cos, Tensor sin, std::optional<Tensor> positions,
           std::string layout, std::string pair_layout, bool inverse, int64_t rotary_dim,
-          Tensor q_out, Tensor k_out, std::string binary, int64_t cores, int64_t ub) {
+          Tensor q_out, Tensor k_out, std::string binary, int64_t cores, int64_t ub,
+          int64_t stream) {
   launch_rotary("rope",
                 {q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_out, k_out},
-                {{0, rotary_dim / 2, 1}}, {binary, cores, ub});
+                {{0, rotary_dim / 2, 1}}, {binary, cores, ub, stream});
 }
 
 }  // namespace

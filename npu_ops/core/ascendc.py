@@ -62,11 +62,17 @@ def launcher(op: str, name: str, arguments: str) -> Callable[[], Callable[..., N
 
     arguments: of the operator `name`, as a torch schema writes them.
     """
-    name = library.define(f"{name}_ascendc({arguments}, str binary, int cores, int ub_bytes) -> ()")
+    target_schema = "str binary, int cores, int ub_bytes, int stream"
+    name = library.define(f"{name}_ascendc({arguments}, {target_schema}) -> ()")
 
     def load():
-        run = getattr(torch.ops.npu_ops, name).default
-        return lambda *arguments: run(*arguments, *target(op, arguments[0].device))
+        kernel = getattr(torch.ops.npu_ops, name).default
+
+        def run(*arguments):
+            device = arguments[0].device
+            kernel(*arguments, *target(op, device), current_stream(device))
+
+        return run
 
     return load
 
@@ -77,3 +83,10 @@ def target(op: str, device: torch.device) -> tuple[str, int, int]:
     soc = hardware.soc(device)
     cores = torch.npu.get_device_properties(device).vector_core_num
     return str(locate(op, socs.ascendc_family(soc))), cores, socs.ub_bytes(soc)
+
+
+def current_stream(device: torch.device) -> int:
+    """Its address. Asking for it also submits what torch_npu has queued before it."""
+    import torch_npu
+
+    return torch_npu._C._npu_getCurrentRawStream(device.index)

@@ -23,7 +23,9 @@ from npu_ops.core import memory
 
 LIBRARY = torch.library.Library("npu_ops", "DEF")
 _BUILD_INFO = pathlib.Path(__file__).parent.parent / "_build_info.json"
-_NATIVE = "_native.abi3.so"
+# The C++ API of older releases is no stable ABI: a library for each, see setup.py.
+_TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+_NATIVE = "_native.abi3.so" if _TORCH >= (2, 10) else "_native_torch{}_{}.abi3.so".format(*_TORCH)
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Tests set this to fill every output with NaN first, so that an element no kernel wrote shows.
@@ -287,9 +289,9 @@ def build_info() -> dict:
 
     Returns:
         `native`: whether the CPU kernels are loaded; `why_not`: a sentence if they are not;
-        `torch`, `torch_target`, `compiler`: what they were built with (None without them).
+        `torch`, `compiler`: what they were built with (None without them).
     """
-    info = {"native": False, "why_not": None, "torch": None, "torch_target": None, "compiler": None}
+    info = {"native": False, "why_not": None, "torch": None, "compiler": None}
     if _BUILD_INFO.exists():
         info |= json.loads(_BUILD_INFO.read_text())
     info["why_not"] = _load_native()
@@ -301,10 +303,14 @@ def build_info() -> dict:
 def _load_native() -> str | None:
     """Load the native library; None, or the reason why there is none."""
     path = _BUILD_INFO.with_name(_NATIVE)
-    if not path.exists():
-        return "installed without native kernels (NPU_OPS_SKIP_NATIVE=1 at install time)"
-    try:
-        torch.ops.load_library(path)
-    except OSError as error:
-        return f"the native library does not load: {error}"
-    return None
+    if path.exists():
+        try:
+            torch.ops.load_library(path)
+        except OSError as error:
+            reason = error.__cause__ or error  # some releases of torch hide the loader's
+            return f"the native library does not load: {reason}"
+        return None
+    others = sorted(other.name for other in path.parent.glob("_native*.so"))
+    if others:
+        return f"the native library for torch {torch.__version__}, {_NATIVE}, is not installed"
+    return "installed without native kernels (NPU_OPS_SKIP_NATIVE=1 at install time)"

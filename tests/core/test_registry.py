@@ -478,7 +478,7 @@ def test_autograd_notices_what_is_written_in_place(name, context, registered):
 def test_build_info_of_this_installation():
     info = npu_ops.build_info()
     assert info["native"] and info["why_not"] is None
-    assert info["torch_target"] == "2.10" and info["torch"] and info["compiler"]
+    assert info["torch"] and info["compiler"]
 
 
 def test_a_missing_native_library_is_said(monkeypatch, tmp_path):
