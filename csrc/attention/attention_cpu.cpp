@@ -10,14 +10,10 @@
 #include <vector>
 
 #include "attention/heads.h"
-#include "common/dot.h"
 #include "common/parallel.h"
 
 namespace npu_ops {
 namespace {
-
-// Up to so many keys, products of rows take less time than transposing the keys.
-constexpr int64_t kFewKeys = 8;
 
 struct Sizes {
   Sizes(const Tensor& q, const Tensor& k, const Tensor& v, double scale, int64_t shift)
@@ -31,15 +27,6 @@ struct Sizes {
         scale(static_cast<float>(scale)),
         shift(shift) {}
   int64_t group() const { return heads / key_heads; }
-  bool few_keys() const { return keys <= kFewKeys; }
-  // Runs body<ROWS>() for as many rows of a product at once as take the least time: of few queries
-  // the last are mostly rows of zeros.
-  template <class Body>
-  void with_rows(const Body& body) const {
-    if (queries <= 2) return body.template operator()<2>();
-    if (queries <= 64) return body.template operator()<4>();
-    body.template operator()<kRows>();
-  }
   // How many keys a query sees.
   int64_t seen(int64_t query) const { return std::clamp<int64_t>(query + shift + 1, 0, keys); }
   // The elements that a head takes as long as, see parallel.h.
@@ -66,30 +53,26 @@ NPU_OPS_CLONES void transpose(Padded<const float> from, int64_t rows, int64_t co
 }
 
 // Rows of `to` become left * right, of which each row reads what its query sees.
-template <int ROWS>
 NPU_OPS_INLINE void multiply_seen(const Sizes& of, int64_t first, Padded<const float> left,
                                   Padded<const float> right, Padded<float> to, bool all_finite) {
   if (all_finite)
-    return multiply<ROWS>({left.data, left.step, 1}, right, of.seen(first + ROWS - 1), to, to.step);
-  for (int64_t i = 0; i < ROWS; ++i)
+    return multiply<kRows>({left.data, left.step, 1}, right, of.seen(first + kRows - 1), to,
+                           to.step);
+  for (int64_t i = 0; i < kRows; ++i)
     multiply<1>({left.row(i), left.step, 1}, right, of.seen(first + i), to.from(i), to.step);
 }
 
-// `count` queries from `first` on, in ROWS rows. keys_t: transposed and scaled, where keys are not
-// few. out is to be divided by `sums`.
-template <int ROWS>
+// `count` queries from `first` on, in kRows rows. keys_t: transposed and scaled. out is to be
+// divided by `sums`.
 NPU_OPS_CLONES void attend(const Sizes& of, int64_t first, int64_t count, Padded<const float> q,
                            Padded<const float> keys, Padded<const float> keys_t,
                            Padded<const float> values, bool finite_values, Padded<float> scores,
                            Padded<float> out, float* lse, float* sums) {
-  const int64_t most = of.seen(first + ROWS - 1), columns = padded(most);
-  if (of.few_keys())
-    multiply_rows<ROWS>(q, keys, most, of.scale, scores);
-  else
-    multiply<ROWS>({q.data, q.step, 1}, keys_t, of.width, scores, columns);
+  const int64_t most = of.seen(first + kRows - 1), columns = padded(most);
+  multiply<kRows>({q.data, q.step, 1}, keys_t, of.width, scores, columns);
   for (int64_t i = 0; i < count; ++i)
     lse[i] = soften(scores.row(i), of.seen(first + i), columns, sums + i);
-  multiply_seen<ROWS>(of, first, scores, values, out, finite_values);
+  multiply_seen(of, first, scores, values, out, finite_values);
 }
 
 void forward(Tensor q, Tensor k, Tensor v, double scale, int64_t shift, Tensor out, Tensor lse) {
@@ -108,22 +91,20 @@ void forward(Tensor q, Tensor k, Tensor v, double scale, int64_t shift, Tensor o
         const int64_t b = at / of.heads, h = at % of.heads, key_head = h / of.group();
         if (at == begin || h % of.group() == 0) {
           read(ks.of(b, key_head), of.keys, of.width, keys);
-          if (!of.few_keys()) transpose(keys, of.keys, of.width, of.scale, keys_t);
+          transpose(keys, of.keys, of.width, of.scale, keys_t);
           read(vs.of(b, key_head), of.keys, of.values, values);
           finite_values = finite(values, of.keys);
         }
-        of.with_rows([&]<int ROWS>() {
-          for (int64_t i = 0; i < of.queries; i += ROWS) {
-            const int64_t count = std::min<int64_t>(ROWS, of.queries - i);
-            float log_sums[ROWS], over[ROWS] = {};
-            read(qs.of(b, h).from(i), count, of.width, queries);
-            attend<ROWS>(of, i, count, queries, keys, keys_t, values, finite_values, scores, found,
-                         log_sums, over);
-            for (float& sum : over) sum = 1 / sum;
-            write(found, count, of.values, over, outs.of(b, h).from(i));
-            for (int64_t r = 0; r < count; ++r) *lses.of(b, h).row(i + r) = log_sums[r];
-          }
-        });
+        for (int64_t i = 0; i < of.queries; i += kRows) {
+          const int64_t count = std::min<int64_t>(kRows, of.queries - i);
+          float log_sums[kRows], over[kRows] = {};
+          read(qs.of(b, h).from(i), count, of.width, queries);
+          attend(of, i, count, queries, keys, keys_t, values, finite_values, scores, found,
+                 log_sums, over);
+          for (float& sum : over) sum = 1 / sum;
+          write(found, count, of.values, over, outs.of(b, h).from(i));
+          for (int64_t r = 0; r < count; ++r) *lses.of(b, h).row(i + r) = log_sums[r];
+        }
       }
     });
   });
@@ -148,26 +129,19 @@ struct Gradients {
       grad_queries, grad_keys, grad_values;
 };
 
-// ROWS queries from `first` on: their weights, the gradients of their scores, and their own.
-template <int ROWS>
+// kRows queries from `first` on: their weights, the gradients of their scores, and their own.
 NPU_OPS_CLONES void attend_backward(const Sizes& of, const Gradients& x, int64_t first,
                                     const float* lse, bool finite_keys) {
-  const int64_t most = of.seen(first + ROWS - 1), columns = padded(most);
+  const int64_t most = of.seen(first + kRows - 1), columns = padded(most);
   const auto weights = x.weights.from(first), grads = x.grad_scores.from(first);
   const auto grad_out = x.grad_out.from(first);
-  // `add_to_keys` takes ROWS keys at once, of which these queries may see the first alone.
+  // `add_to_keys` takes kRows keys at once, of which these queries may see the first alone.
   const int64_t asked = std::min(columns + kLanes, weights.step);
-  if (of.few_keys()) {
-    multiply_rows<ROWS>(x.queries.from(first), x.keys, most, of.scale, weights);
-    multiply_rows<ROWS>(grad_out, x.values, most, 1.0f, grads);
-  } else {
-    multiply<ROWS>({x.queries.row(first), x.queries.step, 1}, x.keys_t, of.width, weights, columns);
-    multiply<ROWS>({grad_out.data, grad_out.step, 1}, x.values_t, of.values, grads, columns);
-  }
-  for (int i = 0; i < ROWS; ++i) {
+  multiply<kRows>({x.queries.row(first), x.queries.step, 1}, x.keys_t, of.width, weights, columns);
+  multiply<kRows>({grad_out.data, grad_out.step, 1}, x.values_t, of.values, grads, columns);
+  for (int i = 0; i < kRows; ++i) {
     const int64_t seen = of.seen(first + i);
     float *p = weights.row(i), *ds = grads.row(i);  // first the gradients of the weights
-    std::fill(p + seen, p + columns, 0.0f);         // not written if keys are few
     for (int64_t j = 0; j < columns; ++j) p[j] = exp_within(p[j] - lse[i]);
     std::fill(p + seen, p + asked, 0.0f);
     std::fill(ds + seen, ds + asked, 0.0f);
@@ -175,7 +149,7 @@ NPU_OPS_CLONES void attend_backward(const Sizes& of, const Gradients& x, int64_t
     const float along = dot(p, ds, columns);
     for (int64_t j = 0; j < seen; ++j) ds[j] = p[j] * (ds[j] - along);
   }
-  multiply_seen<ROWS>(of, first, grads, x.keys, x.grad_queries, finite_keys);
+  multiply_seen(of, first, grads, x.keys, x.grad_queries, finite_keys);
 }
 
 // Adds what a head's queries give to the gradients of their keys and values.
@@ -211,10 +185,8 @@ void backward(Tensor grad_out, Tensor lse, Tensor q, Tensor k, Tensor v, double 
         const int64_t b = at / of.key_heads, key_head = at % of.key_heads;
         read(ks.of(b, key_head), of.keys, of.width, x.keys);
         read(vs.of(b, key_head), of.keys, of.values, x.values);
-        if (!of.few_keys()) {
-          transpose(x.keys, of.keys, of.width, of.scale, x.keys_t);
-          transpose(x.values, of.keys, of.values, 1.0f, x.values_t);
-        }
+        transpose(x.keys, of.keys, of.width, of.scale, x.keys_t);
+        transpose(x.values, of.keys, of.values, 1.0f, x.values_t);
         const bool finite_keys = finite(x.keys, of.keys);
         std::fill_n(x.grad_keys.data, (of.keys + kRows) * x.grad_keys.step, 0.0f);
         std::fill_n(x.grad_values.data, (of.keys + kRows) * x.grad_values.step, 0.0f);
@@ -222,16 +194,14 @@ void backward(Tensor grad_out, Tensor lse, Tensor q, Tensor k, Tensor v, double 
           read(qs.of(b, h), of.queries, of.width, x.queries);
           read(grad_outs.of(b, h), of.queries, of.values, x.grad_out);
           const bool all_finite = finite(x.queries, of.queries) && finite(x.grad_out, of.queries);
-          of.with_rows([&]<int ROWS>() {
-            for (int64_t i = 0; i < of.queries; i += ROWS) {
-              const int64_t count = std::min<int64_t>(ROWS, of.queries - i);
-              float log_sums[ROWS] = {};
-              for (int64_t r = 0; r < count; ++r) log_sums[r] = *lses.of(b, h).row(i + r);
-              attend_backward<ROWS>(of, x, i, log_sums, finite_keys);
-              write(x.grad_queries, count, of.width, by_scale.data(), grad_qs.of(b, h).from(i));
-            }
-            all_finite ? add_to_keys<ROWS>(of, x) : add_to_keys<1>(of, x);
-          });
+          for (int64_t i = 0; i < of.queries; i += kRows) {
+            const int64_t count = std::min<int64_t>(kRows, of.queries - i);
+            float log_sums[kRows] = {};
+            for (int64_t r = 0; r < count; ++r) log_sums[r] = *lses.of(b, h).row(i + r);
+            attend_backward(of, x, i, log_sums, finite_keys);
+            write(x.grad_queries, count, of.width, by_scale.data(), grad_qs.of(b, h).from(i));
+          }
+          all_finite ? add_to_keys<kRows>(of, x) : add_to_keys<1>(of, x);
         }
         write(x.grad_keys, of.keys, of.width, by_scale.data(), grad_ks.of(b, key_head));
         write(x.grad_values, of.keys, of.values, by_one.data(), grad_vs.of(b, key_head));

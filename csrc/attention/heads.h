@@ -11,11 +11,19 @@
 #include "attention/tile.h"
 #include "common/check.h"
 #include "common/math.h"
-#include "common/memory.h"
-#include "common/staged.h"
 #include "common/sum.h"
+#include "common/widen.h"
 
 namespace npu_ops {
+
+// Rows in memory, a step apart.
+template <class T>
+struct Strided {
+  NPU_OPS_INLINE T* row(int64_t index) const { return data + index * step; }
+  Strided from(int64_t first) const { return {row(first), step}; }
+  T* data;
+  int64_t step;
+};
 
 // Where the tokens of each head are.
 template <class T>
@@ -41,9 +49,9 @@ Heads<T> heads_out(const Tensor& tensor) {
 class Pieces {
  public:
   Padded<float> take(int64_t rows, int64_t columns) {
-    thread_local std::vector<Lines<float>> kept;
+    thread_local std::vector<std::vector<float>> kept;
     if (taken_ == kept.size()) kept.emplace_back();
-    Lines<float>& mine = kept[taken_++];
+    std::vector<float>& mine = kept[taken_++];
     const int64_t step = padded(columns), floats = rows * step;
     if (static_cast<int64_t>(mine.size()) < floats) mine.resize(floats);
     return {mine.data(), step};
@@ -55,31 +63,19 @@ class Pieces {
 
 // Rows in fp32, with zeros up to their step.
 template <class T>
-NPU_OPS_CLONES void read(Strided<const T> from, int64_t rows, int64_t width, Padded<float> to) {
+void read(Strided<const T> from, int64_t rows, int64_t width, Padded<float> to) {
   for (int64_t i = 0; i < rows; ++i) {
-    const T* in = from.row(i);
-    float* out = to.row(i);
-    if constexpr (std::is_same_v<T, fp16>)
-      widen(in, out, width);
-    else
-      for (int64_t j = 0; j < width; ++j) out[j] = load(in[j]);
-    for (int64_t j = width; j < to.step; ++j) out[j] = 0.0f;
+    widen(from.row(i), to.row(i), width);
+    std::fill(to.row(i) + width, to.row(i) + to.step, 0.0f);
   }
 }
 
 // Writes rows, each times its number in `by`, which is done in place.
 template <class T>
-NPU_OPS_CLONES void write(Padded<float> from, int64_t rows, int64_t width, const float* by,
-                          Strided<T> to) {
+void write(Padded<float> from, int64_t rows, int64_t width, const float* by, Strided<T> to) {
   for (int64_t i = 0; i < rows; ++i) {
-    float* in = from.row(i);
-    T* out = to.row(i);
-    for (int64_t j = 0; j < width; ++j) in[j] *= by[i];
-    if constexpr (std::is_same_v<T, fp16>)
-      narrow(in, out, width);
-    else
-#pragma GCC ivdep
-      for (int64_t j = 0; j < width; ++j) store(out + j, in[j]);
+    for (int64_t j = 0; j < width; ++j) from.row(i)[j] *= by[i];
+    narrow(from.row(i), to.row(i), width);
   }
 }
 

@@ -9,7 +9,6 @@ void forward(Tensor x, Tensor weight, std::optional<Tensor> bias, std::optional<
              Tensor y, std::optional<Tensor> final_state) {
   const Filter filter(weight, bias);
   const auto sequences = sequences_of(x, cu_seqlens);
-  prefer_huge_pages(y);
   clear_behind(y, sequences);
   dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
     const Inputs<T> in{Tokens<T>(x), Tokens<T>(residual), State<T>(initial_state)};
@@ -27,7 +26,6 @@ void backward(Tensor grad, std::optional<Tensor> grad_final_state, Tensor x, Ten
   const Filter filter(weight, bias);
   const auto sequences = sequences_of(x, cu_seqlens);
   Sums sums(filter, sequences);
-  prefer_huge_pages(grad_x);
   clear_behind(grad_x, sequences);
   dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
     const Gradients<T> all{Tokens<T>(x), Tokens<T>(grad_x), State<T>(grad_final_state),

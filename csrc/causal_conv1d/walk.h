@@ -6,7 +6,6 @@
 
 #include "causal_conv1d/filter.h"
 #include "common/indices.h"
-#include "common/memory.h"
 #include "common/parallel.h"
 #include "l2norm/normalize.h"
 
@@ -14,82 +13,37 @@ namespace npu_ops {
 
 constexpr int64_t kTokens = 128;  // of a piece
 
-// The gradient of a row of the convolution, by that of its activation.
-template <bool SILU, class G>
-NPU_OPS_CLONES void before_activation(const float* z, const G* grad, float* g, int64_t count) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) {
-    float value = load(grad[i]);
-    if constexpr (SILU) {
-      const float gate = sigmoid(z[i]);
-      value *= gate * (1.0f + z[i] * (1.0f - gate));
-    }
-    g[i] = value;
-  }
-}
-
-// g0, the gradient of a row of the convolution, and with those of the rows before it the gradient
-// of the row W - 1 back, to which `extra` is added.
+// g[0], the gradient of a row of the convolution, and with those of the rows before it the gradient
+// of the row width - 1 back, to which `extra` is added. back: the taps from the last to the first.
 template <class T, int W, bool SILU, class G>
-NPU_OPS_CLONES void gradient_row(const T* x0, const T* x1, const T* x2, const T* x3,
-                                 const float* w0, const float* w1, const float* w2, const float* w3,
-                                 const float* bias, const G* grad, float* g0, const float* g1,
-                                 const float* g2, const float* g3, const T* extra, T* grad_x,
-                                 int64_t count) {
+NPU_OPS_CLONES void gradient_row(Taps<const T, W> x, Taps<const float, W> w, const float* bias,
+                                 const G* grad, Taps<float, W> g, Taps<const float, W> back,
+                                 const T* extra, T* grad_x, int64_t count) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
-    float g = load(grad[i]);
+    float own = load(grad[i]);
     if constexpr (SILU) {
-      float z = bias[i] + load(x0[i]) * w0[i] + load(x1[i]) * w1[i];
-      if constexpr (W > 2) z += load(x2[i]) * w2[i];
-      if constexpr (W > 3) z += load(x3[i]) * w3[i];
-      const float gate = sigmoid(z);
-      g *= gate * (1.0f + z * (1.0f - gate));
+      const float z = convolved<T, W>(x, w, bias, i), gate = sigmoid(z);
+      own *= gate * (1.0f + z * (1.0f - gate));
     }
-    g0[i] = g;
-    float value = load(extra[i]);
-    if constexpr (W == 2) value += g * w1[i] + g1[i] * w0[i];
-    if constexpr (W == 3) value += g * w2[i] + g1[i] * w1[i] + g2[i] * w0[i];
-    if constexpr (W == 4) value += g * w3[i] + g1[i] * w2[i] + g2[i] * w1[i] + g3[i] * w0[i];
+    g[0][i] = own;
+    float value = load(extra[i]) + own * back[0][i];
+#pragma GCC unroll 8
+    for (int j = 1; j < W; ++j) value += g[j][i] * back[j][i];
     store(grad_x + i, value);
   }
 }
 
 // Adds a row's share to the gradients of the bias and of the taps.
 template <class T, int W>
-NPU_OPS_CLONES void add_to_sums(const float* g, const T* x0, const T* x1, const T* x2, const T* x3,
-                                float* bias, float* sum0, float* sum1, float* sum2, float* sum3,
-                                int64_t count) {
+NPU_OPS_CLONES void add_to_sums(const float* g, Taps<const T, W> x, float* bias,
+                                Taps<float, W> sums, int64_t count) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; ++i) {
     bias[i] += g[i];
-    sum0[i] += g[i] * load(x0[i]);
-    sum1[i] += g[i] * load(x1[i]);
-    if constexpr (W > 2) sum2[i] += g[i] * load(x2[i]);
-    if constexpr (W > 3) sum3[i] += g[i] * load(x3[i]);
+#pragma GCC unroll 8
+    for (int j = 0; j < W; ++j) sums[j][i] += g[i] * load(x[j][i]);
   }
-}
-
-// What gradient_row and add_to_sums do, for more than 4 taps: one after the other. back(j) is the
-// row j before, g(j) the gradient of the convolution of that row.
-template <class T, bool SILU, class Rows, class G, class Gradient>
-void gradient_wide(const Filter& filter, int64_t c, const Rows& back, const G* grad,
-                   const Gradient& g, const T* extra, T* grad_x, int64_t count) {
-  float z[kChannels];
-  if constexpr (SILU) convolve_wide(filter, c, back, z, count);
-  before_activation<SILU>(z, grad, g(0), count);
-  std::fill_n(z, count, 0.0f);
-  for (int64_t j = 0; j < filter.width; ++j)
-    add_tap(g(j), filter.tap(filter.width - 1 - j, c), z, count);
-  finish_row<T, false>(z, extra, grad_x, count);
-}
-
-template <class Rows, class Sum>
-void add_to_sums_wide(const float* g, const Rows& back, const Sum& sum, int64_t width,
-                      int64_t count) {
-  for (int64_t j = 0; j < width; ++j) add_tap(back(j), g, sum(j), count);
-  float* bias = sum(width);
-  for (int64_t i = 0; i < count; ++i) bias[i] += g[i];
 }
 
 // A sequence has tokens [start, stop) of batch element `batch`.
@@ -224,24 +178,32 @@ struct Inputs {
   State<T> state;
 };
 
+// Rows t, t - 1, ... of a sequence, for as many taps as the filter has, then zeros.
+template <int W, class T>
+Taps<const T, W> rows_back(const Filter& filter, const Tokens<T>& x, const State<T>& state,
+                           const Sequence& s, int64_t t, int64_t c, const T* zeros) {
+  return Filter::each<W>([&](int64_t j) {
+    return j < filter.width ? input_row(x, state, s, t - j, c, zeros) : zeros;
+  });
+}
+
 template <class T, int W, bool SILU>
 void forward_piece(const Filter& filter, const Inputs<T>& in, const Block<T>& block,
                    const Piece& piece, const T* zeros, float* y) {
   const int64_t c = block.column, count = block.count, head = block.head;
-  const auto row = [&](int64_t t) { return input_row(in.x, in.state, piece, t, c, zeros); };
-  const auto convolved = [&](int64_t t, auto* to) {
-    const auto back = [&](int64_t j) { return row(t - j); };
-    const T* residual = in.residual.data ? in.residual.row(piece, t, c) : zeros;
-    convolve<T, W, SILU>(filter, c, back, residual, to, count);
-  };
   for (int64_t t = piece.begin; t < piece.end; ++t) {
+    const auto rows = rows_back<W>(filter, in.x, in.state, piece, t, c, zeros);
+    const T* residual = in.residual.data ? in.residual.row(piece, t, c) : zeros;
     T* to = block.rows.row(piece, t, 0);
+    const auto convolve = [&](auto* out) {
+      convolve_row<T, W, SILU>(rows, filter.taps<W>(c), filter.bias(c), residual, out, count);
+    };
     if (!head) {
-      convolved(t, to);
-    } else {
-      convolved(t, y);
-      normalize(Strided<const float>{y, head}, Strided<T>{to, head}, count / head, head, block.eps);
+      convolve(to);
+      continue;
     }
+    convolve(y);
+    for (int64_t i = 0; i < count; i += head) normalize(y + i, to + i, head, block.eps);
   }
 }
 
@@ -254,8 +216,8 @@ void walk(const Filter& filter, const Inputs<T>& in, const std::vector<Block<T>>
   const int64_t elements = tokens_of(sequences) * filter.channels;
   dispatch_filter(filter.width, silu, [&]<int W, bool SILU>() {
     parallel(items, elements / std::max<int64_t>(1, items), [&](int64_t begin, int64_t end) {
-      const Lines<T> zeros(kChannels);
-      Lines<float> y(kChannels);
+      const std::vector<T> zeros(kChannels);
+      std::vector<float> y(kChannels);
       for (int64_t item = begin; item < end; ++item)
         forward_piece<T, W, SILU>(filter, in, blocks[item % across], pieces[item / across],
                                   zeros.data(), y.data());
@@ -312,71 +274,59 @@ struct Gradients {
   State<T> grad_final_state, state, grad_initial_state;
 };
 
-// Rows of one block of channels: zeros to read, a place for what nobody wants, the row before it is
+// Rows of one block of channels: zeros to read, places for what nobody wants, the row before it is
 // normalised and its gradient, and the gradients of the last W rows of the convolution.
-template <class T>
+template <class T, int W>
 struct Scratch {
-  Lines<T> zeros = Lines<T>(kChannels), unwanted = zeros;
-  Lines<float> y = Lines<float>(kChannels), grad_y = y;
-  Lines<float> g;
-  int64_t last;  // of the rows of g, a power of two of them
-  explicit Scratch(int64_t taps) : g((taps > 4 ? 8 : 4) * kChannels), last(taps > 4 ? 7 : 3) {}
-  float* gradient(int64_t t) { return g.data() + (t & last) * kChannels; }
+  std::vector<T> zeros = std::vector<T>(kChannels), unwanted = zeros;
+  std::vector<float> y = std::vector<float>(kChannels), grad_y = y, unwanted_sums = y,
+                     no_gradient = y;
+  std::vector<float> g = std::vector<float>(W * kChannels);
+  float* gradient(int64_t t) { return g.data() + (t & (W - 1)) * kChannels; }
 };
 
-// The gradient of row p needs those of the convolution of rows p to p + W - 1: the walk is at row t
-// = p + W - 1 when it has them, so it ends W - 1 rows behind the piece. At the start of a sequence
-// its first W - 1 rows p are those of the state.
+// The gradient of row p needs those of the convolution of rows p to p + width - 1: the walk is at
+// row t = p + width - 1 when it has them, so it ends width - 1 rows behind the piece. At the start
+// of a sequence its first width - 1 rows p are those of the state.
 template <class T, int W, bool SILU>
 void backward_piece(const Filter& filter, const Gradients<T>& all, Sums& sums, int64_t group,
-                    const Block<T>& block, const Piece& piece, Scratch<T>& scratch) {
+                    const Block<T>& block, const Piece& piece, Scratch<T, W>& scratch) {
   const int64_t c = block.column, count = block.count, head = block.head, before = filter.width - 1;
   const T* zeros = scratch.zeros.data();
-  const auto row = [&](int64_t t) { return input_row(all.x, all.state, piece, t, c, zeros); };
+  const auto taps = filter.taps<W>(c);
+  const auto taps_back = Filter::each<W>([&](int64_t j) { return filter.tap(before - j, c); });
+  const auto sum_rows = Filter::each<W>([&](int64_t j) {
+    return j < filter.width ? sums.row(group, j, c) : scratch.unwanted_sums.data();
+  });
   const auto target = [&](int64_t p) {
     if (p >= piece.begin && p < piece.end) return all.grad_x.row(piece, p, c);
     const bool in_state =
         p < piece.begin && piece.begin == piece.start && all.grad_initial_state.data;
     return in_state ? all.grad_initial_state.before(piece, p, c) : scratch.unwanted.data();
   };
-  const auto step = [&](int64_t t, const auto* grad) {
-    const int64_t p = t - before;
-    const T* extra = all.grad_final_state.after(piece, p, c, const_cast<T*>(zeros));
-    if constexpr (W)
-      gradient_row<T, W, SILU>(row(t), row(t - 1), row(t - 2), row(t - 3), filter.tap(0, c),
-                               filter.tap(1, c), filter.tap(2, c), filter.tap(3, c), filter.bias(c),
-                               grad, scratch.gradient(t), scratch.gradient(t - 1),
-                               scratch.gradient(t - 2), scratch.gradient(t - 3), extra, target(p),
-                               count);
-    else
-      gradient_wide<T, SILU>(
-          filter, c, [&](int64_t j) { return row(t - j); }, grad,
-          [&](int64_t j) { return scratch.gradient(t - j); }, extra, target(p), count);
-  };
-  const auto before_norm = [&](int64_t t, const T* grad) {
-    float *y = scratch.y.data(), *grad_y = scratch.grad_y.data();
-    const auto back = [&](int64_t j) { return row(t - j); };
-    convolve<T, W, SILU>(filter, c, back, zeros, y, count);
-    normalize_backward(Strided<const T>{grad, head}, Strided<const float>{y, head},
-                       Strided<float>{grad_y, head}, count / head, head, block.eps);
-    return grad_y;
-  };
   std::fill(scratch.g.begin(), scratch.g.end(), 0.0f);
   for (int64_t t = piece.begin; t < piece.end + before; ++t) {
+    const auto rows = rows_back<W>(filter, all.x, all.state, piece, t, c, zeros);
+    const auto g = Filter::each<W>([&](int64_t j) {
+      return j < filter.width ? scratch.gradient(t - j) : scratch.no_gradient.data();
+    });
+    const T* extra = all.grad_final_state.after(piece, t - before, c, const_cast<T*>(zeros));
+    const auto step = [&](const auto* grad) {
+      gradient_row<T, W, SILU>(rows, taps, filter.bias(c), grad, g, taps_back, extra,
+                               target(t - before), count);
+    };
     const T* grad = t < piece.stop ? block.rows.row(piece, t, 0) : zeros;
-    if (head && t < piece.stop)
-      step(t, before_norm(t, grad));
-    else
-      step(t, grad);
-    if (t >= piece.end) continue;
-    if constexpr (W)
-      add_to_sums<T, W>(scratch.gradient(t), row(t), row(t - 1), row(t - 2), row(t - 3),
-                        sums.row(group, W, c), sums.row(group, 0, c), sums.row(group, 1, c),
-                        sums.row(group, 2, c), sums.row(group, 3, c), count);
-    else
-      add_to_sums_wide(
-          scratch.gradient(t), [&](int64_t j) { return row(t - j); },
-          [&](int64_t j) { return sums.row(group, j, c); }, filter.width, count);
+    if (head && t < piece.stop) {
+      float *y = scratch.y.data(), *grad_y = scratch.grad_y.data();
+      convolve_row<T, W, SILU>(rows, taps, filter.bias(c), zeros, y, count);
+      for (int64_t i = 0; i < count; i += head)
+        normalize_backward(grad + i, y + i, grad_y + i, head, block.eps);
+      step(grad_y);
+    } else {
+      step(grad);
+    }
+    if (t < piece.end)
+      add_to_sums<T, W>(g[0], rows, sums.row(group, filter.width, c), sum_rows, count);
   }
 }
 
@@ -409,7 +359,7 @@ void walk_backward(const Filter& filter, const Gradients<T>& all, Sums& sums,
   const int64_t elements = tokens_of(sequences) * filter.channels;
   dispatch_filter(filter.width, silu, [&]<int W, bool SILU>() {
     parallel(items, elements / std::max<int64_t>(1, items), [&](int64_t begin, int64_t end) {
-      Scratch<T> scratch(filter.width);
+      Scratch<T, W> scratch;
       for (int64_t item = begin; item < end; ++item)
         for (int64_t index = sums.first_piece(item / across);
              index < sums.first_piece(item / across + 1); ++index)

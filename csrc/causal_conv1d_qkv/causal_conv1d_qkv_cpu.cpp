@@ -26,10 +26,7 @@ void forward(Tensor x, Tensor weight, std::optional<Tensor> bias,
              std::optional<Tensor> final_state) {
   const Filter filter(weight, bias);
   const auto sequences = sequences_of(x, cu_seqlens);
-  for (const Tensor& output : {q, k, v}) {
-    prefer_huge_pages(output);
-    clear_behind(output, sequences);
-  }
+  for (const Tensor& output : {q, k, v}) clear_behind(output, sequences);
   dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
     const Inputs<T> in{Tokens<T>(x), Tokens<T>(std::nullopt), State<T>(initial_state)};
     walk(filter, in, blocks_of<T>(q, k, v, heads, eps), sequences, silu);
@@ -46,7 +43,6 @@ void backward(Tensor grad_q, Tensor grad_k, Tensor grad_v, std::optional<Tensor>
   const Filter filter(weight, bias);
   const auto sequences = sequences_of(x, cu_seqlens);
   Sums sums(filter, sequences);
-  prefer_huge_pages(grad_x);
   clear_behind(grad_x, sequences);
   dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
     const Gradients<T> all{Tokens<T>(x), Tokens<T>(grad_x), State<T>(grad_final_state),

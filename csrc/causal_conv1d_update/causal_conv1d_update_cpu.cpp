@@ -1,7 +1,6 @@
 // causal_conv1d_update on the CPU. Definition: npu_ops/ops/causal_conv1d_update/reference.py
 #include "causal_conv1d/filter.h"
 #include "common/indices.h"
-#include "common/memory.h"
 #include "common/parallel.h"
 
 namespace npu_ops {
@@ -68,25 +67,23 @@ void skip_outputs(const Arguments& all, const Sequence& s, int64_t c, int64_t co
 }
 
 // The W - 1 rows of a sequence's history and then its tokens, for a block of channels. The history
-// is a copy: the state is overwritten.
+// is a copy, in memory that is given: the state is overwritten.
 template <class T>
 struct Rows {
-  Rows(const Arguments& all, const Sequence& s, int64_t c, int64_t count)
-      : history((all.width - 1) * kChannels),
+  Rows(const Arguments& all, const Sequence& s, int64_t c, int64_t count, T* history)
+      : history(history),
         tokens(input<T>(all.x) + s.batch * all.x.stride(0) + s.begin * all.x.stride(1) + c),
         stride(all.x.stride(1)),
         before(all.width - 1) {
     const T* from = input<T>(all.state) + s.slot * all.state.stride(0) + c * all.state.stride(1);
     for (int64_t j = 0; j < before; ++j)
       copy_row(from + (s.first + j) * all.state.stride(2), all.state.stride(1),
-               history.data() + j * kChannels, 1, count);
+               history + j * kChannels, 1, count);
   }
-  // A filter with fewer taps reads none from before the history.
   const T* at(int64_t number) const {
-    if (number >= before) return tokens + (number - before) * stride;
-    return number < 0 ? nullptr : history.data() + number * kChannels;
+    return number < before ? history + number * kChannels : tokens + (number - before) * stride;
   }
-  Lines<T> history;
+  T* history;
   const T* tokens;
   int64_t stride, before;
 };
@@ -115,15 +112,15 @@ void write_windows(const Arguments& all, const Sequence& s, const Rows<T>& rows,
 
 template <class T, int W, bool SILU>
 void update_sequence(const Arguments& all, const Filter& filter, const Sequence& s, int64_t c,
-                     const T* zeros) {
+                     const T* zeros, T* history) {
   const int64_t count = filter.count(c);
   if (s.skipped) return skip_outputs<T>(all, s, c, count);
-  const Rows<T> rows(all, s, c, count);
+  const Rows<T> rows(all, s, c, count, history);
   for (int64_t t = 0; t < s.end - s.begin; ++t) {
-    const int64_t row = t + filter.width - 1;
-    const auto back = [&](int64_t j) { return rows.at(row - j); };
+    const auto back = Filter::each<W>(
+        [&](int64_t j) { return j < filter.width ? rows.at(t + filter.width - 1 - j) : zeros; });
     T* to = output<T>(all.y) + s.batch * all.y.stride(0) + (s.begin + t) * all.y.stride(1) + c;
-    convolve<T, W, SILU>(filter, c, back, zeros, to, count);
+    convolve_row<T, W, SILU>(back, filter.taps<W>(c), filter.bias(c), zeros, to, count);
   }
   if (all.update) write_state(all, s, rows, c, count);
   if (all.window) write_windows(all, s, rows, c, count);
@@ -140,12 +137,13 @@ void update(Tensor x, Tensor conv_state, Tensor weight, std::optional<Tensor> bi
   const int64_t blocks = filter.blocks();
   const int64_t items = static_cast<int64_t>(sequences.size()) * blocks;
   dispatch(x.scalar_type(), "x", [&]<class T>(T*) {
-    const Lines<T> zeros(kChannels);
+    const std::vector<T> zeros(kChannels);
     dispatch_filter(filter.width, silu, [&]<int W, bool SILU>() {
       parallel(items, x.numel() / std::max<int64_t>(1, items), [&](int64_t begin, int64_t end) {
+        std::vector<T> history((filter.width - 1) * kChannels);
         for (int64_t item = begin; item < end; ++item)
           update_sequence<T, W, SILU>(all, filter, sequences[item / blocks],
-                                      item % blocks * kChannels, zeros.data());
+                                      item % blocks * kChannels, zeros.data(), history.data());
       });
     });
   });

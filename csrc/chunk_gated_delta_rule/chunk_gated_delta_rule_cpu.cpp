@@ -7,9 +7,9 @@
 #include <algorithm>
 
 #include "common/check.h"
-#include "common/dot.h"
 #include "common/math.h"
 #include "common/parallel.h"
+#include "common/sum.h"
 
 namespace npu_ops {
 namespace {

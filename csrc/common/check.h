@@ -1,7 +1,6 @@
 // What every binding file needs of torch: tensors, shape checks, dtype dispatch.
 #pragma once
 
-#include "common/memory.h"
 #include "common/torch.h"
 #include "common/vec.h"
 
@@ -30,11 +29,6 @@ const T* input(const Tensor& tensor) {
 template <class T>
 T* output(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
-}
-
-inline void prefer_huge_pages(const Tensor& tensor) {
-  prefer_huge_pages(tensor.mutable_data_ptr(),
-                    tensor.numel() * static_cast<int64_t>(tensor.element_size()));
 }
 
 }  // namespace npu_ops

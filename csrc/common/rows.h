@@ -1,12 +1,14 @@
-// Walking over the rows of [outer, inner, D] tensors, as npu_ops/core/rows.py makes them, or of
-// contiguous tensors of any other number of dimensions.
+// Walking over the rows of [outer, inner, D] tensors, as npu_ops/core/rows.py makes them, of [rows,
+// D] tensors, or of contiguous tensors of any other number of dimensions.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <tuple>
 
 #include "common/check.h"
 #include "common/parallel.h"
+#include "common/widen.h"
 
 namespace npu_ops {
 
@@ -15,7 +17,7 @@ struct Rows {
   explicit Rows(const Tensor& tensor) {
     if (tensor.dim() != 3) {
       inner = tensor.numel() / tensor.size(-1);
-      step = tensor.size(-1);
+      step = tensor.dim() == 2 ? tensor.stride(0) : tensor.size(-1);
       return;
     }
     outer = tensor.size(0), outer_step = tensor.stride(0);
@@ -41,14 +43,7 @@ struct Rows {
   int64_t outer = 1, inner = 1, outer_step = 0, step = 0;
 };
 
-// The same for all rows, in parallel. `width` is what a row costs, in elements.
-template <class Body>
-void parallel_runs(const Rows& rows, int64_t width, const Body& body) {
-  parallel(rows.outer * rows.inner, width,
-           [&](int64_t begin, int64_t end) { rows.runs(begin, end, body); });
-}
-
-// Rows with their elements.
+// Rows with their elements, to be read or, where T is not const, written.
 template <class T>
 struct RowsOf : Rows {
   RowsOf(const Tensor& tensor, T* elements)
@@ -68,12 +63,47 @@ RowsOf<T> rows_out(const Tensor& tensor) {
   return {tensor, output<T>(tensor)};
 }
 
+// One thread's way to rows of a tensor, see Row.
+template <class T>
+struct RowBuffer {
+  explicit RowBuffer(const RowsOf<T>& rows) : rows(rows), row(rows.width) {}
+  auto* begin(int64_t outer, int64_t index) {
+    if constexpr (std::is_const_v<T>)
+      return row.read(rows.row(outer, index), rows.width);
+    else
+      return row.to(rows.row(outer, index));
+  }
+  void end(int64_t outer, int64_t index) {
+    if constexpr (!std::is_const_v<T>) row.written(rows.row(outer, index), rows.width);
+  }
+  const RowsOf<T>& rows;
+  Row<std::remove_const_t<T>> row;
+};
+
+// Runs body(index, row...) for rows [begin, end) of tensors of one shape; index: among the inner
+// rows. A row of fp16 may be one of fp32, see Row.
+template <class Body, class... T>
+void each_row_of(int64_t begin, int64_t end, const Body& body, const RowsOf<T>&... rows) {
+  std::tuple<RowBuffer<T>...> all{RowBuffer<T>(rows)...};
+  std::apply(
+      [&](auto& first, auto&... more) {
+        first.rows.runs(begin, end, [&](int64_t outer, int64_t from, int64_t count) {
+          for (int64_t index = from; index < from + count; ++index) {
+            body(index, first.begin(outer, index), more.begin(outer, index)...);
+            first.end(outer, index);
+            (more.end(outer, index), ...);
+          }
+        });
+      },
+      all);
+}
+
 // Runs body(row, ..., width) in parallel for each row of tensors of one shape.
 template <class Body, class T, class... More>
 void each_row(const Body& body, const RowsOf<T>& first, const RowsOf<More>&... more) {
-  parallel_runs(first, first.width, [&](int64_t outer, int64_t begin, int64_t count) {
-    for (int64_t index = begin; index < begin + count; ++index)
-      body(first.row(outer, index), more.row(outer, index)..., first.width);
+  parallel(first.outer * first.inner, first.width, [&](int64_t begin, int64_t end) {
+    each_row_of(
+        begin, end, [&](int64_t, auto*... row) { body(row..., first.width); }, first, more...);
   });
 }
 

@@ -1,26 +1,60 @@
 // Sums along a row. The compiler may not reorder float additions, so the lanes are spelled out.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+#include <type_traits>
 
-#include "common/vec.h"
+#include "common/lanes.h"
 
 namespace npu_ops {
-
-constexpr int64_t kSumLanes = 32;
 
 // The sum of term(i) for i in [0, width): the same for the same width on every machine, but for
 // fused multiply-adds.
 template <class Term>
 NPU_OPS_INLINE float sum(int64_t width, const Term& term) {
-  float lanes[kSumLanes] = {};
+  float lanes[kLanes] = {};
   int64_t i = 0;
-  for (; i + kSumLanes <= width; i += kSumLanes)
-    for (int64_t lane = 0; lane < kSumLanes; ++lane) lanes[lane] += term(i + lane);
+  for (; i + kLanes <= width; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += term(i + lane);
   for (int64_t lane = 0; i < width; ++i, ++lane) lanes[lane] += term(i);
-  for (int64_t half = kSumLanes / 2; half; half /= 2)
+  for (int64_t half = kLanes / 2; half; half /= 2)
     for (int64_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   return lanes[0];
+}
+
+NPU_OPS_INLINE void read(const float* at, Lanes& to) { to = lanes(at); }
+NPU_OPS_INLINE void read(const bf16* at, Lanes& to) {
+  using Halves = uint16_t __attribute__((vector_size(2 * kFloats), aligned(2), may_alias));
+  using Words = uint32_t __attribute__((vector_size(4 * kFloats)));
+  to = reinterpret_cast<Lanes>(__builtin_convertvector(*reinterpret_cast<const Halves*>(at), Words)
+                               << 16);
+}
+
+// The sum of a[i] * b[i] for i in [0, width). Of the lanes of `sum` the compiler keeps an array in
+// memory, which takes l2norm 1.4 times as long.
+template <class A, class B>
+NPU_OPS_INLINE float dot(const A* a, const B* b, int64_t width) {
+  if constexpr (std::is_same_v<A, fp16> || std::is_same_v<B, fp16>) {
+    return sum(width, [&](int64_t i) { return load(a[i]) * load(b[i]); });
+  } else {
+    Lanes sums[kParts] = {}, x, y;
+    int64_t i = 0;
+    for (; i + kLanes <= width; i += kLanes)
+      for (int part = 0; part < kParts; ++part) {
+        read(a + i + part * kFloats, x);
+        read(b + i + part * kFloats, y);
+        sums[part] += x * y;
+      }
+    float total = sum_of(sums);
+    for (; i < width; ++i) total += load(a[i]) * load(b[i]);
+    return total;
+  }
+}
+
+template <class X>
+NPU_OPS_INLINE float reciprocal_rms(const X* x, int64_t width, float eps) {
+  return 1.0f / std::sqrt(dot(x, x, width) / static_cast<float>(width) + eps);
 }
 
 }  // namespace npu_ops

@@ -14,8 +14,12 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define NPU_OPS_X86_CLONES 1
 #define NPU_OPS_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+// Two functions of one name: the loader picks the first where there is AVX2 and its conversions.
+#define NPU_OPS_AVX2 __attribute__((target("arch=x86-64-v3")))
+#define NPU_OPS_WITHOUT_AVX2 __attribute__((target("default")))
 #else
 #define NPU_OPS_CLONES
+#define NPU_OPS_WITHOUT_AVX2
 #endif
 // What a cloned loop calls must be inlined into each clone to be vectorised there.
 #define NPU_OPS_INLINE inline __attribute__((always_inline))
@@ -44,20 +48,27 @@ NPU_OPS_INLINE float load(bf16 value) {
   return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 
+#if defined(__aarch64__)
+// One instruction, of which the compiler makes vectors.
+NPU_OPS_INLINE float load(fp16 value) { return std::bit_cast<__fp16>(value.bits); }
+#else
 // Half to float without tables or branches: shift into place, rescale the exponent by a multiply
-// (which also makes subnormals right), then restore infinities and NaN.
+// (which also makes subnormals right), then restore infinities and NaN. Choices are made between
+// floats: GCC narrows a choice between words to 16 bits, and packs both of them and the condition.
 NPU_OPS_INLINE float load(fp16 value) {
-  const uint32_t magnitude = value.bits & 0x7fffu;
-  const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
-  const uint32_t infinite = magnitude >= 0x7c00u ? 0x7f800000u : 0u;
+  const uint32_t shifted = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
+  const float scaled = std::bit_cast<float>(shifted) * 0x1p112f;
+  const float infinite = std::bit_cast<float>(shifted | 0x7f800000u);
+  const float magnitude = scaled >= 0x1p16f ? infinite : scaled;
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(scaled) | infinite | sign);
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude) | sign);
 }
+#endif
 
 NPU_OPS_INLINE void store(float* out, float value) { *out = value; }
 
 // Round to nearest even; a NaN stays a NaN (its payload is quieted). The choice is made between
-// floats: GCC narrows a choice between words to 16 bits, and packs both of them and the condition.
+// floats, as for fp16 above.
 NPU_OPS_INLINE void store(bf16* out, float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const float rounded = std::bit_cast<float>(bits + (0x7fffu + ((bits >> 16) & 1u)));
@@ -66,20 +77,25 @@ NPU_OPS_INLINE void store(bf16* out, float value) {
   out->bits = static_cast<uint16_t>(std::bit_cast<uint32_t>(chosen) >> 16);
 }
 
-// Round to nearest even. Large values saturate to infinity through the comparison; small ones are
-// rounded by adding the number whose unit in the last place is half's smallest step.
+#if defined(__aarch64__)
 NPU_OPS_INLINE void store(fp16* out, float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const uint32_t sign = (bits >> 16) & 0x8000u;
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
-  const uint32_t subnormal = std::bit_cast<uint32_t>(shifted) - 0x3f000000u;
-  uint32_t result = magnitude < 0x38800000u ? subnormal : normal;
-  result = magnitude >= 0x477ff000u ? 0x7c00u : result;
-  result = magnitude > 0x7f800000u ? 0x7e00u : result;
-  out->bits = static_cast<uint16_t>(sign | result);
+  out->bits = std::bit_cast<uint16_t>(static_cast<__fp16>(value));
 }
+#else
+// Round to nearest even. Small values are rounded by adding the number whose unit in the last place
+// is half's smallest step. Candidates are half's bits in a float's.
+NPU_OPS_INLINE void store(fp16* out, float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value), magnitude = bits & 0x7fffffffu;
+  const float size = std::bit_cast<float>(magnitude);
+  const uint32_t to_even = 0xfffu + ((magnitude >> 13) & 1u);
+  const float normal = std::bit_cast<float>((magnitude - 0x38000000u + to_even) >> 13);
+  const float subnormal = std::bit_cast<float>(std::bit_cast<uint32_t>(size + 0.5f) - 0x3f000000u);
+  float result = size < 0x1p-14f ? subnormal : normal;
+  result = size >= 65520.0f ? std::bit_cast<float>(0x7c00u) : result;
+  result = size != size ? std::bit_cast<float>(0x7e00u) : result;
+  out->bits = static_cast<uint16_t>((bits >> 16 & 0x8000u) | std::bit_cast<uint32_t>(result));
+}
+#endif
 
 // The value, or 0. Bits and not a condition: plain x86-64 has no masked move, and 0 * inf is NaN.
 NPU_OPS_INLINE float keep_if(bool kept, float value) {

@@ -1,10 +1,66 @@
 // The recurrent gated delta rule on the CPU.
 // Definition: npu_ops/ops/fused_recurrent_gated_delta_rule/reference.py
-#include "common/memory.h"
+#include <algorithm>
+#include <cmath>
+
+#include "common/parallel.h"
+#include "common/sum.h"
 #include "fused_recurrent_gated_delta_rule/delta.h"
 
 namespace npu_ops {
 namespace {
+
+// A state is walked in blocks of value columns, which no other column knows of: [keys, kBlock].
+constexpr int64_t kBlock = 64;
+
+// One token of one head and block of values, in fp32; what lies beyond the last value is 0.
+struct Token {
+  const float *q, *k, *key_decay;       // [keys]; q is scaled
+  const float *v, *beta, *value_decay;  // [kBlock]
+};
+
+// Decays the state, moves what it recalls for k towards v, and reads it with q.
+NPU_OPS_CLONES void advance(float* state, int64_t keys, Token token, float* out) {
+  float change[kBlock] = {};
+  for (int64_t i = 0; i < keys; ++i) {
+    const float weight = token.key_decay[i] * token.k[i];
+#pragma GCC ivdep
+    for (int64_t j = 0; j < kBlock; ++j) change[j] += state[i * kBlock + j] * weight;
+  }
+#pragma GCC ivdep
+  for (int64_t j = 0; j < kBlock; ++j)
+    change[j] = token.beta[j] * (token.v[j] - change[j] * token.value_decay[j]);
+  std::fill_n(out, kBlock, 0.0f);
+  for (int64_t i = 0; i < keys; ++i) {
+    float* row = state + i * kBlock;
+#pragma GCC ivdep
+    for (int64_t j = 0; j < kBlock; ++j) {
+      const float decay = token.value_decay[j] * token.key_decay[i];
+      row[j] = row[j] * decay + change[j] * token.k[i];
+      out[j] += row[j] * token.q[i];
+    }
+  }
+}
+
+// Copies between a state in memory and a block [keys, kBlock] of its values from `begin` on.
+struct StateLayout {
+  int64_t keys, values;
+  bool v_first;
+  int64_t at(int64_t key, int64_t value) const {
+    return v_first ? value * keys + key : key * values + value;
+  }
+  void to_block(const float* state, int64_t begin, float* block) const {
+    const int64_t count = std::min(kBlock, values - begin);
+    std::fill(block, block + keys * kBlock, 0.0f);
+    for (int64_t i = 0; i < keys; ++i)
+      for (int64_t j = 0; j < count; ++j) block[i * kBlock + j] = state[at(i, begin + j)];
+  }
+  void from_block(const float* block, int64_t begin, float* state) const {
+    const int64_t count = std::min(kBlock, values - begin);
+    for (int64_t i = 0; i < keys; ++i)
+      for (int64_t j = 0; j < count; ++j) state[at(i, begin + j)] = block[i * kBlock + j];
+  }
+};
 
 // Tokens between two states that the backward keeps; those between are computed again.
 constexpr int64_t kSegment = 32;
@@ -88,7 +144,7 @@ class Reader {
  private:
   const Inputs& in_;
   int64_t value_head_, begin_, count_;
-  Lines<float> keys_, values_;
+  std::vector<float> keys_, values_;
 };
 
 // The state of a block before the first token.
@@ -106,7 +162,7 @@ void walk(const Inputs& in, int64_t n, int64_t head, int64_t block,
           const std::optional<Tensor>& final_state) {
   const int64_t place = n * in.value_heads + head, values = in.layout.values;
   const int64_t begin = block * kBlock, count = std::min(kBlock, values - begin);
-  Lines<float> state(in.layout.keys * kBlock);
+  std::vector<float> state(in.layout.keys * kBlock);
   first_state(initial_state, in, place, block, state.data());
   Reader reader(in, head, block);
   float result[kBlock];
@@ -143,67 +199,51 @@ void forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> g, std::optiona
 
 // What a token adds to gradients. Of the keys, sums over all blocks and value heads of a head.
 struct TokenGradient {
-  TokenGradient from(int64_t value) const {
-    return {q, k, log_key_decay, v + value, beta + value, log_value_decay + value};
-  }
   float *q, *k, *log_key_decay;       // [keys], added to
   float *v, *beta, *log_value_decay;  // [kBlock], written
 };
-
-// A strip of `retreat`.
-NPU_OPS_INLINE void retreat_strip(const float* state, float* grad_state, int64_t keys, Token token,
-                                  const float* grad_o, float scale, TokenGradient to) {
-  Lanes recalled[kStripParts] = {}, dchange[kStripParts] = {}, dlog[kStripParts] = {};
-  Lanes change[kStripParts], derror[kStripParts], through[kStripParts];
-  for (int64_t i = 0; i < keys; ++i) {
-    const float weight = token.key_decay[i] * token.k[i];
-    for (int j = 0; j < kStripParts; ++j) {
-      Lanes& drow = lanes(grad_state + i * kBlock + j * kFloats);
-      const Lanes after = drow + lanes(grad_o + j * kFloats) * token.q[i];
-      recalled[j] += lanes(state + i * kBlock + j * kFloats) * weight;
-      dchange[j] += after * token.k[i];
-      drow = after;
-    }
-  }
-  for (int j = 0; j < kStripParts; ++j) {
-    const int at = j * kFloats;
-    const Lanes& beta = lanes(token.beta + at);
-    const Lanes error = lanes(token.v + at) - recalled[j] * lanes(token.value_decay + at);
-    change[j] = beta * error;
-    derror[j] = beta * dchange[j];
-    through[j] = change[j] * lanes(grad_o + at);
-    lanes(to.v + at) = derror[j];
-    lanes(to.beta + at) = dchange[j] * error;
-  }
-  const float read_change = sum_of(through);
-  for (int64_t i = 0; i < keys; ++i) {
-    Lanes grad_q = {}, grad_k = {}, dkey = {};
-    for (int j = 0; j < kStripParts; ++j) {
-      const int at = j * kFloats;
-      Lanes& drow = lanes(grad_state + i * kBlock + at);
-      const Lanes decay = lanes(token.value_decay + at) * token.key_decay[i];
-      const Lanes row = lanes(state + i * kBlock + at) * decay;
-      const Lanes before = drow - derror[j] * token.k[i], dlog_row = before * row;
-      grad_q += row * lanes(grad_o + at);
-      grad_k += drow * change[j] - row * derror[j];
-      dkey += dlog_row;
-      dlog[j] += dlog_row;
-      drow = before * decay;
-    }
-    to.q[i] += scale * (sum_of(grad_q) + token.k[i] * read_change);
-    to.k[i] += sum_of(grad_k);
-    to.log_key_decay[i] += sum_of(dkey);
-  }
-  for (int j = 0; j < kStripParts; ++j) lanes(to.log_value_decay + j * kFloats) = dlog[j];
-}
 
 // `state` is that before the token; `grad_state` goes from the gradient after the token to that
 // before.
 NPU_OPS_CLONES void retreat(const float* state, float* grad_state, int64_t keys, Token token,
                             const float* grad_o, float scale, TokenGradient to) {
-  for (int64_t at = 0; at < kBlock; at += kStrip)
-    retreat_strip(state + at, grad_state + at, keys, token.from(at), grad_o + at, scale,
-                  to.from(at));
+  float recalled[kBlock] = {}, dchange[kBlock] = {}, change[kBlock];
+  for (int64_t i = 0; i < keys; ++i) {
+    const float weight = token.key_decay[i] * token.k[i];
+    const float* row = state + i * kBlock;
+    float* drow = grad_state + i * kBlock;
+#pragma GCC ivdep
+    for (int64_t j = 0; j < kBlock; ++j) {
+      drow[j] += grad_o[j] * token.q[i];
+      recalled[j] += row[j] * weight;
+      dchange[j] += drow[j] * token.k[i];
+    }
+  }
+#pragma GCC ivdep
+  for (int64_t j = 0; j < kBlock; ++j) {
+    const float error = token.v[j] - recalled[j] * token.value_decay[j];
+    change[j] = token.beta[j] * error;
+    to.v[j] = token.beta[j] * dchange[j];
+    to.beta[j] = dchange[j] * error;
+    to.log_value_decay[j] = 0.0f;
+  }
+  const float read_change = dot(change, grad_o, kBlock);
+  for (int64_t i = 0; i < keys; ++i) {
+    const float* row = state + i * kBlock;
+    float *drow = grad_state + i * kBlock, decayed[kBlock], before[kBlock];
+    const float of_change = dot(drow, change, kBlock);
+#pragma GCC ivdep
+    for (int64_t j = 0; j < kBlock; ++j) {
+      const float decay = token.value_decay[j] * token.key_decay[i];
+      decayed[j] = row[j] * decay;
+      before[j] = drow[j] - to.v[j] * token.k[i];
+      drow[j] = before[j] * decay;
+      to.log_value_decay[j] += before[j] * decayed[j];
+    }
+    to.q[i] += scale * (dot(decayed, grad_o, kBlock) + token.k[i] * read_change);
+    to.k[i] += of_change - dot(decayed, to.v, kBlock);
+    to.log_key_decay[i] += dot(before, decayed, kBlock);
+  }
 }
 
 struct Gradients {
@@ -240,9 +280,9 @@ void walk_back(const Inputs& in, int64_t n, int64_t head, int64_t block, const R
   const int64_t begin = in.spans.begin(n), length = in.spans.end(n) - begin;
   const int64_t segments = (length + kSegment - 1) / kSegment;
   const int64_t place = n * in.value_heads + head;
-  Lines<float> kept(std::max<int64_t>(segments, 1) * size), grad_state(size);
-  Lines<float> states(std::min(length, kSegment) * size), row(4 * kBlock), log_decay(keys);
-  Lines<float> grad_o_row(kBlock, 0.0f);
+  std::vector<float> kept(std::max<int64_t>(segments, 1) * size), grad_state(size);
+  std::vector<float> states(std::min(length, kSegment) * size), row(4 * kBlock), log_decay(keys);
+  std::vector<float> grad_o_row(kBlock, 0.0f);
   Reader reader(in, head, block);
   first_state(initial_state, in, place, block, kept.data());
   for (int64_t s = 0; s + 1 < segments; ++s) {

@@ -1,6 +1,11 @@
 // Gated Delta Net's decoding step on the CPU.
 // Definition: npu_ops/ops/gated_delta_rule_update/reference.py
-#include "common/memory.h"
+#include <algorithm>
+#include <cmath>
+
+#include "common/parallel.h"
+#include "common/sum.h"
+#include "common/widen.h"
 #include "fused_recurrent_gated_delta_rule/delta.h"
 
 namespace npu_ops {
@@ -88,39 +93,43 @@ std::vector<Sequence> find_sequences(const Call& call, const Spans& spans, const
   return found;
 }
 
-template <class From, class To>
-NPU_OPS_CLONES void convert(const From* from, int64_t from_width, To* to, int64_t to_width,
-                            int64_t rows, int64_t width) {
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t j = 0; j < width; ++j)
-      store(to + i * to_width + j, load(from[i * from_width + j]));
-}
-
-// What a token does to rows of a state that has the values first: like `advance`, but a row is one
-// value's, of `width` keys, and what it recalls is a sum along it.
-struct RowToken {
+// One head's token in fp32. q is scaled.
+struct Token {
   const float *q, *k, *v;
   float decay, beta;
 };
 
-NPU_OPS_CLONES void advance_rows(float* state, int64_t rows, int64_t width, RowToken token,
-                                 float* out) {
-  for (int64_t i = 0; i < rows; ++i) {
-    float* row = state + i * width;
-    Lanes recalled[kParts] = {}, result[kParts] = {};
-    for (int64_t at = 0; at < width; at += kLanes)
-      for (int j = 0; j < kParts; ++j)
-        recalled[j] += lanes(row + at + j * kFloats) * lanes(token.k + at + j * kFloats);
-    const float change = token.beta * (token.v[i] - token.decay * sum_of(recalled));
-    for (int64_t at = 0; at < width; at += kLanes) {
-      for (int j = 0; j < kParts; ++j) {
-        const int64_t key = at + j * kFloats;
-        const Lanes moved = lanes(row + key) * token.decay + lanes(token.k + key) * change;
-        result[j] += moved * lanes(token.q + key);
-        lanes(row + key) = moved;
-      }
+// Decays the state [keys, values], moves what it recalls for k towards v, and reads it with q.
+// change: memory for a row.
+NPU_OPS_CLONES void advance_columns(float* state, int64_t keys, int64_t values, Token token,
+                                    float* change, float* out) {
+  std::fill_n(change, values, 0.0f);
+  std::fill_n(out, values, 0.0f);
+  for (int64_t i = 0; i < keys; ++i)
+#pragma GCC ivdep
+    for (int64_t j = 0; j < values; ++j) change[j] += state[i * values + j] * token.k[i];
+#pragma GCC ivdep
+  for (int64_t j = 0; j < values; ++j)
+    change[j] = token.beta * (token.v[j] - token.decay * change[j]);
+  for (int64_t i = 0; i < keys; ++i) {
+    float* row = state + i * values;
+#pragma GCC ivdep
+    for (int64_t j = 0; j < values; ++j) {
+      row[j] = row[j] * token.decay + change[j] * token.k[i];
+      out[j] += row[j] * token.q[i];
     }
-    out[i] = sum_of(result);
+  }
+}
+
+// The same for a state [values, keys].
+NPU_OPS_CLONES void advance_rows(float* state, int64_t keys, int64_t values, Token token,
+                                 float* out) {
+  for (int64_t i = 0; i < values; ++i) {
+    float* row = state + i * keys;
+    const float change = token.beta * (token.v[i] - token.decay * dot(row, token.k, keys));
+#pragma GCC ivdep
+    for (int64_t j = 0; j < keys; ++j) row[j] = row[j] * token.decay + token.k[j] * change;
+    out[i] = dot(row, token.q, keys);
   }
 }
 
@@ -129,39 +138,21 @@ class Head {
  public:
   explicit Head(const Call& call)
       : call_(call),
-        width_(call.v_first ? padded(call.keys) : kBlock),
-        blocks_((call.values + kBlock - 1) / kBlock),
-        state_(call.v_first ? call.values * width_ : blocks_ * call.keys * kBlock),
-        q_(padded(call.keys)),
-        k_(q_.size()),
-        decay_(q_.size()),
-        v_(blocks_ * kBlock),
-        out_(v_.size()),
-        beta_(kBlock),
-        ones_(kBlock, 1.0f) {}
+        state_(call.keys * call.values),
+        q_(call.keys),
+        k_(call.keys),
+        v_(call.values),
+        change_(call.values),
+        out_(call.values) {}
 
   template <class S>
   void load_state(const S* from) {
-    if (call_.v_first) {
-      // What fills up a row would keep a NaN or inf of the sequence before, times a key of 0.
-      if (width_ > call_.keys) std::fill(state_.begin(), state_.end(), 0.0f);
-      convert(from, call_.keys, state_.data(), width_, call_.values, call_.keys);
-      return;
-    }
-    for (int64_t block = 0; block < blocks_; ++block)
-      convert(from + block * kBlock, call_.values, block_data(block), kBlock, call_.keys,
-              block_values(block));
+    widen(from, state_.data(), call_.keys * call_.values);
   }
 
   template <class S>
   void store_state(S* to) {
-    if (call_.v_first) {
-      convert(state_.data(), width_, to, call_.keys, call_.values, call_.keys);
-      return;
-    }
-    for (int64_t block = 0; block < blocks_; ++block)
-      convert(block_data(block), kBlock, to + block * kBlock, call_.values, call_.keys,
-              block_values(block));
+    narrow(state_.data(), to, call_.keys * call_.values);
   }
 
   void advance_token(int64_t token, int64_t head) {
@@ -172,24 +163,17 @@ class Head {
     const float raw = call_.a.one(token, head) + call_.dt_bias.one(head);
     const float decay = std::exp(-rate(call_.A_log.one(head), raw));
     const float beta = 1.0f / (1.0f + std::exp(-call_.b.one(token, head)));
-    if (call_.v_first) {
-      advance_rows(state_.data(), call_.values, width_,
-                   {q_.data(), k_.data(), v_.data(), decay, beta}, out_.data());
-      return;
-    }
-    std::fill(decay_.begin(), decay_.end(), decay);
-    std::fill(beta_.begin(), beta_.end(), beta);
-    for (int64_t block = 0; block < blocks_; ++block)
-      advance(block_data(block), call_.keys,
-              {q_.data(), k_.data(), decay_.data(), v_.data() + block * kBlock, beta_.data(),
-               ones_.data()},
-              out_.data() + block * kBlock);
+    const Token one{q_.data(), k_.data(), v_.data(), decay, beta};
+    if (call_.v_first)
+      advance_rows(state_.data(), call_.keys, call_.values, one, out_.data());
+    else
+      advance_columns(state_.data(), call_.keys, call_.values, one, change_.data(), out_.data());
   }
 
   void store_output(int64_t token, int64_t head) const {
     dispatch(call_.o.scalar_type(), "o", [&]<class T>(T*) {
       T* to = output<T>(call_.o) + (token * call_.value_heads + head) * call_.values;
-      for (int64_t j = 0; j < call_.values; ++j) store(to + j, out_[j]);
+      narrow(out_.data(), to, call_.values);
     });
   }
 
@@ -202,11 +186,6 @@ class Head {
     const long double value = bent > call_.softplus_threshold ? x : plus / call_.softplus_beta;
     return static_cast<float>(std::exp(A_log) * value);
   }
-  float* block_data(int64_t block) { return state_.data() + block * call_.keys * kBlock; }
-  int64_t block_values(int64_t block) const {
-    return std::min(kBlock, call_.values - block * kBlock);
-  }
-
   void read_key(const Rows& rows, int64_t token, int64_t at, float scale, float* to) const {
     rows.read(token, at, call_.keys, to);
     float squares = 0;
@@ -216,8 +195,7 @@ class Head {
   }
 
   const Call& call_;
-  int64_t width_, blocks_;
-  Lines<float> state_, q_, k_, decay_, v_, out_, beta_, ones_;
+  std::vector<float> state_, q_, k_, v_, change_, out_;
 };
 
 template <class S>

@@ -2,10 +2,8 @@
 #include <cmath>
 #include <string>
 
-#include "common/dot.h"
-#include "common/memory.h"
 #include "common/partials.h"
-#include "common/staged.h"
+#include "common/sum.h"
 #include "common/widen.h"
 #include "mrope/sections.h"
 
@@ -28,12 +26,6 @@ NPU_OPS_CLONES void normalise(const T* x, const float* weight, float* y, int64_t
   const float r = reciprocal_rms(x, dim, eps);
 #pragma GCC ivdep
   for (int64_t i = 0; i < dim; ++i) y[i] = load(x[i]) * r * weight[i];
-}
-
-template <class T>
-NPU_OPS_CLONES void narrow(const float* in, T* out, int64_t count) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) store(out + i, in[i]);
 }
 
 // The gradient of a head from that of its normalised form; adds to the weight's.
@@ -113,12 +105,12 @@ struct Scratch {
       : values(pair.row_size() + dim),
         coefficients(values.data(), pair.pairs),
         head(values.data() + pair.row_size()),
-        x(1, dim),
-        grad_x(1, dim) {}
-  Lines<float> values;
+        x(dim),
+        grad_x(dim) {}
+  std::vector<float> values;
   Coefficients coefficients;
   float* head;
-  Staged<T> x, grad_x;
+  Row<T> x, grad_x;
 };
 
 template <class T>
@@ -138,8 +130,6 @@ void forward(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor si
                       length);
   const auto of_q = multiplier(q_weight, zero_centered), of_k = multiplier(k_weight, zero_centered);
   const Parts from(qkv, heads, kv_heads, dim, gated);
-  for (const Tensor* out : {&q, &k, v ? &*v : nullptr, gate ? &*gate : nullptr})
-    if (out) prefer_huge_pages(*out);
   dispatch(qkv.scalar_type(), "qkv", [&]<class T>(T*) {
     const T* x = input<T>(qkv);
     const auto one = [&](const Part& part, const Tensor& to, const float* weight, int64_t b,
@@ -148,7 +138,7 @@ void forward(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor si
       for (int64_t n = 0; n < part.heads; ++n) {
         const auto* head = scratch.x.read(x + part.at(b, s, n), dim);
         normalise(head, weight, scratch.head, dim, static_cast<float>(eps));
-        rotate_head(scratch.head, scratch.head, scratch.coefficients, tables.pair, dim);
+        rotate_head(scratch.head, scratch.head, scratch.coefficients, tables.pair);
         narrow(scratch.head, output<T>(to) + target.at(b, s, n), dim);
       }
     };
@@ -189,7 +179,6 @@ void backward(Tensor grad_q, Tensor grad_k, std::optional<Tensor> grad_v,
   const auto of_q = multiplier(q_weight, zero_centered), of_k = multiplier(k_weight, zero_centered);
   const Parts from(qkv, heads, kv_heads, dim, gated), to(grad_qkv, heads, kv_heads, dim, gated);
   Partials sums(tokens, 2 * dim, 3 * qkv.size(2));
-  prefer_huge_pages(grad_qkv);
   dispatch(qkv.scalar_type(), "qkv", [&]<class T>(T*) {
     const T* x = input<T>(qkv);
     T* result = output<T>(grad_qkv);
@@ -199,7 +188,7 @@ void backward(Tensor grad_q, Tensor grad_k, std::optional<Tensor> grad_v,
       const Part source = Part::own(grad);
       for (int64_t n = 0; n < part.heads; ++n) {
         widen(input<T>(grad) + source.at(b, s, n), scratch.head, dim);
-        rotate_head(scratch.head, scratch.head, scratch.coefficients, tables.pair, dim);
+        rotate_head(scratch.head, scratch.head, scratch.coefficients, tables.pair);
         const auto* head = scratch.x.read(x + part.at(b, s, n), dim);
         T* to = result + target.at(b, s, n);
         normalise_backward(scratch.head, head, weight, scratch.grad_x.to(to), total, dim,
@@ -208,19 +197,15 @@ void backward(Tensor grad_q, Tensor grad_k, std::optional<Tensor> grad_v,
       }
     };
     dispatch(cos.scalar_type(), "cos", [&]<class C>(C*) {
-      parallel(sums.blocks, sums.block_cost, [&](int64_t begin, int64_t end) {
+      sums.each_block([&](int64_t begin, int64_t end, float* total) {
         Scratch<T> scratch(tables.pair, dim);
-        for (int64_t block = begin; block < end; ++block) {
-          float* total = sums.start(block);
-          const int64_t last = std::min(tokens, (block + 1) * sums.block_rows);
-          for (int64_t token = block * sums.block_rows; token < last; ++token) {
-            const int64_t b = token / length, s = token % length;
-            tables.take_token<C>(b, s, scratch.coefficients, true);
-            one(from.q, to.q, grad_q, of_q.data(), total, b, s, scratch);
-            one(from.k, to.k, grad_k, of_k.data(), total + dim, b, s, scratch);
-            fill_heads(grad_v, result, to.v, b, s, dim);
-            fill_heads(grad_gate, result, to.gate, b, s, dim);
-          }
+        for (int64_t token = begin; token < end; ++token) {
+          const int64_t b = token / length, s = token % length;
+          tables.take_token<C>(b, s, scratch.coefficients, true);
+          one(from.q, to.q, grad_q, of_q.data(), total, b, s, scratch);
+          one(from.k, to.k, grad_k, of_k.data(), total + dim, b, s, scratch);
+          fill_heads(grad_v, result, to.v, b, s, dim);
+          fill_heads(grad_gate, result, to.gate, b, s, dim);
         }
       });
     });

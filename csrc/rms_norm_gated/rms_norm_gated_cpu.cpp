@@ -1,13 +1,12 @@
 // rms_norm_gated on the CPU. Definition: npu_ops/ops/rms_norm_gated/reference.py
 #include <cmath>
 #include <string>
+#include <vector>
 
-#include "common/dot.h"
 #include "common/math.h"
-#include "common/memory.h"
 #include "common/partials.h"
 #include "common/rows.h"
-#include "common/staged.h"
+#include "common/sum.h"
 
 namespace npu_ops {
 namespace {
@@ -31,7 +30,7 @@ NPU_OPS_INLINE void activate_and_slope(float z, float* gate, float* slope) {
 struct Scratch {
   explicit Scratch(int64_t width) : values(4 * width), width(width) {}
   float* part(int64_t index) { return values.data() + index * width; }
-  Lines<float> values;
+  std::vector<float> values;
   int64_t width;
 };
 
@@ -88,11 +87,10 @@ void with_formula(bool norm_before_gate, const std::string& activation, const Bo
 struct Weight {
   explicit Weight(const Tensor& weight)
       : values(weight.numel()), step(weight.numel() == weight.size(-1) ? 0 : weight.size(-1)) {
-    dispatch(weight.scalar_type(), "weight", [&]<class W>(W*) {
-      for (size_t i = 0; i < values.size(); ++i) values[i] = load(input<W>(weight)[i]);
-    });
+    dispatch(weight.scalar_type(), "weight",
+             [&]<class W>(W*) { widen(input<W>(weight), values.data(), weight.numel()); });
   }
-  Lines<float> values;
+  std::vector<float> values;
   int64_t step;
 };
 
@@ -101,28 +99,17 @@ constexpr int64_t kCost = 4;
 
 void forward(Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gate,
              std::string activation, Tensor out) {
-  const Rows from(x), gates(z), to(out);
   const Weight weights(weight);
-  const int64_t width = x.size(-1), rows = from.outer * from.inner;
-  prefer_huge_pages(out);
+  const int64_t width = x.size(-1), rows = x.numel() / width;
   dispatch(x.scalar_type(), "x", [&]<class X>(X*) {
-    const X *in = input<X>(x), *gate = input<X>(z);
-    X* result = output<X>(out);
     with_formula(norm_before_gate, activation, [&]<bool BEFORE, bool SILU>() {
       parallel(rows, kCost * width, [&](int64_t begin, int64_t end) {
         Scratch scratch(width);
-        Staged<X> of_x(1, width), of_z(1, width), of_out(1, width);
-        from.runs(begin, end, [&](int64_t outer, int64_t first, int64_t count) {
-          for (int64_t row = first; row < first + count; ++row) {
-            X* written = result + to.at(outer, row);
-            forward_row<BEFORE, SILU>(of_x.read(in + from.at(outer, row), width),
-                                      weights.values.data() + row * weights.step,
-                                      of_z.read(gate + gates.at(outer, row), width),
-                                      of_out.to(written), scratch.part(0), width,
-                                      static_cast<float>(eps));
-            of_out.written(written, width);
-          }
-        });
+        const auto row = [&](int64_t index, auto* in, auto* gate, auto* to) {
+          forward_row<BEFORE, SILU>(in, weights.values.data() + index * weights.step, gate, to,
+                                    scratch.part(0), width, static_cast<float>(eps));
+        };
+        each_row_of(begin, end, row, rows_in<X>(x), rows_in<X>(z), rows_out<X>(out));
       });
     });
   });
@@ -130,37 +117,22 @@ void forward(Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gat
 
 void backward(Tensor grad, Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gate,
               std::string activation, Tensor grad_x, Tensor grad_weight, Tensor grad_z) {
-  const Rows grads(grad), from(x), gates(z), to_x(grad_x), to_z(grad_z);
   const Weight weights(weight);
-  const int64_t width = x.size(-1), rows = from.outer * from.inner;
+  const int64_t width = x.size(-1), rows = x.numel() / width;
   Partials sums(rows, weight.numel(), kCost * width);
-  prefer_huge_pages(grad_x);
-  prefer_huge_pages(grad_z);
   dispatch(x.scalar_type(), "x", [&]<class X>(X*) {
-    const X *g = input<X>(grad), *in = input<X>(x), *gate = input<X>(z);
-    X *result_x = output<X>(grad_x), *result_z = output<X>(grad_z);
     with_formula(norm_before_gate, activation, [&]<bool BEFORE, bool SILU>() {
-      parallel(sums.blocks, sums.block_cost, [&](int64_t begin, int64_t end) {
+      sums.each_block([&](int64_t begin, int64_t end, float* sum) {
         Scratch scratch(width);
-        Staged<X> of_grad(1, width), of_x(1, width), of_z(1, width);
-        Staged<X> of_grad_x(1, width), of_grad_z(1, width);
-        for (int64_t block = begin; block < end; ++block) {
-          const int64_t last = std::min(rows, (block + 1) * sums.block_rows);
-          float* sum = sums.start(block);
-          for (int64_t index = block * sums.block_rows; index < last; ++index) {
-            const int64_t outer = index / from.inner, row = index % from.inner;
-            const int64_t of_weight = row * weights.step;
-            X *row_x = result_x + to_x.at(outer, row), *row_z = result_z + to_z.at(outer, row);
-            backward_row<BEFORE, SILU>(
-                of_grad.read(g + grads.at(outer, row), width),
-                of_x.read(in + from.at(outer, row), width), weights.values.data() + of_weight,
-                of_z.read(gate + gates.at(outer, row), width), of_grad_x.to(row_x), sum + of_weight,
-                of_grad_z.to(row_z), scratch.part(0), scratch.part(1), scratch.part(2),
-                scratch.part(3), width, static_cast<float>(eps));
-            of_grad_x.written(row_x, width);
-            of_grad_z.written(row_z, width);
-          }
-        }
+        const auto row = [&](int64_t index, auto* g, auto* in, auto* gate, auto* to_x, auto* to_z) {
+          const int64_t of_weight = index * weights.step;
+          backward_row<BEFORE, SILU>(g, in, weights.values.data() + of_weight, gate, to_x,
+                                     sum + of_weight, to_z, scratch.part(0), scratch.part(1),
+                                     scratch.part(2), scratch.part(3), width,
+                                     static_cast<float>(eps));
+        };
+        each_row_of(begin, end, row, rows_in<X>(grad), rows_in<X>(x), rows_in<X>(z),
+                    rows_out<X>(grad_x), rows_out<X>(grad_z));
       });
     });
   });

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "common/check.h"
-#include "common/halves.h"
 #include "common/parallel.h"
+#include "common/widen.h"
 #include "rope/rotary_tiling.h"
 
 namespace npu_ops {
@@ -56,44 +56,16 @@ NPU_OPS_CLONES void take(const C* cos, const C* sin, Coefficients to, Span span,
 }
 
 // `out` may be `x`: a pair is read before it is written, hence ivdep. apart: the two of a pair.
-template <class T>
-NPU_OPS_CLONES void rotate_half(const T* x, T* out, const float* cos1, const float* cos2,
-                                const float* sin1, const float* sin2, int64_t count,
-                                int64_t apart) {
-#pragma GCC ivdep
-  for (int64_t j = 0; j < count; ++j) {
-    const float x1 = load(x[j]), x2 = load(x[j + apart]);
-    store(out + j, x1 * cos1[j] + x2 * sin1[j]);
-    store(out + j + apart, x2 * cos2[j] + x1 * sin2[j]);
-  }
-}
-
-// There is too little to do on a row of fp16 for going through rows of fp32.
-NPU_OPS_WITHOUT inline void rotate_halves(const fp16* x, fp16* out, Coefficients c, int64_t pairs) {
-  rotate_half(x, out, c.cos1, c.cos2, c.sin1, c.sin2, pairs, pairs);
-}
-
-#ifdef NPU_OPS_X86_CLONES
-NPU_OPS_WITH_F16C inline void rotate_halves(const fp16* x, fp16* out, Coefficients c,
-                                            int64_t pairs) {
-  int64_t j = 0;
-  for (; j + 8 <= pairs; j += 8) {
-    const __m256 x1 = eight(x + j), x2 = eight(x + j + pairs);
-    put_eight(out + j, x1 * _mm256_loadu_ps(c.cos1 + j) + x2 * _mm256_loadu_ps(c.sin1 + j));
-    put_eight(out + j + pairs, x2 * _mm256_loadu_ps(c.cos2 + j) + x1 * _mm256_loadu_ps(c.sin2 + j));
-  }
-  rotate_half(x + j, out + j, c.cos1 + j, c.cos2 + j, c.sin1 + j, c.sin2 + j, pairs - j, pairs);
-}
-#endif
-
-template <class T>
-NPU_OPS_CLONES void rotate_interleaved(const T* x, T* out, const float* cos1, const float* cos2,
-                                       const float* sin1, const float* sin2, int64_t pairs) {
+template <int STEP, class T>
+NPU_OPS_CLONES void rotate_pairs(const T* x, T* out, const float* cos1, const float* cos2,
+                                 const float* sin1, const float* sin2, int64_t pairs,
+                                 int64_t apart) {
+  const int64_t second = STEP == 2 ? 1 : apart;  // else the compiler gathers
 #pragma GCC ivdep
   for (int64_t j = 0; j < pairs; ++j) {
-    const float x1 = load(x[2 * j]), x2 = load(x[2 * j + 1]);
-    store(out + 2 * j, x1 * cos1[j] + x2 * sin1[j]);
-    store(out + 2 * j + 1, x2 * cos2[j] + x1 * sin2[j]);
+    const float x1 = load(x[STEP * j]), x2 = load(x[STEP * j + second]);
+    store(out + STEP * j, x1 * cos1[j] + x2 * sin1[j]);
+    store(out + STEP * j + second, x2 * cos2[j] + x1 * sin2[j]);
   }
 }
 
@@ -121,15 +93,11 @@ struct Heads {
 };
 
 template <class T>
-void rotate_head(const T* x, T* out, Coefficients c, const PairLayout& pair, int64_t dim) {
+void rotate_head(const T* x, T* out, Coefficients c, const PairLayout& pair) {
   if (pair.interleaved)
-    rotate_interleaved(x, out, c.cos1, c.cos2, c.sin1, c.sin2, pair.pairs);
-  else if constexpr (std::is_same_v<T, fp16>)
-    rotate_halves(x, out, c, pair.pairs);
+    rotate_pairs<2>(x, out, c.cos1, c.cos2, c.sin1, c.sin2, pair.pairs, 1);
   else
-    rotate_half(x, out, c.cos1, c.cos2, c.sin1, c.sin2, pair.pairs, pair.pairs);
-  const int64_t rotated = 2 * pair.pairs;
-  if (x != out) std::memcpy(out + rotated, x + rotated, (dim - rotated) * sizeof(T));
+    rotate_pairs<1>(x, out, c.cos1, c.cos2, c.sin1, c.sin2, pair.pairs, pair.pairs);
 }
 
 // Rotates tokens [s0, s1) of batch b, whose coefficients are given one by one.
@@ -138,9 +106,16 @@ void rotate_tokens(const Heads& x, const Heads& out, int64_t b, int64_t s0, int6
                    float* coefficients, const PairLayout& pair) {
   const T* in = input<T>(x.tensor);
   T* to = output<T>(out.tensor);
+  const int64_t rotated = 2 * pair.pairs;
+  Row<T> of_x(rotated), of_out(rotated);
   const auto one = [&](int64_t s, int64_t n) {
     const Coefficients of_token(coefficients + (s - s0) * pair.row_size(), pair.pairs);
-    rotate_head(in + x.at(b, s, n), to + out.at(b, s, n), of_token, pair, x.dim);
+    const T* from = in + x.at(b, s, n);
+    T* result = to + out.at(b, s, n);
+    rotate_head(of_x.read(from, rotated), of_out.to(result), of_token, pair);
+    of_out.written(result, rotated);
+    if (from != result)
+      std::memcpy(result + rotated, from + rotated, (x.dim - rotated) * sizeof(T));
   };
   if (x.head_stride > x.length_stride) {  // walk memory in its order
     for (int64_t n = 0; n < x.heads; ++n)
@@ -161,8 +136,6 @@ void rotate_all(const Tensor& q, const Tensor& k, const Tensor& q_out, const Ten
                   "k: needs q's shape except for the heads");
   STD_TORCH_CHECK(2 * pair.pairs <= q_in.dim, "rotary_dim: needs at most head_dim ", q_in.dim);
   const int64_t blocks = (q_in.length + kTokens - 1) / kTokens;
-  prefer_huge_pages(q_out);
-  prefer_huge_pages(k_out);
   const int64_t block_width = kTokens * (q_in.heads + k_in.heads) * q_in.dim;
   dispatch(q.scalar_type(), "q", [&]<class T>(T*) {
     parallel(q_in.batch * blocks, block_width, [&](int64_t begin, int64_t end) {
