@@ -1,9 +1,8 @@
-// What lies between the matrix products of the chunked gated delta rule, on the CPU.
-// Definition: npu_ops/ops/chunk_gated_delta_rule/reference.py; the products: cpu.py there.
+// The gates of a chunk of the gated delta rule and the triangular system they make, on the CPU.
+// Definition: npu_ops/ops/chunk_gated_delta_rule/reference.py; all else: cpu.py there.
 //
-// Of a chunk of c tokens, K keys, V values, H heads and G value heads each: tensors by value head
-// are [G, H, c, ...], in which matrix m is that of value head m % H * G + m / H. Of what keys and
-// queries (which are scaled) recall, those of keys come first. All is fp32.
+// Of a chunk of c tokens, H heads and G value heads each: tensors by value head are [G, H, c, ...],
+// in which matrix m is that of value head m % H * G + m / H. All is fp32.
 #include <algorithm>
 
 #include "common/check.h"
@@ -95,128 +94,6 @@ void gates(Tensor recalled, Tensor g, Tensor beta, Tensor inverse, std::optional
   });
 }
 
-// Rows of [G, H, c, V] and what belongs to them.
-struct Values {
-  Values(const Tensor& v, const Tensor& recalled, const Tensor& decays)
-      : matrices(v.size(0) * v.size(1)),
-        count(v.size(2)),
-        width(v.size(3)),
-        recalled_rows(recalled.size(2)),
-        v(input<float>(v)),
-        recalled(input<float>(recalled)),
-        decays(input<float>(decays)) {}
-  int64_t row(int64_t matrix, int64_t i) const { return (matrix * count + i) * width; }
-  int64_t stacked(int64_t matrix, int64_t i) const { return (matrix * recalled_rows + i) * width; }
-  float decay(int64_t which, int64_t matrix, int64_t i) const {
-    return decays[(which * matrices + matrix) * count + i];
-  }
-  int64_t matrices, count, width, recalled_rows;
-  const float *v, *recalled, *decays;
-};
-
-NPU_OPS_CLONES void miss(const Values& x, int64_t m, float* missed, float* o) {
-  for (int64_t i = 0; i < x.count; ++i) {
-    const float faded = x.decay(0, m, i), beta = x.decay(2, m, i);
-    const float *v = x.v + x.row(m, i), *by_k = x.recalled + x.stacked(m, i);
-    const float* by_q = x.recalled + x.stacked(m, i + x.count);
-    float* to = missed + x.row(m, i);
-#pragma GCC ivdep
-    for (int64_t j = 0; j < x.width; ++j) to[j] = beta * (v[j] - faded * by_k[j]);
-    if (!o) continue;
-    float* read = o + x.row(m, i);
-#pragma GCC ivdep
-    for (int64_t j = 0; j < x.width; ++j) read[j] = faded * by_q[j];
-  }
-}
-
-// missed = beta (v - what the state before the chunk recalls for k); o, what it does for q.
-void values(Tensor v, Tensor recalled, Tensor decays, Tensor missed, std::optional<Tensor> o) {
-  const Values x(v, recalled, decays);
-  parallel(x.matrices, x.count * x.width, [&](int64_t first, int64_t last) {
-    for (int64_t m = first; m < last; ++m)
-      miss(x, m, output<float>(missed), o ? output<float>(*o) : nullptr);
-  });
-}
-
-NPU_OPS_CLONES void fade(const Values& x, int64_t m, const float* grad_written, float* grad_solved,
-                         float* kept) {
-  for (int64_t i = 0; i < x.count; ++i) {
-    const float faded = x.decay(1, m, i);
-    const float *v = x.v + x.row(m, i), *dw = grad_written + x.row(m, i);
-    float* to = grad_solved + x.row(m, i);
-#pragma GCC ivdep
-    for (int64_t j = 0; j < x.width; ++j) to[j] += faded * dw[j];
-    kept[m * x.count + i] = faded * dot(v, dw, x.width);
-  }
-}
-
-// The gradient of the solved values [G, H, c, V] gets what reaches them through the state after
-// the chunk; `kept` [G, H, c] is how much of that goes by their decay.
-void written_backward(Tensor solved, Tensor decays, Tensor grad_written, Tensor grad_solved,
-                      Tensor kept) {
-  const Values x(solved, solved, decays);
-  parallel(x.matrices, x.count * x.width, [&](int64_t first, int64_t last) {
-    for (int64_t m = first; m < last; ++m)
-      fade(x, m, input<float>(grad_written), output<float>(grad_solved), output<float>(kept));
-  });
-}
-
-NPU_OPS_CLONES void miss_backward(const Values& x, int64_t m, const float* grad_missed,
-                                  const float* grad_o, float* grad_v, float* grad_recalled,
-                                  float* grad_beta, float* grad_total) {
-  for (int64_t i = 0; i < x.count; ++i) {
-    const float faded = x.decay(0, m, i), beta = x.decay(2, m, i);
-    const float *v = x.v + x.row(m, i), *by_k = x.recalled + x.stacked(m, i);
-    const float* by_q = x.recalled + x.stacked(m, i + x.count);
-    const float *dm = grad_missed + x.row(m, i), *d = grad_o + x.row(m, i);
-    float *to = grad_v + x.row(m, i), *dk = grad_recalled + x.stacked(m, i);
-    float* dq = grad_recalled + x.stacked(m, i + x.count);
-#pragma GCC ivdep
-    for (int64_t j = 0; j < x.width; ++j) {
-      to[j] = beta * dm[j];
-      dk[j] = -beta * faded * dm[j];
-      dq[j] = faded * d[j];
-    }
-    const float through_v = dot(dm, v, x.width);
-    const float through_k = faded * dot(dm, by_k, x.width);
-    const float through_q = faded * dot(d, by_q, x.width);
-    grad_beta[m * x.count + i] = through_v - through_k;
-    grad_total[m * x.count + i] = through_q - beta * through_k;
-  }
-}
-
-// The gradients of v, of what was recalled, of beta, and of the decay since the chunk's start.
-void values_backward(Tensor grad_missed, Tensor grad_o, Tensor v, Tensor recalled, Tensor decays,
-                     Tensor grad_v, Tensor grad_recalled, Tensor grad_beta, Tensor grad_total) {
-  const Values x(v, recalled, decays);
-  parallel(x.matrices, x.count * x.width * 4, [&](int64_t first, int64_t last) {
-    for (int64_t m = first; m < last; ++m)
-      miss_backward(x, m, input<float>(grad_missed), input<float>(grad_o), output<float>(grad_v),
-                    output<float>(grad_recalled), output<float>(grad_beta),
-                    output<float>(grad_total));
-  });
-}
-
-NPU_OPS_CLONES float fade_state(const float* state, float* grad_state, int64_t size, float faded) {
-  const float kept = faded * dot(state, grad_state, size);
-#pragma GCC ivdep
-  for (int64_t i = 0; i < size; ++i) grad_state[i] *= faded;
-  return kept;
-}
-
-// The gradient of the states [G, H, K, V] after a chunk becomes what of it goes by their decay,
-// whose logarithm has the gradient `faded` [G, H].
-void states_backward(Tensor states, Tensor decays, Tensor grad_states, Tensor faded) {
-  const int64_t matrices = states.size(0) * states.size(1), count = decays.size(3);
-  const int64_t size = states.size(2) * states.size(3);
-  parallel(matrices, 2 * size, [&](int64_t first, int64_t last) {
-    for (int64_t m = first; m < last; ++m)
-      output<float>(faded)[m] =
-          fade_state(input<float>(states) + m * size, output<float>(grad_states) + m * size, size,
-                     input<float>(decays)[m * count + count - 1]);
-  });
-}
-
 // Adds the gradients of k k^T and q k^T of one value head, and of its decays and betas.
 // grad_solve and grad_attention are the gradients of the matrices that `solve` makes, -L for the
 // inverse; what they have above the diagonal is not read.
@@ -294,10 +171,6 @@ void gates_backward(Tensor recalled, Tensor g, Tensor beta, Tensor grad_solve,
 
 STABLE_TORCH_LIBRARY_IMPL(npu_ops, CPU, m) {
   m.impl("chunk_gated_delta_rule_gates_cpu", TORCH_BOX(&gates));
-  m.impl("chunk_gated_delta_rule_values_cpu", TORCH_BOX(&values));
-  m.impl("chunk_gated_delta_rule_written_backward_cpu", TORCH_BOX(&written_backward));
-  m.impl("chunk_gated_delta_rule_states_backward_cpu", TORCH_BOX(&states_backward));
-  m.impl("chunk_gated_delta_rule_values_backward_cpu", TORCH_BOX(&values_backward));
   m.impl("chunk_gated_delta_rule_gates_backward_cpu", TORCH_BOX(&gates_backward));
 }
 

@@ -1,4 +1,4 @@
-"""The chunked gated delta rule on the CPU: torch's matrix products, native code between them.
+"""The chunked gated delta rule on the CPU: torch's operators, and native code for the gates.
 
 One sequence and one chunk at a time, all heads at once: what a chunk needs stays in the cache. In
 fp32: CPUs without matrix units take longer in bf16.
@@ -31,23 +31,6 @@ from npu_ops.ops.chunk_gated_delta_rule.reference import EPS
 _gates = from_native(
     "chunk_gated_delta_rule_gates_cpu(Tensor recalled, Tensor g, Tensor beta, Tensor(a!) inverse, "
     "Tensor(b!)? attention, Tensor(c!) decays) -> ()"
-)()
-_values = from_native(
-    "chunk_gated_delta_rule_values_cpu(Tensor v, Tensor recalled, Tensor decays, "
-    "Tensor(a!) missed, Tensor(b!)? o) -> ()"
-)()
-_written_backward = from_native(
-    "chunk_gated_delta_rule_written_backward_cpu(Tensor solved, Tensor decays, "
-    "Tensor grad_written, Tensor(a!) grad_solved, Tensor(b!) kept) -> ()"
-)()
-_states_backward = from_native(
-    "chunk_gated_delta_rule_states_backward_cpu(Tensor states, Tensor decays, "
-    "Tensor(a!) grad_states, Tensor(b!) faded) -> ()"
-)()
-_values_backward = from_native(
-    "chunk_gated_delta_rule_values_backward_cpu(Tensor grad_missed, Tensor grad_o, Tensor v, "
-    "Tensor recalled, Tensor decays, Tensor(a!) grad_v, Tensor(b!) grad_recalled, "
-    "Tensor(c!) grad_beta, Tensor(d!) grad_total) -> ()"
 )()
 _gates_backward = from_native(
     "chunk_gated_delta_rule_gates_backward_cpu(Tensor recalled, Tensor g, Tensor beta, "
@@ -251,9 +234,9 @@ class _Chunk:
         self.decays = scratch("decays", 3, group, heads, count)
         _gates(self.products, self.g, self.beta, self.inverse, self.attention, self.decays)
         self.recalled = _each(self.kq, state, scratch("recalled", group, heads, rows, values))
-        missed = scratch("missed", *self.v.shape)
-        self.o = scratch("o", *self.v.shape) if queries else None
-        _values(self.v, self.recalled, self.decays, missed, self.o)
+        since, _, beta = self.decays[..., None]
+        missed = torch.addcmul(self.v, since, self.recalled[:, :, :count], value=-1).mul_(beta)
+        self.o = self.recalled[:, :, count:] * since if queries else None
         self.solved = scratch("solved", *self.v.shape)
         torch.bmm(_flat(self.inverse), _flat(missed), out=_flat(self.solved))
         self.written = scratch("written", *self.v.shape)
@@ -357,33 +340,35 @@ def _chunk_backward(
     grad_solved = scratch("grad_solved", *like)
     torch.bmm(_flat(chunk.attention).transpose(1, 2), _flat(grad_o), out=_flat(grad_solved))
     grad_written = _each(chunk.k, grad_state, scratch("grad_written", *like))
-    kept = scratch("kept", group, heads, count)
-    _written_backward(chunk.solved, chunk.decays, grad_written, grad_solved, kept)
+    since, until, beta = chunk.decays
+    grad_solved.addcmul_(grad_written, until[..., None])
+    kept = until * (chunk.solved * grad_written).sum(-1)
     # N = A R
     grad_missed = scratch("grad_missed", *like)
     torch.bmm(_flat(chunk.inverse).transpose(1, 2), _flat(grad_solved), out=_flat(grad_missed))
     grad_solve = scratch("grad_solve", *square)
     torch.bmm(_flat(grad_missed), _flat(chunk.solved).transpose(1, 2), out=_flat(grad_solve))
     # R = beta (V - since K S), O = since Q S + ...
-    grad_values = scratch("grad_values", *like)
-    grad_recalled = scratch("grad_recalled", *chunk.recalled.shape)
-    partial = scratch("partial", 2, group, heads, count)
-    _values_backward(
-        grad_missed, grad_o, chunk.v, chunk.recalled, chunk.decays, grad_values, grad_recalled,
-        *partial,
-    )  # fmt: skip
+    by_k, by_q = chunk.recalled.split(count, 2)
+    grad_values = grad_missed * beta[..., None]
+    grad_recalled = torch.cat((-grad_values, grad_o), 2).mul_(
+        torch.cat((since, since), 2)[..., None]
+    )
+    through_k = since * (grad_missed * by_k).sum(-1)
+    grad_betas = (grad_missed * chunk.v).sum(-1) - through_k
+    grad_since = since * (grad_o * by_q).sum(-1) - beta * through_k
     _grouped(grad_v, heads).copy_(grad_values)
     # S, the gates, and the products K K^T and Q K^T
     grad_k_written = scratch("grad_k_written", heads, count, keys)
     torch.bmm(chunk.written[0], grad_state[0].transpose(1, 2), out=grad_k_written)
     _add_each(grad_k_written, chunk.written[1:], grad_state[1:].transpose(2, 3))
-    faded = scratch("faded", group, heads)
-    _states_backward(state, chunk.decays, grad_state, faded)
+    faded = since[:, :, -1] * (state * grad_state).sum((2, 3))
+    grad_state.mul_(chunk.decay())
     _add_each(grad_state, chunk.kq.transpose(1, 2), grad_recalled)
     grad_products = scratch("grad_products", heads, 2 * count, 2 * count)
     _gates_backward(
-        chunk.products, chunk.g, chunk.beta, grad_solve, grad_attention, *partial, kept, faded,
-        grad_products, grad_g, grad_beta,
+        chunk.products, chunk.g, chunk.beta, grad_solve, grad_attention, grad_betas, grad_since,
+        kept, faded, grad_products, grad_g, grad_beta,
     )  # fmt: skip
     grad_kq = torch.bmm(grad_products, chunk.kq, out=scratch("grad_kq", heads, 2 * count, keys))
     _add_each(grad_kq, grad_recalled, state.transpose(2, 3))
