@@ -13,7 +13,8 @@
 namespace npu_ops {
 namespace {
 
-constexpr int64_t kPiece = 1024;  // of a row: as rows of fp32, its pieces stay in the first cache
+constexpr int64_t kPiece =
+    256;  // of a row that is copied to fp32: the copies stay in the first cache
 
 struct Dropout {
   Dropout(const std::optional<Tensor>& rng_state, double p, int64_t width) : width(width) {
@@ -76,10 +77,11 @@ NPU_OPS_CLONES void gradient_row(const G* grad, const uint16_t* mask, X* grad_x,
 template <class T>
 using Element = typename Row<T>::Element;
 
-// Runs body(first, count) for the pieces of a row.
-template <class Body>
+// Runs body(first, count) for the pieces of rows of T: one, where none is copied.
+template <class... T, class Body>
 void in_pieces(int64_t width, const Body& body) {
-  for (int64_t at = 0; at < width; at += kPiece) body(at, std::min(kPiece, width - at));
+  const int64_t most = (Row<T>::kCopied || ...) ? kPiece : width;
+  for (int64_t at = 0; at < width; at += most) body(at, std::min(most, width - at));
 }
 
 // One thread's bias as rows of fp32: of zeros where there is none.
@@ -121,7 +123,7 @@ void forward(Tensor x, std::optional<Tensor> bias, Tensor residual, std::optiona
           for (int64_t row = begin; row < end; ++row) {
             const uint16_t* mask = masks.row(row);
             const float* of_bias = biases.row(row);
-            in_pieces(width, [&](int64_t first, int64_t count) {
+            in_pieces<X, R, O>(width, [&](int64_t first, int64_t count) {
               const int64_t at = row * width + first;
               add(of_x.read(input<X>(x) + at, count), of_bias + first,
                   of_residual.read(input<R>(residual) + at, count), mask + first,
@@ -148,7 +150,7 @@ void backward(Tensor grad, std::optional<Tensor> rng_state, double p, Tensor gra
         Row<X> of_grad_x(kPiece);
         for (int64_t row = begin; row < end; ++row) {
           const uint16_t* mask = masks.row(row);
-          in_pieces(width, [&](int64_t first, int64_t count) {
+          in_pieces<G, X>(width, [&](int64_t first, int64_t count) {
             X* to = output<X>(grad_x) + row * width + first;
             gradient_row(of_grad.read(input<G>(grad) + row * width + first, count), mask + first,
                          of_grad_x.to(to), sum + first, count, dropout.scale);
