@@ -65,9 +65,9 @@ NPU_OPS_INLINE void multiply_seen(const Sizes& of, int64_t first, Padded<const f
 // `count` queries from `first` on, in kRows rows. keys_t: transposed and scaled. out is to be
 // divided by `sums`.
 NPU_OPS_CLONES void attend(const Sizes& of, int64_t first, int64_t count, Padded<const float> q,
-                           Padded<const float> keys, Padded<const float> keys_t,
-                           Padded<const float> values, bool finite_values, Padded<float> scores,
-                           Padded<float> out, float* lse, float* sums) {
+                           Padded<const float> keys_t, Padded<const float> values,
+                           bool finite_values, Padded<float> scores, Padded<float> out, float* lse,
+                           float* sums) {
   const int64_t most = of.seen(first + kRows - 1), columns = padded(most);
   multiply<kRows>({q.data, q.step, 1}, keys_t, of.width, scores, columns);
   for (int64_t i = 0; i < count; ++i)
@@ -99,8 +99,8 @@ void forward(Tensor q, Tensor k, Tensor v, double scale, int64_t shift, Tensor o
           const int64_t count = std::min<int64_t>(kRows, of.queries - i);
           float log_sums[kRows], over[kRows] = {};
           read(qs.of(b, h).from(i), count, of.width, queries);
-          attend(of, i, count, queries, keys, keys_t, values, finite_values, scores, found,
-                 log_sums, over);
+          attend(of, i, count, queries, keys_t, values, finite_values, scores, found, log_sums,
+                 over);
           for (float& sum : over) sum = 1 / sum;
           write(found, count, of.values, over, outs.of(b, h).from(i));
           for (int64_t r = 0; r < count; ++r) *lses.of(b, h).row(i + r) = log_sums[r];

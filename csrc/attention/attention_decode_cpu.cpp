@@ -75,7 +75,7 @@ NPU_OPS_CLONES void add_values(Padded<const float> weights, int64_t rows, int64_
 
 // What a thread works in. rows: the queries that share keys, rounded up to kQueries.
 struct Scratch {
-  Scratch(Pieces pieces, int64_t rows, int64_t width, int64_t value_width, int64_t longest)
+  Scratch(Pieces& pieces, int64_t rows, int64_t width, int64_t value_width, int64_t longest)
       : rows(rows),
         queries(pieces.take(rows, width)),
         found(pieces.take(rows, value_width)),
@@ -117,7 +117,8 @@ void decode(Tensor q, Tensor k, Tensor v, std::optional<Tensor> block_table, Ten
     const auto lses = heads_out<float>(lse);
     const int64_t cost = longest * (width + value_width);
     parallel(sequences * key_heads, cost, [&](int64_t begin, int64_t end) {
-      const Scratch x(Pieces(), rows, width, value_width, longest);
+      Pieces pieces;
+      const Scratch x(pieces, rows, width, value_width, longest);
       std::fill_n(x.queries.data, rows * x.queries.step, 0.0f);
       for (int64_t at = begin; at < end; ++at) {
         const int64_t n = at / key_heads, key_head = at % key_heads, head = key_head * group;

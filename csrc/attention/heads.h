@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <list>
 #include <type_traits>
 #include <vector>
 
@@ -45,20 +46,16 @@ Heads<T> heads_out(const Tensor& tensor) {
   return {tensor, output<T>(tensor)};
 }
 
-// One thread's memory, in pieces. It is kept: new pages take longer than a short sequence.
+// One thread's memory, in pieces.
 class Pieces {
  public:
   Padded<float> take(int64_t rows, int64_t columns) {
-    thread_local std::vector<std::vector<float>> kept;
-    if (taken_ == kept.size()) kept.emplace_back();
-    std::vector<float>& mine = kept[taken_++];
-    const int64_t step = padded(columns), floats = rows * step;
-    if (static_cast<int64_t>(mine.size()) < floats) mine.resize(floats);
-    return {mine.data(), step};
+    const int64_t step = padded(columns);
+    return {pieces_.emplace_back(rows * step).data(), step};
   }
 
  private:
-  size_t taken_ = 0;
+  std::list<std::vector<float>> pieces_;
 };
 
 // Rows in fp32, with zeros up to their step.
