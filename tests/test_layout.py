@@ -206,13 +206,18 @@ def test_native_includes_flow_one_way(path):
 @pytest.mark.parametrize(
     "path", [p for op in [*OPS, "common"] for p in files(f"csrc/{op}/*")], ids=relative
 )
-def test_kernels_use_torchs_stable_abi_alone(path):
-    """And the arithmetic in common no torch at all."""
-    for header in re.findall(
-        r"^\s*#\s*include\s*<((?:torch|ATen|c10)/[^>]+)>", path.read_text(), re.M
-    ):
-        assert header.startswith(("torch/csrc/stable/", "torch/headeronly/"))
-        assert path.name not in ("vec.h", "philox.h")
+def test_one_header_knows_torch(path):
+    """From torch 2.10 on by its stable ABI alone: one library serves all of them."""
+    included = re.findall(r"^\s*#\s*include\s*<((?:torch|ATen|c10)/[^>]+)>", path.read_text(), re.M)
+    assert not included or relative(path) == "csrc/common/torch.h"
+
+
+def test_that_header_uses_the_stable_abi_alone_from_torch_2_10_on():
+    stable, older = (ROOT / "csrc/common/torch.h").read_text().split("#else")
+    assert set(re.findall(r"<((?:torch|ATen|c10)/(?:csrc/)?\w+)", stable)) == {
+        "torch/csrc/stable", "torch/headeronly",
+    }  # fmt: skip
+    assert "TORCH_TARGET_VERSION" in stable and "stable" not in older.replace("#define STABLE", "")
 
 
 # Python

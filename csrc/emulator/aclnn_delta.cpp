@@ -172,7 +172,7 @@ void conv_grad(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weig
   for (int64_t w = 0; w < width; ++w) {
     const int64_t by = width - 1 - w;
     sum = sum + later(backwards, by).flip(0) * to_float(weight.select(0, w));
-    dweight.select(0, w).copy_((grad * later(to_float(x), by)).sum({0, 1}));
+    dweight.select(0, w).copy_((grad * later(to_float(x), by)).sum(at::IntArrayRef({0, 1})));
   }
   dx.copy_(sum);
 }

@@ -65,7 +65,7 @@ bool on_task_queue() {
 int64_t attribute(int attr) {
   switch (attr) {
     case ACL_DEV_ATTR_AICORE_CORE_NUM:
-    case ACL_DEV_ATTR_CUBE_CORE_NUM:
+    case 102:  // ACL_DEV_ATTR_CUBE_CORE_NUM, which headers of torch_npu 2.9 do not have
       return settings().cube_cores;
     case ACL_DEV_ATTR_VECTOR_CORE_NUM:
       return settings().vector_cores;

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,8 +35,10 @@ def torch_version() -> str:
 
 
 def torch_npu_version() -> str:
-    """The torch_npu that belongs to that torch: the same release."""
-    return torch_version().partition("+")[0]
+    """The torch_npu that belongs to that torch: the same release, of several the pinned post."""
+    release = torch_version().partition("+")[0]
+    found = re.search(rf"^torch_npu==({re.escape(release)}(\.post\d+)?) ", _pins(), re.MULTILINE)
+    return found[1] if found else release
 
 
 def cache() -> pathlib.Path:
@@ -63,9 +66,14 @@ def include_dirs() -> list[str]:
 
 def pinned() -> str | None:
     """That torch_npu with the SHA-256 of each of its wheels, as pip reads it; None if unknown."""
-    text = pathlib.Path(__file__).with_name("torch_npu.txt").read_text().replace("\\\n", "")
     wanted = f"torch_npu=={torch_npu_version()} "
-    return next((line for line in text.splitlines() if line.startswith(wanted)), None)
+    return next((line for line in _pins().splitlines() if line.startswith(wanted)), None)
+
+
+def _pins() -> str:
+    """A line for each torch_npu."""
+    text = pathlib.Path(__file__).with_name("torch_npu.txt").read_text()
+    return text.replace("\\\n", "")
 
 
 def install(source: str | None = None) -> None:
