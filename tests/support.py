@@ -66,6 +66,21 @@ def implementations(table) -> list:
     ]
 
 
+def every_implementation(operator):
+    """Parametrizes a test with each implementation of an operator and its device."""
+    return pytest.mark.parametrize("implementation, device", implementations(operator.table))
+
+
+def runner(function, op: str, names: tuple[str, ...]):
+    """`run(implementation, inputs)`: outputs, and gradients of those of `names` that are there."""
+
+    def run(implementation, inputs, wrt=names):
+        with forced(implementation, op):
+            return evaluate(function, inputs, [n for n in wrt if inputs.get(n) is not None])
+
+    return run
+
+
 def on_npu(test):
     """A test where there is an NPU; nothing elsewhere."""
     return pytest.mark.parametrize("device", ["npu"])(test) if "npu" in devices() else None

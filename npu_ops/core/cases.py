@@ -12,6 +12,8 @@ It must have
 
 and may have
 
+    WRONG                `wrong(...)`: wrong calls, and how each is refused
+    OPTIONS              `options(...)`: changes of a call that every implementation honours
     SUM_TOLERANCES       of the gradient of a `bias` of one dimension: a sum over all rows
     TOLERANCES_BY_INPUT  True: every result is judged by the dtype of the inputs, not by its own
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Protocol
@@ -105,6 +108,119 @@ class Call:
     def tensors(self) -> list[str]:
         """The names of the arguments that are tensors."""
         return [n for n, x in self.arguments().items() if isinstance(x, torch.Tensor)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A change of a right call, which every implementation honours as the reference does.
+
+    call: of CALLS, by what tests call it. given: changes that make of that call the right one.
+    change: arguments by name, each a value or a function of the right value. same: it is another
+    way to say what `call` says: results stay as they are, otherwise they change. trains: there is
+    a gradient.
+    """
+
+    call: str
+    given: dict
+    change: dict
+    same: bool
+    trains: bool
+
+    def __str__(self):
+        changes = (f"{name}={getattr(x, '__qualname__', x)}" for name, x in self.change.items())
+        return f"{self.call}{'+' * bool(self.given)}: {', '.join(changes)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    """A change of a right call, which makes it a wrong one.
+
+    call, given, change: as of an `Option`. in_place: the right call writes to its arguments.
+    error, says: the type of what is raised, and how its message begins. reads: whether it is seen
+    by values alone, which are not read on a device.
+    """
+
+    call: str
+    given: dict
+    change: dict
+    error: type[Exception]
+    says: str
+    in_place: bool
+    reads: bool
+
+    def __str__(self):
+        return f"{self.call}: {self.says}"
+
+
+def options(call: str, *changes: dict, given: dict | None = None, same=False, trains=True):
+    """OPTIONS of one call, see `Option`."""
+    return [Option(call, given or {}, change, same, trains) for change in changes]
+
+
+def wrong(
+    call: str,
+    error: type[Exception],
+    *rows: tuple[str, dict],
+    given: dict | None = None,
+    in_place: bool = False,
+    reads: bool = False,
+) -> list[Wrong]:
+    """WRONG calls made from one right call: each row is how its message begins, and the change."""
+    common = {"given": given or {}, "in_place": in_place, "reads": reads}
+    return [Wrong(call=call, change=made, error=error, says=says, **common) for says, made in rows]
+
+
+def changed(arguments: dict, change: dict) -> dict:
+    """Arguments with a change: values, or functions of the values before."""
+    return arguments | {
+        name: to(arguments.get(name)) if callable(to) else to for name, to in change.items()
+    }
+
+
+def shapes(name: str, needs: str, *wrong_shapes: tuple[int, ...]):
+    """Rows for `wrong`: an argument has each of these shapes."""
+    return [
+        (f"{name}: got shape {list(shape)}, needs {needs}", {name: shaped(*shape)})
+        for shape in wrong_shapes
+    ]
+
+
+def values(name: str, needs: str, *wrong_values):
+    """Rows for `wrong`: an argument, no tensor, has each of these values."""
+    return [(f"{name}: got {value!r}, needs {needs}", {name: value}) for value in wrong_values]
+
+
+# Changes of one argument.
+
+
+def shaped(*shape: int, dtype: torch.dtype | None = None, device="cpu") -> Callable:
+    """Numbers from -1 to 1 of another shape, in the dtype that the argument has, or that is given;
+    zeros where that is no floating one."""
+
+    def change(right):
+        of = right.dtype if isinstance(right, torch.Tensor) else torch.float32
+        made = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float32, device="cpu")
+        made = made if (dtype or of).is_floating_point else torch.zeros_like(made)
+        return made.view(shape).to(device, dtype or of)
+
+    return change
+
+
+def cast(dtype: torch.dtype) -> Callable:
+    """The right value in another dtype. The CPU casts: torch_npu turns float64 into float32 and
+    crashes with float8."""
+    return lambda right: right.cpu().to(dtype).to(right.device)
+
+
+def replaced(*place: int, to: int) -> Callable:
+    """One index value is another."""
+
+    def change(right):
+        right = right.clone()
+        right[place] = to
+        return right
+
+    return change
 
 
 def of(op: str) -> ModuleType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 
@@ -86,10 +87,22 @@ def shape(name: str, value: torch.Tensor, needs: str) -> ValueError:
     return ValueError(f"{name}: got shape {list(value.shape)}, needs {needs}")
 
 
+def number(name: str, value, low: float, high: float, needs: str) -> None:
+    """Raise ValueError unless `value` is a number in [low, high)."""
+    if not isinstance(value, (int, float)) or not low <= value < high:
+        got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(f"{name}: got {got}, needs {needs}")
+
+
 def epsilon(name: str, value) -> None:
     """Raise ValueError unless `value` is a finite number that is not negative."""
-    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"{name}: got {value!r}, needs a finite number, 0 or more")
+    number(name, value, 0, math.inf, "a finite number, 0 or more")
+
+
+def scale(name: str, value) -> None:
+    """Raise ValueError unless `value` is None or a finite number."""
+    if value is not None:
+        number(name, value, -sys.float_info.max, math.inf, "a finite number")
 
 
 def inplace(written: dict[str, torch.Tensor], read: dict, elementwise: bool = False) -> None:

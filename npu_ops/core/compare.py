@@ -20,13 +20,19 @@ class Tolerance:
     max_abs: float
 
 
+def tolerances(float64, float32, float16, bfloat16) -> dict[torch.dtype, Tolerance]:
+    """By dtype; each is given as (ratio, max_abs)."""
+    given = {
+        torch.float64: float64,
+        torch.float32: float32,
+        torch.float16: float16,
+        torch.bfloat16: bfloat16,
+    }
+    return {dtype: Tolerance(*pair) for dtype, pair in given.items()}
+
+
 # Against fp64 on the same inputs: one rounding to the dtype, after sums over a row in fp32.
-ROUNDED_ONCE = {
-    torch.float64: Tolerance(ratio=2e-15, max_abs=1e-14),
-    torch.float32: Tolerance(ratio=6e-7, max_abs=2e-6),
-    torch.float16: Tolerance(ratio=4e-4, max_abs=6e-4),
-    torch.bfloat16: Tolerance(ratio=2.5e-3, max_abs=5e-3),
-}
+ROUNDED_ONCE = tolerances((2e-15, 1e-14), (6e-7, 2e-6), (4e-4, 6e-4), (2.5e-3, 5e-3))
 
 
 def error_ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -35,13 +35,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import mutations
 from equivalent_mutants import EQUIVALENT
 from mutant_examples import Example, examples
+from mutant_scores import CAUGHT, summary
 from mutations import Build, Mutant
 
 from npu_ops.core import ascendc, library
 
 # Seconds of a processor that a mutant has, which catches those that never end, and of waiting.
 LIMIT, PATIENCE = 15, 1200
-CAUGHT = ("check", "result", "warning", "crash", "no end")
 
 
 # ---- the process that runs them ----
@@ -259,14 +259,6 @@ def report(results: dict[Mutant, str | None]) -> int:
     total = sum(by_file.values(), collections.Counter())
     print(f"all: {summary(total)}; {total['equivalent']} explained, {len(unexplained)} not")
     return bool(unexplained)
-
-
-def summary(count: collections.Counter) -> str:
-    caught = sum(count[verdict] for verdict in CAUGHT)
-    tried = sum(count.values()) - count["does not compile"]
-    share = f"{100 * caught / tried:.1f} %" if tried else "none"
-    kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(count.items()))
-    return f"{caught} of {tried} caught ({share}): {kinds}"
 
 
 if __name__ == "__main__":

@@ -10,14 +10,15 @@ from support import (
     assert_fake_is_like_real,
     copies,
     evaluate,
+    every_implementation,
     exact,
     floats,
     forced,
-    implementations,
     mixed_dtypes,
     named,
     on_device,
     parametrize_dtypes,
+    runner,
     threads,
 )
 from torch.utils.checkpoint import checkpoint
@@ -30,9 +31,7 @@ from npu_ops.ops.bias_dropout_add.cases import SUM_TOLERANCES, TOLERANCES
 
 OPS = ("bias_dropout_add", "bias_dropout_add_backward")
 TENSORS = ("x", "bias", "residual")
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.forward.table)
-)
+IMPLEMENTATIONS = every_implementation(op.forward)
 
 
 STATE = 3, 5
@@ -48,9 +47,7 @@ def seeded(**inputs):
         return npu_ops.bias_dropout_add(**inputs)
 
 
-def run(implementation, inputs):
-    with forced(implementation, *OPS):
-        return evaluate(seeded, inputs, TENSORS)
+run = runner(seeded, "bias_dropout_add", TENSORS)
 
 
 # The values

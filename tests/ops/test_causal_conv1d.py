@@ -10,39 +10,29 @@ from support import (
     assert_fake_is_like_real,
     copies,
     evaluate,
+    every_implementation,
     floats,
     forced,
-    implementations,
     named,
     on_device,
     parametrize_dtypes,
+    runner,
     threads,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import npu_ops
-from npu_ops.core import library
 from npu_ops.core.compare import Tolerance
 from npu_ops.ops.causal_conv1d import op
 from npu_ops.ops.causal_conv1d.cases import CASES, DIFFERENTIABLE, TOLERANCES
 
 OPS = ("causal_conv1d", "causal_conv1d_backward")
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.forward.table)
-)
+IMPLEMENTATIONS = every_implementation(op.forward)
 FP64 = {torch.float64: Tolerance(ratio=1e-13, max_abs=1e-12)}
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """An element that no kernel wrote is NaN."""
-    monkeypatch.setattr(library, "poison_outputs", True)
-
-
-def run(implementation, inputs, wrt=DIFFERENTIABLE):
-    with forced(implementation, *OPS):
-        return evaluate(npu_ops.causal_conv1d, inputs, [n for n in wrt if n in inputs])
+run = runner(npu_ops.causal_conv1d, "causal_conv1d", DIFFERENTIABLE)
 
 
 def compare(case, dtype, implementation, device, wide=torch.float64):
@@ -396,53 +386,10 @@ def test_fake_is_like_real(make):
     assert_fake_is_like_real(function, *real)
 
 
-# Wrong input
+# What the operator checks
 
 
 X, WEIGHT = torch.randn(1, 6, 8), torch.randn(8, 4)
-WRONG = {
-    "x: got list": {"x": [1.0]},
-    r"x: got shape \[6, 8\], needs \[B, T, D\]": {"x": X[0]},
-    "x: got int64": {"x": X.long()},
-    r"weight: got shape \[8, 9\], needs \[8, W\] with W 2 to 8": {"weight": torch.randn(8, 9)},
-    r"weight: got shape \[8, 1\]": {"weight": torch.randn(8, 1)},
-    r"weight: got shape \[8, 1, 4\]": {"weight": WEIGHT[:, None]},
-    r"weight: got float16, needs x's float32": {"weight": WEIGHT.half()},
-    "weight: got device meta": {"weight": WEIGHT.to("meta")},
-    r"bias: got shape \[1\], needs \[8\]": {"bias": torch.ones(1)},
-    "bias: got bfloat16": {"bias": torch.ones(8).bfloat16()},
-    "activation: got 'gelu'": {"activation": "gelu"},
-    r"residual: got shape \[1, 6, 1\], needs x's shape \[1, 6, 8\]": {"residual": X[..., :1]},
-    "residual: got float64": {"residual": X.double()},
-    r"initial_state: got shape \[1, 8, 3\], needs \[N, D, W\], here \[1, 8, 4\]": {
-        "initial_state": torch.randn(1, 8, 3)
-    },
-    r"initial_state: got shape \[1, 4, 8\]": {"initial_state": torch.randn(1, 4, 8)},
-    "initial_state: got bfloat16, needs x's float32": {
-        "initial_state": torch.randn(1, 8, 4).bfloat16()
-    },
-    "cu_seqlens: got list": {"cu_seqlens": [0, 6]},
-    "cu_seqlens: got float32": {"cu_seqlens": torch.tensor([0.0, 6.0])},
-    r"cu_seqlens: got shape \[1, 2\]": {"cu_seqlens": torch.tensor([[0, 6]])},
-    r"cu_seqlens: got shape \[0\]": {"cu_seqlens": torch.empty(0, dtype=torch.int32)},
-    "cu_seqlens: got 0 first and 7 last, needs 0 and up to 6": {
-        "cu_seqlens": torch.tensor([0, 7])
-    },
-    "cu_seqlens: got 1 first": {"cu_seqlens": torch.tensor([1, 6])},
-    "cu_seqlens: got a negative length": {"cu_seqlens": torch.tensor([0, 4, 3, 6])},
-    r"x: got shape \[2, 6, 8\], needs a batch of 1 with cu_seqlens": {
-        "x": torch.cat([X, X]), "cu_seqlens": torch.tensor([0, 6])
-    },
-    r"here \[2, 8, 4\]": {
-        "initial_state": torch.randn(1, 8, 4), "cu_seqlens": torch.tensor([0, 3, 6])
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_input_is_named(message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        npu_ops.causal_conv1d(**{"x": X, "weight": WEIGHT} | WRONG[message])
 
 
 def test_the_kernel_checks_cu_seqlens_again():

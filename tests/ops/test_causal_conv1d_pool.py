@@ -110,34 +110,6 @@ def test_compiled():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    "changes, argument", [
-        ({"conv_state_indices": torch.tensor([0, 1, 0, 2])}, "conv_state_indices"),
-        ({"conv_state_indices": torch.tensor([0, 1, 6, 2])}, "conv_state_indices"),
-        ({"conv_state_indices": torch.tensor([0, 1])}, "conv_state_indices"),
-        ({"conv_state": drawn(6, CHANNELS, 2)}, "conv_state"),
-        ({"conv_state": drawn(6, 8, 3)}, "conv_state"),
-        ({"conv_state": drawn(1, CHANNELS, 3).expand(6, CHANNELS, 3)}, "conv_state"),
-        ({"conv_state": drawn(3, CHANNELS, 3), "conv_state_indices": None}, "conv_state"),
-        ({"has_initial_state": torch.ones(4)}, "has_initial_state"),
-        ({"has_initial_state": torch.ones(3, dtype=torch.bool)}, "has_initial_state"),
-        ({"output_final_state": True}, "output_final_state"),
-        ({"initial_state": drawn(4, CHANNELS, WIDTH)}, "initial_state"),
-        ({"weight": drawn(CHANNELS, WIDTH).requires_grad_()}, "weight"),
-        ({"conv_state": None}, "conv_state_indices"),
-        ({"conv_state": None, "conv_state_indices": None,
-          "has_initial_state": torch.ones(4, dtype=torch.bool)}, "has_initial_state"),
-    ],
-)  # fmt: skip
-def test_mistake(changes, argument):
-    call = arguments() | changes
-    pool = call["conv_state"]
-    before = None if pool is None else pool.clone()
-    with pytest.raises(ValueError, match=f"^{argument}: got "):
-        npu_ops.causal_conv1d(**call)
-    assert before is None or torch.equal(pool, before)
-
-
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("pool", [torch.float32, torch.float16])
 def test_what_is_in_a_pool_passes_no_narrower_dtype(pool, device):

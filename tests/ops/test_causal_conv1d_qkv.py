@@ -9,10 +9,11 @@ from support import (
     assert_fake_is_like_real,
     copies,
     evaluate,
+    every_implementation,
     floats,
     forced,
-    implementations,
     parametrize_dtypes,
+    runner,
     threads,
     twice,
 )
@@ -20,29 +21,18 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import npu_ops
-from npu_ops.core import library
 from npu_ops.core.compare import Tolerance
 from npu_ops.ops.causal_conv1d_qkv import op
 from npu_ops.ops.causal_conv1d_qkv.cases import CASES, DIFFERENTIABLE, TOLERANCES
 
 OPS = ("causal_conv1d_qkv", "causal_conv1d_qkv_backward")
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.forward.table)
-)
+IMPLEMENTATIONS = every_implementation(op.forward)
 FP64 = {torch.float64: Tolerance(ratio=1e-13, max_abs=1e-12)}
 # HK, HV, K, V
 HEADS = (2, 3, 24, 16)
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """An element that no kernel wrote is NaN."""
-    monkeypatch.setattr(library, "poison_outputs", True)
-
-
-def run(implementation, inputs, wrt=DIFFERENTIABLE):
-    with forced(implementation, *OPS):
-        return evaluate(npu_ops.causal_conv1d_qkv, inputs, [n for n in wrt if n in inputs])
+run = runner(npu_ops.causal_conv1d_qkv, "causal_conv1d_qkv", DIFFERENTIABLE)
 
 
 def compare(case, dtype, implementation, device, wide=torch.float64):
@@ -445,48 +435,6 @@ def test_fake_is_like_real(make):
 
 WIDTH = channels(HEADS)
 X, WEIGHT = torch.randn(1, 6, WIDTH), torch.randn(WIDTH, 4)
-WRONG = {
-    "x: got list": {"x": [1.0]},
-    r"x: got shape \[6, 144\], needs \[B, T, D\]": {"x": X[0]},
-    "x: got int64": {"x": X.long()},
-    r"x: got shape \[1, 6, 144\], needs \[B, T, 2 HK K \+ HV V\], here \[B, T, 160\]": {
-        "num_v_heads": 4
-    },
-    "num_k_heads: got 0, needs 1 or more": {"num_k_heads": 0},
-    "num_k_heads: got float, needs an int": {"num_k_heads": 2.0},
-    "num_v_heads: got -3": {"num_v_heads": -3},
-    "num_v_heads: got bool": {"num_v_heads": True},
-    "head_k_dim: got 257, needs 1 to 256": {"head_k_dim": 257},
-    "head_v_dim: got 0": {"head_v_dim": 0},
-    "head_v_dim: got NoneType": {"head_v_dim": None},
-    "eps: got -1.0": {"eps": -1.0},
-    "eps: got nan": {"eps": float("nan")},
-    "eps: got '1'": {"eps": "1"},
-    r"weight: got shape \[144, 9\], needs \[144, W\]": {"weight": torch.randn(WIDTH, 9)},
-    "weight: got float16, needs x's float32": {"weight": WEIGHT.half()},
-    "weight: got device meta": {"weight": WEIGHT.to("meta")},
-    r"bias: got shape \[1\], needs \[144\]": {"bias": torch.ones(1)},
-    "activation: got 'gelu'": {"activation": "gelu"},
-    r"initial_state: got shape \[1, 144, 3\], needs \[N, D, W\], here \[1, 144, 4\]": {
-        "initial_state": torch.randn(1, WIDTH, 3)
-    },
-    "initial_state: got bfloat16": {"initial_state": torch.randn(1, WIDTH, 4).bfloat16()},
-    "cu_seqlens: got list": {"cu_seqlens": [0, 6]},
-    "cu_seqlens: got 0 first and 7 last, needs 0 and up to 6": {
-        "cu_seqlens": torch.tensor([0, 7])
-    },
-    "cu_seqlens: got a negative length": {"cu_seqlens": torch.tensor([0, 4, 3, 6])},
-    r"x: got shape \[2, 6, 144\], needs a batch of 1 with cu_seqlens": {
-        "x": torch.cat([X, X]), "cu_seqlens": torch.tensor([0, 6])
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_input_is_named(message):
-    good = {"x": X, "weight": WEIGHT} | settings(HEADS)
-    with pytest.raises((TypeError, ValueError), match=message):
-        npu_ops.causal_conv1d_qkv(**good | WRONG[message])
 
 
 def test_an_unknown_argument_is_named():

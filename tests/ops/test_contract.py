@@ -21,6 +21,7 @@ from support import (
     forced,
     implementations,
     named,
+    on_device,
     threads,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -57,12 +58,13 @@ def function_of(call):
 def results(op, function, inputs, wrt, implementation=None):
     """Outputs, gradients and what is written, by name; `inputs` stay as they are."""
     (writes,) = {call.writes for call in cases.of(op).CALLS if not call.in_place} or {()}
-    inputs = inputs | {name: inputs[name].clone() for name in writes if name in inputs}
+    writes = [name for name in writes if inputs.get(name) is not None]
+    inputs = inputs | {name: inputs[name].clone() for name in writes}
     wrt = [name for name in wrt if inputs.get(name) is not None]
     by = forced(implementation, *tables(op)) if implementation else contextlib.nullcontext()
     with by, one_mask():
         found = evaluate(function, inputs, wrt)
-    return found | {f"{name} after": inputs[name] for name in writes if name in inputs}
+    return found | {f"{name} after": inputs[name] for name in writes}
 
 
 def of_case(op, case, implementation, dtype, device="cpu", wide=None):
@@ -137,6 +139,52 @@ def test_what_no_kernel_writes_is_nan(call):
         outputs = function_of(call)(**call.arguments())
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     assert all(out.isnan().all() for out in outputs if out is not None)
+
+
+def of_options():
+    """(op, option, implementation, device)."""
+    for op in ops():
+        for option in getattr(cases.of(op), "OPTIONS", []):
+            for one in implementations(Table.tables[op]):
+                name = f"{option}-{'-'.join(one.values)}"
+                yield pytest.param(op, option, *one.values, id=name, marks=one.marks)
+
+
+@pytest.mark.parametrize("op, option, implementation, device", of_options())
+def test_an_option_takes_effect_and_agrees_with_the_reference(op, option, implementation, device):
+    """In results, gradients and what is written. One that only says the same changes nothing."""
+    call = CALLS[option.call]
+
+    def run(change, implementation, device, wide=None):
+        arguments = cases.changed(cases.changed(call.arguments(), option.given), change)
+        arguments = floats(arguments, wide) if wide else on_device(arguments, device)
+        trains = option.trains and call.differentiable is None
+        wrt = [n for n in cases.of(op).DIFFERENTIABLE if isinstance(arguments.get(n), torch.Tensor)]
+        try:
+            return results(op, function_of(call), arguments, wrt if trains else (), implementation)
+        except RuntimeError as declined:
+            if not str(declined).startswith("NPU_OPS_IMPL forces"):
+                raise
+            return results(op, function_of(call), arguments, wrt if trains else ())
+
+    actual = run(option.change, implementation, device)
+    expected = run(option.change, "reference", "cpu", torch.float64)
+    before = run({}, implementation, device)
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        one = cases.tolerance(op, name, value, torch.float32)
+        tolerance = Tolerance(2 * one.ratio, 2 * one.max_abs)
+        assert_close(name, value, expected[name].to(value.device), tolerance)
+    assert same_results(actual, before) == option.same
+
+
+def same_results(some, others):
+    """Whether results have the same names, dtypes and values, but for the order of additions."""
+    return some.keys() == others.keys() and all(
+        value.dtype == others[name].dtype and value.shape == others[name].shape
+        and torch.allclose(value, others[name], rtol=1e-4, atol=1e-5)
+        for name, value in some.items()
+    )  # fmt: skip
 
 
 # Layouts

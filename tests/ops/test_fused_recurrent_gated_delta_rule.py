@@ -1,21 +1,22 @@
 """The recurrent gated delta rule: against the reference, others' formulas and what it must be."""
 
 import functools
-import re
 
 import pytest
 import torch
-from delta_rule_calls import assert_flags_are_what_they_say
+from delta_rule_calls import (
+    assert_compiled_case_is_eager,
+    assert_fake_case_is_like_real,
+    assert_flags_are_what_they_say,
+    assert_gradients_are_right,
+)
 from support import (
     assert_all_close,
-    assert_checkpointing_changes_nothing,
-    assert_compiled_is_eager,
-    assert_fake_is_like_real,
     evaluate,
+    every_implementation,
     exact,
     floats,
     forced,
-    implementations,
     named,
     on_device,
     threads,
@@ -30,9 +31,7 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.cases import CASES, DIFFERENTI
 
 OP = "fused_recurrent_gated_delta_rule"
 FP32 = TOLERANCES[torch.float32]
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.forward.table)
-)
+IMPLEMENTATIONS = every_implementation(op.forward)
 delta_rule = npu_ops.fused_recurrent_gated_delta_rule
 
 
@@ -315,168 +314,25 @@ def test_opcheck_backward():
     )
 
 
-@pytest.mark.parametrize("case", ["packed-v-first", "all-gates", "key-gate", "flags", "one-key"])
-def test_gradcheck(case):
+def case_named(name):
+    return next(case for case in CASES if case.name == name)
+
+
+@pytest.mark.parametrize("name", ["packed-v-first", "all-gates", "key-gate", "flags", "one-key"])
+def test_gradcheck(name):
     """The reference's gradient, which the kernels' are compared with."""
-    case = next(c for c in CASES if c.name == case)
-    inputs = floats(case.inputs(torch.float64), torch.float64)
-    cut = ("q", "k", "v", "g", "gk", "gv", "beta")
-    inputs |= {n: inputs[n][:, :5] for n in cut if inputs[n] is not None}
-    if inputs["cu_seqlens"] is not None:
-        inputs["cu_seqlens"] = inputs["cu_seqlens"].clamp(max=5)
-    names = [n for n in DIFFERENTIABLE if inputs[n] is not None]
-
-    def function(*leaves):
-        results = delta_rule(**inputs | dict(zip(names, leaves, strict=True)))
-        return tuple(r for r in results if r is not None)
-
-    leaves = [inputs[n].detach().clone().requires_grad_() for n in names]
-    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+    by_token = ("q", "k", "v", "g", "gk", "gv", "beta")
+    assert_gradients_are_right(delta_rule, case_named(name), DIFFERENTIABLE, by_token, 5)
 
 
-def test_there_is_no_second_derivative():
-    inputs = qkv()
-    q = inputs.pop("q").requires_grad_()
-    o, _ = delta_rule(q, **inputs)
-    (grad,) = torch.autograd.grad(o.sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="got a gradient of its gradient"):
-        grad.sum().backward()
-
-
-@pytest.mark.parametrize("flags", [True, False])
-def test_compile(flags):
-    """One graph, forward and backward equal to eager."""
-    case = next(c for c in CASES if c.name == ("packed-v-first" if flags else "dense"))
-    inputs = case.inputs(torch.float32)
-    names = [n for n in DIFFERENTIABLE if inputs[n] is not None]
-
-    def function(*leaves):
-        o, final = delta_rule(**inputs | dict(zip(names, leaves, strict=True)))
-        return o.square().sum() + final.cos().sum()
-
-    assert_compiled_is_eager(function, [inputs[n] for n in names], "aot_eager")
+@pytest.mark.parametrize("name", ["packed-v-first", "dense"])
+def test_compile(name):
+    assert_compiled_case_is_eager(delta_rule, case_named(name), DIFFERENTIABLE)
 
 
 @pytest.mark.parametrize("name", ["packed", "all-gates-v-first", "no-gates"])
 def test_fake_is_like_real(name):
-    inputs = next(c for c in CASES if c.name == name).inputs(torch.bfloat16)
-    wrt = tuple(n for n in DIFFERENTIABLE if inputs[n] is not None)
-    names = [name for name, x in inputs.items() if isinstance(x, torch.Tensor)]
-
-    def function(*tensors):
-        given = inputs | dict(zip(names, tensors, strict=True))
-        return evaluate(delta_rule, given, wrt).values()
-
-    assert_fake_is_like_real(function, *(inputs[name] for name in names))
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing(use_reentrant):
-    inputs = qkv()
-    q = inputs.pop("q")
-
-    def layer(x):
-        return delta_rule(x.sin(), **inputs)[0].square()
-
-    assert_checkpointing_changes_nothing(layer, [q], use_reentrant)
-
-
-def test_autocast():
-    inputs = qkv()
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = delta_rule(**inputs)
-    for a, e in zip(actual, delta_rule(**inputs), strict=True):
-        assert a.dtype == e.dtype and torch.equal(a, e)
-
-
-def test_explain():
-    rows = npu_ops.explain(delta_rule, **qkv())
-    assert [row.implementation for row in rows if row.why_not is None] == ["cpu"]
-    wide = npu_ops.explain(delta_rule, **floats(qkv(), torch.float64))
-    assert [row.implementation for row in wide if row.why_not is None] == ["reference"]
-    assert "it has no float64 kernel" in {row.why_not for row in wide}
-
-
-# Mistakes
-
-MISTAKES = [
-    ({"q": lambda x: x.long()}, TypeError, "q"),
-    ({"q": lambda x: x.half()}, TypeError, "k"),
-    ({"v": lambda x: x.half()}, TypeError, "v"),
-    ({"q": lambda x: x.tolist()}, TypeError, "q"),
-    ({"v": lambda x: x.to("meta")}, ValueError, "v"),
-    ({"q": lambda x: x[0]}, ValueError, "q"),
-    ({"k": lambda x: x[:, :5]}, ValueError, "k"),
-    ({"v": lambda x: x[:, :5]}, ValueError, "v"),
-    ({"v": lambda x: x[..., :0]}, ValueError, "v"),
-    ({"v": lambda x: x.repeat(1, 1, 1, 50)}, ValueError, "v"),
-    ({"q": lambda x: x.repeat(1, 1, 3, 1), "k": lambda x: x.repeat(1, 1, 3, 1)}, ValueError, "v"),
-    ({"g": lambda x: x[..., None]}, ValueError, "g"),
-    ({"g": lambda x: x.int()}, TypeError, "g"),
-    ({"gk": lambda x: torch.zeros(1, 9, 2, 6)}, ValueError, "gk"),
-    ({"gv": lambda x: torch.zeros(1, 9, 2, 8)}, ValueError, "gv"),
-    ({"beta": lambda x: torch.zeros(1, 9, 2, 8)}, ValueError, "beta"),
-    ({"beta": lambda x: x[:, :, :1]}, ValueError, "beta"),
-    ({"initial_state": lambda x: x.bfloat16()}, TypeError, "initial_state"),
-    ({"initial_state": lambda x: x.double()}, TypeError, "initial_state"),
-    ({"initial_state": lambda x: x.transpose(-1, -2)}, ValueError, "initial_state"),
-    ({"state_v_first": lambda x: True}, ValueError, "initial_state"),
-    ({"initial_state": lambda x: x.repeat(2, 1, 1, 1)}, ValueError, "initial_state"),
-    ({"cu_seqlens": lambda x: [0, 9]}, TypeError, "cu_seqlens"),
-    ({"cu_seqlens": lambda x: torch.tensor([0.0, 9.0])}, TypeError, "cu_seqlens"),
-    ({"cu_seqlens": lambda x: torch.tensor([9])}, ValueError, "cu_seqlens"),
-    ({"cu_seqlens": lambda x: torch.tensor([0, 10])}, ValueError, "cu_seqlens"),
-    ({"cu_seqlens": lambda x: torch.tensor([1, 9])}, ValueError, "cu_seqlens"),
-    ({"cu_seqlens": lambda x: torch.tensor([0, 6, 4, 9])}, ValueError, "cu_seqlens"),
-    ({"cu_seqlens": lambda x: torch.tensor([0, 4, 9])}, ValueError, "initial_state"),
-    ({"allow_neg_eigval": lambda x: True}, ValueError, "allow_neg_eigval"),
-    ({"use_gate_in_kernel": lambda x: True}, ValueError, "A_log"),
-    ({"A_log": lambda x: torch.zeros(2)}, ValueError, "A_log"),
-    ({"dt_bias": lambda x: torch.zeros(2)}, ValueError, "dt_bias"),
-    (
-        {
-            "use_gate_in_kernel": lambda x: True,
-            "A_log": lambda x: torch.zeros(2),
-            "g": lambda x: None,
-        },
-        ValueError,
-        "g",
-    ),
-    (
-        {"use_gate_in_kernel": lambda x: True, "A_log": lambda x: torch.zeros(1)},
-        ValueError,
-        "A_log",
-    ),
-    ({"use_beta_sigmoid_in_kernel": lambda x: True, "beta": lambda x: None}, ValueError, "beta"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("changes, error, argument", MISTAKES)
-def test_mistake(changes, error, argument):
-    inputs = qkv()
-    changed = inputs | {name: change(inputs.get(name)) for name, change in changes.items()}
-    for call in (delta_rule, functools.partial(npu_ops.explain, delta_rule)):
-        with pytest.raises(error, match=f"^{re.escape(argument)}: "):
-            call(**changed)
-
-
-def test_batch_with_packed_sequences():
-    with pytest.raises(ValueError, match="cu_seqlens: got one with batch 2, needs batch 1"):
-        delta_rule(**qkv(2), cu_seqlens=torch.tensor([0, 9]))
-
-
-def test_a_compiled_call_reads_nothing_outside():
-    inputs = qkv()
-    del inputs["initial_state"]
-    compiled = torch.compile(
-        lambda cu_seqlens: delta_rule(**inputs, cu_seqlens=cu_seqlens)[0],
-        fullgraph=True, backend="eager",
-    )  # fmt: skip
-    with pytest.raises(
-        ValueError, match="cu_seqlens: got 0 first and 10 last, needs 0 and up to 9"
-    ):
-        compiled(torch.tensor([0, 4, 10]))
-    torch._dynamo.reset()
+    assert_fake_case_is_like_real(delta_rule, case_named(name), DIFFERENTIABLE)
 
 
 def test_strict_mode_runs_kernels():

@@ -8,9 +8,9 @@ from support import (
     DTYPES,
     assert_all_close,
     evaluate,
+    every_implementation,
     floats,
     forced,
-    implementations,
     named,
     on_device,
     twice,
@@ -25,9 +25,7 @@ from npu_ops.ops.qk_norm_rope import op
 from npu_ops.ops.qk_norm_rope.cases import CASES, DIFFERENTIABLE, TOLERANCES, Case
 
 OPS = ("qk_norm_rope", "qk_norm_rope_backward")
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.forward.table)
-)
+IMPLEMENTATIONS = every_implementation(op.forward)
 PLAIN = Case("plain", 5, 4, 2, 32, 32, batch=2)
 GATED = Case(
     "gated", 5, 4, 2, 32, 8, section=(2, 1, 1), gated=True, zero_centered=True, batch=2
@@ -237,37 +235,6 @@ def test_heads_with_one_gradient(implementation, device):
 
 
 # What is refused
-
-
-@pytest.mark.parametrize("index", [-1, 4096])
-def test_positions_outside_the_cache(index):
-    inputs = dataclasses.replace(PLAIN, cached=True).inputs(torch.float32)
-    inputs["positions"][1, 3] = index
-    with pytest.raises(ValueError, match="positions: got"):
-        call(inputs)
-
-
-REFUSED = [
-    ({"num_heads": 5}, ValueError, r"qkv: got shape \[2, 5, 256\], needs a last dimension of 288"),
-    ({"num_kv_heads": 0}, ValueError, "num_kv_heads: got 0, needs an integer, 1 or more"),
-    ({"gated": True}, ValueError, "needs a last dimension of 384 .* a gate for each query"),
-    ({"k_weight": torch.ones(31)}, ValueError, r"k_weight: got shape \[31\], needs q_weight's"),
-    ({"q_weight": torch.ones(4, 8)}, ValueError, r"q_weight: got shape \[4, 8\], needs \[D\]"),
-    ({"qkv": torch.ones(256)}, ValueError, r"qkv: got shape \[256\], needs \[B, S, W\] or"),
-    ({"qkv": torch.ones(2, 5, 256).int()}, TypeError, "qkv: got int32"),
-    ({"eps": -1.0}, ValueError, "eps: got -1.0"),
-    ({"mrope_section": [6, 5, 5]}, ValueError, r"cos: got shape \[2, 5, 32\], needs \[3, B, S, R"),
-    ({"section_layout": "chunked"}, ValueError, "section_layout: got 'chunked' without"),
-    ({"pair_layout": "neox"}, ValueError, "pair_layout: got 'neox'"),
-    ({"rotary_dim": 34}, ValueError, "rotary_dim: got 34"),
-    ({"cos": torch.ones(5, 32)}, ValueError, r"cos: got shape \[5, 32\]|sin: got shape"),
-]
-
-
-@pytest.mark.parametrize("change, error, message", REFUSED, ids=lambda value: None)
-def test_wrong_arguments(change, error, message):
-    with pytest.raises(error, match=message):
-        call(PLAIN.inputs(torch.float32) | change)
 
 
 def test_a_wide_head_is_not_for_an_npu():

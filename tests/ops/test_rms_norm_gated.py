@@ -12,10 +12,11 @@ from support import (
     assert_fake_is_like_real,
     copies,
     evaluate,
+    every_implementation,
     floats,
     forced,
-    implementations,
     on_device,
+    runner,
     twice,
 )
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
@@ -28,18 +29,14 @@ from npu_ops.ops.rms_norm_gated import op
 from npu_ops.ops.rms_norm_gated.cases import DIFFERENTIABLE, TOLERANCES
 
 OPS = ("rms_norm_gated", "rms_norm_gated_backward")
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.forward.table)
-)
+IMPLEMENTATIONS = every_implementation(op.forward)
 FORMULAS = pytest.mark.parametrize(
     "before, activation", list(itertools.product([True, False], ["silu", "sigmoid"]))
 )
 norm = npu_ops.rms_norm_gated
 
 
-def run(implementation, inputs):
-    with forced(implementation, *OPS):
-        return evaluate(norm, inputs, DIFFERENTIABLE)
+run = runner(norm, "rms_norm_gated", DIFFERENTIABLE)
 
 
 def drawn(*shape, dtype=torch.float32, **settings):
@@ -282,41 +279,6 @@ def test_gradcheck(before, activation, group_size):
 
 
 # torch's machinery
-
-
-# Wrong calls
-
-
-@pytest.mark.parametrize(
-    "changes, error, argument",
-    [
-        *(({name: value}, TypeError, name) for name in DIFFERENTIABLE for value in (
-            None, [1.0] * 8, torch.ones(8, dtype=torch.int64), torch.ones(8).to(torch.float8_e5m2)
-        )),
-        ({"x": torch.ones(())}, ValueError, "x"),
-        ({"weight": torch.ones(())}, ValueError, "weight"),
-        ({"weight": torch.ones(1)}, ValueError, "weight"),
-        ({"weight": torch.ones(7)}, ValueError, "weight"),
-        ({"weight": torch.ones(3, 8)}, ValueError, "weight"),
-        ({"weight": torch.ones(4), "group_size": 4}, ValueError, "weight"),
-        ({"weight": torch.ones(8, device="meta")}, ValueError, "weight"),
-        ({"z": torch.ones(8)}, ValueError, "z"),
-        ({"z": torch.ones(3, 1)}, ValueError, "z"),
-        ({"z": torch.ones(4, 8)}, ValueError, "z"),
-        ({"z": torch.ones(3, 8, device="meta")}, ValueError, "z"),
-        *(({"eps": value}, ValueError, "eps") for value in (
-            -1.0, float("nan"), float("inf"), None, "1e-6"
-        )),
-        *(({"activation": value}, ValueError, "activation") for value in (
-            "relu", "SiLU", "", None, True
-        )),
-        *(({"group_size": value}, ValueError, "group_size") for value in (0, -4, 3, 16, 4.0, "4")),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
-)  # fmt: skip
-def test_wrong_calls(changes, error, argument):
-    with pytest.raises(error, match=rf"^{argument}: got "):
-        norm(**drawn(3, 8) | changes)
 
 
 def test_mixed_halves_run_by_the_reference():

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call
-from npu_ops.core.compare import Tolerance
+from npu_ops.core.cases import Call, options, replaced, shaped, shapes, values, wrong
+from npu_ops.core.compare import tolerances
 from npu_ops.core.models import Model
 
 # Against fp64 on the same inputs: fp32 arithmetic; with bf16 and fp16 also weights that are rounded
 # to those before they meet the values, as everyone's are.
-TOLERANCES = {
-    torch.float64: Tolerance(ratio=1e-13, max_abs=1e-12),
-    torch.float32: Tolerance(ratio=2e-6, max_abs=5e-6),
-    torch.float16: Tolerance(ratio=2e-3, max_abs=4e-3),
-    torch.bfloat16: Tolerance(ratio=1e-2, max_abs=2e-2),
-}
+TOLERANCES = tolerances((1e-13, 1e-12), (2e-6, 5e-6), (2e-3, 4e-3), (1e-2, 2e-2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,6 +239,166 @@ CALLS = [
     Call("attention", _call_of_packed, "attention_packed"),
     Call("attention", _call_of_blocks, "attention_paged", differentiable=()),
 ]
+
+# Wrong calls, and how each is refused.
+WRONG = [
+    *wrong("attention", TypeError,
+        ("k: got bfloat16, needs q's float32", {"k": torch.Tensor.bfloat16}),
+        ("v: got bfloat16, needs q's float32", {"v": torch.Tensor.bfloat16}),
+        ("attn_mask: got float32, needs bool, True takes part (what", {"attn_mask": shaped(5, 7)}),
+        ("attn_mask: got list, needs a tensor", {"attn_mask": [True]}),
+        ("bias: got float16, needs float32", {"bias": torch.Tensor.half}),
+        ("generator: got int, needs a torch.Generator", {"dropout_p": 0.1, "generator": 3}),
+        *values("seqlens_k_cpu", "ints", [7, 7.0]),
+    ),
+    *wrong("attention", ValueError,
+        *shapes("q", "4 dimensions for layout BSND", (5, 4, 8)),
+        ("k: got batch 2, needs q's 3", {"q": shaped(3, 5, 4, 8)}),
+        ("k: got 2 heads, needs a divisor of q's 5", {"q": shaped(2, 5, 5, 8)}),
+        ("k: got head dimension 8, needs q's 16", {"q": shaped(2, 5, 4, 16)}),
+        ("k: got 0 heads, needs a divisor of", {"k": shaped(2, 7, 0, 8), "v": shaped(2, 7, 0, 8)}),
+        ("v: got shape [2, 2, 6, 8], needs k's [2, 2, 7] (batch", {"v": shaped(2, 6, 2, 8)}),
+        ("v: got shape [2, 2, 7, 0], needs k's [2, 2, 7] (batch", {"v": shaped(2, 7, 2, 0)}),
+        *values("layout", "one of 'BSND', 'BNSD', 'SBND', 'TND', 'BSH'", "BSDN", ["BSND"]),
+        ("q: got shape [2, 5, 4, 8], needs [.., .., heads * head_dim] for", {"layout": "SBH"}),
+        ("q: got shape [2, 5, 32], needs [.., ..", {"q": shaped(2, 5, 32), "layout": "BSH"}),
+        ("q: got shape [2, 5, 32], needs [.., .., heads * head_dim] for 0 heads (BSH)",
+         {"q": shaped(2, 5, 32), "layout": "BSH", "num_heads": 0}),
+        ("q: got shape [2, 5, 32], needs [.., .., heads * head_dim] for 5 heads (BSH)",
+         {"q": shaped(2, 5, 32), "layout": "BSH", "num_heads": 5}),
+        ("q: got shape [2, 5, 32], needs [.., .., heads * head_dim] for 4.0 heads",
+         {"q": shaped(2, 5, 32), "layout": "BSH", "num_heads": 4.0}),
+        ("layout: got 'BSND' with cu_seqlens_q, needs 'TND'",
+         {"cu_seqlens_q": make.indices([0, 5])}),
+        ("cu_seqlens_k: got one, needs cu_seqlens_q and", {"cu_seqlens_k": make.indices([0, 7])}),
+        *values("causal_alignment", "one of 'bottom_right', 'top_left'", "left"),
+        *values("window", "(left, right), keys before and after the",
+            4, (4, -2), (4, None), (4, 4, 4),
+        ),
+        ("attn_mask: got shape [7], needs [5, 7], or", {"attn_mask": shaped(7, dtype=torch.bool)}),
+        ("attn_mask: got shape [2, 7], needs [5", {"attn_mask": shaped(2, 7, dtype=torch.bool)}),
+        ("attn_mask: got shape [2, 5, 7], needs", {"attn_mask": shaped(2, 5, 7, dtype=torch.bool)}),
+        ("attn_mask: got shape [2, 4, 5, 6], needs [5, 7], or [2, 4, 5, 7] where any",
+         {"attn_mask": shaped(2, 4, 5, 6, dtype=torch.bool)}),
+        ("attn_mask: got shape [3, 1, 5, 7], needs [5, 7], or [2, 4, 5, 7] where any",
+         {"attn_mask": shaped(3, 1, 5, 7, dtype=torch.bool)}),
+        ("attn_mask: got device meta, needs q's",
+         {"attn_mask": shaped(5, 7, dtype=torch.bool, device="meta")}),
+        ("is_causal: got one with attn_mask, needs all of the mask in one of them",
+         {"attn_mask": shaped(5, 7, dtype=torch.bool), "is_causal": True}),
+        ("window: got one with attn_mask, needs all of the mask in one of them",
+         {"attn_mask": shaped(5, 7, dtype=torch.bool), "window": (1, 1)}),
+        *shapes("bias", "[5, 7], or [2, 4, 5, 7] where any may be 1", (4, 5, 7)),
+        *shapes("sinks", "[4], one for each head of q", (2,)),
+        *values("scale", "a finite number", math.inf, -math.inf, math.nan, "1"),
+        *values("softcap", "a finite number above 0, or None", 0.0, -1.0, math.inf, "5"),
+        *values("dropout_p", "0 <= dropout_p < 1", 1.0, -0.1, None),
+        ("seqlens_k: got shape [1], needs [2]", {"seqlens_k": make.indices([7])}),
+        ("seqlens_k: got device meta, needs q's", {"seqlens_k": make.indices([7, 7]).to("meta")}),
+        ("seqlens_k_cpu: got one, needs seqlens_k with it", {"seqlens_k_cpu": [7, 7]}),
+        ("seqlens_k_cpu: got device meta, needs cpu",
+         {"seqlens_k_cpu": make.indices([7, 7]).to("meta")}),
+        *values("max_seqlen_q", "packed sequences", 5),
+        *values("max_seqlen_k", "packed sequences", 7),
+        ("seqlens_k: got None, needs the keys of each sequence for a",
+         {"block_table": shaped(2, 1, dtype=torch.int32)}),
+        ("k: got shape [1, 2, 7, 2, 8], needs 4 dimensions for layout BSND",
+         {"k": lambda x: x.unsqueeze(0), "v": lambda x: x.unsqueeze(0)}),
+    ),
+    *wrong("attention", ValueError,
+        ("seqlens_k: got 7, needs 8 or more", {"seqlens_k": make.indices([7, 8])}),
+        ("seqlens_k: got -1, needs lengths that are not", {"seqlens_k": make.indices([7, -1])}),
+        reads=True),
+    *wrong("attention_packed", ValueError,
+        *values("cu_seqlens_q", "the starts of the sequences for layout TND", None),
+        *shapes("cu_seqlens_q", "[sequences + 1]", (1,), (1, 3)),
+        ("cu_seqlens_k: got shape [2], needs [3], as", {"cu_seqlens_k": make.indices([0, 10])}),
+        ("cu_seqlens_k: got device meta, needs q's",
+         {"cu_seqlens_k": make.indices([0, 4, 10]).to("meta")}),
+        ("cu_seqlens_cpu: got shape [2], needs [3]", {"cu_seqlens_cpu": [4, 10]}),
+        ("cu_seqlens_cpu: got 0 first and 11 last, needs 0", {"cu_seqlens_cpu": [0, 4, 11]}),
+        ("cu_seqlens_cpu: got 0 first and 11 last, needs 0 and up to 10, the number of",
+         {"cu_seqlens_cpu": ([0, 3, 10], [0, 3, 11])}),
+        ("cu_seqlens_cpu: got 0 first and 10 last, needs 0 and up to 8, the number of",
+         {"k": shaped(8, 2, 8), "v": shaped(8, 2, 8), "cu_seqlens_k": make.indices([0, 4, 8]),
+          "cu_seqlens_cpu": [0, 3, 10]}),
+        *values("max_seqlen_q", "a number of tokens", -1, 7.0),
+        ("seqlens_k: got one with packed keys, needs", {"seqlens_k": make.indices([4, 6])}),
+        ("attn_mask: got one with packed or paged tokens, needs None",
+         {"attn_mask": shaped(10, 10, dtype=torch.bool)}),
+        ("bias: got one with packed or paged tokens, needs None", {"bias": shaped(10, 10)}),
+    ),
+    *wrong("attention_packed", ValueError,
+        ("cu_seqlens_q: got 3 first and 10 last, needs", {"cu_seqlens_q": make.indices([3, 10])}),
+        ("cu_seqlens_q: got 0 first and 11 last, needs 0", {"cu_seqlens_q": replaced(2, to=11)}),
+        ("cu_seqlens_q: got 3 first and 7 last, needs 0", {"cu_seqlens_q": make.indices([3, 7])}),
+        ("cu_seqlens_q: got a negative length, needs starts that do not decrease",
+         {"cu_seqlens_q": make.indices([0, 6, 4, 10])}),
+        ("cu_seqlens_k: got 0 first and 11 last, needs 0 and up to 10, the number of tokens",
+         {"cu_seqlens_k": make.indices([0, 4, 11])}),
+        *values("max_seqlen_q", "7 or more", 5),
+        *values("max_seqlen_k", "7 or more", 5),
+        *values("cu_seqlens_cpu", "those of cu_seqlens, [0, 3, 10]", [0, 4, 10]),
+        reads=True),
+    *wrong("attention_packed", TypeError,
+        ("cu_seqlens_k: got list, needs a tensor", {"cu_seqlens_k": [0, 4, 10]}),
+        *values("cu_seqlens_cpu", "ints", [0, 4.0, 10]),
+    ),
+    *wrong("attention_paged", ValueError,
+        *values("seqlens_k", "the keys of each sequence for a block_table", None),
+        ("seqlens_k_cpu: got shape [1], needs [2]", {"seqlens_k_cpu": [20]}),
+        ("seqlens_k_cpu: got -7, needs lengths that are not negative", {"seqlens_k_cpu": [20, -7]}),
+        *shapes("block_table", "[2, blocks]", (3, 2), (4,)),
+        ("block_table: got one with inputs that require a gradient, needs no_grad",
+         {"q": torch.Tensor.requires_grad_}),
+        ("block_table: got one with inputs that require a gradient, needs no_grad",
+         {"v": torch.Tensor.requires_grad_}),
+        ("cu_seqlens_k: got one, needs cu_seqlens_q and", {"cu_seqlens_k": make.indices([0, 5])}),
+        ("attn_mask: got one with packed or paged tokens, needs None",
+         {"attn_mask": shaped(1, 7, dtype=torch.bool)}),
+        ("bias: got one with packed or paged tokens, needs None", {"bias": shaped(1, 7)}),
+    ),
+    *wrong("attention_paged", ValueError,
+        ("seqlens_k: got 32, needs 33 or more", {"seqlens_k": replaced(0, to=33)}),
+        ("seqlens_k: got -1, needs lengths that are not", {"seqlens_k": replaced(0, to=-1)}),
+        ("block_table: got 1 to 6, needs 0 to 5", {"block_table": replaced(0, 0, to=6)}),
+        ("block_table: got -1 to 2, needs 0 to 5", {"block_table": replaced(0, 1, to=-1)}),
+        reads=True),
+    *wrong("attention_paged", TypeError,
+        ("block_table: got int64, needs int32", {"block_table": torch.Tensor.long}),
+    ),
+]  # fmt: skip
+
+
+def _checkered(*shape):
+    """A change: a mask in which every third pair takes no part."""
+    return lambda _: make.counted(shape[0] * shape[1]).view(shape) % 3 != 0
+
+
+_EQUAL = {"q": shaped(4, 4, 4, 8), "k": shaped(4, 4, 4, 8), "v": shaped(4, 4, 4, 8), "bias": None}
+
+# What options change.
+OPTIONS = [
+    *options("attention", {"is_causal": True}, {"window": (1, 1)}, {"window": (2, -1)},
+             {"window": (-1, 0)}, {"scale": 0.5}, {"softcap": 2.0}, {"return_lse": False},
+             {"sinks": None}, {"bias": None}, {"seqlens_k": make.indices([7, 3])},
+             {"bias": shaped(2, 4, 5, 7)}, {"attn_mask": _checkered(5, 7)},
+             {"attn_mask": lambda _: _checkered(10, 7)(_).view(2, 1, 5, 7)}),
+    *options("attention", {"causal_alignment": "top_left"}, given={"is_causal": True}),
+    *options("attention", {"causal_alignment": "top_left"}, given={"window": (1, 1)}),
+    *options("attention", {"window": (-1, -1)}, {"deterministic": True}, {"dropout_p": 0},
+             {"layout": "BSND"}, {"scale": 8**-0.5}, {"seqlens_k": make.indices([7, 7])},
+             {"seqlens_k": make.indices([7, 7]).int(), "seqlens_k_cpu": [7, 7]}, same=True),
+    *options("attention", {"layout": "BNSD"}, {"layout": "SBND"}, given=_EQUAL),
+    *options("attention_packed", {"is_causal": False}, {"cu_seqlens_q": make.indices([0, 6, 10])},
+             {"window": (1, 0)}, {"cu_seqlens_k": make.indices([0, 5, 10])}),
+    *options("attention_packed", {"cu_seqlens_cpu": [0, 3, 10]}, {"max_seqlen_q": 7},
+             {"max_seqlen_k": 9}, {"cu_seqlens_k": make.indices([0, 3, 10])},
+             {"cu_seqlens_cpu": ([0, 3, 10], [0, 3, 10])}, same=True),
+    *options("attention_paged", {"seqlens_k": make.indices([20, 1])}, {"scale": 0.5},
+             {"block_table": make.indices([[2, 4], [1, 0]]).int()}, {"softcap": 2.0}),
+    *options("attention_paged", {"seqlens_k_cpu": [20, 7]}, {"is_causal": True}, same=True),
+]  # fmt: skip
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:

@@ -208,22 +208,15 @@ def _check_longest(name: str, given, lengths) -> None:
 
 
 def _check_numbers(call) -> None:
-    if call.scale is not None:
-        _check_number("scale", call.scale, -math.inf, math.inf, "a finite number")
+    check.scale("scale", call.scale)
     if call.softcap is not None:
         needs = "a finite number above 0, or None"
         if not call.softcap:
             raise ValueError(f"softcap: got {call.softcap!r}, needs {needs}")
-        _check_number("softcap", call.softcap, 0, math.inf, needs)
+        check.number("softcap", call.softcap, 0, math.inf, needs)
     generator, device = call.generator, call.q.device
     if not isinstance(generator, torch.Generator | None):
         raise TypeError(f"generator: got {type(generator).__name__}, needs a torch.Generator")
     if generator is not None and generator.device.type != device.type:
         raise ValueError(f"generator: got device {generator.device}, needs q's {device}")
-    _check_number("dropout_p", call.dropout_p, 0, 1, "0 <= dropout_p < 1")
-
-
-def _check_number(name: str, value, low: float, high: float, needs: str) -> None:
-    """A number in [low, high)."""
-    if not isinstance(value, (int, float)) or not low <= value < high:
-        raise ValueError(f"{name}: got {value!r}, needs {needs}")
+    check.number("dropout_p", call.dropout_p, 0, 1, "0 <= dropout_p < 1")

@@ -70,7 +70,7 @@ def _prepare(x, bias, residual, p, training, dtype=None, inplace=False, generato
         raise check.shape("residual", residual, f"x's shape {list(x.shape)}")
     check.same_device("residual", residual, "x", x)
     _check_bias(bias, x)
-    _check_p(p)
+    check.number("p", p, 0, 1, "0 <= p < 1")
     dtype = residual.dtype if dtype is None else dtype
     check.float_dtype("dtype", dtype)
     if inplace:
@@ -89,11 +89,6 @@ def _check_bias(bias, x):
     if bias.shape != x.shape and bias.shape != x.shape[-1:]:
         raise check.shape("bias", bias, f"[{x.shape[-1]}] or x's shape {list(x.shape)}")
     check.same_device("bias", bias, "x", x)
-
-
-def _check_p(p):
-    if not isinstance(p, (int, float)) or not 0 <= p < 1:  # NaN is not
-        raise ValueError(f"p: got {p!r}, needs 0 <= p < 1")
 
 
 def _check_inplace(x, bias, residual, dtype):

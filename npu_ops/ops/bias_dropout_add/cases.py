@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call
-from npu_ops.core.compare import Tolerance
+from npu_ops.core.cases import Call, options, shaped, shapes, values, wrong
+from npu_ops.core.compare import tolerances
 from npu_ops.core.models import Model
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
-TOLERANCES = {
-    torch.float64: Tolerance(ratio=2e-15, max_abs=1e-14),
-    torch.float32: Tolerance(ratio=1e-7, max_abs=3e-7),
-    torch.float16: Tolerance(ratio=3e-4, max_abs=6e-4),
-    torch.bfloat16: Tolerance(ratio=2.5e-3, max_abs=5e-3),
-}
+TOLERANCES = tolerances((2e-15, 1e-14), (1e-7, 3e-7), (3e-4, 6e-4), (2.5e-3, 5e-3))
 # The gradient of a [h] bias is a sum over rows in fp32, then rounded to the dtype. It may have few
 # elements, so its ratio is that of the worst rounding and not of the average one.
-SUM_TOLERANCES = {
-    torch.float64: Tolerance(ratio=2e-15, max_abs=1e-14),
-    torch.float32: Tolerance(ratio=5e-7, max_abs=1e-6),
-    torch.float16: Tolerance(ratio=5e-4, max_abs=6e-4),
-    torch.bfloat16: Tolerance(ratio=4e-3, max_abs=5e-3),
-}
+SUM_TOLERANCES = tolerances((2e-15, 1e-14), (5e-7, 1e-6), (5e-4, 6e-4), (4e-3, 5e-3))
 
 HIDDEN_SIZES = {
     "qwen3-4b": 2560,
@@ -115,6 +106,45 @@ CALLS = [
         in_place={"inplace": True},
         fixed={"training": False},
     ),
+]  # fmt: skip
+
+# Wrong calls, and how each is refused.
+WRONG = [
+    *wrong("bias_dropout_add", TypeError,
+        ("dtype: got int64, needs float32, bfloat16, float16 or float64", {"dtype": torch.int64}),
+        ("dtype: got bool, needs float32, bfloat16, float16 or float64", {"dtype": torch.bool}),
+        *values("dtype", "float32, bfloat16, float16 or float64", "float32"),
+        ("dtype: got float8_e5m2, needs float32, bfloat16, float16", {"dtype": torch.float8_e5m2}),
+        ("generator: got int, needs a torch.Generator", {"generator": 42}),
+    ),
+    *wrong("bias_dropout_add", ValueError,
+        *shapes("residual", "x's shape [6, 8]",
+            (5, 8), (6, 7), (8, 6), (8,), (1, 8), (1, 6, 8), (0, 8),
+        ),
+        *shapes("bias", "[8] or x's shape [6, 8]", (9,), (1,), (1, 8), (6, 1), (6,), (1, 6, 8)),
+        *values("p", "0 <= p < 1", -0.1, 1.0, 1, 10, math.nan, math.inf, "0.1", None),
+        ("p: got a tensor, needs 0 <= p < 1", {"p": shaped()}),
+        *values("p", "0 <= p < 1", 0.1 + 0j),
+        ("p: got 2.0, needs 0 <= p < 1", {"p": 2.0, "training": False}),
+    ),
+    *wrong("bias_dropout_add", ValueError,
+        ("inplace: got True, needs x of the result's dtype", {"residual": torch.Tensor.bfloat16}),
+        ("inplace: got True, needs x of the result's dtype float16", {"dtype": torch.float16}),
+        ("inplace: got True, needs a contiguous x",
+         {"x": lambda x: x.reshape(8, 6).T.contiguous().reshape(8, 6).T}),
+        ("inplace: got True, needs a contiguous x", {"x": lambda x: x.repeat(1, 2)[:, ::2]}),
+        ("inplace: got True, needs a contiguous x", {"x": lambda x: x[:1].expand(6, 8)}),
+        ("inplace: got True, needs False because x", {"x": lambda x: x.requires_grad_()[:]}),
+        ("inplace: got True, needs False because x requires", {"x": torch.Tensor.requires_grad_}),
+        ("inplace: got True, needs False because bias", {"bias": torch.Tensor.requires_grad_}),
+        ("inplace: got True, needs False because", {"residual": torch.Tensor.requires_grad_}),
+        in_place=True),
+]  # fmt: skip
+# What options change.
+OPTIONS = [
+    *options("bias_dropout_add", {"p": 0.25}, {"p": 0}, {"training": False}, {"bias": None}),
+    *options("bias_dropout_add", {"dtype": torch.bfloat16}, {"bias": shaped(6, 8)}),
+    *options("bias_dropout_add", {"dtype": torch.float32}, {"inplace": False}, same=True),
 ]  # fmt: skip
 
 

@@ -7,17 +7,12 @@ import dataclasses
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call
-from npu_ops.core.compare import Tolerance
+from npu_ops.core.cases import Call, cast, options, replaced, shaped, shapes, values, wrong
+from npu_ops.core.compare import tolerances
 from npu_ops.core.models import Model
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
-TOLERANCES = {
-    torch.float64: Tolerance(ratio=2e-15, max_abs=2e-14),
-    torch.float32: Tolerance(ratio=5e-7, max_abs=2e-6),
-    torch.float16: Tolerance(ratio=4e-4, max_abs=1e-3),
-    torch.bfloat16: Tolerance(ratio=3e-3, max_abs=8e-3),
-}
+TOLERANCES = tolerances((2e-15, 2e-14), (5e-7, 2e-6), (4e-4, 1e-3), (3e-3, 8e-3))
 
 # Channels of the convolution (q, k and v together) of one layer.
 CHANNELS = {"qwen3-next": 8192, "qwen3.5-0.8b": 6144}
@@ -128,6 +123,81 @@ CALLS = [
             "cu_seqlens": make.indices([0, 4, 9]),
         },
     ),
+]  # fmt: skip
+
+# Wrong calls, and how each is refused.
+_OF_A_POOL = {
+    "initial_state": None, "output_final_state": False, "residual": None,
+     "conv_state": shaped(4, 8, 3), "conv_state_indices": make.indices([2, 1]),
+}  # fmt: skip
+WRONG = [
+    *wrong("causal_conv1d", ValueError,
+        *shapes("x", "[B, T, D]", (9, 8)),
+        *shapes("weight", "[8, W] with W 2 to 8", (8, 9), (8, 1), (7, 4), (8, 1, 4)),
+        *shapes("bias", "[8]", (1,)),
+        *values("activation", "one of None, 'silu', 'swish'", "gelu", True),
+        *shapes("residual", "x's shape [1, 9, 8]", (1, 9, 1)),
+        *shapes("initial_state", "[N, D, W], here [2, 8, 4]", (2, 8, 3), (2, 4, 8), (1, 8, 4)),
+        *shapes("cu_seqlens", "one dimension", (1, 3)),
+        *shapes("cu_seqlens", "[N + 1]", (0,)),
+        ("x: got shape [2, 9, 8], needs a batch of 1", {"x": shaped(2, 9, 8), "residual": None}),
+    ),
+    *wrong("causal_conv1d", TypeError,
+        ("weight: got float16, needs x's float32", {"weight": torch.Tensor.half}),
+        ("bias: got bfloat16, needs x's float32", {"bias": torch.Tensor.bfloat16}),
+        ("residual: got float64, needs x's float32", {"residual": cast(torch.float64)}),
+        ("initial_state: got bfloat16, needs x's", {"initial_state": torch.Tensor.bfloat16}),
+    ),
+    *wrong("causal_conv1d", ValueError,
+        ("cu_seqlens: got 0 first and 10 last, needs 0 and up", {"cu_seqlens": replaced(2, to=10)}),
+        ("cu_seqlens: got 1 first and 9 last, needs 0 and up", {"cu_seqlens": replaced(0, to=1)}),
+        ("cu_seqlens: got a negative length, needs starts", {"cu_seqlens": replaced(1, to=10)}),
+        reads=True),
+    *wrong("causal_conv1d", ValueError,
+        ("conv_state_indices: got 1 twice, needs", {"conv_state_indices": make.indices([1, 1])}),
+        ("conv_state_indices: got 1 to 4, needs 0", {"conv_state_indices": make.indices([4, 1])}),
+        ("conv_state_indices: got -2 to 1, needs", {"conv_state_indices": make.indices([1, -2])}),
+        given=_OF_A_POOL, reads=True),
+    *wrong("causal_conv1d", ValueError,
+        ("conv_state_indices: got shape [1], needs [2]", {"conv_state_indices": make.indices([1])}),
+        ("conv_state_indices: got device meta, needs x's",
+         {"conv_state_indices": make.indices([1, 2]).to("meta")}),
+        *shapes("conv_state", "[slots, 8, L], L from 3", (4, 8, 2), (4, 7, 3), (4, 8)),
+        ("conv_state: got device meta, needs x's", {"conv_state": lambda x: x.to("meta")}),
+        ("conv_state: got an expanded tensor, needs memory for each element",
+         {"conv_state": lambda x: x[:1].expand(4, 8, 3)}),
+        ("conv_state: got shape [1, 8, 3], needs at least 2 slots",
+         {"conv_state": shaped(1, 8, 3), "conv_state_indices": None}),
+        *shapes("has_initial_state", "bool [2]", (2,)),
+        ("has_initial_state: got shape [3], needs bool [2]",
+         {"has_initial_state": shaped(3, dtype=torch.bool)}),
+        ("has_initial_state: got device meta, needs x's",
+         {"has_initial_state": shaped(2, dtype=torch.bool, device="meta")}),
+        ("output_final_state: got True with conv_state, needs False", {"output_final_state": True}),
+        ("initial_state: got one with conv_state, needs None", {"initial_state": shaped(2, 8, 4)}),
+        ("weight: got a tensor that requires a gradient, needs torch.no_grad() with",
+         {"weight": torch.Tensor.requires_grad_}),
+        ("conv_state_indices: got one without conv_state, needs both", {"conv_state": None}),
+        ("has_initial_state: got one without conv_state, needs both",
+         {"conv_state": None, "conv_state_indices": None,
+          "has_initial_state": shaped(2, dtype=torch.bool)}),
+        given=_OF_A_POOL),
+    *wrong("causal_conv1d", TypeError,
+        ("conv_state_indices: got list, needs a tensor", {"conv_state_indices": [0, 1]}),
+        ("conv_state: got int64, needs float32, bfloat16", {"conv_state": torch.Tensor.long}),
+        ("has_initial_state: got list, needs a tensor", {"has_initial_state": [True, False]}),
+        given=_OF_A_POOL),
+]  # fmt: skip
+# What options change.
+OPTIONS = [
+    *options("causal_conv1d", {"bias": None}, {"residual": None}, {"activation": None},
+             {"output_final_state": False}, {"initial_state": None},
+             {"cu_seqlens": make.indices([0, 5, 9])}, {"weight": lambda x: x[:, :2],
+              "initial_state": lambda x: x[..., :2]}),
+    *options("causal_conv1d", {"activation": "swish"}, same=True),
+    *options("causal_conv1d", {"conv_state_indices": make.indices([2, -1])},
+             {"has_initial_state": make.indices([1, 0]).bool()}, {"pad_slot_id": 2},
+             given=_OF_A_POOL, trains=False),
 ]  # fmt: skip
 
 

@@ -26,13 +26,13 @@ def check_call(
         check.same_device("has_initial_state", has_initial_state, "x", x)
         if has_initial_state.dtype != torch.bool or has_initial_state.shape != (count,):
             raise check.shape("has_initial_state", has_initial_state, f"bool [{count}]")
+    _check_slots(conv_state, conv_state_indices, pad_slot_id, count, x)
     read = {
         "x": x, "weight": weight, "bias": bias, "residual": residual, "cu_seqlens": cu_seqlens,
         "conv_state_indices": conv_state_indices, "has_initial_state": has_initial_state,
     }  # fmt: skip
     check.writable({"conv_state": conv_state}, read)
     check.no_gradient(read | {"conv_state": conv_state}, " with conv_state")
-    _check_slots(conv_state, conv_state_indices, pad_slot_id, count, x)
 
 
 def _check_slots(conv_state, slots, pad_slot_id, count, x) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
-from npu_ops.core.cases import Call
-from npu_ops.core.compare import Tolerance
+from npu_ops.core import make
+from npu_ops.core.cases import Call, options, replaced, shaped, shapes, values, wrong
+from npu_ops.core.compare import tolerances
 from npu_ops.core.models import LINEAR_DIM, Model
 from npu_ops.ops.causal_conv1d import cases as conv
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
-TOLERANCES = {
-    torch.float64: Tolerance(ratio=4e-15, max_abs=4e-14),
-    torch.float32: Tolerance(ratio=1e-6, max_abs=4e-6),
-    torch.float16: Tolerance(ratio=4e-4, max_abs=1e-3),
-    torch.bfloat16: Tolerance(ratio=3e-3, max_abs=8e-3),
-}
+TOLERANCES = tolerances((4e-15, 4e-14), (1e-6, 4e-6), (4e-4, 1e-3), (3e-3, 8e-3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +93,48 @@ CALLS = [
             "output_final_state": True,
         },
     ),
+]  # fmt: skip
+
+# Wrong calls, and how each is refused.
+_PACKED = {
+    "x": shaped(1, 5, 48), "cu_seqlens": make.indices([0, 2, 5]),
+}  # fmt: skip
+WRONG = [
+    *wrong("causal_conv1d_qkv", ValueError,
+        *shapes("x", "[B, T, D]", (5, 48)),
+        ("x: got shape [2, 5, 48], needs [B, T, 2 HK K + HV V], here [B, T", {"num_v_heads": 4}),
+        *values("num_k_heads", "1 or more", 0),
+        *values("num_v_heads", "1 or more", -3),
+        *values("head_k_dim", "1 to 256", 257),
+        *values("head_v_dim", "1 to 256", 0, 257),
+        *values("eps", "a finite number, 0 or more", -1.0, math.nan, "1"),
+        *shapes("weight", "[48, W] with W 2 to 8", (48, 9), (48, 1)),
+        *shapes("bias", "[48]", (1,)),
+        *values("activation", "one of None, 'silu', 'swish'", "gelu"),
+        *shapes("initial_state", "[N, D, W], here [2, 48, 4]", (2, 48, 3), (1, 48, 4)),
+        ("x: got shape [2, 5, 48], needs a batch of 1 with", {"cu_seqlens": make.indices([0, 5])}),
+    ),
+    *wrong("causal_conv1d_qkv", TypeError,
+        ("num_k_heads: got float, needs an int", {"num_k_heads": 2.0}),
+        ("num_v_heads: got bool, needs an int", {"num_v_heads": True}),
+        ("head_v_dim: got NoneType, needs an int", {"head_v_dim": None}),
+        ("weight: got float16, needs x's float32", {"weight": torch.Tensor.half}),
+        ("initial_state: got bfloat16, needs x's", {"initial_state": torch.Tensor.bfloat16}),
+    ),
+    *wrong("causal_conv1d_qkv", TypeError,
+        ("cu_seqlens: got list, needs a tensor", {"cu_seqlens": [0, 5]}),
+        given=_PACKED),
+    *wrong("causal_conv1d_qkv", ValueError,
+        ("cu_seqlens: got 0 first and 6 last, needs 0 and up", {"cu_seqlens": replaced(2, to=6)}),
+        ("cu_seqlens: got a negative length, needs starts", {"cu_seqlens": replaced(1, to=6)}),
+        given=_PACKED, reads=True),
+]  # fmt: skip
+# What options change.
+OPTIONS = [
+    *options("causal_conv1d_qkv", {"bias": None}, {"activation": None}, {"eps": 1.0},
+             {"use_qk_l2norm": False}, {"output_final_state": False}, {"initial_state": None}),
+    *options("causal_conv1d_qkv", {"activation": "silu"}, {"eps": 1e-6}, same=True),
+    *options("causal_conv1d_qkv", {"cu_seqlens": make.indices([0, 4, 5])}, given=_PACKED),
 ]  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from npu_ops.core import check, library
-from npu_ops.core.indices import check_starts
 from npu_ops.core.registry import explains
 from npu_ops.ops.causal_conv1d import arguments
 from npu_ops.ops.causal_conv1d_update import op
@@ -100,14 +99,10 @@ def _prepare(
     tokens = rows.shape[1] if query_start_loc is None else 1
     extra = 0 if num_accepted_tokens is None else max(tokens - 1, 0)
     _check_state(conv_state, x, weight.shape[1], extra)
-    _check_numbers(
-        conv_state, weight.shape[1], batch, conv_state_indices, num_accepted_tokens,
-        query_start_loc, pad_slot_id, x,
-        distinct=not disable_state_update,
-    )  # fmt: skip
+    _check_numbers(conv_state, batch, conv_state_indices, num_accepted_tokens, pad_slot_id, x)
     _check_window(
         intermediate_conv_window, intermediate_state_indices, rows, weight.shape[1], batch,
-        query_start_loc, conv_state_indices, pad_slot_id,
+        query_start_loc,
     )  # fmt: skip
     tensors = {"x": x, "conv_state": conv_state, "weight": weight, "bias": bias}
     check.no_gradient(tensors, ", for causal_conv1d_update has none")
@@ -152,53 +147,16 @@ def _check_state(conv_state, x, width, extra):
         raise check.shape("conv_state", conv_state, needs)
 
 
-def _check_numbers(
-    conv_state, width, batch, indices, accepted, starts, pad_slot_id, x, distinct
-):  # fmt: skip
-    """Slots, counts and starts; on the CPU their values too. distinct: slots are written."""
-    slots, _, columns = conv_state.shape
-    if indices is None and slots != batch:
+def _check_numbers(conv_state, batch, indices, accepted, pad_slot_id, x):
+    """Slots and counts, without their values."""
+    if indices is None and conv_state.shape[0] != batch:
         raise check.shape("conv_state", conv_state, f"{batch} slots without conv_state_indices")
     if not isinstance(pad_slot_id, int):
         raise TypeError(f"pad_slot_id: got {type(pad_slot_id).__name__}, needs an int")
     if indices is not None:
         arguments.check_integers("conv_state_indices", indices, x, batch)
-        _check_range("conv_state_indices", indices, 0, slots - 1, pad_slot_id, distinct)
     if accepted is not None:
         arguments.check_integers("num_accepted_tokens", accepted, x, batch)
-        used = _of_used(accepted, indices, pad_slot_id)
-        _check_range("num_accepted_tokens", used, 1, columns - width + 2)
-    if starts is not None and library.readable(starts):
-        check_starts("query_start_loc", starts, x.shape[0])
-        lengths = _of_used(starts.diff(), indices, pad_slot_id)
-        _check_lengths(lengths, columns - width + 2 if accepted is not None else None)
-
-
-def _of_used(values, indices, pad_slot_id):
-    """Those of sequences that are not skipped: what others hold is not read."""
-    if indices is None or not (library.readable(values) and library.readable(indices)):
-        return values
-    return values[indices != pad_slot_id]
-
-
-def _check_range(name, values, low, high, except_for=None, distinct=False):
-    """On the CPU: values from low to high, or `except_for`."""
-    if not library.readable(values):
-        return
-    if except_for is not None:
-        values = values[values != except_for]
-    if ((values < low) | (values > high)).any():
-        raise ValueError(f"{name}: got {values.tolist()}, needs {low} to {high}")
-    if distinct and values.unique().numel() < values.numel():
-        raise ValueError(f"{name}: got {values.tolist()}, needs different slots")
-
-
-def _check_lengths(lengths, longest):
-    if longest is not None and lengths.numel() and lengths.max() > longest:
-        raise ValueError(
-            f"query_start_loc: got length {int(lengths.max())}, needs at most {longest} with "
-            "num_accepted_tokens and so many columns of conv_state"
-        )
 
 
 def _each_element_once(window):
@@ -211,7 +169,7 @@ def _each_element_once(window):
     return window.as_strided((rows, channels, tokens + taps - 1), strides)
 
 
-def _check_window(window, window_indices, rows, width, batch, starts, indices, pad_slot_id):
+def _check_window(window, window_indices, rows, width, batch, starts):
     if window is None:
         if window_indices is not None:
             raise ValueError(
@@ -233,8 +191,6 @@ def _check_window(window, window_indices, rows, width, batch, starts, indices, p
             raise check.shape("intermediate_conv_window", window, f"{batch} rows or more")
         return
     arguments.check_integers("intermediate_state_indices", window_indices, rows, batch)
-    used = _of_used(window_indices, indices, pad_slot_id)
-    _check_range("intermediate_state_indices", used, 0, shape[0] - 1, -1, distinct=True)
 
 
 explains("causal_conv1d_update", op.forward, _prepare)

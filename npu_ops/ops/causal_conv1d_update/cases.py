@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call
+from npu_ops.core.cases import Call, cast, options, replaced, shaped, shapes, values, wrong
 from npu_ops.core.models import Model
 from npu_ops.ops.causal_conv1d.cases import CHANNELS, TOLERANCES
 
@@ -114,6 +114,113 @@ CALLS = [
         },
         writes=("conv_state", "intermediate_conv_window"),
     ),
+]  # fmt: skip
+
+# Wrong calls, and how each is refused.
+_PACKED = {
+    "x": shaped(6, 8), "query_start_loc": make.indices([0, 3, 6]), "intermediate_conv_window": None,
+}  # fmt: skip
+_VERIFIED = {
+    "x": shaped(2, 3, 8), "conv_state": shaped(4, 8, 5), "intermediate_conv_window": None,
+     "num_accepted_tokens": make.indices([3, 1]),
+}  # fmt: skip
+_PACKED_VERIFIED = {
+    "x": shaped(6, 8), "conv_state": shaped(4, 8, 5), "intermediate_conv_window": None,
+     "query_start_loc": make.indices([0, 3, 6]), "num_accepted_tokens": make.indices([1, 1]),
+}  # fmt: skip
+WRONG = [
+    *wrong("causal_conv1d_update", ValueError,
+        *shapes("x", "[B, D] or [B, T, D]", (8,), (1, 2, 1, 8)),
+        *shapes("conv_state", "[slots, 8, L] with L 3 or more", (4, 3, 8), (4, 8, 2), (4, 24)),
+        ("conv_state: got an expanded tensor, needs memory for each element",
+         {"conv_state": lambda x: x[:1].expand(4, 8, 3)}),
+        ("conv_state: got shape [1, 8, 3], needs 2 slots without conv_state_indices",
+         {"conv_state": shaped(1, 8, 3), "conv_state_indices": None}),
+        *shapes("weight", "[8, W] with W 2 to 8", (8, 9), (8, 1)),
+        ("weight: got a tensor that requires a gradient, needs torch.no_grad(), for",
+         {"weight": torch.Tensor.requires_grad_}),
+        *shapes("bias", "[8]", (4,)),
+        ("bias: got a tensor that requires a gradient, needs torch.no_grad(), for",
+         {"bias": torch.Tensor.requires_grad_}),
+        ("x: got a tensor that requires a gradient, needs", {"x": torch.Tensor.requires_grad_}),
+        *values("activation", "one of None, 'silu', 'swish'", True, "gelu"),
+        *shapes("conv_state_indices", "[2]", (3,), (1, 2)),
+        ("num_accepted_tokens: got shape [1], needs [2]",
+         {"num_accepted_tokens": make.indices([1])}),
+        ("intermediate_conv_window: got one, needs", {"query_start_loc": make.indices([0, 1, 2])}),
+        *shapes("intermediate_conv_window", "[rows, 1 or more, 8, 3]", (2, 1, 8, 2), (2, 0, 8, 3)),
+        *shapes("intermediate_conv_window", "2 rows or more", (1, 1, 8, 3)),
+        ("intermediate_conv_window: got an expanded tensor, needs memory for each",
+         {"intermediate_conv_window": lambda x: x[:1].expand(2, 1, 8, 3)}),
+        ("intermediate_state_indices: got shape [1], needs [2]",
+         {"intermediate_state_indices": make.indices([0])}),
+        ("intermediate_state_indices: got one, needs intermediate_conv_window too",
+         {"intermediate_conv_window": None, "intermediate_state_indices": make.indices([0, 1])}),
+    ),
+    *wrong("causal_conv1d_update", TypeError,
+        ("conv_state: got bfloat16, needs x's float32", {"conv_state": torch.Tensor.bfloat16}),
+        ("num_accepted_tokens: got list, needs a tensor", {"num_accepted_tokens": [1, 1]}),
+        ("pad_slot_id: got NoneType, needs an int", {"pad_slot_id": None}),
+        ("pad_slot_id: got float, needs an int", {"pad_slot_id": 1.0}),
+        ("intermediate_conv_window: got float64, needs x's float32",
+         {"intermediate_conv_window": cast(torch.float64)}),
+        ("intermediate_state_indices: got list, needs a", {"intermediate_state_indices": [0, 1]}),
+    ),
+    *wrong("causal_conv1d_update", ValueError,
+        ("conv_state_indices: got 1 to 4, needs 0 to 3", {"conv_state_indices": replaced(0, to=4)}),
+        ("conv_state_indices: got -2 to 1, needs 0", {"conv_state_indices": replaced(0, to=-2)}),
+        ("conv_state_indices: got 1 twice, needs each", {"conv_state_indices": replaced(0, to=1)}),
+        ("num_accepted_tokens: got 0 to 1, needs", {"num_accepted_tokens": make.indices([0, 1])}),
+        ("num_accepted_tokens: got 1 to 2, needs", {"num_accepted_tokens": make.indices([1, 2])}),
+        ("intermediate_state_indices: got 0 to 2, needs -1 to 1",
+         {"intermediate_state_indices": make.indices([0, 2])}),
+        ("intermediate_state_indices: got -2 to 0, needs -1 to 1",
+         {"intermediate_state_indices": make.indices([0, -2])}),
+        ("intermediate_state_indices: got 0 twice, needs each at most once",
+         {"intermediate_state_indices": make.indices([0, 0])}),
+        reads=True),
+    *wrong("causal_conv1d_update", TypeError,
+        ("query_start_loc: got list, needs a tensor", {"query_start_loc": [0, 3, 6]}),
+        given=_PACKED),
+    *wrong("causal_conv1d_update", ValueError,
+        ("conv_state_indices: got shape [2], needs [0]", {"query_start_loc": make.indices([0])}),
+        ("conv_state_indices: got shape [2], needs [1]", {"query_start_loc": make.indices([0, 3])}),
+        *shapes("x", "[tokens, D] with query_start_loc", (2, 3, 8)),
+        ("intermediate_conv_window: got one, needs no query_start_loc",
+         {"intermediate_conv_window": shaped(2, 3, 8, 3)}),
+        given=_PACKED),
+    *wrong("causal_conv1d_update", ValueError,
+        ("query_start_loc: got a negative length, needs starts that do not decrease",
+         {"query_start_loc": make.indices([0, 4, 3])}),
+        ("query_start_loc: got 0 first and 7 last, needs 0 and up to 6, the number",
+         {"query_start_loc": make.indices([0, 3, 7])}),
+        ("query_start_loc: got 1 first and 6 last, needs 0 and up to 6, the number",
+         {"query_start_loc": make.indices([1, 3, 6])}),
+        ("query_start_loc: got length 3, needs 1", {"num_accepted_tokens": make.indices([1, 1])}),
+        given=_PACKED, reads=True),
+    *wrong("causal_conv1d_update", ValueError,
+        *shapes("conv_state", "[slots, 8, L] with L 5 or more", (4, 8, 4)),
+        given=_VERIFIED),
+    *wrong("causal_conv1d_update", ValueError,
+        ("num_accepted_tokens: got 0 to 1, needs 1", {"num_accepted_tokens": replaced(0, to=0)}),
+        ("num_accepted_tokens: got 1 to 4, needs 1", {"num_accepted_tokens": replaced(0, to=4)}),
+        given=_VERIFIED, reads=True),
+    *wrong("causal_conv1d_update", ValueError,
+        ("query_start_loc: got length 5, needs 3", {"query_start_loc": make.indices([0, 5, 6])}),
+        given=_PACKED_VERIFIED, reads=True),
+]  # fmt: skip
+# What options change.
+OPTIONS = [
+    *options("causal_conv1d_update", {"bias": None}, {"activation": "silu"},
+             {"conv_state_indices": make.indices([2, -1])}, {"disable_state_update": True},
+             {"intermediate_conv_window": None}, {"pad_slot_id": 2},
+             {"intermediate_state_indices": make.indices([1, 0])},
+             {"conv_state": lambda x: x[:2].contiguous(), "conv_state_indices": None}),
+    *options("causal_conv1d_update", {"activation": None}, {"pad_slot_id": -7},
+             {"intermediate_state_indices": make.indices([0, 1])}, same=True),
+    *options("causal_conv1d_update", {"num_accepted_tokens": make.indices([1, 2])},
+             given=_VERIFIED),
+    *options("causal_conv1d_update", {"query_start_loc": make.indices([0, 2, 5])}, given=_PACKED),
 ]  # fmt: skip
 
 

@@ -86,7 +86,9 @@ def _check_accepted(arguments, used) -> None:
     check.check_within("num_accepted_tokens", arguments.accepted[used], 1, most)
     if arguments.starts is not None:
         lengths = arguments.starts.diff()[used]
-        check.check_within("query_start_loc (a length)", lengths, 0, most)
+        if lengths.numel() and lengths.max() > most:
+            needs = f"{most} or less with num_accepted_tokens and so many columns of conv_state"
+            raise ValueError(f"query_start_loc: got length {int(lengths.max())}, needs {needs}")
 
 
 def _keep_windows(window, window_indices, good, rows_at, tokens, width):

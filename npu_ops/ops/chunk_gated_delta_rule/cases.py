@@ -7,19 +7,15 @@ import dataclasses
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call
-from npu_ops.core.compare import Tolerance
+from npu_ops.core.cases import Call, options, replaced, shaped, shapes, values, wrong
+from npu_ops.core.compare import tolerances
 from npu_ops.core.models import LINEAR_DIM, Model
+from npu_ops.ops.fused_recurrent_gated_delta_rule import cases as delta
 from npu_ops.ops.fused_recurrent_gated_delta_rule.cases import MODELS
 
 # Against fp64 on the same inputs: fp32 arithmetic between fp32 inputs; with bf16 and fp16 inputs
 # also operands of matrix products that are rounded to those, as everyone's are.
-TOLERANCES = {
-    torch.float64: Tolerance(ratio=1e-12, max_abs=1e-11),
-    torch.float32: Tolerance(ratio=1e-5, max_abs=1e-5),
-    torch.float16: Tolerance(ratio=2e-3, max_abs=4e-3),
-    torch.bfloat16: Tolerance(ratio=1e-2, max_abs=3e-2),
-}
+TOLERANCES = tolerances((1e-12, 1e-11), (1e-5, 1e-5), (2e-3, 4e-3), (1e-2, 3e-2))
 # For all outputs by the inputs' dtype, fp32 states of bf16 inputs too.
 TOLERANCES_BY_INPUT = True
 
@@ -78,21 +74,12 @@ class Case:
             "use_beta_sigmoid_in_kernel": self.flags,
             "allow_neg_eigval": self.flags,
             "state_v_first": self.state == "v",
-            "cu_seqlens": self._cu_seqlens(device),
+            "cu_seqlens": delta.starts(self.tokens, self.sequences, device),
             "use_gate_in_kernel": self.flags,
             "A_log": normal(self.value_heads) if self.flags else None,
             "dt_bias": normal(self.value_heads) if self.flags else None,
             "chunk_size": self.chunk,
         }
-
-    def _cu_seqlens(self, device):
-        if not self.sequences:
-            return None
-        lengths = torch.zeros(self.sequences, dtype=torch.int64, device="cpu")
-        kept = [n for n in range(self.sequences) if n % 3 != 1]
-        for token in range(self.tokens):
-            lengths[kept[token * token % len(kept)]] += 1
-        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device)
 
 
 def model_case(model: str, tokens: int, **changes) -> Case:
@@ -129,6 +116,45 @@ CALLS = [
             "cu_seqlens": make.indices([0, 3, 20]),
         },
     ),
+]  # fmt: skip
+
+# Wrong calls, and how each is refused.
+WRONG = [
+    *wrong("chunk_gated_delta_rule", TypeError,
+        *delta.WRONG_DTYPES,
+        ("cu_seqlens: got list, needs a tensor", {"cu_seqlens": [0, 20]}),
+        ("cu_seqlens_cpu: got list, needs a tensor", {"cu_seqlens_cpu": [0, 20]}),
+        ("chunk_indices: got list, needs a tensor", {"chunk_indices": [[0, 0]]}),
+        ("g: got NoneType, needs a tensor", {"g": None}),
+    ),
+    *wrong("chunk_gated_delta_rule", ValueError,
+        *delta.WRONG_SHAPES,
+        *shapes("cu_seqlens", "[sequences + 1]", (1,), (1, 3)),
+        ("cu_seqlens: got one with batch 2, needs batch 1",
+         {"q": shaped(2, 20, 2, 16), "k": shaped(2, 20, 2, 16), "v": shaped(2, 20, 4, 16),
+          "g": shaped(2, 20, 4), "beta": shaped(2, 20, 4)}),
+        ("cu_seqlens_cpu: got one without cu_seqlens, needs both",
+         {"cu_seqlens": None, "initial_state": None, "cu_seqlens_cpu": make.indices([0, 20])}),
+        ("chunk_indices: got one without cu_seqlens, needs both",
+         {"cu_seqlens": None, "initial_state": None, "chunk_indices": make.indices([[0, 0]])}),
+        *values("chunk_size", "one of 16, 32, 64", 128, 0, "16"),
+        ("v: got shape [1, 20, 4, 272], needs [B, T", {"v": lambda x: x.repeat(1, 1, 1, 17)}),
+    ),
+    *wrong("chunk_gated_delta_rule", ValueError,
+        ("cu_seqlens: got 0 first and 21 last, needs 0 and", {"cu_seqlens": replaced(2, to=21)}),
+        ("cu_seqlens: got 1 first and 20 last, needs 0 and", {"cu_seqlens": replaced(0, to=1)}),
+        ("cu_seqlens: got a negative length, needs starts", {"cu_seqlens": replaced(1, to=21)}),
+        reads=True),
+]  # fmt: skip
+# What options change.
+OPTIONS = [
+    *options("chunk_gated_delta_rule", *delta.CHANGES,
+             {"cu_seqlens": make.indices([0, 9, 20])}),
+    *options("chunk_gated_delta_rule", {"return_intermediate_states": True}, trains=False),
+    *options("chunk_gated_delta_rule", {"chunk_size": 32}, {"scale": 0.25},
+             {"cu_seqlens_cpu": make.indices([0, 3, 20])},
+             {"chunk_indices": make.indices([[0, 0], [1, 0], [1, 1]])},
+             same=True),
 ]  # fmt: skip
 
 

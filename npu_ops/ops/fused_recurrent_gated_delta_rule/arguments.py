@@ -27,6 +27,7 @@ def check_common(call) -> None:
     check.optional_tensors(**{n: getattr(call, n, None) for n in names})
     _check_heads(call.q, call.k, call.v)
     _check_flags(call)
+    check.scale("scale", call.scale)
     if call.cu_seqlens is not None:
         shared = getattr(call, "cp_group", None) is not None
         _check_cu_seqlens(call.cu_seqlens, call.v, shared)

@@ -7,18 +7,13 @@ import dataclasses
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call
-from npu_ops.core.compare import Tolerance
+from npu_ops.core.cases import Call, cast, options, replaced, shaped, shapes, values, wrong
+from npu_ops.core.compare import tolerances
 from npu_ops.core.models import LINEAR_DIM, Model
 
 # Against fp64 on the same inputs: fp32 arithmetic, then one rounding. The gradient
 # of a gate is a sum over a whole state, in which much cancels.
-TOLERANCES = {
-    torch.float64: Tolerance(ratio=1e-13, max_abs=1e-12),
-    torch.float32: Tolerance(ratio=1e-5, max_abs=1e-5),
-    torch.float16: Tolerance(ratio=4e-4, max_abs=1e-3),
-    torch.bfloat16: Tolerance(ratio=3e-3, max_abs=8e-3),
-}
+TOLERANCES = tolerances((1e-13, 1e-12), (1e-5, 1e-5), (4e-4, 1e-3), (3e-3, 8e-3))
 
 # key heads, value heads, K, V of one rank
 MODELS = {
@@ -26,6 +21,17 @@ MODELS = {
     "qwen3-next-80b-tp4": (4, 8, 128, 128),
     "qwen3.5-0.8b-tp1": (16, 16, 128, 128),
 }
+
+
+def starts(tokens: int, sequences: int, device) -> torch.Tensor | None:
+    """Where sequences begin and the last one ends; every third is empty. None for no sequences."""
+    if not sequences:
+        return None
+    lengths = torch.zeros(sequences, dtype=torch.int64, device="cpu")
+    kept = [n for n in range(sequences) if n % 3 != 1]
+    for token in range(tokens):
+        lengths[kept[token * token % len(kept)]] += 1
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Case:
 
         width = (self.values,) if self.beta == "value" else ()
         beta = normal(*tokens, self.value_heads, *width)
-        cu_seqlens = self._cu_seqlens(device)
+        cu_seqlens = starts(self.tokens, self.sequences, device)
         states = self.sequences or self.batch
         matrix = (self.values, self.keys) if self.state == "v" else (self.keys, self.values)
         return {
@@ -96,15 +102,6 @@ class Case:
             "state_v_first": self.state == "v",
             "cu_seqlens": cu_seqlens,
         }
-
-    def _cu_seqlens(self, device):
-        if not self.sequences:
-            return None
-        lengths = torch.zeros(self.sequences, dtype=torch.int64, device="cpu")
-        kept = [n for n in range(self.sequences) if n % 3 != 1]
-        for token in range(self.tokens):
-            lengths[kept[token * token % len(kept)]] += 1
-        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device)
 
 
 def model_case(model: str, tokens: int, **changes) -> Case:
@@ -155,6 +152,90 @@ CALLS = [
             "use_qk_l2norm_in_kernel": True,
         },
     ),
+]  # fmt: skip
+
+# Wrong calls, and how each is refused.
+_PACKED = {name: lambda x: x[:1] for name in ("q", "k", "v", "g", "beta")}
+_PACKED |= {"cu_seqlens": make.indices([0, 2, 5])}
+# What both delta rules refuse.
+WRONG_DTYPES = [
+    ("k: got float32, needs q's float16", {"q": torch.Tensor.half}),
+    ("v: got float16, needs q's float32", {"v": torch.Tensor.half}),
+    ("initial_state: got bfloat16, needs float32", {"initial_state": torch.Tensor.bfloat16}),
+    ("initial_state: got float64, needs float32", {"initial_state": cast(torch.float64)}),
+    ("A_log: got list, needs a tensor", {"use_gate_in_kernel": True, "A_log": [0.0]}),
+]  # fmt: skip
+WRONG_SHAPES = [
+    ("q: got shape [", {"q": lambda x: x[0]}),
+    ("k: got shape [", {"k": lambda x: x[:, :3]}),
+    ("k: got shape [", {"k": lambda x: x[..., :4]}),
+    ("v: got shape [", {"v": lambda x: x[:, :3]}),
+    ("v: got shape [", {"v": lambda x: x[..., :0]}),
+    ("v: got shape [", {"v": lambda x: x[:, :, :3]}),
+    ("q: got shape [", {"q": lambda x: x[:, :, :0], "k": lambda x: x[:, :, :0]}),
+    ("g: got shape [", {"g": lambda x: x[..., None]}),
+    ("beta: got shape [", {"beta": lambda x: x[:, :, :1]}),
+    ("initial_state: got shape [", {"initial_state": lambda x: x[..., :4]}),
+    ("initial_state: got shape [", {"initial_state": lambda x: x[..., :4], "state_v_first": True}),
+    ("initial_state: got shape [", {"initial_state": lambda x: x.repeat(2, 1, 1, 1)}),
+    ("initial_state: got shape [", {"initial_state": lambda x: x[:1]}),
+    *values("allow_neg_eigval", "use_beta_sigmoid_in_kernel=True", True),
+    ("A_log: got None, needs a tensor for", {"use_gate_in_kernel": True}),
+    ("A_log: got a tensor, needs use_gate_in_kernel=True", {"A_log": shaped(4)}),
+    ("dt_bias: got a tensor, needs use_gate_in_kernel=True", {"dt_bias": shaped(4)}),
+    ("A_log: got shape [1], needs [4]", {"use_gate_in_kernel": True, "A_log": shaped(1)}),
+    ("dt_bias: got shape [1], needs [4]",
+     {"use_gate_in_kernel": True, "A_log": shaped(4), "dt_bias": shaped(1)}),
+    *values("scale", "a finite number", "1"),
+]  # fmt: skip
+WRONG = [
+    *wrong("fused_recurrent_gated_delta_rule", TypeError,
+        *WRONG_DTYPES,
+        ("gk: got list, needs a tensor", {"gk": [0.0]}),
+        ("gv: got list, needs a tensor", {"gv": [0.0]}),
+    ),
+    *wrong("fused_recurrent_gated_delta_rule", ValueError,
+        *WRONG_SHAPES,
+        ("v: got shape [2, 5, 4, 264], needs [B, T", {"v": lambda x: x.repeat(1, 1, 1, 33)}),
+        *shapes("gk", "[2, 5, 4, 8]", (2, 5, 4, 6), (2, 5, 4)),
+        *shapes("gv", "[2, 5, 4, 8]", (2, 5, 4, 6)),
+        *shapes("beta", "[2, 5, 4] or [2, 5, 4, 8]", (2, 5, 4, 6)),
+        ("g: got None, needs a", {"use_gate_in_kernel": True, "A_log": shaped(4), "g": None}),
+        ("beta: got None, needs logits for", {"use_beta_sigmoid_in_kernel": True, "beta": None}),
+        ("cu_seqlens: got one with batch 2, needs batch 1", {"cu_seqlens": make.indices([0, 5])}),
+    ),
+    *wrong("fused_recurrent_gated_delta_rule", TypeError,
+        ("cu_seqlens: got list, needs a tensor", {"cu_seqlens": [0, 5]}),
+        given=_PACKED),
+    *wrong("fused_recurrent_gated_delta_rule", ValueError,
+        *shapes("cu_seqlens", "[sequences + 1]", (1,), (1, 2)),
+        ("initial_state: got shape [2, 4, 8, 8], needs [1", {"cu_seqlens": make.indices([0, 5])}),
+        given=_PACKED),
+    *wrong("fused_recurrent_gated_delta_rule", ValueError,
+        ("cu_seqlens: got 0 first and 6 last, needs 0 and up", {"cu_seqlens": replaced(2, to=6)}),
+        ("cu_seqlens: got 1 first and 5 last, needs 0 and up", {"cu_seqlens": replaced(0, to=1)}),
+        ("cu_seqlens: got a negative length, needs starts", {"cu_seqlens": replaced(1, to=6)}),
+        given=_PACKED, reads=True),
+]  # fmt: skip
+
+# Of both delta rules.
+CHANGES = (
+    {"scale": 0.5}, {"initial_state": None}, {"output_final_state": False},
+    {"use_qk_l2norm_in_kernel": False}, {"state_v_first": True},
+    {"use_beta_sigmoid_in_kernel": True},
+    {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
+    {"use_gate_in_kernel": True, "A_log": shaped(4)},
+    {"use_gate_in_kernel": True, "A_log": shaped(4), "dt_bias": shaped(4)},
+)  # fmt: skip
+
+# What options change.
+OPTIONS = [
+    *options("fused_recurrent_gated_delta_rule", *CHANGES, {"beta": None}, {"g": None},
+             {"gk": shaped(2, 5, 4, 8)}, {"gv": shaped(2, 5, 4, 8)},
+             {"beta": shaped(2, 5, 4, 8)}),
+    *options("fused_recurrent_gated_delta_rule", {"scale": 8**-0.5}, same=True),
+    *options("fused_recurrent_gated_delta_rule", {"cu_seqlens": make.indices([0, 4, 5])},
+             given=_PACKED),
 ]  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from npu_ops.core import check
 from npu_ops.core.registry import explains
 from npu_ops.core.signature import call_of
 from npu_ops.ops.gated_delta_rule_update import op
@@ -101,6 +102,7 @@ def _inputs(*args, **kwargs):
     call = _Call(*args, **kwargs)
     pool = pool_of(call.state, call.state_v_first)
     q, k, v = split(call.qkv, pool)
+    check.scale("scale", call.scale)
     beta, threshold = check_softplus(call.softplus_beta, call.softplus_threshold)
     inputs = op.forward.Inputs(
         q=q,

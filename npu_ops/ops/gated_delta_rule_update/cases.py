@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call
+from npu_ops.core.cases import Call, cast, options, replaced, shaped, shapes, values, wrong
 from npu_ops.core.models import LINEAR_DIM, Model
 from npu_ops.ops.fused_recurrent_gated_delta_rule import cases as recurrent
 
@@ -167,6 +168,128 @@ CALLS = [
         },
         writes=("state", "intermediate_states"),
     ),
+]  # fmt: skip
+
+# Wrong calls, and how each is refused.
+
+
+def _split(*parts):
+    """A change: q, k and v by themselves, each zeros of a shape."""
+    return lambda right: tuple(part(right) for part in parts)
+
+
+_BY_TOKEN = {
+    "qkv": shaped(4, 64), "a": shaped(4, 4), "b": shaped(4, 4), "intermediate_states": None,
+     "state_indices": make.indices([[3, 2], [1, -1]]), "num_accepted_tokens": make.indices([2, 1]),
+}  # fmt: skip
+WRONG = [
+    *wrong("gated_delta_rule_update", ValueError,
+        ("qkv: got shape [2, 63], needs [tokens, 2 * H * 8 + 32]", {"qkv": lambda x: x[:, :-1]}),
+        *shapes("qkv", "[tokens, 2 * H * 8 + 32], H a divisor of 4", (2, 32), (2, 80), (64,)),
+        ("q: got shape [2, 3, 8], needs [tokens, H, 8], H a divisor of 4",
+         {"qkv": _split(shaped(2, 3, 8), shaped(2, 3, 8), shaped(2, 4, 8))}),
+        ("q: got shape [2, 2, 7], needs [tokens, H, 8], H a divisor of 4",
+         {"qkv": _split(shaped(2, 2, 7), shaped(2, 2, 8), shaped(2, 4, 8))}),
+        ("v: got shape [2, 4, 7], needs [2, 4, 8]",
+         {"qkv": _split(shaped(2, 2, 8), shaped(2, 2, 8), shaped(2, 4, 7))}),
+        ("k: got shape [2, 1, 8], needs [2, 2, 8]",
+         {"qkv": _split(shaped(2, 2, 8), shaped(2, 1, 8), shaped(2, 4, 8))}),
+        ("qkv: got one that requires a gradient, needs torch.no_grad()",
+         {"qkv": torch.Tensor.requires_grad_}),
+        *shapes("a", "[2, 4]", (1, 4), (2, 3)),
+        *shapes("b", "[2, 4]", (2, 3)),
+        *shapes("A_log", "[4]", (3,)),
+        ("A_log: got one that requires a gradient, needs torch.no_grad()",
+         {"A_log": torch.Tensor.requires_grad_}),
+        *shapes("dt_bias", "[4]", (4, 1)),
+        *shapes("state", "[slots, HV, V, K], K and V up to 256", (4, 8, 8)),
+        ("qkv: got shape [2, 64], needs [tokens, 2 * H * 6 + 32]", {"state": shaped(5, 4, 8, 6)}),
+        ("qkv: got shape [2, 64], needs", {"state": shaped(5, 4, 6, 8), "state_v_first": False}),
+        ("state: got strides [64, 320, 8, 1], needs contiguous states apart",
+         {"state": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)}),
+        ("state: got strides [0, 64, 8, 1], needs contiguous states apart",
+         {"state": lambda x: x[:1].expand(5, -1, -1, -1)}),
+        ("state: got one that requires a gradient, needs torch.no_grad()",
+         {"state": torch.Tensor.requires_grad_}),
+        ("state_indices: got 0 sequences, needs a divisor of 2", {"state_indices": shaped(0)}),
+        ("state_indices: got 3 sequences, needs a divisor of 2", {"state_indices": shaped(3)}),
+        ("state_indices: got shape [2, 1, 1], needs [N] or [N, S]",
+         {"state_indices": lambda x: x[:, None, None]}),
+        ("cu_seqlens: got shape [2], needs [3]", {"cu_seqlens": make.indices([0, 2])}),
+        ("num_accepted_tokens: got shape [1], needs [2]",
+         {"num_accepted_tokens": make.indices([0])}),
+        ("num_accepted_tokens: got a tensor, needs intermediate_states",
+         {"num_accepted_tokens": make.indices([0, 0]), "intermediate_states": None}),
+        *shapes("intermediate_states", "[rows, T, *[4, 8, 8]]", (2, 1, 4, 8, 6)),
+        *shapes("intermediate_states", "at least 2 rows, one a sequence", (1, 1, 4, 8, 8)),
+        *shapes("intermediate_states", "[rows, T, *[4, 8, 8]]", (2, 4, 8, 8)),
+        ("intermediate_states: got strides [0, 256, 64, 8, 1], needs contiguous",
+         {"intermediate_states": lambda x: x[:1].expand(2, 1, 4, 8, 8)}),
+        ("intermediate_state_indices: got shape [1], needs [2]",
+         {"intermediate_state_indices": make.indices([0])}),
+        ("intermediate_state_indices: got a tensor, needs intermediate_states",
+         {"intermediate_state_indices": make.indices([0, 1]), "intermediate_states": None}),
+        ("intermediate_states: got a tensor, needs None", {"state_indices": lambda x: x[:, None]}),
+        *values("softplus_beta", "a number above 0", 0.0),
+        *values("softplus_threshold", "0 or more", -1.0),
+        *values("scale", "a finite number", "1", math.nan),
+    ),
+    *wrong("gated_delta_rule_update", TypeError,
+        ("qkv: got tuple, needs a tensor, or q, k and v", {"qkv": lambda x: (x, x)}),
+        ("qkv: got str, needs a tensor, or q, k and v", {"qkv": "qkv"}),
+        ("k: got float16, needs q's float32",
+         {"qkv": _split(shaped(2, 2, 8), shaped(2, 2, 8, dtype=torch.float16), shaped(2, 4, 8))}),
+        ("state: got float16, needs float32 or bfloat16", {"state": torch.Tensor.half}),
+        ("state: got float64, needs float32 or bfloat16", {"state": cast(torch.float64)}),
+        ("cu_seqlens: got list, needs a tensor", {"cu_seqlens": [0, 1, 2]}),
+        ("num_accepted_tokens: got list, needs a tensor", {"num_accepted_tokens": [0, 0]}),
+        ("intermediate_states: got bfloat16, needs state's float32",
+         {"intermediate_states": torch.Tensor.bfloat16}),
+        ("intermediate_state_indices: got list, needs a", {"intermediate_state_indices": [0, 1]}),
+    ),
+    *wrong("gated_delta_rule_update", ValueError,
+        ("state_indices: got 1 twice, needs each at most", {"state_indices": replaced(0, to=1)}),
+        ("state_indices: got [5, 1], needs -1 to 4", {"state_indices": replaced(0, to=5)}),
+        ("state_indices: got [-2, 1], needs -1 to 4", {"state_indices": replaced(0, to=-2)}),
+        ("cu_seqlens: got 1 first and 2 last, needs 0", {"cu_seqlens": make.indices([1, 1, 2])}),
+        ("cu_seqlens: got a negative length, needs", {"cu_seqlens": make.indices([0, 2, 1])}),
+        ("cu_seqlens: got 0 first and 3 last, needs 0", {"cu_seqlens": make.indices([0, 1, 3])}),
+        ("intermediate_states: got room for 1 tokens, needs 2",
+         {"cu_seqlens": make.indices([0, 2, 2])}),
+        ("num_accepted_tokens: got [0, 2], needs", {"num_accepted_tokens": make.indices([0, 2])}),
+        ("num_accepted_tokens: got [-1, 0], needs", {"num_accepted_tokens": make.indices([-1, 0])}),
+        ("intermediate_state_indices: got 0 twice, needs each at most once",
+         {"intermediate_state_indices": make.indices([0, 0])}),
+        ("intermediate_state_indices: got [0, 2], needs -1 to 1",
+         {"intermediate_state_indices": make.indices([0, 2])}),
+        ("intermediate_state_indices: got [-2, 0], needs -1 to 1",
+         {"intermediate_state_indices": make.indices([-2, 0])}),
+        ("intermediate_state_indices: got -1, needs a row for accepted tokens",
+         {"intermediate_state_indices": make.indices([0, -1]),
+          "num_accepted_tokens": make.indices([0, 1])}),
+        reads=True),
+    *wrong("gated_delta_rule_update", ValueError,
+        ("state_indices: got room for 1 tokens, needs 2",
+         {"state_indices": make.indices([[3], [1]])}),
+        ("state_indices: got 3 twice, needs", {"state_indices": make.indices([[3, 3], [1, 3]])}),
+        ("state_indices: got [[3, 5], [1, 2]], needs -1 to 4",
+         {"state_indices": make.indices([[3, 5], [1, 2]])}),
+        ("num_accepted_tokens: got [0, 1], needs", {"num_accepted_tokens": make.indices([0, 1])}),
+        ("num_accepted_tokens: got [3, 1], needs", {"num_accepted_tokens": make.indices([3, 1])}),
+        given=_BY_TOKEN, reads=True),
+]  # fmt: skip
+# What options change.
+OPTIONS = [
+    *options("gated_delta_rule_update", {"scale": 0.5}, {"use_qk_l2norm_in_kernel": False},
+             {"state_v_first": False}, {"disable_state_update": True}, {"softplus_beta": 2.0},
+             {"softplus_threshold": 0.5}, {"state_indices": make.indices([-1, 1])},
+             {"num_accepted_tokens": make.indices([1, 0])}, {"intermediate_states": None},
+             {"intermediate_state_indices": make.indices([-1, 1])}),
+    *options("gated_delta_rule_update", {"scale": 8**-0.5}, {"cu_seqlens": make.indices([0, 1, 2])},
+             {"intermediate_state_indices": make.indices([0, 1])}, same=True),
+    *options("gated_delta_rule_update", {"num_accepted_tokens": make.indices([1, 2])},
+             {"cu_seqlens": make.indices([0, 1, 3])}, {"num_accepted_tokens": None},
+             given=_BY_TOKEN),
 ]  # fmt: skip
 
 

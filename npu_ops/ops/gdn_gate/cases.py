@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call
-from npu_ops.core.compare import Tolerance
+from npu_ops.core.cases import Call, options, shapes, values, wrong
+from npu_ops.core.compare import tolerances
 from npu_ops.core.models import Model
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. fp32 also
 # has the gradients of A_log and dt_bias: sums over all tokens.
-TOLERANCES = {
-    torch.float64: Tolerance(ratio=1e-14, max_abs=1e-13),
-    torch.float32: Tolerance(ratio=2e-6, max_abs=2e-6),
-    torch.float16: Tolerance(ratio=4e-4, max_abs=6e-4),
-    torch.bfloat16: Tolerance(ratio=3e-3, max_abs=5e-3),
-}
+TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 2e-6), (4e-4, 6e-4), (3e-3, 5e-3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +77,26 @@ CALLS = [
         lambda draw: {"a": draw(3, 4), "A_log": draw(4), "dt_bias": draw(4), "b": draw(3, 4)},
     ),
 ]
+
+# Wrong calls, and how each is refused.
+WRONG = [
+    *wrong("gdn_gate", ValueError,
+        *shapes("A_log", "[4], one number for each head of a", (1,), (3,), (1, 4), (3, 4)),
+        *shapes("dt_bias", "[4], one number for each head of a", (1,), (5,), (3, 4)),
+        *shapes("b", "a's shape [3, 4]", (4,), (3, 1), (4, 4)),
+        ("allow_neg_eigval: got True, needs b", {"b": None, "allow_neg_eigval": True}),
+        *values("softplus_beta", "a number above 0", 0.0, -1.0, math.inf, math.nan),
+        *values("softplus_threshold", "0 or more", -1, math.nan),
+        *values("softplus_beta", "a number above 0", "1"),
+        *values("softplus_threshold", "0 or more", "1"),
+    ),
+]  # fmt: skip
+# What options change.
+OPTIONS = [
+    *options("gdn_gate", {"allow_neg_eigval": True}, {"dt_bias": None}, {"b": None}),
+    *options("gdn_gate", {"softplus_beta": 2.0}, {"softplus_threshold": 0.5}),
+    *options("gdn_gate", {"softplus_beta": 1}, {"softplus_threshold": 20}, same=True),
+]  # fmt: skip
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:

@@ -31,9 +31,9 @@ def check_softplus(beta: float, threshold: float) -> tuple[float, float]:
     Raises:
         ValueError: beta is not above 0 and finite, or the threshold is below 0 or a NaN.
     """
-    if not 0 < beta < float("inf"):
+    if not isinstance(beta, (int, float)) or not 0 < beta < float("inf"):
         raise ValueError(f"softplus_beta: got {beta!r}, needs a number above 0")
-    if not threshold >= 0:
+    if not isinstance(threshold, (int, float)) or not threshold >= 0:
         raise ValueError(f"softplus_threshold: got {threshold!r}, needs 0 or more")
     return float(beta), float(threshold)
 

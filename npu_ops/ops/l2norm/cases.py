@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
-from npu_ops.core.cases import Call, RowCase
-from npu_ops.core.compare import Tolerance
+from npu_ops.core.cases import Call, RowCase, options, shaped, values, wrong
+from npu_ops.core.compare import tolerances
 from npu_ops.core.models import LINEAR_DIM, Model
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. In fp32 the
 # sum over a row counts too, and the gradient is a difference.
-TOLERANCES = {
-    torch.float64: Tolerance(ratio=2e-15, max_abs=1e-14),
-    torch.float32: Tolerance(ratio=6e-7, max_abs=1e-6),
-    torch.float16: Tolerance(ratio=4e-4, max_abs=6e-4),
-    torch.bfloat16: Tolerance(ratio=2.5e-3, max_abs=5e-3),
-}
+TOLERANCES = tolerances((2e-15, 1e-14), (6e-7, 1e-6), (4e-4, 6e-4), (2.5e-3, 5e-3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +51,26 @@ DIFFERENTIABLE = ("x",)
 REPRESENTATIVE = ("qwen3-next-tp1-t64", "qwen3-next-dense-t64", "one-element", "wide-20000")
 
 CALLS = [Call("l2norm", lambda draw: {"x": draw(3, 8)})]
+
+# Wrong calls, and how each is refused.
+WRONG = [
+    *wrong("l2norm", TypeError,
+        ("output_dtype: got int32, needs float32, bfloat16", {"output_dtype": torch.int32}),
+        ("output_dtype: got float8_e5m2, needs float32", {"output_dtype": torch.float8_e5m2}),
+        *values("output_dtype", "float32, bfloat16, float16 or float64", "float32"),
+    ),
+    *wrong("l2norm", ValueError,
+        *values("dim", "one of -1, 1", 0, 2, -2, None, (-1,)),
+        *values("eps", "a finite number, 0 or more", -1e-6, math.nan, math.inf, "1e-6", None),
+        ("eps: got a tensor, needs a finite number, 0 or more", {"eps": shaped()}),
+    ),
+]  # fmt: skip
+# What options change.
+OPTIONS = [
+    *options("l2norm", {"eps": 0.5}, {"output_dtype": torch.bfloat16},
+             {"output_dtype": torch.float16}),
+    *options("l2norm", {"eps": 1e-6}, {"dim": 1}, {"output_dtype": torch.float32}, same=True),
+]  # fmt: skip
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:

@@ -8,9 +8,10 @@ import itertools
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call
+from npu_ops.core.cases import Call, options, replaced, shaped, shapes, values, wrong
 from npu_ops.core.models import Model
 from npu_ops.ops.rope import cases as rope
+from npu_ops.ops.rope.cases import cos_sin
 
 TOLERANCES = rope.TOLERANCES  # the same arithmetic
 
@@ -153,6 +154,110 @@ CALLS = [
     Call("apply_multimodal_rotary_pos_emb", _call, "mrope", **_IN_PLACE),
     Call("apply_multimodal_rotary_pos_emb_cached", _call_by_position, "cached", **_IN_PLACE),
 ]
+
+# Wrong calls, and how each is refused.
+_PACKED = {
+    "q": shaped(5, 4, 8), "k": shaped(5, 3, 8), "cos": shaped(3, 5, 8), "sin": shaped(3, 5, 8),
+     "layout": "TND",
+}  # fmt: skip
+_FLAT = {
+    "q": shaped(5, 32), "k": shaped(5, 24), "head_dim": 8,
+}  # fmt: skip
+_SECTIONS = [
+    *values("mrope_section", "three counts, for T, H and W", [2, 2], [1, 1, 1, 1], []),
+    ("mrope_section: got [1, 1, 1] with sum 3, needs the sum", {"mrope_section": [1, 1, 1]}),
+    *values("mrope_section", "three counts, for T, H and W", [6, -1, -1], [2.0, 1, 1]),
+    ("mrope_section: got ['2', '1', '1'], needs three counts, for", {"mrope_section": "211"}),
+    *values("mrope_section", "three counts, for T, H and W", [[2, 1, 1]]),
+    *values("section_layout", "one of 'chunked', 'interleaved'",
+        "half", "interleave", None, True,
+    ),
+    *values("pair_layout", "one of 'half', 'interleaved'", "chunked"),
+]  # fmt: skip
+WRONG = [
+    *wrong("mrope", TypeError,
+        ("k: got float16, needs q's float32", {"k": torch.Tensor.half}),
+        ("sin: got bfloat16, needs cos's float32", {"sin": torch.Tensor.bfloat16}),
+        ("mrope_section: got NoneType, needs a list of three", {"mrope_section": None}),
+        ("mrope_section: got int, needs a list of three", {"mrope_section": 4}),
+    ),
+    *wrong("mrope", ValueError,
+        *_SECTIONS,
+        ("cos: got shape [2, 5, 8], needs [3, B, S, W]", cos_sin(2, 5, 8)),
+        ("cos: got shape [2, 2, 5, 8], needs [3, B, S, W]", cos_sin(2, 2, 5, 8)),
+        ("cos: got shape [4, 2, 5, 8], needs [3, B, S, W]", cos_sin(4, 2, 5, 8)),
+        ("cos: got shape [2, 5, 8, 3], needs [3, B, S, W]", cos_sin(2, 5, 8, 3)),
+        ("cos: got shape [3, 2, 6, 8], needs 5 rows, one for each token of q", cos_sin(3, 2, 6, 8)),
+        ("cos: got shape [3, 3, 5, 8], needs a batch of 1 or 2", cos_sin(3, 3, 5, 8)),
+        *shapes("sin", "cos's shape [3, 2, 5, 8]", (3, 1, 5, 8)),
+        ("rotary_dim: got None, needs 4 (cos is full-width, half of each", cos_sin(3, 2, 5, 4)),
+        *values("rotary_dim", "an even number up to head_dim 8", 5, 10),
+        *values("layout", "one of 'BSND', 'SBND', 'BNSD', 'TND'", "BHSD"),
+        ("unsqueeze_dim: got 0, needs one of 1, 2", {"unsqueeze_dim": 0, "layout": None}),
+        *shapes("k", "q's shape [2, 5, 4, 8] except for the heads", (2, 6, 3, 8)),
+        ("q: got shape [5, 8], needs 4 dimensions for", {"q": shaped(5, 8), "layout": None}),
+        ("cos: got a tensor that requires a gradient, needs", {"cos": torch.Tensor.requires_grad_}),
+        ("sin: got a tensor that requires a gradient, needs", {"sin": torch.Tensor.requires_grad_}),
+    ),
+    *wrong("mrope", ValueError,
+        ("cos: got shape [3, 1, 5, 8], needs [3, T, W]", cos_sin(3, 1, 5, 8)),
+        ("cos: got shape [5, 8], needs [3, T, W]", cos_sin(5, 8)),
+        ("cos: got shape [3, 1, 4, 8], needs 5 rows, one for each token of q", cos_sin(3, 4, 8)),
+        *shapes("k", "q's shape [5, 4, 8] except for the heads", (6, 3, 8)),
+        given=_PACKED),
+    *wrong("mrope", ValueError,
+        ("q: got an expanded tensor, needs memory for", {"q": lambda x: x[:1].expand(2, 5, 4, 8)}),
+        ("k: got an expanded tensor, needs memory", {"k": lambda x: x[:, :1].expand(2, 5, 3, 8)}),
+        ("inplace: got True, needs False because q requires", {"q": torch.Tensor.requires_grad_}),
+        ("inplace: got True, needs False because k requires", {"k": torch.Tensor.requires_grad_}),
+        in_place=True),
+    *wrong("cached", TypeError,
+        ("k: got float16, needs q's float32", {"k": torch.Tensor.half}),
+    ),
+    *wrong("cached", ValueError,
+        *_SECTIONS,
+        *shapes("positions", "[5] or [3, 5]", (2, 5), (1, 5), (5, 3), (3, 4), (6,), (3, 1, 5)),
+        *shapes("cos_sin_cache", "[max_position, R] with R even", (8,), (1, 20, 8), (20, 7)),
+        ("rotary_dim: got None, needs the cache's width 12", {"cos_sin_cache": shaped(20, 12)}),
+        ("cos_sin_cache: got a tensor that requires a gradient, needs one that does",
+         {"cos_sin_cache": torch.Tensor.requires_grad_}),
+        *values("rotary_dim", "the cache's width 8, at most head_dim 8", 4, 16),
+        ("q: got shape [5, 4, 8], needs [T, N, D], or [T, N * D] with", {"head_dim": 16}),
+        *shapes("q", "[T, N, D], or [T, N * D] with head_dim=D", (1, 5, 4, 8), (5, 32)),
+        *shapes("k", "[T, N, D], or [T, N * D] with head_dim=D", (5, 24)),
+        *shapes("k", "q's shape [5, 4, 8] except for the heads", (6, 3, 8), (5, 3, 16)),
+    ),
+    *wrong("cached", ValueError,
+        ("positions: got 0 to 20, needs 0 to 19", {"positions": make.indices([0, 1, 2, 3, 20])}),
+        ("positions: got -1 to 3, needs 0 to 19", {"positions": make.indices([0, 1, 2, 3, -1])}),
+        ("positions: got 1 to 20, needs 0 to 19", {"positions": replaced(2, 3, to=20)}),
+        reads=True),
+    *wrong("cached", ValueError,
+        ("q: got shape [5, 32], needs [T, N, D], or [T, N * D] with head_dim=D", {"head_dim": 12}),
+        *shapes("k", "[T, N, D], or [T, N * D] with head_dim=D", (5, 20)),
+        ("q: got shape [5, 32], needs [T, N, D], or [T, N * D] with head_dim=D", {"head_dim": 0}),
+        *shapes("q", "[T, N, D], or [T, N * D] with head_dim=D", (32,)),
+        given=_FLAT),
+    *wrong("cached", ValueError,
+        ("q: got an expanded tensor, needs memory for", {"q": lambda x: x[:1].expand(5, 4, 8)}),
+        ("k: got an expanded tensor, needs memory for", {"k": lambda x: x[:1].expand(5, 3, 8)}),
+        ("inplace: got True, needs False because q requires", {"q": torch.Tensor.requires_grad_}),
+        ("inplace: got True, needs False because k requires", {"k": torch.Tensor.requires_grad_}),
+        in_place=True),
+]  # fmt: skip
+# What options change.
+OPTIONS = [
+    *options("mrope", {"k": None}, {"pair_layout": "interleaved"}, {"inverse": True},
+             {"section_layout": "chunked"}, {"mrope_section": [4, 0, 0]},
+             {"rotary_dim": 8} | cos_sin(3, 2, 5, 4), cos_sin(3, 1, 5, 8)),
+    *options("mrope", {"layout": None, "unsqueeze_dim": 2}, {"rotary_dim": 8},
+             {"mrope_section": [2, 1, 5]}, same=True),
+    *options("mrope", {"layout": "BNSD"} | cos_sin(3, 2, 4, 8), given={"k": None}),
+    *options("cached", {"k": None}, {"pair_layout": "interleaved"}, {"inverse": True},
+             {"section_layout": "interleaved"}, {"mrope_section": [1, 1, 2]},
+             {"positions": make.indices([3, 1, 4, 15, 9])}),
+    *options("cached", {"rotary_dim": 8}, {"head_dim": 8}, same=True),
+]  # fmt: skip
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:

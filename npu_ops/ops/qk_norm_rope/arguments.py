@@ -85,7 +85,7 @@ def _inputs(call, cos, sin, positions, rotary_dim: int) -> tuple:
     if section is not None:
         section = resolve_section(section, section_layout, rotary_dim // 2)
     elif section_layout is not None:
-        raise ValueError(f"section_layout: got {section_layout!r} without an mrope_section")
+        raise ValueError(f"section_layout: got {section_layout!r}, needs an mrope_section with it")
     return (
         call.qkv, call.q_weight, call.k_weight, cos, sin, positions, call.num_heads,
         call.num_kv_heads, float(call.eps), bool(call.zero_centered), bool(call.gated),

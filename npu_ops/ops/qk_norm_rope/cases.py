@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call
-from npu_ops.core.compare import Tolerance
+from npu_ops.core.cases import Call, options, replaced, shaped, shapes, values, wrong
+from npu_ops.core.compare import tolerances
 from npu_ops.core.models import MODELS, Model
-from npu_ops.ops.rope.cases import tables
+from npu_ops.ops.rope.cases import cos_sin, tables
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. The gradient
 # of a weight is a sum over tokens and heads of few elements: its ratio is that of the worst
 # rounding.
-TOLERANCES = {
-    torch.float64: Tolerance(ratio=1e-14, max_abs=1e-13),
-    torch.float32: Tolerance(ratio=2e-6, max_abs=4e-6),
-    torch.float16: Tolerance(ratio=5e-4, max_abs=1e-3),
-    torch.bfloat16: Tolerance(ratio=4e-3, max_abs=8e-3),
-}
+TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 4e-6), (5e-4, 1e-3), (4e-3, 8e-3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +170,77 @@ CALLS = [
     Call("qk_norm_rope", _call_gated, "qk_norm_rope_gated"),
     Call("qk_norm_rope_cached", _call_by_position, "qk_norm_rope_cached"),
 ]
+
+# Wrong calls, and how each is refused.
+WRONG = [
+    *wrong("qk_norm_rope", ValueError,
+        ("qkv: got shape [2, 5, 56], needs a last dimension of 72 for 5 query", {"num_heads": 5}),
+        *values("num_heads", "an integer, 1 or more", 0, True, 3.0),
+        *values("num_kv_heads", "an integer, 1 or more", 0, None),
+        ("qkv: got shape [2, 5, 56], needs a last dimension of 80 for 3 query", {"gated": True}),
+        *shapes("k_weight", "q_weight's [8]", (7,)),
+        *shapes("q_weight", "[D], the head dimension", (4, 8), (0,)),
+        *shapes("qkv", "[B, S, W] or [T, W]", (56,), (1, 2, 5, 56)),
+        *values("eps", "a finite number, 0 or more", -1.0, math.nan, "1"),
+        ("cos: got shape [2, 5, 8], needs [3, B, S, R]", {"mrope_section": [2, 1, 1]}),
+        *values("section_layout", "an mrope_section with it", "chunked"),
+        *values("pair_layout", "one of 'half', 'interleaved'", "neox", None),
+        *values("rotary_dim", "an even number up to head_dim 8", 10, 7),
+        ("cos: got width 8, needs rotary_dim 6 or half of it", {"rotary_dim": 6}),
+        ("cos: got shape [2, 5, 8, 1], needs [B, S, R]", cos_sin(2, 5, 8, 1)),
+        ("cos: got shape [5, 8], needs [B, S, R]", cos_sin(5, 8)),
+        ("cos: got shape [2, 6, 8], needs 5 rows, one for each token of q", cos_sin(2, 6, 8)),
+        ("cos: got shape [3, 5, 8], needs a batch of 1 or 2", cos_sin(3, 5, 8)),
+        ("rotary_dim: got None, needs 4 (cos is full-width, half of each head", cos_sin(2, 5, 4)),
+        ("sin: got shape [2, 5, 8], needs cos's shape [5, 8]", {"cos": shaped(5, 8)}),
+        ("cos: got a tensor that requires a gradient, needs", {"cos": torch.Tensor.requires_grad_}),
+        ("sin: got a tensor that requires a gradient, needs", {"sin": torch.Tensor.requires_grad_}),
+    ),
+    *wrong("qk_norm_rope", TypeError,
+        ("sin: got float16, needs cos's float32", {"sin": torch.Tensor.half}),
+    ),
+    *wrong("qk_norm_rope_gated", ValueError,
+        *values("mrope_section", "three counts, for T, H and W", [1, 1]),
+        ("mrope_section: got [1, 1, 0] with sum 2, needs the sum", {"mrope_section": [1, 1, 0]}),
+        *values("mrope_section", "three counts, for T, H and W", [2, 2, -1]),
+        *values("section_layout", "one of 'chunked', 'interleaved'", None, "half"),
+        ("cos: got shape [2, 5, 3], needs [3, T, R]", cos_sin(2, 5, 3)),
+        ("cos: got shape [5, 3], needs [3, T, R]", cos_sin(5, 3)),
+    ),
+    *wrong("qk_norm_rope_gated", TypeError,
+        ("mrope_section: got int, needs a list of three", {"mrope_section": 3}),
+    ),
+    *wrong("qk_norm_rope_cached", ValueError,
+        *shapes("positions", "[5]", (6,), (3, 5)),
+        *shapes("cos_sin_cache", "[max_position, R] with R even", (20, 7)),
+        ("rotary_dim: got None, needs the cache's width 10", {"cos_sin_cache": shaped(20, 10)}),
+        ("rotary_dim: got None, needs the cache's width 0, at", {"cos_sin_cache": shaped(20, 0)}),
+        *shapes("cos_sin_cache", "[max_position, R] with R even", (20,)),
+        ("cos_sin_cache: got a tensor that requires a gradient, needs one that does",
+         {"cos_sin_cache": torch.Tensor.requires_grad_}),
+        *values("rotary_dim", "the cache's width 8, at most the head", 4),
+        *values("section_layout", "an mrope_section with it", "chunked"),
+    ),
+    *wrong("qk_norm_rope_cached", ValueError,
+        ("positions: got -1 to 15, needs 0 to 19", {"positions": replaced(1, to=-1)}),
+        ("positions: got 3 to 20, needs 0 to 19", {"positions": replaced(1, to=20)}),
+        reads=True),
+]  # fmt: skip
+# What options change.
+OPTIONS = [
+    *options("qk_norm_rope", {"eps": 1.0}, {"zero_centered": True}, {"pair_layout": "interleaved"},
+             {"rotary_dim": 8} | cos_sin(2, 5, 4), cos_sin(1, 5, 8), cos_sin(2, 5, 6)),
+    *options("qk_norm_rope", {"copy_rest": False}, {"rotary_dim": 8}, same=True),
+    *options("qk_norm_rope_gated", {"section_layout": "chunked", "mrope_section": [2, 1, 0]},
+             {"mrope_section": [3, 0, 0]},
+             {"zero_centered": False}, {"pair_layout": "half"}, {"eps": 1.0}),
+    *options("qk_norm_rope_gated", {"copy_rest": False}, {"mrope_section": [1, 1, 2]}, same=True),
+    *options("qk_norm_rope_cached", {"eps": 1.0}, {"zero_centered": True},
+             {"pair_layout": "interleaved"},
+             {"mrope_section": [2, 1, 1], "section_layout": "chunked",
+              "positions": make.indices([[0, 1, 2, 3, 4], [5, 4, 3, 2, 1], [9, 9, 8, 7, 0]])}),
+    *options("qk_norm_rope_cached", {"copy_rest": False}, {"rotary_dim": 8}, same=True),
+]  # fmt: skip
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call
-from npu_ops.core.compare import Tolerance
+from npu_ops.core.cases import Call, options, shaped, shapes, values, wrong
+from npu_ops.core.compare import tolerances
 from npu_ops.core.models import LINEAR_DIM, Model
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. The gradient
 # of weight is a sum over rows of few elements: its ratio is that of the worst rounding.
-TOLERANCES = {
-    torch.float64: Tolerance(ratio=1e-14, max_abs=1e-13),
-    torch.float32: Tolerance(ratio=2e-6, max_abs=2e-6),
-    torch.float16: Tolerance(ratio=5e-4, max_abs=6e-4),
-    torch.bfloat16: Tolerance(ratio=4e-3, max_abs=5e-3),
-}
+TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 2e-6), (5e-4, 6e-4), (4e-3, 5e-3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +93,25 @@ REPRESENTATIVE = (
 CALLS = [
     Call("rms_norm_gated", lambda draw: {"x": draw(3, 8), "weight": draw(8), "z": draw(3, 8)}),
 ]
+
+# Wrong calls, and how each is refused.
+WRONG = [
+    *wrong("rms_norm_gated", ValueError,
+        *shapes("weight", "[8], x's last dimension", (1,), (7,), (3, 8)),
+        ("weight: got shape [4], needs [8], x's last", {"weight": shaped(4), "group_size": 4}),
+        *shapes("z", "x's shape [3, 8]", (8,), (3, 1), (4, 8)),
+        *values("eps", "a finite number, 0 or more", -1.0, math.nan, math.inf, None, "1e-6"),
+        *values("activation", "one of 'silu', 'sigmoid'", "relu", "SiLU", "", None, True, ["silu"]),
+        *values("group_size", "a divisor of 8", 0, -4, 3, 16, 4.0, "4"),
+    ),
+]  # fmt: skip
+# What options change.
+OPTIONS = [
+    *options("rms_norm_gated", {"eps": 0.5}, {"activation": "sigmoid"},
+             {"norm_before_gate": False}),
+    *options("rms_norm_gated", {"group_size": 4}, {"group_size": 2}),
+    *options("rms_norm_gated", {"eps": 1e-6}, {"group_size": 8}, {"activation": "silu"}, same=True),
+]  # fmt: skip
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:

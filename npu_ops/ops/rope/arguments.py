@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import check, library
+from npu_ops.core import check, indices, library
 
 LAYOUTS = ("BSND", "SBND", "BNSD", "TND")
 PAIR_LAYOUTS = ("half", "interleaved")
@@ -101,7 +101,7 @@ def check_table(name: str, table, q) -> None:
     check.floating(name, table)
     check.same_device(name, table, "q", q)
     if table.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: got a tensor that requires a gradient, which it cannot have")
+        raise ValueError(f"{name}: got a tensor that requires a gradient, needs one that does not")
 
 
 def check_tables(cos, sin, q) -> None:
@@ -131,10 +131,8 @@ def check_positions(name: str, positions, shapes: tuple[tuple[int, ...], ...], r
     check.same_device(name, positions, "q", q)
     if tuple(positions.shape) not in shapes:
         raise check.shape(name, positions, " or ".join(str(list(s)) for s in shapes))
-    if library.readable(positions) and positions.numel():
-        low, high = (int(value) for value in positions.aminmax())
-        if low < 0 or high >= rows:
-            raise ValueError(f"{name}: got rows {low} to {high}, needs 0 to {rows - 1}")
+    if library.readable(positions):
+        indices.check_within(name, positions, 0, rows - 1)
 
 
 def check_cu_seqlens(cu_seqlens, q) -> None:

@@ -8,18 +8,13 @@ import itertools
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call
-from npu_ops.core.compare import Tolerance
+from npu_ops.core.cases import Call, options, replaced, shaped, shapes, values, wrong
+from npu_ops.core.compare import tolerances
 from npu_ops.core.models import Model
 from npu_ops.ops.rope.arguments import PAIR_LAYOUTS
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
-TOLERANCES = {
-    torch.float64: Tolerance(ratio=2e-15, max_abs=1e-14),
-    torch.float32: Tolerance(ratio=1e-7, max_abs=3e-7),
-    torch.float16: Tolerance(ratio=3e-4, max_abs=6e-4),
-    torch.bfloat16: Tolerance(ratio=2.5e-3, max_abs=5e-3),
-}
+TOLERANCES = tolerances((2e-15, 1e-14), (1e-7, 3e-7), (3e-4, 6e-4), (2.5e-3, 5e-3))
 
 # q heads, kv heads, head_dim, rotary_dim, theta
 MODELS = {
@@ -182,6 +177,162 @@ CALLS = [
     Call("apply_rotary_pos_emb", _call_of_packed, "rope_packed", **_IN_PLACE),
     Call("apply_rotary_pos_emb_freqs", _call_by_freqs, "freqs", **_IN_PLACE),
 ]
+
+# Wrong calls, and how each is refused.
+
+
+def cos_sin(*shape):
+    """A change: cosines and sines of another shape."""
+    return {"cos": shaped(*shape), "sin": shaped(*shape)}
+
+
+_OF_A_RANK = {
+    "q": shaped(8, 4, 8), "k": shaped(8, 3, 8), "freqs": shaped(16, 1, 1, 8), "layout": "TND",
+     "cu_seqlens": make.indices([0, 4, 16]), "cp_size": 2, "cp_rank": 1,
+}  # fmt: skip
+WRONG = [
+    *wrong("rope", TypeError,
+        ("k: got bfloat16, needs q's float32", {"k": torch.Tensor.bfloat16}),
+        ("sin: got float16, needs cos's float32", {"sin": torch.Tensor.half}),
+    ),
+    *wrong("rope", ValueError,
+        *shapes("q", "4 dimensions for layout BSND", (8,), (5, 8), (2, 5, 8), (1, 2, 5, 4, 8)),
+        ("q: got shape [5, 8], needs 4 dimensions for", {"q": shaped(5, 8), "layout": None}),
+        *values("layout", "one of 'BSND', 'SBND', 'BNSD', 'TND'", "BSHD", "bsnd", "", 2, ["BSND"]),
+        ("q: got shape [2, 5, 4, 8], needs 3 dimensions for layout TND", {"layout": "TND"}),
+        ("unsqueeze_dim: got 0, needs one of 1, 2", {"unsqueeze_dim": 0, "layout": None}),
+        ("unsqueeze_dim: got 3, needs one of 1, 2", {"unsqueeze_dim": 3, "layout": None}),
+        ("unsqueeze_dim: got -1, needs one of 1, 2", {"unsqueeze_dim": -1, "layout": None}),
+        ("unsqueeze_dim: got 3, needs one of 1, 2", {"position_ids": 3, "layout": None}),
+        *values("pair_layout", "one of 'half', 'interleaved'", "neox", "Half"),
+        *values("pair_layout", "'half' or 'interleaved' (torch_npu's mode:", "interleave"),
+        *values("pair_layout", "'half' or 'interleaved' (torch_npu's mode:", "interleave-half"),
+        *values("pair_layout", "'half' or 'interleaved' (torch_npu's mode:", "quarter"),
+        *values("pair_layout", "one of 'half', 'interleaved'", "chunked", True, None),
+        *shapes("k", "q's shape [2, 5, 4, 8] except for the heads",
+            (3, 5, 3, 8), (1, 5, 3, 8), (2, 6, 3, 8), (2, 4, 3, 8), (2, 5, 3, 6), (10, 3, 8),
+            (2, 3, 5, 8),
+        ),
+        ("k: got shape [2, 3, 5, 8], needs q's", {"k": shaped(2, 3, 5, 8), "layout": "SBND"}),
+        ("k: got shape [2, 3, 5, 8], needs q's", {"k": shaped(2, 3, 5, 8), "layout": "BNSD"}),
+        ("sin: got shape [2, 5, 8], needs cos's shape [8]", {"cos": shaped(8)}),
+        ("cos: got shape [8], needs [S, W] or [B, S, W]", cos_sin(8)),
+        ("cos: got shape [2, 5, 1, 8], needs [S, W] or [B, S, W]", cos_sin(2, 5, 1, 8)),
+        ("cos: got shape [3, 2, 5, 8], needs [S, W] or [B, S, W]", cos_sin(3, 2, 5, 8)),
+        ("cos: got shape [2, 9, 8], needs 5 rows, one for each token of q", cos_sin(2, 9, 8)),
+        ("cos: got shape [2, 4, 8], needs 5 rows, one for each token of q", cos_sin(2, 4, 8)),
+        ("cos: got shape [1, 20, 8], needs 5 rows, one for each token of q", cos_sin(20, 8)),
+        ("cos: got shape [3, 5, 8], needs a batch of 1 or 2", cos_sin(3, 5, 8)),
+        *shapes("sin", "cos's shape [2, 5, 8]", (2, 6, 8), (2, 5, 4), (5, 8)),
+        ("rotary_dim: got 10, needs an even number up to head_dim 8", cos_sin(5, 10)),
+        ("rotary_dim: got 7, needs an even number up to head_dim 8", cos_sin(5, 7)),
+        ("rotary_dim: got 0, needs an even number up to head_dim 8", cos_sin(5, 0)),
+        ("rotary_dim: got None, needs 4 (cos is full-width, half of each head is", cos_sin(5, 4)),
+        *values("rotary_dim", "an even number up to head_dim 8", 7, 0, -8, 16, 0.5, 8.0, "8"),
+        ("cos: got width 8, needs rotary_dim 6 or half of it", {"rotary_dim": 6}),
+        ("cos: got width 8, needs rotary_dim 2 or half of it", {"rotary_dim": 2}),
+        ("cu_seqlens: got one, needs layout TND and no", {"cu_seqlens": make.indices([0, 5])}),
+        ("cos: got a tensor that requires a gradient, needs", {"cos": torch.Tensor.requires_grad_}),
+        ("sin: got a tensor that requires a gradient, needs", {"sin": torch.Tensor.requires_grad_}),
+    ),
+    *wrong("rope_gather", ValueError,
+        *shapes("position_ids", "[5] or [1, 5] or [2, 5]",
+            (2, 4), (2, 6), (3, 5), (5, 2), (10,), (3, 2, 5),
+        ),
+    ),
+    *wrong("rope_gather", ValueError,
+        ("position_ids: got 1 to 20, needs 0 to 19", {"position_ids": replaced(0, 3, to=20)}),
+        ("position_ids: got -1 to 15, needs 0 to 19", {"position_ids": replaced(0, 1, to=-1)}),
+        ("position_ids: got 3 to 1099511627776, needs", {"position_ids": replaced(0, 1, to=2**40)}),
+        ("position_ids: got 3 to 20, needs 0 to 19",
+         {"position_ids": lambda x: replaced(0, 1, to=20)(x.int())}),
+        reads=True),
+    *wrong("rope_packed", ValueError,
+        ("cu_seqlens: got 0 first and 11 last, needs 0 and up", {"cu_seqlens": replaced(2, to=11)}),
+        ("cu_seqlens: got 1 first and 10 last, needs 0 and", {"cu_seqlens": replaced(0, to=1)}),
+        ("cu_seqlens: got 3 first and 7 last, needs 0 and", {"cu_seqlens": make.indices([3, 7])}),
+        ("cu_seqlens: got a negative length, needs", {"cu_seqlens": make.indices([0, 5, 3, 10])}),
+        ("cu_seqlens: got length 8, needs at most", {"cu_seqlens": make.indices([0, 2, 10])}),
+        reads=True),
+    *wrong("rope_packed", ValueError,
+        *shapes("cu_seqlens", "[sequences + 1]", (1,), (0,), (1, 3)),
+        ("cu_seqlens: got one, needs layout TND and no", {"position_ids": make.counted(10)}),
+        ("cos: got shape [1, 7, 8], needs [T, W]", cos_sin(1, 7, 8)),
+        *shapes("k", "q's shape [10, 4, 8] except for the heads", (9, 3, 8), (10, 3, 16)),
+        ("cu_seqlens: got one, needs", {"q": shaped(1, 10, 4, 8), "k": None, "layout": "BSND"}),
+    ),
+    *wrong("rope", ValueError,
+        ("q: got an expanded tensor, needs", {"q": lambda x: x[:, :, :1].expand(2, 5, 4, 8)}),
+        ("k: got an expanded tensor, needs memory for", {"k": lambda x: x[:1].expand(2, 5, 3, 8)}),
+        ("inplace: got True, needs False because q requires", {"q": torch.Tensor.requires_grad_}),
+        ("inplace: got True, needs False because k requires", {"k": torch.Tensor.requires_grad_}),
+        ("inplace: got True, needs False because k", {"k": lambda x: x.requires_grad_()[:]}),
+        in_place=True),
+    *wrong("freqs", TypeError,
+        ("k: got float16, needs q's float32", {"k": torch.Tensor.half}),
+        ("mscale: got str, needs a number", {"mscale": "1.0"}),
+        ("mscale: got NoneType, needs a number", {"mscale": None}),
+        ("cp_size: got float, needs an int", {"cp_size": 2.0}),
+        ("cp_rank: got NoneType, needs an int", {"cp_rank": None}),
+    ),
+    *wrong("freqs", ValueError,
+        *shapes("q", "4 dimensions for layout SBND", (5, 4, 8)),
+        *values("layout", "one of 'BSND', 'SBND', 'BNSD', 'TND'", "sbhd"),
+        ("freqs: got shape [5, 2, 1, 8], needs a batch of 1 or 5", {"layout": "BSND"}),
+        *values("pair_layout", "one of 'half', 'interleaved'", "gptj"),
+        *shapes("k", "q's shape [5, 2, 4, 8] except for the heads", (5, 1, 3, 8), (6, 2, 3, 8)),
+        *shapes("freqs", "[S, 1 or B, 1, R]", (5, 8), (5, 1, 8), (5, 1, 1, 1, 8), (5, 1, 4, 8)),
+        *shapes("freqs", "a batch of 1 or 2", (5, 3, 1, 8)),
+        *shapes("freqs", "5 rows, one for each token of q", (9, 1, 1, 8), (4, 1, 1, 8)),
+        *shapes("freqs", "an even number of columns up to head_dim 8",
+            (5, 1, 1, 10), (5, 1, 1, 7), (5, 1, 1, 0),
+        ),
+        ("freqs: got a tensor that requires a gradient, needs one that does not",
+         {"freqs": torch.Tensor.requires_grad_}),
+        ("cu_seqlens: got one with layout SBND, needs TND", {"cu_seqlens": make.indices([0, 5])}),
+    ),
+    *wrong("freqs", ValueError,
+        ("inplace: got True, needs False because q requires", {"q": torch.Tensor.requires_grad_}),
+        ("inplace: got True, needs False because k requires", {"k": torch.Tensor.requires_grad_}),
+        in_place=True),
+    *wrong("freqs", ValueError,
+        *shapes("cu_seqlens", "[sequences + 1]", (1,), (), (1, 2)),
+        ("cu_seqlens: got device meta, needs q's", {"cu_seqlens": lambda x: x.to("meta")}),
+        *values("cp_rank", "0 <= cp_rank < cp_size 2", 2, -1),
+        ("cp_rank: got 1, needs 0 <= cp_rank < cp_size 0", {"cp_size": 0}),
+        ("cp_size: got 2 without cu_seqlens, needs 1: without packed", {"cu_seqlens": None}),
+        ("cp_rank: got 1, needs 0 <= cp_rank < cp_size 1", {"cu_seqlens": None, "cp_size": 1}),
+        *shapes("freqs", "a batch of 1 or 1", (16, 2, 1, 8)),
+        *shapes("freqs", "[S, 1 or B, 1, R]", (16, 1, 8)),
+        ("cu_seqlens: got one with layout SBND, needs TND",
+         {"layout": "SBND", "q": shaped(8, 1, 4, 8), "k": None}),
+        given=_OF_A_RANK),
+    *wrong("freqs", TypeError,
+        ("cu_seqlens: got list, needs a tensor", {"cu_seqlens": torch.Tensor.tolist}),
+        ("cu_seqlens: got float32, needs int32 or int64", {"cu_seqlens": torch.Tensor.float}),
+        ("cu_seqlens: got bool, needs int32 or int64", {"cu_seqlens": torch.Tensor.bool}),
+        ("cu_seqlens: got int16, needs int32 or int64", {"cu_seqlens": torch.Tensor.short}),
+        given=_OF_A_RANK),
+]  # fmt: skip
+# What options change.
+OPTIONS = [
+    *options("rope", {"k": None}, {"pair_layout": "interleaved"}, {"inverse": True}),
+    *options("rope", cos_sin(2, 5, 6), {"rotary_dim": 8} | cos_sin(2, 5, 4)),
+    *options("rope", {"layout": "BNSD"} | cos_sin(4, 8), {"layout": "SBND"} | cos_sin(2, 8),
+             given={"k": None}),
+    *options("rope", {"layout": None, "unsqueeze_dim": 2}, {"layout": None, "position_ids": 2},
+             {"rotary_dim": 8}, {"position_ids": make.indices([[3, 1, 4, 1, 2]])}, same=True),
+    *options("rope_gather", {"position_ids": make.indices([[0, 1, 2, 3, 4], [19, 18, 0, 7, 7]])}),
+    *options("rope_gather", {"position_ids": make.indices([3, 1, 4, 15, 9]).int()}, same=True),
+    *options("rope_packed", {"cu_seqlens": make.indices([0, 5, 5, 10])}),
+    *options("rope_packed", {"layout": "TND"}, {"cu_seqlens": make.indices([0, 3, 10]).int()},
+             same=True),
+    *options("freqs", {"mscale": 1.5}, {"pair_layout": "interleaved"}, {"inverse": True},
+             {"k": None}, {"freqs": lambda x: x[..., :6]}, {"freqs": lambda x: x[:, :1]}),
+    *options("freqs", {"layout": "SBND"}, {"mscale": 1}, {"cp_size": 1, "cp_rank": 0}, same=True),
+    *options("freqs", {"cp_rank": 0}, {"max_seqlen": 16}, {"cu_seqlens": make.indices([0, 8, 16])},
+             given=_OF_A_RANK),
+]  # fmt: skip
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:

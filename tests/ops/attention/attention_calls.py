@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-from support import (
-    evaluate,
-    forced,
-    implementations,
-)
+from support import evaluate, every_implementation, forced, implementations
 
 import npu_ops
 from npu_ops import AttentionSpec, plan_attention
@@ -16,9 +12,7 @@ from npu_ops.ops.attention.cases import DIFFERENTIABLE, TOLERANCES
 
 OPS = ("attention", "attention_backward")
 CLOSE = TOLERANCES[torch.float32]
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.forward.table)
-)
+IMPLEMENTATIONS = every_implementation(op.forward)
 DEVICES = pytest.mark.parametrize(
     "device", sorted({p.values[1] for p in implementations(op.forward.table)})
 )

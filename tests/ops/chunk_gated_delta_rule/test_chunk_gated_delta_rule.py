@@ -10,10 +10,10 @@ from delta_rule_calls import assert_flags_are_what_they_say
 from support import (
     assert_all_close,
     evaluate,
+    every_implementation,
     exact,
     floats,
     forced,
-    implementations,
     named,
     on_device,
     parametrize_cases,
@@ -30,9 +30,7 @@ from npu_ops.ops.chunk_gated_delta_rule import op
 from npu_ops.ops.chunk_gated_delta_rule.cases import CASES, TOLERANCES
 
 FP32 = TOLERANCES[torch.float32]
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.forward.table)
-)
+IMPLEMENTATIONS = every_implementation(op.forward)
 
 
 def compare(inputs, implementation, device):

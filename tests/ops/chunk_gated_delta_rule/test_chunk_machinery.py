@@ -1,18 +1,18 @@
 """The chunked gated delta rule as a torch operator, in models, and wrong calls of it."""
 
-import functools
 import inspect
 import re
 
 import pytest
 import torch
-from chunk_calls import BY_TOKEN, OP, delta_rule, qkv, run
+from chunk_calls import BY_TOKEN, OP, delta_rule, qkv
+from delta_rule_calls import (
+    assert_compiled_case_is_eager,
+    assert_fake_case_is_like_real,
+    assert_gradients_are_right,
+)
 from support import (
-    assert_checkpointing_changes_nothing,
-    assert_compiled_is_eager,
-    assert_fake_is_like_real,
     assert_same_steps,
-    evaluate,
     floats,
     train_step,
 )
@@ -56,73 +56,17 @@ def case_named(name):
 
 @pytest.mark.parametrize("name", ["packed", "no-state"])
 def test_gradcheck(name):
-    inputs = floats(case_named(name).inputs(torch.float64), torch.float64)
-    inputs |= {n: inputs[n][:, :6] for n in BY_TOKEN}
-    if inputs["cu_seqlens"] is not None:
-        inputs["cu_seqlens"] = inputs["cu_seqlens"].clamp(max=6)
-    names = [n for n in DIFFERENTIABLE if inputs[n] is not None]
-
-    def function(*leaves):
-        results = delta_rule(**inputs | dict(zip(names, leaves, strict=True)))
-        return tuple(r for r in results if r is not None)
-
-    leaves = [inputs[n].detach().clone().requires_grad_() for n in names]
-    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
-
-
-def test_there_is_no_second_derivative():
-    inputs = qkv()
-    q = inputs.pop("q").requires_grad_()
-    o, _ = delta_rule(q, **inputs)
-    (grad,) = torch.autograd.grad(o.sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="chunk_gated_delta_rule_backward"):
-        grad.sum().backward()
+    assert_gradients_are_right(delta_rule, case_named(name), DIFFERENTIABLE, BY_TOKEN, 6)
 
 
 @pytest.mark.parametrize("name", ["packed", "no-state"])
 def test_compile(name):
-    """One graph, forward and backward equal to eager."""
-    inputs = case_named(name).inputs(torch.float32)
-    names = [n for n in DIFFERENTIABLE if inputs[n] is not None]
-
-    def function(*leaves):
-        o, final = delta_rule(**inputs | dict(zip(names, leaves, strict=True)))
-        return o.square().sum() + (0 if final is None else final.cos().sum())
-
-    assert_compiled_is_eager(function, [inputs[n] for n in names], "aot_eager")
+    assert_compiled_case_is_eager(delta_rule, case_named(name), DIFFERENTIABLE)
 
 
 @pytest.mark.parametrize("name", ["packed", "no-state", "empty"])
 def test_fake_is_like_real(name):
-    inputs = case_named(name).inputs(torch.bfloat16)
-    wrt = tuple(n for n in DIFFERENTIABLE if inputs[n] is not None)
-    names = [name for name, x in inputs.items() if isinstance(x, torch.Tensor)]
-
-    def function(*tensors):
-        given = inputs | dict(zip(names, tensors, strict=True))
-        return evaluate(delta_rule, given, wrt).values()
-
-    assert_fake_is_like_real(function, *(inputs[name] for name in names))
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing(use_reentrant):
-    inputs = qkv()
-    q = inputs.pop("q")
-
-    def layer(x):
-        return delta_rule(x.sin(), **inputs)[0].square()
-
-    assert_checkpointing_changes_nothing(layer, [q], use_reentrant)
-
-
-def test_autocast():
-    """The products inside are not autocast's."""
-    inputs = qkv()
-    expected = run("cpu", inputs)
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = run("cpu", inputs)
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert_fake_case_is_like_real(delta_rule, case_named(name), DIFFERENTIABLE)
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -134,14 +78,6 @@ def test_only_the_inputs_are_kept(normalized):
         delta_rule(**inputs)
     own = {x.data_ptr() for x in leaves.values()}
     assert kept and {x.data_ptr() for x in kept} <= own
-
-
-def test_explain():
-    rows = npu_ops.explain(delta_rule, **qkv())
-    assert [row.implementation for row in rows if row.why_not is None] == ["cpu"]
-    wide = npu_ops.explain(delta_rule, **floats(qkv(), torch.float64))
-    assert [row.implementation for row in wide if row.why_not is None] == ["reference"]
-    assert "it has no float64 kernel" in {row.why_not for row in wide}
 
 
 # Models
@@ -212,79 +148,10 @@ def test_a_model_writes_the_same_with_ours(module, monkeypatch):
 # Mistakes
 
 
-MISTAKES = [
-    ({"q": lambda x: x.long()}, TypeError, "q"),
-    ({"q": lambda x: x.half()}, TypeError, "k"),
-    ({"v": lambda x: x.half()}, TypeError, "v"),
-    ({"v": lambda x: x.to("meta")}, ValueError, "v"),
-    ({"q": lambda x: x[0]}, ValueError, "q"),
-    ({"k": lambda x: x[:, :5]}, ValueError, "k"),
-    ({"v": lambda x: x[:, :5]}, ValueError, "v"),
-    ({"v": lambda x: x.repeat(1, 1, 1, 11)}, ValueError, "v"),
-    ({"q": lambda x: x.repeat(1, 1, 3, 1), "k": lambda x: x.repeat(1, 1, 3, 1)}, ValueError, "v"),
-    ({"g": lambda x: None}, TypeError, "g"),
-    ({"g": lambda x: x[..., None]}, ValueError, "g"),
-    ({"g": lambda x: x.int()}, TypeError, "g"),
-    ({"beta": lambda x: None}, TypeError, "beta"),
-    ({"beta": lambda x: x[:, :, :1]}, ValueError, "beta"),
-    ({"initial_state": lambda x: x.bfloat16()}, TypeError, "initial_state"),
-    ({"initial_state": lambda x: x.transpose(-1, -2)}, ValueError, "initial_state"),
-    ({"state_v_first": lambda x: True}, ValueError, "initial_state"),
-    ({"initial_state": lambda x: x.repeat(2, 1, 1, 1)}, ValueError, "initial_state"),
-    ({"cu_seqlens": lambda x: [0, 40]}, TypeError, "cu_seqlens"),
-    ({"cu_seqlens": lambda x: torch.tensor([0.0, 40.0])}, TypeError, "cu_seqlens"),
-    ({"cu_seqlens": lambda x: torch.tensor([40])}, ValueError, "cu_seqlens"),
-    ({"cu_seqlens": lambda x: torch.tensor([0, 41])}, ValueError, "cu_seqlens"),
-    ({"cu_seqlens": lambda x: torch.tensor([1, 40])}, ValueError, "cu_seqlens"),
-    ({"cu_seqlens": lambda x: torch.tensor([0, 6, 4, 40])}, ValueError, "cu_seqlens"),
-    ({"cu_seqlens": lambda x: torch.tensor([0, 4, 40])}, ValueError, "initial_state"),
-    ({"cu_seqlens_cpu": lambda x: torch.tensor([0, 40])}, ValueError, "cu_seqlens_cpu"),
-    ({"chunk_indices": lambda x: torch.tensor([[0, 0]])}, ValueError, "chunk_indices"),
-    ({"chunk_size": lambda x: 128}, ValueError, "chunk_size"),
-    ({"allow_neg_eigval": lambda x: True}, ValueError, "allow_neg_eigval"),
-    ({"use_gate_in_kernel": lambda x: True}, ValueError, "A_log"),
-    ({"A_log": lambda x: torch.zeros(2)}, ValueError, "A_log"),
-    ({"dt_bias": lambda x: torch.zeros(2)}, ValueError, "dt_bias"),
-    (
-        {"use_gate_in_kernel": lambda x: True, "A_log": lambda x: torch.zeros(1)},
-        ValueError,
-        "A_log",
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("changes, error, argument", MISTAKES)
-def test_mistake(changes, error, argument):
-    inputs = qkv()
-    changed = inputs | {name: change(inputs.get(name)) for name, change in changes.items()}
-    for call in (delta_rule, functools.partial(npu_ops.explain, delta_rule)):
-        with pytest.raises(error, match=f"^{re.escape(argument)}: "):
-            call(**changed)
-
-
 @pytest.mark.parametrize("name", ["head_first", "transpose_state_layout", "cp_context"])
 def test_an_argument_that_is_not_there(name):
     with pytest.raises(TypeError, match=name):
         delta_rule(**qkv(), **{name: True})
-
-
-def test_batch_with_packed_sequences():
-    with pytest.raises(ValueError, match="cu_seqlens: got one with batch 2, needs batch 1"):
-        delta_rule(**qkv(2), cu_seqlens=torch.tensor([0, 40]))
-
-
-def test_a_compiled_call_reads_nothing_outside():
-    inputs = qkv()
-    del inputs["initial_state"]
-    compiled = torch.compile(
-        lambda cu_seqlens: delta_rule(**inputs, cu_seqlens=cu_seqlens)[0],
-        fullgraph=True, backend="eager",
-    )  # fmt: skip
-    with pytest.raises(
-        ValueError, match="cu_seqlens: got 0 first and 41 last, needs 0 and up to 40"
-    ):
-        compiled(torch.tensor([0, 4, 41]))
-    torch._dynamo.reset()
 
 
 def test_strict_mode_runs_kernels():

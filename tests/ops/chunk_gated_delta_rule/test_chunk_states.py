@@ -3,15 +3,13 @@
 import pytest
 import torch
 from chunk_calls import delta_rule, qkv
-from support import devices, forced, implementations, on_device
+from support import devices, every_implementation, forced, on_device
 
 from npu_ops.core.compare import assert_close
 from npu_ops.ops.chunk_gated_delta_rule import op
 from npu_ops.ops.chunk_gated_delta_rule.cases import TOLERANCES
 
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.prefill.table)
-)
+IMPLEMENTATIONS = every_implementation(op.prefill)
 PREFILL = "chunk_gated_delta_rule_prefill"
 STARTS = torch.tensor([0, 33, 33, 97, 98, 130])  # and chunks of 32: 2, 0, 2, 1 and 1
 FIRSTS = (0, 2, 2, 4, 5, 6)

@@ -4,7 +4,14 @@ import pytest
 import torch
 from chunk_calls import delta_rule, qkv, run
 from npu_ops_tools.compile.launches import recorded
-from support import assert_all_close, floats, forced, implementations, on_device
+from support import (
+    assert_all_close,
+    every_implementation,
+    floats,
+    forced,
+    implementations,
+    on_device,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from npu_ops.core import hardware, registry
@@ -12,9 +19,7 @@ from npu_ops.core.compare import assert_close
 from npu_ops.ops.chunk_gated_delta_rule import op, triton_ascend
 from npu_ops.ops.chunk_gated_delta_rule.cases import TOLERANCES
 
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.forward.table)
-)
+IMPLEMENTATIONS = every_implementation(op.forward)
 
 
 def call(batch=1, state="k", dtype=torch.float32, packed=False):

@@ -2,17 +2,13 @@
 
 import pytest
 import torch
-from support import (
-    implementations,
-)
+from support import every_implementation
 
 import npu_ops
 from npu_ops.ops.mrope import op
 from npu_ops.ops.rope.cases import tables
 
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.rotate.forward.table)
-)
+IMPLEMENTATIONS = every_implementation(op.rotate.forward)
 SECTION_LAYOUTS = pytest.mark.parametrize("section_layout", ["chunked", "interleaved"])
 PAIRS = pytest.mark.parametrize("pair_layout", ["half", "interleaved"])
 LAYOUTS = {"BSND": (0, 1, 2, 3), "SBND": (1, 0, 2, 3), "BNSD": (0, 2, 1, 3)}

@@ -2,19 +2,14 @@
 
 import pytest
 import torch
-from support import (
-    implementations,
-    twice,
-)
+from support import every_implementation, twice
 
 import npu_ops
 from npu_ops.ops.rope import op
 from npu_ops.ops.rope.cases import TOLERANCES, tables
 
 BOTH_ROUND = twice(TOLERANCES)
-IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation, device", implementations(op.rotate.forward.table)
-)
+IMPLEMENTATIONS = every_implementation(op.rotate.forward)
 PAIRS = pytest.mark.parametrize("pair_layout", ["half", "interleaved"])
 LAYOUTS = ("BSND", "SBND", "BNSD")
 rope, rope_freqs = npu_ops.apply_rotary_pos_emb, npu_ops.apply_rotary_pos_emb_freqs

@@ -147,7 +147,7 @@ def test_compile_in_place():
 
 @pytest.mark.parametrize("row", [-1, 5, 7])
 def test_compiled_call_reads_no_row_outside_the_table(row):
-    """A compiled call skips the public function's checks: the operator's own must hold."""
+    """The operator's own check must hold: a compiled call has had no other."""
     around = torch.full((12, 16), 7.0)
     inside = around[2:7]
     compiled = torch.compile(
@@ -155,7 +155,9 @@ def test_compiled_call_reads_no_row_outside_the_table(row):
         fullgraph=True,
         backend="eager",
     )
-    with pytest.raises(ValueError, match=f"positions: got .*{row}.*, needs 0 to 4"):
+    with pytest.raises(
+        ValueError, match=f"positions: got {min(0, row)} to {max(0, row)}, needs 0 to 4"
+    ):
         compiled(torch.ones(2, 1, 16), torch.tensor([0, row]))
     torch._dynamo.reset()
 

@@ -1,0 +1,346 @@
+"""Wrong Python made from an op's: each mutant must make a test of that op fail.
+
+    python tests/mutants.py l2norm                    # all of them, by all tests of the op
+    python tests/mutants.py rope --sample 60          # some, the same ones each time
+    python tests/mutants.py rope --contract-only      # by the tests that all ops share
+    python tests/mutants.py rope --functions          # a second each: none of what imports run
+    python tests/mutants.py l2norm --csv tests/mutants.csv
+
+A mutant (python_mutations.py) is one place changed in `npu_ops/ops/OP`: an option ignored, a check
+left out, a bound off by one, a dtype not passed, a stride assumed. Tests are collected once. Then
+each mutant has a process of its own, a fork, whose functions get the changed code, and runs the
+tests that come past the changed line, the quickest first, until one fails. What runs when a module
+is imported is changed before npu_ops is imported. Kernels in Triton are no part of this: they run
+on a device, see tests/emulator/mutants.py for those in AscendC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import csv
+import importlib.util
+import json
+import os
+import pathlib
+import random
+import resource
+import signal
+import sys
+import time
+import types
+
+TESTS = pathlib.Path(__file__).parent
+sys.path[:0] = [str(TESTS)]
+import python_mutations  # noqa: E402
+from mutant_scores import CAUGHT, summary  # noqa: E402
+from python_mutations import ROOT, Mutant  # noqa: E402
+
+CONTRACT = ("test_contract", "test_every_function", "test_wrong_calls", "test_index_values")
+# Tests of an op in files that do not have its name.
+MORE = {
+    "causal_conv1d": ("test_context_parallel", "test_fla_npu", "test_wide_filters"),
+    "causal_conv1d_update": ("test_wide_filters",),
+    "chunk_gated_delta_rule": ("test_context_parallel", "test_fla_npu"),
+    "gated_delta_rule_update": ("test_fla_npu",),
+    "gdn_gate": ("test_softplus",),
+}
+# Tests that take seconds each: the score is without them, and at most too low.
+LONG = {"compile", "compiled", "compilation", "opcheck", "threads", "checkpointing"}
+# Seconds of a processor that the tests of one mutant have, and after which it never ends.
+BUDGET, LIMIT = 30, 60
+
+
+# ---- tests ----
+
+
+def test_files(op: str, contract_only: bool) -> list[str]:
+    folder = TESTS / "ops"
+    files = [folder / f"{name}.py" for name in CONTRACT]
+    if not contract_only:
+        files += [folder / f"{name}.py" for name in MORE.get(op, ())]
+        files += sorted([*folder.glob(f"test_{op}*.py"), *(folder / op).glob("test_*.py")])
+    return list(map(str, dict.fromkeys(files)))
+
+
+def is_of(item, op: str, calls: set[str]) -> bool:
+    """Whether a test of all ops is one of this op."""
+    given = getattr(item, "callspec", None)
+    if given is None:
+        return False
+    values = given.params.values()
+    named = {str(getattr(value, "call", value)).partition("-")[0] for value in values}
+    return bool({op, *calls} & (named | {getattr(value, "__name__", "") for value in values}))
+
+
+def words_of(item) -> set[str]:
+    return set(item.originalname.split("_"))
+
+
+class Session:
+    """A pytest session of one op's tests; `loop` runs in place of pytest's own."""
+
+    def __init__(self, op: str, loop):
+        self.op, self.loop = op, loop
+        self.failed = False
+
+    def pytest_collection_modifyitems(self, config, items):
+        from npu_ops.core import cases
+
+        calls = {str(call) for call in cases.of(self.op).CALLS}
+        kept = [i for i in items if i.path.stem not in CONTRACT or is_of(i, self.op, calls)]
+        items[:] = [i for i in kept if not (i.get_closest_marker("slow") or LONG & words_of(i))]
+
+    def pytest_runtest_logreport(self, report):
+        self.failed |= report.failed
+
+    def pytest_runtestloop(self, session):
+        self.loop(self, session.items)
+        return True
+
+    def passes(self, item) -> bool:
+        self.failed = False
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        return not self.failed
+
+
+def run_session(op: str, files: list[str], loop) -> None:
+    import hypothesis
+    import pytest
+
+    hypothesis.settings.register_profile("mutants", database=None, derandomize=True)
+    hypothesis.settings.load_profile("mutants")
+    os.chdir(ROOT)
+    pytest.main(["-q", "-p", "no:cacheprovider", *files], plugins=[Session(op, loop)])
+
+
+# ---- processes ----
+
+
+def in_a_fork(function, seconds: float = 0) -> object:
+    """What `function` returns in a process of its own, which may change, crash or never end."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(read)
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        if seconds:
+            used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+            resource.setrlimit(resource.RLIMIT_CPU, (int(used + seconds) + 1,) * 2)
+        with os.fdopen(write, "w") as pipe:
+            json.dump(function(), pipe)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return "no end" if os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL) else "crash"
+    return json.loads(said) if said else "crash"
+
+
+def traced(passes, names: set[str]) -> tuple[bool, float, list]:
+    """Whether a test passes, its seconds, and the lines of these files that it comes past."""
+    lines = set()
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename not in names:
+            return None
+        lines.add((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    begin = time.process_time()
+    sys.settrace(trace)
+    try:
+        passed = passes()
+    finally:
+        sys.settrace(None)
+    return passed, time.process_time() - begin, sorted(lines)
+
+
+# ---- mutants ----
+
+
+def codes(code: types.CodeType) -> list[types.CodeType]:
+    """A code object and all within it, in one order."""
+    within = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return [code, *(each for one in within for each in codes(one))]
+
+
+def changed_codes(mutant: Mutant) -> dict[tuple, types.CodeType] | None:
+    """New code of functions by (name, line, columns); None where the module's own changes."""
+    name = str(mutant.path)
+    old = codes(compile(mutant.path.read_text(), name, "exec", dont_inherit=True))
+    new = codes(mutant.code())
+    if len(old) != len(new) or old[0].co_code != new[0].co_code:
+        return None
+    pairs = list(zip(old, new, strict=True))
+    if constants(old[0]) != constants(new[0]):
+        return None
+    return {identity(one): other for one, other in pairs[1:] if one != other}
+
+
+def constants(code: types.CodeType) -> list:
+    return [value for value in code.co_consts if not isinstance(value, types.CodeType)]
+
+
+def identity(code: types.CodeType) -> tuple:
+    return code.co_filename, code.co_qualname, *next(iter(code.co_positions()))
+
+
+def put_in_place(changed: dict[tuple, types.CodeType]) -> None:
+    import gc
+
+    for one in gc.get_objects():
+        if isinstance(one, types.FunctionType) and identity(one.__code__) in changed:
+            one.__code__ = changed[identity(one.__code__)]
+
+
+class Finder:
+    """Imports a mutant in place of its module."""
+
+    def __init__(self, mutant: Mutant):
+        self.mutant = mutant
+        self.name = ".".join(pathlib.Path(mutant.file).with_suffix("").parts)
+        self.name = self.name.removesuffix(".__init__")
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.name:
+            return None
+        file = str(self.mutant.path)
+        spec = importlib.util.spec_from_file_location(name, file)
+        spec.loader.exec_module = lambda module: exec(self.mutant.code(), module.__dict__)
+        return spec
+
+
+class Verdicts:
+    """Of one op: what each mutant is caught by, or that it survives."""
+
+    def __init__(self, op: str, mutants: list[Mutant], contract_only: bool, functions: bool):
+        self.op, self.mutants, self.functions = op, mutants, functions
+        self.files = test_files(op, contract_only)
+        self.found: dict[Mutant, str] = {}
+
+    def collect(self) -> dict[Mutant, str]:
+        """Functions' mutants in this process's forks, then those of whole modules in new ones."""
+        of_modules = [mutant for mutant in self.mutants if changed_codes(mutant) is None]
+        self.mutants = [m for m in self.mutants if m not in of_modules or not self.functions]
+        for mutant in of_modules * (not self.functions):
+            verdict = in_a_fork(lambda mutant=mutant: self._of_module(mutant), 2 * LIMIT)
+            self._note(mutant, verdict)
+        of_functions = [mutant for mutant in self.mutants if mutant not in of_modules]
+        run_session(
+            self.op, self.files, lambda s, items: self._of_functions(s, items, of_functions)
+        )
+        return self.found
+
+    def _of_module(self, mutant: Mutant) -> str:
+        verdicts = ["result"]  # where pytest cannot even collect
+
+        def loop(session, items):
+            quickest = sorted(items, key=lambda item: item.path.stem not in CONTRACT)
+            verdicts[:] = [self._verdict(session, quickest)]
+
+        sys.meta_path.insert(0, Finder(mutant))
+        run_session(self.op, self.files, loop)
+        return verdicts[0]
+
+    def _of_functions(self, session, items, mutants) -> None:
+        names = {str(path) for path in python_mutations.files(self.op)}
+        known = in_a_fork(lambda: [traced(lambda i=i: session.passes(i), names) for i in items])
+        right = [
+            (seconds, {tuple(line) for line in lines}, item)
+            for (passed, seconds, lines), item in zip(known, items, strict=True)
+            if passed
+        ]
+        print(f"{self.op}: {len(right)} of {len(items)} tests pass", file=sys.stderr, flush=True)
+        right.sort(key=lambda one: one[0])
+        for mutant in mutants:
+            place = str(mutant.path), mutant.line
+            reached = [item for _, lines, item in right if self._reaches(lines, mutant, place)]
+            changed = changed_codes(mutant)
+
+            def run(changed=changed, reached=reached):
+                put_in_place(changed)
+                return self._verdict(session, reached)
+
+            self._note(mutant, in_a_fork(run, LIMIT) if reached else "unreached")
+
+    @staticmethod
+    def _reaches(lines, mutant, place) -> bool:
+        if not mutant.rule.startswith("the option"):
+            return any(file == place[0] and abs(line - place[1]) <= 3 for file, line in lines)
+        return any(file == place[0] and line > place[1] for file, line in lines)
+
+    @staticmethod
+    def _verdict(session, items) -> str:
+        end = time.process_time() + BUDGET
+        for item in items:
+            if time.process_time() > end:
+                break
+            if not session.passes(item):
+                return "result"
+        return "survives"
+
+    def _note(self, mutant, verdict) -> None:
+        self.found[mutant] = verdict
+        if verdict not in CAUGHT:
+            print(f"{verdict}: {mutant}", file=sys.stderr, flush=True)
+
+
+def chosen(op: str, sample: int | None, only: str) -> list[Mutant]:
+    found = [m for path in python_mutations.files(op) for m in python_mutations.mutants_of(path)]
+    found = [mutant for mutant in found if only in f"{mutant.rule} {mutant.file}:{mutant.line}"]
+    if sample and sample < len(found):
+        found = sorted(random.Random(op).sample(found, sample), key=lambda m: (m.file, m.place))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("op")
+    parser.add_argument(
+        "--contract-only", action="store_true", help="by the tests of all ops alone"
+    )
+    parser.add_argument("--sample", type=int, help="so many mutants, the same ones each time")
+    parser.add_argument("--functions", action="store_true", help="none of what imports run")
+    parser.add_argument("--only", default="", help="those with this in rule, file and line")
+    parser.add_argument("--csv", type=pathlib.Path, help="a table to put the score in")
+    options = parser.parse_args()
+    import torch  # noqa: F401
+    import transformers  # noqa: F401  # both once, for all processes
+
+    mutants = chosen(options.op, options.sample, options.only)
+    found = Verdicts(options.op, mutants, options.contract_only, options.functions).collect()
+    count = collections.Counter(found.values())
+    print(f"{options.op}: {summary(count)}")
+    if options.csv:
+        write(options, count)
+    return 0
+
+
+FIELDS = ("op", "tests", "mutants", "caught", "percent", "command")
+
+
+def write(options, count: collections.Counter) -> None:
+    """Put a row in the table, in place of the one with the same command."""
+    tests = "contract" if options.contract_only else "all"
+    caught, tried = sum(count[verdict] for verdict in CAUGHT), sum(count.values())
+    more = " --contract-only" * options.contract_only
+    more += " --functions" * options.functions
+    more += f" --sample {options.sample}" if options.sample else ""
+    command = f"python tests/mutants.py {options.op}{more}"
+    row = (options.op, tests, tried, caught, f"{100 * caught / tried:.1f}", command)
+    rows = []
+    if options.csv.exists():
+        with options.csv.open(newline="") as file:
+            rows = list(csv.reader(file))[1:]
+    rows = sorted([r for r in rows if (r[0], r[1]) != row[:2]] + [list(map(str, row))])
+    with options.csv.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([FIELDS, *rows])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
