@@ -187,6 +187,38 @@ def same_results(some, others):
     )  # fmt: skip
 
 
+# The dtype of their `initial_state` is fixed.
+FP32_STATES = {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"}
+
+
+def with_and_without_options():
+    """(op, call, changes, whether there is a gradient): every call, and with each option."""
+    for op in OURS:
+        for call in cases.of(op).CALLS:
+            yield pytest.param(op, call, (), True, id=str(call))
+        for one in getattr(cases.of(op), "OPTIONS", []):
+            changes = one.given, one.change
+            yield pytest.param(op, CALLS[one.call], changes, one.trains, id=str(one))
+
+
+@pytest.mark.parametrize("op, call, changes, trains", with_and_without_options())
+def test_the_reference_rounds_results_alone(op, call, changes, trains):
+    """bf16 inputs give what the same numbers in fp32 give, rounded once, bit for bit."""
+    arguments = call.arguments(**call.fixed)
+    for change in changes:
+        arguments = cases.changed(arguments, change)
+    narrow = floats(arguments, torch.bfloat16)
+    if op in FP32_STATES:
+        narrow["initial_state"] = arguments.get("initial_state")
+    wrt = differentiable(call) if trains else ()
+    actual, expected = (
+        results(op, function_of(call), inputs, wrt, "reference")
+        for inputs in (narrow, floats(narrow, torch.float32))
+    )
+    for name, value in actual.items():
+        assert torch.equal(value, expected[name].to(value.dtype)), name
+
+
 # Layouts
 
 

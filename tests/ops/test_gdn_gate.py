@@ -365,6 +365,13 @@ def test_the_reference_rounds_beta_and_its_gradient_once():
     assert grad_b.dtype == torch.bfloat16
 
 
+def test_the_reference_rounds_the_gradient_of_a_with_and_without_b():
+    a, heads = torch.randn(3, 4).bfloat16(), torch.randn(4)
+    for b in (a, None):
+        grad_a, *_ = reference.gdn_gate_backward(a.float(), b, a, heads, heads, b, 1.0, 1.0, 20.0)
+        assert grad_a.dtype == torch.bfloat16
+
+
 def test_the_reference_computes_bf16_in_fp32():
     a, A_log = torch.randn(5, 4).bfloat16(), torch.randn(4)
     settings = A_log, None, None, 1.0, 1.0, 20.0

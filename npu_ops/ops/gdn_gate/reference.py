@@ -51,7 +51,7 @@ def g_dtype(a, A_log, dt_bias):
 
 
 def _argument(a, dt_bias, wide):
-    return a.to(wide) if dt_bias is None else a.to(wide) + dt_bias.to(wide)
+    return a.to(wide) if dt_bias is None else a.to(wide) + dt_bias
 
 
 def _compute_dtype(*tensors):
