@@ -10,7 +10,7 @@ import pkgutil
 from npu_ops import ops
 from npu_ops.core import compile_cache
 from npu_ops.core.hardware import is_npu
-from npu_ops.core.library import build_info
+from npu_ops.core.library import build_info, say_what_is_broken
 from npu_ops.core.registry import check_forced, explain
 from npu_ops.version import __version__
 
@@ -21,5 +21,6 @@ for _module in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
     globals().update({_name: getattr(_op, _name) for _name in _op.__all__})
     __all__.extend(_op.__all__)
 
+say_what_is_broken()
 check_forced()
 compile_cache.tell_torch()

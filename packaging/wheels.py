@@ -5,7 +5,8 @@
 Each is built in a folder of its own, from an unpacked source distribution: what other builds left
 in this checkout is no part of it. Needs g++ for an architecture that is not this machine's (Debian:
 g++-aarch64-linux-gnu), auditwheel and patchelf. A native wheel serves every Python from 3.10, every
-torch from 2.10, and glibc from 2.28 at the latest: a library that asks for more is an error.
+torch from 2.7, and glibc from 2.28 at the latest: a library that asks for more is an error. It has
+one library for torch 2.10 and newer, and one for each of OLDER_TORCH, whose wheels are downloaded.
 """
 
 import os
@@ -22,6 +23,7 @@ import zipfile
 ROOT = pathlib.Path(__file__).parents[1]
 ARCHITECTURES = ("x86_64", "aarch64")
 TORCH = "2.13.0"
+OLDER_TORCH = ("2.7.1", "2.8.0", "2.9.1")
 GLIBC = 28  # 2.28: manylinux_2_28
 LIBRARIES = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
 
@@ -66,7 +68,8 @@ def native(architecture, folder, dist):
     """A wheel for an architecture; auditwheel finds what glibc it needs, and names it so."""
     foreign = architecture != platform.machine()
     crossed = cross(architecture, folder) if foreign else {}
-    made = wheel(folder, **crossed)
+    older = ":".join(str(torch_of(architecture, torch, folder)) for torch in OLDER_TORCH)
+    made = wheel(folder, NPU_OPS_OLDER_TORCH=older, **crossed)
     excluded = (f"--exclude={name}" for name in LIBRARIES)
     run(
         sys.executable, "-m", "auditwheel", "repair", str(made), "--plat", "auto", "--only-plat",
@@ -81,7 +84,7 @@ def native(architecture, folder, dist):
 
 def cross(architecture, folder):
     """What makes setuptools build for another architecture: its compiler, its torch."""
-    torch = torch_of(architecture, folder)
+    torch = torch_of(architecture, TORCH, folder) / "torch" / "lib"
     compiler = f"{architecture}-linux-gnu-g++"
     return {
         "CXX": compiler, "LDSHARED": f"{compiler} -shared", "LDCXXSHARED": f"{compiler} -shared",
@@ -89,19 +92,22 @@ def cross(architecture, folder):
     }  # fmt: skip
 
 
-def torch_of(architecture, folder):
-    """A folder with torch's libraries for an architecture, to link with."""
-    download = folder / "torch"
+def torch_of(architecture, version, folder):
+    """A folder with a torch for an architecture, as far as a library is built with it."""
+    download = folder / f"torch-{version}"
     run(
-        sys.executable, "-m", "pip", "download", f"torch=={TORCH}", "--quiet", "--no-deps",
+        sys.executable, "-m", "pip", "download", f"torch=={version}", "--quiet", "--no-deps",
         "--only-binary=:all:", "--platform", f"manylinux_2_{GLIBC}_{architecture}",
         "--dest", str(download),
     )  # fmt: skip
     (found,) = download.glob("*.whl")
     with zipfile.ZipFile(found) as archive:
-        for name in LIBRARIES:
-            archive.extract(f"torch/lib/{name}", download)
-    return download / "torch" / "lib"
+        wanted = {"torch/version.py", *(f"torch/lib/{name}" for name in LIBRARIES)}
+        for name in archive.namelist():
+            if name in wanted or name.startswith("torch/include/"):
+                archive.extract(name, download)
+    found.unlink()
+    return download
 
 
 def main(wanted):

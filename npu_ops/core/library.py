@@ -19,13 +19,17 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from npu_ops.core import memory
+from npu_ops.core import log, memory
 
 LIBRARY = torch.library.Library("npu_ops", "DEF")
 _BUILD_INFO = pathlib.Path(__file__).parent.parent / "_build_info.json"
 # The C++ API of older releases is no stable ABI: a library for each, see setup.py.
 _TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
 _NATIVE = "_native.abi3.so" if _TORCH >= (2, 10) else "_native_torch{}_{}.abi3.so".format(*_TORCH)
+_REBUILD = (
+    "`pip install --no-build-isolation --no-deps --force-reinstall --no-binary npu-ops npu-ops` "
+    "builds it for this torch"
+)
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Tests set this to fill every output with NaN first, so that an element no kernel wrote shows.
@@ -289,14 +293,22 @@ def build_info() -> dict:
 
     Returns:
         `native`: whether the CPU kernels are loaded; `why_not`: a sentence if they are not;
+        `broken`: whether they were installed and do not load here;
         `torch`, `compiler`: what they were built with (None without them).
     """
-    info = {"native": False, "why_not": None, "torch": None, "compiler": None}
+    info = {"native": False, "why_not": None, "broken": False, "torch": None, "compiler": None}
     if _BUILD_INFO.exists():
         info |= json.loads(_BUILD_INFO.read_text())
     info["why_not"] = _load_native()
     info["native"] = info["why_not"] is None
+    info["broken"] = not info["native"] and any(_BUILD_INFO.parent.glob("_native*.so"))
     return info
+
+
+def say_what_is_broken() -> None:
+    """Warn of native kernels that were installed and do not load: PyTorch computes instead."""
+    if build_info()["broken"]:
+        log.once(native_why_not())
 
 
 @functools.cache
@@ -308,9 +320,9 @@ def _load_native() -> str | None:
             torch.ops.load_library(path)
         except OSError as error:
             reason = error.__cause__ or error  # some releases of torch hide the loader's
-            return f"the native library does not load: {reason}"
+            return f"the native library does not load: {reason}; {_REBUILD}"
         return None
-    others = sorted(other.name for other in path.parent.glob("_native*.so"))
-    if others:
-        return f"the native library for torch {torch.__version__}, {_NATIVE}, is not installed"
+    if any(path.parent.glob("_native*.so")):
+        what = f"{_NATIVE}, the native library for torch {torch.__version__}"
+        return f"{what}, is not installed; {_REBUILD}"
     return "installed without native kernels (NPU_OPS_SKIP_NATIVE=1 at install time)"

@@ -179,6 +179,8 @@ def _patch(row, patch, missing: Missing | None = None, trouble: str = "") -> dic
 
 def not_in_force(found: dict) -> Iterator[str]:
     """A sentence for each thing that was asked for and is not so: by installing it, or a switch."""
+    if found["build"]["broken"]:
+        yield f"native kernels: {found['build']['why_not']}"
     for (package, reason), rows in by_reason(found["patches"]).items():
         if rows[0]["state"] not in _AT_REST:
             names = ", ".join(dict.fromkeys(row["op"] for row in rows))

@@ -486,10 +486,35 @@ def test_a_missing_native_library_is_said(monkeypatch, tmp_path):
     assert "NPU_OPS_SKIP_NATIVE=1" in library._load_native.__wrapped__()
 
 
+def build_info_with(monkeypatch, folder, *libraries):
+    """What an installation with these libraries, which no loader takes, says of itself."""
+    for name in libraries:
+        (folder / name).write_bytes(b"not a library")
+    monkeypatch.setattr(library, "_BUILD_INFO", folder / "_build_info.json")
+    monkeypatch.setattr(library, "_load_native", library._load_native.__wrapped__)
+    return library.build_info.__wrapped__()
+
+
 def test_a_native_library_that_does_not_load_is_said(monkeypatch, tmp_path):
-    (tmp_path / library._NATIVE).write_bytes(b"not a library")
-    monkeypatch.setattr(library, "_BUILD_INFO", tmp_path / "_build_info.json")
-    assert library._load_native.__wrapped__().startswith("the native library does not load: ")
+    info = build_info_with(monkeypatch, tmp_path, library._NATIVE)
+    assert info["broken"] and not info["native"]
+    assert info["why_not"].startswith("the native library does not load: ")
+    assert "file too short" in info["why_not"] and "--no-binary npu-ops" in info["why_not"]
+
+
+def test_a_native_library_for_another_torch_is_not_loaded(monkeypatch, tmp_path):
+    info = build_info_with(monkeypatch, tmp_path, "_native_torch2_6.abi3.so")
+    assert info["broken"] and f"for torch {torch.__version__}, is not installed" in info["why_not"]
+
+
+def test_a_broken_native_library_is_warned_of_once(monkeypatch, caplog):
+    monkeypatch.setattr(
+        library, "build_info", lambda: {"broken": True, "why_not": "no such symbol"}
+    )
+    monkeypatch.setattr(log, "_said", set())
+    library.say_what_is_broken()
+    library.say_what_is_broken()
+    assert [record.getMessage() for record in caplog.records] == ["no such symbol"]
 
 
 def test_an_output_that_is_not_written_is_nan():

@@ -47,8 +47,9 @@ def found_with(**changes):
     """What `collect` returns, with patches that need no framework."""
     return {
         "machine": doctor.machine(), "packages": dict.fromkeys(doctor.PACKAGES), "known bad": [],
-        "build": {"why_not": None, "compiler": "g++"}, "switches": {}, "implementations": [],
-        "patches": [], "preferences": [], "not in force": [], "tested": "torch",
+        "build": {"why_not": None, "broken": False, "compiler": "g++"}, "switches": {},
+        "implementations": [], "patches": [], "preferences": [], "not in force": [],
+        "tested": "torch",
     } | changes  # fmt: skip
 
 
@@ -364,3 +365,12 @@ def test_an_install_replaces_no_torch():
     text = (where.ROOT / "pyproject.toml").read_text()
     (required,) = re.findall(r'^dependencies = .*"(torch[^"]*)"', text, re.M)
     assert required == "torch>=2.7"
+
+
+def test_a_native_library_that_does_not_load_is_amiss():
+    build = {"why_not": "undefined symbol: torch_list_size", "broken": True, "compiler": "g++"}
+    found = found_with(build=build)
+    (sentence,) = doctor.not_in_force(found)
+    assert sentence == "native kernels: undefined symbol: torch_list_size"
+    absent = {"why_not": "installed without native kernels", "broken": False, "compiler": None}
+    assert not list(doctor.not_in_force(found_with(build=absent)))
