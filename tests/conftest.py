@@ -65,6 +65,7 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=others)
     _leave_dtypes_to_test_all(items)
     _leave_cases_to_test_all(items)
+    _leave_options_to_test_all(items)
 
 
 def _leave_dtypes_to_test_all(items):
@@ -90,6 +91,15 @@ def _leave_cases_to_test_all(items):
             continue
         cases = tests.setdefault((item.path, item.originalname), {})
         if cases.setdefault((type(case), case.name), len(cases)) % 3:
+            item.add_marker(pytest.mark.slow)
+
+
+def _leave_options_to_test_all(items):
+    """A kernel is compiled for each option, and on the CPU all of them run: mark slow two of
+    three."""
+    options = [item for item in items if "option" in _parameters(item)]
+    for i, item in enumerate(options):
+        if i % 3:
             item.add_marker(pytest.mark.slow)
 
 
