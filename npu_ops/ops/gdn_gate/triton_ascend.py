@@ -129,7 +129,8 @@ def _gdn_gate_backward_kernel(
         for tile in range(0, row_tiles):
             row = (piece * row_tiles + tile) * BT + tl.arange(0, BT)
             mask = (row < rows)[:, None] & exists[None, :]
-            x = _load(a, row, column, a_row, mask) + bias
+            # Rows that are not there have a root of 0: infinity times their gradient of 0 is NaN.
+            x = tl.where(mask, _load(a, row, column, a_row, mask) + bias, float("-inf"))
             root, slope, plus = rate_of(x, rate, softplus_beta, softplus_threshold, PLAIN)
             grad = 0.0 - _load(grad_g, row, column, gg_row, mask)
             # In an order in which no product leaves the range of floats unless the result does.
