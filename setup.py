@@ -115,7 +115,8 @@ def native_extensions():
 
         def finalize_options(self):
             super().finalize_options()
-            # Else pip gives each build a new folder. The variable: another machine is built for.
+            # Without this pip gives each build a new folder. setuptools reads the variable when it
+            # builds for another machine.
             platform = os.environ.get("_PYTHON_HOST_PLATFORM", "native")
             self.build_temp = f"build/{platform}/torch-{torch.__version__}"
 

@@ -78,7 +78,7 @@ def words_of(item) -> set[str]:
 
 
 class Session:
-    """A pytest session of one op's tests; `loop` runs in place of pytest's own."""
+    """A pytest plugin: it keeps the tests of one op, and calls `loop` with them to run them."""
 
     def __init__(self, op: str, loop):
         self.op, self.loop = op, loop
@@ -224,7 +224,7 @@ class Verdicts:
         self.found: dict[Mutant, str] = {}
 
     def collect(self) -> dict[Mutant, str]:
-        """Functions' mutants in this process's forks, then those of whole modules in new ones."""
+        """Run mutants of functions in forks of this process, then those of modules in new ones."""
         of_modules = [mutant for mutant in self.mutants if changed_codes(mutant) is None]
         self.mutants = [m for m in self.mutants if m not in of_modules or not self.functions]
         for mutant in of_modules * (not self.functions):
@@ -325,7 +325,7 @@ FIELDS = ("op", "tests", "mutants", "caught", "percent", "command")
 
 
 def write(options, count: collections.Counter) -> None:
-    """Put a row in the table, in place of the one with the same command."""
+    """Put a row in the table, in place of the one of the same op and tests."""
     tests = "contract" if options.contract_only else "all"
     caught, tried = sum(count[verdict] for verdict in CAUGHT), sum(count.values())
     more = " --contract-only" * options.contract_only

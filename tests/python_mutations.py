@@ -12,19 +12,22 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Another operator where a bound is: one off at its end.
 BOUNDS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
-# Methods that only change how a tensor is stored.
+# Methods that copy or convert a tensor; a mutant calls none of them.
 FORMS = {"contiguous", "to", "float", "clone"}
 # What is not read as a value: messages, annotations, names of what a module exports.
 SKIPPED = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom, ast.arguments)
 
-# Of an operator's declaration: without them it is none, and what matters on a device alone.
+# Keywords of an operator's declaration: those it must have, and those that name kernels of devices.
 REQUIRED = {"takes", "writes", "new", "reference"}
-OF_DEVICES = {"ascendc", "aclnn", "fla_npu", "folds", "direct"}
+OF_DEVICES = {"ascendc", "aclnn", "fla_npu"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """The change number `which` of place number `place` of a file."""
+    """One change of a file.
+
+    place: which of the nodes of its tree that can be changed. which: of the changes of that node.
+    """
 
     rule: str
     file: str

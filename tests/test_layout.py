@@ -210,6 +210,8 @@ def test_one_header_knows_torch(path):
     """From torch 2.10 on by its stable ABI alone: one library serves all of them."""
     included = re.findall(r"^\s*#\s*include\s*<((?:torch|ATen|c10)/[^>]+)>", path.read_text(), re.M)
     assert not included or relative(path) == "csrc/common/torch.h"
+    arithmetic = path.name in ("vec.h", "philox.h")
+    assert not arithmetic or "common/torch.h" not in path.read_text()
 
 
 def test_that_header_uses_the_stable_abi_alone_from_torch_2_10_on():

@@ -13,8 +13,8 @@
 namespace npu_ops {
 namespace {
 
-constexpr int64_t kPiece =
-    256;  // of a row that is copied to fp32: the copies stay in the first cache
+// Elements of a row of fp16 that are copied to fp32 at once: the copies stay in the first cache.
+constexpr int64_t kPiece = 256;
 
 struct Dropout {
   Dropout(const std::optional<Tensor>& rng_state, double p, int64_t width) : width(width) {

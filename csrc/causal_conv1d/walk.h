@@ -178,7 +178,8 @@ struct Inputs {
   State<T> state;
 };
 
-// Rows t, t - 1, ... of a sequence, for as many taps as the filter has, then zeros.
+// A row for each of W taps: rows t, t - 1, ... of a sequence, and zeros for taps that the filter
+// does not have.
 template <int W, class T>
 Taps<const T, W> rows_back(const Filter& filter, const Tokens<T>& x, const State<T>& state,
                            const Sequence& s, int64_t t, int64_t c, const T* zeros) {

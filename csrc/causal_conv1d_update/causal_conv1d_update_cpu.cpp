@@ -66,8 +66,8 @@ void skip_outputs(const Arguments& all, const Sequence& s, int64_t c, int64_t co
   }
 }
 
-// The W - 1 rows of a sequence's history and then its tokens, for a block of channels. The history
-// is a copy, in memory that is given: the state is overwritten.
+// The W - 1 rows of a sequence's history and then its tokens, for a block of channels. `history`
+// receives a copy of the first: the update overwrites the state that they lie in.
 template <class T>
 struct Rows {
   Rows(const Arguments& all, const Sequence& s, int64_t c, int64_t count, T* history)

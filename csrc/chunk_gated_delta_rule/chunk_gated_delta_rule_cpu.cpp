@@ -1,8 +1,8 @@
 // The gates of a chunk of the gated delta rule and the triangular system they make, on the CPU.
 // Definition: npu_ops/ops/chunk_gated_delta_rule/reference.py; all else: cpu.py there.
 //
-// Of a chunk of c tokens, H heads and G value heads each: tensors by value head are [G, H, c, ...],
-// in which matrix m is that of value head m % H * G + m / H. All is fp32.
+// A chunk has c tokens and H heads with G value heads each. Tensors by value head are fp32
+// [G, H, c, ...]: value head n is matrix [n % G, n / G].
 #include <algorithm>
 
 #include "common/check.h"

@@ -10,9 +10,10 @@
 
 namespace npu_ops {
 
-// Rows are summed in blocks that are the same whatever the number of threads, so that the sums are
-// the same on every machine: 64, for sums of many rows would round more. Their sums go to one
-// thread in the end, so beyond four, a block has enough rows for that to be little.
+// Rows are summed in blocks, whose number does not depend on the number of threads: sums are the
+// same on every machine. There are up to 64 blocks, for longer sums round more. One thread adds the
+// blocks' sums in the end, so where there are more than four, each has enough rows for that to cost
+// little.
 constexpr int64_t kBlocks = 64, kFewBlocks = 4, kRowsOfSums = 32;
 
 struct Partials {

@@ -203,8 +203,8 @@ struct TokenGradient {
   float *v, *beta, *log_value_decay;  // [kBlock], written
 };
 
-// `state` is that before the token; `grad_state` goes from the gradient after the token to that
-// before.
+// Adds a token's gradients to `to`. `state` is the state before the token. `grad_state` holds the
+// gradient of the state after the token, and becomes that of the state before it.
 NPU_OPS_CLONES void retreat(const float* state, float* grad_state, int64_t keys, Token token,
                             const float* grad_o, float scale, TokenGradient to) {
   float recalled[kBlock] = {}, dchange[kBlock] = {}, change[kBlock];

@@ -66,11 +66,13 @@ def launcher(op: str, name: str, arguments: str) -> Callable[[], Callable[..., N
     name = library.define(f"{name}_ascendc({arguments}, {target_schema}) -> ()")
 
     def load():
+        from torch_npu._C import _npu_getCurrentRawStream  # which submits what torch_npu has queued
+
         kernel = getattr(torch.ops.npu_ops, name).default
 
         def run(*arguments):
             device = arguments[0].device
-            kernel(*arguments, *target(op, device), current_stream(device))
+            kernel(*arguments, *target(op, device), _npu_getCurrentRawStream(device.index))
 
         return run
 
@@ -83,10 +85,3 @@ def target(op: str, device: torch.device) -> tuple[str, int, int]:
     soc = hardware.soc(device)
     cores = torch.npu.get_device_properties(device).vector_core_num
     return str(locate(op, socs.ascendc_family(soc))), cores, socs.ub_bytes(soc)
-
-
-def current_stream(device: torch.device) -> int:
-    """Its address. Asking for it also submits what torch_npu has queued before it."""
-    import torch_npu
-
-    return torch_npu._C._npu_getCurrentRawStream(device.index)

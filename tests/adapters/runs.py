@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import collections
+import json
+import os
 import pathlib
+import subprocess
+import sys
+import tempfile
 
 import counting
 
@@ -36,6 +41,35 @@ class Record:
 
     def count_calls(self) -> None:
         counting.on_calls(self._operators, lambda name: self.calls.update([self._file]))
+
+
+def run(
+    script: str,
+    name: str,
+    checkout: pathlib.Path,
+    files: list[str],
+    packages: pathlib.Path,
+    settings: dict[str, str],
+) -> dict:
+    """The report of `script --run NAME REPORT CHECKOUT FILES` in a new process.
+
+    packages: comes first on its path. `import torch` gives it the adapters unless disabled.
+    """
+    path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = settings | {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        output = pathlib.Path(folder) / "report.json"
+        done = subprocess.run(
+            [sys.executable, script, "--run", name, str(output), str(checkout), *files],
+            cwd=folder,
+            env=os.environ | settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if not output.exists():
+            sys.exit(f"{done.stdout[-5000:]}\n{name}: the process ended with {done.returncode}")
+        return json.loads(output.read_text())
 
 
 def reason(report) -> str:

@@ -25,9 +25,7 @@ import json
 import os
 import pathlib
 import socket
-import subprocess
 import sys
-import tempfile
 import types
 import typing
 
@@ -266,28 +264,12 @@ def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) 
 
 
 def run(name: str, checkout: pathlib.Path, files: list[str]) -> dict:
-    """`run_tests` in a new process, which `import torch` gives the adapters unless disabled."""
-    path = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {
-        "PYTHONPATH": os.pathsep.join(path),
         "NPU_OPS_DISABLE": RUNS[name],
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
         "TORCH_COMPILE_DISABLE": "1",  # minutes, and without npu-ops only
         "MASTER_PORT": str(free_port()),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        output = pathlib.Path(folder) / "report.json"
-        done = subprocess.run(
-            [sys.executable, __file__, "--run", name, str(output), str(checkout), *files],
-            cwd=folder,
-            env=os.environ | settings,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if not output.exists():
-            sys.exit(f"{done.stdout[-5000:]}\n{name}: the process ended with {done.returncode}")
-        return json.loads(output.read_text())
+    return runs.run(__file__, name, checkout, files, checkout, settings)
 
 
 def free_port() -> int:

@@ -18,7 +18,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 
 import counting
 import fetching
@@ -58,36 +57,21 @@ def run_tests(checkout: pathlib.Path, files: list[str], output: str) -> None:
 
 
 def run(name: str, checkout: pathlib.Path, files: list[str]) -> dict:
-    """`run_tests` in a new process, which `import torch` gives the adapters unless disabled."""
-    path = [str(installed(checkout)), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {
-        "PYTHONPATH": os.pathsep.join(path),
-        "NPU_OPS_DISABLE": RUNS[name],
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as output:
-        command = [sys.executable, __file__, "--run", output.name, str(checkout), *files]
-        done = subprocess.run(
-            command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, check=False,
-        )  # fmt: skip
-        report = output.read()
-    if not report:
-        sys.exit(f"{done.stdout[-5000:]}\n{name}: the process ended with {done.returncode}")
-    return json.loads(report)
+        "NPU_OPS_DISABLE": RUNS[name], "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""
+    }  # fmt: skip
+    return runs.run(__file__, name, checkout, files, installed(checkout), settings)
 
 
 def main() -> int | None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=pathlib.Path, help="a clone of transformers")
     parser.add_argument("files", nargs="*", default=FILES, help="of its tests")
-    parser.add_argument("--run", help=argparse.SUPPRESS)  # its report
+    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)  # which one, and its report
     options = parser.parse_args()
     checkout = options.checkout.resolve()
     if options.run:
-        return run_tests(checkout, options.files, options.run)
+        return run_tests(checkout, options.files, options.run[1])
     reports = {name: run(name, checkout, options.files) for name in RUNS}
     return runs.compare(reports, options.files)
 

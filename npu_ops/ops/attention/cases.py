@@ -371,7 +371,7 @@ WRONG = [
 
 
 def _checkered(*shape):
-    """A change: a mask in which every third pair takes no part."""
+    """A change: a mask that hides every third pair of a query and a key."""
     return lambda _: make.counted(shape[0] * shape[1]).view(shape) % 3 != 0
 
 
