@@ -326,6 +326,7 @@ DELTA_RULES = (
 # group that they are.
 GROUPS = {"all gated delta rules": set(DELTA_RULES)}
 SHARED = {
+    "gated_delta_rule_update.triton_ascend": {"chunk_gated_delta_rule"},
     "bias_dropout_add.triton_ascend": {"attention"},
     "causal_conv1d.arguments": {"causal_conv1d_qkv", "causal_conv1d_update"},
     "causal_conv1d.layout": {"causal_conv1d_qkv"},
@@ -350,7 +351,14 @@ SHARED = {
     "rope.triton_ascend": {"mrope", "qk_norm_rope"},
 }
 # Ops that call another one, as a user would: its public function.
-CALLED = {"gdn_gate": {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"}}
+CALLED = {
+    "gdn_gate": {
+        "chunk_gated_delta_rule",
+        "fused_recurrent_gated_delta_rule",
+        "gated_delta_rule_update",
+    },
+    "l2norm": {"chunk_gated_delta_rule", "gated_delta_rule_update"},
+}
 
 
 def parts_of_other_ops(path):

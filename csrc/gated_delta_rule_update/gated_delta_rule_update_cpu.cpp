@@ -21,16 +21,14 @@ struct Sequence {
 
 struct Call {
   Call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& b,
-       const Tensor& A_log, const Tensor& dt_bias, const Tensor& state, const Tensor& state_indices,
-       const std::optional<Tensor>& kept, double scale, bool normalize, bool v_first, bool update,
+       const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias,
+       const Tensor& state, const Tensor& state_indices, const std::optional<Tensor>& kept, double scale, bool normalize, bool v_first, bool update,
        double softplus_beta, double softplus_threshold, const Tensor& o)
       : q(q, q.stride(0)),
         k(k, k.stride(0)),
         v(v, v.stride(0)),
         a(a, a.stride(0)),
         b(b, b.stride(0)),
-        A_log(A_log, 1),
-        dt_bias(dt_bias, 1),
         state(state),
         o(o),
         kept(kept),
@@ -44,9 +42,13 @@ struct Call {
         softplus_threshold(static_cast<float>(softplus_threshold)),
         normalize(normalize),
         v_first(v_first),
-        update(update) {}
+        update(update) {
+    if (A_log) this->A_log.emplace(*A_log, 1);
+    if (dt_bias) this->dt_bias.emplace(*dt_bias, 1);
+  }
 
-  Rows q, k, v, a, b, A_log, dt_bias;
+  Rows q, k, v, a, b;
+  std::optional<Rows> A_log, dt_bias;  // none: a is g, and b is beta
   const Tensor &state, &o;
   const std::optional<Tensor>& kept;
   Indices slots;
@@ -160,10 +162,13 @@ class Head {
     read_key(call_.q, token, qk_at, call_.scale, q_.data());
     read_key(call_.k, token, qk_at, 1.0f, k_.data());
     call_.v.read(token, head * call_.values, call_.values, v_.data());
-    const float raw = call_.a.one(token, head) + call_.dt_bias.one(head);
-    const float decay = std::exp(-rate(call_.A_log.one(head), raw));
-    const float beta = 1.0f / (1.0f + std::exp(-call_.b.one(token, head)));
-    const Token one{q_.data(), k_.data(), v_.data(), decay, beta};
+    Token one{q_.data(), k_.data(), v_.data(), call_.a.one(token, head), call_.b.one(token, head)};
+    if (call_.A_log) {
+      const float raw = one.decay + call_.dt_bias->one(head);
+      one.decay = -rate(call_.A_log->one(head), raw);
+      one.beta = 1.0f / (1.0f + std::exp(-one.beta));
+    }
+    one.decay = std::exp(one.decay);
     if (call_.v_first)
       advance_rows(state_.data(), call_.keys, call_.values, one, out_.data());
     else
@@ -220,8 +225,9 @@ void walk(const Call& call, const Sequence& one, int64_t head, Head& scratch) {
   if (call.update && !call.slots.by_column()) scratch.store_state(slot(one.slot));
 }
 
-void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
-            Tensor state, Tensor state_indices, std::optional<Tensor> cu_seqlens,
+void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, std::optional<Tensor> A_log,
+            std::optional<Tensor> dt_bias, Tensor state, Tensor state_indices,
+            std::optional<Tensor> cu_seqlens,
             std::optional<Tensor> num_accepted_tokens, std::optional<Tensor> intermediate_states,
             std::optional<Tensor> intermediate_state_indices, double scale, bool normalize,
             bool v_first, bool update, double softplus_beta, double softplus_threshold, Tensor o) {

@@ -13,8 +13,8 @@ int32_t is_wide(const Tensor* indices) {
   return indices && indices->scalar_type() == ScalarType::Long;
 }
 
-// Softplus is log(1 + exp(x)): op.py refuses another.
-void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
+// Softplus is log(1 + exp(x)), and A_log and dt_bias are there: op.py refuses other calls.
+void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Optional A_log, Optional dt_bias,
             Tensor state, Tensor state_indices, Optional cu_seqlens, Optional num_accepted_tokens,
             Optional intermediate_states, Optional intermediate_state_indices, double scale,
             bool normalize, bool v_first, bool update, double, double, Tensor o, std::string binary,
@@ -49,8 +49,8 @@ void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tens
   tiling.v_type = element_type(v, "v");
   tiling.a_type = element_type(a, "a");
   tiling.b_type = element_type(b, "b");
-  tiling.rate_type = element_type(A_log, "A_log");
-  tiling.bias_type = element_type(dt_bias, "dt_bias");
+  tiling.rate_type = element_type(A_log.value(), "A_log");
+  tiling.bias_type = element_type(dt_bias.value(), "dt_bias");
   tiling.state_type = element_type(state, "state");
   tiling.wide_indices = is_wide(&state_indices);
   tiling.wide_starts = is_wide(pointer(cu_seqlens));
@@ -68,8 +68,8 @@ void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tens
                   {"v", &v},
                   {"a", &a},
                   {"b", &b},
-                  {"A_log", &A_log},
-                  {"dt_bias", &dt_bias},
+                  {"A_log", pointer(A_log)},
+                  {"dt_bias", pointer(dt_bias)},
                   {"state", &state},
                   {"state_indices", &state_indices},
                   {"cu_seqlens", pointer(cu_seqlens)},

@@ -85,6 +85,15 @@ SWITCHES = (
         "reference, in plain PyTorch, then computes it. `1` makes that an error, with the reasons.",
     ),
     Switch(
+        "NPU_OPS_CONSISTENT",
+        "consistent",
+        _flag("NPU_OPS_CONSISTENT"),
+        "0",
+        "`0`, `1`",
+        "`1`: a token has the same bits in training, in a prompt however it is cut, and decoded "
+        "(docs/invariance.md). Set it in the trainer and in the server.",
+    ),
+    Switch(
         "NPU_OPS_DISABLE",
         "disable",
         _names,
@@ -113,6 +122,7 @@ class Settings:
 
     impl: dict[str, str]
     strict: bool
+    consistent: bool
     disable: frozenset[str]
     log: str
 

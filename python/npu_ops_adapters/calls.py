@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 import torch
 
+import npu_ops
+from npu_ops.core import env
+
 DEVICES = ("cpu", "npu")
 
 
@@ -33,6 +36,14 @@ def check_device(x: torch.Tensor) -> None:
     """Raise ValueError where other kernels are at home."""
     if x.device.type not in DEVICES:
         raise ValueError(f"got device {x.device}, needs {' or '.join(DEVICES)}")
+
+
+def token_by_token(*, gk=None, gv=None, **call):
+    """The gated delta rule of decoding. In the mode `consistent` it is that of training, which then
+    goes token by token too, and by the same kernel."""
+    if env.settings.consistent and gk is gv is None:
+        return npu_ops.chunk_gated_delta_rule(**call)
+    return npu_ops.fused_recurrent_gated_delta_rule(gk=gk, gv=gv, **call)
 
 
 def in_words_of(names: dict[str, str], function: Callable, *args, **kwargs):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import library, log
+from npu_ops.core import env, library, log
 from npu_ops.core.registry import explains
 from npu_ops.core.signature import call_of
 from npu_ops.ops.chunk_gated_delta_rule import context_parallel, op
-from npu_ops.ops.chunk_gated_delta_rule.arguments import check_call
+from npu_ops.ops.chunk_gated_delta_rule.arguments import TOKEN, check_call, check_consistent
 from npu_ops.ops.chunk_gated_delta_rule.reference import compute_dtype
 from npu_ops.ops.gdn_gate import gdn_gate
+from npu_ops.ops.l2norm import l2norm
 
 __all__ = ["chunk_gated_delta_rule"]
 
@@ -68,7 +69,8 @@ def chunk_gated_delta_rule(
             chunks are is found on the device.
         use_gate_in_kernel: g is raw and becomes `-exp(A_log) softplus(g + dt_bias)` (`gdn_gate`).
         A_log, dt_bias: `[HV]`, for `use_gate_in_kernel` alone; dt_bias may be None.
-        chunk_size: 16, 32 or 64 tokens.
+        chunk_size: 16, 32 or 64 tokens. 1, as always with `NPU_OPS_CONSISTENT=1`: the forward goes
+            token by token with the kernel of `gated_delta_rule_update`, and has its bits.
         cp_group: the tokens are a part of those that the ranks of this group have together; all
             call this and go backward together. cu_seqlens is that of the whole sequences, the same
             on every rank. Without initial_state. Final states are those after this rank's part.
@@ -118,7 +120,16 @@ def _inputs(*args, **kwargs):
     """The operator's inputs, from the public function's arguments."""
     call = _Call(*args, **kwargs)
     check_call(call)
-    return _converted(call)
+    return _converted(_consistent(call) if env.settings.consistent else call)
+
+
+def _consistent(call):
+    """A call that was checked, in the mode `consistent`. Trainers and servers normalise q and k by
+    one operator, which rounds them."""
+    check_consistent(call)
+    if call.use_qk_l2norm_in_kernel:
+        call = call._replace(q=l2norm(call.q), k=l2norm(call.k), use_qk_l2norm_in_kernel=False)
+    return call._replace(chunk_size=TOKEN)
 
 
 def _converted(call):

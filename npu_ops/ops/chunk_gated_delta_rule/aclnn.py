@@ -13,6 +13,7 @@ import torch
 from npu_ops.core import check
 from npu_ops.core.library import torch_npu_why_not
 from npu_ops.ops.chunk_gated_delta_rule import reference
+from npu_ops.ops.chunk_gated_delta_rule.arguments import TOKEN
 from npu_ops.ops.l2norm import reference as norm
 
 _HEADS, _DIM = 64, 128
@@ -21,6 +22,8 @@ _HEADS, _DIM = 64, 128
 def why_not(arguments) -> str | None:
     """None, or a sentence on why the operator does not take the implementations' arguments."""
     q, v = arguments.q, arguments.v
+    if arguments.chunk_size == TOKEN:
+        return "the vendor's operator goes by chunks, not token by token"
     if {x.dtype for x in (q, arguments.k, v)} != {torch.bfloat16}:
         return f"q is {check.short(q.dtype)}, the vendor's operator takes bfloat16 q, k and v"
     if arguments.initial_state is not None or arguments.final_state is not None:

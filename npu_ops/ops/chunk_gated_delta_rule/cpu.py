@@ -26,6 +26,8 @@ import torch
 
 from npu_ops.core import indices, make
 from npu_ops.core.registry import from_native
+from npu_ops.ops.chunk_gated_delta_rule import token_by_token
+from npu_ops.ops.chunk_gated_delta_rule.arguments import TOKEN
 from npu_ops.ops.chunk_gated_delta_rule.reference import EPS
 
 _gates = from_native(
@@ -44,6 +46,9 @@ _l2norm_backward = torch.ops.npu_ops.l2norm_backward_cpu.default
 # Those of `fused_recurrent_gated_delta_rule`.
 _recurrent = torch.ops.npu_ops.fused_recurrent_gated_delta_rule_cpu.default
 _recurrent_backward = torch.ops.npu_ops.fused_recurrent_gated_delta_rule_backward_cpu.default
+
+# That of `gated_delta_rule_update`.
+_step = torch.ops.npu_ops.gated_delta_rule_update_cpu.default
 
 # Tokens of a sequence up to which that takes less time than a chunk. Other sequences do not matter:
 # they must not change the result.
@@ -263,6 +268,9 @@ def chunk_gated_delta_rule(
     o, final_state, chunk_states=None,
 ):  # fmt: skip
     """Writes o, and of the states what is not None; arguments as the operator's."""
+    if chunk_size == TOKEN:
+        inputs = q, k, v, g, beta, initial_state, cu_seqlens, scale, state_v_first, normalize
+        return token_by_token.forward(_step, *inputs, o, final_state)
     x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first, normalize)
     scratch, heads, row = _Scratch(), x.q.shape[2], 0
     short = _Short(x)
@@ -297,6 +305,7 @@ def chunk_gated_delta_rule_backward(
     state_v_first, normalize, grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial_state,
 ):  # fmt: skip
     """Writes the gradients that are not None. Keeps the state before each chunk of a sequence."""
+    chunk_size = token_by_token.chunk_size_of_backward(chunk_size)
     x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first, normalize)
     scratch, short = _Scratch(), _Short(x)
     if short:

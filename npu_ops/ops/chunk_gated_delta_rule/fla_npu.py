@@ -14,6 +14,7 @@ import torch
 from npu_ops.core import check
 from npu_ops.core.library import fla_npu_why_not
 from npu_ops.ops.chunk_gated_delta_rule import reference
+from npu_ops.ops.chunk_gated_delta_rule.arguments import TOKEN
 from npu_ops.ops.l2norm import reference as norm
 
 _CHUNK, _KEYS, _VALUES = 64, 128, (128, 256)
@@ -31,6 +32,8 @@ _NEEDED = {
 def why_not(arguments) -> str | None:
     """None, or a sentence on why the operators do not take the implementations' arguments."""
     q, v = arguments.q, arguments.v
+    if arguments.chunk_size == TOKEN:
+        return "fla_npu's operators go by chunks, not token by token"
     dtypes = {x.dtype for x in (q, arguments.k, v)}
     if dtypes not in ({torch.bfloat16}, {torch.float16}):
         return f"q is {check.short(q.dtype)}, fla_npu's operators take bfloat16 or float16"

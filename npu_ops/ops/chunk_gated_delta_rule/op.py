@@ -6,7 +6,7 @@ from npu_ops.core import library
 from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Backward, Operator
 from npu_ops.ops.chunk_gated_delta_rule import aclnn, fla_npu, reference
-from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK_SIZES
+from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK_SIZES, TOKEN
 from npu_ops.ops.fused_recurrent_gated_delta_rule import states
 
 _TRITON_WIDEST = 256  # K and V of the Triton kernels
@@ -21,7 +21,7 @@ def _triton_why_not(arguments) -> str | None:
     for name, x in (("K", arguments.q), ("V", arguments.v)):
         if x.shape[-1] > _TRITON_WIDEST:
             return f"{name} is {x.shape[-1]}, above {_TRITON_WIDEST}"
-    if arguments.chunk_size not in CHUNK_SIZES:
+    if arguments.chunk_size not in (TOKEN, *CHUNK_SIZES):
         return f"it has no kernel for chunks of {arguments.chunk_size}"
     return None
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import check
+from npu_ops.core import check, env
 from npu_ops.core.registry import explains
 from npu_ops.core.signature import call_of
 from npu_ops.ops.gated_delta_rule_update import op
-from npu_ops.ops.gated_delta_rule_update.arguments import check_inputs, pool_of, split
+from npu_ops.ops.gated_delta_rule_update.arguments import (
+    check_consistent,
+    check_inputs,
+    pool_of,
+    split,
+)
+from npu_ops.ops.gdn_gate import gdn_gate
 from npu_ops.ops.gdn_gate.softplus import check_softplus
+from npu_ops.ops.l2norm import l2norm
 
 __all__ = ["gated_delta_rule_update"]
 
@@ -18,8 +25,8 @@ def gated_delta_rule_update(
     qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     a: torch.Tensor,
     b: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
     state: torch.Tensor,
     state_indices: torch.Tensor,
     *,
@@ -35,6 +42,9 @@ def gated_delta_rule_update(
     softplus_threshold: float = 20.0,
 ) -> torch.Tensor:
     """Decode, or verify drafted tokens: a few tokens of each sequence, its state in a pool.
+
+    With `NPU_OPS_CONSISTENT=1` a token has the bits that training gives it (docs/invariance.md):
+    gates are computed by PyTorch, as models do, and states are fp32 with values first.
 
     Does the split, l2norm of q and k (`x / sqrt(sum(x^2) + 1e-6)`), the gate
     `g = -exp(A_log) softplus(a + dt_bias)`, `beta = sigmoid(b)` and the gated delta rule (see
@@ -54,7 +64,8 @@ def gated_delta_rule_update(
     Args:
         qkv: `[tokens, 2 H K + HV V]`, a token's q, k and v one after the other; or the three,
             `[tokens, H, K]`, `[tokens, H, K]` and `[tokens, HV, V]`. They may be strided by token.
-        a, b: `[tokens, HV]`. A_log, dt_bias: `[HV]`.
+        a, b: `[tokens, HV]`. A_log, dt_bias: `[HV]`; both None: the gates are ready, a is g and b
+            is beta.
         state: the pool, fp32 or bf16, `[slots, HV, V, K]` or, with `state_v_first=False`,
             `[slots, HV, K, V]`. Slots may lie apart. Updated in place.
         state_indices: int32 or int64, a slot, or -1: the sequence is skipped and its outputs are 0
@@ -91,7 +102,7 @@ def gated_delta_rule_update(
         num_accepted_tokens, intermediate_states, intermediate_state_indices, disable_state_update,
         scale, use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold,
     )  # fmt: skip
-    return op.forward(*inputs)
+    return op.forward(*(_consistent(inputs) if env.settings.consistent else inputs))
 
 
 _Call = call_of(gated_delta_rule_update)
@@ -127,6 +138,21 @@ def _inputs(*args, **kwargs):
     )
     check_inputs(inputs)
     return inputs
+
+
+def _consistent(inputs):
+    """Inputs that were checked, in the mode `consistent`: with q and k normalised and gates ready,
+    both by the operators that trainers call."""
+    check_consistent(inputs)
+    if inputs.normalize:
+        inputs = inputs._replace(q=l2norm(inputs.q), k=l2norm(inputs.k), normalize=False)
+    if inputs.A_log is None:
+        return inputs
+    g, beta = gdn_gate(
+        inputs.a, inputs.A_log, inputs.dt_bias, inputs.b, softplus_beta=inputs.softplus_beta,
+        softplus_threshold=inputs.softplus_threshold,
+    )  # fmt: skip
+    return inputs._replace(a=g, b=beta, A_log=None, dt_bias=None)
 
 
 explains("gated_delta_rule_update", op.forward, _inputs)

@@ -70,7 +70,9 @@ def update_by(
     # The operator reads a sequence's first state here, and writes the state after each token.
     states = pool.new_empty((tokens, *pool.shape[1:]))
     states[:: tokens // count] = pool[first.clamp(0, pool.shape[0] - 1)]
-    g, beta = gate.gdn_gate(a, A_log, dt_bias, b, 1.0, softplus_beta, softplus_threshold)
+    g, beta = a, b
+    if A_log is not None:
+        g, beta = gate.gdn_gate(a, A_log, dt_bias, b, 1.0, softplus_beta, softplus_threshold)
     if normalize:
         # Rounded to bf16, as the operator reads it.
         q, k = (norm.l2norm(x, _EPS).to(x.dtype) for x in (q, k))

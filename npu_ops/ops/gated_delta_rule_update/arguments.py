@@ -79,6 +79,14 @@ def check_inputs(inputs) -> None:
         check_values(inputs)
 
 
+def check_consistent(inputs) -> None:
+    """Refuse states that training does not have, for the mode `consistent`."""
+    if not inputs.state_v_first:
+        raise ValueError("state_v_first: got False with NPU_OPS_CONSISTENT=1, needs True")
+    if inputs.state.dtype == torch.bfloat16:
+        raise TypeError("state: got bfloat16 with NPU_OPS_CONSISTENT=1, needs float32")
+
+
 def _is_tensor(x) -> bool:
     return isinstance(x, torch.Tensor)
 
@@ -88,7 +96,8 @@ def _check_shapes(inputs) -> None:
     for name in ("a", "b"):
         check.floating(name, getattr(inputs, name))
         _check_shape(name, getattr(inputs, name), (tokens, heads))
-    for name in ("A_log", "dt_bias"):
+    ready = inputs.A_log is inputs.dt_bias is None
+    for name in () if ready else ("A_log", "dt_bias"):
         check.floating(name, getattr(inputs, name))
         _check_shape(name, getattr(inputs, name), (heads,))
     _check_state_dtype("state", inputs.state, inputs.v)

@@ -22,6 +22,8 @@ _ASCENDC_KEYS = 256
 
 def _against_ascendc(arguments) -> str | None:
     keys = arguments.q.shape[2]
+    if arguments.A_log is None:
+        return "gates are ready, it computes them"
     if keys > _ASCENDC_KEYS:
         return f"heads of {keys} keys are more than {_ASCENDC_KEYS}"
     return plain_alone(arguments)
@@ -34,7 +36,7 @@ _CONTIGUOUS = (
 
 forward = Operator(
     "gated_delta_rule_update",
-    takes="Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, "
+    takes="Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor? A_log, Tensor? dt_bias, "
     "Tensor(a!) state, Tensor state_indices, Tensor? cu_seqlens, Tensor? num_accepted_tokens, "
     "Tensor(b!)? intermediate_states, Tensor? intermediate_state_indices, float scale, "
     "bool normalize, bool state_v_first, bool update, float softplus_beta, "

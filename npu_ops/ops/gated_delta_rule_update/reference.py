@@ -17,8 +17,8 @@ def gated_delta_rule_update(
     softplus_beta, softplus_threshold,
 ):  # fmt: skip
     """o `[tokens, HV, V]`, fp32 or fp64; updates `state` and `intermediate_states` in place."""
-    decay = _decay(a, A_log, dt_bias, softplus_beta, softplus_threshold)
-    tokens = _tokens(q, k, v, b, decay, scale, normalize)
+    decay, beta = _gates(a, b, A_log, dt_bias, softplus_beta, softplus_threshold)
+    tokens = _tokens(q, k, v, decay, beta, scale, normalize)
     o = torch.zeros_like(tokens[2])
 
     def as_stored(matrix):
@@ -70,20 +70,23 @@ def sequences(
         yield begin, end, first, slots if slot_per_token else last_alone, rows[n]
 
 
-def _decay(a, A_log, dt_bias, softplus_beta, softplus_threshold):
-    """`[tokens, HV]`: what a state is multiplied by before a token."""
-    wide = compute_dtype(a, A_log, dt_bias)
+def _gates(a, b, A_log, dt_bias, softplus_beta, softplus_threshold):
+    """`[tokens, HV]`: what a state is multiplied by before a token, and how far it is moved."""
+    if A_log is None:
+        wide = compute_dtype(a, b)
+        return a.to(wide).exp(), b.to(wide)
+    wide = compute_dtype(a, b, A_log, dt_bias)
     raw = a.to(wide) + dt_bias.to(wide)
     root, _, plus = rate_of(A_log.to(wide), raw, softplus_beta, softplus_threshold)
-    return torch.exp(-(root * plus * root))
+    return torch.exp(-(root * plus * root)), b.to(wide).sigmoid()
 
 
-def _tokens(q, k, v, b, decay, scale, normalize):
+def _tokens(q, k, v, decay, beta, scale, normalize):
     """`[tokens, HV, ...]`: what steps take; q and k are repeated for value heads."""
-    wide = compute_dtype(q, k, v, b, decay)
+    wide = compute_dtype(q, k, v, decay, beta)
     group = v.shape[1] // q.shape[1]
     q, k = (x.to(wide) for x in (q, k))
     if normalize:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.repeat_interleave(group, 1) for x in (q * scale, k))
-    return q, k, v.to(wide), b.to(wide).sigmoid()[..., None], decay.to(wide)[..., None, None]
+    return q, k, v.to(wide), beta.to(wide)[..., None], decay.to(wide)[..., None, None]

@@ -1,9 +1,12 @@
-"""Gated Delta Net's decoding step in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""Shared by gated_delta_rule_update and chunk_gated_delta_rule: the decoding step in Triton.
+
+For Ascend and NVIDIA. Definition: reference.py
 
 A program loads the state of BV value columns of one head, walks over the sequence's tokens, which
 are few, and stores it: nothing but vector instructions, each state read once and written once.
-Plain decoding, one token of each sequence with states that have values first, has a kernel without
-that walk: `_decode_kernel`.
+Plain decoding, one token of each sequence with states that have values first and raw gates, has a
+kernel without that walk: `_decode_kernel`. Gates that are ready have the walk alone, so that a
+sequence has the same bits however its tokens are spread over calls.
 """
 
 from __future__ import annotations
@@ -110,20 +113,22 @@ def _step(matrix, q, k, v, a, b, A_log, dt_bias, scale, token, q_t, k_t, v_t, a_
           value, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
           V_FIRST: tl.constexpr, NORMALIZE: tl.constexpr, softplus_beta, softplus_threshold,
           PLAIN: tl.constexpr):  # fmt: skip
-    """The state after a token, and what q reads from it."""
+    """The state after a token, and what q reads from it. Without A_log, a is g and b is beta."""
     qk_head = head // (HV // H)
     b_k = keys_of(_normalized(load_row(k + token * k_t, qk_head, key, K), NORMALIZE), V_FIRST)
     b_q = _normalized(load_row(q + token * q_t, qk_head, key, K), NORMALIZE) * scale
     # Vectors of one number: the scalar unit has no exp.
-    raw = tl.zeros(key.shape, tl.float32) + tl.load(a + token * a_t + head).to(tl.float32)
-    rate = tl.zeros(key.shape, tl.float32) + tl.load(A_log + head).to(tl.float32)
-    raw += tl.load(dt_bias + head).to(tl.float32)
-    root, _, plus = rate_of(raw, rate, softplus_beta, softplus_threshold, PLAIN)
-    decay = tl.exp(0.0 - root * plus * root)
-    logit = tl.zeros(value.shape, tl.float32) + tl.load(b + token * b_t + head).to(tl.float32)
-    matrix = matrix * keys_of(decay, V_FIRST)
+    log = tl.zeros(key.shape, tl.float32) + tl.load(a + token * a_t + head).to(tl.float32)
+    strength = tl.zeros(value.shape, tl.float32) + tl.load(b + token * b_t + head).to(tl.float32)
+    if A_log is not None:
+        rate = tl.zeros(key.shape, tl.float32) + tl.load(A_log + head).to(tl.float32)
+        raw = log + tl.load(dt_bias + head).to(tl.float32)
+        root, _, plus = rate_of(raw, rate, softplus_beta, softplus_threshold, PLAIN)
+        log = 0.0 - root * plus * root
+        strength = 1.0 / (1.0 + tl.exp(-strength))
+    matrix = matrix * keys_of(tl.exp(log), V_FIRST)
     error = load_row(v + token * v_t, head, value, V) - over_keys(matrix * b_k, V_FIRST)
-    matrix += b_k * values_of(error / (1.0 + tl.exp(-logit)), V_FIRST)
+    matrix += b_k * values_of(error * strength, V_FIRST)
     return matrix, over_keys(matrix * keys_of(b_q, V_FIRST), V_FIRST)
 
 
@@ -286,7 +291,8 @@ def gated_delta_rule_update(
         "UPDATE": update, "PLAIN": is_plain(softplus_beta, softplus_threshold),
     }  # fmt: skip
     strides = [x.stride(0) for x in (q, k, v, a, b, state, state_indices)]
-    if tokens == sequences and cu_seqlens is kept is None and state_v_first and not per_token:
+    one_each = tokens == sequences and cu_seqlens is kept is None and not per_token
+    if one_each and state_v_first and A_log is not None:
         constants |= _decode_tile(value_heads, keys, values)
         items = sequences * cdiv(value_heads, constants["BH"])
         parts = _parts(items, cdiv(values, constants["BV"]), vector_grid(1 << 16, q.device)[0])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
-from npu_ops.core import check
+from npu_ops.core import check, env
 from npu_ops.core.registry import explains
 from npu_ops.ops.gdn_gate import op
 from npu_ops.ops.gdn_gate.softplus import check_softplus
@@ -25,7 +26,8 @@ def gdn_gate(
     """The log decay `g = -exp(A_log) * softplus(a + dt_bias)`, and `beta = sigmoid(b)`.
 
     Computed in fp32 in one pass, finite wherever the result is. The gradients of A_log and dt_bias
-    are summed over all tokens in fp32, in an order that does not change from run to run.
+    are summed over all tokens in fp32, in an order that does not change from run to run. With
+    `NPU_OPS_CONSISTENT=1` PyTorch computes them, as in models (docs/invariance.md).
 
     Args:
         a: `[..., HV]`, float32, bfloat16, float16 or float64; a slice of a projection is read in
@@ -55,8 +57,18 @@ def gdn_gate(
         a, A_log, dt_bias, b, allow_neg_eigval=allow_neg_eigval, softplus_beta=softplus_beta,
         softplus_threshold=softplus_threshold,
     )  # fmt: skip
-    g, beta = op.forward(*args)
+    g, beta = of_models(*args) if env.settings.consistent else op.forward(*args)
     return g if b is None else (g, beta)
+
+
+def of_models(a, A_log, dt_bias, b, beta_scale, softplus_beta, softplus_threshold):
+    """g and beta by the operators of PyTorch that transformers and Megatron call, in their order:
+    in a trainer whose gates nobody replaced the bits are the same."""
+    raw = a.float() if dt_bias is None else a.float() + dt_bias
+    g = -A_log.float().exp() * F.softplus(raw, softplus_beta, softplus_threshold)
+    if b is None:
+        return g, None
+    return g, b.sigmoid() if beta_scale == 1 else beta_scale * b.sigmoid()
 
 
 def _prepare(

@@ -11,7 +11,7 @@ import npu_ops
 from npu_ops.core import check
 from npu_ops.core.signature import call_of
 from npu_ops.ops.fused_recurrent_gated_delta_rule.arguments import check_call
-from npu_ops_adapters.calls import check_device
+from npu_ops_adapters.calls import check_device, token_by_token
 from npu_ops_adapters.fla import functions
 from npu_ops_adapters.patching import Patch
 
@@ -51,7 +51,7 @@ def ours(*args, transpose_state_layout=None, **options) -> Callable:
         call = call._replace(q=call.q.float(), k=call.k.float(), v=call.v.float())
     check_call(call)
     check_device(call.q)
-    ours = functools.partial(npu_ops.fused_recurrent_gated_delta_rule, **call._asdict())
+    ours = functools.partial(token_by_token, **call._asdict())
     return ours if dtype == call.v.dtype else functools.partial(_rounded, ours, dtype)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from packaging.version import Version
 
-from npu_ops.core import log, make
+from npu_ops.core import env, log, make
 from npu_ops_adapters.patching import Names, Patch
 from npu_ops_adapters.sglang import hooks
 
@@ -85,7 +85,13 @@ def made(ours: Callable, target: str, original: Callable) -> Callable:
 
 
 def fell_back(name: str, reason: Exception) -> None:
-    """Say once that SGLang's own function runs, unless it is at home on the device."""
+    """Say once that SGLang's own function runs, unless it is at home on the device.
+
+    Raises:
+        RuntimeError: with NPU_OPS_CONSISTENT=1: its bits are not the trainer's.
+    """
+    if env.settings.consistent:
+        raise RuntimeError(f"NPU_OPS_CONSISTENT=1, and {name} is not ours: {reason}") from reason
     if not isinstance(reason, NotOursError):
         log.once(f"SGLang's own {name.rpartition(':')[2]} runs: {reason}")
 

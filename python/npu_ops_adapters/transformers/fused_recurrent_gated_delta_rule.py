@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 
-import npu_ops
+from npu_ops_adapters.calls import token_by_token
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
 from npu_ops_adapters.transformers.chunk_gated_delta_rule import checked
@@ -35,6 +35,6 @@ def ours(
     """The call of ours that is this call of transformers'. A model's other options are not read."""
     arguments = checked(query, key, value, g, beta, initial_state, cu_seqlens)
     return functools.partial(
-        npu_ops.fused_recurrent_gated_delta_rule, **arguments,
+        token_by_token, **arguments,
         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )  # fmt: skip

@@ -66,13 +66,13 @@ def _forward(layer, x, cu_seqlens):
     weight, bias = (_channels(layer, p) for p in (layer.conv1d.weight, layer.conv1d.bias))
     q, k, v, _ = npu_ops.causal_conv1d_qkv(
         columns, weight[:, 0], bias, head_k_dim=layer.head_k_dim, head_v_dim=layer.head_v_dim,
-        cu_seqlens=cu_seqlens, **share,
+        cu_seqlens=cu_seqlens, use_qk_l2norm=False, **share,
     )  # fmt: skip
     a, b = gates.chunk(2, dim=-1)
+    g, beta = npu_ops.gdn_gate(a, _heads(layer.A_log), _heads(layer.dt_bias), b)
     o, _ = npu_ops.chunk_gated_delta_rule(
-        q, k, v, a, b, use_beta_sigmoid_in_kernel=True, use_gate_in_kernel=True,
-        A_log=_heads(layer.A_log), dt_bias=_heads(layer.dt_bias), cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+        q, k, v, g, beta, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens
+    )
     if ulysses.size() > 1:
         o = ulysses.gather_heads(o, tokens=1, heads=2)
     z = layer.in_proj_z(x)

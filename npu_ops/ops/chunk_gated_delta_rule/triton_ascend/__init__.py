@@ -15,6 +15,8 @@ import torch
 from npu_ops.core import hardware
 from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 from npu_ops.core.lengths_triton_ascend import finish, int32_starts
+from npu_ops.ops.chunk_gated_delta_rule import token_by_token
+from npu_ops.ops.chunk_gated_delta_rule.arguments import TOKEN
 from npu_ops.ops.chunk_gated_delta_rule.reference import EPS
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend import (
     backward,
@@ -23,6 +25,7 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend import (
     intra,
     segments,
 )
+from npu_ops.ops.gated_delta_rule_update.triton_ascend import gated_delta_rule_update
 from npu_ops.ops.l2norm import triton_ascend as norm
 
 # For each vector core that shares a tile. Its unified buffer holds the state in fp32 and what is
@@ -54,6 +57,10 @@ def chunk_gated_delta_rule(
     o, final_state, chunk_states=None,
 ):  # fmt: skip
     """Write o, and of the states what is not None; the arguments are the operator's."""
+    if chunk_size == TOKEN:
+        step = gated_delta_rule_update
+        inputs = q, k, v, g, beta, initial_state, cu_seqlens, scale, state_v_first, normalize
+        return token_by_token.forward(step, *inputs, o, final_state)
     wanted, chunk_size = chunk_size, _chunk_size(q, v, chunk_size)  # states are kept before those
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
@@ -90,7 +97,7 @@ def chunk_gated_delta_rule_backward(
     state_v_first, normalize, grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial_state,
 ):  # fmt: skip
     """Write the gradients; grad_initial_state may be None. The arguments are the operator's."""
-    chunk_size = _chunk_size(q, v, chunk_size)
+    chunk_size = _chunk_size(q, v, token_by_token.chunk_size_of_backward(chunk_size))
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
     solved, scores, *norms = _within_chunks(q, k, gates, spans, scale, normalize, weighed=False)
