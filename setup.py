@@ -95,7 +95,7 @@ def older_library(folder):
     made = library(torch)
     headers = f"{folder}/torch/include"
     # In place of those of the torch that builds.
-    made.include_dirs = ["csrc", headers, f"{headers}/torch/csrc/api/include"]
+    made.include_dirs = [os.path.abspath("csrc"), headers, f"{headers}/torch/csrc/api/include"]
     made.library_dirs = [f"{folder}/torch/lib"]
     return made
 
@@ -142,7 +142,8 @@ def native_extensions():
             self.build_temp = before
 
     compiler = find_compiler()
-    write_build_info(torch=torch.__version__, compiler=compiler)
+    cann = os.path.realpath(os.environ["ASCEND_HOME_PATH"]) if kernels_wanted() else None
+    write_build_info(torch=torch.__version__, compiler=compiler, cann=cann)
     older = filter(None, os.environ.get("NPU_OPS_OLDER_TORCH", "").split(":"))
     return {
         "ext_modules": [
@@ -223,6 +224,7 @@ setuptools.setup(
     package_data={
         "npu_ops": ["_build_info.json", "preferences/*.json"],
         "npu_ops_tools": [
+            "*.csv",
             "templates/**/*",
             "model/*.csv",
             "model/*.txt",

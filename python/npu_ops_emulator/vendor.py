@@ -51,8 +51,18 @@ def _path() -> str:
     folder = pathlib.Path(spec.origin).parent / "bin"
     for file in folder.iterdir():
         if not os.access(file, os.X_OK):  # the wheel drops the bit
-            file.chmod(file.stat().st_mode | stat.S_IXUSR)
+            _make_executable(file)
     return f"{folder}{os.pathsep}{path}"
+
+
+def _make_executable(file: pathlib.Path) -> None:
+    try:
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    except OSError as error:
+        raise PermissionError(
+            f"{file} is not executable, and this user may not change it ({error.strerror}); as its "
+            f"owner: chmod +x {file.parent}/*"
+        ) from error
 
 
 def environment() -> dict[str, str]:
@@ -186,6 +196,11 @@ def cores(soc: str) -> tuple[int, int]:
 
 def _compile(name: str, text: str, soc: str, options: dict, wanted: tuple[str, ...]):
     """What the compiler says, and the IR that it was told to print."""
+    if "ascendnpu-ir 1.0" in versions():
+        raise CompileError(
+            f"{name}: ascendnpu-ir 1.0 leaves the plan of buffers to CANN's hivmc, without which "
+            "no kernel can be judged; install ascendnpu-ir 1.1 or newer"
+        )
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder, "kernel.mlir")
         source.write_text(text)

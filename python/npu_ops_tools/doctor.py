@@ -22,7 +22,7 @@ from npu_ops_adapters import State
 import npu_ops
 from npu_ops.core import cases, env, hardware, preferences
 from npu_ops.core.registry import as_if_on
-from npu_ops_tools import known_bad, verl_patches
+from npu_ops_tools import known_bad, support, verl_patches
 from npu_ops_tools.options import device_counts
 from npu_ops_tools.where import ops
 
@@ -66,7 +66,7 @@ def collect(modules: Iterable[str] = ()) -> dict:
         "packages": versions,
         "build": npu_ops.build_info(),
         "switches": {s.variable: os.environ.get(s.variable, s.default) for s in env.SWITCHES},
-        "tested": known_bad.tested(versions),
+        "support": support.standing(versions),
         "torch_npu": None
         if versions["torch_npu"]
         else known_bad.install_torch_npu(torch.__version__),
@@ -181,6 +181,9 @@ def not_in_force(found: dict) -> Iterator[str]:
     """A sentence for each thing that was asked for and is not so: by installing it, or a switch."""
     if found["build"]["broken"]:
         yield f"native kernels: {found['build']['why_not']}"
+    built, here = found["build"]["cann"], known_bad.cann_folder()
+    if built and here and built != os.path.realpath(here):
+        yield f"AscendC kernels: built with {built}, and the CANN here is {os.path.realpath(here)}"
     for (package, reason), rows in by_reason(found["patches"]).items():
         if rows[0]["state"] not in _AT_REST:
             names = ", ".join(dict.fromkeys(row["op"] for row in rows))
@@ -261,7 +264,7 @@ def _trouble(error: Exception) -> tuple[Missing, str]:
 
 def _cann() -> str | None:
     """The folder of CANN, with its version where it says one."""
-    folder = next((os.environ[n] for n in known_bad.CANN_FOLDERS if n in os.environ), None)
+    folder = known_bad.cann_folder()
     if folder is None:
         return None
     for name in ("compiler/version.info", "version.cfg"):
@@ -293,7 +296,7 @@ def _machine(found: dict) -> Iterator[str]:
     absent = [name for name, version in found["packages"].items() if not version]
     yield from _line(f"  {'packages':16}", ", ".join(here))
     yield from _line(f"  {'not installed':16}", ", ".join(absent))
-    yield from _line(f"  {'tested':16}", found["tested"])
+    yield from _line(f"  {'support':16}", found["support"])
     if found.get("torch_npu"):
         yield from _line(f"  {'for NPUs':16}", found["torch_npu"])
 

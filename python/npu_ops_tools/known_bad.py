@@ -6,11 +6,9 @@ import importlib.metadata
 import os
 from collections.abc import Iterable, Mapping
 
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-# What our tests run with, as (torch, torch_npu), torch_npu on the emulated NPU: all of them with
-# 2.13, the cases of every op with the others (packaging/versions.py).
-TESTED = (("2.7", None), ("2.10", None), ("2.13", "2.13"), ("2.14", "2.14"), ("2.15", None))
 CANN_FOLDERS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 
 
@@ -21,7 +19,17 @@ def problems(versions: Mapping[str, str | None], environ=os.environ) -> Iterable
     versions: of packages by name, None for those that are not installed.
     """
     rules = dict.fromkeys(
-        (_two_tritons, _other_torch, _no_cann, _no_extension, _no_pybind, _all_blocks), ""
+        (
+            _two_tritons,
+            _two_torch_npu,
+            _other_torch,
+            _no_cann,
+            _two_canns,
+            _no_extension,
+            _no_pybind,
+            _all_blocks,
+        ),
+        "",
     )
     for rule, when in (rules | {_wrong_slice: "torch.compile(dynamic=True)"}).items():
         found = rule(versions, environ)
@@ -35,16 +43,6 @@ def install_torch_npu(torch: str) -> str:
     return f"pip install --no-deps 'torch_npu=={release}.*' && pip install pyyaml"
 
 
-def tested(versions: Mapping[str, str | None]) -> str:
-    """Which pairs of torch and torch_npu are tested, and whether this is one."""
-    here = tuple(versions.get(name) and _minor(versions[name]) for name in ("torch", "torch_npu"))
-    alone = "torch " + ", ".join(torch for torch, npu in TESTED if npu is None)
-    with_npu = (f"torch {torch} with torch_npu {npu}" for torch, npu in TESTED if npu)
-    pairs = ", ".join((alone, *with_npu))
-    alike = [pair for pair in TESTED if pair == here or (here[1] is None and pair[0] == here[0])]
-    return f"{pairs}: {'this one' if alike else 'not this one'}"
-
-
 def _two_tritons(versions, environ):
     if versions.get("triton") and versions.get("triton-ascend"):
         return (
@@ -55,6 +53,21 @@ def _two_tritons(versions, environ):
             "verl #4254, triton-ascend #306",
         )
     return None
+
+
+def _two_torch_npu(versions, environ):
+    found = dict.fromkeys(
+        f"{each.version} in {each.locate_file('')}"
+        for each in importlib.metadata.distributions()
+        if canonicalize_name(each.metadata["Name"] or "") == "torch-npu"
+    )
+    if len(found) < 2:
+        return None
+    return (
+        f"torch_npu is installed more than once: {', '.join(found)}; Python imports the first",
+        "uninstall torch_npu until pip finds none, and install the one of this torch",
+        "Ascend/pytorch #99",
+    )
 
 
 def _other_torch(versions, environ):
@@ -76,6 +89,18 @@ def _no_cann(versions, environ):
         "(libhccl.so), unless TORCH_DEVICE_BACKEND_AUTOLOAD=0",
         "source set_env.sh of the CANN toolkit; without an NPU, uninstall torch_npu",
         "torch_npu 2.13, accelerate #3754",
+    )
+
+
+def _two_canns(versions, environ):
+    folders = {name: os.path.realpath(environ[name]) for name in CANN_FOLDERS if name in environ}
+    if len(set(folders.values())) < 2:
+        return None
+    return (
+        "two versions of CANN were sourced: "
+        + ", ".join(f"{name} is {folder}" for name, folder in folders.items()),
+        "source set_env.sh of one CANN in a new shell",
+        "CANN's set_env.sh",
     )
 
 
@@ -121,6 +146,11 @@ def _wrong_slice(versions, environ):
         "torch._inductor.config.enable_auto_functionalized_v2 = False",
         "docs/help.md, Faults of torch",
     )
+
+
+def cann_folder() -> str | None:
+    """The folder of the CANN that was sourced, or None."""
+    return next((os.environ[name] for name in CANN_FOLDERS if name in os.environ), None)
 
 
 def version(package: str) -> str | None:

@@ -295,3 +295,20 @@ def test_a_tool_that_is_killed_runs_again():
     with pytest.raises(subprocess.CalledProcessError):  # an error is an error
         vendor.retried(run, "module")
     assert next(statuses, None) is None
+
+
+def test_a_compiler_that_judges_nothing_is_refused(monkeypatch):
+    """ascendnpu-ir 1.0 starts CANN's hivmc for the plan of buffers."""
+    monkeypatch.setattr(vendor, "versions", lambda: "triton-ascend 3.2.0, ascendnpu-ir 1.0.0")
+    with pytest.raises(vendor.CompileError, match="install ascendnpu-ir 1.1 or newer"):
+        vendor.compile("empty", "module {}", "Ascend910B3")
+
+
+def test_a_tool_in_a_folder_that_may_not_be_written(monkeypatch, tmp_path):
+    def refused(self, mode):
+        raise PermissionError(1, "Operation not permitted")
+
+    (tool := tmp_path / "bishengir-compile").touch()
+    monkeypatch.setattr(pathlib.Path, "chmod", refused)
+    with pytest.raises(PermissionError, match=r"\(Operation not permitted\); .*: chmod \+x "):
+        vendor._make_executable(tool)

@@ -47,9 +47,10 @@ def found_with(**changes):
     """What `collect` returns, with patches that need no framework."""
     return {
         "machine": doctor.machine(), "packages": dict.fromkeys(doctor.PACKAGES), "known bad": [],
-        "build": {"why_not": None, "broken": False, "compiler": "g++"}, "switches": {},
+        "build": {"why_not": None, "broken": False, "compiler": "g++", "cann": None},
+        "switches": {},
         "implementations": [], "patches": [], "preferences": [], "not in force": [],
-        "tested": "torch",
+        "support": "tested",
     } | changes  # fmt: skip
 
 
@@ -188,6 +189,7 @@ def always(versions, environ):
             {"torch_npu": "2.13.0", "sglang": "0.5.23"}, CANN, "the server does not start",
             "triton-ascend 3.2.1",
         ),
+        ({}, CANN | {"ASCEND_HOME_PATH": "other"}, "two versions of CANN", "of one CANN"),
         ({"pybind11": None}, {}, "without pybind11", "pip install pybind11"),
         ({}, {"TRITON_ALL_BLOCKS_PARALLEL": "1"}, "wait for each other", "unset TRITON_ALL"),
     ],
@@ -341,25 +343,6 @@ def test_a_broken_torch_npu_is_said(monkeypatch):
     assert machine["no npu because"].startswith("torch_npu does not work: OSError: libascendcl.so")
 
 
-@pytest.mark.parametrize(
-    "versions, end",
-    [
-        ({"torch": "2.13.0+cpu", "torch_npu": None}, ": this one"),
-        ({"torch": "2.13.1", "torch_npu": "2.13.0"}, ": this one"),
-        ({"torch": "2.15.0", "torch_npu": None}, ": this one"),
-        ({"torch": "2.12.1", "torch_npu": None}, ": not this one"),
-        ({"torch": "2.14.0", "torch_npu": "2.14.0.post1"}, ": this one"),
-        ({"torch": "2.15.0", "torch_npu": "2.13.0"}, ": not this one"),
-        ({"torch": "2.13.0", "torch_npu": "2.14.0"}, ": not this one"),
-    ],
-)
-def test_it_says_which_torch_is_tested(versions, end):
-    said = known_bad.tested(versions)
-    assert said.startswith("torch 2.7, 2.10, 2.15, torch 2.13 with torch_npu 2.13, torch 2.14 ")
-    assert said.endswith(end)
-    assert said in doctor.text(found_with(tested=said)).replace("\n" + " " * 18, " ")
-
-
 def test_an_install_replaces_no_torch():
     """Its requirement has no upper bound."""
     text = (where.ROOT / "pyproject.toml").read_text()
@@ -368,9 +351,31 @@ def test_an_install_replaces_no_torch():
 
 
 def test_a_native_library_that_does_not_load_is_amiss():
-    build = {"why_not": "undefined symbol: torch_list_size", "broken": True, "compiler": "g++"}
-    found = found_with(build=build)
+    found = found_with()
+    found["build"] |= {"why_not": "undefined symbol: torch_list_size", "broken": True}
     (sentence,) = doctor.not_in_force(found)
     assert sentence == "native kernels: undefined symbol: torch_list_size"
-    absent = {"why_not": "installed without native kernels", "broken": False, "compiler": None}
-    assert not list(doctor.not_in_force(found_with(build=absent)))
+    found["build"] |= {"why_not": "installed without native kernels", "broken": False}
+    assert not list(doctor.not_in_force(found))
+
+
+def test_kernels_of_another_cann_are_amiss(monkeypatch):
+    found = found_with()
+    found["build"]["cann"] = "/opt/cann-8.5.0"
+    monkeypatch.setenv("ASCEND_HOME_PATH", "/opt/cann-8.5.2")
+    (said,) = doctor.not_in_force(found)
+    assert said == (
+        "AscendC kernels: built with /opt/cann-8.5.0, and the CANN here is /opt/cann-8.5.2"
+    )
+    monkeypatch.setenv("ASCEND_HOME_PATH", "/opt/cann-8.5.0")
+    assert not list(doctor.not_in_force(found))
+
+
+def test_two_torch_npu_are_said(monkeypatch, tmp_path):
+    for folder, name, version in (("a", "torch_npu", "2.8.0"), ("b", "torch-npu", "2.9.0")):
+        info = tmp_path / folder / f"torch_npu-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    (said,) = [found["what"] for found in always({}, {})]
+    assert re.match(r"torch_npu is installed more than once: 2.9.0 in .*b.*, 2.8.0 in .*a", said)

@@ -2,13 +2,14 @@
 
 import contextlib
 import json
+import queue
 import types
 from unittest import mock
 
 import pytest
 import torch
 from npu_ops_tools import verify
-from npu_ops_tools.verify import checks, compare, guards, jobs, report, runs
+from npu_ops_tools.verify import checks, compare, guards, jobs, report, runs, worker
 from npu_ops_tools.verify import ranks as two_ranks
 from npu_ops_tools.where import ops
 from test_cli import call, command
@@ -313,3 +314,9 @@ def test_compare(tmp_path):
     said = call("verify", "--compare", *paths, code=1)
     assert "slower: a: 2.00 of the time before" in said and "newly wrong: c" in said
     call("verify", "--compare", paths[0], paths[0])
+
+
+def test_what_torch_npu_prints_as_it_is_imported_is_no_answer():
+    said = queue.SimpleQueue()
+    worker._read(["Warning: ASCEND_HOME_PATH environment variable is not set.\n", "{}\n"], said)
+    assert [said.get(), said.get()] == ["{}\n", None] and said.empty()

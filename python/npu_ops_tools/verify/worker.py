@@ -107,8 +107,10 @@ def _wrong(what: str, why: str, seconds: float) -> dict:
 
 
 def _read(stream, answers) -> None:
+    """What torch_npu prints as torch imports it comes before the first answer."""
     for line in stream:
-        answers.put(line)
+        if line.startswith("{"):
+            answers.put(line)
     answers.put(None)
 
 

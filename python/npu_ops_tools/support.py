@@ -1,0 +1,150 @@
+"""Which images npu-ops was tried for, and what came of it: `images.csv` and `tested.csv`.
+
+An image is a torch, a torch_npu and a Python, as a project pins them. What ran beside them was
+written by packaging/versions.py, on x86_64, with an NPU in software.
+"""
+
+from __future__ import annotations
+
+import csv
+import pathlib
+import platform
+from collections.abc import Iterator, Mapping
+
+from packaging.version import Version
+
+HERE = pathlib.Path(__file__).parent
+OLDEST = "2.7"
+# Columns of tested.csv, and how a table calls them.
+STEPS = {
+    "source": "installs from source",
+    "wheel": "from a wheel",
+    "cpu": "cases on the CPU",
+    "triton": "Triton, emulated NPU",
+    "ascendc": "AscendC, twin",
+    "demo": "Megatron trains, emulated NPU",
+}
+KEYS = ("torch", "torch_npu", "python")
+
+
+def images() -> list[dict[str, str]]:
+    """The images of the projects that use npu-ops, and what they pin."""
+    return _read("images.csv")
+
+
+def tested() -> list[dict[str, str]]:
+    """What ran beside each torch: "yes", a number of tests, or what failed."""
+    return _read("tested.csv")
+
+
+def write(row: Mapping[str, str]) -> None:
+    """Put a row in place of the one with the same torch, torch_npu and Python."""
+    rows = {_key(known): known for known in tested()} | {_key(row): dict(row)}
+    with (HERE / "tested.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*KEYS, *STEPS, "commit"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted(rows.values(), key=lambda row: _order(row)))
+
+
+def standing(versions: Mapping[str, str | None], python: str = platform.python_version()) -> str:
+    """A sentence that begins with "tested", "should work" or "not supported", and says why.
+
+    versions: of torch and torch_npu, None where it is not installed.
+    """
+    torch, npu = (_release(versions.get(name)) for name in ("torch", "torch_npu"))
+    if torch is None:
+        return "not supported: torch is not installed"
+    if Version(torch) < Version(OLDEST):
+        return f"not supported: needs torch {OLDEST} or newer, this is {torch}"
+    if npu and _minor(npu) != _minor(torch):
+        return f"not supported: torch_npu {npu} belongs to another torch than {torch}"
+    alike = [row for row in tested() if row["torch"] == torch and _fits(row, npu)]
+    alike.sort(key=lambda row: row["python"] != _minor(python))
+    if alike and Version(versions["torch"]).is_prerelease:
+        return (
+            f"should work: this torch was built from source; it was tested with {_what(alike[0])}"
+        )
+    if alike:
+        return f"tested: {_what(alike[0])}{_named(alike[0])}"
+    near = [row for row in tested() if _minor(row["torch"]) == _minor(torch)] or tested()[-1:]
+    was = f"it was tested with {_what(near[-1])}" if near else "nothing was tested"
+    return f"should work: {was}"
+
+
+def _fits(row, npu: str | None) -> bool:
+    return npu is None or (row["torch_npu"] and _release(row["torch_npu"]) == npu)
+
+
+def _what(row) -> str:
+    npu = f" and torch_npu {row['torch_npu']}" if row["torch_npu"] else ""
+    failed = [f"{STEPS[step]}: {row[step]}" for step in STEPS if "failed" in row[step]]
+    return f"torch {row['torch']}{npu} (Python {row['python']})" + "".join(
+        f"; {text}" for text in failed
+    )
+
+
+def _named(row) -> str:
+    """The images that have this torch."""
+    names = [image["image"] for image in images() if image["torch"] == row["torch"]]
+    return f"; it is the torch of {', '.join(names)}" if names else ""
+
+
+# ---- tables ----
+
+
+def short_table() -> str:
+    """For the README: a line for each image."""
+    head = ("image", "CANN", "Python", "torch, torch_npu", *STEPS.values())
+    return _markdown(head, map(_short, images()))
+
+
+def _short(image) -> tuple[str, ...]:
+    row = _of(image)
+    steps = [row[step] if row else "not tried" for step in STEPS]
+    torch = f"{image['torch']}, {image['torch_npu']}"
+    return (image["image"], image["cann"], image["python"], torch, *steps)
+
+
+def whole_page() -> str:
+    """For the documentation: where an image's versions are from, and every torch that was tried."""
+    head = ("image", "from", "CANN", "Python", "torch", "torch_npu", "triton-ascend", "with")
+    of_images = _markdown(head, (tuple(image.values()) for image in images()))
+    tried = ("torch", "torch_npu", "Python", *STEPS.values(), "commit")
+    return f"{of_images}\n{_markdown(tried, (tuple(row.values()) for row in tested()))}"
+
+
+def _of(image) -> dict[str, str] | None:
+    """What was tried with an image's torch; its own Python rather than another."""
+    rows = [row for row in tested() if row["torch"] == image["torch"] and row["torch_npu"]]
+    rows.sort(key=lambda row: row["python"] != image["python"])
+    return rows[0] if rows else None
+
+
+def _markdown(head, lines) -> str:
+    rows = [head, ("---",) * len(head), *lines]
+    return "".join(f"| {' | '.join(cell or '-' for cell in row)} |\n" for row in rows)
+
+
+# ---- versions ----
+
+
+def _read(name: str) -> list[dict[str, str]]:
+    with (HERE / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _key(row) -> tuple[str, ...]:
+    return tuple(row[key] for key in KEYS)
+
+
+def _order(row) -> Iterator:
+    return (Version(row["torch"]), Version(row["python"]))
+
+
+def _release(text: str | None) -> str | None:
+    """2.9.0 of 2.9.0.post9 and of 2.9.0+cpu."""
+    return text and ".".join(map(str, Version(text).release[:3]))
+
+
+def _minor(text: str) -> str:
+    return ".".join(map(str, Version(text).release[:2]))
