@@ -1,7 +1,7 @@
 """An op declared once: what it takes, what it writes, who computes it. The rest follows.
 
-    forward = Operator("l2norm", takes="Tensor x, float eps", writes="out", ...)
-    backward = Backward(forward, takes="Tensor grad, Tensor x, float eps", writes="grad_x", ...)
+    forward = Operator("l2norm", "Tensor x, float eps -> out", ...)
+    backward = Backward(forward, "Tensor grad, Tensor x, float eps -> grad_x", ...)
 
 From this an op gets its table of implementations, its torch operators with fake kernels, and its
 gradient. Arguments and results are known by their names: the gradient of `x` is `grad_x`.
@@ -64,10 +64,9 @@ class Operator:
 
     Args:
         name: of the operator; `op`, the folder it lives in, is the same unless given.
-        takes: what implementations read, as in a torch schema, tensors first; a `Tensor(a!)` is
-            written in place.
+        signature: what implementations read, as in a torch schema, tensors first; a `Tensor(a!)`
+            is written in place. Behind the arrow the outputs' names; one with a `?` may be None.
         shapes: what only the shapes and dtypes of the outputs depend on, as in a torch schema.
-        writes: the outputs' names; one with a `?` behind it may be None.
         new: makes the outputs, uninitialised, from a NamedTuple of all inputs.
         reference: computes the outputs from what implementations read.
         lay_out: how kernels read the arguments: a function of a NamedTuple of them that returns
@@ -75,7 +74,7 @@ class Operator:
         why_not: what an implementation has against a call, by its name, beyond the usual. Called
             with a NamedTuple of the implementations' arguments.
         groups: what implementations take as one NamedTuple: its type, by the argument's name. Its
-            fields follow each other in `takes`.
+            fields follow each other in the signature.
         is_empty: whether a call needs no kernel, from a NamedTuple of the implementations'
             arguments; by default, whether its first output has no elements.
         empty: writes the outputs of such a call; by default zeros, as sums over nothing are.
@@ -95,9 +94,8 @@ class Operator:
     def __init__(
         self,
         name: str,
+        signature: str,
         *,
-        takes: str,
-        writes: str,
         new: Callable[[NamedTuple], Tensors],
         reference: Callable[..., Tensors],
         shapes: str = "",
@@ -115,6 +113,11 @@ class Operator:
         cpu_in_python: bool = False,
     ):
         self.name, self.op = name, op or name
+        self.shared = {
+            "lay_out": lay_out, "why_not": why_not, "groups": groups, "is_empty": is_empty,
+            "check_indices": check_indices, "ascendc": ascendc, "cpu_in_python": cpu_in_python,
+        }  # fmt: skip
+        takes, writes = signature.split(" -> ")
         self.takes, self.shapes = _parsed(takes), _parsed(shapes)
         self.writes = [Argument("Tensor?" if n[-1] == "?" else "Tensor", n.rstrip("?"))
                        for n in writes.split(", ")]  # fmt: skip
@@ -361,11 +364,20 @@ class Backward(Operator):
 
     Args:
         passed: inputs whose gradient is that of an output: {"residual": "out"}.
-        Otherwise as `Operator`.
+        Otherwise as `Operator`; lay_out, why_not, groups, is_empty, check_indices, ascendc and
+        cpu_in_python are the forward's unless given.
     """
 
-    def __init__(self, forward: Operator, *, passed: Mapping[str, str] | None = None, **declared):
-        super().__init__(f"{forward.name}_backward", op=forward.op, **declared)
+    def __init__(
+        self,
+        forward: Operator,
+        signature: str,
+        *,
+        passed: Mapping[str, str] | None = None,
+        **declared,
+    ):
+        declared = forward.shared | declared
+        super().__init__(f"{forward.name}_backward", signature, op=forward.op, **declared)
         outputs = [output.name for output in forward.writes]
         gradients = ["grad"] if len(outputs) == 1 else [f"grad_{name}" for name in outputs]
         known = [*(argument.name for argument in forward.inputs), *outputs]

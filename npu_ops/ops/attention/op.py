@@ -75,34 +75,30 @@ def _gradients_of_nothing(x) -> None:
         x.grad_sinks.copy_(0 if x.grad_lse is None else x.grad_lse.sum((0, 2)))
 
 
-_SHARED = {
-    "groups": {"extra": Extra, "rule": Rule},
-    "is_empty": _nothing_to_read,
-    "check_indices": _check_indices,
-    "aclnn": "first",
-    "cpu_in_python": True,
-}
 forward = Operator(
     "attention",
-    takes=_INPUTS,
-    writes="out, lse",
+    f"{_INPUTS} -> out, lse",
     new=_outputs,
     reference=reference.attention,
     lay_out=dict.fromkeys(("q", "k", "v"), in_one_piece),
     why_not={"aclnn": _aclnn_why_not, "triton_ascend": triton_why_not},
     empty=_read_nothing,
-    **_SHARED,
+    groups={"extra": Extra, "rule": Rule},
+    is_empty=_nothing_to_read,
+    check_indices=_check_indices,
+    aclnn="first",
+    cpu_in_python=True,
 )
 backward = Backward(
     forward,
-    takes=f"Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_INPUTS}",
+    f"Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_INPUTS} "
+    "-> grad_q, grad_k, grad_v, grad_bias?, grad_sinks?",
     shapes="bool needs_bias, bool needs_sinks",
-    writes="grad_q, grad_k, grad_v, grad_bias?, grad_sinks?",
     new=_gradients,
     reference=reference.attention_backward,
     lay_out=dict.fromkeys(("grad_out", "q", "k", "v"), in_one_piece)
     | {"grad_lse": torch.Tensor.contiguous},
     why_not={"aclnn": _aclnn_backward_why_not, "triton_ascend": triton_why_not},
     empty=_gradients_of_nothing,
-    **_SHARED,
+    aclnn="first",
 )

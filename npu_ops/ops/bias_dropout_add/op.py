@@ -18,9 +18,8 @@ def _gradient_outputs(inputs):
 
 forward = Operator(
     "bias_dropout_add",
-    takes="Tensor x, Tensor? bias, Tensor residual, Tensor? rng_state, float p",
+    "Tensor x, Tensor? bias, Tensor residual, Tensor? rng_state, float p -> out",
     shapes="ScalarType dtype",
-    writes="out",
     new=lambda inputs: library.dense_like(inputs.x, inputs.dtype),
     reference=reference.bias_dropout_add,
     ascendc=True,
@@ -28,10 +27,9 @@ forward = Operator(
 in_place = InPlace(forward, over={"out": "x"}, elementwise=True)
 backward = Operator(
     "bias_dropout_add_backward",
+    "Tensor grad, Tensor? rng_state, float p -> grad_x, grad_bias?",
     op="bias_dropout_add",
-    takes="Tensor grad, Tensor? rng_state, float p",
     shapes="ScalarType dtype, bool sum_rows",
-    writes="grad_x, grad_bias?",
     new=_gradient_outputs,
     reference=reference.bias_dropout_add_backward,
     ascendc=True,

@@ -13,10 +13,9 @@ _LAY_OUT = (
 
 forward = Operator(
     "causal_conv1d",
-    takes="Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? initial_state, "
-    "Tensor? cu_seqlens, bool silu",
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? initial_state, "
+    "Tensor? cu_seqlens, bool silu -> y, final_state?",
     shapes="bool output_final_state",
-    writes="y, final_state?",
     new=lambda inputs: (like_one_piece(inputs.x), layout.final_state(inputs)),
     reference=reference.with_final_state,
     lay_out=_LAY_OUT,
@@ -28,13 +27,11 @@ forward = Operator(
 )
 backward = Backward(
     forward,
-    takes="Tensor grad_y, Tensor? grad_final_state, Tensor x, Tensor weight, Tensor? bias, "
-    "Tensor? initial_state, Tensor? cu_seqlens, bool silu",
-    writes="grad_x, grad_weight, grad_bias?, grad_initial_state?",
+    "Tensor grad_y, Tensor? grad_final_state, Tensor x, Tensor weight, Tensor? bias, "
+    "Tensor? initial_state, Tensor? cu_seqlens, bool silu "
+    "-> grad_x, grad_weight, grad_bias?, grad_initial_state?",
     new=layout.gradients,
     reference=reference.causal_conv1d_backward,
-    lay_out=_LAY_OUT,
     empty=layout.no_tokens_backward,
-    check_indices=layout.check_starts,
     passed={"residual": "y"},
 )

@@ -36,9 +36,8 @@ def _outputs(inputs):
 
 forward = Operator(
     "causal_conv1d_qkv",
-    takes=_INPUTS,
+    f"{_INPUTS} -> q, k, v, final_state?",
     shapes="bool output_final_state",
-    writes="q, k, v, final_state?",
     new=_outputs,
     reference=reference.causal_conv1d_qkv,
     lay_out=_LAY_OUT,
@@ -48,12 +47,9 @@ forward = Operator(
 )
 backward = Backward(
     forward,
-    takes=f"Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor? grad_final_state, {_INPUTS}",
-    writes="grad_x, grad_weight, grad_bias?, grad_initial_state?",
+    f"Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor? grad_final_state, {_INPUTS} "
+    "-> grad_x, grad_weight, grad_bias?, grad_initial_state?",
     new=layout.gradients,
     reference=reference.causal_conv1d_qkv_backward,
-    lay_out=_LAY_OUT,
-    why_not={"triton_ascend": narrow_alone},
     empty=layout.no_tokens_backward,
-    check_indices=layout.check_starts,
 )

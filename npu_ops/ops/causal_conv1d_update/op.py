@@ -24,10 +24,9 @@ def _why_not_ascendc(arguments) -> str | None:
 # The state pool and the windows are read and written where they are.
 forward = Operator(
     "causal_conv1d_update",
-    takes="Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor? indices, "
+    "Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor? indices, "
     "Tensor? accepted, Tensor? starts, Tensor(b!)? window, Tensor? window_indices, int pad, "
-    "bool silu, bool update",
-    writes="y",
+    "bool silu, bool update -> y",
     new=lambda inputs: like_one_piece(inputs.x),
     reference=reference.causal_conv1d_update,
     lay_out={"x": in_one_piece} | dict.fromkeys((*_INTEGERS, "bias"), torch.Tensor.contiguous),

@@ -50,9 +50,8 @@ def _gradients(x):
 
 forward = Operator(
     "chunk_gated_delta_rule",
-    takes=_INPUTS,
+    f"{_INPUTS} -> o, final_state?",
     shapes="bool output_final_state",
-    writes="o, final_state?",
     new=_outputs,
     reference=reference.chunk_gated_delta_rule,
     why_not=_WHY_NOT | {"aclnn": aclnn.why_not, "fla_npu": fla_npu.why_not},
@@ -65,9 +64,8 @@ forward = Operator(
 # The forward of a server: it keeps the state before each chunk too. It has no gradient.
 prefill = Operator(
     "chunk_gated_delta_rule_prefill",
+    f"{_INPUTS} -> o, final_state, chunk_states",
     op="chunk_gated_delta_rule",
-    takes=_INPUTS,
-    writes="o, final_state, chunk_states",
     new=_outputs_and_states,
     reference=reference.chunk_gated_delta_rule_prefill,
     why_not=_WHY_NOT | {"triton_ascend": _triton_keeps_no_states},
@@ -78,12 +76,9 @@ prefill = Operator(
 )
 backward = Backward(
     forward,
-    takes=f"Tensor grad_o, Tensor? grad_final_state, {_INPUTS}",
-    writes="grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial_state?",
+    f"Tensor grad_o, Tensor? grad_final_state, {_INPUTS} "
+    "-> grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial_state?",
     new=_gradients,
     reference=reference.chunk_gated_delta_rule_backward,
-    why_not=_WHY_NOT,
     empty=states.pass_gradients_back,
-    check_indices=states.check_starts,
-    cpu_in_python=True,
 )

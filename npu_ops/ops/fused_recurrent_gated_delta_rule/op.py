@@ -31,9 +31,8 @@ def _gradients(x):
 
 forward = Operator(
     "fused_recurrent_gated_delta_rule",
-    takes=_INPUTS,
+    f"{_INPUTS} -> o, final_state?",
     shapes="bool output_final_state",
-    writes="o, final_state?",
     new=_outputs,
     reference=reference.fused_recurrent_gated_delta_rule,
     empty=states.pass_on,
@@ -41,10 +40,9 @@ forward = Operator(
 )
 backward = Backward(
     forward,
-    takes=f"Tensor grad_o, Tensor? grad_final_state, {_INPUTS}",
-    writes="grad_q, grad_k, grad_v, grad_g?, grad_gk?, grad_gv?, grad_beta, grad_initial_state?",
+    f"Tensor grad_o, Tensor? grad_final_state, {_INPUTS} "
+    "-> grad_q, grad_k, grad_v, grad_g?, grad_gk?, grad_gv?, grad_beta, grad_initial_state?",
     new=_gradients,
     reference=reference.fused_recurrent_gated_delta_rule_backward,
     empty=states.pass_gradients_back,
-    check_indices=states.check_starts,
 )

@@ -36,12 +36,11 @@ _CONTIGUOUS = (
 
 forward = Operator(
     "gated_delta_rule_update",
-    takes="Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor? A_log, Tensor? dt_bias, "
     "Tensor(a!) state, Tensor state_indices, Tensor? cu_seqlens, Tensor? num_accepted_tokens, "
     "Tensor(b!)? intermediate_states, Tensor? intermediate_state_indices, float scale, "
     "bool normalize, bool state_v_first, bool update, float softplus_beta, "
-    "float softplus_threshold",
-    writes="o",
+    "float softplus_threshold -> o",
     new=lambda inputs: dense_like(inputs.v),
     reference=reference.gated_delta_rule_update,
     why_not={"ascendc": _against_ascendc, "aclnn": aclnn.why_not, "fla_npu": fla_npu.why_not},

@@ -39,8 +39,7 @@ def _gradients(inputs):
 
 forward = Operator(
     "gdn_gate",
-    takes=_INPUTS,
-    writes="g, beta?",
+    f"{_INPUTS} -> g, beta?",
     new=_outputs,
     reference=reference.gdn_gate,
     lay_out=_LAY_OUT,
@@ -49,11 +48,7 @@ forward = Operator(
 )
 backward = Backward(
     forward,
-    takes=f"Tensor grad_g, Tensor? grad_beta, {_INPUTS}",
-    writes="grad_a, grad_A_log, grad_dt_bias, grad_b?",
+    f"Tensor grad_g, Tensor? grad_beta, {_INPUTS} -> grad_a, grad_A_log, grad_dt_bias, grad_b?",
     new=_gradients,
     reference=reference.gdn_gate_backward,
-    lay_out=_LAY_OUT,
-    why_not={"ascendc": _against_ascendc},
-    ascendc=True,
 )

@@ -9,9 +9,8 @@ from npu_ops.ops.l2norm import reference
 
 forward = Operator(
     "l2norm",
-    takes="Tensor x, float eps",
+    "Tensor x, float eps -> out",
     shapes="ScalarType dtype",
-    writes="out",
     new=lambda inputs: dense_like(inputs.x, inputs.dtype),
     reference=reference.l2norm,
     lay_out=lay_out_rows(["x"], ["out"]),
@@ -19,10 +18,8 @@ forward = Operator(
 )
 backward = Backward(
     forward,
-    takes="Tensor grad, Tensor x, float eps",
-    writes="grad_x",
+    "Tensor grad, Tensor x, float eps -> grad_x",
     new=lambda inputs: dense_like(inputs.x),
     reference=reference.l2norm_backward,
     lay_out=lay_out_rows(["grad", "x"], ["grad_x"]),
-    ascendc=True,
 )

@@ -79,27 +79,22 @@ def _no_tokens(arguments) -> bool:
     return not arguments.qkv.numel()
 
 
-_SHARED = {
-    "lay_out": _lay_out,
-    "why_not": {"cpu": _why_not, "triton_ascend": _why_not_triton, "ascendc": _why_not_ascendc},
-    "ascendc": True,
-    "is_empty": _no_tokens,
-    "check_indices": check_positions,
-}
 forward = Operator(
     "qk_norm_rope",
-    takes=_INPUTS,
+    f"{_INPUTS} -> q, k, v?, gate?",
     shapes="bool copy_rest",
-    writes="q, k, v?, gate?",
     new=_outputs,
     reference=reference.qk_norm_rope,
-    **_SHARED,
+    lay_out=_lay_out,
+    why_not={"cpu": _why_not, "triton_ascend": _why_not_triton, "ascendc": _why_not_ascendc},
+    ascendc=True,
+    is_empty=_no_tokens,
+    check_indices=check_positions,
 )
 backward = Backward(
     forward,
-    takes=f"Tensor grad_q, Tensor grad_k, Tensor? grad_v, Tensor? grad_gate, {_INPUTS}",
-    writes="grad_qkv, grad_q_weight, grad_k_weight",
+    f"Tensor grad_q, Tensor grad_k, Tensor? grad_v, Tensor? grad_gate, {_INPUTS} "
+    "-> grad_qkv, grad_q_weight, grad_k_weight",
     new=_gradients,
     reference=reference.qk_norm_rope_backward,
-    **_SHARED,
 )

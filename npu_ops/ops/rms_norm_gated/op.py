@@ -28,8 +28,7 @@ def _gradients(inputs):
 
 forward = Operator(
     "rms_norm_gated",
-    takes=_INPUTS,
-    writes="out",
+    f"{_INPUTS} -> out",
     new=lambda inputs: dense_like(inputs.x),
     reference=reference.rms_norm_gated,
     lay_out=lay_out_rows(["x", "z"], ["out"], groups="weight"),
@@ -38,11 +37,8 @@ forward = Operator(
 )
 backward = Backward(
     forward,
-    takes=f"Tensor grad, {_INPUTS}",
-    writes="grad_x, grad_weight, grad_z",
+    f"Tensor grad, {_INPUTS} -> grad_x, grad_weight, grad_z",
     new=_gradients,
     reference=reference.rms_norm_gated_backward,
     lay_out=lay_out_rows(["grad", "x", "z"], ["grad_x", "grad_z"], groups="weight"),
-    why_not={"cpu": _mixed, "ascendc": _up_to_16384},
-    ascendc=True,
 )

@@ -30,8 +30,7 @@ class Rotation:
     def __init__(self, name: str, *, tables: str, reference: Callable, aclnn_why_not: Callable):
         self.forward = Operator(
             name,
-            takes=f"Tensor q, Tensor k, {tables}",
-            writes="q_out, k_out",
+            f"Tensor q, Tensor k, {tables} -> q_out, k_out",
             new=lambda inputs: (like_one_piece(inputs.q), like_one_piece(inputs.k)),
             reference=reference,
             lay_out=dict.fromkeys(("q", "k", "cos", "sin"), in_one_piece),
