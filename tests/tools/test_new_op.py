@@ -68,11 +68,12 @@ class Clone:
 
     def build(self) -> None:
         """As `setup.py build_ext` would where the other objects are: it goes by their paths."""
-        objects = sorted((ROOT / "build/native").glob("csrc/*/*.o"))
+        built = ROOT / f"build/native/torch-{torch.__version__}/npu_ops._native"
+        objects = sorted(built.glob("csrc/*/*.o"))
         if not objects:
             self.run(sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
             return
-        said = (ROOT / "build/native/build.ninja").read_text()
+        said = (built / "build.ninja").read_text()
         compiler, flags, last = (
             shlex.split(re.search(rf"^{name} = (.*)$", said, re.M)[1])
             for name in ("cxx", "cflags", "post_cflags")
