@@ -1,9 +1,41 @@
 """What the tests of the gated delta rules share."""
 
+import functools
+
 import torch
 from support import assert_compiled_is_eager, assert_fake_is_like_real, evaluate, floats
 
 from npu_ops.core.compare import Tolerance, assert_close
+
+BY_TOKEN = ("q", "k", "v", "g", "beta")
+
+
+def qkv(
+    batch=1, tokens=9, heads=1, value_heads=2, keys=8, values=6, dtype=torch.float32,
+    correlated=False, seed=0,
+):  # fmt: skip
+    """Arguments by name, with a decay, beta and a state; correlated keys are all positive."""
+    draw = torch.Generator().manual_seed(seed)
+    normal = functools.partial(torch.randn, generator=draw)
+    key = functools.partial(torch.rand if correlated else torch.randn, generator=draw)
+    q, k = (torch.nn.functional.normalize(key(batch, tokens, heads, keys), dim=-1) for _ in "qk")
+    return {
+        "q": q.to(dtype),
+        "k": k.to(dtype),
+        "v": normal(batch, tokens, value_heads, values).to(dtype),
+        "g": -normal(batch, tokens, value_heads).abs() / 4,
+        "beta": normal(batch, tokens, value_heads).sigmoid(),
+        "initial_state": normal(batch, value_heads, keys, values),
+        "output_final_state": True,
+    }
+
+
+def hugging_face(function, q, k, v, g, beta, initial_state, **settings):
+    """A delta rule of transformers'."""
+    return function(
+        q, k, v, g=g, beta=beta, initial_state=initial_state, output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
 
 
 def assert_flags_are_what_they_say(delta_rule, inputs, tolerance: Tolerance) -> None:

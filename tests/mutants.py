@@ -41,7 +41,8 @@ CONTRACT = ("test_contract", "test_every_function", "test_wrong_calls", "test_in
 MORE = {
     "causal_conv1d": ("test_context_parallel", "test_fla_npu", "test_wide_filters"),
     "causal_conv1d_update": ("test_wide_filters",),
-    "chunk_gated_delta_rule": ("test_context_parallel", "test_fla_npu"),
+    "chunk_gated_delta_rule": ("test_context_parallel", "test_delta_rules", "test_fla_npu"),
+    "fused_recurrent_gated_delta_rule": ("test_delta_rules",),
     "gated_delta_rule_update": ("test_fla_npu",),
     "gdn_gate": ("test_softplus",),
 }

@@ -1,27 +1,21 @@
 """The recurrent gated delta rule: against the reference, others' formulas and what it must be."""
 
-import functools
-
 import pytest
 import torch
 from delta_rule_calls import (
     assert_compiled_case_is_eager,
     assert_fake_case_is_like_real,
-    assert_flags_are_what_they_say,
     assert_gradients_are_right,
+    qkv,
 )
 from support import (
     assert_all_close,
-    evaluate,
     every_implementation,
-    exact,
     floats,
     forced,
-    named,
     on_device,
-    threads,
+    runner,
 )
-from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 import npu_ops
 from npu_ops.core import env
@@ -33,13 +27,7 @@ OP = "fused_recurrent_gated_delta_rule"
 FP32 = TOLERANCES[torch.float32]
 IMPLEMENTATIONS = every_implementation(op.forward)
 delta_rule = npu_ops.fused_recurrent_gated_delta_rule
-
-
-def run(implementation, inputs, wrt=None):
-    """The outputs, and gradients of everything that is there."""
-    wrt = DIFFERENTIABLE if wrt is None else wrt
-    with forced(implementation, OP):
-        return evaluate(delta_rule, inputs, tuple(n for n in wrt if inputs.get(n) is not None))
+run = runner(delta_rule, OP, DIFFERENTIABLE)
 
 
 def compare(inputs, implementation, device, tolerances=TOLERANCES):
@@ -48,22 +36,6 @@ def compare(inputs, implementation, device, tolerances=TOLERANCES):
     actual = run(implementation, on_device(inputs, device))
     assert_all_close(actual, expected, tolerances)
     return actual
-
-
-def qkv(batch=1, tokens=9, heads=1, value_heads=2, keys=8, values=6, dtype=torch.float32, seed=0):
-    """Arguments by name, with a decay, beta and a state."""
-    draw = torch.Generator().manual_seed(seed)
-    normal = functools.partial(torch.randn, generator=draw)
-    q, k = (torch.nn.functional.normalize(normal(batch, tokens, heads, keys), dim=-1) for _ in "qk")
-    return {
-        "q": q.to(dtype),
-        "k": k.to(dtype),
-        "v": normal(batch, tokens, value_heads, values).to(dtype),
-        "g": -normal(batch, tokens, value_heads).abs() / 4,
-        "beta": normal(batch, tokens, value_heads).sigmoid(),
-        "initial_state": normal(batch, value_heads, keys, values),
-        "output_final_state": True,
-    }
 
 
 # The values
@@ -95,24 +67,6 @@ def test_against_the_paper(implementation, device):
             )  # fmt: skip
             assert_close("o", o[n, :, head].cpu(), expected[0], FP32)
             assert_close("state", final[n, head].cpu(), expected[1], FP32)
-
-
-def hugging_face(function, q, k, v, g, beta, initial_state, **settings):
-    return function(
-        q, k, v, g=g, beta=beta, initial_state=initial_state, output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("form", ["recurrent", "chunk"])
-def test_against_transformers(form):
-    """Values and gradients, that of the final state included."""
-    theirs = getattr(qwen3_5, f"torch_{form}_gated_delta_rule").__wrapped__
-    inputs = qkv(2, 70, 2, 4, 16, 16)
-    wrt = ("q", "k", "v", "g", "beta", "initial_state")
-    expected = evaluate(functools.partial(hugging_face, theirs), inputs, wrt)
-    actual = evaluate(delta_rule, inputs | {"use_qk_l2norm_in_kernel": True}, wrt)
-    assert_all_close(actual, expected, {torch.float32: Tolerance(2e-5, 2e-5)})
 
 
 # Hard numbers
@@ -173,51 +127,6 @@ def test_a_memory_returns_what_was_written(implementation, device):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("cut", [1, 4, 8])
-def test_two_parts_are_the_whole(cut, implementation, device):
-    inputs = on_device(qkv(2, 9, 1, 2), device)
-    by_token = ("q", "k", "v", "g", "beta")
-    with forced(implementation, OP):
-        whole, final = delta_rule(**inputs)
-        one, state = delta_rule(**inputs | {n: inputs[n][:, :cut] for n in by_token})
-        two, last = delta_rule(
-            **inputs | {n: inputs[n][:, cut:] for n in by_token} | {"initial_state": state}
-        )
-    assert_close("o", torch.cat([one, two], 1), whole, Tolerance(1e-6, 1e-6))
-    assert_close("state", last, final, Tolerance(1e-6, 1e-6))
-
-
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=named)
-def test_packed_is_one_by_one(index, implementation, device):
-    """Empty sequences included, whose states pass through; and so for the gradients."""
-    starts = [0, 0, 3, 3, 8, 9, 9]
-    inputs = qkv(1, 9, 1, 2)
-    inputs["initial_state"] = torch.randn(6, 2, 8, 6)
-    inputs["cu_seqlens"] = torch.tensor(starts, dtype=index)
-    actual = {n: x.cpu() for n, x in run(implementation, on_device(inputs, device)).items()}
-    by_token = ("q", "k", "v", "g", "beta")
-    grad_o, grad_state = exact(actual["output 0"], 7), exact(actual["output 1"], 8)
-    for n, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
-        if begin == end:
-            assert torch.equal(actual["output 1"][n], inputs["initial_state"][n])
-            assert torch.equal(actual["gradient of initial_state"][n], grad_state[n])
-            continue
-        alone = {name: inputs[name][:, begin:end].clone().requires_grad_() for name in by_token}
-        state = inputs["initial_state"][n : n + 1].clone().requires_grad_()
-        with forced("reference", OP):
-            o, final = delta_rule(**alone, initial_state=state, output_final_state=True)
-            grads = torch.autograd.grad(
-                (o, final), (*alone.values(), state), (grad_o[:, begin:end], grad_state[n : n + 1])
-            )
-        assert_close("o", actual["output 0"][:, begin:end], o, FP32)
-        assert_close("state", actual["output 1"][n : n + 1], final, FP32)
-        for name, grad in zip(by_token, grads, strict=False):
-            assert_close(name, actual[f"gradient of {name}"][:, begin:end], grad, FP32)
-        assert_close("dh0", actual["gradient of initial_state"][n : n + 1], grads[-1], FP32)
-
-
-@IMPLEMENTATIONS
 def test_state_layouts_are_transposes(implementation, device):
     """Also where K is V, which hides a mistake from shapes."""
     for values in (6, 8):
@@ -251,37 +160,6 @@ def test_ways_to_say_the_same(implementation, device):
         ones = delta_rule(**inputs | {"beta": None})
         for a, e in zip(ones, delta_rule(**inputs | {"beta": torch.ones_like(beta)}), strict=True):
             assert torch.equal(a, e)
-
-
-def test_flags_are_what_they_say():
-    inputs = qkv(1, 7, 1, 2)
-    assert_flags_are_what_they_say(delta_rule, inputs, Tolerance(1e-6, 1e-6))
-
-
-def test_no_final_state_unless_wanted():
-    inputs = qkv() | {"output_final_state": False}
-    o, final = delta_rule(**inputs)
-    assert final is None and torch.equal(o, delta_rule(**inputs | {"output_final_state": True})[0])
-
-
-@IMPLEMENTATIONS
-def test_strided_inputs(implementation, device):
-    inputs = on_device(qkv(2, 5, 1, 2), device)
-    strided = inputs | {
-        name: inputs[name].transpose(0, 1).contiguous().transpose(0, 1)
-        for name in ("q", "k", "v", "g", "beta", "initial_state")
-    }
-    for name, value in run(implementation, strided).items():
-        assert torch.equal(value, run(implementation, inputs)[name])
-
-
-@IMPLEMENTATIONS
-def test_the_same_each_time(implementation, device):
-    inputs = on_device(qkv(2, 20, 2, 4, 8, 70), device)
-    first = run(implementation, inputs)
-    with threads(2):
-        second = run(implementation, inputs)
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 # As a torch operator

@@ -6,19 +6,17 @@ import logging
 import pytest
 import torch
 from chunk_calls import BY_TOKEN, OP, delta_rule, qkv, run
-from delta_rule_calls import assert_flags_are_what_they_say
+from delta_rule_calls import hugging_face
 from support import (
     assert_all_close,
     evaluate,
     every_implementation,
-    exact,
     floats,
     forced,
     named,
     on_device,
     parametrize_cases,
     parametrize_dtypes,
-    threads,
     twice,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
@@ -42,26 +40,6 @@ def compare(inputs, implementation, device):
 
 
 # The values
-
-
-def hugging_face(function, q, k, v, g, beta, initial_state, **settings):
-    return function(
-        q, k, v, g=g, beta=beta, initial_state=initial_state, output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 150])
-@pytest.mark.parametrize("form", ["recurrent", "chunk"])
-def test_against_transformers(form, tokens):
-    """Values and gradients, that of the final state included."""
-    theirs = getattr(qwen3_5, f"torch_{form}_gated_delta_rule").__wrapped__
-    inputs = qkv(2, tokens, 2, 4)
-    wrt = (*BY_TOKEN, "initial_state")
-    expected = evaluate(functools.partial(hugging_face, theirs), inputs, wrt)
-    settings = {"use_qk_l2norm_in_kernel": True, "chunk_size": 64}
-    actual = evaluate(delta_rule, inputs | settings, wrt)
-    assert_all_close(actual, expected, {torch.float32: Tolerance(2e-5, 2e-5)})
 
 
 @pytest.mark.slow
@@ -254,49 +232,6 @@ def test_growth_is_said_once(caplog):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("cut", [1, 16, 39])
-def test_two_parts_are_the_whole(cut, implementation, device):
-    inputs = on_device(qkv(2), device)
-    with forced(implementation, OP):
-        whole, final = delta_rule(**inputs)
-        one, state = delta_rule(**inputs | {n: inputs[n][:, :cut] for n in BY_TOKEN})
-        two, last = delta_rule(
-            **inputs | {n: inputs[n][:, cut:] for n in BY_TOKEN} | {"initial_state": state}
-        )
-    assert_close("o", torch.cat([one, two], 1), whole, Tolerance(2e-6, 2e-6))
-    assert_close("state", last, final, Tolerance(2e-6, 2e-6))
-
-
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=named)
-def test_packed_is_one_by_one(index, implementation, device):
-    """Empty sequences included, whose states pass through; and so for the gradients."""
-    starts = [0, 0, 3, 3, 35, 36, 52, 52]
-    inputs = qkv(1, 52)
-    inputs["initial_state"] = torch.randn(7, 2, 16, 24)
-    inputs["cu_seqlens"] = torch.tensor(starts, dtype=index)
-    actual = {n: x.cpu() for n, x in run(implementation, on_device(inputs, device)).items()}
-    grad_o, grad_state = exact(actual["output 0"], 7), exact(actual["output 1"], 8)
-    for n, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
-        if begin == end:
-            assert torch.equal(actual["output 1"][n], inputs["initial_state"][n])
-            assert torch.equal(actual["gradient of initial_state"][n], grad_state[n])
-            continue
-        alone = {name: inputs[name][:, begin:end].clone().requires_grad_() for name in BY_TOKEN}
-        state = inputs["initial_state"][n : n + 1].clone().requires_grad_()
-        with forced("reference", OP):
-            o, final = delta_rule(**alone, initial_state=state, output_final_state=True)
-            grads = torch.autograd.grad(
-                (o, final), (*alone.values(), state), (grad_o[:, begin:end], grad_state[n : n + 1])
-            )
-        assert_close("o", actual["output 0"][:, begin:end], o, FP32)
-        assert_close("state", actual["output 1"][n : n + 1], final, FP32)
-        for name, grad in zip(BY_TOKEN, grads, strict=False):
-            assert_close(name, actual[f"gradient of {name}"][:, begin:end], grad, FP32)
-        assert_close("dh0", actual["gradient of initial_state"][n : n + 1], grads[-1], FP32)
-
-
-@IMPLEMENTATIONS
 def test_state_layouts_are_transposes(implementation, device):
     inputs = on_device(qkv(1, 21), device)
     turned = inputs["initial_state"].transpose(-1, -2).contiguous()
@@ -326,37 +261,6 @@ def test_flas_metadata_changes_nothing():
     given = {"cu_seqlens_cpu": torch.tensor([0, 40]), "chunk_indices": torch.tensor([[0, 0]])}
     for a, e in zip(delta_rule(**inputs | given), delta_rule(**inputs), strict=True):
         assert torch.equal(a, e)
-
-
-def test_flags_are_what_they_say():
-    assert_flags_are_what_they_say(delta_rule, qkv(), Tolerance(2e-6, 2e-6))
-
-
-def test_no_final_state_unless_wanted():
-    inputs = qkv() | {"output_final_state": False}
-    o, final = delta_rule(**inputs)
-    assert final is None and torch.equal(o, delta_rule(**inputs | {"output_final_state": True})[0])
-
-
-@IMPLEMENTATIONS
-def test_strided_inputs(implementation, device):
-    inputs = on_device(qkv(2, 21), device)
-    strided = inputs | {
-        name: inputs[name].transpose(0, 1).contiguous().transpose(0, 1)
-        for name in (*BY_TOKEN, "initial_state")
-    }
-    expected = run(implementation, inputs)
-    for name, value in run(implementation, strided).items():
-        assert torch.equal(value, expected[name])
-
-
-@IMPLEMENTATIONS
-def test_the_same_each_time(implementation, device):
-    inputs = on_device(qkv(2, 40, 2, 4), device)
-    first = run(implementation, inputs)
-    with threads(2):
-        second = run(implementation, inputs)
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_gates_and_betas_of_other_dtypes():

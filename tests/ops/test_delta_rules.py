@@ -1,0 +1,166 @@
+"""Both gated delta rules, chunked and recurrent: against transformers, and what they must be."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import delta_rule_calls
+import pytest
+import torch
+from delta_rule_calls import BY_TOKEN, assert_flags_are_what_they_say, hugging_face
+from support import (
+    assert_all_close,
+    evaluate,
+    exact,
+    forced,
+    implementations,
+    named,
+    on_device,
+    runner,
+    threads,
+)
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+
+import npu_ops
+from npu_ops.core import cases
+from npu_ops.core.compare import Tolerance, assert_close
+from npu_ops.core.registry import Table
+
+
+class Rule(NamedTuple):
+    """A delta rule, and the few shapes it is tested with: each is compiled once."""
+
+    op: str
+    keys: int
+    values: int
+    tokens: int
+    cuts: Sequence[int]
+    starts: Sequence[int]
+    close: Tolerance
+    settings: dict
+
+    def __call__(self, **inputs):
+        return getattr(npu_ops, self.op)(**inputs)
+
+    def qkv(self, batch=1, tokens=None, heads=1, value_heads=2):
+        size = batch, tokens or self.tokens, heads, value_heads, self.keys, self.values
+        return delta_rule_calls.qkv(*size) | self.settings
+
+    def run(self, implementation, inputs):
+        return runner(self, self.op, cases.of(self.op).DIFFERENTIABLE)(implementation, inputs)
+
+
+CHUNK = Rule(
+    "chunk_gated_delta_rule", 16, 24, 40, (1, 16, 39), (0, 0, 3, 3, 35, 36, 52, 52),
+    Tolerance(2e-6, 2e-6), {"chunk_size": 16},
+)  # fmt: skip
+RECURRENT = Rule(
+    "fused_recurrent_gated_delta_rule", 8, 6, 9, (1, 4, 8), (0, 0, 3, 3, 8, 9, 9),
+    Tolerance(1e-6, 1e-6), {},
+)  # fmt: skip
+RULES = pytest.mark.parametrize("rule", [CHUNK, RECURRENT], ids=lambda rule: rule.op)
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    "rule, implementation, device",
+    [
+        pytest.param(rule, *one.values, id=f"{rule.op}-{one.id}", marks=one.marks)
+        for rule in (CHUNK, RECURRENT)
+        for one in implementations(Table.tables[rule.op])
+    ],
+)
+
+
+def fp32(rule):
+    return cases.of(rule.op).TOLERANCES[torch.float32]
+
+
+@RULES
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 150])
+@pytest.mark.parametrize("form", ["recurrent", "chunk"])
+def test_against_transformers(form, tokens, rule):
+    """Values and gradients, that of the final state included."""
+    theirs = getattr(qwen3_5, f"torch_{form}_gated_delta_rule").__wrapped__
+    inputs = rule.qkv(2, tokens, 2, 4)
+    wrt = (*BY_TOKEN, "initial_state")
+    expected = evaluate(functools.partial(hugging_face, theirs), inputs, wrt)
+    settings = {"use_qk_l2norm_in_kernel": True}
+    settings |= {"chunk_size": 64} if rule is CHUNK else {}
+    actual = evaluate(rule, inputs | settings, wrt)
+    assert_all_close(actual, expected, {torch.float32: Tolerance(2e-5, 2e-5)})
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_two_parts_are_the_whole(place, rule, implementation, device):
+    inputs = on_device(rule.qkv(2), device)
+    cut = rule.cuts[place]
+    with forced(implementation, rule.op):
+        whole, final = rule(**inputs)
+        one, state = rule(**inputs | {n: inputs[n][:, :cut] for n in BY_TOKEN})
+        rest = {n: inputs[n][:, cut:] for n in BY_TOKEN}
+        two, last = rule(**inputs | rest | {"initial_state": state})
+    assert_close("o", torch.cat([one, two], 1), whole, rule.close)
+    assert_close("state", last, final, rule.close)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=named)
+def test_packed_is_one_by_one(index, rule, implementation, device):
+    """Empty sequences included, whose states pass through; and so for the gradients."""
+    starts, close = rule.starts, fp32(rule)
+    inputs = rule.qkv(1, starts[-1])
+    inputs["initial_state"] = torch.randn(len(starts) - 1, 2, rule.keys, rule.values)
+    inputs["cu_seqlens"] = torch.tensor(starts, dtype=index)
+    found = rule.run(implementation, on_device(inputs, device))
+    actual = {name: x.cpu() for name, x in found.items()}
+    grad_o, grad_state = exact(actual["output 0"], 7), exact(actual["output 1"], 8)
+    for n, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        if begin == end:
+            assert torch.equal(actual["output 1"][n], inputs["initial_state"][n])
+            assert torch.equal(actual["gradient of initial_state"][n], grad_state[n])
+            continue
+        alone = {name: inputs[name][:, begin:end].clone().requires_grad_() for name in BY_TOKEN}
+        state = inputs["initial_state"][n : n + 1].clone().requires_grad_()
+        with forced("reference", rule.op):
+            o, final = rule(**alone, initial_state=state, output_final_state=True)
+            grads = torch.autograd.grad(
+                (o, final), (*alone.values(), state), (grad_o[:, begin:end], grad_state[n : n + 1])
+            )
+        assert_close("o", actual["output 0"][:, begin:end], o, close)
+        assert_close("state", actual["output 1"][n : n + 1], final, close)
+        for name, grad in zip(BY_TOKEN, grads, strict=False):
+            assert_close(name, actual[f"gradient of {name}"][:, begin:end], grad, close)
+        assert_close("dh0", actual["gradient of initial_state"][n : n + 1], grads[-1], close)
+
+
+@RULES
+def test_flags_are_what_they_say(rule):
+    assert_flags_are_what_they_say(rule, rule.qkv(), rule.close)
+
+
+@RULES
+def test_no_final_state_unless_wanted(rule):
+    inputs = rule.qkv() | {"output_final_state": False}
+    o, final = rule(**inputs)
+    assert final is None and torch.equal(o, rule(**inputs | {"output_final_state": True})[0])
+
+
+@IMPLEMENTATIONS
+def test_strided_inputs(rule, implementation, device):
+    inputs = on_device(rule.qkv(2, 21 if rule is CHUNK else 5), device)
+    strided = inputs | {
+        name: inputs[name].transpose(0, 1).contiguous().transpose(0, 1)
+        for name in (*BY_TOKEN, "initial_state")
+    }
+    expected = rule.run(implementation, inputs)
+    for name, value in rule.run(implementation, strided).items():
+        assert torch.equal(value, expected[name])
+
+
+@IMPLEMENTATIONS
+def test_the_same_each_time(rule, implementation, device):
+    rule = rule if rule is CHUNK else rule._replace(tokens=20, values=70)
+    inputs = on_device(rule.qkv(2, None, 2, 4), device)
+    first = rule.run(implementation, inputs)
+    with threads(2):
+        second = rule.run(implementation, inputs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
