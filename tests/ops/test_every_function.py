@@ -63,6 +63,15 @@ def test_what_is_no_tensor_is_refused(call, name):
             run(call, **call.arguments(**{name: wrong}))
 
 
+@every([(call, name) for call in CALLS for name in call.tensors() if len(call.tensors()) > 1])
+def test_another_device_is_refused_by_the_caller_s_names(call, name):
+    given = call.arguments(**{name: call.arguments()[name].to("meta")})
+    with pytest.raises(ValueError, match=": got device (meta|cpu), needs ") as raised:
+        run(call, **given)
+    known = re.match(r"(\w+): got device \w+, needs (\w+)'s ", str(raised.value)).groups()
+    assert {*known} <= {*given}, raised.value
+
+
 def tensors_not_given():
     """(call, an argument that may be a tensor and is not given)."""
     for call in CALLS:

@@ -11,7 +11,7 @@ def by_table(call) -> tuple:
     """The operator's inputs, from a call of `qk_norm_rope`."""
     check_heads(call)
     cos, sin = call.cos, call.sin
-    rope.check_tables(cos, sin, call.qkv)
+    rope.check_tables(cos, sin, call.qkv, "qkv")
     packed = call.qkv.dim() == 2
     axes = () if call.mrope_section is None else (3,)
     if cos.dim() != len(axes) + call.qkv.dim() or cos.shape[: len(axes)] != axes:
@@ -30,7 +30,7 @@ def by_position(call) -> tuple:
     """The operator's inputs, from a call of `qk_norm_rope_cached`."""
     check_heads(call)
     cache, positions = call.cos_sin_cache, call.positions
-    rope.check_table("cos_sin_cache", cache, call.qkv)
+    rope.check_table("cos_sin_cache", cache, call.qkv, "qkv")
     if cache.dim() != 2 or cache.shape[1] % 2:
         raise check.shape("cos_sin_cache", cache, "[max_position, R] with R even")
     rotary_dim, dim = cache.shape[1], call.q_weight.shape[0]
@@ -42,7 +42,7 @@ def by_position(call) -> tuple:
     tokens = tuple(call.qkv.shape[:-1])
     axes = 1 if call.mrope_section is None else 3
     shapes = (tokens,) if axes == 1 else (tokens, (3, *tokens))
-    rope.check_positions("positions", positions, shapes, cache.shape[0], call.qkv)
+    rope.check_positions("positions", positions, shapes, cache.shape[0], call.qkv, "qkv")
     if positions.dim() == len(tokens):  # the same for all axes
         positions = positions.expand(axes, *tokens)
     if len(tokens) == 1:

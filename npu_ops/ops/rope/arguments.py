@@ -96,18 +96,18 @@ def resolve_rotary_dim(rotary_dim, width: int, head_dim: int) -> int:
     return rotary_dim
 
 
-def check_table(name: str, table, q) -> None:
-    """Check what any table of angles, cosines or sines needs."""
+def check_table(name: str, table, q, of: str = "q") -> None:
+    """Check what any table of angles, cosines or sines needs. of: what the caller calls q."""
     check.floating(name, table)
-    check.same_device(name, table, "q", q)
+    check.same_device(name, table, of, q)
     if table.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name}: got a tensor that requires a gradient, needs one that does not")
 
 
-def check_tables(cos, sin, q) -> None:
+def check_tables(cos, sin, q, of: str = "q") -> None:
     """Check what every form of cos and sin needs, whatever their leading dimensions."""
-    check_table("cos", cos, q)
-    check_table("sin", sin, q)
+    check_table("cos", cos, q, of)
+    check_table("sin", sin, q, of)
     if sin.shape != cos.shape:
         raise check.shape("sin", sin, f"cos's shape {list(cos.shape)}")
     check.same_dtype("sin", sin, "cos", cos)
@@ -121,14 +121,16 @@ def check_table_size(name, table, rows_dim, batch_dim, batch, length, indexed: b
         raise check.shape(name, table, f"{length} rows, one for each token of q")
 
 
-def check_positions(name: str, positions, shapes: tuple[tuple[int, ...], ...], rows: int, q):
+def check_positions(
+    name: str, positions, shapes: tuple[tuple[int, ...], ...], rows: int, q, of: str = "q"
+):
     """Check row numbers: integers, on q's device, of one of `shapes`, within a table of `rows`.
 
     On the CPU the values are checked too. On a device that would wait for it: there a row outside
     the table gives NaN.
     """
     check.indices(name, positions)
-    check.same_device(name, positions, "q", q)
+    check.same_device(name, positions, of, q)
     if tuple(positions.shape) not in shapes:
         raise check.shape(name, positions, " or ".join(str(list(s)) for s in shapes))
     if library.readable(positions):
