@@ -24,7 +24,6 @@ class Case:
 
     mode: "decode", "sglang" (states kept after each token, some accepted) or "vllm" (a slot for
     each token's state). packed: q, k and v in one tensor. ragged: by cu_seqlens, with an empty one.
-    ready: the gates are.
     pool: the dtype of the states; None: fp32, or fp64 with fp64 inputs.
     large: takes seconds; for benchmarks and `make test-all`.
     """
@@ -40,7 +39,6 @@ class Case:
     v_first: bool = True
     packed: bool = True
     ragged: bool = False
-    ready: bool = False
     pool: torch.dtype | None = None
     update: bool = True
     large: bool = False
@@ -82,9 +80,6 @@ class Case:
             "cu_seqlens": self._cu_seqlens(device),
             "disable_state_update": not self.update,
         }
-        if self.ready:
-            given |= {"a": -given["a"].abs(), "b": given["b"].sigmoid()}
-            given |= dict.fromkeys(("A_log", "dt_bias"))
         if self.mode == "vllm":
             given["num_accepted_tokens"] = accepted + 1
         if self.mode == "sglang":
@@ -150,8 +145,6 @@ CASES = [
     Case("vllm-t17", 34, 2, 1, 2, 20, 24, mode="vllm"),
     Case("wide", 2, 2, 1, 1, 256, 256),
     Case("wide-k-first", 2, 2, 1, 1, 256, 200, v_first=False, pool=torch.bfloat16),
-    Case("ready-gates", 11, 4, 2, 2, 8, 40, ragged=True, ready=True),
-    Case("ready-gates-k-first", 20, 5, 1, 2, 16, 16, mode="vllm", v_first=False, ready=True),
     Case("one", 1, 1, 1, 1, 1, 1),
     Case("empty", 0, 3, 1, 2, 8, 8),
 ]
@@ -292,6 +285,7 @@ OPTIONS = [
     *options("gated_delta_rule_update", {"scale": 0.5}, {"use_qk_l2norm_in_kernel": False},
              {"state_v_first": False}, {"disable_state_update": True}, {"softplus_beta": 2.0},
              {"A_log": None, "dt_bias": None},
+             {"A_log": None, "dt_bias": None, "state_v_first": False},
              {"softplus_threshold": 0.5}, {"state_indices": make.indices([-1, 1])},
              {"num_accepted_tokens": make.indices([1, 0])}, {"intermediate_states": None},
              {"intermediate_state_indices": make.indices([-1, 1])}),
