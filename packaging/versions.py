@@ -57,7 +57,7 @@ PACKAGES = (
 )  # fmt: skip
 EMULATOR = (
     "llvmlite==0.50.0", "pybind11", "scipy", "psutil", "decorator", "attrs", "pyyaml", "cmake",
-    "einops",
+    "einops", "matplotlib", "pillow", "scikit-learn", "transformers==5.23.0",
 )  # fmt: skip
 COMPILERS = ("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0")
 CASES = ("tests/ops/test_contract.py", "-W", "ignore", "-p", "no:cacheprovider", "-n2", "-k")

@@ -14,6 +14,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -25,6 +26,16 @@ namespace npu_ops::emulator {
 namespace {
 
 constexpr auto kNpu = c10::DeviceType::PrivateUse1;
+
+// torch_npu's own: torch gets to it by hooks, which torch_npu 2.7 to 2.9 registers later.
+at::Generator default_generator(c10::DeviceIndex device) {
+  using Function = const at::Generator& (*)(c10::DeviceIndex);
+  static const auto function =
+      reinterpret_cast<Function>(dlsym(dlopen("libtorch_npu.so", RTLD_LAZY | RTLD_NOLOAD),
+                                       "_ZN6at_npu6detail22getDefaultNPUGeneratorEa"));
+  TORCH_CHECK(function, "torch_npu has no getDefaultNPUGenerator");
+  return function(device);
+}
 
 // The allocator, views and copies stay torch_npu's own: they are what makes a tensor an NPU tensor.
 const std::unordered_set<std::string>& kept() {
@@ -138,7 +149,7 @@ class Call {
                     "Expected a 'npu' device type for generator but found '",
                     source.device().type(), "'");
       } else {
-        source = at::globalContext().defaultGenerator(*call.device_);
+        source = default_generator(call.device_->index());
       }
       uint64_t seed;
       {
