@@ -63,12 +63,18 @@ def arguments(op, **given):
 
 
 @pytest.mark.parametrize(
-    "keys, sentence", [(256, None), (264, "heads of 264 keys are more than 256")]
+    "keys, A_log, sentence",
+    [
+        (256, torch.zeros(1), None),
+        (264, torch.zeros(1), "heads of 264 keys are more than 256"),
+        (256, None, "gates are ready, it computes them"),
+    ],
 )
-def test_decoding_has_so_many_keys(keys, sentence):
+def test_what_decoding_declines(keys, A_log, sentence):
     given = arguments(
-        delta_rule, q=torch.empty(1, 1, keys), softplus_beta=1.0, softplus_threshold=20.0
-    )
+        delta_rule, q=torch.empty(1, 1, keys), A_log=A_log, softplus_beta=1.0,
+        softplus_threshold=20.0,
+    )  # fmt: skip
     assert delta_rule._against_ascendc(given) == sentence
 
 
