@@ -6,7 +6,8 @@ They begin with 0, never decrease, and end at the number of tokens or before it.
 - Tokens behind the last sequence belong to nobody. Their outputs and gradients are 0, whatever the
   inputs hold there.
 - Wrong lengths raise ValueError where they are in host memory. On a device nothing waits for them:
-  outputs and gradients of all tokens are NaN, and no other memory is touched.
+  outputs and gradients of all tokens are NaN, and no other memory is touched. States that are
+  returned, and the gradients of first ones, are NaN; a pool of states stays as it is.
 
 Host memory: `indices.starts_of`, csrc/common/indices.h. Devices: `nobodys` for what runs as torch
 operators, `finish` of lengths_triton_ascend.py behind Triton kernels.
@@ -22,6 +23,16 @@ from npu_ops.core import make
 def are_right(starts: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
     """Whether starts are right for so many tokens: a bool on their device."""
     return (starts[0] == 0) & (starts[-1] <= tokens) & (starts.diff() >= 0).all()
+
+
+def pass_through(states, to, starts: torch.Tensor | None) -> None:
+    """Write the states that sequences of a call without tokens leave: those they began with, or 0;
+    NaN where starts are wrong. Also gradients of them, backwards. to: None if nobody wants them."""
+    if to is None:
+        return
+    to.zero_() if states is None else to.copy_(states)
+    if starts is not None and starts.device.type != "cpu":  # the host has looked at its own
+        to.masked_fill_(~are_right(starts, 0), torch.nan)
 
 
 def nobodys(starts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

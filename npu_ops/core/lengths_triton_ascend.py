@@ -41,61 +41,81 @@ def span_of(starts, n, sequences, tokens, right, last):
 
 
 @triton.jit
-def _fill(x, first, tokens, heads, width, x_t, x_n, value, BLOCK: tl.constexpr):
-    """Tokens [first, tokens) of x, each of `heads` times `width` elements, become `value`."""
+def _fill(
+    x, right, first, rows, heads, width, x_t, x_n, value, STATE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Rows of x, each of `heads` times `width` elements, become `value`: those of tokens from
+    `first` on; those of states where the starts are not `right`."""
     if x is not None:
+        if STATE:
+            first = tl.where(right, rows, 0)
         filled = (tl.zeros((BLOCK,), tl.float32) + value).to(x.dtype.element_ty)
-        for token in range(first + tl.program_id(0), tokens, tl.num_programs(0)):
+        for n in range(first + tl.program_id(0), rows, tl.num_programs(0)):
             for head in range(0, heads):
-                row = x + tl.cast(token, tl.int64) * x_t + tl.cast(head, tl.int64) * x_n
+                row = x + tl.cast(n, tl.int64) * x_t + tl.cast(head, tl.int64) * x_n
                 for column in range(0, width, BLOCK):
                     at = column + tl.arange(0, BLOCK)
                     tl.store(row + at, filled, mask=at < width)
 
 
-@triton.jit(do_not_specialize=["sequences", "tokens"])
+@triton.jit(do_not_specialize=["sequences", "tokens", "r0", "r1", "r2", "r3", "r4"])
 def _finish_kernel(
-    starts, x0, x1, x2, x3, x4, sequences, tokens, h0, w0, t0, n0, h1, w1, t1, n1, h2, w2, t2, n2,
-    h3, w3, t3, n3, h4, w4, t4, n4, STARTS: tl.constexpr, BLOCK: tl.constexpr,
+    starts, x0, x1, x2, x3, x4, sequences, tokens, r0, h0, w0, t0, n0, r1, h1, w1, t1, n1, r2, h2,
+    w2, t2, n2, r3, h3, w3, t3, n3, r4, h4, w4, t4, n4, STATES: tl.constexpr, STARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The first tensors have tokens; behind them are states, from number STATES on."""
     right, last = looked_at(starts, sequences, tokens, STARTS)
     first, _ = span_of(starts, sequences, sequences, tokens, right, last)
     value = tl.where(right, 0.0, float("nan"))
-    _fill(x0, first, tokens, h0, w0, t0, n0, value, BLOCK)
-    _fill(x1, first, tokens, h1, w1, t1, n1, value, BLOCK)
-    _fill(x2, first, tokens, h2, w2, t2, n2, value, BLOCK)
-    _fill(x3, first, tokens, h3, w3, t3, n3, value, BLOCK)
-    _fill(x4, first, tokens, h4, w4, t4, n4, value, BLOCK)
+    _fill(x0, right, first, r0, h0, w0, t0, n0, value, STATES <= 0, BLOCK)
+    _fill(x1, right, first, r1, h1, w1, t1, n1, value, STATES <= 1, BLOCK)
+    _fill(x2, right, first, r2, h2, w2, t2, n2, value, STATES <= 2, BLOCK)
+    _fill(x3, right, first, r3, h3, w3, t3, n3, value, STATES <= 3, BLOCK)
+    _fill(x4, right, first, r4, h4, w4, t4, n4, value, STATES <= 4, BLOCK)
 
 
-def finish(starts: torch.Tensor | None, *outputs: torch.Tensor | None) -> None:
+def finish(starts: torch.Tensor | None, *outputs: torch.Tensor | None, states=()) -> None:
     """Write what tokens that belong to nobody have, to outputs `[1, tokens, ...]`.
 
     starts: int32, one after another, as `int32_starts` gives them; None: nothing to do. Where all
     tokens belong to a sequence, the launch only looks at the starts.
+    states: `[N, ...]`, each in one piece of memory, or None; NaN where the starts are wrong.
     """
+    if starts is None:
+        return
+    tokens = next(x for x in outputs if x is not None).shape[1]
     given = [x for x in outputs if x is not None and x.numel()]
-    while starts is not None and given:
-        part, given = given[:MOST], given[MOST:]
-        absent, tokens = MOST - len(part), part[0].shape[1]
+    of_states = [_flat(x) for x in states if x is not None and x.numel()]
+    while given or of_states:
+        part = (given + of_states)[:MOST]
+        first_state, absent = min(len(given), MOST), MOST - len(part)
+        given, of_states = given[MOST:], of_states[len(part) - first_state :]
         rows = [_row(x) for x in part]
-        block = min(BLOCK, next_power_of_2(max(width for _, width, *_ in rows)))
-        _finish_kernel[vector_grid(tokens, part[0].device)](
+        block = min(BLOCK, next_power_of_2(max(width for _, _, width, *_ in rows)))
+        items = max(count for count, *_ in rows)
+        _finish_kernel[vector_grid(items, part[0].device)](
             starts, *part, *[None] * absent, starts.shape[0] - 1, tokens,
-            *(number for row in rows for number in row), *[0] * (4 * absent), STARTS=STARTS,
-            BLOCK=block,
+            *(number for row in rows for number in row), *[0] * (5 * absent), STATES=first_state,
+            STARTS=STARTS, BLOCK=block,
         )  # fmt: skip
 
 
-def _row(x: torch.Tensor) -> tuple[int, int, int, int]:
-    """A token's heads and the width of each, and from one token and one head to the next."""
+def _flat(states: torch.Tensor) -> torch.Tensor:
+    """`[1, N, elements]`, in the order that they have in memory."""
+    count = states.shape[0]
+    return states.as_strided((1, count, states.numel() // count), (0, states.stride(0), 1))
+
+
+def _row(x: torch.Tensor) -> tuple[int, int, int, int, int]:
+    """How many rows; a row's heads and the width of each; from one row and one head to the next."""
     heads, width = (1, x.shape[2]) if x.dim() == 3 else x.shape[2:]
     apart = x.stride(2)
     if x.dim() == 3 and apart != 1:
         heads, width = width, 1
     elif x.dim() == 4 and apart == width:
         heads, width = 1, heads * width
-    return heads, width, x.stride(1), apart
+    return x.shape[1], heads, width, x.stride(1), apart
 
 
 def int32_starts(starts: torch.Tensor | None) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 `npu_ops/core/lengths.py` says it. By PACKED, which has a call of each function with lengths.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import random
@@ -70,6 +71,11 @@ def wide_causal_conv1d(draw, t, n):
     return causal_conv1d(draw, t, n) | {"weight": draw(24, 6), "initial_state": None}
 
 
+def causal_conv1d_of_a_pool(draw, t, n):
+    call = causal_conv1d(draw, t, n) | {"initial_state": None, "residual": None}
+    return call | {"conv_state": draw(len(n), 24, 3)}
+
+
 def causal_conv1d_qkv(draw, t, n):
     return {
         "x": draw(1, t, 96), "weight": draw(96, 4), "bias": draw(96), "num_k_heads": 2,
@@ -83,6 +89,10 @@ def chunk_gated_delta_rule(draw, t, n):
         "g": -draw(1, t, 4).abs(), "beta": draw(1, t, 4).sigmoid(), "chunk_size": 16,
         "initial_state": draw(len(n), 4, 16, 16), "cu_seqlens": starts(n),
     }  # fmt: skip
+
+
+def chunks_of_one_token(draw, t, n):
+    return chunk_gated_delta_rule(draw, t, n) | {"chunk_size": 1}
 
 
 def fused_recurrent_gated_delta_rule(draw, t, n):
@@ -149,11 +159,18 @@ PACKED = [
         _CONV[:2],
     ),
     Packed(
+        "causal_conv1d", npu_ops.causal_conv1d, causal_conv1d_of_a_pool, ("x",), trains=False,
+    ),
+    Packed(
         "causal_conv1d_qkv", npu_ops.causal_conv1d_qkv, causal_conv1d_qkv, ("x",), (), _CONV[:2],
     ),
     Packed(
         "chunk_gated_delta_rule", npu_ops.chunk_gated_delta_rule, chunk_gated_delta_rule, _RULE,
         (), ("initial_state",),
+    ),
+    Packed(
+        "chunk_gated_delta_rule", npu_ops.chunk_gated_delta_rule, chunks_of_one_token, _RULE, (),
+        ("initial_state",),
     ),
     Packed(
         "fused_recurrent_gated_delta_rule", npu_ops.fused_recurrent_gated_delta_rule,
@@ -306,6 +323,51 @@ def test_wrong_lengths_give_nan_on_a_device(packed, implementation, device):
         tokens = [x for n, x in found.items() if n in packed.tokens and n not in none]
         for x in [*outputs, *tokens]:
             assert (x[..., :8] if packed.op == "rope" else x).isnan().all(), what
+
+
+RETURNING = [
+    pytest.param(*parameter.values, id=parameter.id, marks=parameter.marks)
+    for parameter in by_implementation()
+    if "output_final_state" in inspect.signature(parameter.values[0].function).parameters
+    and parameter.values[0].trains and parameter.values[2] != "cpu"
+]  # fmt: skip
+if RETURNING:  # the CPU refuses such calls, see above
+
+    @pytest.mark.parametrize("packed, implementation, device", RETURNING)
+    def test_states_of_wrong_lengths_are_nan(packed, implementation, device):
+        """What is returned, and the gradient of the first ones."""
+        call = packed.call() | {"output_final_state": True}
+        for what, value in wrong(call[packed.name]).items():
+            with forced_all(packed, implementation):
+                outputs, found, _ = evaluate(packed, call | {packed.name: value}, device, ones)
+            assert outputs[-1].isnan().all(), what
+            assert found.get("initial_state", outputs[-1]).isnan().all(), what
+
+    @pytest.mark.parametrize("packed, implementation, device", RETURNING)
+    def test_states_of_wrong_lengths_without_tokens_are_nan(packed, implementation, device):
+        call = packed.call(0, (0, 0)) | {"output_final_state": True}
+        call[packed.name][1] = 3
+        with forced_all(packed, implementation):
+            outputs, found, _ = evaluate(packed, call, device, ones)
+        assert outputs[-1].isnan().all()
+        assert found.get("initial_state", outputs[-1]).isnan().all()
+
+
+def ones(outputs):
+    return [torch.ones_like(x) for x in outputs]
+
+
+@every
+def test_wrong_lengths_leave_a_pool_as_it_is(packed, implementation, device):
+    call = packed.call()
+    for name in {"conv_state", "state"} & {*call}:
+        for what, value in wrong(call[packed.name]).items():
+            given = {n: x.clone().to(device) if isinstance(x, torch.Tensor) else x
+                     for n, x in (call | {packed.name: value}).items()}  # fmt: skip
+            refused = pytest.raises(ValueError) if device == "cpu" else contextlib.nullcontext()
+            with forced_all(packed, implementation), refused:
+                packed.function(**given)
+            assert torch.equal(given[name].cpu(), call[name]), what
 
 
 @pytest.mark.parametrize("seed", range(3))

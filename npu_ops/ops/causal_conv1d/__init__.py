@@ -69,9 +69,10 @@ def causal_conv1d(
 
     Raises:
         TypeError: a dtype. ValueError: a shape, a device, an activation; cu_seqlens that decrease,
-            do not begin with 0 or end behind x (on the CPU; on a device y and the gradient of x are
-            NaN); with conv_state a required gradient, and on the CPU a
-            slot outside of the pool or one twice. RuntimeError: such slots in a compiled call. On a
+            do not begin with 0 or end behind x (on the CPU; on a device y, the final state,
+            and the gradients of x and of the initial state are NaN, and a pool stays as it is);
+            with conv_state a required gradient, and on the CPU a slot outside of the pool or one
+            twice. RuntimeError: such slots in a compiled call. On a
             device a slot outside is as pad_slot_id.
 
     Source: fla `fla.modules.conv.causal_conv1d`; the layer is Mamba's (Gu and Dao, 2023).
@@ -84,9 +85,7 @@ def causal_conv1d(
         pad_slot_id=pad_slot_id,
     )  # fmt: skip
     if conv_state is not None:
-        slots = pool.Slots(
-            conv_state, conv_state_indices, pad_slot_id, layout.sequences(x, cu_seqlens)
-        )
+        slots = pool.Slots(conv_state, conv_state_indices, pad_slot_id, x, cu_seqlens)
         before = slots.read(weight.shape[1], x.dtype, has_initial_state)
         inputs = inputs._replace(initial_state=before, output_final_state=True)
         if before.dtype != x.dtype and x.device.type == "cpu":  # its kernel has one dtype for both

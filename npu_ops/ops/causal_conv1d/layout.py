@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import indices
+from npu_ops.core import indices, lengths
 from npu_ops.core.rows import like_one_piece
 
 
@@ -39,19 +39,16 @@ def final_state(inputs):
 
 def no_tokens(arguments) -> None:
     """Write the outputs of a call without tokens: a state passes through."""
-    _pass_through(arguments.initial_state, arguments.final_state)
+    given = arguments.initial_state
+    lengths.pass_through(given, arguments.final_state, arguments.cu_seqlens)
 
 
 def no_tokens_backward(arguments) -> None:
     """Write the gradients of such a call."""
-    _pass_through(None, arguments.grad_weight)
-    _pass_through(None, arguments.grad_bias)
-    _pass_through(arguments.grad_final_state, arguments.grad_initial_state)
-
-
-def _pass_through(given, wanted) -> None:
-    if wanted is not None:
-        wanted.zero_() if given is None else wanted.copy_(given)
+    given, starts = arguments.grad_final_state, arguments.cu_seqlens
+    lengths.pass_through(None, arguments.grad_weight, None)
+    lengths.pass_through(None, arguments.grad_bias, None)
+    lengths.pass_through(given, arguments.grad_initial_state, starts)
 
 
 def gradients(inputs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from npu_ops.core import check, indices, library, make
+from npu_ops.core import check, indices, lengths, library, make
 from npu_ops.ops.causal_conv1d import arguments, layout
 
 
@@ -61,14 +61,18 @@ def _distinct(slots, pad_slot_id: int) -> torch.Tensor:
 class Slots:
     """The slots of a call's sequences, without asking the device which they are."""
 
-    def __init__(self, conv_state, slots, pad_slot_id: int, count: int):
+    def __init__(self, conv_state, slots, pad_slot_id: int, x, cu_seqlens):
         self._pool = conv_state
+        count = layout.sequences(x, cu_seqlens)
         if slots is None:
             slots = make.counted(count, device=conv_state.device)
             self._real = torch.ones_like(slots, dtype=torch.bool)
         else:
             self._real = (slots >= 0) & (slots < conv_state.shape[0]) & (slots != pad_slot_id)
         self._places = torch.where(self._real, slots, 0).long()
+        self._kept = self._real
+        if cu_seqlens is not None:  # wrong ones change no state
+            self._kept = self._real & lengths.are_right(cu_seqlens, x.shape[1])
 
     def read(self, width: int, x_dtype: torch.dtype, has_initial_state):
         """Initial states `[N, D, W]`; zeros where there is none.
@@ -93,8 +97,8 @@ class Slots:
         if not self._places.numel() or not self._pool.shape[0]:
             return
         pool = self._pool[..., : final_state.shape[2] - 1]
-        first = self._real.int().argmax()
-        rows = torch.where(self._real, make.counted(len(self._places), device=pool.device), first)
+        first = self._kept.int().argmax()
+        rows = torch.where(self._kept, make.counted(len(self._places), device=pool.device), first)
         places = self._places[rows]
         values = final_state[rows][..., 1:].to(pool.dtype)
-        pool[places] = torch.where(self._real.any(), values, pool[places])
+        pool[places] = torch.where(self._kept.any(), values, pool[places])

@@ -199,16 +199,16 @@ def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu, y,
         call = wide.Call(x, weight.shape[1], starts, chunk, STARTS)
         taps = taps_first(weight)
         wide.forward(call, x, taps, bias, residual, initial_state, silu, y, strides)
-        finish(starts, y)
-        return write_final_state(x, initial_state, starts, final_state)
-    sequences = batch if starts is None else len(starts) - 1
-    _causal_conv1d_kernel[vector_grid(items, x.device)](
-        x, taps_first(weight), bias, residual, initial_state, starts, y, batch, sequences, length,
-        chunk, width, *x.stride()[:2], *strides(residual, 0, 1), *strides(initial_state, 0, 2),
-        *y.stride()[:2], W=weight.shape[1], SILU=silu, BD=block, UNROLLED=UNROLLED, STARTS=STARTS,
-    )  # fmt: skip
-    finish(starts, y)
+    else:
+        sequences = batch if starts is None else len(starts) - 1
+        _causal_conv1d_kernel[vector_grid(items, x.device)](
+            x, taps_first(weight), bias, residual, initial_state, starts, y, batch, sequences,
+            length, chunk, width, *x.stride()[:2], *strides(residual, 0, 1),
+            *strides(initial_state, 0, 2), *y.stride()[:2], W=weight.shape[1], SILU=silu, BD=block,
+            UNROLLED=UNROLLED, STARTS=STARTS,
+        )  # fmt: skip
     write_final_state(x, initial_state, starts, final_state)
+    finish(starts, y, states=(final_state,))
 
 
 def write_final_state(x, initial_state, starts, final_state):
@@ -356,7 +356,7 @@ def causal_conv1d_backward(
             call, grad_y, grad_final_state, x, taps_first(weight), bias, initial_state, silu,
             grad_x, grad_initial_state, strides,
         )  # fmt: skip
-        finish(starts, grad_x)
+        finish(starts, grad_x, states=(grad_initial_state,))
         return write_totals(sums, grad_weight, grad_bias)
     sums = x.new_empty((pieces, taps + 1, width), dtype=torch.float32)
     _causal_conv1d_backward_kernel[vector_grid(pieces * blocks, x.device)](
@@ -366,7 +366,7 @@ def causal_conv1d_backward(
         *grad_x.stride()[:2], *strides(grad_initial_state, 0, 2),
         W=taps, SILU=silu, BD=block, STARTS=STARTS,
     )  # fmt: skip
-    finish(starts, grad_x)
+    finish(starts, grad_x, states=(grad_initial_state,))
     write_totals(sums, grad_weight, grad_bias)
 
 

@@ -60,7 +60,8 @@ def causal_conv1d_qkv(
     Raises:
         TypeError: a dtype, or heads and dims that are not integers. ValueError: a shape, a device,
             an activation, eps; cu_seqlens that decrease, do not begin with 0 or end behind x (on
-            the CPU; on a device q, k, v and the gradient of x are NaN).
+            the CPU; on a device q, k, v, the final state, and the gradients of x and of the initial
+            state are NaN).
 
     Source: the layers of transformers `modeling_qwen3_next.py`, one after another.
     """

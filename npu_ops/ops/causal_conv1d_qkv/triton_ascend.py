@@ -83,8 +83,8 @@ def causal_conv1d_qkv(
         *plan.sizes, *x.stride()[:2], *conv.strides(initial_state, 0, 2), *q.stride()[:2],
         *v.stride()[:2], W=weight.shape[1], SILU=silu, UNROLLED=conv.UNROLLED, **plan.constants,
     )  # fmt: skip
-    finish(starts, q, k, v)
     conv.write_final_state(x, initial_state, starts, final_state)
+    finish(starts, q, k, v, states=(final_state,))
 
 
 def causal_conv1d_qkv_backward(
@@ -106,7 +106,7 @@ def causal_conv1d_qkv_backward(
         *x.stride()[:2], *conv.strides(initial_state, 0, 2), *grad_x.stride()[:2],
         *conv.strides(grad_initial_state, 0, 2), W=taps, SILU=silu, **plan.constants,
     )  # fmt: skip
-    finish(starts, grad_x)
+    finish(starts, grad_x, states=(grad_initial_state,))
     conv.write_totals(sums, grad_weight, grad_bias)
 
 

@@ -91,7 +91,7 @@ def chunk_gated_delta_rule(
     Raises:
         TypeError: a dtype, also of the state, which is never converted; an argument that fla took
         once. ValueError: a shape, a device, flags that do not go together, wrong lengths (on the
-        CPU; on a device o and gradients of tokens are NaN), a required gradient with
+        CPU; on a device o, states, and gradients of both are NaN), a required gradient with
         return_intermediate_states.
 
     Source: fla `chunk_gated_delta_rule`; Gated Delta Networks, arXiv:2412.06464.

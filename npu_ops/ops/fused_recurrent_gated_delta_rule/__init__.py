@@ -65,8 +65,8 @@ def fused_recurrent_gated_delta_rule(
 
     Raises:
         TypeError: a dtype, also of the state, which is never converted. ValueError: a shape, a
-        device, flags that do not go together, wrong lengths (on the CPU; on a device o and
-        gradients of tokens are NaN).
+        device, flags that do not go together, wrong lengths (on the CPU; on a device o,
+        states, and gradients of both are NaN).
 
     Source: fla `fused_recurrent_gated_delta_rule`; Gated Delta Networks, arXiv:2412.06464.
     """

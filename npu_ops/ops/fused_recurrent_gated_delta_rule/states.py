@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import indices
+from npu_ops.core import indices, lengths
 
 
 def new(inputs, dtype: torch.dtype) -> torch.Tensor:
@@ -37,14 +37,11 @@ def check_starts(arguments) -> None:
 
 def pass_on(arguments) -> None:
     """Write the final states of sequences without tokens: their initial ones."""
-    _copy(arguments.initial_state, arguments.final_state)
+    given = arguments.initial_state
+    lengths.pass_through(given, arguments.final_state, arguments.cu_seqlens)
 
 
 def pass_gradients_back(arguments) -> None:
     """Write the gradients of the initial states of sequences without tokens."""
-    _copy(arguments.grad_final_state, arguments.grad_initial_state)
-
-
-def _copy(states, to) -> None:
-    if to is not None:
-        to.zero_() if states is None else to.copy_(states)
+    given = arguments.grad_final_state
+    lengths.pass_through(given, arguments.grad_initial_state, arguments.cu_seqlens)

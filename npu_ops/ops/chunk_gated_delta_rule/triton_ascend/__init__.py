@@ -60,7 +60,8 @@ def chunk_gated_delta_rule(
     if chunk_size == TOKEN:
         step = gated_delta_rule_update
         inputs = q, k, v, g, beta, initial_state, cu_seqlens, scale, state_v_first, normalize
-        return token_by_token.forward(step, *inputs, o, final_state)
+        token_by_token.forward(step, *inputs, o, final_state)
+        return finish(int32_starts(cu_seqlens), o, states=(final_state,))
     wanted, chunk_size = chunk_size, _chunk_size(q, v, chunk_size)  # states are kept before those
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
@@ -84,9 +85,9 @@ def chunk_gated_delta_rule(
             last, chunk_states, None if kept is None else kept.firsts, scale, walk.piece, walk.end,
             KEEP=wanted, **walk.constants,
         )  # fmt: skip
-    finish(int32_starts(cu_seqlens), o)
     if last is not final_state:
         final_state.copy_(last[number - 1 :: number])
+    finish(int32_starts(cu_seqlens), o, states=(final_state, chunk_states))
 
 
 chunk_gated_delta_rule_prefill = chunk_gated_delta_rule
@@ -141,7 +142,10 @@ def chunk_gated_delta_rule_backward(
     totals = _inner_products(states, grad_states, gates[0])
     grad_betas = grad_betas + _sum(of_values)
     chunks.scatter(grad_g_sums, kept_sums, totals, grad_betas, spans, grad_g, grad_beta)
-    finish(int32_starts(cu_seqlens), grad_q, grad_k, grad_v, grad_g, grad_beta)
+    finish(
+        int32_starts(cu_seqlens), grad_q, grad_k, grad_v, grad_g, grad_beta,
+        states=(grad_initial_state,),
+    )  # fmt: skip
 
 
 def _gradients(

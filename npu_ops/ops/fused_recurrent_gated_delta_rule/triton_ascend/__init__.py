@@ -139,7 +139,7 @@ def fused_recurrent_gated_delta_rule(
         length, H=heads, HV=value_heads, K=keys, V=values, V_FIRST=state_v_first,
         PER_VALUE=beta.shape[-1] == values, **constants,
     )  # fmt: skip
-    finish(int32_starts(cu_seqlens), o)
+    finish(int32_starts(cu_seqlens), o, states=(final_state,))
 
 
 @triton.jit(do_not_specialize=["sequences", "length"])
@@ -276,4 +276,7 @@ def fused_recurrent_gated_delta_rule_backward(
     ):
         if total is not None and total is not summed:
             total.copy_(summed.sum(0))
-    finish(int32_starts(cu_seqlens), grad_q, grad_k, grad_v, grad_g, grad_gk, grad_gv, grad_beta)
+    finish(
+        int32_starts(cu_seqlens), grad_q, grad_k, grad_v, grad_g, grad_gk, grad_gv, grad_beta,
+        states=(grad_initial_state,),
+    )  # fmt: skip
