@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import forced, implementations
+from support import forced, implementations, on_npu
 
 import npu_ops
 from npu_ops.core.registry import Table
@@ -288,6 +288,56 @@ def test_rows_behind_the_last_sequence_are_0(packed, implementation, device):
             assert (behind(packed, name, x) == 0).all(), f"gradient of {name}"
             x = x.narrow(packed.axis, 0, right[name].shape[packed.axis])
         torch.testing.assert_close(x, right[name], rtol=2e-5, atol=2e-5)
+
+
+def with_host_lengths(packed):
+    """The same calls in bf16, with the lengths in host memory too, as the vendor takes them; its
+    backward takes no gradient of lse."""
+
+    def make(draw, t, n):
+        call = packed.make(draw, t, n)
+        call |= {name: call[name].bfloat16() for name in "qkv"}
+        lists = [call[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k") if name in call]
+        lengths = lists[0] if len(lists) == 1 else tuple(lists)
+        return call | {"cu_seqlens_cpu": lengths, "return_lse": False}
+
+    return dataclasses.replace(packed, make=make)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    "packed", [with_host_lengths(each) for each in PACKED if each.op == "attention"], ids=str
+)
+def rows_behind_are_0_by_the_vendor(packed, trains, device):
+    """The operator of the vendor writes no row that belongs to nobody, or anything."""
+    packed = dataclasses.replace(packed, trains=trains)
+    call, owned = packed.call(), packed.call(sum(LENGTHS))
+    for name in packed.tokens:
+        behind(packed, name, call[name])[...] = NAN
+        end = owned[name].shape[0]
+        owned[name] = call[name][:end].clone()
+    if "sinks" in call:
+        owned["sinks"] = call["sinks"]
+    with forced_all(packed, "aclnn"):
+        outputs, found, grads = evaluate(packed, call, device, gradients_of(packed))
+        few = [x.narrow(tokens_of(packed, i), 0, sum(LENGTHS)) for i, x in enumerate(grads)]
+        expected, right, _ = evaluate(packed, owned, device, few)
+    for i, (x, y) in enumerate(zip(outputs, expected, strict=True)):
+        x, y = (rows_of(packed, i, each) for each in (x, y))
+        assert (x[sum(LENGTHS) :] == 0).all(), f"output {i}"
+        assert torch.equal(x[: sum(LENGTHS)], y)
+    for name, x in found.items():
+        if name in packed.tokens:
+            assert (behind(packed, name, x) == 0).all(), f"gradient of {name}"
+            x = x[: right[name].shape[0]]
+        assert torch.equal(x, right[name]), name
+    nobody = packed.call(TOKENS, (0, 0))
+    with forced_all(packed, "aclnn"):
+        outputs, found, _ = evaluate(packed, nobody, device, ones)
+    assert all((x == 0).all() for x in [*outputs, *found.values()])
+
+
+test_rows_behind_are_0_by_the_vendor = on_npu(rows_behind_are_0_by_the_vendor)
 
 
 def wrong(right):

@@ -22,6 +22,10 @@ _kept: dict[torch.device, torch.Tensor] = {}
 def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
     """Write out and lse."""
     plan = plan_of(q, k, v, extra, rule, "npu")
+    q, out, lse = _owned(extra.cu_seqlens_q_cpu, (q,), (out, lse))
+    k, v = _owned(extra.cu_seqlens_k_cpu, (k, v))
+    if not q.shape[2]:
+        return
     run = _infer if "infer" in plan.operator else _train
     found, log_sum = run(plan, q, k, v, extra, rule)
     found = _normal(found, plan, q.shape[0], q.shape[1])[..., : v.shape[3]]
@@ -34,7 +38,6 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
         found, log_sum = found * (log_sum - both).exp()[..., None], both
     out.copy_(found)
     lse.copy_(log_sum)
-    _clear(extra.cu_seqlens_q_cpu, out, lse)
 
 
 def attention_backward(
@@ -43,6 +46,14 @@ def attention_backward(
 ) -> None:  # fmt: skip
     """Write the gradients, those of the bias and the sinks where they are not None."""
     plan = plan_of(q, k, v, extra, rule, "npu")
+    starts_q, starts_k = extra.cu_seqlens_q_cpu, extra.cu_seqlens_k_cpu
+    q, grad_out, out, lse, grad_q = _owned(starts_q, (q, grad_out, out, lse), (grad_q,))
+    k, v, grad_k, grad_v = _owned(starts_k, (k, v), (grad_k, grad_v))
+    if not q.shape[2]:
+        for gradient in (grad_k, grad_v, grad_bias, grad_sinks):
+            if gradient is not None:
+                gradient.zero_()
+        return
     mine = [_padded(x, plan) for x in (q, k, v, grad_out, out)]
     given_q, given_k, given_v, dy, result = (_given(x, plan) for x in mine)
     # A row without a key has weights exp(-inf - 0), not exp(-inf + inf).
@@ -59,22 +70,23 @@ def attention_backward(
     for gradient, value in zip((grad_q, grad_k, grad_v), found[:3], strict=True):
         batch, heads = gradient.shape[:2]
         gradient.copy_(_normal(value, plan, batch, heads)[..., : gradient.shape[3]])
-    _clear(extra.cu_seqlens_q_cpu, grad_q)
-    _clear(extra.cu_seqlens_k_cpu, grad_k, grad_v)
     if grad_bias is not None:
         grad_bias.copy_(found[3].float().sum_to_size(grad_bias.shape))
     if grad_sinks is not None:
         delta = (grad_out.float() * out.float()).sum(-1)
         shares = (extra.sinks[:, None] - lse).exp() * delta
-        _clear(extra.cu_seqlens_q_cpu, shares)
         grad_sinks.copy_(-shares.sum((0, 2)))
 
 
-def _clear(starts, *outputs) -> None:
-    """Write zeros to the rows of tokens that belong to nobody, of `[1, heads, tokens, ...]`."""
-    for x in outputs if starts is not None else ():
-        if starts[-1] < x.shape[2]:
-            x[:, :, int(starts[-1]) :].zero_()
+def _owned(starts, read, written=()):
+    """Of `[1, heads, tokens, ...]` the tokens of sequences, for the operators take no others. What
+    is written becomes 0 behind them."""
+    if starts is None:
+        return *read, *written
+    end = int(starts[-1])
+    for x in written:
+        x[:, :, end:].zero_()
+    return [x[:, :, :end] for x in (*read, *written)]
 
 
 def _train(plan: AttentionPlan, q, k, v, extra: Extra, rule: Rule):
