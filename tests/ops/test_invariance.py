@@ -456,7 +456,7 @@ def test_training_prompts_and_decoding_are_consistent(op, implementation, device
 
 @every_rule
 def test_gradients_of_the_consistent_mode(op, implementation, device):
-    """They are those of the other mode: the backward goes by chunks."""
+    """They are those of the other mode up to rounding: the backward goes by chunks."""
     lengths = (5, 90, 1, 44)
     x = on_device(layer(sum(lengths), lengths, torch.float32), device)
     gradient = torch.ones_like(x["v"])
@@ -464,8 +464,8 @@ def test_gradients_of_the_consistent_mode(op, implementation, device):
     for consistent in (False, True):
         with env.override(consistent=consistent):
             found.append(trained(x, gradient))
-    assert_same_bits(found[0][1].cpu(), found[1][1].cpu(), "gradient of v")
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-5)
+    for default, consistent in zip(*found, strict=True):
+        torch.testing.assert_close(default, consistent, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
