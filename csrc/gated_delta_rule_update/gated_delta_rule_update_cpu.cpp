@@ -22,8 +22,9 @@ struct Sequence {
 struct Call {
   Call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a, const Tensor& b,
        const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias,
-       const Tensor& state, const Tensor& state_indices, const std::optional<Tensor>& kept, double scale, bool normalize, bool v_first, bool update,
-       double softplus_beta, double softplus_threshold, const Tensor& o)
+       const Tensor& state, const Tensor& state_indices, const std::optional<Tensor>& kept,
+       double scale, bool normalize, bool v_first, bool update, double softplus_beta,
+       double softplus_threshold, const Tensor& o)
       : q(q, q.stride(0)),
         k(k, k.stride(0)),
         v(v, v.stride(0)),
@@ -227,8 +228,8 @@ void walk(const Call& call, const Sequence& one, int64_t head, Head& scratch) {
 
 void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, std::optional<Tensor> A_log,
             std::optional<Tensor> dt_bias, Tensor state, Tensor state_indices,
-            std::optional<Tensor> cu_seqlens,
-            std::optional<Tensor> num_accepted_tokens, std::optional<Tensor> intermediate_states,
+            std::optional<Tensor> cu_seqlens, std::optional<Tensor> num_accepted_tokens,
+            std::optional<Tensor> intermediate_states,
             std::optional<Tensor> intermediate_state_indices, double scale, bool normalize,
             bool v_first, bool update, double softplus_beta, double softplus_threshold, Tensor o) {
   const Call call(q, k, v, a, b, A_log, dt_bias, state, state_indices, intermediate_states, scale,
