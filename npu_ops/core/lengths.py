@@ -46,6 +46,25 @@ def nobodys(starts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tens
     return (token >= starts[-1]) | ~right, torch.where(right, 0.0, torch.nan)
 
 
+def before_conversion(call, *names: str):
+    """A call with 0 in these arguments `[1, tokens, ...]` for tokens that belong to nobody.
+
+    What is then computed from them in torch has gradients of 0 there: 0 times NaN would be NaN, in
+    sums over tokens too. Wrong starts change nothing, so that gradients become NaN.
+    """
+    starts, tokens = call.cu_seqlens, call.q.shape[1]
+    given = {name: x for name in names if (x := getattr(call, name)).requires_grad}
+    if starts is None or not given or not torch.is_grad_enabled():
+        return call
+    behind = make.counted(tokens, device=starts.device) >= starts[-1]
+    behind = behind & are_right(starts, tokens)
+
+    def owned(x):
+        return x.masked_fill(behind.view(1, -1, *[1] * (x.dim() - 2)), 0)
+
+    return call._replace(**{name: owned(x) for name, x in given.items()})
+
+
 def without_nobodys(starts: torch.Tensor | None, *rows: torch.Tensor | None) -> tuple:
     """Tensors `[1, tokens, ...]` with what tokens that belong to nobody have."""
     if starts is None:

@@ -95,6 +95,26 @@ def chunks_of_one_token(draw, t, n):
     return chunk_gated_delta_rule(draw, t, n) | {"chunk_size": 1}
 
 
+def chunks_of_raw_inputs(draw, t, n):
+    """Norms, gates and betas are made in the function, forward and backward."""
+    return chunk_gated_delta_rule(draw, t, n) | {
+        "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+        "use_gate_in_kernel": True, "A_log": draw(4), "dt_bias": draw(4),
+    }  # fmt: skip
+
+
+def wide_chunks_of_raw_inputs(draw, t, n):
+    call = chunks_of_raw_inputs(draw, t, n)
+    q, k = (draw(1, t, 2, 192) for _ in "qk")
+    return call | {"q": q, "k": k, "initial_state": draw(len(n), 4, 192, 16)}
+
+
+def tokens_of_raw_inputs(draw, t, n):
+    call = chunks_of_raw_inputs(draw, t, n)
+    del call["chunk_size"]
+    return call
+
+
 def fused_recurrent_gated_delta_rule(draw, t, n):
     call = chunk_gated_delta_rule(draw, t, n)
     del call["chunk_size"]
@@ -171,6 +191,18 @@ PACKED = [
     Packed(
         "chunk_gated_delta_rule", npu_ops.chunk_gated_delta_rule, chunks_of_one_token, _RULE, (),
         ("initial_state",),
+    ),
+    Packed(
+        "chunk_gated_delta_rule", npu_ops.chunk_gated_delta_rule, chunks_of_raw_inputs, _RULE, (),
+        ("initial_state", "A_log", "dt_bias"),
+    ),
+    Packed(
+        "chunk_gated_delta_rule", npu_ops.chunk_gated_delta_rule, wide_chunks_of_raw_inputs, _RULE,
+        (), ("initial_state", "A_log", "dt_bias"),
+    ),
+    Packed(
+        "fused_recurrent_gated_delta_rule", npu_ops.fused_recurrent_gated_delta_rule,
+        tokens_of_raw_inputs, _RULE, (), ("initial_state", "A_log", "dt_bias"),
     ),
     Packed(
         "fused_recurrent_gated_delta_rule", npu_ops.fused_recurrent_gated_delta_rule,

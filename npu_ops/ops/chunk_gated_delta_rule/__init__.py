@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import env, library, log
+from npu_ops.core import env, lengths, library, log
 from npu_ops.core.registry import explains
 from npu_ops.core.signature import call_of
 from npu_ops.ops.chunk_gated_delta_rule import context_parallel, op
@@ -128,12 +128,15 @@ def _consistent(call):
     one operator, which rounds them."""
     check_consistent(call)
     if call.use_qk_l2norm_in_kernel:
+        call = lengths.before_conversion(call, "q", "k")
         call = call._replace(q=l2norm(call.q), k=l2norm(call.k), use_qk_l2norm_in_kernel=False)
     return call._replace(chunk_size=TOKEN)
 
 
 def _converted(call):
     """A call that was checked, as the operator takes it."""
+    converted = {"g": call.use_gate_in_kernel, "beta": call.use_beta_sigmoid_in_kernel}
+    call = lengths.before_conversion(call, *(name for name, is_so in converted.items() if is_so))
     g, beta, wide = call.g, call.beta, compute_dtype(call.q)
     if call.use_gate_in_kernel:
         g = gdn_gate(g, call.A_log, call.dt_bias)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from npu_ops.core import lengths
 from npu_ops.ops.fused_recurrent_gated_delta_rule import reference as recurrent
 from npu_ops.ops.l2norm import reference as norm
 
@@ -73,4 +74,5 @@ def chunk_gated_delta_rule_backward(
             norm.l2norm_backward(grad, x, EPS)
             for grad, x in zip((grad_q, grad_k), given, strict=True)
         )
+        grad_q, grad_k = lengths.without_nobodys(cu_seqlens, grad_q, grad_k)
     return grad_q, grad_k, grad_v, grad_g, grad_beta[..., 0], grad_initial_state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from npu_ops.core import lengths
 from npu_ops.core.registry import explains
 from npu_ops.core.signature import call_of
 from npu_ops.ops.fused_recurrent_gated_delta_rule import op
@@ -91,6 +92,11 @@ def _inputs(*args, **kwargs):
 
 def _converted(call):
     """A call that was checked, as the operator takes it: what the flags ask for is done."""
+    converted = {
+        "q": call.use_qk_l2norm_in_kernel, "k": call.use_qk_l2norm_in_kernel,
+        "g": call.use_gate_in_kernel, "beta": call.use_beta_sigmoid_in_kernel,
+    }  # fmt: skip
+    call = lengths.before_conversion(call, *(name for name, is_so in converted.items() if is_so))
     q, k, g, beta, wide = call.q, call.k, call.g, call.beta, compute_dtype(call.q)
     if call.use_qk_l2norm_in_kernel:
         q, k = (_l2norm(x.to(wide)) for x in (q, k))
