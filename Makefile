@@ -78,6 +78,7 @@ test: $(VENV)/ready
 # FLA: a clone of flash-linear-attention, whose own tests then run too: make FLA=... test-all
 # MEGATRON: a clone of Megatron-LM, whose own tests then run without npu-ops and with it.
 # TRANSFORMERS: a clone of transformers, whose own tests of six model families run likewise.
+# SGL_KERNEL_NPU: a clone of sgl-kernel-npu, whose own tests then run on the emulated NPU.
 # PTO: a clone of PTO-ISA, with whose simulator the twin's instructions are compared.
 test-all: check fetch
 	$(ON_CPU)
@@ -86,6 +87,7 @@ test-all: check fetch
 	$(if $(FLA),$(BIN)/python tests/adapters/upstream_fla.py $(FLA))
 	$(if $(MEGATRON),$(BIN)/python tests/adapters/upstream_megatron.py $(MEGATRON))
 	$(if $(TRANSFORMERS),$(BIN)/python tests/adapters/upstream_transformers.py $(TRANSFORMERS))
+	$(if $(SGL_KERNEL_NPU),$(BIN)/python tests/adapters/upstream_sgl_kernel_npu.py $(SGL_KERNEL_NPU))
 	$(if $(PTO),$(BIN)/python tests/emulator/upstream_pto.py $(PTO))
 
 # verl's SFT trainer with every model and its GRPO trainer, three ways: half an hour when it is quiet.
