@@ -83,18 +83,6 @@ class Row:
     def folder(self) -> pathlib.Path:
         return HERE / self.name
 
-    @property
-    def steps(self) -> dict:
-        """What is run, by its column."""
-        steps = {"source": source, "wheel": wheel, "doctor": doctor, "cpu": cpu}
-        return steps | (
-            {"triton": triton, "ascendc": ascendc, "demo": demo} if self.torch_npu else {}
-        )
-
-
-SHORT = {"source": lambda row: source(row), "doctor": lambda row: doctor(row),
-         "verify": lambda row: verify(row)}  # fmt: skip
-
 
 def rows() -> list[Row]:
     return [Row(torch, python, npu) for torch, npu, python in TORCH_NPU] + [
@@ -112,10 +100,10 @@ def interpreter(version: str) -> str:
     return python
 
 
-def pip(row: Row, *arguments, **options) -> None:
+def pip(row: Row, *arguments) -> None:
     command = [sys.executable, "-m", "pip", "--python", row.folder / "bin" / "python", "install"]
     quiet = ["-qq", "--disable-pip-version-check", "--root-user-action=ignore"]
-    subprocess.run([*command, *quiet, *arguments], check=True, **options)
+    subprocess.run([*command, *quiet, *arguments], check=True)
 
 
 def make(row: Row) -> None:
@@ -183,10 +171,10 @@ def snippet(row: Row) -> str:
     *said, last = run(row, "python", "-c", f"{code}\n{where}").splitlines()
     path, version = last.split()
     if not path.startswith(str(row.folder)) or not version.startswith(row.torch):
-        raise Failed(f"failed: it ran {path} with torch {version}")
+        raise Failed(f"it ran {path} with torch {version}")
     chosen = re.findall(r"implementation='(\w+)', why_not=None", "\n".join(said))
     if chosen != ["cpu"]:
-        raise Failed(f"failed: it ran by {chosen}")
+        raise Failed(f"it ran by {chosen}")
     return "yes"
 
 
@@ -234,21 +222,28 @@ def passed(output: str) -> str:
     """How many tests passed."""
     found = re.findall(r"(\d+) passed", output)
     if not found:
-        raise Failed("failed: no test ran")
+        raise Failed("no test ran")
     return f"{found[-1]} passed"
 
 
+# What is run, by its column.
+STEPS = {"source": source, "wheel": wheel, "doctor": doctor, "cpu": cpu}
+STEPS_ON_NPU = STEPS | {"triton": triton, "ascendc": ascendc, "demo": demo}
+SHORT = {"source": source, "doctor": doctor, "verify": verify}
+
+
 def measure(row: Row, steps: dict) -> dict[str, str]:
-    """What came of each step, by its column."""
-    make(row)
+    """What came of each step, by its column; none is tried where there is no environment."""
     found = {}
-    for column, step in steps.items():
+    for column, step in ({"environment": make} | steps).items():
         try:
-            found[column] = step(row)
+            found[column] = step(row) or "ok"
         except Failed as error:
-            found[column] = str(error)
+            found[column] = str(error) if "failed" in str(error) else f"failed: {error}"
         except subprocess.CalledProcessError as error:
             found[column] = f"{pathlib.Path(error.cmd[0]).name} failed"
+        if found["environment"] != "ok":
+            break
     return found
 
 
@@ -283,9 +278,10 @@ def main(arguments) -> None:
     failed = False
     for row in map(known.get, wanted or known):
         begin = time.monotonic()
-        found = measure(row, SHORT if short else row.steps)
+        steps = STEPS_ON_NPU if row.torch_npu else STEPS
+        found = measure(row, SHORT if short else steps)
         failed |= any("failed" in what for what in found.values())
-        if not short:
+        if not short and found["environment"] == "ok":
             record(row, found)
         said = ", ".join(f"{column} {what}" for column, what in found.items())
         print(f"{row.name:19} Python {row.python:5} {said} ({time.monotonic() - begin:.0f} s)",

@@ -46,14 +46,16 @@ def nobodys(starts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tens
     return (token >= starts[-1]) | ~right, torch.where(right, 0.0, torch.nan)
 
 
-def before_conversion(call, *names: str):
-    """A call with 0 in these arguments `[1, tokens, ...]` for tokens that belong to nobody.
+def before_conversion(call, **converted: bool):
+    """The call, with zeros in arguments `[1, tokens, ...]` where tokens belong to nobody.
 
-    What is then computed from them in torch has gradients of 0 there: 0 times NaN would be NaN, in
-    sums over tokens too. Wrong starts change nothing, so that gradients become NaN.
+    converted: by an argument's name, whether PyTorch converts it before the operator runs. The
+    conversion then has gradients of 0 at such tokens; 0 times NaN would be NaN, in sums over tokens
+    too. Wrong starts change nothing, so that gradients become NaN.
     """
     starts, tokens = call.cu_seqlens, call.q.shape[1]
-    given = {name: x for name in names if (x := getattr(call, name)).requires_grad}
+    given = {name: getattr(call, name) for name, is_so in converted.items() if is_so}
+    given = {name: x for name, x in given.items() if x.requires_grad}
     if starts is None or not given or not torch.is_grad_enabled():
         return call
     behind = make.counted(tokens, device=starts.device) >= starts[-1]

@@ -39,8 +39,7 @@ def problems(versions: Mapping[str, str | None], environ=os.environ) -> Iterable
 
 def install_torch_npu(torch: str) -> str:
     """The command that installs torch_npu for a version of torch, and leaves that as it is."""
-    release = ".".join(map(str, Version(torch).release[:3]))
-    return f"pip install --no-deps 'torch_npu=={release}.*' && pip install pyyaml"
+    return f"pip install --no-deps 'torch_npu=={release(torch)}.*' && pip install pyyaml"
 
 
 def _two_tritons(versions, environ):
@@ -72,7 +71,7 @@ def _two_torch_npu(versions, environ):
 
 def _other_torch(versions, environ):
     torch, torch_npu = versions.get("torch"), versions.get("torch_npu")
-    if not torch_npu or not torch or _minor(torch) == _minor(torch_npu):
+    if not torch_npu or not torch or minor(torch) == minor(torch_npu):
         return None
     return (
         f"torch_npu {torch_npu} belongs to another torch than {torch}",
@@ -137,7 +136,7 @@ def _all_blocks(versions, environ):
 
 
 def _wrong_slice(versions, environ):
-    if not versions.get("torch") or _minor(versions["torch"]) != "2.13":
+    if not versions.get("torch") or minor(versions["torch"]) != "2.13":
         return None
     return (
         "torch.compile(dynamic=True) of torch 2.13 writes pool[:, 0] where an operator that writes "
@@ -161,5 +160,11 @@ def version(package: str) -> str | None:
         return None
 
 
-def _minor(text: str) -> str:
+def release(text: str) -> str:
+    """2.9.0 of 2.9.0.post9 and of 2.9.0+cpu."""
+    return ".".join(map(str, Version(text).release[:3]))
+
+
+def minor(text: str) -> str:
+    """2.9 of 2.9.0.post9."""
     return ".".join(map(str, Version(text).release[:2]))

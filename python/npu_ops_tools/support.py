@@ -1,7 +1,7 @@
 """Which images npu-ops was tried for, and what came of it: `images.csv` and `tested.csv`.
 
-An image is a torch, a torch_npu and a Python, as a project pins them. What ran beside them was
-written by packaging/versions.py, on x86_64, with an NPU in software.
+A project's image pins a torch, a torch_npu and a Python. packaging/versions.py installs npu-ops
+beside them, tests it with the emulated NPU on x86_64, and writes the results.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import csv
 import pathlib
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from packaging.version import Version
+
+from npu_ops_tools.known_bad import minor, release
 
 HERE = pathlib.Path(__file__).parent
 OLDEST = "2.7"
@@ -33,7 +35,8 @@ def images() -> list[dict[str, str]]:
 
 
 def tested() -> list[dict[str, str]]:
-    """What ran beside each torch: "yes", a number of tests, or what failed."""
+    """A row for each torch: every step's result, which is "yes", a number of tests that passed, or
+    what failed."""
     return _read("tested.csv")
 
 
@@ -43,7 +46,7 @@ def write(row: Mapping[str, str]) -> None:
     with (HERE / "tested.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [*KEYS, *STEPS, "commit"], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(sorted(rows.values(), key=lambda row: _order(row)))
+        writer.writerows(sorted(rows.values(), key=_order))
 
 
 def standing(versions: Mapping[str, str | None], python: str = platform.python_version()) -> str:
@@ -51,28 +54,30 @@ def standing(versions: Mapping[str, str | None], python: str = platform.python_v
 
     versions: of torch and torch_npu, None where it is not installed.
     """
-    torch, npu = (_release(versions.get(name)) for name in ("torch", "torch_npu"))
+    torch, npu = (
+        release(versions[name]) if versions.get(name) else None for name in ("torch", "torch_npu")
+    )
     if torch is None:
         return "not supported: torch is not installed"
     if Version(torch) < Version(OLDEST):
         return f"not supported: needs torch {OLDEST} or newer, this is {torch}"
-    if npu and _minor(npu) != _minor(torch):
+    if npu and minor(npu) != minor(torch):
         return f"not supported: torch_npu {npu} belongs to another torch than {torch}"
     alike = [row for row in tested() if row["torch"] == torch and _fits(row, npu)]
-    alike.sort(key=lambda row: row["python"] != _minor(python))
+    alike.sort(key=lambda row: row["python"] != minor(python))
     if alike and Version(versions["torch"]).is_prerelease:
         return (
             f"should work: this torch was built from source; it was tested with {_what(alike[0])}"
         )
     if alike:
         return f"tested: {_what(alike[0])}{_named(alike[0])}"
-    near = [row for row in tested() if _minor(row["torch"]) == _minor(torch)] or tested()[-1:]
+    near = [row for row in tested() if minor(row["torch"]) == minor(torch)] or tested()[-1:]
     was = f"it was tested with {_what(near[-1])}" if near else "nothing was tested"
     return f"should work: {was}"
 
 
 def _fits(row, npu: str | None) -> bool:
-    return npu is None or (row["torch_npu"] and _release(row["torch_npu"]) == npu)
+    return npu is None or (row["torch_npu"] and release(row["torch_npu"]) == npu)
 
 
 def _what(row) -> str:
@@ -137,14 +142,5 @@ def _key(row) -> tuple[str, ...]:
     return tuple(row[key] for key in KEYS)
 
 
-def _order(row) -> Iterator:
-    return (Version(row["torch"]), Version(row["python"]))
-
-
-def _release(text: str | None) -> str | None:
-    """2.9.0 of 2.9.0.post9 and of 2.9.0+cpu."""
-    return text and ".".join(map(str, Version(text).release[:3]))
-
-
-def _minor(text: str) -> str:
-    return ".".join(map(str, Version(text).release[:2]))
+def _order(row) -> tuple[Version, Version]:
+    return Version(row["torch"]), Version(row["python"])

@@ -1,4 +1,4 @@
-"""Runs sgl-kernel-npu's own tests of operators that npu-ops has, with npu-ops in their place.
+"""Runs sgl-kernel-npu's own tests; npu-ops computes what sgl-kernel-npu's operators would.
 
     git clone https://github.com/sgl-project/sgl-kernel-npu
     python tests/adapters/upstream_sgl_kernel_npu.py sgl-kernel-npu
@@ -180,7 +180,7 @@ def replace_upstream() -> None:
 
 
 def make(name: str, **members) -> None:
-    """A module, and the packages that it is in."""
+    """Put a module with these members into sys.modules, and packages around it."""
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         path = ".".join(parts[:end])

@@ -417,7 +417,7 @@ if RETURNING:  # the CPU refuses such calls, see above
 
     @pytest.mark.parametrize("packed, implementation, device", RETURNING)
     def test_states_of_wrong_lengths_are_nan(packed, implementation, device):
-        """What is returned, and the gradient of the first ones."""
+        """The final states, and the gradients of the initial ones."""
         call = packed.call() | {"output_final_state": True}
         for what, value in wrong(call[packed.name]).items():
             with forced_all(packed, implementation):

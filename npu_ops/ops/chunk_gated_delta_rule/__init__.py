@@ -124,19 +124,20 @@ def _inputs(*args, **kwargs):
 
 
 def _consistent(call):
-    """A call that was checked, in the mode `consistent`. Trainers and servers normalise q and k by
-    one operator, which rounds them."""
+    """What `NPU_OPS_CONSISTENT=1` makes of a checked call: `l2norm` normalises q and k, and the
+    rule goes token by token."""
     check_consistent(call)
     if call.use_qk_l2norm_in_kernel:
-        call = lengths.before_conversion(call, "q", "k")
+        call = lengths.before_conversion(call, q=True, k=True)
         call = call._replace(q=l2norm(call.q), k=l2norm(call.k), use_qk_l2norm_in_kernel=False)
     return call._replace(chunk_size=TOKEN)
 
 
 def _converted(call):
     """A call that was checked, as the operator takes it."""
-    converted = {"g": call.use_gate_in_kernel, "beta": call.use_beta_sigmoid_in_kernel}
-    call = lengths.before_conversion(call, *(name for name, is_so in converted.items() if is_so))
+    call = lengths.before_conversion(
+        call, g=call.use_gate_in_kernel, beta=call.use_beta_sigmoid_in_kernel
+    )
     g, beta, wide = call.g, call.beta, compute_dtype(call.q)
     if call.use_gate_in_kernel:
         g = gdn_gate(g, call.A_log, call.dt_bias)

@@ -92,11 +92,10 @@ def _inputs(*args, **kwargs):
 
 def _converted(call):
     """A call that was checked, as the operator takes it: what the flags ask for is done."""
-    converted = {
-        "q": call.use_qk_l2norm_in_kernel, "k": call.use_qk_l2norm_in_kernel,
-        "g": call.use_gate_in_kernel, "beta": call.use_beta_sigmoid_in_kernel,
-    }  # fmt: skip
-    call = lengths.before_conversion(call, *(name for name, is_so in converted.items() if is_so))
+    call = lengths.before_conversion(
+        call, q=call.use_qk_l2norm_in_kernel, k=call.use_qk_l2norm_in_kernel,
+        g=call.use_gate_in_kernel, beta=call.use_beta_sigmoid_in_kernel,
+    )  # fmt: skip
     q, k, g, beta, wide = call.q, call.k, call.g, call.beta, compute_dtype(call.q)
     if call.use_qk_l2norm_in_kernel:
         q, k = (_l2norm(x.to(wide)) for x in (q, k))

@@ -141,8 +141,8 @@ def _inputs(*args, **kwargs):
 
 
 def _consistent(inputs):
-    """Inputs that were checked, in the mode `consistent`: with q and k normalised and gates ready,
-    both by the operators that trainers call."""
+    """What `NPU_OPS_CONSISTENT=1` makes of checked inputs: `l2norm` normalises q and k, and
+    `gdn_gate` computes g and beta, as in a trainer."""
     check_consistent(inputs)
     if inputs.normalize:
         inputs = inputs._replace(q=l2norm(inputs.q), k=l2norm(inputs.k), normalize=False)

@@ -113,7 +113,10 @@ def _step(matrix, q, k, v, a, b, A_log, dt_bias, scale, token, q_t, k_t, v_t, a_
           value, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
           V_FIRST: tl.constexpr, NORMALIZE: tl.constexpr, softplus_beta, softplus_threshold,
           PLAIN: tl.constexpr):  # fmt: skip
-    """The state after a token, and what q reads from it. Without A_log, a is g and b is beta."""
+    """The state after a token, and what q reads from it.
+
+    Without A_log, a and b are the gates g and beta.
+    """
     qk_head = head // (HV // H)
     b_k = keys_of(_normalized(load_row(k + token * k_t, qk_head, key, K), NORMALIZE), V_FIRST)
     b_q = _normalized(load_row(q + token * q_t, qk_head, key, K), NORMALIZE) * scale
