@@ -164,7 +164,8 @@ class _Short:
         )  # fmt: skip
         if self.x.normalize:
             for gradient, x in ((q, self.x.q), (k, self.x.k)):
-                _l2norm_backward(gradient[0].clone(), self._taken(x)[0], EPS, gradient[0])
+                rows = self._taken(x)[0].float()  # it writes what is of x's dtype
+                _l2norm_backward(gradient[0].clone(), rows, EPS, gradient[0])
         for out, value in zip(of_tokens, found, strict=True):
             self._put(out, value)
         if of_states is not None:

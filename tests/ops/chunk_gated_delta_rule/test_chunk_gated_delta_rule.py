@@ -171,10 +171,11 @@ def by_formula(inputs):
         return evaluate(normalize_first, floats(inputs, torch.float64), wrt)
 
 
+@pytest.mark.parametrize("tokens", [4, 100])
 @IMPLEMENTATIONS
 @parametrize_dtypes()
-def test_norms(dtype, implementation, device):
-    inputs = not_normalized(dtype)
+def test_norms(dtype, implementation, device, tokens):
+    inputs = not_normalized(dtype, tokens)
     actual = run(implementation, on_device(inputs, device))
     tolerance = TOLERANCES[dtype]
     assert_all_close(actual, by_formula(inputs), dict.fromkeys(TOLERANCES, tolerance))
