@@ -36,6 +36,21 @@ def need(condition: bool, argument: str) -> None:
         raise Refused(argument)
 
 
+def need_ranks(cp_group, cp_layout, cu_seqlens, **alone) -> None:
+    """Raise `Refused` for what has no meaning over ranks. One rank has all tokens.
+
+    alone: what does not go with them.
+    """
+    need(cp_layout in ("contiguous", "zigzag"), "cp_layout")
+    if cp_group is not None:
+        for name, value in alone.items():
+            need(value is None or value is False, name)
+    if cp_layout == "zigzag":
+        need(cp_group is not None, "cp_group")
+        need(cu_seqlens is not None, "cu_seqlens")
+        need(not (cu_seqlens.diff() % 2).any(), "cu_seqlens")
+
+
 def spans(starts, tokens: int, name: str) -> list[tuple[int, int]]:
     """Where each packed sequence begins and ends. Tokens behind the last one are nobody's."""
     starts = starts.tolist()

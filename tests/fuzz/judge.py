@@ -21,7 +21,7 @@ import warnings
 import torch
 
 import npu_ops
-from fuzz import formula, memory, ways
+from fuzz import files, formula, memory, ways
 from fuzz.target import Draw
 from fuzz.targets import TARGETS
 from npu_ops.core import library
@@ -76,6 +76,8 @@ class _Case:
             settings = settings | {"broken": False}
         if self.case["malformed"]:
             settings = settings | {"hide": False}
+        if self.case["way"] in ("compiled", *ways.TRANSFORMS):  # where ranks cannot talk
+            settings = settings | {"ranks": None}
         return self.target.make(settings, Draw(seed))
 
     def variants(self, made: dict) -> list[dict]:
@@ -213,9 +215,11 @@ class _Case:
                 self.transform()
             return
         if not hasattr(self, "caller"):
-            self.caller = ways.caller(self.function, case["way"], refused=may_raise)
+            self.caller = ways.caller(self.function, case["way"], case["seed"], refused=may_raise)
         try:
             actual, seeds = self.results(rewritten=case["rewrite"] and not may_raise)
+        except files.Taken as error:
+            raise Wrong(str(error)) from error
         except Exception as error:
             self.check_refusal(error, refusal)
             return

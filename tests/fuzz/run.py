@@ -25,8 +25,8 @@ SIMPLEST = {
 }  # fmt: skip
 # How often each way is drawn: compiling takes a second, the others milliseconds.
 WAYS = (
-    *["eager"] * 14, *["watched"] * 3, "inference", "checkpoint", "explained", *TRANSFORMS,
-    *["compiled"] * 2,
+    *["eager"] * 14, *["watched"] * 3, "inference", "checkpoint", "explained", "preferred",
+    *TRANSFORMS, *["compiled"] * 2,
 )  # fmt: skip
 
 

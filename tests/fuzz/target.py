@@ -8,11 +8,13 @@ shapes, also of lengths and indices.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from hypothesis import strategies as st
+from torch import distributed
 
 SIZES = (1, 2, 3, 5, 8)
 TOKENS = (3, 1, 2, 0, 5, 9)
@@ -118,6 +120,26 @@ def tensor(values, dtype="int64"):
 YES, NO = (True, False), (False, True)
 LENGTHS = Drawn(None, st.none() | st.lists(st.integers(0, 6), min_size=1, max_size=4))
 SHAPE = Drawn([], st.lists(st.sampled_from(TOKENS), max_size=3))
+
+
+RANKS = (None, "contiguous", "zigzag", "other", "no group")
+
+
+@functools.cache
+def one_rank():
+    """A process group, of this process."""
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return distributed.group.WORLD
+
+
+def ranks(s) -> dict:
+    """The arguments of a call over ranks, by a setting that is one of RANKS."""
+    if s["ranks"] is None:
+        return {}
+    if s["ranks"] == "no group":
+        return {"cp_layout": "zigzag"}
+    return {"cp_group": one_rank(), "cp_layout": s["ranks"]}
 
 
 def packed(s, draw, tokens_name="tokens"):

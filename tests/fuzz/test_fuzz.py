@@ -1,6 +1,7 @@
 """The fuzzer finds what is broken on purpose, and repeats it."""
 
 import inspect
+import json
 import os
 import signal
 
@@ -12,6 +13,7 @@ from fuzz import run
 from fuzz.child import Child
 from fuzz.judge import judge
 from fuzz.targets import TARGETS
+from npu_ops.core import preferences
 from npu_ops.ops.l2norm import op
 
 NOT_CALLED_WITH_TENSORS = {
@@ -33,7 +35,7 @@ def child():
 
 def test_every_public_function_has_a_formula_of_the_same_arguments():
     assert TARGETS.keys() == set(npu_ops.__all__) - NOT_CALLED_WITH_TENSORS
-    elsewhere = {"cp_group", "cp_layout", "cu_seqlens_cpu", "seqlens_k_cpu", "chunk_indices"}
+    elsewhere = {"cu_seqlens_cpu", "seqlens_k_cpu", "chunk_indices"}
     for name in TARGETS:
         public, own = (
             inspect.signature(of).parameters.keys()
@@ -137,6 +139,28 @@ def test_it_finds_wrong_indices_that_are_accepted(monkeypatch):
         npu_ops, "causal_conv1d", lambda x, *a, cu_seqlens, **kw: right(x, *a, **kw)
     )
     assert judge(wrong) == "accepted, though cu_seqlens has no meaning"
+
+
+def test_it_finds_what_is_taken_for_a_table(monkeypatch):
+    """A file of preferences that nobody checks."""
+    seeds = [seed for seed in range(12) if judge(case(way="preferred", seed=seed)) is None]
+    assert len(seeds) == 12
+    unchecked = lambda path: json.loads(path.read_text()) if path.is_file() else {"rows": []}  # noqa: E731
+    monkeypatch.setattr(preferences, "read", unchecked)
+    found = [judge(case(way="preferred", seed=seed)) for seed in seeds]
+    assert sum("file of preferences" in (verdict or "") for verdict in found) >= 2
+
+
+def test_it_finds_ranks_that_are_ignored(monkeypatch):
+    wrong = run.complete({
+        "function": "causal_conv1d", "settings": {"ranks": "other"},
+    })  # fmt: skip
+    assert judge(wrong) is None
+    right = npu_ops.causal_conv1d
+    monkeypatch.setattr(
+        npu_ops, "causal_conv1d", lambda x, *a, cp_group, cp_layout, **kw: right(x, *a, **kw)
+    )
+    assert judge(wrong) == "accepted, though cp_layout has no meaning"
 
 
 def test_a_process_that_dies_is_a_verdict_and_the_next_case_has_another(child):

@@ -9,8 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import npu_ops
+from fuzz import files
 
-WAYS = ("eager", "watched", "compiled", "inference", "checkpoint", "explained")
+WAYS = (
+    "eager", "watched", "compiled", "inference", "checkpoint", "explained", "preferred"
+)  # fmt: skip
 TRANSFORMS = ("func.grad", "func.jvp", "forward AD", "func.vmap", "twice")
 
 
@@ -36,7 +39,7 @@ class Compiled:
         return self.call(arguments)
 
 
-def caller(function, way: str, *, refused: bool):
+def caller(function, way: str, seed: int, *, refused: bool):
     """`function`, called in a way. refused: it may raise, which a whole graph would wrap."""
     if way == "compiled":
         return Compiled(function, fullgraph=not refused)
@@ -51,6 +54,10 @@ def caller(function, way: str, *, refused: bool):
                     return function(**arguments)
             case "checkpoint":
                 return checkpoint(lambda: function(**arguments), use_reentrant=False)
+            case "preferred":
+                with files.in_force(seed) as is_table:
+                    if is_table:
+                        return function(**arguments)
             case "explained":
                 npu_ops.explain(function.__name__, **arguments)
         return function(**arguments)

@@ -302,14 +302,15 @@ def forms(name, s):
 
 
 def largest_product(arguments):
-    """In the gradients of q and k: a row's products of v and the output's gradient, of which
-    softmax subtracts their mean. With one key nothing is left but their rounding."""
+    """In the gradients of q, k and the bias: a row's products of v and the output's gradient, of
+    which softmax subtracts their mean. With one key nothing is left but their rounding. The bias's
+    are not scaled."""
     q, k, v = (arguments[name].detach() for name in "qkv")
     if not (q.numel() and k.numel() and v.numel()):
         return 1.0
     largest = [float(x.nan_to_num().abs().max()) for x in (q, k, v)]
     scale = 1.0 if arguments["scale"] is None else abs(arguments["scale"])
-    return max(1.0, scale * max(largest[:2]) * largest[2] * v.shape[-1] ** 0.5)
+    return max(1.0, max(1.0, scale * max(largest[:2])) * largest[2] * v.shape[-1] ** 0.5)
 
 
 def dropped_weights(arguments, outputs):

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from fuzz.formula import Out, need, sigmoid, spans, unit
-from fuzz.target import DTYPES, INDEX, LENGTHS, NAN, NO, TOKENS, YES, Target, packed, tensor
+from fuzz.formula import Out, need, need_ranks, sigmoid, spans, unit
+from fuzz.target import (
+    DTYPES,
+    INDEX,
+    LENGTHS,
+    NAN,
+    NO,
+    RANKS,
+    TOKENS,
+    YES,
+    Target,
+    packed,
+    ranks,
+    tensor,
+)  # fmt: skip
 
 # What is right
 
@@ -32,8 +45,10 @@ def sequences_of(x, cu_seqlens):
 def causal_conv1d(
     x, weight, bias=None, residual=None, initial_state=None, output_final_state=False,
     activation=None, cu_seqlens=None, conv_state=None, conv_state_indices=None,
-    has_initial_state=None, pad_slot_id=-1,
+    has_initial_state=None, pad_slot_id=-1, cp_group=None, cp_layout="contiguous",
 ):  # fmt: skip
+    states = {"initial_state": initial_state, "conv_state": conv_state}
+    need_ranks(cp_group, cp_layout, cu_seqlens, **states)
     if conv_state is not None:
         pool = conv_state, conv_state_indices, has_initial_state, pad_slot_id
         return of_pool(x, weight, bias, residual, activation, cu_seqlens, *pool)
@@ -177,6 +192,7 @@ def make_causal_conv1d(s, draw):
     arguments = conv_arguments(s, draw, s["channels"])
     if s["residual"]:
         arguments["residual"] = draw.normal(*arguments["x"].shape, dtype=s["dtype"])
+    arguments |= ranks(s)
     return arguments | pool_arguments(s, draw, arguments) if s["pool"] else arguments
 
 
@@ -274,7 +290,7 @@ TARGETS = {
         dict(
             channels=(4, 1, 3, 8, 40, 0), residual=NO, activation=(None, "silu", "swish"), pool=NO,
             spare=(0, 1, 3), indices=NO, pad=(None, -1, 1, 99), first=NO,
-            pool_dtype=("same", "float32", "bfloat16"), **CONV,
+            pool_dtype=("same", "float32", "bfloat16"), ranks=RANKS, **CONV,
         ),
         make_causal_conv1d, ("x", "weight", "bias", "residual", "initial_state"),
         writes=lambda s: ("conv_state",), indices=("cu_seqlens", "conv_state_indices"),

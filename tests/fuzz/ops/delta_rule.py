@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from fuzz.formula import Out, need, sigmoid, softplus, spans, unit
+from fuzz.formula import Out, need, need_ranks, sigmoid, softplus, spans, unit
 from fuzz.ops.norms import gdn_gate
-from fuzz.target import DTYPES, INDEX, LENGTHS, NAN, NO, YES, Target, packed, tensor
+from fuzz.target import (
+    DTYPES,
+    INDEX,
+    LENGTHS,
+    NAN,
+    NO,
+    RANKS,
+    YES,
+    Target,
+    packed,
+    ranks,
+    tensor,
+)  # fmt: skip
 
 # What is right
 
@@ -85,8 +97,13 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
     state_v_first=False, cu_seqlens=None, use_gate_in_kernel=False, A_log=None, dt_bias=None,
-    chunk_size=64, return_intermediate_states=False,
+    chunk_size=64, return_intermediate_states=False, cp_group=None, cp_layout="contiguous",
 ):  # fmt: skip
+    states = {
+        "initial_state": initial_state,
+        "return_intermediate_states": return_intermediate_states,
+    }
+    need_ranks(cp_group, cp_layout, cu_seqlens, **states)
     return gated_delta_rule(
         q, k, v, g, None, None, beta, scale, initial_state, output_final_state,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
@@ -231,7 +248,7 @@ def make_chunk(s, draw):
     if s["long"] and s["lengths"] is None:
         s = s | {"tokens": 60 + s["tokens"]}
     chosen = {"chunk_size": s["chunk"], "return_intermediate_states": s["before"]}
-    return rule_arguments(s, draw) | chosen
+    return rule_arguments(s, draw) | chosen | ranks(s)
 
 
 def make_recurrent(s, draw):
@@ -326,7 +343,7 @@ def pool_forms(name, s):
 TARGETS = {
     "chunk_gated_delta_rule": Target(
         chunk_gated_delta_rule,
-        dict(chunk=(64, 16, 32), long=NO, before=NO, **RULE), make_chunk,
+        dict(chunk=(64, 16, 32), long=NO, before=NO, ranks=RANKS, **RULE), make_chunk,
         ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"),
         indices=("cu_seqlens",), roundings=256, loose=True, inference=lambda s: s["before"],
     ),

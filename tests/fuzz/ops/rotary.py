@@ -83,8 +83,9 @@ def apply_rotary_pos_emb(
         rows = rows if rows.dim() == 2 else rows[None]
         inside = bool(((rows >= 0) & (rows < len(cos))).all())
         need(inside, "position_ids")
-    if rows is not None:
-        tables = [table[rows] for table in tables]
+    if rows is not None:  # a table may have no rows, where all tokens are nobody's
+        none = tables[0].new_zeros(1, tables[0].shape[-1])
+        tables = [torch.cat([table, none])[rows] for table in tables]
     tables = [table if table.dim() == 3 else table[None] for table in tables]
     return rotate_both(q, k, *tables, layout, pair_layout, inverse, inplace)
 

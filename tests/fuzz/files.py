@@ -1,0 +1,92 @@
+"""Files of preferences: right tables, tables with something wrong in them, and no tables."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import tempfile
+
+from fuzz.target import DTYPES
+from npu_ops.core import preferences
+from npu_ops.core.registry import Table
+
+# In no field of a row.
+JUNK = (None, -1, 1.5, [], {}, True, 10**30, "load", "", float("inf"), "x" * 1000)
+CHECKED = ("op", "dtype", "implementation", "width", "bits")
+
+
+class Taken(Exception):
+    """What is no table was taken for one, or was refused in other words."""
+
+
+def rows(draw: random.Random) -> list[dict]:
+    """For each op an implementation for every class of small calls."""
+    return [
+        {"op": op, "dtype": dtype, "width": width, "bits": bits, "us": draw.random(),
+         "implementation": draw.choice(table.implementations).name}
+        for op, table in sorted(Table.tables.items())
+        for dtype in DTYPES for width in range(1, 10) for bits in (3, 9)
+    ]  # fmt: skip
+
+
+def write(path: pathlib.Path, draw: random.Random) -> bool | None:
+    """Make the file. Returns whether it is a table; None: who knows."""
+    kind = draw.choice(("table", "table", "field", "bytes", "end", "nested", "pipe", "folder"))
+    table = {"format": preferences.FORMAT, "rows": rows(draw)}
+    if kind == "field":
+        table["rows"][draw.randrange(len(table["rows"]))][draw.choice(CHECKED)] = draw.choice(JUNK)
+    text = bytearray(json.dumps(table).encode())
+    match kind:
+        case "bytes":
+            for _ in range(draw.randint(1, 3)):
+                text[draw.randrange(len(text))] = draw.randrange(256)
+        case "end":
+            del text[draw.randrange(len(text)) :]
+        case "nested":
+            text[:] = b'{"rows":' * draw.randint(1, 50_000) + text
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+    if kind not in ("pipe", "folder"):
+        path.write_bytes(text)
+    return {"table": True, "bytes": None}.get(kind, False)
+
+
+@contextlib.contextmanager
+def in_force(seed: int):
+    """With a file of preferences; whether calls go by it.
+
+    Raises:
+        Taken: what is no table is not refused in a sentence that says what to remove.
+    """
+    before = preferences.cache
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / preferences.file_name(preferences.soc_of("cpu"))
+        is_table = write(path, random.Random(seed))
+        preferences.cache = lambda: pathlib.Path(folder)
+        preferences.forget()
+        preferences.settled.add("cpu")  # no rank is asked whether it has the same file
+        try:
+            refused = refusal(path)
+            if is_table is not None and is_table != (refused is None):
+                raise Taken(f"a file of preferences: {refused or 'taken, and it is no table'}")
+            yield refused is None
+        finally:
+            preferences.cache = before
+            preferences.forget()
+
+
+def refusal(path: pathlib.Path) -> str | None:
+    """What is said against a file."""
+    try:
+        preferences.of("cpu")
+    except ValueError as error:
+        text = str(error)
+        if str(path) not in text or "remove" not in text or len(text) > len(str(path)) + 250:
+            raise Taken(f"a file of preferences is refused so: {text[:300]}") from error
+        return text
+    return None
