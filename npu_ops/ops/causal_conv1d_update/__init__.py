@@ -88,11 +88,6 @@ def _prepare(
     intermediate_conv_window=None, intermediate_state_indices=None, disable_state_update=False,
 ):  # fmt: skip
     """Check the public arguments; return them as the operator takes them."""
-    check.optional_tensors(
-        conv_state_indices=conv_state_indices, num_accepted_tokens=num_accepted_tokens,
-        query_start_loc=query_start_loc, intermediate_conv_window=intermediate_conv_window,
-        intermediate_state_indices=intermediate_state_indices,
-    )  # fmt: skip
     rows, batch = _tokens(x, query_start_loc)
     arguments.check_filter(weight, bias, activation, x)
     check.floating("conv_state", conv_state)
