@@ -26,7 +26,8 @@ def test_a_function_gets_the_code_of_its_mutant():
 
 def test_kernels_and_cases_are_left_out():
     for op in ops():
-        assert not {p.stem for p in python_mutations.files(op)} & {"cases", "triton_ascend", "aclnn"}
+        found = {path.stem for path in python_mutations.files(op)}
+        assert not found & {"cases", "triton_ascend", "aclnn"}
 
 
 def test_the_table_has_a_score_of_95_percent_or_more():

@@ -52,6 +52,12 @@ def _flag(variable: str) -> Callable[[str], bool]:
     return parse
 
 
+def _consistent(text: str) -> str:
+    if text not in ("", "0", "1", "chunks"):
+        raise ValueError(f"NPU_OPS_CONSISTENT: got {text!r}, needs 0, 1 or chunks")
+    return {"0": "", "1": "tokens"}.get(text, text)
+
+
 def _log_level(text: str) -> str:
     if text not in ("off", "once", "calls") and not _shadow(text):
         raise ValueError(f"NPU_OPS_LOG: got {text!r}, needs off, once, calls or shadow:N")
@@ -87,11 +93,13 @@ SWITCHES = (
     Switch(
         "NPU_OPS_CONSISTENT",
         "consistent",
-        _flag("NPU_OPS_CONSISTENT"),
+        _consistent,
         "0",
-        "`0`, `1`",
-        "`1`: a token has the same bits in training, in a prompt however it is cut, and decoded "
-        "(docs/invariance.md). Set it in the trainer and in the server.",
+        "`0`, `1`, `chunks`",
+        "A token has the same bits in training, in a prompt however it is cut, and decoded "
+        "(docs/invariance.md). `1`: training and prompts go token by token, as decoding does. "
+        "`chunks`: decoding goes by chunks, as training does. Set it in the trainer and in the "
+        "server.",
     ),
     Switch(
         "NPU_OPS_DISABLE",
@@ -122,7 +130,7 @@ class Settings:
 
     impl: dict[str, str]
     strict: bool
-    consistent: bool
+    consistent: str  # "", "tokens" or "chunks"
     disable: frozenset[str]
     log: str
 

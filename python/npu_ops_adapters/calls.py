@@ -39,9 +39,18 @@ def check_device(x: torch.Tensor) -> None:
 
 
 def token_by_token(*, gk=None, gv=None, **call):
-    """The gated delta rule of decoding. In the mode `consistent` it is that of training, which then
-    goes token by token too, and by the same kernel."""
+    """The gated delta rule of decoding. With NPU_OPS_CONSISTENT=1 it is that of training, which
+    then goes token by token too, and by the same kernel.
+
+    Raises:
+        RuntimeError: with NPU_OPS_CONSISTENT=chunks. These states carry no unfinished chunk.
+    """
     if env.settings.consistent and gk is gv is None:
+        if env.settings.consistent == "chunks":
+            raise RuntimeError(
+                "NPU_OPS_CONSISTENT=chunks, and this framework's states carry no unfinished chunk: "
+                "generate with SGLang, or set NPU_OPS_CONSISTENT=1"
+            )
         return npu_ops.chunk_gated_delta_rule(**call)
     return npu_ops.fused_recurrent_gated_delta_rule(gk=gk, gv=gv, **call)
 

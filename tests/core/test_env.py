@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def test_defaults():
     assert env.read({}) == env.Settings(
-        impl={}, strict=False, consistent=False, disable=frozenset(), log="once"
+        impl={}, strict=False, consistent="", disable=frozenset(), log="once"
     )
 
 
@@ -30,7 +30,8 @@ def test_defaults():
         ),
         ("NPU_OPS_IMPL", "", "impl", {}),
         ("NPU_OPS_STRICT", "1", "strict", True),
-        ("NPU_OPS_CONSISTENT", "1", "consistent", True),
+        ("NPU_OPS_CONSISTENT", "1", "consistent", "tokens"),
+        ("NPU_OPS_CONSISTENT", "chunks", "consistent", "chunks"),
         ("NPU_OPS_STRICT", "0", "strict", False),
         ("NPU_OPS_STRICT", "", "strict", False),
         ("NPU_OPS_DISABLE", "rope, mrope", "disable", frozenset({"rope", "mrope"})),

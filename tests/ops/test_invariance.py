@@ -423,7 +423,7 @@ every_rule = pytest.mark.parametrize(
 def forced_in(implementation):
     return env.override(
         impl=dict.fromkeys(("chunk_gated_delta_rule", "gated_delta_rule_update"), implementation),
-        consistent=True,
+        consistent="tokens",
     )
 
 
@@ -467,7 +467,7 @@ def test_gradients_of_the_consistent_mode(op, implementation, device):
     x = on_device(layer(sum(lengths), lengths, torch.float32), device)
     gradient = torch.ones_like(x["v"])
     found = []
-    for consistent in (False, True):
+    for consistent in ("", "tokens"):
         with env.override(consistent=consistent):
             found.append(trained(x, gradient))
     for default, consistent in zip(*found, strict=True):
@@ -485,7 +485,8 @@ def test_states_that_training_does_not_have_are_refused(change, says):
     x = layer(1, (1,), torch.bfloat16)
     call = {"state": STATES.clone(), "state_v_first": True} | change
     before = call["state"].clone()
-    with env.override(consistent=True), pytest.raises((TypeError, ValueError), match=f"^{says}"):
+    refused = pytest.raises((TypeError, ValueError), match=f"^{says}")
+    with env.override(consistent="tokens"), refused:
         npu_ops.gated_delta_rule_update(
             tuple(x[n] for n in "qkv"), x["a"], x["b"], x["A_log"], x["dt_bias"],
             state_indices=torch.tensor([1]), **call,
@@ -496,5 +497,5 @@ def test_states_that_training_does_not_have_are_refused(change, says):
 def test_what_only_chunks_can_do_is_refused():
     function, call, _, _ = delta_call(9, torch.float32, npu_ops.chunk_gated_delta_rule)
     says = "^return_intermediate_states: got True with NPU_OPS_CONSISTENT=1, needs False"
-    with env.override(consistent=True), pytest.raises(ValueError, match=says):
+    with env.override(consistent="tokens"), pytest.raises(ValueError, match=says):
         function(**call, return_intermediate_states=True)

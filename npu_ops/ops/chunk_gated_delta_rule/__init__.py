@@ -7,13 +7,18 @@ import torch
 from npu_ops.core import env, lengths, library, log
 from npu_ops.core.registry import explains
 from npu_ops.core.signature import call_of
-from npu_ops.ops.chunk_gated_delta_rule import context_parallel, op
-from npu_ops.ops.chunk_gated_delta_rule.arguments import TOKEN, check_call, check_consistent
+from npu_ops.ops.chunk_gated_delta_rule import context_parallel, op, unfinished
+from npu_ops.ops.chunk_gated_delta_rule.arguments import (
+    TOKEN,
+    check_call,
+    check_consistent,
+    unfinished_rows,
+)
 from npu_ops.ops.chunk_gated_delta_rule.reference import compute_dtype
 from npu_ops.ops.gdn_gate import gdn_gate
 from npu_ops.ops.l2norm import l2norm
 
-__all__ = ["chunk_gated_delta_rule"]
+__all__ = ["chunk_gated_delta_rule", "unfinished_rows"]
 
 
 def chunk_gated_delta_rule(
@@ -40,6 +45,7 @@ def chunk_gated_delta_rule(
     cp_group: torch.distributed.ProcessGroup | None = None,
     cp_layout: str = "contiguous",
     return_intermediate_states: bool = False,
+    carry_unfinished: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """What each token reads from a state that decays, and that moves towards (k, v) by beta.
 
@@ -80,6 +86,11 @@ def chunk_gated_delta_rule(
             state and a K by K matrix of each sequence; a span sends those of one.
         return_intermediate_states: also return the state before each chunk, which a server keeps
             for prompts that begin alike. Without a gradient, and without cp_group.
+        carry_unfinished: initial and final states are carried states,
+            `[N, HV, V + unfinished_rows(K, V), K]` with state_v_first=True and chunks of 64: the
+            state before the unfinished chunk, and that chunk's tokens. A sequence that goes on
+            behind any token has the bits it has uncut, with NPU_OPS_CONSISTENT=chunks. Zeros are
+            the state of a new sequence. Without a gradient.
 
     Returns:
         o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable, once,
@@ -92,7 +103,8 @@ def chunk_gated_delta_rule(
         TypeError: a dtype, also of the state, which is never converted; an argument that fla took
         once. ValueError: a shape, a device, flags that do not go together, wrong lengths (on the
         CPU; on a device o, states, and gradients of both are NaN), a required gradient with
-        return_intermediate_states.
+        return_intermediate_states or carry_unfinished, a carried state that has not from 0 to 64
+        tokens (on a device its sequence is NaN).
 
     Source: fla `chunk_gated_delta_rule`; Gated Delta Networks, arXiv:2412.06464.
     """
@@ -100,8 +112,11 @@ def chunk_gated_delta_rule(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens, cu_seqlens_cpu,
         chunk_indices, use_gate_in_kernel, A_log, dt_bias, chunk_size, cp_group, cp_layout,
-        return_intermediate_states,
+        return_intermediate_states, carry_unfinished,
     )  # fmt: skip
+    if carry_unfinished:
+        o, final_state = unfinished.forward(inputs)
+        return o, final_state if output_final_state else None
     if return_intermediate_states:
         o, final_state, before = op.prefill(*inputs[:-1])
         return o, final_state if output_final_state else None, before
@@ -120,17 +135,18 @@ def _inputs(*args, **kwargs):
     """The operator's inputs, from the public function's arguments."""
     call = _Call(*args, **kwargs)
     check_call(call)
-    return _converted(_consistent(call) if env.settings.consistent else call)
+    mode = env.settings.consistent
+    return _converted(_consistent(call, mode) if mode else call)
 
 
-def _consistent(call):
-    """What `NPU_OPS_CONSISTENT=1` makes of a checked call: `l2norm` normalises q and k, and the
-    rule goes token by token."""
-    check_consistent(call)
+def _consistent(call, mode: str):
+    """What NPU_OPS_CONSISTENT makes of a checked call: `l2norm` normalises q and k, and by "tokens"
+    the rule goes token by token."""
+    check_consistent(call, mode)
     if call.use_qk_l2norm_in_kernel:
         call = lengths.before_conversion(call, q=True, k=True)
         call = call._replace(q=l2norm(call.q), k=l2norm(call.k), use_qk_l2norm_in_kernel=False)
-    return call._replace(chunk_size=TOKEN)
+    return call._replace(chunk_size=TOKEN) if mode == "tokens" else call
 
 
 def _converted(call):

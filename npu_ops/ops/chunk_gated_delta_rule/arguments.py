@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from npu_ops.core import check, spans
+from npu_ops.core import check, library, spans
 from npu_ops.ops.fused_recurrent_gated_delta_rule.arguments import check_common, check_like
 
 CHUNK_SIZES = (16, 32, 64)
+CHUNK = CHUNK_SIZES[-1]
 # A chunk of one token: the forward goes token by token, as decoding does.
 TOKEN = 1
 _SIZES = (TOKEN, *CHUNK_SIZES)
@@ -15,7 +16,9 @@ def check_call(call) -> None:
     """Check a call of `chunk_gated_delta_rule`."""
     check.tensor("g", call.g)
     check.tensor("beta", call.beta)
-    check_common(call)
+    if call.carry_unfinished:
+        _check_carried(call)
+    check_common(call, *[unfinished_rows] * bool(call.carry_unfinished))
     check_like("g", call.g, call.v, call.v.shape[:3])
     check_like("beta", call.beta, call.v, call.v.shape[:3])
     for name in ("cu_seqlens_cpu", "chunk_indices"):
@@ -28,13 +31,60 @@ def check_call(call) -> None:
         check.alone("return_intermediate_states", cp_group=call.cp_group)
         # States between chunks are no outputs that gradients come back from.
         check.no_gradient(call._asdict(), " with return_intermediate_states")
+    if call.carry_unfinished:
+        check.no_gradient(call._asdict(), " with carry_unfinished")
+        _check_counts(call.initial_state, call.v.shape[3])
 
 
-def check_consistent(call) -> None:
-    """Refuse what only chunks can do, for the mode `consistent`."""
-    if call.return_intermediate_states:
+def _check_counts(carried, values: int) -> None:
+    """Check how many tokens carried states have, where reading them waits for no device."""
+    if carried is None or not library.readable(carried):
+        return
+    counts = carried[:, :, values + CHUNK :].flatten(2)[:, 0, CHUNK * (values + 2)]
+    wrong = [n for n in counts.tolist() if n not in range(CHUNK + 1)]
+    if wrong:
         raise ValueError(
-            "return_intermediate_states: got True with NPU_OPS_CONSISTENT=1, needs False"
+            f"initial_state: got an unfinished chunk of {wrong[0]:g} tokens, needs 0 to {CHUNK}"
         )
+
+
+def unfinished_rows(keys: int, values: int) -> int:
+    """How many rows a state has beside its own, to carry the tokens of its unfinished chunk.
+
+    A carried state is `[N, HV, V + unfinished_rows(K, V), K]`, see `carry_unfinished` of
+    `chunk_gated_delta_rule`. Zeros are the state of a sequence that has not begun.
+
+    Args:
+        keys, values: K and V.
+
+    Returns:
+        For 64 tokens a row of K for each key, and as many as their values, g, beta and their number
+        fill.
+    """
+    return CHUNK + -(-(CHUNK * (values + 2) + 1) // keys)
+
+
+def _check_carried(call) -> None:
+    """Check what goes with states that carry their unfinished chunk."""
+    before = call.return_intermediate_states or None
+    check.alone("carry_unfinished", cp_group=call.cp_group, return_intermediate_states=before)
+    if not call.state_v_first:
+        raise ValueError("state_v_first: got False with carry_unfinished, needs True")
+    if call.chunk_size != CHUNK:
+        raise ValueError(f"chunk_size: got {call.chunk_size} with carry_unfinished, needs {CHUNK}")
+
+
+def check_consistent(call, mode: str) -> None:
+    """Refuse what does not go with NPU_OPS_CONSISTENT: mode is "tokens" or "chunks"."""
+    value = {"tokens": "1"}.get(mode, mode)
     if call.cp_group is not None:
-        raise ValueError("cp_group: got a group with NPU_OPS_CONSISTENT=1, needs None")
+        raise ValueError(f"cp_group: got a group with NPU_OPS_CONSISTENT={value}, needs None")
+    if mode == "chunks":
+        if call.chunk_size != CHUNK:
+            raise ValueError(
+                f"chunk_size: got {call.chunk_size} with NPU_OPS_CONSISTENT=chunks, needs {CHUNK}"
+            )
+        return
+    for name in ("return_intermediate_states", "carry_unfinished"):
+        if getattr(call, name):
+            raise ValueError(f"{name}: got True with NPU_OPS_CONSISTENT=1, needs False")

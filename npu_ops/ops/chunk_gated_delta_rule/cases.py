@@ -120,6 +120,10 @@ CALLS = [
     ),
 ]  # fmt: skip
 
+# New sequences whose final states carry their unfinished chunk.
+CARRIED = {"carry_unfinished": True, "state_v_first": True, "chunk_size": 64,
+           "initial_state": None}  # fmt: skip
+
 # Wrong calls, and how each is refused.
 WRONG = [
     *wrong("chunk_gated_delta_rule", TypeError,
@@ -140,6 +144,13 @@ WRONG = [
         ("chunk_indices: got one without cu_seqlens, needs both",
          {"cu_seqlens": None, "initial_state": None, "chunk_indices": make.indices([[0, 0]])}),
         *values("chunk_size", "one of 1, 16, 32, 64", 128, 0, "16"),
+        ("state_v_first: got False with carry_unfinished, needs", {"carry_unfinished": True}),
+        ("chunk_size: got 16 with carry_unfinished, needs 64",
+         {"carry_unfinished": True, "state_v_first": True}),
+        ("return_intermediate_states: got one with carry_unfinished, needs None",
+         CARRIED | {"return_intermediate_states": True}),
+        ("initial_state: got shape [2, 4, 16, 16], needs [2, 4, 153, 16]",
+         CARRIED | {"initial_state": shaped(2, 4, 16, 16)}),
         ("v: got shape [1, 20, 4, 272], needs [B, T", {"v": lambda x: x.repeat(1, 1, 1, 17)}),
     ),
     *wrong("chunk_gated_delta_rule", ValueError,
@@ -152,7 +163,8 @@ WRONG = [
 OPTIONS = [
     *options("chunk_gated_delta_rule", *delta.CHANGES,
              {"cu_seqlens": make.indices([0, 9, 20])}),
-    *options("chunk_gated_delta_rule", {"return_intermediate_states": True}, trains=False),
+    *options("chunk_gated_delta_rule", {"return_intermediate_states": True}, CARRIED,
+             trains=False),
     *options("chunk_gated_delta_rule", {"chunk_size": 32}, {"chunk_size": 1}, {"scale": 0.25},
              {"cu_seqlens_cpu": make.indices([0, 3, 20])},
              {"chunk_indices": make.indices([[0, 0], [1, 0], [1, 1]])},

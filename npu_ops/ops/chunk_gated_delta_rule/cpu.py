@@ -24,7 +24,7 @@ import math
 
 import torch
 
-from npu_ops.core import indices, make
+from npu_ops.core import env, indices, make
 from npu_ops.core.registry import from_native
 from npu_ops.ops.chunk_gated_delta_rule import token_by_token
 from npu_ops.ops.chunk_gated_delta_rule.arguments import TOKEN
@@ -109,6 +109,10 @@ class _Inputs:
             return [(b, 0, length) for b in range(batch)]
         starts = indices.starts_of("cu_seqlens", self.cu_seqlens, self.q.shape[1])
         return [(0, *ends) for ends in itertools.pairwise(starts)]
+
+    def is_whole(self):
+        """Whether no chunk has fewer tokens than others."""
+        return not any((end - begin) % self.chunk_size for _, begin, end in self.sequences())
 
     def spans(self, begin, end):
         """Those of a sequence's chunks."""
@@ -273,6 +277,8 @@ def chunk_gated_delta_rule(
         inputs = q, k, v, g, beta, initial_state, cu_seqlens, scale, state_v_first, normalize
         return token_by_token.forward(_step, *inputs, o, final_state)
     x = _Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first, normalize)
+    if env.settings.consistent and not x.is_whole():
+        return _by_whole_chunks(x, initial_state, o, final_state, chunk_states)
     scratch, heads, row = _Scratch(), x.q.shape[2], 0
     short = _Short(x)
     if short:
@@ -294,6 +300,30 @@ def chunk_gated_delta_rule(
             chunk.next_state(state, state)
         if final_state is not None:
             x.by_head(final_state, n).copy_(state)
+    x.clear_nobodys(o)
+
+
+def _by_whole_chunks(x: _Inputs, initial_state, o, final_state, chunk_states) -> None:
+    """The same, with zeros behind each sequence that fill its last chunk: PyTorch's products have
+    other bits where there are fewer rows."""
+    length, ends, place, starts = x.q.shape[1], x.sequences(), [], [0]
+    nothing = x.q.shape[0] * length  # the row of zeros behind all tokens
+    for b, begin, end in ends:
+        place += range(b * length + begin, b * length + end)
+        place += [nothing] * (-(end - begin) % x.chunk_size)
+        starts.append(len(place))
+    at = make.indices(place)
+
+    def filled(tokens):
+        rows = tokens.flatten(0, 1)
+        return torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))[at][None]
+
+    found = filled(o)
+    chunk_gated_delta_rule(
+        *map(filled, (x.q, x.k, x.v, x.g, x.beta)), initial_state, make.indices(starts), x.scale,
+        x.chunk_size, x.state_v_first, x.normalize, found, final_state, chunk_states,
+    )  # fmt: skip
+    o.view(-1, *o.shape[2:])[at[at < nothing]] = found[0, at < nothing]
     x.clear_nobodys(o)
 
 

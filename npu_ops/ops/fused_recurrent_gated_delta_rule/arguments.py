@@ -21,8 +21,11 @@ def check_call(call) -> None:
     check_like("beta", call.beta, call.v, tokens, (*tokens, values))
 
 
-def check_common(call) -> None:
-    """Check what both functions take, apart from the shapes of gates and beta."""
+def check_common(call, more_rows=lambda keys, values: 0) -> None:
+    """Check what both functions take, apart from the shapes of gates and beta.
+
+    more_rows: of K and V, how many rows a state has besides.
+    """
     names = ("initial_state", "A_log", "dt_bias", "cu_seqlens", "cu_seqlens_cpu", "chunk_indices")
     check.optional_tensors(**{n: getattr(call, n, None) for n in names})
     _check_heads(call.q, call.k, call.v)
@@ -32,7 +35,7 @@ def check_common(call) -> None:
         shared = getattr(call, "cp_group", None) is not None
         _check_cu_seqlens(call.cu_seqlens, call.v, shared)
     if call.initial_state is not None:
-        _check_state(call)
+        _check_state(call, more_rows(call.q.shape[3], call.v.shape[3]))
 
 
 def check_like(name, x, like, *shapes) -> None:
@@ -93,7 +96,7 @@ def _check_cu_seqlens(cu_seqlens, v, shared: bool) -> None:
         indices.check_starts("cu_seqlens", cu_seqlens, v.shape[1])
 
 
-def _check_state(call) -> None:
+def _check_state(call, more_rows: int) -> None:
     """A state of each sequence, in fp32 (fp64 where v is)."""
     state, v, keys, starts = call.initial_state, call.v, call.q.shape[3], call.cu_seqlens
     check.floating("initial_state", state)
@@ -101,7 +104,7 @@ def _check_state(call) -> None:
     check.same_device("initial_state", state, "v", v)
     sequences = v.shape[0] if starts is None else starts.shape[0] - 1
     matrix = (v.shape[3], keys) if call.state_v_first else (keys, v.shape[3])
-    needs = (sequences, v.shape[2], *matrix)
+    needs = (sequences, v.shape[2], matrix[0] + more_rows, matrix[1])
     if tuple(state.shape) != needs:
         needs = f"{list(needs)} (state_v_first={call.state_v_first})"
         raise check.shape("initial_state", state, needs)

@@ -143,7 +143,7 @@ def _inputs(*args, **kwargs):
 def _consistent(inputs):
     """What `NPU_OPS_CONSISTENT=1` makes of checked inputs: `l2norm` normalises q and k, and
     `gdn_gate` computes g and beta, as in a trainer."""
-    check_consistent(inputs)
+    check_consistent(inputs, env.settings.consistent)
     if inputs.normalize:
         inputs = inputs._replace(q=l2norm(inputs.q), k=l2norm(inputs.k), normalize=False)
     if inputs.A_log is None:

@@ -79,8 +79,13 @@ def check_inputs(inputs) -> None:
         check_values(inputs)
 
 
-def check_consistent(inputs) -> None:
-    """Refuse states that training does not have, for the mode `consistent`."""
+def check_consistent(inputs, mode: str) -> None:
+    """Refuse what does not go with NPU_OPS_CONSISTENT: mode is "tokens" or "chunks"."""
+    if mode == "chunks":
+        raise ValueError(
+            "state: got one without its unfinished chunk with NPU_OPS_CONSISTENT=chunks, needs "
+            "chunk_gated_delta_rule with carry_unfinished=True, which decodes as well"
+        )
     if not inputs.state_v_first:
         raise ValueError("state_v_first: got False with NPU_OPS_CONSISTENT=1, needs True")
     if inputs.state.dtype == torch.bfloat16:

@@ -52,9 +52,9 @@ def decode(self, layer, forward_batch, mixed_qkv, a, b, *, v_first, **options):
         mixed_qkv, _last_rows(cache, layer), layer.conv_weights, layer.bias, layer.activation, slots
     )
     with functions.committed():
-        o = npu_ops.gated_delta_rule_update(
-            qkv, a, b, layer.A_log, layer.dt_bias, cache.temporal, slots, state_v_first=v_first,
-            scale=layer.head_k_dim**-0.5,
+        o = gated_delta_net.update(
+            v_first, (qkv, layer.head_v_dim), a, b, layer.A_log, layer.dt_bias, cache.temporal,
+            slots, scale=layer.head_k_dim**-0.5,
         )  # fmt: skip
     self._track_mamba_state_decode(forward_batch, cache.conv[0], cache.temporal, slots)
     return o[None]
@@ -102,9 +102,9 @@ def _verify(self, layer, forward_batch, cache, mixed_qkv, a, b, v_first):
         layer.conv_weights, layer.bias, layer.activation, slots, accepted,
     ).flatten(0, 1)  # fmt: skip
     with functions.committed():
-        o = npu_ops.gated_delta_rule_update(
-            _heads(layer, qkv), a[:tokens], b[:tokens], layer.A_log, layer.dt_bias, cache.temporal,
-            slots, state_v_first=v_first, intermediate_states=cache.intermediate_ssm,
+        o = gated_delta_net.update(
+            v_first, _heads(layer, qkv), a[:tokens], b[:tokens], layer.A_log, layer.dt_bias,
+            cache.temporal, slots, intermediate_states=cache.intermediate_ssm,
             disable_state_update=True,
         )  # fmt: skip
     return functions.padded(o, mixed_qkv.shape[0])

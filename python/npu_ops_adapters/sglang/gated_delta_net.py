@@ -17,7 +17,7 @@ import torch
 
 import npu_ops
 from npu_ops_adapters.patching import Patch
-from npu_ops_adapters.sglang import functions
+from npu_ops_adapters.sglang import carried_states, functions
 
 CHUNK = 64  # tokens; SGLang's prefix cache counts in it
 _PARAMETERS = ("self", "decode_backend", "prefill_backend")
@@ -129,9 +129,9 @@ class Kernel:
         """One token of each sequence, its q, k and v in a row."""
         functions.check_device(mixed_qkv)
         functions.refuse(**options)  # what recent tokens are replayed from
-        o = npu_ops.gated_delta_rule_update(
-            mixed_qkv, a, b, A_log, dt_bias, ssm_states, cache_indices,
-            state_v_first=self._v_first, scale=scale,
+        o = update(
+            self._v_first, (mixed_qkv, head_v_dim), a, b, A_log, dt_bias, ssm_states,
+            cache_indices, scale=scale,
         )  # fmt: skip
         return o[None]
 
@@ -142,10 +142,10 @@ class Kernel:
         """A few tokens of each sequence; q, k and v are `[1, T, heads, ...]`."""
         functions.check_device(q)
         heads = v.shape[2]
-        o = npu_ops.gated_delta_rule_update(
-            (q[0], k[0], v[0]), a.reshape(-1, heads), b.reshape(-1, heads), A_log, dt_bias,
-            ssm_states, cache_indices[: query_start_loc.shape[0] - 1],
-            state_v_first=self._v_first, cu_seqlens=query_start_loc, **states,
+        o = update(
+            self._v_first, (q[0], k[0], v[0]), a.reshape(-1, heads), b.reshape(-1, heads), A_log,
+            dt_bias, ssm_states, cache_indices[: query_start_loc.shape[0] - 1],
+            cu_seqlens=query_start_loc, **states,
         )  # fmt: skip
         return o[None]
 
@@ -183,16 +183,38 @@ class Kernel:
         return o, None, between
 
 
+def update(v_first, qkv, a, b, A_log, dt_bias, pool, slots, **options):
+    """A decoding step. qkv: q, k and v, or their rows `[T, ...]` and V."""
+    if carried_states.in_force():
+        qkv = _parts(*qkv, pool) if len(qkv) == 2 else qkv
+        return carried_states.update(qkv, a, b, A_log, dt_bias, pool, slots, **options)
+    return npu_ops.gated_delta_rule_update(
+        qkv[0] if len(qkv) == 2 else qkv, a, b, A_log, dt_bias, pool, slots,
+        state_v_first=v_first, **options,
+    )  # fmt: skip
+
+
+def _parts(rows, values: int, pool):
+    """q, k and v of rows `[T, 2 H K + HV V]`."""
+    value_heads, keys = pool.shape[1], pool.shape[3]
+    width = (rows.shape[1] - value_heads * values) // 2
+    q, k, v = rows.split((width, width, value_heads * values), 1)
+    return *(x.unflatten(1, (-1, keys)) for x in (q, k)), v.unflatten(1, (-1, values))
+
+
 def prefill(v_first, q, k, v, g, beta, pool, slots, starts):
     """o of packed sequences, their last states and those between chunks; the pool is only read."""
     functions.check_device(q)
+    carry = carried_states.in_force()
+    if carry:
+        carried_states.check_pool(pool)
     before = functions.read_slots(pool, slots).float()
     inputs, tokens = zip(
         *(functions.tokens_of_sequences(x[0], starts) for x in (q, k, v, g, beta)), strict=True
     )
     rule = functools.partial(
         npu_ops.chunk_gated_delta_rule, *(x[None] for x in inputs), output_final_state=True,
-        use_qk_l2norm_in_kernel=True, state_v_first=v_first,
+        use_qk_l2norm_in_kernel=True, state_v_first=v_first, carry_unfinished=carry,
     )  # fmt: skip
     o, after = rule(initial_state=before, cu_seqlens=starts)
     return functions.padded(o[0], tokens[0])[None], after, ChunkStates(rule, before, starts)

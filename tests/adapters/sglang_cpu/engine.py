@@ -80,7 +80,8 @@ def main(arguments: list[str]):
     jobs = []
     for argument in arguments:
         if "=" in argument:
-            jobs[-1][1].append(argument.split("="))
+            name, _, value = argument.partition("=")
+            jobs[-1][1].append((name, int(value) if value.isdecimal() else value))
         else:
             jobs.append((pathlib.Path(argument), []))
     for folder, changes in jobs:

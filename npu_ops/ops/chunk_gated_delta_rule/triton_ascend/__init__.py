@@ -12,7 +12,7 @@ import dataclasses
 
 import torch
 
-from npu_ops.core import hardware
+from npu_ops.core import env, hardware
 from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 from npu_ops.core.lengths_triton_ascend import finish, int32_starts
 from npu_ops.ops.chunk_gated_delta_rule import token_by_token
@@ -269,8 +269,9 @@ def _segments(q, v, sequences: int, size: int) -> int:
     """Into how many segments sequences are cut, by what all cores find out about at once; or 1.
 
     Only on an NPU, for nobody has seen what it does to a GPU, whose programs share their cores.
+    Not with NPU_OPS_CONSISTENT: it depends on the other sequences.
     """
-    if v.device.type == "cuda" or q.shape[3] > WIDEST_MOVE:
+    if env.settings.consistent or v.device.type == "cuda" or q.shape[3] > WIDEST_MOVE:
         return 1
     most = _most_columns(q, v)
     own, moves = cdiv(v.shape[3], most), cdiv(q.shape[3], most)

@@ -1,0 +1,161 @@
+"""States that carry the tokens of their unfinished chunk, so that a sequence can be cut anywhere.
+
+A chunk's arithmetic needs all of its tokens. So a state stays as it was before the last chunk, and
+has that chunk's tokens beside it, in rows of its own: whoever copies, caches or clears a state does
+so with its tokens. A call computes that chunk once more, with the new tokens behind.
+
+A carried state is `[HV, V + R, K]`, values first, R = `unfinished_rows(K, V)`. Below the V rows of
+the state are CHUNK rows, the keys of CHUNK tokens. The rest is one run of numbers: their values,
+their g, their beta, and how many tokens there are, 0 to CHUNK. What is not there is 0, so that a
+state of zeros is that of a sequence that has not begun.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from npu_ops.core import lengths, make
+from npu_ops.ops.chunk_gated_delta_rule import op
+from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK, unfinished_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """Carried states taken apart: the states `[N, HV, V, K]`, and the tokens of unfinished chunks:
+    k `[N, CHUNK, H, K]`, v `[N, CHUNK, HV, V]`, g and beta `[N, CHUNK, HV]`, count `[N]`."""
+
+    state: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    count: torch.Tensor
+
+    @classmethod
+    def of(cls, carried: torch.Tensor, heads: int, values: int, dtype: torch.dtype):
+        sequences, value_heads = carried.shape[:2]
+        state, keys, rest = carried.split((values, CHUNK, carried.shape[2] - values - CHUNK), 2)
+        v, g, beta, count, _ = rest.flatten(2).split(
+            (CHUNK * values, CHUNK, CHUNK, 1, rest[0, 0].numel() - CHUNK * (values + 2) - 1), 2
+        )
+        return cls(
+            state,
+            keys[:, :: value_heads // heads].transpose(1, 2).to(dtype),
+            v.view(sequences, value_heads, CHUNK, values).transpose(1, 2).to(dtype),
+            g.transpose(1, 2),
+            beta.transpose(1, 2),
+            count[:, 0, 0],
+        )
+
+    def carried(self) -> torch.Tensor:
+        """In one tensor."""
+        dtype, value_heads = self.state.dtype, self.state.shape[1]
+        values, keys = self.state.shape[2:]
+        run = torch.cat(
+            (
+                self.v.transpose(1, 2).flatten(2).to(dtype),
+                self.g.transpose(1, 2),
+                self.beta.transpose(1, 2),
+                self.count.to(dtype)[:, None, None].expand(-1, value_heads, 1),
+            ),
+            2,
+        )
+        rows = unfinished_rows(keys, values) - CHUNK
+        run = torch.nn.functional.pad(run, (0, rows * keys - run.shape[2]))
+        of_heads = self.k.transpose(1, 2).repeat_interleave(value_heads // self.k.shape[2], 1)
+        return torch.cat((self.state, of_heads.to(dtype), run.unflatten(2, (rows, keys))), 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Where tokens stand in a call that begins with the unfinished chunks' tokens.
+
+    starts: of its sequences. old: the rows of tokens that are held, `[N, CHUNK]`; new: those of the
+    call's own tokens, `[T]`. What is not there has the row behind all.
+    """
+
+    starts: torch.Tensor
+    old: torch.Tensor
+    new: torch.Tensor
+    rows: int
+
+    @classmethod
+    def of(cls, starts: torch.Tensor, tokens: int, count: torch.Tensor):
+        sequences = count.shape[0]
+        rows, device = sequences * CHUNK + tokens, count.device
+        begins = torch.cat((count.new_zeros(1), (count + starts.diff()).cumsum(0)))
+        place = make.counted(CHUNK, device=device)
+        old = torch.where(place < count[:, None], begins[:-1, None] + place, rows)
+        token = make.counted(tokens, device=device)
+        sequence = torch.searchsorted(starts[1:].contiguous(), token, right=True)
+        known = sequence.clamp(max=sequences - 1)
+        new = token - starts[known] + begins[known] + count[known]
+        new = torch.where(sequence < sequences, new, rows)
+        return cls(begins, *(x.clamp(0, rows) for x in (old, new)), rows)
+
+    def together(self, held: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor:
+        """`[1, rows, ...]`, of what is held and what the call gives; zeros if nothing is held."""
+        out = given.new_zeros((self.rows + 1, *given.shape[1:]))
+        if held is not None:
+            out[self.old.flatten()] = held.flatten(0, 1).to(out.dtype)
+        out[self.new] = given
+        return out[None, : self.rows]
+
+
+def forward(inputs):
+    """o, and the carried states behind the tokens, from the operator's inputs as for `op.prefill`.
+
+    inputs.initial_state: carried, or None.
+    """
+    x = inputs
+    tokens = tuple(t.flatten(0, 1) for t in (x.q, x.k, x.v, x.g, x.beta))
+    count, (heads, keys), (value_heads, values) = tokens[0].shape[0], x.q.shape[2:], x.v.shape[2:]
+    starts = x.cu_seqlens
+    if starts is None:
+        starts = make.counted(x.q.shape[0] + 1, device=x.q.device) * x.q.shape[1]
+    carried = x.initial_state
+    if carried is None:
+        rows = values + unfinished_rows(keys, values)
+        carried = x.g.new_zeros((starts.shape[0] - 1, value_heads, rows, keys))
+    held = _checked(_Held.of(carried, heads, values, x.k.dtype), starts, count)
+    starts = starts.long().clamp(0, count).cummax(0).values  # wrong ones stay within memory
+    layout = _Layout.of(starts, count, held.count)
+    q, k, v, g, beta = (
+        layout.together(of, given)
+        for of, given in zip((None, held.k, held.v, held.g, held.beta), tokens, strict=True)
+    )
+    o, _, before = op.prefill(
+        *x._replace(
+            q=q, k=k, v=v, g=g, beta=beta, initial_state=held.state, cu_seqlens=layout.starts,
+        )[:-1]
+    )  # fmt: skip
+    o = torch.cat((o[0], o.new_zeros(1, *o.shape[2:])))[layout.new].view(x.v.shape)
+    (o,) = lengths.without_nobodys(x.cu_seqlens, o)
+    return o, _after(held, layout, before, k[0], v[0], g[0], beta[0]).carried()
+
+
+def _checked(held: _Held, starts, tokens: int) -> _Held:
+    """With counts as integers. States of wrong ones, or of wrong starts, are NaN: nobody has looked
+    at a device's."""
+    right = (held.count >= 0) & (held.count <= CHUNK) & (held.count == held.count.floor())
+    state = held.state.masked_fill(
+        ~(right & lengths.are_right(starts, tokens))[:, None, None, None], torch.nan
+    )
+    return dataclasses.replace(held, state=state, count=held.count.where(right, 0).long())
+
+
+def _after(held: _Held, layout: _Layout, before, *tokens) -> _Held:
+    """The states before the last chunks, and the tokens in these."""
+    ends, lengths_now = layout.starts[1:], layout.starts.diff()
+    chunks = (lengths_now + (CHUNK - 1)) // CHUNK
+    last = (chunks.cumsum(0) - 1).clamp(0)
+    state = before[last] if before.shape[0] else held.state
+    state = torch.where((lengths_now > 0)[:, None, None, None], state, held.state)
+    first = layout.starts[:-1] + (chunks - 1).clamp(0) * CHUNK
+    row = first[:, None] + make.counted(CHUNK, device=first.device)
+    there = row < ends[:, None]
+    row = row.clamp(0, max(layout.rows - 1, 0))
+    kept = (x[row].masked_fill(~there.view(*there.shape, *[1] * (x.dim() - 1)), 0) for x in tokens)
+    return _Held(state, *kept, ends - first)
