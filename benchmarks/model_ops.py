@@ -71,6 +71,31 @@ def decode(batch: int, heads: int, value_heads: int) -> Callable[[], list]:
     return launches
 
 
+def decode_by_chunks(batch: int, heads: int, value_heads: int) -> Callable[[], list]:
+    """A token of each sequence, whose unfinished chunk is nearly full."""
+
+    def launches():
+        q, k = (torch.zeros(1, batch, heads, 128).bfloat16() for _ in range(2))
+        rows = npu_ops.unfinished_rows(128, 128)
+        state = torch.zeros(batch, value_heads, 128 + rows, 128)
+        state[:, :, 128 + 64 :].flatten(2)[:, :, 64 * 130] = 63
+        inputs = {
+            "q": q,
+            "k": k,
+            "v": torch.zeros(1, batch, value_heads, 128).bfloat16(),
+            "g": torch.zeros(1, batch, value_heads),
+            "beta": torch.zeros(1, batch, value_heads),
+            "initial_state": state,
+            "output_final_state": True,
+            "state_v_first": True,
+            "cu_seqlens": torch.arange(batch + 1),
+            "carry_unfinished": True,
+        }
+        return model.of_call("", SOC, npu_ops.chunk_gated_delta_rule, inputs)
+
+    return launches
+
+
 def step_of_convolution(batch: int, channels: int) -> Callable[[], list]:
     def launches():
         inputs = {
@@ -138,6 +163,10 @@ CALLS = {
     "gated_delta_rule_update B=64 HV=32": decode(64, 16, 32),
     "gated_delta_rule_update B=256 HV=4": decode(256, 4, 4),
     "gated_delta_rule_update B=256 HV=32": decode(256, 16, 32),
+    **{
+        f"carried states B={batch} HV=32, a token": decode_by_chunks(batch, 16, 32)
+        for batch in (1, 4, 16, 64)
+    },
     **{chunked(*sizes): delta_rule(*sizes) for sizes in CHUNKED},
     **{chunked(*sizes) + ", backward": delta_rule(*sizes, backward=True) for sizes in CHUNKED},
     PACKED: delta_rule(1, 65536, 16, 32, sequences=64),

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 import pathlib
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from npu_ops_emulator import __main__ as emulator
@@ -189,6 +189,21 @@ def parity(
     device: Device = "cpu",
     tokens: Annotated[int, typer.Option(min=2, help="Tokens in a sequence.")] = 64,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks: heads of one.")] = 1,
+    rollout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Instead: SGLang's log-probabilities of what it samples with this model's folder, "
+            "against those of transformers.",
+        ),
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="With --rollout: an argument of sglang.Engine."),
+    ] = None,
+    most: Annotated[
+        float, typer.Option(min=0, help="With --rollout: the largest difference that passes.")
+    ] = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Compare every op with its reference at a model's shapes, forward and gradients."""
@@ -200,6 +215,8 @@ def parity(
         check_device(device)
     except ValueError as error:
         fail(error)
+    if rollout:
+        _rollout(rollout, dtype, device, tokens, engine or (), most, as_json)
     rows, show = [], (lambda line: None) if as_json else print
     show(f"{model}, {dtype.value}, {device}: errors as parts of what is allowed, 1 at most")
     show(parity.HEAD)
@@ -212,6 +229,27 @@ def parity(
     if as_json:
         print_json([dataclasses.asdict(row) for row in rows])
     raise typer.Exit(0 if all(row.passed for row in rows) else 1)
+
+
+def _rollout(model, dtype, device, tokens, engine, most, as_json) -> NoReturn:
+    """Print the rows of rollout.py, and end."""
+    from npu_ops.core import env
+    from npu_ops_tools import rollout
+
+    rows, show = [], (lambda line: None) if as_json else print
+    mode = {"": "0", "tokens": "1"}.get(env.settings.consistent, env.settings.consistent)
+    show(f"{model}, {dtype.value}, {device}, NPU_OPS_CONSISTENT={mode}: log-probabilities")
+    show(rollout.HEAD)
+    try:
+        settings = rollout.settings(engine)
+        for row in rollout.run(model, dtype.value, device, tokens, settings):
+            show(rollout.line(row))
+            rows.append(row)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        fail(error)
+    if as_json:
+        print_json([dataclasses.asdict(row) for row in rows])
+    raise typer.Exit(0 if all(row.largest <= most for row in rows) else 1)
 
 
 @app.command()

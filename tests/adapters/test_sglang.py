@@ -10,6 +10,7 @@ import sys
 import pytest
 import sglang_process
 from sglang_cpu.checks import CHECKS
+from sglang_cpu.engine import SETTINGS
 
 pytestmark = pytest.mark.xdist_group("sglang")  # one folder of models, one process of checks
 HOOKS = re.compile(r"npu-ops in SGLang: (\d+) of (\d+) hooks in force")
@@ -88,6 +89,25 @@ def test_disabled_the_engine_runs_its_own(tiny):
     ((_, tokens, said),) = serve(tiny, "qwen3", NPU_OPS_DISABLE="rope,qk_norm_rope")
     assert {op for op, _ in sglang_process.calls(said)} == {"attention"}
     assert tokens == expected(tiny / "qwen3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["0", "1", "chunks"])
+def test_log_probabilities_of_a_rollout_are_a_trainers(tiny, mode):
+    """`npu-ops parity --rollout`: prompts that are cut, half of them with a cached beginning."""
+    settings = SETTINGS | {"chunked_prefill_size": 50, "disable_radix_cache": False}
+    engine = [
+        part for name, x in settings.items() for part in ("--engine", f"{name}={json.dumps(x)}")
+    ]
+    model = ["--rollout", str(tiny / "qwen3next"), "--dtype", "float32", "--tokens", "5", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "npu_ops_tools", "parity", *model, *engine, "--most", "1e-3"],
+        env=sglang_process.environment(NPU_OPS_CONSISTENT=mode), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout[done.stdout.rindex("\n[") :])
+    assert [row["cached"] for row in rows] == [0, 0, 0, 0, 7, 70, 150, 333], rows
+    assert all(row["sampled"] == 5 for row in rows)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,141 @@
+"""A server's log-probabilities against a trainer's: SGLang samples, transformers computes again.
+
+Both in this environment, with npu-ops as it is set: NPU_OPS_CONSISTENT says which mode. Prompts are
+random tokens. The second half begins as the first does, and so finds its beginning in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+from collections.abc import Iterator
+
+import torch
+
+# Tokens of prompts, and how many of them the prompt before it in the other half has as well.
+LENGTHS = ((7, 70, 150, 333), (100, 140, 200, 400))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One prompt: its tokens, those of them that were in the cache, and those sampled after it.
+
+    largest, mean: of the difference of log-probabilities. equal: the part that has none.
+    """
+
+    prompt: int
+    cached: int
+    sampled: int
+    largest: float
+    mean: float
+    equal: float
+
+
+def settings(given) -> dict:
+    """Arguments of `sglang.Engine`, from NAME=VALUE; values as JSON has them, or text.
+
+    Raises:
+        ValueError: a text without "=".
+    """
+    found = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise ValueError(f"engine: got {text!r}, needs NAME=VALUE")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def run(model: str, dtype: str, device: str, tokens: int, engine: dict) -> Iterator[Row]:
+    """Yield a `Row` for each prompt.
+
+    Args:
+        model: a folder that both load. dtype: of weights. tokens: to sample after each prompt.
+        engine: more arguments of `sglang.Engine`.
+
+    Raises:
+        ImportError: sglang or transformers is not there. RuntimeError: what they say.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    vocabulary = getattr(config, "text_config", config).vocab_size
+    with serving(model, dtype, device, engine) as server:
+        served = [
+            sampled(server, prompt, tokens) for half in prompts(vocabulary) for prompt in half
+        ]
+    gc.collect()
+    trained = trainer(model, dtype, device)
+    for prompt, following, cached, logprobs in served:
+        again = logprobs_of(trained, prompt, following, device)
+        off = (again - torch.tensor(logprobs, dtype=torch.float64)).abs()
+        equal = (off == 0).double().mean()
+        yield Row(len(prompt), cached, len(following), *map(float, (off.max(), off.mean(), equal)))
+
+
+def prompts(vocabulary: int) -> list[list[list[int]]]:
+    """Two halves; none has one of the last tokens, which are those that mean something."""
+    draw, end = torch.Generator().manual_seed(0), max(2, vocabulary * 9 // 10)
+    first, more = (
+        [torch.randint(1, end, (n,), generator=draw).tolist() for n in lengths]
+        for lengths in LENGTHS
+    )
+    return [first, [(a + b)[:n] for a, b, n in zip(first, more, LENGTHS[1], strict=True)]]
+
+
+@contextlib.contextmanager
+def serving(model: str, dtype: str, device: str, engine: dict):
+    """SGLang's engine."""
+    import sglang
+
+    arguments = {"skip_tokenizer_init": True, "device": device, "dtype": dtype} | engine
+    server = sglang.Engine(model_path=model, **arguments)
+    try:
+        yield server
+    finally:
+        server.shutdown()
+
+
+def sampled(server, prompt: list[int], tokens: int):
+    """The prompt, the tokens that follow it, how many were cached, and the log-probabilities."""
+    sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
+    out = server.generate(input_ids=prompt, sampling_params=sampling, return_logprob=True)
+    about = out["meta_info"]
+    found = about["output_token_logprobs"]
+    return prompt, out["output_ids"], about["cached_tokens"], [logprob for logprob, *_ in found]
+
+
+def trainer(model: str, dtype: str, device: str):
+    """The model as a trainer has it."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(model)
+    pictured = hasattr(config, "vision_config")
+    auto = transformers.AutoModelForImageTextToText if pictured else None
+    auto = auto or transformers.AutoModelForCausalLM
+    return auto.from_pretrained(model, dtype=getattr(torch, dtype)).to(device).eval()
+
+
+@torch.no_grad()
+def logprobs_of(model, prompt: list[int], following: list[int], device: str) -> torch.Tensor:
+    """The trainer's log-probabilities of the tokens that follow, fp64 `[tokens]`."""
+    ids = torch.tensor([prompt + following], device=device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    chosen = ids[0, len(prompt) :, None]
+    return logits.log_softmax(-1).gather(1, chosen)[:, 0].double().cpu()
+
+
+HEAD = f"{'prompt':>7}{'cached':>8}{'sampled':>9}{'largest':>11}{'mean':>11}{'equal':>8}"
+
+
+def line(row: Row) -> str:
+    """A row as text."""
+    return (
+        f"{row.prompt:7}{row.cached:8}{row.sampled:9}{row.largest:11.2e}{row.mean:11.2e}"
+        f"{row.equal:8.1%}"
+    )
