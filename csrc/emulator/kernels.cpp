@@ -105,9 +105,13 @@ aclError aclrtBinaryGetFunction(const aclrtBinHandle binary, const char* name,
   return ACL_SUCCESS;
 }
 
-aclError aclrtLaunchKernelWithHostArgs(aclrtFuncHandle handle, uint32_t blocks, aclrtStream,
-                                       aclrtLaunchKernelCfg*, void* arguments, size_t,
-                                       aclrtPlaceHolderInfo*, size_t) {
+// By a name of its own: headers of torch_npu 2.8 lack the type aclrtPlaceHolderInfo.
+aclError launch_with_host_args(aclrtFuncHandle, uint32_t, aclrtStream, aclrtLaunchKernelCfg*, void*,
+                               size_t, void*, size_t) __asm__("aclrtLaunchKernelWithHostArgs");
+
+aclError launch_with_host_args(aclrtFuncHandle handle, uint32_t blocks, aclrtStream,
+                               aclrtLaunchKernelCfg*, void* arguments, size_t,
+                               void* /*placeholders*/, size_t) {
   const auto& function = *static_cast<Function*>(handle);
   if (blocks == 0 || blocks > 65535)
     return fail(ACL_ERROR_RT_PARAM_INVALID,
