@@ -215,7 +215,7 @@ def _check_numbers(call) -> None:
             raise ValueError(f"softcap: got {call.softcap!r}, needs {needs}")
         check.number("softcap", call.softcap, 0, math.inf, needs)
     generator, device = call.generator, call.q.device
-    if not isinstance(generator, torch.Generator | None):
+    if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator: got {type(generator).__name__}, needs a torch.Generator")
     if generator is not None and generator.device.type != device.type:
         raise ValueError(f"generator: got device {generator.device}, needs q's {device}")

@@ -75,7 +75,7 @@ def _prepare(x, bias, residual, p, training, dtype=None, inplace=False, generato
     check.float_dtype("dtype", dtype)
     if inplace:
         _check_inplace(x, bias, residual, dtype)
-    if not isinstance(generator, torch.Generator | None):
+    if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator: got {type(generator).__name__}, needs a torch.Generator")
     if generator is not None and generator.device.type != x.device.type:
         raise ValueError(f"generator: got device {generator.device}, needs x's {x.device}")

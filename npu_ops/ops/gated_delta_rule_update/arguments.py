@@ -142,8 +142,8 @@ def _check_memory(name, x, leading: int) -> None:
     size = x[(0,) * leading].numel() if x.numel() else 0
     if not size:
         return
-    strides = x.stride()[:leading]
-    apart = all(n == 1 or stride >= size for n, stride in zip(x.shape, strides, strict=False))
+    slots = zip(x.shape[:leading], x.stride()[:leading], strict=True)
+    apart = all(n == 1 or stride >= size for n, stride in slots)
     if not x[(0,) * leading].is_contiguous() or not apart:
         raise ValueError(f"{name}: got strides {list(x.stride())}, needs contiguous states apart")
 
