@@ -435,6 +435,19 @@ def test_custom_op_is_not_used():
             assert not used, f"{relative(path)}:{node.lineno}"
 
 
+TRACED = ("ops/*/__init__.py", "ops/*/arguments.py", "ops/*/checks.py", "core/check.py")
+
+
+@pytest.mark.parametrize("tree", TRACED)
+def test_argument_checks_use_what_torch_compile_of_torch_2_7_traces(tree):
+    """It refuses unions in isinstance, and takes zip's strict=False for strict=True."""
+    for path in files(f"npu_ops/{tree}"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = ast.unparse(node) if isinstance(node, ast.Call) else ""
+            refused = re.match(r"isinstance\(.+\|", called) or re.match(r"zip\(.*=False\)", called)
+            assert not refused, f"{relative(path)}:{node.lineno}: {called}"
+
+
 # What makes a tensor of no other: torch gives it default dtypes and devices, which loaders change.
 MAKERS = {
     "arange", "as_tensor", "asarray", "complex", "empty", "empty_permuted", "empty_strided", "eye",
