@@ -23,6 +23,11 @@ import sys
 import setuptools
 from setuptools.command.build_py import build_py
 
+if int(setuptools.__version__.split(".")[0]) < 77:  # older ones cannot read pyproject.toml
+    raise SystemExit(
+        f"npu-ops: got setuptools {setuptools.__version__} to build with, needs 77 or newer: "
+        "pip install 'setuptools>=77' ninja"
+    )
 STABLE_FROM = (2, 10)
 OLDEST = (2, 7)
 TORCH_TARGET = "0x020a000000000000"  # 2.10
@@ -101,7 +106,13 @@ def older_library(folder):
 
 
 def native_extensions():
-    import torch
+    try:
+        import torch
+    except ImportError as error:
+        raise SystemExit(
+            f"npu-ops: torch was not found ({error}). Install the torch you want first, and run "
+            f"pip with --no-build-isolation, {WITHOUT}"
+        ) from None
     from torch.utils.cpp_extension import BuildExtension
 
     if release(torch.__version__) < OLDEST:

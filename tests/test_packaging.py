@@ -330,6 +330,25 @@ def test_torch_is_asked_for_where_it_is_compiled_for():
     assert 'requires = ["setuptools>=77"]' in system and 'build-backend = "build_backend"' in system
 
 
+@pytest.mark.parametrize(
+    "missing, said",
+    [
+        ("setuptools.__version__ = '65.5.0'", r"npu-ops: got setuptools 65.5.0 .* needs 77 or "),
+        ("sys.modules['torch'] = None", r"npu-ops: torch was not found .* --no-build-isolation, "),
+        ("os.environ['CXX'] = 'no-g++'", r"npu-ops: the C\+\+ compiler 'no-g\+\+' was not found"),
+    ],
+    ids=["setuptools", "torch", "compiler"],
+)
+def test_what_is_missing_to_build_with_is_one_sentence(missing, said):
+    setup = "runpy.run_path('setup.py')"
+    code = (
+        f"import os, runpy, sys, setuptools\n{missing}\nsys.argv = ['setup.py', '--name']\n{setup}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and re.match(said, done.stderr), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_wheel_of_python_alone_is_built_without_torch(sdist, tmp_path):
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
