@@ -1,5 +1,32 @@
-"""`python -m npu_ops_tools` is `npu-ops`."""
+"""The command `npu-ops`; `python -m npu_ops_tools` is the same."""
 
-from npu_ops_tools.cli import main
+import os
+import subprocess
+import sys
 
-main()
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def main() -> None:
+    try:
+        import torch  # noqa: F401
+    except RuntimeError as error:  # torch_npu without CANN, or with another one
+        if AUTOLOAD not in str(error):
+            raise
+        _without_backends(error.__cause__ or error)
+    from npu_ops_tools import cli
+
+    cli.main()
+
+
+def _without_backends(reason: BaseException) -> None:
+    """Say why torch cannot be imported; doctor needs nothing of torch's backends, and goes on."""
+    print(f"npu-ops: `import torch` fails here: {reason}", file=sys.stderr)
+    if sys.argv[1:2] != ["doctor"]:
+        raise SystemExit("npu-ops: `npu-ops doctor` says what to do")
+    command = [sys.executable, "-m", "npu_ops_tools", *sys.argv[1:]]
+    raise SystemExit(subprocess.run(command, env=os.environ | {AUTOLOAD: "0"}).returncode or 1)
+
+
+if __name__ == "__main__":
+    main()

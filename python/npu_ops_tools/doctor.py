@@ -291,14 +291,14 @@ def _machine(found: dict) -> Iterator[str]:
     facts["native kernels"] = found["build"]["why_not"] or f"built by {found['build']['compiler']}"
     facts |= {name: value for name, value in found["switches"].items() if value}
     for name, value in facts.items():
-        yield from _line(f"  {name:16}", value)
+        yield from _line(f"  {name:20}", value)
     here = [f"{name} {version}" for name, version in found["packages"].items() if version]
     absent = [name for name, version in found["packages"].items() if not version]
-    yield from _line(f"  {'packages':16}", ", ".join(here))
-    yield from _line(f"  {'not installed':16}", ", ".join(absent))
-    yield from _line(f"  {'support':16}", found["support"])
+    yield from _line(f"  {'packages':20}", ", ".join(here))
+    yield from _line(f"  {'not installed':20}", ", ".join(absent))
+    yield from _line(f"  {'support':20}", found["support"])
     if found.get("torch_npu"):
-        yield from _line(f"  {'for NPUs':16}", found["torch_npu"])
+        yield from _line(f"  {'for NPUs':20}", found["torch_npu"])
 
 
 def _ops(rows: list[dict]) -> Iterator[str]:

@@ -141,6 +141,35 @@ def test_doctor_shows_a_framework_that_does_not_import(tmp_path):
     assert done.returncode == 1
 
 
+@pytest.fixture
+def broken_backend(tmp_path):
+    """Variables with which `import torch` fails, as with torch_npu where CANN is missing."""
+    folder = tmp_path / "broken-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[torch.backends]\nbroken = broken_backend:load\n")
+    (tmp_path / "broken_backend.py").write_text("raise ImportError('libhccl.so: cannot open')\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+
+
+def test_a_backend_of_torch_that_does_not_load_is_told_by_every_command(broken_backend):
+    said = command("where", "rope", code=1, **broken_backend)
+    assert said == (
+        "npu-ops: `import torch` fails here: libhccl.so: cannot open\n"
+        "npu-ops: `npu-ops doctor` says what to do\n"
+    )
+
+
+def test_doctor_goes_on_where_a_backend_of_torch_does_not_load(broken_backend):
+    done = subprocess.run(
+        [sys.executable, "-m", "npu_ops_tools", "doctor", "--json"],
+        env=os.environ | broken_backend, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stderr.startswith("npu-ops: `import torch` fails here: libhccl.so: cannot open\n")
+    assert json.loads(done.stdout)["packages"]["torch"] and done.returncode == 1
+
+
 def test_doctor_finds_a_checkout_on_the_path(tmp_path):
     """It has no metadata, as a clone of Megatron that training scripts put on PYTHONPATH."""
     core = tmp_path / "megatron" / "core"

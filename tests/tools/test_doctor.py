@@ -320,7 +320,7 @@ def test_nothing_is_said_of_devices_that_are_not_there(monkeypatch):
     monkeypatch.setattr(doctor.hardware, "npu_count", lambda: 2)
     assert doctor.devices() == ["cpu", "npu"]
     text = doctor.text(doctor.collect())
-    assert "  npu devices     2" in text and "on cpu          on npu" in text
+    assert "  npu devices         2" in text and "on cpu          on npu" in text
     assert "not aclnn on npu: attention: npu_fused_infer_attention_score" in text
 
 
