@@ -101,6 +101,7 @@ void report_race(pipe_t other, const Stamp& stamp, const char* what, uint64_t ad
          std::string("nothing orders it after the ") + what + " of " +
              (core->buffer.holds(address) ? offset_text(address) : "global memory"),
          &core->instructions[stamp.instruction]);
+  if (!error) core->order.wait_for(core->pipe, other, stamp.tick);
 }
 
 void check_vector_order(const Cell& cell, uint64_t address) {

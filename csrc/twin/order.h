@@ -4,6 +4,7 @@
 // for. Otherwise pipes run side by side, and only events (6.6.3) and barriers (6.6.2) order them.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <map>
@@ -27,6 +28,11 @@ class Order {
 
   // Whether a barrier of its own pipe separates the current instruction from tick `tick`.
   bool past_barrier(pipe_t pipe, uint32_t tick) const { return barriers_[pipe] >= tick; }
+
+  // What bisheng inserts: the current instruction of `pipe` waits for tick `tick` of `before`.
+  void wait_for(pipe_t pipe, pipe_t before, uint32_t tick) {
+    clocks_[pipe][before] = std::max(clocks_[pipe][before], tick);
+  }
 
   bool set(pipe_t from, pipe_t to, int id);   // false: it is set already
   bool wait(pipe_t from, pipe_t to, int id);  // false: nobody set it

@@ -75,6 +75,13 @@ def test_mistakes_are_reported(twin, mistake):
         assert finding.severity == ("warning" if check in WARNINGS else "error")
 
 
+def test_what_follows_a_scalar_access_comes_after_what_it_waited_for(twin):
+    """bisheng has the scalar pipe wait for the Add; the store after it needs no event."""
+    findings, z, expected = launch(twin, "kScalarBetween")
+    assert {finding.check for finding in findings} == {"scalar-order"}
+    assert torch.equal(z, expected)
+
+
 def test_a_finding_names_the_block_the_lines_and_both_accesses(twin):
     findings, _, _ = launch(twin, "kStoredTooEarly")
     (finding, *_) = [f for f in findings if f.check == "race"]

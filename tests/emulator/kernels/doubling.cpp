@@ -26,6 +26,7 @@ enum Mistake : int32_t {
   kMaskPastBuffer,
   kVectorChain,
   kGatherOutside,
+  kScalarBetween,
 };
 
 constexpr int32_t kTile = 256;
@@ -105,7 +106,9 @@ class Doubling {
   }
 
   __aicore__ inline void Store(int32_t tile, LocalTensor<float>& z) {
-    if (mistake_ != kOutputNotQueued) {
+    if (mistake_ == kScalarBetween) {
+      z.SetValue(0, z.GetValue(0));
+    } else if (mistake_ != kOutputNotQueued) {
       out_.EnQue(z);
       z = out_.DeQue<float>();
     }
