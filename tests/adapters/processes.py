@@ -39,8 +39,13 @@ def run_checks(version: str, mode: str) -> dict[str, str | None]:
 
 
 def ranks(program: str, store: pathlib.Path, number: int, version: str) -> list[dict]:
+    """What each rank of a program prints beside a release of Megatron."""
+    return run_ranks(program, store, number, fetch_megatron.tree(version))
+
+
+def run_ranks(program: str, store: pathlib.Path, number: int, *folders) -> list[dict]:
     """What each rank of a program, `PROGRAM STORE RANK RANKS`, prints as its last line."""
-    path = environment(HERE, fetch_megatron.tree(version), OMP_NUM_THREADS="1")
+    path = environment(HERE, *folders, OMP_NUM_THREADS="1")
     command = [sys.executable, str(HERE / program), str(store)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [

@@ -7,7 +7,7 @@ import sys
 
 import fetch_frameworks
 import pytest
-from processes import environment
+from processes import environment, run_ranks
 
 HERE = pathlib.Path(__file__).parent
 
@@ -27,3 +27,12 @@ def test_a_release_computes_by_npu_ops_what_its_naive_functions_do(release):
     states = {target: state for target, state in states.items() if target.startswith("fla.")}
     assert len(states) >= 8 and set(states.values()) == {"applied"}
     assert {reverted[target] for target in states} == {"reverted"}
+
+
+@pytest.mark.parametrize("release, ranks", [("fla-core-0.5.2", 2), ("fla-core-0.6.0", 3)])
+def test_ranks_share_packed_sequences_by_fla_s_context(release, ranks, tmp_path):
+    tree = fetch_frameworks.tree(release)
+    for found in run_ranks("fla_ranks.py", tmp_path / "store", ranks, tree):
+        for name, errors in found.items():
+            assert errors.pop("calls") == 1, name
+            assert max(errors.values()) < 1e-5, (name, errors)

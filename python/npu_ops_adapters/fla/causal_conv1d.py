@@ -36,7 +36,7 @@ def ours(
     cp_context=None, **options,
 ) -> Callable:  # fmt: skip
     """The call of ours that is this call of fla's. Channels may be several dimensions of x."""
-    functions.refuse(cp_context=cp_context, **options)
+    functions.refuse(**options)
     check.one_of("backend", backend, ("triton",))
     check.floating("x", x)
     check.tensor("weight", weight)
@@ -46,8 +46,10 @@ def ours(
     rows = x.flatten(2)
     arguments.check_filter(weight, bias, activation, rows)
     arguments.check_like_x("residual", residual, x, x.shape, "x's shape")
-    sequences = x.shape[0]
-    if cu_seqlens is not None:
+    sequences, shared = x.shape[0], {"cu_seqlens": cu_seqlens}
+    if cp_context is not None:
+        shared = functions.shared(cp_context, x, initial_state, output_final_state)
+    elif cu_seqlens is not None:
         arguments.check_starts("cu_seqlens", cu_seqlens, x, x.shape[1])
         if x.shape[0] != 1:
             raise check.shape("x", x, "a batch of 1 with cu_seqlens")
@@ -58,7 +60,7 @@ def ours(
     call = functools.partial(
         npu_ops.causal_conv1d, rows, weight, bias,
         residual=None if residual is None else residual.flatten(2), initial_state=initial_state,
-        output_final_state=output_final_state, activation=activation, cu_seqlens=cu_seqlens,
+        output_final_state=output_final_state, activation=activation, **shared,
     )  # fmt: skip
     return call if x.dim() == 3 else functools.partial(_shaped, call, x.shape)
 

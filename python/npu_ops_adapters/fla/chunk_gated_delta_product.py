@@ -42,7 +42,6 @@ def ours(
 
     q [B, T, H, K], g [B, T, H] or None; k, v and beta with T * num_householder in T's place.
     """
-    functions.refuse(cp_context=cp_context)
     check.floating("q", q)
     check.floating("k", k)
     check_device(q)
@@ -53,11 +52,15 @@ def ours(
         raise check.shape("k", k, f"q's {list(q.shape)} with {steps} steps for each token")
     if g is None:
         g = q.new_zeros(q.shape[:3], dtype=beta.dtype)
+    shared = {"cu_seqlens": cu_seqlens}
+    if cp_context is not None:
+        shared = functions.shared(cp_context, q, initial_state, output_final_state)
+    if shared["cu_seqlens"] is not None:
+        shared["cu_seqlens"] = shared["cu_seqlens"] * steps
     call = functools.partial(
         npu_ops.chunk_gated_delta_rule, _at(q, steps, steps - 1), k, v, _at(g, steps, 0), beta,
         scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens * steps,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **shared,
     )  # fmt: skip
     return functools.partial(_read_last, call, steps)
 

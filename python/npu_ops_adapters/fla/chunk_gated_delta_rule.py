@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 import npu_ops
+from npu_ops.core import check
 from npu_ops.core.signature import call_of
 from npu_ops.ops.chunk_gated_delta_rule.arguments import check_call
 from npu_ops_adapters.calls import check_device
@@ -72,12 +73,16 @@ def ours(*args, cp_context=None, transpose_state_layout=None, **options) -> Call
 
     A_log and dt_bias may be given where they are not used. fla computes with an initial state of
     any float dtype in fp32, so a half is converted. How chunks lie in memory is fla's own affair.
+    cp_context: of ranks with a span each; it says where sequences are, whatever cu_seqlens says.
     """
-    functions.refuse(cp_context=cp_context)
     if len(args) > _POSITIONS:
         raise TypeError(f"got {len(args)} positional arguments, needs {_POSITIONS} at most")
     call = functions.converted(_Call(*args, **options), transpose_state_layout)
     call = call._replace(cu_seqlens_cpu=None, chunk_indices=None)
+    if cp_context is not None:
+        check.floating("q", call.q)
+        states = call.initial_state, call.output_final_state
+        call = call._replace(**functions.shared(cp_context, call.q, *states))
     check_call(call)
     check_device(call.q)
     return functools.partial(npu_ops.chunk_gated_delta_rule, **call._asdict())

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import distributed
+from torch.nn import functional
 
+from npu_ops.core import check
 from npu_ops_adapters.calls import falling_through
 from npu_ops_adapters.patching import Names, Patch
 
@@ -40,6 +43,46 @@ def refuse(**given) -> None:
     for name, value in given.items():
         if value is not None and value is not False:
             raise ValueError(f"{name}: got {type(value).__name__}, needs None")
+
+
+def shared(cp_context, x, initial_state, output_final_state: bool) -> dict:
+    """cu_seqlens and cp_group of our call for fla's context of ranks that share packed sequences.
+
+    fla tells a rank where sequences start in its own span, and how many tokens of the first one
+    other ranks have before it. All that our call needs of other ranks' sequences is where that one
+    starts, so `[0, that start, starts here]` stands for the starts of all.
+
+    Args:
+        x: `[1, T, ...]`, this rank's tokens. fla gives every rank T of them.
+
+    Raises:
+        ValueError: a context of another form, or what fla does not compute with one.
+    """
+    layout = getattr(cp_context, "layout", "contiguous")
+    if layout != "contiguous":
+        raise ValueError(
+            f"cp_context: got layout {layout!r}, which cuts all tokens as one sequence, needs "
+            "'contiguous'"
+        )
+    needed = ("group", "cu_seqlens", "pre_num_conv_tokens")
+    missing = [name for name in needed if getattr(cp_context, name, None) is None]
+    if missing:
+        raise ValueError(f"cp_context: got no {missing[0]}, needs one")
+    if getattr(cp_context, "pre_num_ranks_dev", None) is not None:
+        raise ValueError("cp_context: got numbers that change on the device, needs fixed ones")
+    check.alone("cp_context", initial_state=initial_state)
+    if output_final_state:
+        raise ValueError("output_final_state: got True with cp_context, needs False")
+    here = getattr(cp_context, "cu_seqlens_cpu", None)
+    if x.dim() < 3 or x.shape[0] != 1 or (here is not None and int(here[-1]) != x.shape[1]):
+        raise ValueError(
+            f"cp_context: got tokens of shape {list(x.shape)}, needs [1, T, ...], T in all of its "
+            "sequences"
+        )
+    begin = distributed.get_rank(cp_context.group) * x.shape[1]
+    starts = functional.pad(cp_context.cu_seqlens + begin, (1, 0))
+    starts[1] -= cp_context.pre_num_conv_tokens
+    return {"cu_seqlens": starts, "cp_group": cp_context.group}
 
 
 def converted(call: NamedTuple, transpose_state_layout: bool | None):
