@@ -202,6 +202,28 @@ def test_bounds_from_memory_are_those_of_the_launch():
         time_of(kernel, values=[None, [7, 8, 9]])
 
 
+BOUND_FROM_VECTORS = f"""
+%c0 = arith.constant 0 : i32
+%c1 = arith.constant 1 : i32
+%five = arith.constant 5 : i32
+%x = math.exp %arg4 : f32
+%right = arith.cmpf ogt, %x, %x : f32
+%n = arith.select %right, %five, %c1 : i32
+scf.for %i = %c0 to %n step %c1  : i32 {{
+{LOAD}
+}}
+"""
+
+
+def test_a_choice_of_vectors_is_taken_as_true_and_said():
+    """As where a kernel checks lengths before it goes by them."""
+    kernel = function(SETUP + BOUND_FROM_VECTORS, arguments=f"{LOADED}; f32")
+    found = time_of(kernel, values=[None, 1.0])
+    assert found.programs[0].assumed and found.programs[0].bytes["loaded"] == 5 * 4096 * 4
+    plain = time_of(function(SETUP + LOAD, arguments=LOADED), values=[None])
+    assert not plain.programs[0].assumed
+
+
 def test_all_that_is_not_known_is_listed():
     body = f"""{SETUP}
     %x = math.exp %arg4 : f32

@@ -157,6 +157,7 @@ def _print(found: Iterable) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    found = list(found)
     table = Table("case", "kernel", "us", "range", "bottleneck", "pipes", "MB", "of limit", "cores")
     for each in found:
         pipes = sorted(each.shares.items(), key=lambda item: -item[1])[:4]
@@ -167,4 +168,6 @@ def _print(found: Iterable) -> None:
             f"{each.programs} programs, {each.balance:.0%} even",
         )  # fmt: skip
     Console(width=160).print(table)
+    for kernel in sorted({each.kernel for each in found if each.assumed}):
+        print(f"{kernel}: taken as for lengths that are right, which its vectors check")
     print(NOTE)

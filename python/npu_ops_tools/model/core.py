@@ -81,6 +81,7 @@ class Core:
         self.values: dict[str, object] = {}
         # A flag of a cube core is for each of its vector cores.
         self.listeners = ("vector0", "vector1") if function.core == "cube" else ("",)
+        self.assumed = False  # whether a choice that vectors decide was taken as true
         self.loads = 0  # of scalars whose value was asked for
         self._bind_arguments()
 
@@ -243,6 +244,9 @@ class Core:
             self.unknown[operation.name] += 1
             return
         operands = self.operands(operation.text.partition(" : ")[0])
+        if name == "select" and operands[0] is None:
+            self.assumed |= operands[1] != operands[2]
+            operands[0] = True
         self._set(operation, scalars.arith(name, operation.text, operands))
 
     def _affine(self, name: str, operation: Operation) -> None:

@@ -33,6 +33,7 @@ class Walked:
     busy: dict[str, float]
     bytes: dict[str, float]
     spans: dict[str, list[Span]]
+    assumed: bool
 
 
 @dataclasses.dataclass
@@ -142,7 +143,9 @@ def _walk(module: Module, program: Program, costs: Costs, using: int, spans: boo
     busy = {f"{name}.{pipe}": t for name, core in cores.items() for pipe, t in core.busy.items()}
     moved = sum((core.bytes for core in cores.values()), collections.Counter())
     kept = {name: core.spans for name, core in cores.items() if core.spans}
-    return Walked(program.index, max(core.end for core in cores.values()), busy, moved, kept)
+    assumed = any(core.assumed for core in cores.values())
+    end = max(core.end for core in cores.values())
+    return Walked(program.index, end, busy, moved, kept, assumed)
 
 
 def _cores(

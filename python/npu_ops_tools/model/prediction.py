@@ -27,7 +27,8 @@ class Prediction:
     shares: pipe -> which part of the busiest core's time it is busy.
     loaded, stored: from and to global memory; workspace: of these, what cube and vector cores hand
     to each other. limit_us: what the tensors' bytes, moved once, take. balance: the mean core's
-    work over the busiest one's.
+    work over the busiest one's. assumed: vectors decide between two numbers, as where lengths are
+    checked, and the first was taken: that of lengths that are right.
     """
 
     kernel: str
@@ -46,6 +47,7 @@ class Prediction:
     programs: int
     waves: int
     core: str
+    assumed: bool
     label: str = LABEL
     spans: dict[str, list[Span]] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -130,7 +132,8 @@ def _summary(launch, soc, module, time, prices, footprint, grid) -> Prediction:
         loaded=time.moved.get("loaded", 0.0), stored=time.moved.get("stored", 0.0),
         workspace=time.moved.get("workspace", 0.0), limit_us=footprint / prices.memory,
         balance=time.balance, programs=grid[0] * grid[1] * grid[2], waves=time.waves,
-        core=module.core, spans=first.spans or time.programs[0].spans,
+        core=module.core, assumed=any(each.assumed for each in time.programs),
+        spans=first.spans or time.programs[0].spans,
     )  # fmt: skip
 
 
