@@ -14,22 +14,33 @@ from npu_ops.core import env
 DEVICES = ("cpu", "npu")
 
 
-def falling_through(ours: Callable, original: Callable) -> Callable:
+# With NPU_OPS_CONSISTENT no other function computes these: it has other bits.
+RULES = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+
+
+def falling_through(ours: Callable, original: Callable, op: str = "") -> Callable:
     """A function in the place of `original`.
 
     ours: takes its arguments and returns a call, or raises TypeError or ValueError for what is not
-        ours.
+        ours. With NPU_OPS_CONSISTENT that is an error for a gated delta rule.
     """
 
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_function(*args, **kwargs):
         try:
             call = ours(*args, **kwargs)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError) as reason:
+            if env.settings.consistent and op in RULES:
+                raise inconsistent(op, reason) from reason
             return original(*args, **kwargs)
         return call()
 
     return npu_ops_function
+
+
+def inconsistent(op: str, reason: Exception) -> RuntimeError:
+    """The error for a call that would be left to the framework."""
+    return RuntimeError(f"NPU_OPS_CONSISTENT is set, and a call of {op} is not ours: {reason}")
 
 
 def check_device(x: torch.Tensor) -> None:

@@ -179,6 +179,18 @@ def test_delta_rules_that_are_left_to_fla(layers, form, arguments, options, why)
     assert why in logged
 
 
+@pytest.mark.parametrize("mode", ["tokens", "chunks"])
+def test_no_delta_rule_is_left_to_fla_where_a_server_has_to_agree(layers, mode):
+    says = r"^NPU_OPS_CONSISTENT is set, and a call of \w+ is not ours: .*other"
+    q, k, v, g, _ = heads()
+    with env.override(consistent=mode):
+        with pytest.raises(RuntimeError, match=says):
+            layers.chunk_gated_delta_rule(*heads(), other=1)
+        with pytest.raises(RuntimeError, match=says):
+            layers.fused_recurrent_gated_delta_rule(q, k, v, g, other=1)
+        assert layers.l2norm(rows(3, 4).long()) == ("theirs", "l2norm")
+
+
 def test_what_fla_takes_and_we_name_otherwise(layers):
     q, k, v, g, beta = arguments = heads()
     half = rows(1, 4, 16, 16, dtype=torch.float16).requires_grad_()

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Iterable
 
 import npu_ops
-from npu_ops.core import check
+from npu_ops.core import check, env
 from npu_ops.core.signature import call_of
 from npu_ops.ops.chunk_gated_delta_rule.arguments import check_call
-from npu_ops_adapters.calls import check_device
+from npu_ops_adapters.calls import check_device, inconsistent
 from npu_ops_adapters.fla import functions
 from npu_ops_adapters.patching import Patch
 
@@ -59,11 +59,16 @@ def _backend(original: None):
             try:
                 ours(*args, **kwargs)
             except (TypeError, ValueError) as reason:
-                return False, str(reason)
+                # With NPU_OPS_CONSISTENT the call is taken, and raises: fla catches what is here.
+                return bool(env.settings.consistent), str(reason)
             return True, None
 
         def chunk_gated_delta_rule(self, *args, **kwargs):
-            return ours(*args, **kwargs)()
+            try:
+                call = ours(*args, **kwargs)
+            except (TypeError, ValueError) as reason:
+                raise inconsistent("chunk_gated_delta_rule", reason) from reason
+            return call()
 
     return NpuOps()
 

@@ -30,7 +30,7 @@ def replaced(modules: Names, name: str, op: str, ours: Callable, *signatures: Na
     return Patch(
         target=f"{module}:{name}",
         op=op,
-        make=functools.partial(falling_through, ours),
+        make=functools.partial(falling_through, ours, op=op),
         why=WHY,
         signatures=signatures,
         versions=VERSIONS,

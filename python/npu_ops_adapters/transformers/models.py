@@ -29,9 +29,8 @@ def replaced(
         what is not ours.
     """
     for model in models:
-        yield patch(
-            f"{home(model)}:{name}", op, functools.partial(falling_through, ours), signatures
-        )
+        make = functools.partial(falling_through, ours, op=op)
+        yield patch(f"{home(model)}:{name}", op, make, signatures)
 
 
 def patch(target: str, op: str, make: Callable, signatures, **changes) -> Patch:
