@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from support import every_implementation, forced, named, on_device
+from support import every_implementation, forced, named, on_device, on_npu
 
 import npu_ops
 from npu_ops.core import env
@@ -136,6 +136,22 @@ def test_tokens_of_nobody_get_0_and_wrong_states_and_lengths_nan(implementation,
         torch.testing.assert_close(after[1], of_right[1], rtol=0, atol=0)
         o, after = carried(x, state, **beyond)
         assert o.isnan().all() and after[:, :, :48].isnan().all()
+
+
+@on_npu
+def test_a_long_prompt_of_few_heads_is_as_alone(device):
+    """Without the mode it is computed in segments side by side, where no others keep cores busy."""
+    count = 65 * CHUNK
+    x = tokens(count + 11, torch.bfloat16, heads=1, value_heads=1, keys=16, values=16)
+    x["g"] /= 1000  # a state lasts longer than a segment
+    x = on_device(x, device)
+    packed = starts((count, *[1] * 11), device)
+    with torch.no_grad(), forced("triton_ascend", "chunk_gated_delta_rule"):
+        apart = rule(part(x, 0, count))[0], rule(x, cu_seqlens=packed)[0][:, :count]
+        assert not torch.equal(*apart)
+        with env.override(consistent="chunks"):
+            apart = rule(part(x, 0, count))[0], rule(x, cu_seqlens=packed)[0][:, :count]
+        assert torch.equal(*apart)
 
 
 def test_a_required_gradient_is_refused():
