@@ -2,6 +2,8 @@
 // CCE intrinsic guide, sections 6.3 to 6.6.
 #pragma once
 
+using float32_t = float;  // bisheng has this name without a header
+
 enum pipe_t {
   PIPE_S = 0,
   PIPE_V = 1,

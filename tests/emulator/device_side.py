@@ -25,7 +25,9 @@ STACK = (
     32 * 1024
 )  # bytes; bisheng's -cce-aicore-stack-size is 0x8000 in the builds of CANN's kernels
 FLAGS = ("-std=c++17", "-O1", "-w", "-ferror-limit=0", "-fno-exceptions", "-fno-rtti",
-         "-fno-threadsafe-statics", "-fno-asynchronous-unwind-tables")  # fmt: skip
+         "-fno-threadsafe-statics", "-fno-asynchronous-unwind-tables",
+         # The matrix interface says `template` before a name without arguments.
+         "-Wno-missing-template-arg-list-after-template-kw")  # fmt: skip
 _HERE = pathlib.Path(__file__).parent
 # Instructions whose names begin like no other; the rest is found in the headers.
 _SCALAR = (
@@ -52,12 +54,18 @@ def why_not() -> str | None:
 
 def findings(source: pathlib.Path, *flags: str) -> list[str]:
     """What a device would have against a kernel, one sentence each."""
+    return judge(source, *flags)[0]
+
+
+def judge(source: pathlib.Path, *flags: str) -> tuple[list[str], Module | None]:
+    """The findings, and what clang made of the kernel; None if clang refused it."""
     command = [*_compiler(), "-include-pch", _headers(), *flags, f"-I{source.parent}", source]
     with tempfile.TemporaryDirectory() as scratch:
         plain = pathlib.Path(scratch) / "plain.ll"
         done = _run([*command, "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-o", plain])
         if done.returncode:
-            return [line for line in done.stderr.splitlines() if " error: " in line]
+            refused = [line for line in done.stderr.splitlines() if " error: " in line]
+            return refused or ["clang gave no reason"], None
         module = Module(plain.read_text())
         small = pathlib.Path(scratch) / "small.s"
         _run([clang(), "-O1", "-S", "-fstack-usage", plain, "-o", small], check=True)
@@ -66,7 +74,7 @@ def findings(source: pathlib.Path, *flags: str) -> list[str]:
     for kernel, used in stack.items():
         if used > STACK:
             found.append(f"{kernel}: {used} bytes of stack, a core has {STACK}")
-    return found
+    return found, module
 
 
 def of_ascend950(source: pathlib.Path) -> list[str]:
@@ -103,7 +111,8 @@ def _errors_of_ascend950(source: pathlib.Path | None) -> list[str]:
 
 
 def _compiler(architecture=None) -> list:
-    folders = (_HERE, headers.kernel_sources(), *headers.include_dirs(headers.staged()))
+    folders = (_HERE, headers.kernel_sources(), headers.twin_sources() / "include",
+               *headers.include_dirs(headers.staged()))  # fmt: skip
     if architecture is None:
         architecture = [flag for flag in twins.ARCHITECTURE
                         if "CPU_DEBUG" not in flag and "CCE_KT_TEST" not in flag]  # fmt: skip
@@ -141,7 +150,8 @@ def _text_of_headers(start: pathlib.Path) -> str:
 
     bisheng keeps string literals in global memory; clang's are in none of the address spaces.
     """
-    start.write_text(f'#include "device_side.h"\n{_declarations()}#include "kernel_operator.h"\n')
+    begin = f'#include "device_side.h"\n{_declarations()}'
+    start.write_text(f'{begin}#include "kernel_operator.h"\n#include "lib/matmul_intf.h"\n')
     done = _run([*_compiler(), "-E", "-dD", "-x", "c++", start], check=True)
     text = re.sub(r"\bNPU_OPS_GLOBAL const char\b", "const char", done.stdout)
     text = re.sub(r"\bconst NPU_OPS_GLOBAL char\b", "const char", text)
@@ -212,6 +222,10 @@ class Module:
             f"{self._names.get(name, name)}: calls itself" for name in self._recursive(reached)
         ]
         return found
+
+    def functions(self) -> list[str]:
+        """What the kernels call, however deep, as C++ writes it."""
+        return [self._names.get(name, name) for name in self._reached()]
 
     def _calls(self, name: str) -> list[str]:
         return re.findall(r"@([\w.$]+)", self._bodies.get(name, ""))

@@ -47,6 +47,10 @@ def twin():
     return twins.compile(KERNELS / "doubling.cpp")
 
 
+def test_names_that_cann_has_beside_its_headers():
+    assert twins.compile(KERNELS / "cann_names.cpp").kernels == ("cann_names",)
+
+
 def launch(twin, mistake, vector_order=False):
     """Run doubling.cpp; its findings and its result, which the twin knows the tensors of."""
     names = re.search(r"enum Mistake.*?\{(.*?)\}", (KERNELS / "doubling.cpp").read_text(), re.S)

@@ -300,9 +300,7 @@ def vllm_delta(root: pathlib.Path, draw) -> Run:
         "<13If3I", 4, 0, rest, step.sequences * step.tokens, step.k_heads, step.dim, step.v_heads,
         step.dim, step.slots, step.sequences, rows, *stored, step.scale, True, False, False,
     ), np.uint8).copy()  # fmt: skip
-    # float32_t is a type of bisheng's own.
     source = """#include <kernel_operator.h>
-using float32_t = float;
 #include "recurrent_gated_delta_rule.h"
 extern "C" __global__ __aicore__ void run(GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR beta,
                                           GM_ADDR state, GM_ADDR lengths, GM_ADDR slots, GM_ADDR g,

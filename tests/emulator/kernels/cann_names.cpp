@@ -1,0 +1,10 @@
+// What kernels of others name, and CANN has beside the headers: compiled by test_twin.py and
+// test_device_side.py, not run.
+#include <ascendc/host_api/tiling/template_argument.h>
+#include <kernel_operator.h>
+#include <lib/matmul_intf.h>
+#include <lib/matrix/matmul/tiling.h>
+
+extern "C" __global__ __aicore__ void cann_names(GM_ADDR x) {
+  *reinterpret_cast<__gm__ float32_t*>(x) = 1;
+}

@@ -1,0 +1,316 @@
+"""Builds and runs AscendC that bisheng is known to compile, on the twin and by the second judge.
+
+python tests/emulator/upstream_bisheng.py [NAME...] [--write]
+
+fbgemm-ascend and MindIE-SD ship their kernels' sources beside the objects that the vendor built of
+them. The wheels are downloaded to .cache/bisheng; no file of them is changed or copied. What a kernel
+needs beside its source is written here: its dtypes, from the wheel's table of objects, and a struct of
+its tiling, from the names that the source reads.
+
+upstream_bisheng.csv has a row for each source: whether the twin builds it, what the device-side judge
+says, and what a run on random inputs (bisheng_runs.py) gave. docs/verification.md lists the calls of
+AscendC that our kernels make and none of these does. The exit status is 1 if either is not so any
+more; --write writes both.
+
+NAME: only sources with this in their row's first three columns; then the docs' list is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+
+import device_side
+from npu_ops_emulator import EmulatorError, headers, twins
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+CACHE = ROOT / ".cache" / "bisheng"
+TABLE, DOCS = HERE / "upstream_bisheng.csv", ROOT / "docs" / "verification.md"
+COLUMNS = ("package", "soc", "source", "twin", "judge", "run")
+BEGIN, END = "<!-- made by tests/emulator/upstream_bisheng.py -->", "<!-- end of that -->"
+WHEELS = {
+    "fbgemm_ascend": ("1.5.0", "da25e57997f97c23b940e83e63845701504ef43caf0b6b3f0a2c6ea930224b9f"),
+    "mindiesd": ("3.1.0", "985c68b180e7f78edb90b6a32cc4041ec8bf4232037a07f1ff6f58a2cbf8e55a"),
+}
+ASCEND950 = {"A5", "ascend950"}
+DTYPES = {
+    "bool": "bool", "float32": "float", "float16": "half", "bfloat16": "bfloat16_t",
+    "double": "double", "float8_e4m3fn": "fp8_e4m3fn_t", "float8_e8m0": "fp8_e8m0_t",
+    "float4_e2m1": "fp4x2_e2m1_t", "hifloat8": "hifloat8_t",
+    **{f"{u}int{bits}": f"{u}int{bits}_t" for u in ("", "u") for bits in (8, 16, 32, 64)},
+}  # fmt: skip
+ENUMS = {"float32": "DT_FLOAT", "bfloat16": "DT_BF16"}  # else DT_ and the name in capitals
+# Fields of tilings that are no integers, and arguments of kernels that are templates.
+FIELDS = {
+    "paddingValueFp32": "float", "paddingValue": "float", "eps": "float", "scale": "float",
+    "beta1": "float", "beta2": "float", "beta2sqrt": "float", "learningRate": "float",
+    "cubeTilingData": "TCubeTiling",
+}  # fmt: skip
+ARGUMENTS = {"norm_rope_concat": "<4, 4, 2, 0, false>"}
+# Part of what a judge says, and the cause. The first that is found is the source's.
+CAUSES = {
+    r"fatal error: .*(?:arch35/|kernel_common\.hpp|workload_sharder\.h|prompt_flash_attention|"
+    r"incre_flash_attention)": "includes a file that the wheel does not have",
+    r"CopyTransposeTiling|base type 'const int64_t'|non-class type ‘const int64_t": (
+        "reads a tiling whose types are not in the wheel"
+    ),
+    r"half::half\(const int32_t&\)": (
+        "has a constant of half, which the vendor makes a class for CPUs"
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A file that the vendor's compiler was given. objects: the wheel's table of what it made."""
+
+    package: str
+    soc: str
+    path: pathlib.Path
+    objects: pathlib.Path | None
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        return self.package, self.soc, self.path.name
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The file and what it includes."""
+        files = [self.path]
+        for file in files:
+            for name in re.findall(r'#include "(.*?)"', file.read_text(errors="replace")):
+                found = [folder / name for folder in (file.parent, *self.folders)]
+                files += [f for f in found if f.exists() and f not in files][:1]
+        return "\n".join(file.read_text(errors="replace") for file in files)
+
+    @property
+    def folders(self) -> tuple[pathlib.Path, ...]:
+        return self.path.parent, self.path.parents[1] / "common"
+
+    @functools.cached_property
+    def parameters(self) -> list[str]:
+        """Of the kernel, which has the file's name; none if it has no kernel."""
+        text = re.sub(r"/\*.*?\*/|//[^\n]*", "", self.path.read_text(errors="replace"), flags=re.S)
+        kernel = re.search(rf"__global__\s+__aicore__\s+void\s+{self.path.stem}\s*\(([^)]*)\)", text)
+        return re.findall(r"(\w+)\s*(?:,|$)", kernel[1].strip()) if kernel else []
+
+    @functools.cached_property
+    def fields(self) -> dict[str, bool]:
+        """Names that the source reads of its tiling, and whether each is an array."""
+        text = re.sub(r"//[^\n]*", "", self.text)
+        names = {"tiling", *re.findall(r"\bGET_TILING_DATA\((\w+),", text),
+                 *re.findall(r"\w+TilingData\s*[&*]\s*(?:__restrict\s+)?(\w+)", text)}  # fmt: skip
+        read = re.findall(rf"\b(?:{'|'.join(names)})\s*(?:\.|->)\s*(\w+)\s*([\[(]?)", text)
+        return {name: after == "[" for name, after in sorted(read) if after != "("}
+
+    def unit(self) -> str:
+        """C++ that includes the file: kernel `run` calls its kernel, if it has one."""
+        own = "".join(part.capitalize() for part in self.path.stem.split("_")) + "TilingData"
+        types = sorted({own, *re.findall(r"\b\w+TilingData\b", self.text)})
+        lines = ['#include "kernel_operator.h"', '#include "kernel_tiling/kernel_tiling.h"']
+        lines += self._macros()
+        lines += [f"struct {types[0]} {{", "  uint64_t key;"]
+        for name, array in self.fields.items():
+            lines.append(f"  alignas(8) {FIELDS.get(name, 'int64_t')} {name}{'[64]' * array};")
+        lines += ["};", *(f"using {name} = {types[0]};" for name in types[1:])]
+        lines += [_TILING.replace("@", types[0])]
+        key = re.search(r"#if TILING_KEY_VAR == (\d+)", self.text)
+        if self.parameters:
+            word = f"(*(__gm__ uint64_t*){self.parameters[-1]})"
+            lines.append(f"#define TILING_KEY_VAR {key[1] if key else word}")
+        lines.append(f'#include "{self.path}"')
+        if self.parameters:
+            lines.append(f"""extern "C" __global__ __aicore__ void run(
+    {", ".join(f"GM_ADDR {name}" for name in self.parameters)}) {{
+  {self.path.stem}{ARGUMENTS.get(self.path.stem, "")}({", ".join(self.parameters)});
+}}""")
+        return "\n".join(lines) + "\n"
+
+    def _macros(self) -> list[str]:
+        """Of the first object's dtypes, as the wheel's own build passes them."""
+        if self.objects is None:
+            return []
+        built = json.loads(self.objects.read_text())["binList"][0]
+        lines, seen = [], set()
+        for tensor in built["inputs"] + built["outputs"]:
+            one = tensor[0] if isinstance(tensor, list) else tensor
+            if not one:
+                continue
+            name = one["name"].upper()
+            name += "_REF" * (name in seen)  # an output that is an input
+            seen.add(name)
+            dtype = one["dtype"]
+            lines += [f"#define DTYPE_{name} {DTYPES[dtype]}",
+                      f"#define ORIG_DTYPE_{name} {ENUMS.get(dtype, f'DT_{dtype.upper()}')}",
+                      f"#define FORMAT_{name} FORMAT_{one['format']}"]  # fmt: skip
+        return lines
+
+
+_TILING = r"""
+#undef GET_TILING_DATA
+#undef TILING_KEY_VAR
+#define GET_TILING_DATA_WITH_STRUCT(type, name, pointer)               \
+  type name;                                                           \
+  for (size_t word = 0; word < sizeof(name) / sizeof(uint64_t); ++word) \
+    ((uint64_t*)&name)[word] = ((__gm__ uint64_t*)pointer)[word]
+#define GET_TILING_DATA(name, pointer) GET_TILING_DATA_WITH_STRUCT(@, name, pointer)
+"""
+
+
+# ---- the wheels ----
+
+
+def fetch() -> None:
+    """Download the wheels, and unpack their sources, unless that was done."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    for name, (version, digest) in WHEELS.items():
+        target = CACHE / f"{name}-{version}"
+        if target.exists():
+            continue
+        with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+            wanted = pathlib.Path(scratch) / "wanted.txt"
+            wanted.write_text(f"{name}=={version} --hash=sha256:{digest}\n")
+            subprocess.run(
+                [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+                 "--only-binary=:all:", "--python-version", "3.11", "--implementation", "cp",
+                 "--platform", "manylinux_2_34_x86_64", "--require-hashes", "-r", wanted,
+                 "--dest", scratch],
+                check=True,
+            )  # fmt: skip
+            (wheel,) = pathlib.Path(scratch).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                wanted = [member for member in archive.namelist()
+                          if member.endswith((".cpp", ".h", ".json"))]  # fmt: skip
+                archive.extractall(pathlib.Path(scratch) / "out", wanted)
+            (pathlib.Path(scratch) / "out").rename(target)
+
+
+def sources() -> Iterator[Source]:
+    """Each .cpp of the wheels, once for each architecture that has objects of it."""
+    for name, (version, _) in WHEELS.items():
+        folder = CACHE / f"{name}-{version}"
+        for path in sorted(folder.rglob("op_impl/**/*.cpp")):
+            tbe = next(parent for parent in path.parents if parent.name == "tbe")
+            objects = {table.parent.name: table
+                       for table in tbe.glob(f"kernel/config/*/{path.stem}.json")}  # fmt: skip
+            if name == "fbgemm_ascend":
+                (table,) = objects.values() if objects else (None,)
+                yield Source(name, path.relative_to(folder).parts[2], path, table)
+                continue
+            # 910b and 910_93 are one architecture, and 910's kernels are built of the same file.
+            for soc in ("ascend910b", "ascend950"):
+                if soc in objects:
+                    yield Source(name, soc, path, objects[soc])
+            if not objects:
+                yield Source(name, "", path, None)
+
+
+# ---- what the twin and the judge say ----
+
+
+@dataclasses.dataclass
+class Outcome:
+    """Of a source. api: what of AscendC clang found it to call, declared for devices."""
+
+    twin: str
+    judge: str
+    api: frozenset[str] = frozenset()
+
+
+def examine(source: Source) -> Outcome:
+    if re.search(r"\bsimt_api/|__simt_vf__|\bSimt::", source.text):
+        simt = "calls threads of Ascend950, which is not read here"
+        return Outcome(simt, simt)
+    if source.objects is None:
+        included = "was not compiled by itself: others include it"
+        return Outcome(included, included)
+    with tempfile.TemporaryDirectory() as scratch:
+        unit = pathlib.Path(scratch) / "unit.cpp"
+        unit.write_text(source.unit())
+        if source.soc in ASCEND950:
+            twin = "is of Ascend950, which the twin is not"
+            return Outcome(twin, cause(device_side.of_ascend950(unit)))
+        try:
+            twins.compile(unit, source.folders)
+            twin = "builds"
+        except EmulatorError as error:
+            twin = cause([str(error)])
+        include = [f"-I{folder}" for folder in source.folders]
+        found, module = device_side.judge(unit, *include, "-Wno-c++11-narrowing")
+    return Outcome(twin, cause(found), api(module) if module else frozenset())
+
+
+def cause(found: list[str]) -> str:
+    """What a source's row says of findings."""
+    if not found:
+        return "builds"
+    text = "\n".join(found)
+    for pattern, reason in CAUSES.items():
+        if re.search(pattern, text):
+            return reason
+    return f"NOT EXPLAINED: {text[:300]}"
+
+
+@functools.cache
+def _declared() -> frozenset[str]:
+    """Names of functions in the interface of AscendC's headers."""
+    include = headers.staged() / "asc-devkit" / "include"
+    text = "".join(path.read_text(errors="replace") for folder in ("basic_api", "adv_api", "utils")
+                   for path in sorted((include / folder).rglob("*.h")))  # fmt: skip
+    return frozenset(re.findall(r"__aicore__[^;{}()]*?\b(\w+)\s*\(", text))
+
+
+def api(module: device_side.Module) -> frozenset[str]:
+    """The functions of AscendC's interface that a kernel's code reaches, with their operands."""
+    found = set()
+    for function in module.functions():
+        name, operands = signature(function)
+        if name.startswith("AscendC::") and name.rpartition("::")[2] in _declared():
+            found.add(f"{name.removeprefix('AscendC::')}({operands})")
+    return frozenset(found)
+
+
+def signature(function: str) -> tuple[str, str]:
+    """A function's name and its operands' types, without arguments of templates."""
+    plain = re.sub(r"operator(?=[<(\[])", "operator ", function)
+    while "<" in plain and (shorter := re.sub(r"<[^<>]*>", "", plain)) != plain:
+        plain = shorter
+    head, _, operands = plain.partition("(")
+    operands = re.sub(r"AscendC::|\bconst\b ?|(?: AS\d+)|\[abi:\w+\]", "", operands.rpartition(")")[0])
+    return head.split(" ")[-1], re.sub(r"\s*[&*]+", "", operands).replace(" ,", ",")
+
+
+# ---- the table ----
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--write", action="store_true", help="the table and the docs' list")
+    options = parser.parse_args()
+    if why := device_side.why_not():
+        print(f"not compared: {why}")
+        return 0
+    fetch()
+    rows = []
+    for source in sources():
+        if not options.names or any(name in "/".join(source.row) for name in options.names):
+            outcome = examine(source)
+            rows.append((*source.row, outcome.twin, outcome.judge, ""))
+            print(*rows[-1], sep=", ", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
