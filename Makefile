@@ -89,6 +89,7 @@ test-all: check fetch
 	$(if $(TRANSFORMERS),$(BIN)/python tests/adapters/upstream_transformers.py $(TRANSFORMERS))
 	$(if $(SGL_KERNEL_NPU),$(BIN)/python tests/adapters/upstream_sgl_kernel_npu.py $(SGL_KERNEL_NPU))
 	$(if $(PTO),$(BIN)/python tests/emulator/upstream_pto.py $(PTO))
+	$(BIN)/python tests/emulator/upstream_bisheng.py
 
 # verl's SFT trainer with every model and its GRPO trainer, three ways: half an hour when it is quiet.
 # VERL: a checkout of verl, which then runs instead of its release.

@@ -77,13 +77,13 @@ def judge(source: pathlib.Path, *flags: str) -> tuple[list[str], Module | None]:
     return found, module
 
 
-def of_ascend950(source: pathlib.Path) -> list[str]:
+def of_ascend950(source: pathlib.Path, *flags: str) -> list[str]:
     """Calls in a kernel that the headers do not declare for Ascend950, one sentence each.
 
     What a call does there is not looked at: its vector unit computes in registers, and clang does
     not know their instructions.
     """
-    return [error for error in _errors_of_ascend950(source) if error not in _in_headers()]
+    return [error for error in _errors_of_ascend950(source, *flags) if error not in _in_headers()]
 
 
 @functools.cache
@@ -92,7 +92,7 @@ def _in_headers() -> frozenset[str]:
     return frozenset(_errors_of_ascend950(None))
 
 
-def _errors_of_ascend950(source: pathlib.Path | None) -> list[str]:
+def _errors_of_ascend950(source: pathlib.Path | None, *flags: str) -> list[str]:
     """In our files and static assertions; templates of the headers are parsed where they are used.
 
     Instantiated, they name registers' instructions, which is no fault of the kernel.
@@ -103,7 +103,8 @@ def _errors_of_ascend950(source: pathlib.Path | None) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         whole = pathlib.Path(scratch) / "whole.cpp"
         whole.write_text(begin + (f'#include "{source}"\n' if source else ""))
-        command = [*_compiler(architecture), "-fdelayed-template-parsing", "-fsyntax-only", whole]
+        command = [*_compiler(architecture), *flags, "-fdelayed-template-parsing", "-fsyntax-only",
+                   whole]  # fmt: skip
         said = _run(command).stderr
     vendor = str(headers.staged())
     errors = [line for line in said.splitlines() if " error: " in line]

@@ -3,14 +3,14 @@
 python tests/emulator/upstream_bisheng.py [NAME...] [--write]
 
 fbgemm-ascend and MindIE-SD ship their kernels' sources beside the objects that the vendor built of
-them. The wheels are downloaded to .cache/bisheng; no file of them is changed or copied. What a kernel
-needs beside its source is written here: its dtypes, from the wheel's table of objects, and a struct of
-its tiling, from the names that the source reads.
+them. The wheels are downloaded to .cache/bisheng; no file of them is changed or copied. What a
+kernel needs beside its source is written here: its dtypes, from the wheel's table of objects, and a
+struct of its tiling, from the names that the source reads.
 
-upstream_bisheng.csv has a row for each source: whether the twin builds it, what the device-side judge
-says, and what a run on random inputs (bisheng_runs.py) gave. docs/verification.md lists the calls of
-AscendC that our kernels make and none of these does. The exit status is 1 if either is not so any
-more; --write writes both.
+upstream_bisheng.csv has a row for each source: whether the twin builds it, what the device-side
+judge says, and what a run on random inputs (bisheng_runs.py) gave. docs/verification.md lists the
+calls of AscendC that our kernels make and none of these does. The exit status is 1 if either is not
+so any more; --write writes both.
 
 NAME: only sources with this in their row's first three columns; then the docs' list is left alone.
 """
@@ -18,9 +18,11 @@ NAME: only sources with this in their row's first three columns; then the docs' 
 from __future__ import annotations
 
 import argparse
+import collections
 import csv
 import dataclasses
 import functools
+import io
 import json
 import pathlib
 import re
@@ -30,7 +32,9 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 
+import bisheng_runs
 import device_side
+import numpy as np
 from npu_ops_emulator import EmulatorError, headers, twins
 
 HERE = pathlib.Path(__file__).parent
@@ -58,6 +62,8 @@ FIELDS = {
     "cubeTilingData": "TCubeTiling",
 }  # fmt: skip
 ARGUMENTS = {"norm_rope_concat": "<4, 4, 2, 0, false>"}
+DECLARED = "calls what is declared"
+WIDER = "-Wno-c++11-narrowing"  # all integers of a tiling have 64 bits here
 # Part of what a judge says, and the cause. The first that is found is the source's.
 CAUSES = {
     r"fatal error: .*(?:arch35/|kernel_common\.hpp|workload_sharder\.h|prompt_flash_attention|"
@@ -102,22 +108,25 @@ class Source:
     def parameters(self) -> list[str]:
         """Of the kernel, which has the file's name; none if it has no kernel."""
         text = re.sub(r"/\*.*?\*/|//[^\n]*", "", self.path.read_text(errors="replace"), flags=re.S)
-        kernel = re.search(rf"__global__\s+__aicore__\s+void\s+{self.path.stem}\s*\(([^)]*)\)", text)
+        kernel = re.search(
+            rf"__global__\s+__aicore__\s+void\s+{self.path.stem}\s*\(([^)]*)\)", text
+        )
         return re.findall(r"(\w+)\s*(?:,|$)", kernel[1].strip()) if kernel else []
 
     @functools.cached_property
     def fields(self) -> dict[str, bool]:
         """Names that the source reads of its tiling, and whether each is an array."""
         text = re.sub(r"//[^\n]*", "", self.text)
-        names = {"tiling", *re.findall(r"\bGET_TILING_DATA\((\w+),", text),
-                 *re.findall(r"\w+TilingData\s*[&*]\s*(?:__restrict\s+)?(\w+)", text)}  # fmt: skip
+        names = {"tiling", *re.findall(r"\bGET_TILING_DATA\((\w+),", text)}
+        names |= set(re.findall(r"\w+Tiling(?:Data)?\s*[&*]\s*(?:__restrict\s+)?(\w+)", text))
         read = re.findall(rf"\b(?:{'|'.join(names)})\s*(?:\.|->)\s*(\w+)\s*([\[(]?)", text)
         return {name: after == "[" for name, after in sorted(read) if after != "("}
 
     def unit(self) -> str:
         """C++ that includes the file: kernel `run` calls its kernel, if it has one."""
-        own = "".join(part.capitalize() for part in self.path.stem.split("_")) + "TilingData"
-        types = sorted({own, *re.findall(r"\b\w+TilingData\b", self.text)})
+        own = "".join(part.capitalize() for part in self.path.stem.split("_"))
+        types = sorted({f"{own}Tiling", f"{own}TilingData",
+                        *re.findall(r"\b\w+TilingData\b", self.text)})  # fmt: skip
         lines = ['#include "kernel_operator.h"', '#include "kernel_tiling/kernel_tiling.h"']
         lines += self._macros()
         lines += [f"struct {types[0]} {{", "  uint64_t key;"]
@@ -136,6 +145,13 @@ class Source:
   {self.path.stem}{ARGUMENTS.get(self.path.stem, "")}({", ".join(self.parameters)});
 }}""")
         return "\n".join(lines) + "\n"
+
+    def write_unit(self) -> pathlib.Path:
+        """The file of `unit()`, where a twin of it is kept."""
+        path = CACHE / "units" / f"{self.package}_{self.soc}_{self.path.name}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(self.unit())
+        return path
 
     def _macros(self) -> list[str]:
         """Of the first object's dtypes, as the wheel's own build passes them."""
@@ -235,26 +251,24 @@ def examine(source: Source) -> Outcome:
     if source.objects is None:
         included = "was not compiled by itself: others include it"
         return Outcome(included, included)
-    with tempfile.TemporaryDirectory() as scratch:
-        unit = pathlib.Path(scratch) / "unit.cpp"
-        unit.write_text(source.unit())
-        if source.soc in ASCEND950:
-            twin = "is of Ascend950, which the twin is not"
-            return Outcome(twin, cause(device_side.of_ascend950(unit)))
-        try:
-            twins.compile(unit, source.folders)
-            twin = "builds"
-        except EmulatorError as error:
-            twin = cause([str(error)])
-        include = [f"-I{folder}" for folder in source.folders]
-        found, module = device_side.judge(unit, *include, "-Wno-c++11-narrowing")
+    unit = source.write_unit()
+    include = [f"-I{folder}" for folder in source.folders]
+    if source.soc in ASCEND950:
+        found = device_side.of_ascend950(unit, *include, WIDER)
+        return Outcome("is of Ascend950, which the twin is not", cause(found, DECLARED))
+    try:
+        twins.compile(unit, source.folders)
+        twin = "builds"
+    except EmulatorError as error:
+        twin = cause([str(error)])
+    found, module = device_side.judge(unit, *include, WIDER)
     return Outcome(twin, cause(found), api(module) if module else frozenset())
 
 
-def cause(found: list[str]) -> str:
-    """What a source's row says of findings."""
+def cause(found: list[str], none: str = "builds") -> str:
+    """What a source's row says of findings; `none` without any."""
     if not found:
-        return "builds"
+        return none
     text = "\n".join(found)
     for pattern, reason in CAUSES.items():
         if re.search(pattern, text):
@@ -287,11 +301,71 @@ def signature(function: str) -> tuple[str, str]:
     while "<" in plain and (shorter := re.sub(r"<[^<>]*>", "", plain)) != plain:
         plain = shorter
     head, _, operands = plain.partition("(")
-    operands = re.sub(r"AscendC::|\bconst\b ?|(?: AS\d+)|\[abi:\w+\]", "", operands.rpartition(")")[0])
+    operands = re.sub(
+        r"AscendC::|\bconst\b ?|(?: AS\d+)|\[abi:\w+\]", "", operands.rpartition(")")[0]
+    )
     return head.split(" ")[-1], re.sub(r"\s*[&*]+", "", operands).replace(" ,", ",")
 
 
-# ---- the table ----
+# ---- the table, and the docs' list ----
+
+
+def rows(chosen: list[Source]) -> Iterator[tuple[tuple[str, ...], frozenset[str]]]:
+    """A source's row, and what it calls. The same text for one architecture is read once."""
+    known = {}
+    for source in chosen:
+        key = source.text, source.soc in ASCEND950
+        if key not in known:
+            outcome = examine(source)
+            known[key] = (outcome.twin, outcome.judge, run(source, outcome)), outcome.api
+        said, calls = known[key]
+        yield (*source.row, *said), calls
+
+
+def run(source: Source, outcome: Outcome) -> str:
+    """What a run on random inputs gave."""
+    name = source.path.stem
+    if outcome.twin != "builds":
+        return ""
+    if name not in bisheng_runs.RUNS:
+        return bisheng_runs.NOT_RUN.get(name, "NOT EXPLAINED: there is no run of it")
+    wrong = bisheng_runs.RUNS[name](np.random.default_rng(0)).judge(source)
+    known = bisheng_runs.KNOWN.get(name, {})
+    new = [finding for finding in wrong if not any(part in finding for part in known)]
+    gone = [part for part in known if not any(part in finding for finding in wrong)]
+    if new or gone:
+        return f"NOT EXPLAINED: {[*new, *(f'not reported any more: {part}' for part in gone)]}"
+    return "; ".join(["right", *known.values()])
+
+
+def our_calls() -> frozenset[str]:
+    found = set()
+    for source in sorted(headers.kernel_sources().glob("*/*_ascendc.cpp")):
+        refused, module = device_side.judge(source)
+        if refused:
+            raise EmulatorError(f"{source.name}: {refused[0]}")
+        found |= api(module)
+    return frozenset(found)
+
+
+def listed(calls: frozenset[str]) -> str:
+    """The docs' lines of calls: a line for each name."""
+    forms = collections.defaultdict(list)
+    for call in sorted(calls):
+        name, _, operands = call.partition("(")
+        forms[name].append(f"`({operands}`")
+    return "\n".join(f"- `{name}`: {', '.join(which)}" for name, which in forms.items())
+
+
+def compare(path: pathlib.Path, right: str, write: bool) -> int:
+    """Whether a file is what it should be; 1 where it was not. write: make it so."""
+    if path.exists() and path.read_text() == right:
+        return 0
+    if write:
+        path.write_text(right)
+        return 0
+    print(f"{path.relative_to(ROOT)} is another; --write writes it")
+    return 1
 
 
 def main() -> int:
@@ -300,16 +374,32 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="the table and the docs' list")
     options = parser.parse_args()
     if why := device_side.why_not():
-        print(f"not compared: {why}")
+        print(f"nothing was built: {why}")
         return 0
     fetch()
-    rows = []
-    for source in sources():
-        if not options.names or any(name in "/".join(source.row) for name in options.names):
-            outcome = examine(source)
-            rows.append((*source.row, outcome.twin, outcome.judge, ""))
-            print(*rows[-1], sep=", ", flush=True)
-    return 0
+    chosen = [source for source in sources() if not options.names
+              or any(name in "/".join(source.row) for name in options.names)]  # fmt: skip
+    table, theirs = [], set()
+    for row, calls in rows(chosen):
+        table.append(row)
+        theirs |= calls
+        print(*row, sep=", ", flush=True)
+    wrong = sum("NOT EXPLAINED" in "".join(row) for row in table)
+    for column in ("twin", "judge", "run"):
+        said = collections.Counter(row[COLUMNS.index(column)] for row in table)
+        print(f"\n{column}")
+        for what, number in said.most_common():
+            print(f"{number:5} {what}")
+    if options.names:
+        return int(wrong > 0)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *table])
+    before, _, rest = DOCS.read_text().partition(f"{BEGIN}\n")
+    after = rest.partition(END)[2]
+    docs = f"{before}{BEGIN}\n{listed(our_calls() - theirs)}\n{END}{after}"
+    wrong += compare(TABLE, text.getvalue(), options.write)
+    wrong += compare(DOCS, docs, options.write)
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":
