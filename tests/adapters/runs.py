@@ -50,26 +50,49 @@ def run(
     files: list[str],
     packages: pathlib.Path,
     settings: dict[str, str],
+    ranks: int = 1,
 ) -> dict:
-    """The report of `script --run NAME REPORT CHECKOUT FILES` in a new process.
+    """The report of `script --run NAME REPORT CHECKOUT FILES` in a new process, or in several.
 
     packages: comes first on its path. `import torch` gives it the adapters unless disabled.
+    ranks: so many processes at once, as torchrun starts them; a test passes if it does in each.
     """
     path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = settings | {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        output = pathlib.Path(folder) / "report.json"
-        done = subprocess.run(
-            [sys.executable, script, "--run", name, str(output), str(checkout), *files],
-            cwd=folder,
-            env=os.environ | settings,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if not output.exists():
-            sys.exit(f"{done.stdout[-5000:]}\n{name}: the process ended with {done.returncode}")
-        return json.loads(output.read_text())
+        outputs = [pathlib.Path(folder) / f"report{rank}.json" for rank in range(ranks)]
+        logs = [output.with_suffix(".log") for output in outputs]
+        started = [
+            subprocess.Popen(
+                [sys.executable, script, "--run", name, str(output), str(checkout), *files],
+                cwd=folder,
+                env=os.environ | settings | as_rank(rank, ranks),
+                stdout=logs[rank].open("w"),
+                stderr=subprocess.STDOUT,
+            )
+            for rank, output in enumerate(outputs)
+        ]
+        ends = [process.wait() for process in started]
+        for output, log, end in zip(outputs, logs, ends, strict=True):
+            if not output.exists():
+                sys.exit(f"{log.read_text()[-5000:]}\n{name}: the process ended with {end}")
+        return together([json.loads(output.read_text()) for output in outputs])
+
+
+def as_rank(rank: int, ranks: int) -> dict[str, str]:
+    if ranks == 1:
+        return {}
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+
+
+def together(reports: list[dict]) -> dict:
+    """One report of all ranks': of each test the end of the first rank where it did not pass."""
+    first, *others = reports
+    for test, (outcome, _) in list(first["tests"].items()):
+        ends = [report["tests"].get(test, ("not run", "")) for report in others]
+        if outcome == "passed":
+            first["tests"][test] = next((e for e in ends if e[0] != "passed"), ("passed", ""))
+    return first
 
 
 def reason(report) -> str:

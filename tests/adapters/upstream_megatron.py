@@ -8,6 +8,8 @@ are read with "cuda" as "cpu" and "nccl" as "gloo" when they are imported; no fi
 needs a GPU, several processes or Transformer Engine all the same fails or is skipped in every run,
 and is listed with its reason.
 
+Files in RANKED run a second time, in two processes each (gloo), as torchrun starts them.
+
 There are three runs: `without` npu-ops, `with` it, and `against`: with it, but the functions that
 the tests compare others with are Megatron's, for otherwise they compare us with us. The exit status
 is 1 if a test passes only without npu-ops, or if no call reached it.
@@ -18,6 +20,8 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import datetime
+import functools
 import importlib
 import importlib.machinery
 import inspect
@@ -45,6 +49,10 @@ FILES = (
     "transformer/test_transformer_block.py",
     "transformer/test_transformer_layer.py",
 )
+# What has cases of two ranks runs on two as well.
+RANKS = 2
+RANKED = ("ssm/test_gated_delta_net.py",)
+PATIENCE = datetime.timedelta(minutes=1)
 OPERATORS = (
     "apply_rotary_pos_emb_freqs",
     "attention",
@@ -232,6 +240,21 @@ def masked_update(states, idx, new_states) -> None:
     states[idx[idx >= 0].long()] = new_states[idx >= 0].to(states.dtype)
 
 
+def with_little_patience() -> None:
+    """A rank that fails leaves the others waiting, half an hour if nobody says less."""
+    from torch import distributed
+
+    def hasty(function):
+        @functools.wraps(function)
+        def call(*args, timeout=None, **options):
+            return function(*args, timeout=PATIENCE, **options)
+
+        return call
+
+    for name in ("init_process_group", "new_group"):
+        setattr(distributed, name, hasty(getattr(distributed, name)))
+
+
 def with_references() -> None:
     """Put Megatron's own function back where its tests expect another to do the same."""
     for module, name in REFERENCES:
@@ -248,6 +271,7 @@ def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) 
     without_triton()
     without_python_312()
     without_triton_updates()
+    with_little_patience()
     without_transformer_engine()
     if name == "against":
         with_references()
@@ -263,13 +287,13 @@ def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) 
     pathlib.Path(output).write_text(json.dumps(record.report()))
 
 
-def run(name: str, checkout: pathlib.Path, files: list[str]) -> dict:
+def run(name: str, checkout: pathlib.Path, files: list[str], ranks: int) -> dict:
     settings = {
         "NPU_OPS_DISABLE": RUNS[name],
         "TORCH_COMPILE_DISABLE": "1",  # minutes, and without npu-ops only
         "MASTER_PORT": str(free_port()),
     }
-    return runs.run(__file__, name, checkout, files, checkout, settings)
+    return runs.run(__file__, name, checkout, files, checkout, settings, ranks)
 
 
 def free_port() -> int:
@@ -280,15 +304,33 @@ def free_port() -> int:
 def main() -> int | None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=pathlib.Path, help="a clone of Megatron-LM")
-    parser.add_argument("files", nargs="*", default=FILES, help=f"in its {TESTS}")
+    parser.add_argument("files", nargs="*", help=f"in its {TESTS}; for two ranks, if in RANKED")
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)  # which one, and its report
     options = parser.parse_args()
     checkout = options.checkout.resolve()
     if options.run:
         name, output = options.run
         return run_tests(name, checkout, options.files, output)
-    reports = {name: run(name, checkout, options.files) for name in RUNS}
-    return runs.compare(reports, options.files)
+    wrong = 0
+    for files, ranks in ((FILES, 1), (RANKED, RANKS)):
+        chosen = [file for file in files if file in (options.files or files)]
+        if chosen:
+            print(f"\n{ranks} rank{'s' * (ranks > 1)}")
+            wrong += compared(checkout, chosen, ranks)
+    return int(wrong > 0)
+
+
+def compared(checkout: pathlib.Path, files: list[str], ranks: int) -> int:
+    """Several ranks run each file by itself: one that leaves a rank waiting ends it for all."""
+    groups = [files] if ranks == 1 else [[file] for file in files]
+    reports = {}
+    for name in RUNS:
+        parts = [run(name, checkout, group, ranks) for group in groups]
+        reports[name] = {
+            "tests": {test: end for part in parts for test, end in part["tests"].items()},
+            "calls": {file: n for part in parts for file, n in part["calls"].items()},
+        }
+    return runs.compare(reports, files)
 
 
 if __name__ == "__main__":
