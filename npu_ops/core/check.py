@@ -110,7 +110,7 @@ def inplace(written: dict[str, torch.Tensor], read: dict, elementwise: bool = Fa
     writable(written, read, elementwise)
     if not torch.is_grad_enabled():
         return
-    for name, value in (written | read).items():
+    for name, value in {**written, **read}.items():
         if value is not None and value.requires_grad:
             raise ValueError(f"inplace: got True, needs False because {name} requires a gradient")
 

@@ -7,6 +7,7 @@ import re
 import calls
 import pytest
 import torch
+from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
@@ -300,8 +301,10 @@ def test_memory_is_looked_at_in_graphs_for_any_length(parts):
         npu_ops.apply_rotary_pos_emb, backend="aot_eager", fullgraph=True, dynamic=True
     )
     cos, sin = torch.randn(2, 9, 8)
-    apart = parts[1].start == 4
-    with contextlib.nullcontext() if apart else pytest.raises(Exception, match="has too"):
+    refused = None if parts[1].start == 4 else "has too"
+    if refused is None and Version(torch.__version__) < Version("2.10.dev0"):
+        refused = "is not tracked with proxy"  # torch's own operators are too: docs/help.md
+    with pytest.raises(Exception, match=refused) if refused else contextlib.nullcontext():
         for length in (5, 6, 7):
             fused = torch.randn(2, length, 7, 8)
             q, k = (fused[:, :, part] for part in parts)

@@ -29,10 +29,12 @@ def check_call(call) -> None:
     check.one_of("chunk_size", call.chunk_size, CHUNK_SIZES if by_chunks else _SIZES)
     if call.return_intermediate_states:
         check.alone("return_intermediate_states", cp_group=call.cp_group)
-        # States between chunks are no outputs that gradients come back from.
-        check.no_gradient(call._asdict(), " with return_intermediate_states")
+    # States between chunks, or carried ones, are no outputs that gradients come back from.
+    for name in ("return_intermediate_states", "carry_unfinished"):
+        if getattr(call, name):
+            named = dict(zip(type(call)._fields, call, strict=True))
+            check.no_gradient(named, f" with {name}")
     if call.carry_unfinished:
-        check.no_gradient(call._asdict(), " with carry_unfinished")
         _check_counts(call.initial_state, call.v.shape[3])
 
 

@@ -64,7 +64,8 @@ def check_inputs(inputs) -> None:
     """Check the operator's inputs, after `pool_of` and `split`."""
     _check_shapes(inputs)
     _check_kept(inputs)
-    tensors = {("qkv" if n == "q" else n): x for n, x in inputs._asdict().items() if _is_tensor(x)}
+    named = zip(type(inputs)._fields, inputs, strict=True)
+    tensors = {("qkv" if name == "q" else name): x for name, x in named if _is_tensor(x)}
     for name, x in tensors.items():
         check.same_device(name, x, "qkv", inputs.q)
         if torch.is_grad_enabled() and x.requires_grad:
