@@ -118,7 +118,7 @@ def chunk_gated_delta_rule(
         o, final_state = unfinished.forward(inputs)
         return o, final_state if output_final_state else None
     if return_intermediate_states:
-        o, final_state, before = op.prefill(*inputs[:-1])
+        o, final_state, before = op.prefill(*tuple(inputs)[:-1])
         return o, final_state if output_final_state else None, before
     if cp_group is not None:
         inputs = context_parallel.continued(inputs, cp_group, cp_layout)

@@ -44,7 +44,7 @@ def check_like(name, x, like, *shapes) -> None:
         return
     check.floating(name, x)
     check.same_device(name, x, "v", like)
-    if tuple(x.shape) not in map(tuple, shapes):
+    if tuple(x.shape) not in [tuple(shape) for shape in shapes]:
         raise check.shape(name, x, " or ".join(str(list(shape)) for shape in shapes))
 
 
