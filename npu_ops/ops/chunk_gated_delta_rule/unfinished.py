@@ -126,10 +126,10 @@ def forward(inputs):
         layout.together(of, given)
         for of, given in zip((None, held.k, held.v, held.g, held.beta), tokens, strict=True)
     )
-    given = x._replace(
-        q=q, k=k, v=v, g=g, beta=beta, initial_state=held.state, cu_seqlens=layout.starts,
+    o, _, before = op.prefill(
+        q, k, v, g, beta, held.state, layout.starts, x.scale, x.chunk_size, x.state_v_first,
+        x.normalize,
     )  # fmt: skip
-    o, _, before = op.prefill(*tuple(given)[:-1])
     o = torch.cat((o[0], o.new_zeros(1, *o.shape[2:])))[layout.new].view(x.v.shape)
     (o,) = lengths.without_nobodys(x.cu_seqlens, o)
     return o, _after(held, layout, before, k[0], v[0], g[0], beta[0]).carried()
