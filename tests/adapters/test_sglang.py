@@ -114,7 +114,7 @@ def test_log_probabilities_of_a_rollout_are_a_trainers(tiny, mode):
 @pytest.fixture(scope="module")
 def errors():
     """Of each module of checks: the name of each, and what went wrong or None."""
-    modules = ("checks", "gdn_kit", "ascend")
+    modules = ("checks", "gdn_kit", "ascend", "carried")
     rows, _ = sglang_process.run("each", *modules)
     return {m: [row for module, *row in rows if module == m] for m in modules}
 
@@ -125,7 +125,7 @@ def test_a_hook(errors, name):
     assert error is None, f"{name}:\n{error}"
 
 
-@pytest.mark.parametrize("module, count", [("gdn_kit", 10), ("ascend", 17)])
+@pytest.mark.parametrize("module, count", [("gdn_kit", 10), ("ascend", 17), ("carried", 1)])
 def test_sglangs_own_kit_of_gated_delta_net_and_the_backends_for_npus(errors, module, count):
     assert len(errors[module]) == count
     assert [f"{name}:\n{error}" for name, error in errors[module] if error] == []

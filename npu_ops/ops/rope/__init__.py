@@ -78,6 +78,7 @@ def _prepare(
     """The public arguments as the operator takes them."""
     if isinstance(position_ids, int):  # transformers 5 has unsqueeze_dim in this place
         position_ids, unsqueeze_dim = None, position_ids
+    check.optional_tensors(position_ids=position_ids, cu_seqlens=cu_seqlens)
     layout = arguments.resolve_layout(q, layout, unsqueeze_dim)
     _check(q, k, cos, sin, position_ids, cu_seqlens, layout, pair_layout, inplace)
     rotary_dim = arguments.resolve_rotary_dim(rotary_dim, cos.shape[-1], q.shape[-1])
