@@ -12,7 +12,6 @@ import npu_ops_adapters
 import npu_ops_import_hook
 import pytest
 import torch
-from npu_ops_adapters import fla as adapter
 from npu_ops_adapters.fla import functions
 
 import npu_ops
