@@ -106,7 +106,7 @@ def test_log_probabilities_of_a_rollout_are_a_trainers(tiny, mode):
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout[done.stdout.rindex("\n[") :])
+    rows = json.loads(done.stdout[done.stdout.index("[\n {") :])
     assert [row["cached"] for row in rows] == [0, 0, 0, 0, 7, 70, 150, 333], rows
     assert all(row["sampled"] == 5 for row in rows)
 
