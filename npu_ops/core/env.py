@@ -52,10 +52,13 @@ def _flag(variable: str) -> Callable[[str], bool]:
     return parse
 
 
+_MODES = {"0": "", "1": "tokens", "chunks": "chunks"}
+
+
 def _consistent(text: str) -> str:
-    if text not in ("", "0", "1", "chunks"):
+    if text and text not in _MODES:
         raise ValueError(f"NPU_OPS_CONSISTENT: got {text!r}, needs 0, 1 or chunks")
-    return {"0": "", "1": "tokens"}.get(text, text)
+    return _MODES[text or "0"]
 
 
 def _log_level(text: str) -> str:
@@ -133,6 +136,11 @@ class Settings:
     consistent: str  # "", "tokens" or "chunks"
     disable: frozenset[str]
     log: str
+
+    @property
+    def consistent_as_set(self) -> str:
+        """What NPU_OPS_CONSISTENT was set to: 0, 1 or chunks."""
+        return next(text for text, mode in _MODES.items() if mode == self.consistent)
 
     @functools.cached_property
     def shadow(self) -> int:

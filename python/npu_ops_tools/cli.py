@@ -237,8 +237,8 @@ def _rollout(model, dtype, device, tokens, engine, most, as_json) -> NoReturn:
     from npu_ops_tools import rollout
 
     rows, show = [], (lambda line: None) if as_json else print
-    mode = {"": "0", "tokens": "1"}.get(env.settings.consistent, env.settings.consistent)
-    show(f"{model}, {dtype.value}, {device}, NPU_OPS_CONSISTENT={mode}: log-probabilities")
+    mode = f"NPU_OPS_CONSISTENT={env.settings.consistent_as_set}"
+    show(f"{model}, {dtype.value}, {device}, {mode}: log-probabilities")
     show(rollout.HEAD)
     try:
         settings = rollout.settings(engine)

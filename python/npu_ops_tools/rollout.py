@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-# Tokens of prompts, and how many of them the prompt before it in the other half has as well.
+# Tokens of the prompts of each half. A prompt of the second begins with the whole one of the first.
 LENGTHS = ((7, 70, 150, 333), (100, 140, 200, 400))
 
 
@@ -70,7 +70,7 @@ def run(model: str, dtype: str, device: str, tokens: int, engine: dict) -> Itera
             sampled(server, prompt, tokens) for half in prompts(vocabulary) for prompt in half
         ]
     gc.collect()
-    trained = trainer(model, dtype, device)
+    trained = trainer(model, config, dtype, device)
     for prompt, following, cached, logprobs in served:
         again = logprobs_of(trained, prompt, following, device)
         off = (again - torch.tensor(logprobs, dtype=torch.float64)).abs()
@@ -110,14 +110,12 @@ def sampled(server, prompt: list[int], tokens: int):
     return prompt, out["output_ids"], about["cached_tokens"], [logprob for logprob, *_ in found]
 
 
-def trainer(model: str, dtype: str, device: str):
+def trainer(model: str, config, dtype: str, device: str):
     """The model as a trainer has it."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(model)
-    pictured = hasattr(config, "vision_config")
-    auto = transformers.AutoModelForImageTextToText if pictured else None
-    auto = auto or transformers.AutoModelForCausalLM
+    kind = "ImageTextToText" if hasattr(config, "vision_config") else "CausalLM"
+    auto = getattr(transformers, f"AutoModelFor{kind}")
     return auto.from_pretrained(model, dtype=getattr(torch, dtype)).to(device).eval()
 
 

@@ -1,4 +1,4 @@
-"""Random inputs for kernels of fbgemm-ascend and MindIE-SD, and what must come of them.
+"""Random inputs for kernels of fbgemm-ascend and MindIE-SD, and the results they must give.
 
 Each function makes a Run of the kernel of its name: tilings as the packages' host code fills them,
 and results in numpy.
@@ -81,7 +81,8 @@ def _close(got: np.ndarray, right: np.ndarray, tolerance: float) -> bool:
 
 
 def _split(total: int, blocks: int) -> dict[str, int]:
-    """How the hosts deal work out: base each, and one more to the first cores."""
+    """How the packages' host code divides work: each core gets the same number, and the first cores
+    one more."""
     return {"baseBatchLen": total // blocks, "tailSplitIndex": total % blocks}
 
 

@@ -64,7 +64,8 @@ FIELDS = {
 ARGUMENTS = {"norm_rope_concat": "<4, 4, 2, 0, false>"}
 DECLARED = "calls what is declared"
 WIDER = "-Wno-c++11-narrowing"  # all integers of a tiling have 64 bits here
-# Part of what a judge says, and the cause. The first that is found is the source's.
+# Patterns of errors of the twin or the judge, and the cause of each. The first pattern that matches
+# decides.
 CAUSES = {
     r"fatal error: .*(?:arch35/|kernel_common\.hpp|workload_sharder\.h|prompt_flash_attention|"
     r"incre_flash_attention)": "includes a file that the wheel does not have",
@@ -123,7 +124,7 @@ class Source:
         return {name: after == "[" for name, after in sorted(read) if after != "("}
 
     def unit(self) -> str:
-        """C++ that includes the file: kernel `run` calls its kernel, if it has one."""
+        """C++ that includes the file. If the file has a kernel, a kernel named `run` calls it."""
         own = "".join(part.capitalize() for part in self.path.stem.split("_"))
         types = sorted({f"{own}Tiling", f"{own}TilingData",
                         *re.findall(r"\b\w+TilingData\b", self.text)})  # fmt: skip
@@ -311,7 +312,10 @@ def signature(function: str) -> tuple[str, str]:
 
 
 def rows(chosen: list[Source]) -> Iterator[tuple[tuple[str, ...], frozenset[str]]]:
-    """A source's row, and what it calls. The same text for one architecture is read once."""
+    """For each source its row of the table, and the functions of AscendC that it calls.
+
+    Sources with the same text for the same architecture are examined once.
+    """
     known = {}
     for source in chosen:
         key = source.text, source.soc in ASCEND950

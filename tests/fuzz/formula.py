@@ -37,9 +37,10 @@ def need(condition: bool, argument: str) -> None:
 
 
 def need_ranks(cp_group, cp_layout, cu_seqlens, **alone) -> None:
-    """Raise `Refused` for what has no meaning over ranks. One rank has all tokens.
+    """Raise `Refused` if arguments of context parallelism have no meaning. The group has one rank,
+    which has all tokens.
 
-    alone: what does not go with them.
+    alone: arguments that cannot be given together with a group.
     """
     need(cp_layout in ("contiguous", "zigzag"), "cp_layout")
     if cp_group is not None:

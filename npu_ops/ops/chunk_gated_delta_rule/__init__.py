@@ -135,18 +135,17 @@ def _inputs(*args, **kwargs):
     """The operator's inputs, from the public function's arguments."""
     call = _Call(*args, **kwargs)
     check_call(call)
-    mode = env.settings.consistent
-    return _converted(_consistent(call, mode) if mode else call)
+    return _converted(_consistent(call) if env.settings.consistent else call)
 
 
-def _consistent(call, mode: str):
+def _consistent(call):
     """What NPU_OPS_CONSISTENT makes of a checked call: `l2norm` normalises q and k, and by "tokens"
     the rule goes token by token."""
-    check_consistent(call, mode)
+    check_consistent(call)
     if call.use_qk_l2norm_in_kernel:
         call = lengths.before_conversion(call, q=True, k=True)
         call = call._replace(q=l2norm(call.q), k=l2norm(call.k), use_qk_l2norm_in_kernel=False)
-    return call._replace(chunk_size=TOKEN) if mode == "tokens" else call
+    return call._replace(chunk_size=TOKEN) if env.settings.consistent == "tokens" else call
 
 
 def _converted(call):

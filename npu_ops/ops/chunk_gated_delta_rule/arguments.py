@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from npu_ops.core import check, library, spans
+from npu_ops.core import check, env, library, spans
 from npu_ops.ops.fused_recurrent_gated_delta_rule.arguments import check_common, check_like
 
 CHUNK_SIZES = (16, 32, 64)
@@ -18,7 +18,7 @@ def check_call(call) -> None:
     check.tensor("beta", call.beta)
     if call.carry_unfinished:
         _check_carried(call)
-    check_common(call, *[unfinished_rows] * bool(call.carry_unfinished))
+    check_common(call, unfinished_rows if call.carry_unfinished else None)
     check_like("g", call.g, call.v, call.v.shape[:3])
     check_like("beta", call.beta, call.v, call.v.shape[:3])
     for name in ("cu_seqlens_cpu", "chunk_indices"):
@@ -42,12 +42,17 @@ def _check_counts(carried, values: int) -> None:
     """Check how many tokens carried states have, where reading them waits for no device."""
     if carried is None or not library.readable(carried):
         return
-    counts = carried[:, :, values + CHUNK :].flatten(2)[:, 0, CHUNK * (values + 2)]
-    wrong = [n for n in counts.tolist() if n not in range(CHUNK + 1)]
+    wrong = [n for n in counts_of(carried, values).tolist() if n not in range(CHUNK + 1)]
     if wrong:
         raise ValueError(
             f"initial_state: got an unfinished chunk of {wrong[0]:g} tokens, needs 0 to {CHUNK}"
         )
+
+
+def counts_of(carried, values: int):
+    """How many tokens the unfinished chunks of carried states have, `[N]`: behind their values, g
+    and beta, in every head."""
+    return carried[:, 0, values + CHUNK :].flatten(1)[:, CHUNK * (values + 2)]
 
 
 def unfinished_rows(keys: int, values: int) -> int:
@@ -76,17 +81,15 @@ def _check_carried(call) -> None:
         raise ValueError(f"chunk_size: got {call.chunk_size} with carry_unfinished, needs {CHUNK}")
 
 
-def check_consistent(call, mode: str) -> None:
-    """Refuse what does not go with NPU_OPS_CONSISTENT: mode is "tokens" or "chunks"."""
-    value = {"tokens": "1"}.get(mode, mode)
+def check_consistent(call) -> None:
+    """Refuse what does not go with NPU_OPS_CONSISTENT, which is set."""
+    mode = f"with NPU_OPS_CONSISTENT={env.settings.consistent_as_set}"
     if call.cp_group is not None:
-        raise ValueError(f"cp_group: got a group with NPU_OPS_CONSISTENT={value}, needs None")
-    if mode == "chunks":
+        raise ValueError(f"cp_group: got a group {mode}, needs None")
+    if env.settings.consistent == "chunks":
         if call.chunk_size != CHUNK:
-            raise ValueError(
-                f"chunk_size: got {call.chunk_size} with NPU_OPS_CONSISTENT=chunks, needs {CHUNK}"
-            )
+            raise ValueError(f"chunk_size: got {call.chunk_size} {mode}, needs {CHUNK}")
         return
     for name in ("return_intermediate_states", "carry_unfinished"):
         if getattr(call, name):
-            raise ValueError(f"{name}: got True with NPU_OPS_CONSISTENT=1, needs False")
+            raise ValueError(f"{name}: got True {mode}, needs False")

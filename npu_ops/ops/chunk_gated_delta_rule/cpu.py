@@ -318,7 +318,7 @@ def _by_whole_chunks(x: _Inputs, initial_state, o, final_state, chunk_states) ->
         rows = tokens.flatten(0, 1)
         return torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))[at][None]
 
-    found = filled(o)
+    found = o.new_empty((1, len(place), *o.shape[2:]))
     chunk_gated_delta_rule(
         *map(filled, (x.q, x.k, x.v, x.g, x.beta)), initial_state, make.indices(starts), x.scale,
         x.chunk_size, x.state_v_first, x.normalize, found, final_state, chunk_states,

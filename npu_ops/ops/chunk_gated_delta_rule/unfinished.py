@@ -18,7 +18,7 @@ import torch
 
 from npu_ops.core import lengths, make
 from npu_ops.ops.chunk_gated_delta_rule import op
-from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK, unfinished_rows
+from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK, counts_of, unfinished_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,8 @@ class _Held:
     def of(cls, carried: torch.Tensor, heads: int, values: int, dtype: torch.dtype):
         sequences, value_heads = carried.shape[:2]
         state, keys, rest = carried.split((values, CHUNK, carried.shape[2] - values - CHUNK), 2)
-        v, g, beta, count, _ = rest.flatten(2).split(
-            (CHUNK * values, CHUNK, CHUNK, 1, rest[0, 0].numel() - CHUNK * (values + 2) - 1), 2
+        v, g, beta = rest.flatten(2)[:, :, : CHUNK * (values + 2)].split(
+            (CHUNK * values, CHUNK, CHUNK), 2
         )
         return cls(
             state,
@@ -46,7 +46,7 @@ class _Held:
             v.view(sequences, value_heads, CHUNK, values).transpose(1, 2).to(dtype),
             g.transpose(1, 2),
             beta.transpose(1, 2),
-            count[:, 0, 0],
+            counts_of(carried, values),
         )
 
     def carried(self) -> torch.Tensor:
@@ -147,11 +147,11 @@ def _checked(held: _Held, starts, tokens: int) -> _Held:
 
 def _after(held: _Held, layout: _Layout, before, *tokens) -> _Held:
     """The states before the last chunks, and the tokens in these."""
-    ends, lengths_now = layout.starts[1:], layout.starts.diff()
-    chunks = (lengths_now + (CHUNK - 1)) // CHUNK
+    ends, counts = layout.starts[1:], layout.starts.diff()
+    chunks = (counts + (CHUNK - 1)) // CHUNK
     last = (chunks.cumsum(0) - 1).clamp(0)
     state = before[last] if before.shape[0] else held.state
-    state = torch.where((lengths_now > 0)[:, None, None, None], state, held.state)
+    state = torch.where((counts > 0)[:, None, None, None], state, held.state)
     first = layout.starts[:-1] + (chunks - 1).clamp(0) * CHUNK
     row = first[:, None] + make.counted(CHUNK, device=first.device)
     there = row < ends[:, None]

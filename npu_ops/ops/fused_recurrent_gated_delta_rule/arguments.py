@@ -21,10 +21,10 @@ def check_call(call) -> None:
     check_like("beta", call.beta, call.v, tokens, (*tokens, values))
 
 
-def check_common(call, more_rows=lambda keys, values: 0) -> None:
+def check_common(call, more_rows=None) -> None:
     """Check what both functions take, apart from the shapes of gates and beta.
 
-    more_rows: of K and V, how many rows a state has besides.
+    more_rows: None, or a function of K and V: how many rows a state has besides its own.
     """
     names = ("initial_state", "A_log", "dt_bias", "cu_seqlens", "cu_seqlens_cpu", "chunk_indices")
     check.optional_tensors(**{n: getattr(call, n, None) for n in names})
@@ -35,7 +35,7 @@ def check_common(call, more_rows=lambda keys, values: 0) -> None:
         shared = getattr(call, "cp_group", None) is not None
         _check_cu_seqlens(call.cu_seqlens, call.v, shared)
     if call.initial_state is not None:
-        _check_state(call, more_rows(call.q.shape[3], call.v.shape[3]))
+        _check_state(call, more_rows(call.q.shape[3], call.v.shape[3]) if more_rows else 0)
 
 
 def check_like(name, x, like, *shapes) -> None:

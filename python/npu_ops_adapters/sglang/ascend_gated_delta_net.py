@@ -53,8 +53,8 @@ def decode(self, layer, forward_batch, mixed_qkv, a, b, *, v_first, **options):
     )
     with functions.committed():
         o = gated_delta_net.update(
-            v_first, (qkv, layer.head_v_dim), a, b, layer.A_log, layer.dt_bias, cache.temporal,
-            slots, scale=layer.head_k_dim**-0.5,
+            v_first, _heads(layer, qkv), a, b, layer.A_log, layer.dt_bias, cache.temporal, slots,
+            scale=layer.head_k_dim**-0.5,
         )  # fmt: skip
     self._track_mamba_state_decode(forward_batch, cache.conv[0], cache.temporal, slots)
     return o[None]

@@ -64,6 +64,15 @@ def check_pool(pool: torch.Tensor) -> None:
         )
 
 
+def parts(rows, values: int, pool):
+    """q, k and v of a decoding step's rows `[T, 2 H K + HV V]`. values: V, which the shape of a
+    carried state does not tell."""
+    value_heads, keys = pool.shape[1], pool.shape[3]
+    width = (rows.shape[1] - value_heads * values) // 2
+    q, k, v = rows.split((width, width, value_heads * values), 1)
+    return *(x.unflatten(1, (-1, keys)) for x in (q, k)), v.unflatten(1, (-1, values))
+
+
 def rule(q, k, v, g, beta, states, starts, **options):
     """o `[T, HV, V]` of packed tokens `[T, heads, ...]`, and the states behind them."""
     o, after = npu_ops.chunk_gated_delta_rule(

@@ -11,6 +11,7 @@ import torch
 from packaging.version import Version
 
 from npu_ops.core import env, log, make
+from npu_ops_adapters.calls import inconsistent
 from npu_ops_adapters.patching import Names, Patch
 from npu_ops_adapters.sglang import hooks
 
@@ -88,10 +89,10 @@ def fell_back(name: str, reason: Exception) -> None:
     """Say once that SGLang's own function runs, unless it is at home on the device.
 
     Raises:
-        RuntimeError: with NPU_OPS_CONSISTENT=1: its bits are not the trainer's.
+        RuntimeError: with NPU_OPS_CONSISTENT: its bits are not the trainer's.
     """
     if env.settings.consistent:
-        raise RuntimeError(f"NPU_OPS_CONSISTENT=1, and {name} is not ours: {reason}") from reason
+        raise inconsistent(name, reason) from reason
     if not isinstance(reason, NotOursError):
         log.once(f"SGLang's own {name.rpartition(':')[2]} runs: {reason}")
 

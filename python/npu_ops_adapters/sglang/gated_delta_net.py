@@ -129,10 +129,10 @@ class Kernel:
         """One token of each sequence, its q, k and v in a row."""
         functions.check_device(mixed_qkv)
         functions.refuse(**options)  # what recent tokens are replayed from
-        o = update(
-            self._v_first, (mixed_qkv, head_v_dim), a, b, A_log, dt_bias, ssm_states,
-            cache_indices, scale=scale,
-        )  # fmt: skip
+        qkv = mixed_qkv
+        if carried_states.in_force():
+            qkv = carried_states.parts(mixed_qkv, head_v_dim, ssm_states)
+        o = update(self._v_first, qkv, a, b, A_log, dt_bias, ssm_states, cache_indices, scale=scale)
         return o[None]
 
     def _update(
@@ -184,22 +184,12 @@ class Kernel:
 
 
 def update(v_first, qkv, a, b, A_log, dt_bias, pool, slots, **options):
-    """A decoding step. qkv: q, k and v, or their rows `[T, ...]` and V."""
+    """A decoding step; with carried states qkv is a tuple of q, k and v."""
     if carried_states.in_force():
-        qkv = _parts(*qkv, pool) if len(qkv) == 2 else qkv
         return carried_states.update(qkv, a, b, A_log, dt_bias, pool, slots, **options)
     return npu_ops.gated_delta_rule_update(
-        qkv[0] if len(qkv) == 2 else qkv, a, b, A_log, dt_bias, pool, slots,
-        state_v_first=v_first, **options,
-    )  # fmt: skip
-
-
-def _parts(rows, values: int, pool):
-    """q, k and v of rows `[T, 2 H K + HV V]`."""
-    value_heads, keys = pool.shape[1], pool.shape[3]
-    width = (rows.shape[1] - value_heads * values) // 2
-    q, k, v = rows.split((width, width, value_heads * values), 1)
-    return *(x.unflatten(1, (-1, keys)) for x in (q, k)), v.unflatten(1, (-1, values))
+        qkv, a, b, A_log, dt_bias, pool, slots, state_v_first=v_first, **options
+    )
 
 
 def prefill(v_first, q, k, v, g, beta, pool, slots, starts):

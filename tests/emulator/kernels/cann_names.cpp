@@ -1,5 +1,5 @@
-// What kernels of others name, and CANN has beside the headers: compiled by test_twin.py and
-// test_device_side.py, not run.
+// A type and headers that kernels of other projects use, and that CANN provides but the vendor's
+// headers do not. test_twin.py and test_device_side.py compile this; nothing runs it.
 #include <ascendc/host_api/tiling/template_argument.h>
 #include <kernel_operator.h>
 #include <lib/matmul_intf.h>

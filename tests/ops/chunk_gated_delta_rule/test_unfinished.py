@@ -162,7 +162,8 @@ def test_a_required_gradient_is_refused():
 
 
 def test_a_state_has_the_tokens_of_its_unfinished_chunk():
-    """So that other code can read it: keys by row, values, g and beta behind them, their number."""
+    """Other code can read them: a row for each key, then values, g and beta, then the number of
+    tokens."""
     x = tokens(70)
     with torch.no_grad():
         _, state = npu_ops.chunk_gated_delta_rule(
