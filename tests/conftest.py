@@ -45,6 +45,14 @@ def same_path():
         del sys.modules[name]
 
 
+@pytest.fixture(autouse=True)
+def no_group_stays():
+    """The next test is in no process group: with one, `core.preferences` asks its store."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def _seed():
     torch.manual_seed(0)
     random.seed(0)
