@@ -164,6 +164,17 @@ def l2norm():
     return sheet
 
 
+def rms_norm():
+    sheet = Sheet(23, 4)
+    for y, (name, color) in ((0.4, ("x", BLUE)), (1.6, ("residual", GREY))):
+        sheet.say(0.2, y + 0.5, name)
+        sheet.row(4, y, [""] * 6, color)
+    sheet.say(2.6, 2.1, "+")
+    sheet.say(10.8, 1.5, "→  y / sqrt(mean(y²) + eps)  ×  weight, or 1 + weight  →")
+    sheet.say(4, 3.5, "D: a row by itself, in fp32; y: the sum, rounded to x's dtype")
+    return sheet
+
+
 def rms_norm_gated():
     sheet = Sheet(23, 4.6)
     sheet.say(0.2, 0.9, "x")
@@ -270,9 +281,9 @@ def gated_delta_rule_update():
 FIGURES = {
     draw.__name__: draw
     for draw in (
-        bias_dropout_add, rope, mrope, qk_norm_rope, attention, gdn_gate, l2norm, rms_norm_gated,
-        causal_conv1d, causal_conv1d_qkv, causal_conv1d_update, chunk_gated_delta_rule,
-        fused_recurrent_gated_delta_rule, gated_delta_rule_update,
+        bias_dropout_add, rope, mrope, qk_norm_rope, attention, gdn_gate, l2norm, rms_norm,
+        rms_norm_gated, causal_conv1d, causal_conv1d_qkv, causal_conv1d_update,
+        chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gated_delta_rule_update,
     )
 }  # fmt: skip
 

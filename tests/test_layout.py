@@ -344,7 +344,7 @@ SHARED = {
     "mrope.reference": {"qk_norm_rope"},
     "mrope.sections": {"qk_norm_rope"},
     "mrope.triton_ascend": {"qk_norm_rope"},
-    "rms_norm_gated.reference": {"qk_norm_rope"},
+    "rms_norm_gated.reference": {"qk_norm_rope", "rms_norm"},
     "rope.arguments": {"mrope", "qk_norm_rope"},
     "rope.reference": {"mrope", "qk_norm_rope"},
     "rope.rotation": {"mrope", "qk_norm_rope"},

@@ -363,7 +363,7 @@ class Backward(Operator):
     no such output; of an output that is always there, where nobody used it.
 
     Args:
-        passed: inputs whose gradient is that of an output: {"residual": "out"}.
+        passed: inputs whose gradient is that of an output, or of another input.
         Otherwise as `Operator`; lay_out, why_not, groups, is_empty, check_indices, ascendc and
         cpu_in_python are the forward's unless given.
     """
@@ -404,8 +404,9 @@ class Backward(Operator):
     def _sources(self, forward, passed: dict[str, str], outputs: list[str]) -> list[int | None]:
         """For each input of the forward, which of our outputs is its gradient; then passed ones."""
         written = [argument.name for argument in self.writes]
-        sources = {name: len(written) + outputs.index(of) for name, of in passed.items()}
-        sources |= {name.removeprefix("grad_"): i for i, name in enumerate(written)}
+        sources = {name.removeprefix("grad_"): i for i, name in enumerate(written)}
+        of_outputs = {name: len(written) + i for i, name in enumerate(outputs)}
+        sources |= {name: (of_outputs | sources)[of] for name, of in passed.items()}
         return [sources.get(argument.name) for argument in forward.inputs]
 
     def _save(self, ctx, inputs, output):

@@ -189,16 +189,20 @@ def same_results(some, others):
 
 # The dtype of their `initial_state` is fixed.
 FP32_STATES = {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"}
+# One of its results is rounded before the other is computed from it: test_rms_norm.py.
+ROUNDS_BETWEEN = {"add_rms_norm"}
 
 
 def with_and_without_options():
     """(op, call, changes, whether there is a gradient): every call, and with each option."""
     for op in OURS:
         for call in cases.of(op).CALLS:
-            yield pytest.param(op, call, (), True, id=str(call))
+            if call.function not in ROUNDS_BETWEEN:
+                yield pytest.param(op, call, (), True, id=str(call))
         for one in getattr(cases.of(op), "OPTIONS", []):
-            changes = one.given, one.change
-            yield pytest.param(op, CALLS[one.call], changes, one.trains, id=str(one))
+            if one.call not in ROUNDS_BETWEEN:
+                changes = one.given, one.change
+                yield pytest.param(op, CALLS[one.call], changes, one.trains, id=str(one))
 
 
 @pytest.mark.parametrize("op, call, changes, trains", with_and_without_options())

@@ -1,4 +1,4 @@
-"""Shared by rms_norm_gated and qk_norm_rope: the definition of the norm, in plain PyTorch."""
+"""Shared by rms_norm, rms_norm_gated and qk_norm_rope: the norm's definition, in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -26,6 +26,15 @@ def rms_norm_gated(
     return [Out(y * gate if norm_before_gate else y)]
 
 
+def rms_norm(x, weight, eps=1e-6, zero_centered=False):
+    root = torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+    return [Out(x / root * (weight + (1 if zero_centered else 0)))]
+
+
+def add_rms_norm(x, residual, weight, eps=1e-6, zero_centered=False):
+    return [*rms_norm(x + residual, weight, eps, zero_centered), Out(x + residual)]
+
+
 def gdn_gate(
     a, A_log, dt_bias=None, b=None, allow_neg_eigval=False, softplus_beta=1.0,
     softplus_threshold=20.0,
@@ -64,6 +73,16 @@ def make_rms_norm_gated(s, draw):
         "z": draw.normal(*shape, dim, dtype=s["z"]), "norm_before_gate": s["before"],
         "activation": s["activation"], "group_size": s["dim"] if groups else None, "eps": s["eps"],
     }  # fmt: skip
+
+
+def make_rms_norm(s, draw):
+    shape = *s["shape"], s["dim"]
+    given = {
+        "x": draw.normal(*shape, dtype=s["dtype"]),
+        "weight": draw.normal(s["dim"], dtype=s["weight"]), "eps": s["eps"],
+        "zero_centered": s["zero_centered"],
+    }  # fmt: skip
+    return given | ({"residual": draw.normal(*shape, dtype=s["dtype"])} if s["add"] else {})
 
 
 def make_gdn_gate(s, draw):
@@ -109,6 +128,17 @@ def dropped_elements(arguments, outputs):
     return (outputs[0].double() - residual).abs() > 0.25 * (arguments["x"] + bias).abs()
 
 
+def of_rms_norm(formula, add: bool):
+    """The target of either function."""
+    settings = dict(
+        shape=SHAPE, dim=(4, 1, 3, 8, 16, 40, 128), dtype=DTYPES, weight=DTYPES, eps=(1e-6, 1e-3),
+        zero_centered=NO, add=(add,),
+    )  # fmt: skip
+    wrt = ("x", "residual", "weight") if add else ("x", "weight")
+    # The rounding of the sum shows in the norm.
+    return Target(formula, settings, make_rms_norm, wrt, loose=add)
+
+
 TARGETS = {
     "l2norm": Target(
         l2norm,
@@ -126,6 +156,8 @@ TARGETS = {
         ),
         make_rms_norm_gated, ("x", "weight", "z"),
     ),
+    "rms_norm": of_rms_norm(rms_norm, add=False),
+    "add_rms_norm": of_rms_norm(add_rms_norm, add=True),
     "gdn_gate": Target(
         gdn_gate,
         dict(

@@ -1,0 +1,104 @@
+"""RMSNorm, alone and behind an addition: what comes before and after the layers of a model."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import check
+from npu_ops.core.registry import explains
+from npu_ops.ops.rms_norm import op
+
+__all__ = ["rms_norm", "add_rms_norm"]
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, zero_centered: bool = False
+) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
+
+    Computed in fp32 and rounded once; transformers' Llama and Qwen3 round to x's dtype before they
+    multiply by weight. The gradient of weight is summed in fp32, in an order that does not change
+    from run to run.
+
+    Args:
+        x: `[..., D]`, float32, bfloat16, float16 or float64; a slice of a projection is read in
+            place.
+        weight: `[D]`, of any of these dtypes.
+        eps: 0 or more.
+        zero_centered: multiply by `1 + weight` instead, as Qwen3-Next, Qwen3.5 and Gemma do.
+
+    Returns:
+        `[..., D]` of x's dtype, contiguous. Differentiable once in x and weight.
+
+    Raises:
+        TypeError: x or weight is not a tensor or not of a floating dtype.
+        ValueError: a shape, a device, or eps.
+        NotImplementedError: in backward of backward.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; `torch.nn.RMSNorm`;
+    transformers `Qwen3NextRMSNorm` (zero_centered).
+    """
+    return op.forward(*_prepare(x, weight, eps, zero_centered=zero_centered))
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    zero_centered: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm(x + residual)`, and the sum, in one pass.
+
+    The sum is rounded to x's dtype before it is normalised, so that both results have the bits of
+    an addition and an `rms_norm` behind it.
+
+    Args:
+        x: `[..., D]`, as for `rms_norm`.
+        residual: x's shape and dtype.
+        weight, eps, zero_centered: as for `rms_norm`.
+
+    Returns:
+        The norm, and the sum, which is the next layer's residual; `[..., D]` of x's dtype,
+        contiguous. Differentiable once in x, residual and weight.
+
+    Raises:
+        TypeError: x, residual or weight is not a tensor or not of a floating dtype; or x and
+            residual differ in theirs.
+        ValueError: a shape, a device, or eps.
+        NotImplementedError: in backward of backward.
+
+    Source: torch_npu's `npu_add_rms_norm`; vLLM's and SGLang's `RMSNorm` with a residual.
+    """
+    return op.add_forward(*_prepare_add(x, residual, weight, eps, zero_centered=zero_centered))
+
+
+def _prepare(x, weight, eps=1e-6, *, zero_centered=False):
+    """Check `rms_norm`'s arguments; return them as the operator takes them."""
+    check.floating("x", x)
+    if x.dim() == 0:
+        raise check.shape("x", x, "at least one dimension")
+    check.floating("weight", weight)
+    if weight.shape != x.shape[-1:]:
+        raise check.shape("weight", weight, f"[{x.shape[-1]}], x's last dimension")
+    check.same_device("weight", weight, "x", x)
+    check.epsilon("eps", eps)
+    return x, weight, float(eps), bool(zero_centered)
+
+
+def _prepare_add(x, residual, weight, eps=1e-6, *, zero_centered=False):
+    """The same for `add_rms_norm`."""
+    x, *settings = _prepare(x, weight, eps, zero_centered=zero_centered)
+    check.floating("residual", residual)
+    if residual.shape != x.shape:
+        raise check.shape("residual", residual, f"x's shape {list(x.shape)}")
+    if residual.dtype != x.dtype:
+        needs = check.short(x.dtype)
+        raise TypeError(f"residual: got {check.short(residual.dtype)}, needs x's {needs}")
+    check.same_device("residual", residual, "x", x)
+    return x, residual, *settings
+
+
+explains("rms_norm", op.forward, _prepare)
+explains("add_rms_norm", op.add_forward, _prepare_add)

@@ -1,0 +1,49 @@
+"""The definition of rms_norm and add_rms_norm, in plain PyTorch: fp32, or fp64 with an fp64 input.
+
+The norm itself is `rms_norm_gated`'s.
+"""
+
+from __future__ import annotations
+
+from npu_ops.ops.rms_norm_gated.reference import compute_dtype, reciprocal_rms
+
+
+def rms_norm(x, weight, eps, zero_centered):
+    """x over the root of its mean square, times weight or 1 + weight; rounded once."""
+    wide, w = _widened(x, weight, zero_centered)
+    return (wide * reciprocal_rms(wide, eps) * w).to(x.dtype)
+
+
+def rms_norm_backward(grad, x, weight, eps, zero_centered):
+    """The gradients of x and weight; that of weight is wide."""
+    grad_x, grad_weight = _gradients(grad, x, weight, eps, zero_centered)
+    return grad_x.to(x.dtype), grad_weight
+
+
+def add_rms_norm(x, residual, weight, eps, zero_centered):
+    """The norm of the rounded sum, and the sum."""
+    total = x + residual
+    return rms_norm(total, weight, eps, zero_centered), total
+
+
+def add_rms_norm_backward(grad_out, grad_total, total, weight, eps, zero_centered):
+    """The gradients of the sum, which is that of both summands, and of weight; that is wide."""
+    grad_x, grad_weight = _gradients(grad_out, total, weight, eps, zero_centered)
+    grad_x = grad_x if grad_total is None else grad_x + grad_total
+    return grad_x.to(total.dtype), grad_weight
+
+
+def _gradients(grad, x, weight, eps, zero_centered):
+    """Wide."""
+    wide, w = _widened(x, weight, zero_centered)
+    r = reciprocal_rms(wide, eps)
+    n, grad = wide * r, grad.to(wide.dtype)
+    grad_n = grad * w
+    grad_x = r * (grad_n - n * (grad_n * n).mean(-1, keepdim=True))
+    return grad_x, (grad * n).sum_to_size(weight.shape)
+
+
+def _widened(x, weight, zero_centered):
+    dtype = compute_dtype(x, weight)
+    w = weight.to(dtype)
+    return x.to(dtype), 1 + w if zero_centered else w
