@@ -53,10 +53,19 @@ def applied():
 VISION_ROPES = dict.fromkeys(models.VISION, 2)
 
 
+def norms(name: str) -> int:
+    """Calls of RMSNorm: before and after each layer, behind the last, and of q and k."""
+    if name in models.DELTA_NET:
+        return 5 + 2
+    if not name.startswith("qwen2"):
+        return 5 + 4
+    return 5 + (5 if name == "qwen2_5_vl" else 0)  # images have it, too
+
+
 def expected_calls(name: str, attention: bool) -> dict:
     """Calls in one step: two layers of text and, where it has one, two of the vision tower."""
     linear, vision = name in models.DELTA_NET, 2 * (name in models.VISION)
-    calls = {"rope": vision + (1 if linear else 2)}
+    calls = {"rope": vision + (1 if linear else 2), "rms_norm": norms(name)}
     if linear:
         names = ("causal_conv1d", "chunk_gated_delta_rule", "rms_norm_gated")
         calls |= dict.fromkeys(names, 1)  # the delta rule normalises queries and keys itself
@@ -486,7 +495,7 @@ def test_every_patch_is_applied_verified_and_undone(applied):
     npu_ops_adapters.apply()
     planned, verified = states(npu_ops_adapters.plan()), states(npu_ops_adapters.verify())
     assert set(planned.values()) == set(verified.values()) == {"applied"}
-    assert planned.keys() == verified.keys() and len(planned) == 39
+    assert planned.keys() == verified.keys() and len(planned) == 49
     assert qwen3_vl.apply_rotary_pos_emb.__name__ == "npu_ops_function"
     assert set(states(npu_ops_adapters.revert()).values()) == {"reverted"}
     assert qwen3_vl.apply_rotary_pos_emb.__module__ == qwen3_vl.__name__
