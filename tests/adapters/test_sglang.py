@@ -14,7 +14,7 @@ from sglang_cpu.engine import SETTINGS
 
 pytestmark = pytest.mark.xdist_group("sglang")  # one folder of models, one process of checks
 HOOKS = re.compile(r"npu-ops in SGLang: (\d+) of (\d+) hooks in force")
-TEXT = {"qk_norm_rope", "attention"}
+TEXT = {"qk_norm_rope", "attention", "rms_norm", "add_rms_norm"}
 TOWER = {"rope"}
 GATED_DELTA_NET = {
     *("causal_conv1d", "causal_conv1d_update", "gdn_gate", "rms_norm_gated"),

@@ -1,0 +1,53 @@
+"""RMSNorm, alone and with a residual: with the numbers that training has.
+
+On NPUs SGLang's `GemmaRMSNorm` rounds 1 + weight to bf16 before it multiplies, and its `RMSNorm` on
+CPUs normalises a sum that is not rounded. Trainers round the sum, and nothing before the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import npu_ops
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.sglang import functions
+
+_HOME = "sglang.srt.layers.layernorm"
+_GEMMA = ("self", "x", "residual", "post_residual_addition")
+_SIGNATURES = (_GEMMA[:3], _GEMMA, (*_GEMMA, "quant_linear"))
+
+
+def patches() -> Iterable[Patch]:
+    """The methods for NPUs and CPUs, and what SGLang compiles; a norm chooses when it is made."""
+    why = "a sum is not rounded as in training, nor is 1 + weight"
+    for name, ours in (("RMSNorm", ours_plain), ("GemmaRMSNorm", ours_zero_centered)):
+        for way in (*functions.DEVICES, "native"):
+            target = f"{_HOME}:{name}.forward_{way}"
+            yield functions.replaced(target, "rms_norm", ours, why, *_SIGNATURES)
+
+
+def ours_plain(module, x, residual=None, post_residual_addition=None, quant_linear=None):
+    """What else an `RMSNorm` may be asked for is left to SGLang."""
+    functions.refuse(
+        quant_linear=quant_linear,
+        variance_size_override=module.variance_size_override,
+        cast_x_before_out_mul=module.cast_x_before_out_mul,
+        fp32_residual=getattr(module, "fp32_residual", None),
+        override_orig_dtype=getattr(module, "override_orig_dtype", None),
+    )
+    return _norm(module, x, residual, post_residual_addition, False)
+
+
+def ours_zero_centered(module, x, residual=None, post_residual_addition=None):
+    return _norm(module, x, residual, post_residual_addition, True)
+
+
+def _norm(module, x, residual, addition, zero_centered: bool):
+    """addition: Qwen3-VL's deepstack, which training adds to the rounded sum."""
+    functions.check_device(x)
+    settings = {"eps": module.variance_epsilon, "zero_centered": zero_centered}
+    if residual is None:
+        return npu_ops.rms_norm(x, module.weight, **settings)
+    if addition is not None:
+        x, residual = addition, x + residual
+    return npu_ops.add_rms_norm(x, residual, module.weight, **settings)
