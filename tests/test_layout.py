@@ -357,7 +357,11 @@ CALLED = {
         "fused_recurrent_gated_delta_rule",
         "gated_delta_rule_update",
     },
-    "l2norm": {"chunk_gated_delta_rule", "gated_delta_rule_update"},
+    "l2norm": {
+        "chunk_gated_delta_rule",
+        "fused_recurrent_gated_delta_rule",
+        "gated_delta_rule_update",
+    },
 }
 
 

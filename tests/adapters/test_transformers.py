@@ -144,8 +144,34 @@ def test_generation_with_a_cache(name, padded):
     assert actual.sequences.equal(expected.sequences)
     for ours, theirs in zip(actual.logits, expected.logits, strict=True):
         assert_close("logits", ours, theirs, Tolerance(2e-5, 2e-5))
-    assert calls["causal_conv1d_update"] == calls["fused_recurrent_gated_delta_rule"] == 5
+    assert calls["causal_conv1d_update"] == calls["gated_delta_rule_update"] == 5
     assert calls["chunk_gated_delta_rule"] == 1
+
+
+def test_a_decoding_step_that_is_not_ours_is_theirs(applied):
+    """With gradients, with NPU_OPS_CONSISTENT, of a state in fp16: by the rule's own function."""
+    model, inputs = transformers_models.built("qwen3_next")
+    ids = inputs["input_ids"][:, :9]
+
+    def step(change=lambda cache: None):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        change(cache)
+        with transformers_models.Counter() as counter:
+            model(ids[:, :1], past_key_values=cache)
+        return transformers_models.by_op(counter.calls)
+
+    def halve(cache):
+        states = next(layer for layer in cache.layers if hasattr(layer, "recurrent_states"))
+        states.recurrent_states[0] = states.recurrent_states[0].half()
+
+    assert "gated_delta_rule_update" not in step()
+    with torch.no_grad():
+        assert step()["gated_delta_rule_update"] == 1
+        assert step(halve)["fused_recurrent_gated_delta_rule"] == 1
+        with env.override(consistent="tokens"):
+            assert step()["chunk_gated_delta_rule"] == 1
 
 
 def test_decoding_goes_on_where_transformers_left_off():
@@ -495,7 +521,7 @@ def test_every_patch_is_applied_verified_and_undone(applied):
     npu_ops_adapters.apply()
     planned, verified = states(npu_ops_adapters.plan()), states(npu_ops_adapters.verify())
     assert set(planned.values()) == set(verified.values()) == {"applied"}
-    assert planned.keys() == verified.keys() and len(planned) == 49
+    assert planned.keys() == verified.keys() and len(planned) == 52
     assert qwen3_vl.apply_rotary_pos_emb.__name__ == "npu_ops_function"
     assert set(states(npu_ops_adapters.revert()).values()) == {"reverted"}
     assert qwen3_vl.apply_rotary_pos_emb.__module__ == qwen3_vl.__name__

@@ -11,6 +11,7 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule import op
 from npu_ops.ops.fused_recurrent_gated_delta_rule.arguments import check_call
 from npu_ops.ops.fused_recurrent_gated_delta_rule.reference import compute_dtype
 from npu_ops.ops.gdn_gate import gdn_gate
+from npu_ops.ops.l2norm import l2norm
 
 __all__ = ["fused_recurrent_gated_delta_rule"]
 
@@ -98,7 +99,7 @@ def _converted(call):
     )  # fmt: skip
     q, k, g, beta, wide = call.q, call.k, call.g, call.beta, compute_dtype(call.q)
     if call.use_qk_l2norm_in_kernel:
-        q, k = (_l2norm(x.to(wide)) for x in (q, k))
+        q, k = (l2norm(x, output_dtype=wide) for x in (q, k))
     if call.use_gate_in_kernel:
         g = gdn_gate(g, call.A_log, call.dt_bias)
     if call.use_beta_sigmoid_in_kernel:
@@ -119,10 +120,6 @@ def _converted(call):
         state_v_first=bool(call.state_v_first),
         output_final_state=bool(call.output_final_state),
     )
-
-
-def _l2norm(x):
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 explains("fused_recurrent_gated_delta_rule", op.forward, _inputs)
