@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 from npu_ops_emulator import __main__ as emulator
 from rich.console import Console
+from rich.table import Table
 
 import npu_ops
 from npu_ops_tools.bench.cli import bench_command
@@ -177,6 +178,34 @@ def demo(
     except (FileNotFoundError, ImportError, RuntimeError, ValueError) as error:
         fail(error)
     raise typer.Exit(0 if passed else 1)
+
+
+@app.command()
+def launches(
+    model: Annotated[str, typer.Argument(help="A folder with a config.json of transformers.")],
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of the prompt.")] = 128,
+    as_json: AsJson = False,
+) -> None:
+    """Count the kernels that a model launches, without npu-ops and with it, on the emulated NPU.
+
+    Of each kind of layer the first is built, with random weights. A product of matrices counts as
+    one launch, a view as none.
+
+    npu-ops launches path/to/Qwen3.5-9B
+    """
+    from npu_ops_tools import launches
+
+    try:
+        found = launches.both(model, tokens)
+    except (RuntimeError, ValueError) as error:
+        fail(error)
+    if as_json:
+        print_json({name: [dataclasses.asdict(s) for s in steps] for name, steps in found.items()})
+        return
+    table = Table("step", "layer", *found)
+    for step, layer, counts in launches.rows(found):
+        table.add_row(step, layer, *map(str, counts), end_section=layer == "all")
+    console.print(table)
 
 
 @app.command()

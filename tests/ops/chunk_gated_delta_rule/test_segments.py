@@ -11,6 +11,7 @@ from support import (
     forced,
     implementations,
     on_device,
+    on_npu,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -18,6 +19,7 @@ from npu_ops.core import hardware, registry
 from npu_ops.core.compare import assert_close
 from npu_ops.ops.chunk_gated_delta_rule import op, triton_ascend
 from npu_ops.ops.chunk_gated_delta_rule.cases import TOLERANCES
+from npu_ops.ops.chunk_gated_delta_rule.triton_ascend import chunks
 
 IMPLEMENTATIONS = every_implementation(op.forward)
 
@@ -169,6 +171,21 @@ def test_idle_cores_get_columns_and_segments(arguments, expected):
 )  # fmt: skip
 def test_the_backwards_walks_are_cut_too(arguments, expected):
     assert launches(*arguments, backward=True) == expected
+
+
+@on_npu
+@pytest.mark.parametrize(
+    "batch, length, size", [(1, 1, 64), (1, 640, 64), (3, 65, 32), (300, 70, 16)]
+)
+def test_sequences_of_one_length_lie_as_packed_ones_do(batch, length, size, device):
+    """They are laid out by a kernel of their own."""
+    q = torch.empty(batch, length, 1, 1, device=device)
+    starts = torch.arange(batch + 1, device=device) * length
+    ours = chunks.chunks_of(q, None, size)
+    packed = chunks.chunks_of(q.view(1, -1, 1, 1), starts, size)
+    assert ours.number == batch * -(-length // size) and ours.sequences == packed.sequences
+    assert torch.equal(ours.spans, packed.spans[: ours.number])
+    assert torch.equal(ours.starts, packed.starts) and torch.equal(ours.firsts, packed.firsts)
 
 
 def test_gpus_have_no_segments():

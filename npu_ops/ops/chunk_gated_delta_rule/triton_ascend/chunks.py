@@ -16,6 +16,8 @@ from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 
 # A sum along tokens is a vector instruction from so many columns on.
 NARROWEST = 8
+# Chunks that are laid out at a time.
+INDICES = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +41,11 @@ def chunks_of(q, cu_seqlens, size: int) -> Chunks:
     """The chunks of q's sequences."""
     batch, length = q.shape[:2]
     if cu_seqlens is None:
-        number = batch * cdiv(length, size)
-        starts = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * length
-    else:
-        number = length // size + cu_seqlens.shape[0] - 1
-        # Nobody has looked at the values: sequences within the tokens, one behind the other. What
-        # wrong ones compute is overwritten by `finish`.
-        starts = cu_seqlens.clamp(0, length).cummax(0).values.int()
+        return _of_one_length(batch, length, size, q.device)
+    number = length // size + cu_seqlens.shape[0] - 1
+    # Nobody has looked at the values: sequences within the tokens, one behind the other. What wrong
+    # ones compute is overwritten by `finish`.
+    starts = cu_seqlens.clamp(0, length).cummax(0).values.int()
     lengths = starts.diff()
     counts = (lengths + (size - 1)) // size
     ends = counts.cumsum(0, dtype=torch.int32)
@@ -56,6 +56,38 @@ def chunks_of(q, cu_seqlens, size: int) -> Chunks:
     rows = (lengths[sequence] - before).clamp(0, size)
     spans = torch.stack((starts[sequence] + before, rows), 1).int()
     return Chunks(number, starts.shape[0] - 1, spans, starts, firsts)
+
+
+def _of_one_length(batch: int, length: int, size: int, device) -> Chunks:
+    """The chunks of sequences of the same length, in one launch."""
+    each = cdiv(length, size)
+    spans, starts, firsts = (
+        torch.empty(shape, device=device, dtype=torch.int32)
+        for shape in ((batch * each, 2), (batch + 1,), (batch,))
+    )
+    numbers = max(batch * each, batch + 1)
+    _one_length_kernel[vector_grid(cdiv(numbers, INDICES), device)](
+        spans, starts, firsts, batch, length, each, numbers, C=size, BLOCK=INDICES
+    )
+    return Chunks(batch * each, batch, spans, starts, firsts)
+
+
+@triton.jit(do_not_specialize=["batch", "length", "each", "numbers"])
+def _one_length_kernel(spans, starts, firsts, batch, length, each, numbers, C: tl.constexpr,
+                       BLOCK: tl.constexpr):  # fmt: skip
+    """each: chunks of a sequence. numbers: how many are written to the longest of the three."""
+    for begin in range(tl.program_id(0) * BLOCK, numbers, tl.num_programs(0) * BLOCK):
+        index = begin + tl.arange(0, BLOCK)
+        tl.store(starts + index, index * length, mask=index <= batch)
+        tl.store(firsts + index, index * each, mask=index < batch)
+        # Vector cores divide floats alone; exact, for there are less than 2^22.
+        n = ((index.to(tl.float32) + 0.5) / each).to(tl.int32)
+        before = (index - n * each) * C
+        is_first = (tl.arange(0, 2) == 0)[None, :]
+        rows = tl.minimum(length - before, C)
+        both = tl.where(is_first, (n * length + before)[:, None], rows[:, None])
+        at = 2 * index[:, None] + tl.arange(0, 2)[None, :]
+        tl.store(spans + at, both, mask=(index < batch * each)[:, None])
 
 
 @triton.jit(do_not_specialize=["number"])

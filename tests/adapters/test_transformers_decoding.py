@@ -1,0 +1,96 @@
+"""transformers' models decode with npu-ops in them: the same tokens and logits, step for step."""
+
+from __future__ import annotations
+
+import npu_ops_adapters
+import pytest
+import torch
+import transformers_models
+from transformers import DynamicCache
+
+from npu_ops.core import env
+from npu_ops.core.compare import Tolerance, assert_close
+
+
+@pytest.fixture
+def applied():
+    """npu-ops in every model that is imported, until the test ends."""
+    npu_ops_adapters.revert()
+    npu_ops_adapters.apply()
+    yield
+    npu_ops_adapters.revert()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_generation_with_a_cache(name, padded):
+    """Prefill and decoding: the states are kept as before, token for token."""
+    model, inputs = transformers_models.built(name)
+    if padded:
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[0, :2] = 0
+        inputs["attention_mask"] = mask
+
+    def generate():
+        with torch.no_grad(), transformers_models.Counter() as counter:
+            found = model.generate(
+                **inputs, max_new_tokens=6, do_sample=False, output_logits=True,
+                return_dict_in_generate=True, pad_token_id=0,
+            )  # fmt: skip
+        return found, transformers_models.by_op(counter.calls)
+
+    npu_ops_adapters.revert()
+    expected, calls = generate()
+    assert calls == {}
+    npu_ops_adapters.apply()
+    try:
+        actual, calls = generate()
+    finally:
+        npu_ops_adapters.revert()
+    assert actual.sequences.equal(expected.sequences)
+    for ours, theirs in zip(actual.logits, expected.logits, strict=True):
+        assert_close("logits", ours, theirs, Tolerance(2e-5, 2e-5))
+    assert calls["causal_conv1d_update"] == calls["gated_delta_rule_update"] == 5
+    assert calls["chunk_gated_delta_rule"] == 1
+
+
+def test_a_step_that_is_not_ours_is_theirs(applied):
+    """With gradients, with NPU_OPS_CONSISTENT, of a state in fp16: by the rule's own function."""
+    model, inputs = transformers_models.built("qwen3_next")
+    ids = inputs["input_ids"][:, :9]
+
+    def step(change=lambda cache: None):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        change(cache)
+        with transformers_models.Counter() as counter:
+            model(ids[:, :1], past_key_values=cache)
+        return transformers_models.by_op(counter.calls)
+
+    def halve(cache):
+        states = next(layer for layer in cache.layers if hasattr(layer, "recurrent_states"))
+        states.recurrent_states[0] = states.recurrent_states[0].half()
+
+    assert "gated_delta_rule_update" not in step()
+    with torch.no_grad():
+        assert step()["gated_delta_rule_update"] == 1
+        assert step(halve)["fused_recurrent_gated_delta_rule"] == 1
+        with env.override(consistent="tokens"):
+            assert step()["chunk_gated_delta_rule"] == 1
+
+
+def test_decoding_goes_on_where_transformers_left_off():
+    """And the other way round: the convolution's cache, which has one token too many, is theirs."""
+    model, inputs = transformers_models.built("qwen3_next")
+    ids = inputs["input_ids"][:, :30]
+    with torch.no_grad():
+        npu_ops_adapters.revert()
+        whole = model(ids).logits
+        cache = DynamicCache(config=model.config)
+        parts = [model(ids[:, :20], past_key_values=cache).logits]
+        for n in range(20, 30):
+            npu_ops_adapters.apply() if n % 2 else npu_ops_adapters.revert()
+            parts.append(model(ids[:, n : n + 1], past_key_values=cache).logits)
+    npu_ops_adapters.revert()
+    assert_close("logits", torch.cat(parts, 1), whole, Tolerance(1e-4, 1e-4))

@@ -1,0 +1,62 @@
+"""How many kernels a model launches: `npu-ops launches`, and that the numbers do not grow."""
+
+import json
+
+import pytest
+from npu_ops_tools import launches
+from transformers import Qwen3_5TextConfig, Qwen3Config
+from typer.testing import CliRunner
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
+}  # fmt: skip
+LINEAR = {
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+CONFIGURATIONS = {
+    "qwen3_5": Qwen3_5TextConfig(**SIZES, **LINEAR, architectures=["Qwen3_5ForCausalLM"]),
+    "qwen3": Qwen3Config(**SIZES),
+}
+# Of each layer, and of the whole step, at the most.
+MOST = {
+    "qwen3_5": {
+        "training, forward": ([30, 23], 82), "training, backward": ([], 119),
+        "prefill": ([34, 25], 79), "decoding": ([19, 22], 63),
+    },
+    "qwen3": {
+        "training, forward": ([20], 44), "training, backward": ([], 51), "prefill": ([22], 37),
+        "decoding": ([19], 36),
+    },
+}  # fmt: skip
+
+
+def launched(folder) -> dict:
+    """What the command says, by way and step."""
+    from npu_ops_tools.cli import app
+
+    done = CliRunner().invoke(app, ["launches", str(folder), "--json"])
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    return {way: {step["name"]: step for step in steps} for way, steps in said.items()}
+
+
+@pytest.mark.parametrize("model", MOST)
+def test_a_model_launches_so_many_kernels_at_most(model, tmp_path):
+    """Of each kind of layer one, and much fewer than without npu-ops."""
+    CONFIGURATIONS[model].save_pretrained(tmp_path)
+    said = launched(tmp_path)
+    ours, theirs = said["with npu-ops"], said["without"]
+    for step, (layers, total) in MOST[model].items():
+        found = list(ours[step]["layers"].values())
+        assert len(found) == len(layers), step
+        assert all(n <= most for n, most in zip(found, layers, strict=True)), (step, found)
+        assert ours[step]["total"] <= total < 0.6 * theirs[step]["total"], (step, ours[step])
+        assert ours[step]["total"] == sum(ours[step]["operators"].values())
+    assert ours["decoding"]["operators"]["_rms_norm_kernel"] >= 5
+
+
+def test_a_folder_without_a_configuration_is_one_sentence(tmp_path):
+    with pytest.raises(ValueError, match="model: got '.*', needs a folder with a config.json"):
+        launches.both(str(tmp_path), 8)
