@@ -82,6 +82,18 @@ WATCHED = frozenset(
         "transformers.models.qwen3_vl.modeling_qwen3_vl",
         "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
         "verl.models.transformers.qwen3_5",
+        "vllm.model_executor.layers.fla.ops.fused_recurrent",
+        "vllm.model_executor.layers.fla.ops.l2norm",
+        "vllm.third_party.flash_linear_attention.ops.l2norm",
+        "vllm_ascend.ops.gdn",
+        "vllm_ascend.ops.layernorm",
+        "vllm_ascend.ops.triton.fla.chunk",
+        "vllm_ascend.ops.triton.fla.l2norm",
+        "vllm_ascend.ops.triton.fla.sigmoid_gating",
+        "vllm_ascend.ops.triton.fused_gdn_gating",
+        "vllm_ascend.ops.triton.mamba.causal_conv1d",
+        "vllm_ascend.patch.worker.patch_qwen3_5",
+        "vllm_ascend.patch.worker.patch_qwen3_next",
     }
 )
 

@@ -1,0 +1,58 @@
+"""The short convolution before linear attention, over the tokens of a prefill.
+
+vllm-ascend 0.18.0 alone has it in Python. Qwen's layers call an AscendC operator, for which they
+copy lengths and slots to the host: `gated_delta_net` replaces that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import npu_ops
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.serving import check_device, padded, tokens_of_sequences
+from npu_ops_adapters.vllm import functions
+
+_PARAMETERS = (
+    *("x", "weight", "bias", "activation", "conv_states", "has_initial_state", "cache_indices"),
+    *("query_start_loc", "metadata", "pad_slot_id"),
+)
+
+
+def patches() -> Iterable[Patch]:
+    """`causal_conv1d_fn`."""
+    yield functions.replaced(
+        f"{functions.TRITON}.mamba.causal_conv1d:causal_conv1d_fn",
+        "causal_conv1d",
+        ours,
+        "a loop of PyTorch over the sequences, whose lengths it copies to the host",
+        _PARAMETERS,
+    )
+
+
+def ours(
+    x, weight, bias=None, activation="silu", conv_states=None, has_initial_state=None,
+    cache_indices=None, query_start_loc=None, metadata=None, pad_slot_id=-1,
+):  # fmt: skip
+    """x is `[D, T]`; the first W - 1 columns of a slot `[D, L]` are its sequence's last tokens.
+
+    A sequence that has_initial_state denies begins with zeros. vllm-ascend's function does not read
+    has_initial_state, and begins with what the slot holds.
+    """
+    check_device(x)
+    functions.check_ranks()
+    if conv_states is None or query_start_loc is None or cache_indices is None:
+        raise ValueError("conv_states, query_start_loc, cache_indices: got None, needs tensors")
+    x, tokens = tokens_of_sequences(x.transpose(0, 1), query_start_loc)
+    y, _ = npu_ops.causal_conv1d(
+        x[None],
+        weight,
+        bias,
+        activation=activation,
+        cu_seqlens=query_start_loc,
+        conv_state=conv_states,
+        conv_state_indices=cache_indices,
+        has_initial_state=has_initial_state,
+        pad_slot_id=pad_slot_id,
+    )
+    return padded(y[0], tokens).transpose(0, 1)

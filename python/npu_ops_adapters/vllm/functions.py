@@ -1,0 +1,53 @@
+"""What the ops share: functions of vllm-ascend that are replaced, and how they are recognised."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable
+
+from npu_ops_adapters import serving
+from npu_ops_adapters.patching import Names, Patch
+
+VERSIONS = "vllm-ascend 0.18.0, 0.23.0, main of August 2026"
+TRITON = "vllm_ascend.ops.triton"
+
+made = functools.partial(serving.made, "vllm-ascend")
+
+
+def replaced(target: str, op: str, ours: Callable, why: str, *signatures: Names) -> Patch:
+    """A patch of a function, also in the modules that vllm-ascend has put it into.
+
+    ours: takes vllm-ascend's arguments, and raises TypeError or ValueError before it writes
+        anything where a call is not ours; vllm-ascend's function then runs, and a sentence is
+        logged once.
+    """
+    return Patch(
+        target=target,
+        op=op,
+        make=functools.partial(made, ours, target),
+        why=why,
+        signatures=signatures,
+        versions=VERSIONS,
+        remove_when="vllm-ascend takes its operators from plugins",
+    )
+
+
+def fingerprint(function: Callable) -> str:
+    """Of a function's source, whatever its white space.
+
+    Raises:
+        OSError: the source is not there.
+    """
+    source = "".join(inspect.getsource(function).split())
+    return hashlib.sha256(source.encode()).hexdigest()[:12]
+
+
+def check_ranks() -> None:
+    """Raise ValueError where ranks share the tokens of a prefill."""
+    distributed = sys.modules.get("vllm.distributed.parallel_state")
+    group = getattr(distributed, "_PCP", None)
+    if group is not None and group.world_size > 1:
+        raise ValueError(f"prefill context parallel: got {group.world_size} ranks, needs 1")

@@ -1,0 +1,59 @@
+"""The gated delta rule token by token: the verification of drafted tokens."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import npu_ops
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.serving import NotOursError, check_device
+from npu_ops_adapters.vllm import functions
+
+MODULE = "vllm.model_executor.layers.fla.ops.fused_recurrent"
+_PARAMETERS = (
+    *("q", "k", "v", "g", "beta", "scale", "initial_state", "inplace_final_state", "cu_seqlens"),
+    *("ssm_state_indices", "num_accepted_tokens", "use_qk_l2norm_in_kernel"),
+)
+
+
+def patches() -> Iterable[Patch]:
+    """vLLM's `fused_recurrent_gated_delta_rule`, whose kernel vllm-ascend 0.18.0 replaces."""
+    yield functions.replaced(
+        f"{MODULE}:fused_recurrent_gated_delta_rule",
+        "fused_recurrent_gated_delta_rule",
+        ours,
+        "a kernel for each 32 values of a head, which reads all slots of padding",
+        _PARAMETERS,
+    )
+
+
+def ours(
+    q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True,
+    cu_seqlens=None, ssm_state_indices=None, num_accepted_tokens=None,
+    use_qk_l2norm_in_kernel=False,
+):  # fmt: skip
+    """q, k and v are `[1, tokens, heads, ...]`; initial_state is a pool, and is returned."""
+    check_device(q)
+    _check_order()
+    if beta is None or cu_seqlens is None or ssm_state_indices is None or not inplace_final_state:
+        raise ValueError("got another call than that of a server with a pool of states")
+    if q.shape[0] != 1 or beta.dim() != 3:
+        raise ValueError(f"beta: got {list(beta.shape)}, needs [1, tokens, HV]")
+    count = cu_seqlens.shape[0] - 1
+    o = npu_ops.gated_delta_rule_update(
+        (q[0], k[0], v[0]), g[0], beta[0], None, None, initial_state, ssm_state_indices[:count],
+        state_v_first=False, cu_seqlens=cu_seqlens, scale=scale,
+        num_accepted_tokens=None if num_accepted_tokens is None else num_accepted_tokens[:count],
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+    return o[None], initial_state
+
+
+def _check_order() -> None:
+    """Raise NotOursError unless states are `[keys, values]`: vLLM's own kernel has values first."""
+    kernel = getattr(sys.modules[MODULE], "fused_recurrent_gated_delta_rule_fwd_kernel", None)
+    while kernel is not None and not hasattr(kernel, "__module__"):
+        kernel = getattr(kernel, "fn", None)
+    if not str(getattr(kernel, "__module__", "")).startswith("vllm_ascend."):
+        raise NotOursError("the kernel is not vllm-ascend's")
