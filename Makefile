@@ -47,6 +47,10 @@ $(VENV)/ready: $(VENV)/torch pyproject.toml setup.py $(SOURCES)
 	$(BIN)/python tests/adapters/fetch_sglang.py
 	@touch $@
 
+.cache/vllm/ready: $(VENV)/ready tests/adapters/fetch_vllm.py tests/adapters/vllm_cpu/requirements.txt
+	$(BIN)/python tests/adapters/fetch_vllm.py
+	@touch $@
+
 demo: $(VENV)/ready .cache/megatron/0.16.1
 	$(BIN)/npu-ops demo --output report
 
@@ -62,15 +66,15 @@ ON_CPU := OMP_NUM_THREADS=1 $(BIN)/$(PYTEST) --dist loadgroup
 ON_NPU := OMP_NUM_THREADS=1 $(BIN)/npu-ops emulate -- $(PYTEST) --dist worksteal --device npu
 INTERPRETED := TRITON_INTERPRET=1 $(ON_CPU)
 
-FETCHED := $(patsubst %,.cache/%/ready,chromium megatron sglang frameworks trainers)
+FETCHED := $(patsubst %,.cache/%/ready,chromium megatron sglang frameworks trainers vllm)
 
 # All at once: each waits for its downloads, and unpacks with one core.
 fetch: $(VENV)/ready
-	@$(MAKE) --no-print-directory --jobs 5 $(FETCHED)
+	@$(MAKE) --no-print-directory --jobs 6 $(FETCHED)
 
 # The linters read while downloads are waited for.
 test: $(VENV)/ready
-	@$(MAKE) --no-print-directory --jobs 6 check $(FETCHED)
+	@$(MAKE) --no-print-directory --jobs 7 check $(FETCHED)
 	$(ON_CPU) -m "not slow"
 	$(INTERPRETED) -m "not slow" tests/interpreted
 	$(ON_NPU) -m "not slow" tests/ops

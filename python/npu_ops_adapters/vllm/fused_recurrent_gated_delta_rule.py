@@ -53,7 +53,7 @@ def ours(
 def _check_order() -> None:
     """Raise NotOursError unless states are `[keys, values]`: vLLM's own kernel has values first."""
     kernel = getattr(sys.modules[MODULE], "fused_recurrent_gated_delta_rule_fwd_kernel", None)
-    while kernel is not None and not hasattr(kernel, "__module__"):
-        kernel = getattr(kernel, "fn", None)
-    if not str(getattr(kernel, "__module__", "")).startswith("vllm_ascend."):
+    while hasattr(kernel, "fn"):  # what Triton's decorators make
+        kernel = kernel.fn
+    if not (getattr(kernel, "__module__", None) or "").startswith("vllm_ascend."):
         raise NotOursError("the kernel is not vllm-ascend's")

@@ -1,0 +1,67 @@
+"""Makes .cache/vllm: vLLM's and vllm-ascend's Python, and what they need on a CPU.
+
+python tests/adapters/fetch_vllm.py
+
+vLLM's wheel is 0.4 GB of CUDA. Its source makes an installation without native code if told so, as
+vllm-ascend's instructions have it. torch stays the environment's. torchvision's binary does not
+load beside it; its Python is enough, once two operators are declared.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import fetching
+from fetch_sglang import DECLARED
+
+FOLDER = fetching.CACHE / "vllm"
+VERSION = "0.18.0"
+READ = "0.23.0"
+BUILDS = FOLDER / "setuptools-scm-8.3.1"  # for vLLM's setup.py
+REQUIREMENTS = pathlib.Path(__file__).parent / "vllm_cpu" / "requirements.txt"
+
+
+def tree() -> pathlib.Path:
+    """The folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
+    return fetching.tree(FOLDER / VERSION, "tests/adapters/fetch_vllm.py")
+
+
+def ascend() -> pathlib.Path:
+    """A later vllm-ascend, to be read: it needs another vLLM to run."""
+    return fetching.tree(FOLDER / f"ascend-{READ}", "tests/adapters/fetch_vllm.py")
+
+
+def fetch() -> None:
+    """Download it all, unless it is there."""
+    fetching.install(FOLDER / f"ascend-{READ}", f"vllm-ascend=={READ}")
+    fetching.install(BUILDS, "setuptools-scm==8.3.1")
+    if (FOLDER / VERSION).exists():
+        return
+    print("0.2 GB, a minute", flush=True)
+    with fetching.whole(FOLDER / VERSION) as partial:
+        into = ("--no-compile", "--target", str(partial))
+        fetching.pip(
+            "install", *into, f"vllm-ascend=={VERSION}", "--requirement", str(REQUIREMENTS)
+        )
+        _build(*into)
+        with open(partial / "torchvision" / "extension.py", "a") as extension:
+            extension.write(DECLARED)
+
+
+def _build(*into: str) -> None:
+    """Install vLLM from its source, without native code."""
+    path = os.pathsep.join(filter(None, (str(BUILDS), os.environ.get("PYTHONPATH"))))
+    settings = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": VERSION}
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        + ["--no-deps", "--no-build-isolation", "--no-binary=vllm", *into, f"vllm=={VERSION}"],
+        env=os.environ | {"PYTHONPATH": path} | settings,
+        check=True,
+    )
+
+
+if __name__ == "__main__":
+    fetch()

@@ -1,0 +1,146 @@
+"""What vllm-ascend 0.18.0 needs of an NPU, on a CPU; Triton's interpreter runs its kernels.
+
+Stand-ins, all else is the published source:
+
+- `torch_npu` and `torch.npu`: empty modules, with one operator each in `OPERATORS` below;
+- Triton's driver: how many cores there are; and names of `triton.language` that modules have bound,
+  which the interpreter does not replace;
+- `vllm_ascend.patch.worker`: its package, without the modules that it imports for other models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.machinery
+import importlib.util
+import pathlib
+import sys
+import types
+
+import torch
+
+MODULES = (
+    "torch_npu",
+    "torch_npu.npu",
+    "torch_npu._C",
+    "torch_npu.op_plugin",
+    "torch_npu.op_plugin.atb",
+)
+
+
+class StandIn(types.ModuleType):
+    """A module in which every name that is asked for is an empty class, for annotations."""
+
+    def __init__(self, name: str, folder: str | None = None, **members):
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        self.__path__ = [folder] if folder else []
+        vars(self).update(members)
+        sys.modules[name] = self
+        owner, _, last = name.rpartition(".")
+        if owner in sys.modules:
+            setattr(sys.modules[owner], last, self)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, type(name, (), {}))
+        return getattr(self, name)
+
+
+def install() -> None:
+    """Put all of them in place, before vLLM is imported."""
+    for name in MODULES:
+        StandIn(name)
+    torch.npu = StandIn(
+        "torch.npu", is_available=lambda: False, current_device=lambda: 0,
+        device=lambda index: contextlib.nullcontext(),
+    )  # fmt: skip
+    sys.modules["torch_npu"].npu_recurrent_gated_delta_rule = recurrent_gated_delta_rule
+    from triton.runtime.driver import driver
+
+    utils = types.SimpleNamespace(
+        get_device_properties=lambda device: {"num_vectorcore": 4, "num_aicore": 2}
+    )
+    driver.set_active(
+        types.SimpleNamespace(
+            get_benchmarker=lambda: None, get_current_device=lambda: 0, utils=utils
+        )
+    )
+    root = pathlib.Path(importlib.util.find_spec("vllm_ascend").origin).parent
+    StandIn("vllm_ascend.patch.worker", str(root / "patch" / "worker"))
+    install.library = torch.library.Library("_C_ascend", "FRAGMENT")
+    install.library.define(
+        "npu_causal_conv1d_custom(Tensor x, Tensor weight, *, Tensor(a!) conv_state, "
+        "Tensor? bias_opt, int[] query_start_loc_opt, int[] cache_indices_opt, "
+        "int[] initial_state_mode_opt, int[] num_accepted_tokens_opt, int activation_mode, "
+        "int pad_slot_id, int run_mode) -> Tensor"
+    )
+    install.library.impl("npu_causal_conv1d_custom", causal_conv1d_custom, "CPU")
+
+
+def for_the_interpreter(prefix: str) -> None:
+    """Make `exp = tl.exp` of modules a function: the interpreter replaces what `tl` has alone."""
+    import triton.language as tl
+
+    for module in [m for name, m in sys.modules.items() if name.startswith(prefix)]:
+        for name, value in list(vars(module).items()):
+            if value is not None and value is getattr(tl, name, None) and callable(value):
+                setattr(module, name, functools.partial(_called_late, name))
+
+
+def _called_late(name: str, *args, **kwargs):
+    import triton.language as tl
+
+    return getattr(tl, name)(*args, **kwargs)
+
+
+def causal_conv1d_custom(
+    x, weight, *, conv_state, bias_opt, query_start_loc_opt, cache_indices_opt,
+    initial_state_mode_opt, num_accepted_tokens_opt, activation_mode, pad_slot_id, run_mode,
+):  # fmt: skip
+    """vllm-ascend's AscendC operator for prefills, by vllm-ascend's function of PyTorch."""
+    from vllm_ascend.ops.triton.mamba.causal_conv1d import causal_conv1d_ref
+
+    assert run_mode == 0 and not num_accepted_tokens_opt
+    y, starts, rows = torch.zeros_like(x), query_start_loc_opt, weight.shape[0] - 1
+    for n, slot in enumerate(cache_indices_opt):
+        if slot == pad_slot_id or starts[n] == starts[n + 1]:
+            continue
+        before = conv_state[slot, :rows].T[None]
+        if not initial_state_mode_opt[n]:
+            before = torch.zeros_like(before)
+        span = slice(starts[n], starts[n + 1])
+        out, after = causal_conv1d_ref(
+            x[span].T[None], weight.T, bias_opt, before, True,
+            activation="silu" if activation_mode else None,
+        )  # fmt: skip
+        y[span] = out[0].T
+        conv_state[slot, :rows] = after[0].T[-rows:]
+    return y
+
+
+def recurrent_gated_delta_rule(
+    query, key, value, g, beta, state, scale, actual_seq_lengths, ssm_state_indices,
+    num_accepted_tokens=None,
+):  # fmt: skip
+    """torch_npu's operator: states are `[values, keys]`, and one is kept behind each token.
+
+    ssm_state_indices: `[T]`, or with drafted tokens `[N * S]`: S slots a sequence.
+    """
+    count, o = len(actual_seq_lengths), torch.zeros_like(value)
+    slots, group = ssm_state_indices.view(count, -1), value.shape[1] // key.shape[1]
+    first = 0
+    for n, length in enumerate(actual_seq_lengths.tolist()):
+        column = 0 if num_accepted_tokens is None else int(num_accepted_tokens[n]) - 1
+        S = state[slots[n, column]].float() if length else None
+        for step in range(length):
+            q, k = (x[first + step].float().repeat_interleave(group, 0) for x in (query, key))
+            S = S * g[first + step].float().exp()[:, None, None]
+            error = value[first + step].float() - (S * k[:, None]).sum(-1)
+            S = S + (error * beta[first + step].float()[:, None])[:, :, None] * k[:, None]
+            o[first + step] = ((S * q[:, None]).sum(-1) * scale).to(o.dtype)
+            state[slots[n, step if slots.shape[1] > 1 else 0]] = S.to(state.dtype)
+        first += length
+    return o
