@@ -83,6 +83,7 @@ test: $(VENV)/ready
 # MEGATRON: a clone of Megatron-LM, whose own tests then run without npu-ops and with it.
 # TRANSFORMERS: a clone of transformers, whose own tests of six model families run likewise.
 # SGL_KERNEL_NPU: a clone of sgl-kernel-npu, whose own tests then run on the emulated NPU.
+# VLLM_ASCEND: a clone of vllm-ascend, likewise.
 # PTO: a clone of PTO-ISA, with whose simulator the twin's instructions are compared.
 test-all: check fetch
 	$(ON_CPU)
@@ -92,6 +93,7 @@ test-all: check fetch
 	$(if $(MEGATRON),$(BIN)/python tests/adapters/upstream_megatron.py $(MEGATRON))
 	$(if $(TRANSFORMERS),$(BIN)/python tests/adapters/upstream_transformers.py $(TRANSFORMERS))
 	$(if $(SGL_KERNEL_NPU),$(BIN)/python tests/adapters/upstream_sgl_kernel_npu.py $(SGL_KERNEL_NPU))
+	$(if $(VLLM_ASCEND),$(BIN)/python tests/adapters/upstream_vllm_ascend.py $(VLLM_ASCEND))
 	$(if $(PTO),$(BIN)/python tests/emulator/upstream_pto.py $(PTO))
 	$(BIN)/python tests/emulator/upstream_bisheng.py
 

@@ -85,8 +85,8 @@ WATCHED = frozenset(
         "vllm.model_executor.layers.fla.ops.fused_recurrent",
         "vllm.model_executor.layers.fla.ops.l2norm",
         "vllm.third_party.flash_linear_attention.ops.l2norm",
-        "vllm_ascend.ops.gdn",
         "vllm_ascend.ops.layernorm",
+        "vllm_ascend.ops.rotary_embedding",
         "vllm_ascend.ops.triton.fla.chunk",
         "vllm_ascend.ops.triton.fla.l2norm",
         "vllm_ascend.ops.triton.fla.sigmoid_gating",
@@ -94,6 +94,7 @@ WATCHED = frozenset(
         "vllm_ascend.ops.triton.mamba.causal_conv1d",
         "vllm_ascend.patch.worker.patch_qwen3_5",
         "vllm_ascend.patch.worker.patch_qwen3_next",
+        "vllm_ascend.patch.worker.patch_qwen3vl",
     }
 )
 

@@ -8,13 +8,14 @@ import json
 import pathlib
 import subprocess
 import sys
+import types
 
 import fetch_vllm
 import pytest
 from npu_ops_adapters import vllm
-from npu_ops_adapters.vllm import gated_delta_net
+from npu_ops_adapters.vllm import gated_delta_net, qk_norm_rope
 from processes import environment
-from vllm_cpu import checks, functions
+from vllm_cpu import checks, functions, rotary
 
 pytestmark = pytest.mark.xdist_group("vllm")
 HERE = pathlib.Path(__file__).parent
@@ -26,7 +27,7 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
 }
-NAMES = [function.__name__ for function in (*checks.CHECKS, *functions.CHECKS)]
+NAMES = [function.__name__ for function in (*checks.CHECKS, *functions.CHECKS, *rotary.CHECKS)]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,22 @@ def test_ours_beside_vllm_ascend_s(errors, name):
     assert errors[name] is None, f"{name}:\n{errors[name]}"
 
 
+# Where a later vllm-ascend defines the methods that it gives to vLLM's classes.
+DEFINED = {
+    "patch_qwen3_5:Qwen3NextAttention.forward": "patch_qwen3_5:AscendQwen3NextAttention.forward",
+    "patch_qwen3_5:Qwen3_5GatedDeltaNet._forward_core": (
+        "vllm_ascend.ops.gdn:AscendGatedDeltaNetAttention._forward_core"
+    ),
+    "patch_qwen3vl:Qwen3Attention.forward": "patch_qwen3vl:forward_with_split_qkv_rmsnorm_mrope",
+    "patch_qwen3vl:Qwen3MoeAttention.forward": "patch_qwen3vl:forward_with_split_qkv_rmsnorm_mrope",
+}
+
+
 def definition(folder: pathlib.Path, target: str) -> tuple[ast.FunctionDef, str] | None:
     """The function that a patch replaces, and its source; None: this version has no such module."""
+    target = DEFINED.get(target.removeprefix(f"{qk_norm_rope.WORKER}."), target)
+    if target.startswith("patch_"):
+        target = f"{qk_norm_rope.WORKER}.{target}"
     module, _, attribute = target.partition(":")
     path = folder / f"{module.replace('.', '/')}.py"
     if not path.exists():
@@ -73,11 +88,29 @@ def test_the_patches_know_the_source_of_0_23_0():
         parameters = tuple(arg.arg for arg in function.args.args)
         assert parameters in patch.signatures, (patch.target, parameters)
         known.add(patch.op)
+        digest = hashlib.sha256("".join(source.split()).encode()).hexdigest()[:12]
         if patch.op == "gated_delta_net":
-            digest = hashlib.sha256("".join(source.split()).encode()).hexdigest()[:12]
-            form = gated_delta_net.FORMS[digest]
-            assert form == gated_delta_net.Form(v_first=True, sends=False)
+            assert gated_delta_net.FORMS[digest] == gated_delta_net.Form(v_first=True, sends=False)
+        if patch.op == "qk_norm_rope":
+            gated = patch.target.endswith(":Qwen3NextAttention.forward")
+            form = qk_norm_rope.ours_into if gated else qk_norm_rope.ours
+            assert qk_norm_rope.FORMS[digest] is form
     assert known == {
-        *("causal_conv1d_update", "chunk_gated_delta_rule", "gated_delta_net"),
-        *("gated_delta_rule_update", "gdn_gate", "l2norm", "rms_norm_gated"),
+        *("causal_conv1d_update", "chunk_gated_delta_rule", "gated_delta_net", "qk_norm_rope"),
+        *("gated_delta_rule_update", "gdn_gate", "l2norm", "mrope", "rms_norm_gated", "rope"),
     }
+
+
+def test_a_later_vllm_ascend_gives_its_method_to_two_classes(monkeypatch):
+    module = types.ModuleType(f"{gated_delta_net.WORKER}.patch_qwen3_5")
+    module._GDN_PATCH_TARGET = module.AscendGatedDeltaNetAttention = object
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    targets = [patch.target for patch in vllm.patches() if patch.op == "gated_delta_net"]
+    assert [target.partition(":")[2] for target in targets] == [
+        "Qwen3NextGatedDeltaNet._forward_core",
+        "_GDN_PATCH_TARGET._forward_core",
+        "AscendGatedDeltaNetAttention._forward_core",
+    ]
+    patch_module = (fetch_vllm.ascend() / f"{module.__name__.replace('.', '/')}.py").read_text()
+    for name in ("_GDN_PATCH_TARGET", "AscendGatedDeltaNetAttention"):
+        assert name in patch_module

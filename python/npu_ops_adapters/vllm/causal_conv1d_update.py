@@ -32,14 +32,20 @@ def ours(
     num_accepted_tokens=None, query_start_loc=None, max_query_len=-1, pad_slot_id=-1,
     block_idx_last_scheduled_token=None, initial_state_idx=None, validate_data=False,
 ):  # fmt: skip
-    """x is `[B, D]`, `[B, T, D]` or, with query_start_loc, `[tokens, D]`; slots are `[D, L]`."""
+    """x is `[B, D]`, with query_start_loc `[tokens, D]`; slots are `[D, L]`.
+
+    Or it is `[B, D, T]`, as vllm-ascend's documentation and tests have it, or `[B, T, D]`, as its
+    code does.
+    """
     check_device(x)
     refuse(
         block_idx_last_scheduled_token=block_idx_last_scheduled_token,
         initial_state_idx=initial_state_idx,
     )
-    return npu_ops.causal_conv1d_update(
-        x,
+    channels = weight.shape[0]
+    turned = x.dim() == 3 and x.shape[1] == channels != x.shape[2]
+    y = npu_ops.causal_conv1d_update(
+        x.transpose(1, 2) if turned else x,
         conv_state,
         weight,
         bias,
@@ -49,3 +55,4 @@ def ours(
         query_start_loc,
         pad_slot_id=-1 if pad_slot_id is None else pad_slot_id,
     )
+    return y.transpose(1, 2) if turned else y

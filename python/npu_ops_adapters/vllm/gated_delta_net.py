@@ -33,11 +33,6 @@ from npu_ops_adapters.serving import (
 from npu_ops_adapters.vllm import functions
 
 WORKER = "vllm_ascend.patch.worker"
-TARGETS = (
-    f"{WORKER}.patch_qwen3_next:Qwen3NextGatedDeltaNet._forward_core",
-    f"{WORKER}.patch_qwen3_5:Qwen3_5GatedDeltaNet._forward_core",
-    "vllm_ascend.ops.gdn:AscendGatedDeltaNetAttention._forward_core",
-)
 
 
 class Form(NamedTuple):
@@ -61,7 +56,7 @@ FORMS = {  # by functions.fingerprint
 
 def patches() -> Iterable[Patch]:
     """The method that vLLM's operator `gdn_attention_core` calls."""
-    for target in TARGETS:
+    for target in _targets():
         yield Patch(
             target=target,
             op="gated_delta_net",
@@ -71,6 +66,19 @@ def patches() -> Iterable[Patch]:
             versions=functions.VERSIONS,
             remove_when="vllm-ascend takes the core of Gated Delta Net from plugins",
         )
+
+
+def _targets() -> Iterable[str]:
+    """The classes of vLLM's models, by their names in the modules that give them the method.
+
+    Before those have run, the names are those of 0.18.0.
+    """
+    yield f"{WORKER}.patch_qwen3_next:Qwen3NextGatedDeltaNet._forward_core"
+    module = f"{WORKER}.patch_qwen3_5"
+    newer = ("_GDN_PATCH_TARGET", "AscendGatedDeltaNetAttention")
+    since_0_23 = hasattr(sys.modules.get(module), newer[0])
+    for name in newer if since_0_23 else ("Qwen3_5GatedDeltaNet",):
+        yield f"{module}:{name}._forward_core"
 
 
 def _made(target: str, original: Callable) -> Callable:

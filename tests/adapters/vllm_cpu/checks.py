@@ -26,10 +26,14 @@ from vllm_cpu.layers import DRAFTED, Pools, metadata, run
 
 WORKER = "vllm_ascend.patch.worker"
 MODULES = (
-    *(f"{WORKER}.patch_{name}" for name in ("triton", "gdn_attn", "qwen3_next", "qwen3_5")),
+    *(
+        f"{WORKER}.patch_{name}"
+        for name in ("triton", "gdn_attn", "qwen3_next", "qwen3_5", "qwen3vl")
+    ),
     "vllm_ascend.ops.layernorm",
+    "vllm_ascend.ops.register_custom_ops",
 )
-ABSENT = {"vllm_ascend.ops.gdn", "vllm.third_party.flash_linear_attention.ops.l2norm"}
+ABSENT = {"vllm.third_party.flash_linear_attention.ops.l2norm"}
 CORES = (
     f"{WORKER}.patch_qwen3_next.Qwen3NextGatedDeltaNet",
     f"{WORKER}.patch_qwen3_5.Qwen3_5GatedDeltaNet",
@@ -75,7 +79,7 @@ def every_patch_of_this_version_is_applied():
     waiting = {target.partition(":")[0] for (target, _), s in found.items() if "not imported" in s}
     assert waiting == ABSENT, found
     others = {key: said for key, said in found.items() if key[0].partition(":")[0] not in ABSENT}
-    assert set(others.values()) == {"applied"} and len(others) == 11, others
+    assert set(others.values()) == {"applied"} and len(others) == 16, others
 
 
 @check
@@ -208,10 +212,10 @@ def start():
 
 
 def main():
-    from vllm_cpu import functions
+    from vllm_cpu import functions, rotary
 
     start()
-    for function in (*CHECKS, *functions.CHECKS):
+    for function in (*CHECKS, *functions.CHECKS, *rotary.CHECKS):
         error = None
         try:
             function()

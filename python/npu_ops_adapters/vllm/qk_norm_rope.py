@@ -1,0 +1,138 @@
+"""Attention of Qwen3-VL, Qwen3-Next and Qwen3.5 up to its rotation: split, norms of heads, rope.
+
+vllm-ascend gathers the table's rows by position, converts them, adds 1 to the norms' weights where
+they are beside 1, and then runs one kernel; for Qwen3-Next's text it runs all of it apart. npu-ops
+runs one kernel, which looks up the rows. Qwen3 without images is left to vllm-ascend, whose graph
+fuses it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import npu_ops
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.serving import check_device
+from npu_ops_adapters.vllm import functions, rope
+
+WORKER = "vllm_ascend.patch.worker"
+_NORMS = {  # whether their weights are beside 1
+    "RMSNorm": False, "AscendRMSNorm": False, "GemmaRMSNorm": True, "AscendGemmaRMSNorm": True,
+}  # fmt: skip
+
+
+def patches() -> Iterable[Patch]:
+    """The methods of vLLM's attention that vllm-ascend has replaced."""
+    for target, signatures in (
+        ("patch_qwen3vl:Qwen3Attention", (("self", "positions", "hidden_states"),)),
+        ("patch_qwen3vl:Qwen3MoeAttention", (("self", "positions", "hidden_states"),)),
+        (
+            "patch_qwen3_5:Qwen3NextAttention",
+            (
+                ("self", "positions", "output", "hidden_states"),
+                ("self", "positions", "hidden_states", "output"),
+            ),
+        ),
+    ):
+        target = f"{WORKER}.{target}.forward"
+        yield Patch(
+            target=target,
+            op="qk_norm_rope",
+            make=functools.partial(_made, target),
+            why="the table's rows are gathered and converted first, and weights are added to",
+            signatures=signatures,
+            versions=functions.VERSIONS,
+            remove_when="vllm-ascend's kernel looks up angles by position",
+        )
+
+
+def _made(target: str, original: Callable) -> Callable:
+    """Refused where the source is another, which may do more than attention."""
+    if functions.fingerprint(original) not in FORMS:
+        raise ValueError(f"its source is none of those of {functions.VERSIONS}")
+    ours = functions.made(FORMS[functions.fingerprint(original)], target, original)
+
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_forward(self, *args, **kwargs):
+        # No exception for what is not ours: this is traced, and a break of the graph is an error.
+        if why_not(self):
+            return original(self, *args, **kwargs)
+        return ours(self, *args, **kwargs)
+
+    return npu_ops_forward
+
+
+def why_not(attention) -> str | None:
+    """None, or why this layer's attention is vllm-ascend's."""
+    embedding, q_norm, k_norm = attention.rotary_emb, attention.q_norm, attention.k_norm
+    kind = type(embedding).__name__
+    gated = hasattr(attention, "attn_output_gate")
+    if kind != "AscendMRotaryEmbedding" and not (kind == "AscendRotaryEmbedding" and gated):
+        return f"{kind}: vllm-ascend fuses it, or it rotates in its own way"
+    if getattr(embedding, "use_mtp", False):
+        return "a draft model's positions may have to be gathered from other ranks"
+    if type(q_norm).__name__ not in _NORMS or type(k_norm) is not type(q_norm):
+        return f"{type(q_norm).__name__}: another norm"
+    if getattr(q_norm, "bias_loaded", False) or getattr(k_norm, "bias_loaded", False):
+        return "the norms have a bias"
+    if q_norm.variance_epsilon != k_norm.variance_epsilon:
+        return "the norms have two epsilons"
+    return None
+
+
+def prepared(self, positions, hidden_states, gated: bool = False):
+    """q, k and v `[T, heads * D]`, and the gate or None."""
+    check_device(hidden_states)
+    embedding, norm = self.rotary_emb, self.q_norm
+    qkv, _ = self.qkv_proj(hidden_states)
+    sections = {}
+    if positions.dim() == 2:
+        layout = "interleaved" if embedding.mrope_interleaved else "chunked"
+        sections = {"mrope_section": list(embedding.mrope_section), "section_layout": layout}
+    *heads, gate = npu_ops.qk_norm_rope_cached(
+        positions,
+        qkv,
+        norm.weight,
+        self.k_norm.weight,
+        embedding.cos_sin_cache,
+        num_heads=self.num_heads,
+        num_kv_heads=self.num_kv_heads,
+        eps=norm.variance_epsilon,
+        zero_centered=_NORMS[type(norm).__name__],
+        gated=gated,
+        pair_layout=rope.pair_layout(embedding.is_neox_style),
+        rotary_dim=embedding.rotary_dim,
+        **sections,
+    )
+    return *(x.flatten(1) for x in heads), gate if gate is None else gate.flatten(1)
+
+
+def ours(self, positions, hidden_states):
+    """Qwen3-VL's."""
+    q, k, v, _ = prepared(self, positions, hidden_states)
+    return self.o_proj(self.attn(q, k, v))[0]
+
+
+def ours_gated(self, positions, hidden_states, output=None):
+    """Qwen3-Next's and Qwen3.5's: the result, also written to output if that is given."""
+    q, k, v, gate = prepared(self, positions, hidden_states, bool(self.attn_output_gate))
+    o = self.attn(q, k, v)
+    if gate is not None:
+        o = o * gate.sigmoid()
+    out = self.o_proj(o)[0]
+    if output is not None:
+        output[:] = out
+    return out
+
+
+def ours_into(self, positions, output, hidden_states):
+    """The same with the arguments of 0.18.0 and 0.23.0, which return nothing."""
+    ours_gated(self, positions, hidden_states, output)
+
+
+FORMS = {  # by functions.fingerprint
+    "3501a4e14b99": ours,  # 0.18.0, 0.23.0, main
+    "e08eb2ad203d": ours_into,  # 0.18.0, 0.23.0
+    "76d083daf813": ours_gated,  # main of August 2026
+}

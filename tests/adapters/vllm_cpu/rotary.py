@@ -1,0 +1,186 @@
+"""Rotary embeddings, and attention up to them, beside vLLM's own PyTorch.
+
+vllm-ascend's kernels for them use extensions of Triton that the interpreter does not have.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import types
+
+import torch
+
+from vllm_cpu.checks import WORKER, Calls, close
+from vllm_cpu.layers import rows
+
+HOME = "vllm_ascend.ops.rotary_embedding"
+LAYERS = "vllm.model_executor.layers"
+CHECKS = []
+TOKENS, POSITIONS = 9, 64
+
+
+def check(function):
+    CHECKS.append(function)
+    return function
+
+
+def bare(dotted, **members):
+    """An instance of a class of vLLM's, without what its `__init__` asks a server for."""
+    made = pkgutil.resolve_name(dotted)
+    made = made.__new__(made)
+    torch.nn.Module.__init__(made)
+    vars(made).update(members)
+    return made
+
+
+def embedding(kind, head, width, section=None, interleaved=True, neox=True):
+    """kind: a class of vllm-ascend's or of vLLM's."""
+    common = pkgutil.resolve_name(f"{LAYERS}.rotary_embedding.common")
+    native = functools.partial(common.ApplyRotaryEmb.forward_static, is_neox_style=neox)
+    angles = torch.arange(POSITIONS)[:, None] * 2.0 ** -torch.arange(width // 2)
+    return bare(
+        kind, head_size=head, rotary_dim=width, mrope_section=section, is_neox_style=neox,
+        mrope_interleaved=interleaved, cos_sin_cache=torch.cat((angles.cos(), angles.sin()), 1),
+        apply_rotary_emb=types.SimpleNamespace(forward_native=native),
+    )  # fmt: skip
+
+
+OURS, PLAIN = f"{HOME}.AscendMRotaryEmbedding", f"{HOME}.AscendRotaryEmbedding"
+THEIRS = f"{LAYERS}.rotary_embedding.MRotaryEmbedding"
+FORMS = (
+    (128, 128, [24, 20, 20], True, True),  # Qwen3-VL
+    (64, 64, [16, 8, 8], False, True),  # Qwen2-VL's order
+    (128, 64, [11, 11, 10], True, True),  # Qwen3.5: part of a head
+)
+
+
+def steps():
+    """Positions of text, and of images."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.arange(TOKENS), torch.randint(POSITIONS, (3, TOKENS), generator=generator)
+
+
+@check
+def rope_of_text():
+    operator = importlib.import_module(HOME).rope_forward_oot
+    native = importlib.import_module(f"{LAYERS}.rotary_embedding.base").RotaryEmbedding
+    positions = steps()[1][0]
+    for head, width, neox in ((64, 64, True), (128, 64, True), (64, 64, False)):
+        made = embedding(THEIRS, head, width, neox=neox)
+        q, k = rows(TOKENS, 4 * head, dtype=torch.float32), rows(TOKENS, head, dtype=torch.float32)
+        table = made.cos_sin_cache
+        with Calls() as counted:
+            found = operator(positions, q, k, table, head, width, neox)
+        assert counted.found == ["rope"]
+        right = native.forward_static(positions, q, k, head, width, table, neox)
+        for one, other in zip(found, right, strict=True):
+            close(one, other, 1e-5)
+
+
+@check
+def vllm_ascend_s_operator_is_made_of_ours():
+    held = importlib.import_module("vllm_ascend.ops.register_custom_ops").rope_forward_oot
+    assert held.__module__ == "npu_ops_adapters.serving" and held.__wrapped__.__module__ == HOME
+    schema = str(torch.ops.vllm.npu_rotary_embedding.default._schema)
+    assert "Tensor cos_sin_cache, SymInt head_size" in schema, schema
+
+
+@check
+def rope_of_images():
+    for head, width, section, interleaved, neox in FORMS:
+        made = embedding(OURS, head, width, section, interleaved, neox)
+        own = embedding(THEIRS, head, width, section, interleaved, neox)
+        q, k = rows(TOKENS, 4 * head, dtype=torch.float32), rows(TOKENS, head, dtype=torch.float32)
+        for positions, op in zip(steps(), ("rope", "mrope"), strict=True):
+            with Calls() as counted:
+                found = made.forward_oot(positions, q, k)
+            assert counted.found == [op], counted.found
+            for one, other in zip(found, own.forward_native(positions, q, k), strict=True):
+                close(one, other, 1e-5)
+
+
+def attention(norm, rotary, head, gated):
+    """A layer around its middle: what the projection gives, and what attention gets."""
+    weights = (rows(head, seed=seed, dtype=torch.float32) / 8 + 1 - int(gated) for seed in (5, 6))
+    q_norm, k_norm = (
+        bare(
+            f"{LAYERS}.layernorm.{norm}", weight=weight, variance_epsilon=1e-6, hidden_size=head,
+            has_weight=True, variance_size_override=None,
+        )
+        for weight in weights
+    )  # fmt: skip
+    for made in (q_norm, k_norm):
+        made._forward_method = made.forward_native
+    seen = []
+
+    def attend(*qkv):
+        seen.append([x.clone() for x in qkv])
+        return qkv[0] * 2
+
+    made = types.SimpleNamespace(
+        qkv_proj=lambda x: (x, None), o_proj=lambda x: (x + 1, None), attn=attend, num_heads=4,
+        num_kv_heads=2, head_dim=head, q_size=4 * head, kv_size=2 * head, rotary_emb=rotary,
+        q_norm=q_norm, k_norm=k_norm, config=types.SimpleNamespace(model_type="qwen3_next"),
+    )  # fmt: skip
+    if gated:
+        made.attn_output_gate = True
+    return made, seen
+
+
+MODELS = (
+    (f"{WORKER}.patch_qwen3vl.Qwen3Attention", "RMSNorm", False),
+    (f"{WORKER}.patch_qwen3vl.Qwen3MoeAttention", "RMSNorm", False),
+    (f"{WORKER}.patch_qwen3_5.Qwen3NextAttention", "GemmaRMSNorm", True),
+)
+
+
+@check
+def attention_up_to_its_rotation_is_one_launch():
+    for dotted, norm, gated in MODELS:
+        ours = pkgutil.resolve_name(dotted).forward
+        for head, width, section, interleaved, neox in FORMS:
+            form = (head, width, section, interleaved, neox)
+            x = rows(TOKENS, (8 + 4 * gated) * head, dtype=torch.float32)
+            for positions in steps():
+                own = embedding(THEIRS, *form).forward_native  # no class that the method asks for
+                for function, rotary, wanted in (
+                    (ours, embedding(OURS, *form), ["qk_norm_rope"]), (ours.__wrapped__, own, [])
+                ):  # fmt: skip
+                    made, seen = attention(norm, rotary, head, gated)
+                    out = torch.full((TOKENS, 4 * head), torch.nan)
+                    with torch.no_grad(), Calls() as counted:
+                        if gated:
+                            function(made, positions=positions, output=out, hidden_states=x)
+                        else:
+                            out = function(made, positions=positions, hidden_states=x)
+                    assert counted.found == wanted, (dotted, counted.found)
+                    if wanted:
+                        mine = out, *seen[0]
+                for one, other in zip(mine, (out, *seen[0]), strict=True):
+                    close(one, other, 2e-5)
+
+
+@check
+def it_is_traced():
+    """vLLM compiles models with Dynamo, in which a break of the graph is an error."""
+    ours = pkgutil.resolve_name(MODELS[0][0]).forward
+    made, _ = attention("RMSNorm", embedding(OURS, 128, 128, [24, 20, 20]), 128, False)
+    made.attn = lambda q, k, v: q + k.repeat(1, 2)
+    x, positions = rows(TOKENS, 8 * 128, dtype=torch.float32), steps()[1]
+    compiled = torch.compile(lambda p, x: ours(made, p, x), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        close(compiled(positions, x), ours(made, positions, x), 1e-6)
+
+
+@check
+def qwen3_without_images_is_vllm_ascend_s():
+    """Whose graph fuses it, by a pattern that ours would hide."""
+    ours = pkgutil.resolve_name(MODELS[0][0]).forward
+    rotary = embedding(PLAIN, 64, 64)
+    rotary._forward_method = lambda positions, q, k: (q, k)
+    made, seen = attention("RMSNorm", rotary, 64, False)
+    with torch.no_grad(), Calls() as counted:
+        ours(made, steps()[0], rows(TOKENS, 8 * 64, dtype=torch.float32))
+    assert counted.found == [] and len(seen) == 1
