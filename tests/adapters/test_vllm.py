@@ -47,6 +47,26 @@ def test_ours_beside_vllm_ascend_s(errors, name):
     assert errors[name] is None, f"{name}:\n{errors[name]}"
 
 
+@pytest.mark.slow
+def test_the_core_of_a_layer_on_the_emulated_npu():
+    """vLLM's metadata, the real torch_npu, and our kernels by the vendor's compiler."""
+    path = environment(fetch_vllm.tree(), HERE, HERE.parent, OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        [sys.executable, "-m", "npu_ops_tools", "emulate", "--", "python", "-m", "vllm_cpu.on_npu"],
+        env=path | {"VLLM_PLUGINS": "none"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
+    assert len(rows) == 10
+    step = ["causal_conv1d_update", "gated_delta_rule_update"]
+    prefill = ["causal_conv1d", "gdn_gate", "chunk_gated_delta_rule"]
+    for name, called, (out, conv, states) in rows:
+        assert called == step * (name != "prefill") + prefill * (
+            "pref" in name or name == "mixture"
+        )
+        assert conv == 0 and out < 1e-4 and states < 1e-5, (name, out, conv, states)
+
+
 # Where a later vllm-ascend defines the methods that it gives to vLLM's classes.
 DEFINED = {
     "patch_qwen3_5:Qwen3NextAttention.forward": "patch_qwen3_5:AscendQwen3NextAttention.forward",

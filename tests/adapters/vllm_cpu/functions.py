@@ -329,3 +329,21 @@ def a_rollout_that_must_be_consistent_says_why_it_is_not():
                 assert why in str(error), error
             else:
                 raise AssertionError(mode)
+
+
+@check
+def consistent_tokens_have_the_same_bits_prompted_and_decoded():
+    """Of 16 value heads: on CPUs PyTorch's `exp` has other bits for what is left of a vector."""
+    cls, outs = pkgutil.resolve_name(CORES[0]), []
+    sizes = {"VALUE_HEADS": 16, "CHANNELS": (2 * HEADS + 16) * DIM}
+    with env.override(consistent="tokens"), mock.patch.multiple("vllm_cpu.layers", **sizes):
+        for cuts in ((70,), (40, 27, 1, 1, 1)):
+            pools, seen, found = Pools.make([]), 0, []
+            for length in cuts:
+                step = metadata([length], [seen], [3])
+                found.append(run(cls._forward_core, cls, pools, step, skip=seen))
+                seen += length
+            outs.append((torch.cat(found), pools.conv[3, : WIDTH - 1], pools.states[3]))
+    for name, whole, cut in zip(("o", "conv", "states"), *outs, strict=True):
+        different = [n for n, (x, y) in enumerate(zip(whole, cut, strict=True)) if not x.equal(y)]
+        assert not different, (name, different)

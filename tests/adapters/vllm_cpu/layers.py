@@ -28,7 +28,7 @@ class Pools:
     def make(cls, used, dtype=torch.float32):
         conv = torch.full((SLOTS, WIDTH - 1 + DRAFTED, CHANNELS), torch.nan, dtype=torch.float16)
         states = torch.full((SLOTS, VALUE_HEADS, DIM, DIM), torch.nan, dtype=dtype)
-        used = torch.tensor(used).flatten()
+        used = torch.tensor(used, dtype=torch.int64).flatten()
         conv[used] = rows(len(used), *conv.shape[1:], seed=1)
         states[used] = rows(len(used), *states.shape[1:], dtype=dtype, seed=2) / 8
         return cls(conv, states)
@@ -41,12 +41,13 @@ def layer(cls, pools: Pools):
     """An instance of vLLM's class, without its projections."""
     made = cls.__new__(cls)
     torch.nn.Module.__init__(made)
-    weight = rows(CHANNELS, 1, WIDTH, seed=3) / 2
+    device = pools.conv.device
+    weight = rows(CHANNELS, 1, WIDTH, seed=3).to(device) / 2
     vars(made).update(
         prefix=PREFIX, activation="silu", tp_size=1, head_k_dim=DIM, head_v_dim=DIM,
         key_dim=HEADS * DIM, value_dim=VALUE_HEADS * DIM,
         conv1d=types.SimpleNamespace(weight=weight, bias=None),
-        A_log=rows(VALUE_HEADS, seed=4), dt_bias=rows(VALUE_HEADS, seed=5),
+        A_log=rows(VALUE_HEADS, seed=4).to(device), dt_bias=rows(VALUE_HEADS, seed=5).to(device),
         kv_cache=[(pools.conv, pools.states)],
     )  # fmt: skip
     return made
@@ -99,14 +100,14 @@ def metadata(lengths, seen, slots, *, tokens=None, accepted=None, graph=False):
     return builder(True, graph).build(0, common, counts, drafting.int())
 
 
-def run(core, cls, pools: Pools, step, seed=6):
-    """What a method writes: core_attn_out `[T, HV, V]`."""
+def run(core, cls, pools: Pools, step, device="cpu", skip=0):
+    """What a method writes: core_attn_out `[T, HV, V]`. skip: tokens of earlier steps."""
     from vllm.forward_context import override_forward_context
 
     tokens = step.num_actual_tokens
-    out = torch.full((tokens + 1, VALUE_HEADS, DIM), 7.0, dtype=torch.float16)
-    x = rows(MOST, CHANNELS, seed=seed)[: tokens + 1]
-    b, a = (rows(MOST, VALUE_HEADS, seed=s)[: tokens + 1] for s in (8, 9))
+    out = torch.full((tokens + 1, VALUE_HEADS, DIM), 7.0, dtype=torch.float16, device=device)
+    x = rows(MOST, CHANNELS, seed=6)[skip : skip + tokens + 1].to(device)
+    b, a = (rows(MOST, VALUE_HEADS, seed=s)[skip : skip + tokens + 1].to(device) for s in (8, 9))
     context = types.SimpleNamespace(attn_metadata={PREFIX: step}, virtual_engine=0)
     with override_forward_context(context), torch.no_grad():
         core(layer(cls, pools), mixed_qkv=x, b=b, a=a, core_attn_out=out)
