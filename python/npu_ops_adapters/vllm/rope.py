@@ -32,7 +32,7 @@ def ours(
     """Heads are `[T, N * D]`; a row of the cache has cosines, then sines."""
     check_device(query)
     refuse(offsets=offsets)
-    tokens = positions.shape[0]
+    tokens = query.shape[0]
     cos, sin = cos_sin_cache.chunk(2, dim=-1)
     q, k = npu_ops.apply_rotary_pos_emb(
         query.reshape(tokens, -1, head_size),

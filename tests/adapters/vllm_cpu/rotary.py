@@ -13,6 +13,7 @@ import types
 import torch
 
 from vllm_cpu.checks import WORKER, Calls, close
+from vllm_cpu.functions import raised
 from vllm_cpu.layers import rows
 
 HOME = "vllm_ascend.ops.rotary_embedding"
@@ -77,6 +78,16 @@ def rope_of_text():
         right = native.forward_static(positions, q, k, head, width, table, neox)
         for one, other in zip(found, right, strict=True):
             close(one, other, 1e-5)
+
+
+@check
+def positions_of_other_tokens_are_not_ours():
+    """As many numbers could be taken for more heads of fewer tokens."""
+    ours = importlib.import_module("npu_ops_adapters.vllm.rope").ours
+    made = embedding(THEIRS, 64, 64)
+    q, k = rows(8, 4 * 64), rows(8, 64)
+    error = raised(ours, torch.arange(4), q, k, made.cos_sin_cache, 64, 64, True)
+    assert "position_ids: got shape [4]" in str(error), error
 
 
 @check
