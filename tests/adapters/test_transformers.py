@@ -17,7 +17,7 @@ import transformers_models
 from npu_ops_adapters.transformers import attention as adapter
 from npu_ops_adapters.transformers import models
 from processes import HERE, environment
-from transformers import DynamicCache, StaticCache, modeling_utils
+from transformers import StaticCache, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
