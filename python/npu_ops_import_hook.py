@@ -58,6 +58,7 @@ WATCHED = frozenset(
         "sglang.srt.layers.attention.linear.gdn_backend",
         "sglang.srt.layers.attention.torch_native_backend",
         "sglang.srt.layers.attention.vision",
+        "sglang.srt.layers.layernorm",
         "sglang.srt.layers.rotary_embedding",
         "sglang.srt.layers.rotary_embedding.base",
         "sglang.srt.layers.rotary_embedding.mrope",

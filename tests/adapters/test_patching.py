@@ -490,5 +490,5 @@ def test_what_another_framework_has_put_there_is_known_elsewhere_by_name_alone(h
 def test_every_patch_has_a_name_that_the_switch_knows():
     for patch in npu_ops_adapters.patches():
         records.known(patch.op, patch.target)
-    with pytest.raises(ValueError, match="^here: got 'nosuch', needs one of all, attention, "):
+    with pytest.raises(ValueError, match="^here: got 'nosuch', needs one of all, add_rms_norm, "):
         records.known("nosuch", "here")

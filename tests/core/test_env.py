@@ -89,7 +89,7 @@ def test_a_wrong_switch_stops_the_import():
 @pytest.mark.parametrize(
     "package, variable, text, got",
     [
-        ("npu_ops", "NPU_OPS_IMPL", "ropee=cpu", "got the op 'ropee', needs one of attention, "),
+        ("npu_ops", "NPU_OPS_IMPL", "ropee=cpu", "got the op 'ropee', needs one of add_rms_norm, "),
         ("npu_ops", "NPU_OPS_IMPL", "rope=cpuu", "got rope=cpuu, needs one of triton_ascend, "),
         ("npu_ops_adapters", "NPU_OPS_DISABLE", "nosuch", "got 'nosuch', needs one of all, "),
         ("npu_ops_adapters", "NPU_OPS_DISABLE", "rope,mrop", "got 'mrop', needs one of all, "),

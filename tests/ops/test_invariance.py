@@ -361,7 +361,7 @@ def test_a_sequence_decodes_as_alone(name, implementation, device, pool_dtype):
 def layer(tokens, lengths, dtype):
     """What a Gated Delta Net layer hands its rule, in training: raw gates, and packed sequences.
 
-    16 value heads: on CPUs PyTorch's exp and softplus have other bits for what is left of a vector.
+    32 value heads: on CPUs PyTorch's exp has other bits for what is left of two vectors.
     """
     draw = torch.Generator().manual_seed(0)
 
@@ -370,8 +370,8 @@ def layer(tokens, lengths, dtype):
 
     return {
         "q": normal(tokens, 8, 32).to(dtype), "k": normal(tokens, 8, 32).to(dtype),
-        "v": normal(tokens, 16, 32).to(dtype), "a": normal(tokens, 16).to(dtype),
-        "b": normal(tokens, 16).to(dtype), "A_log": normal(16), "dt_bias": normal(16).to(dtype),
+        "v": normal(tokens, 32, 32).to(dtype), "a": normal(tokens, 32).to(dtype),
+        "b": normal(tokens, 32).to(dtype), "A_log": normal(32), "dt_bias": normal(32).to(dtype),
         "starts": starts(lengths),
     }  # fmt: skip
 
@@ -409,7 +409,7 @@ def decoded(x, begin, end, pool, slot, **more):
     )  # fmt: skip
 
 
-STATES = torch.zeros(4, 16, 32, 32)
+STATES = torch.zeros(4, 32, 32, 32)
 every_rule = pytest.mark.parametrize(
     "op, implementation, device",
     [

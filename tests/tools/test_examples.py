@@ -32,7 +32,9 @@ MINE = """
 """
 REPORT = {"format": 1, "environment": {"npu_ops": "1"}, "results": []}
 # What those that need an NPU say without one; tests/model/test_calibration.py has a report of one.
-WITHOUT_NPU = {
+# The model of `launches` is the reader's; tests/emulator/test_launches.py runs it.
+DECLINED = {
+    "npu-ops launches path/to/Qwen3.5-9B": "needs a folder with a config.json",
     "npu-ops verify": "device: there is no npu here",
     "npu-ops tune": "device: there is no npu here",
     "npu-ops model --calibrate full/verify.json": "needs npu-ops verify --full on an NPU",
@@ -56,7 +58,7 @@ def test_examples_run(verb, tmp_path, monkeypatch):
         (tmp_path / folder / "verify.json").write_text(json.dumps(REPORT))
     for example in examples(verb):
         done = CliRunner().invoke(app, shlex.split(example)[1:], catch_exceptions=False)
-        sentence = WITHOUT_NPU.get(example)
+        sentence = DECLINED.get(example)
         assert done.exit_code == (2 if sentence else 0), f"{example}: {done.output}"
         assert (sentence or "") in done.output and len(done.output) > 10, example
     preferences.forget()
@@ -65,7 +67,7 @@ def test_examples_run(verb, tmp_path, monkeypatch):
 def test_help_texts_have_examples():
     having = {verb for verb in VERBS if examples(verb)}
     assert {"explain", "compile", "model", "tune", "verify"} <= having
-    assert set(WITHOUT_NPU) <= {example for verb in having for example in examples(verb)}
+    assert set(DECLINED) <= {example for verb in having for example in examples(verb)}
 
 
 @pytest.mark.parametrize("verb", VERBS)

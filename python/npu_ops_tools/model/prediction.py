@@ -10,7 +10,7 @@ import torch
 from npu_ops_emulator import vendor
 
 from npu_ops_tools.compile.launches import Launch
-from npu_ops_tools.model import costs, ir, machine
+from npu_ops_tools.model import costs, interpreted, ir, machine
 from npu_ops_tools.model.core import Span
 
 LABEL = "npu-model"
@@ -83,17 +83,18 @@ def predict(launch: Launch, soc: str, *, unknown: Iterable[torch.Tensor] = (), s
 def predict_all(
     launches: Iterable[Launch], soc: str, *, spans: bool = False
 ) -> Iterator[Prediction]:
-    """Each launch of a call, in order: what one writes, the next cannot read values of here."""
+    """Each launch of a call, in order. What one writes, the next cannot read values of here, but
+    for indices that follow from numbers alone."""
     written: list[torch.Tensor] = []
     for launch in launches:
         module = module_of(launch, soc)
         yield _predict(launch, soc, module, written, spans)
         tensors = [value for value in launch.values if isinstance(value, torch.Tensor)]
-        pointers = iter(tensors)
-        for kind in module.pointers:
-            tensor = next(pointers, None)
-            if kind != "input" and tensor is not None:
-                written.append(tensor)
+        written_here = [x for kind, x in zip(module.pointers, tensors) if kind != "input"]  # noqa: B905
+        if len(written_here) == len(tensors) and all(x.dtype == torch.int32 for x in tensors):
+            interpreted.fill(launch)
+        else:
+            written += written_here
 
 
 def module_of(launch: Launch, soc: str) -> ir.Module:

@@ -158,6 +158,11 @@ def _expand(text: str, source: View, value) -> View:
     return dataclasses.replace(source, shape=tuple(sizes), strides=tuple(strides))
 
 
+def _base(text: str, source: View, value) -> View:
+    """The memory of a view. Nobody has asked for its offset, sizes and strides yet."""
+    return dataclasses.replace(source, shape=(), strides=(), offset=0)
+
+
 def _same(text: str, source: View, value) -> View:
     return source
 
@@ -165,7 +170,7 @@ def _same(text: str, source: View, value) -> View:
 _VIEWS = {
     "subview": _subview, "reinterpret_cast": _reinterpret, "view": _memory_view,
     "collapse_shape": _collapse, "expand_shape": _expand, "cast": _same,
-    "memory_space_cast": _same,
+    "memory_space_cast": _same, "extract_strided_metadata": _base,
 }  # fmt: skip
 
 
