@@ -82,6 +82,7 @@ WATCHED = frozenset(
         "transformers.models.qwen3_next.modeling_qwen3_next",
         "transformers.models.qwen3_vl.modeling_qwen3_vl",
         "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
+        "verl.models.transformers.npu_patch",
         "verl.models.transformers.qwen3_5",
         "vllm.model_executor.layers.fla.ops.fused_recurrent",
         "vllm.model_executor.layers.fla.ops.l2norm",

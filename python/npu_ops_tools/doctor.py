@@ -22,7 +22,7 @@ from npu_ops_adapters import State
 import npu_ops
 from npu_ops.core import cases, env, hardware, preferences
 from npu_ops.core.registry import as_if_on
-from npu_ops_tools import known_bad, support, verl_patches
+from npu_ops_tools import known_bad, support
 from npu_ops_tools.options import device_counts
 from npu_ops_tools.where import ops
 
@@ -189,8 +189,6 @@ def not_in_force(found: dict) -> Iterator[str]:
             names = ", ".join(dict.fromkeys(row["op"] for row in rows))
             what = f"{package}, {len(rows)} patches" if len(rows) > 1 else rows[0]["target"]
             yield f"{what} ({names}): {reason}"
-    if found["machine"]["npu devices"]:
-        yield from _of_verl(found["patches"])
     accelerated = found["machine"]["npu devices"] or found["machine"]["cuda devices"]
     taken = {(row["op"], row["implementation"]) for row in found["implementations"]
              if row["why_not"] is None and (row["device"] == "cpu" or accelerated)}  # fmt: skip
@@ -199,17 +197,6 @@ def not_in_force(found: dict) -> Iterator[str]:
             yield f"NPU_OPS_IMPL={op}={name}: it runs on no device here"
         elif op.removesuffix("_backward") not in ops():
             yield f"NPU_OPS_IMPL={op}={name}: there is no such op"
-
-
-def _of_verl(rows: list[dict]) -> Iterator[str]:
-    """What is in force until an engine of verl starts on an NPU."""
-    lost = verl_patches.over(row["target"] for row in rows if row["state"] == State.APPLIED)
-    if lost:
-        functions = _functions([row for row in rows if row["target"] in lost])
-        yield (
-            f"verl's apply_npu_patches() will set its own over ours ({functions}): "
-            f"delete those lines of verl/{verl_patches.FILE}; docs/train-with-verl.md has them"
-        )
 
 
 def by_reason(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:

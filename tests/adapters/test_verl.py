@@ -1,12 +1,14 @@
 """verl's own Ulysses on two ranks: what looks from one token to another sees all of them."""
 
+import ast
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import fetch_verl
 import npu_ops_adapters
-from npu_ops_tools import verl_patches
+import pytest
 from processes import HERE, environment
 
 
@@ -27,11 +29,38 @@ def test_two_ranks_equal_one(tmp_path):
         assert refused["positions of three axes"].startswith("position_ids: got shape [3, 1, 16]")
 
 
-def test_what_its_npu_patches_set_over_ours():
-    """The counts at the top of docs/replacing-patches.md."""
-    text = (fetch_verl.path()[0] / "verl" / verl_patches.FILE).read_text()
+def set_by(text: str) -> Iterator[str]:
+    """ "module:attribute" of all that its functions set in the modules that they import."""
+    for function in ast.walk(ast.parse(text)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        modules = {}
+        for node in ast.walk(function):
+            if isinstance(node, ast.ImportFrom):
+                modules |= {name.name: f"{node.module}.{name.name}" for name in node.names}
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+                name, _, attribute = ast.unparse(node.targets[0]).partition(".")
+                if name in modules:
+                    yield f"{modules[name]}:{attribute}"
+
+
+def test_its_npu_patches_leave_ours_in_force():
+    """The counts at the top of docs/replacing-patches.md, and a model that has both."""
+    (file,) = fetch_verl.path()[-1].glob("verl/models/transformers/npu_patch.py")
     ours = {patch.target for patch in npu_ops_adapters.patches()}
-    found = set(verl_patches.targets(text))
-    lost = sorted(target.rpartition(".")[2] for target in found & ours)
-    assert [name.endswith("apply_rotary_pos_emb") for name in lost].count(True) == 7
-    assert len(found) == 27 + 1 and len(lost) == 10, lost  # a norm has two names, by version
+    found = set(set_by(file.read_text()))
+    both = sorted(target.rpartition(".")[2] for target in found & ours)
+    assert [name.endswith("apply_rotary_pos_emb") for name in both].count(True) == 7
+    assert len(found) == 27 + 1 and len(both) == 18, both  # a norm has two names, by version
+
+    command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable]
+    done = subprocess.run(
+        [*command, str(HERE / "verl_npu_patches.py")], capture_output=True, text=True,
+        env=environment(HERE, *fetch_verl.path()),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    replaced = {where: said for where, said in report["states"].items() if "modeling_" in where}
+    assert len(replaced) > 18 and set(replaced.values()) == {"applied"}, replaced
+    assert report["mlp"] == "silu_forward_npu"
+    assert report["npu"] == pytest.approx(report["cpu"], rel=1e-5)

@@ -8,7 +8,7 @@ import npu_ops_import_hook
 import pytest
 import torch
 from npu_ops_adapters import State
-from npu_ops_tools import doctor, known_bad, verl_patches, where
+from npu_ops_tools import doctor, known_bad, where
 from npu_ops_tools.cli import app
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from typer.testing import CliRunner
@@ -93,25 +93,6 @@ def test_which_modules_were_too_early(applied, only_qwen3, tmp_path, monkeypatch
         del sys.modules["early"]
     assert row["sentence"] == "captured too early by early"
     assert row["removable"]
-
-
-@pytest.mark.parametrize("devices", [[], ["Ascend910B3"]])
-def test_what_verl_will_overwrite(applied, only_qwen3, tmp_path, monkeypatch, devices):
-    """On an NPU alone: elsewhere verl sets nothing."""
-    file = tmp_path / "verl" / verl_patches.FILE
-    file.parent.mkdir(parents=True)
-    file.write_text(
-        "def _patch_qwen3():\n"
-        "    from transformers.models.qwen3 import modeling_qwen3\n"
-        "    modeling_qwen3.Qwen3RMSNorm.forward = norm\n"
-        "    modeling_qwen3.apply_rotary_pos_emb = rope\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    machine = doctor.machine() | {"npu devices": devices}
-    sentences = list(doctor.not_in_force(found_with(patches=doctor.patches(), machine=machine)))
-    assert len(sentences) == len(devices)
-    for sentence in sentences:
-        assert "will set its own over ours (apply_rotary_pos_emb of qwen3): " in sentence
 
 
 def test_one_that_is_refused(only_qwen3, monkeypatch):

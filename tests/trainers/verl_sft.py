@@ -32,10 +32,6 @@ def main(folder: str, who: str, runs: str) -> None:
     if who == "truth":  # it loads what it saves back to a device by its number
         checkpoint_handler.CheckpointHandler.save_checkpoint = lambda self, step: None
     keep_process_group(sft_trainer)
-    if who == "npu_ops":
-        from verl.models.transformers import npu_patch
-
-        npu_patch.NPU_PATCHES.clear()
     calls = collections.Counter()
     count(calls, who)
     with initialize_config_module("verl.trainer.config", version_base=None):

@@ -57,10 +57,6 @@ def begin() -> None:
     if WHO == "truth":  # weights go to a device and back: to its number, and to pinned memory
         transformer_impl.load_fsdp_model_to_gpu = lambda model: None
         torch.Tensor.pin_memory = lambda self: self
-    if WHO == "npu_ops":
-        from verl.models.transformers import npu_patch
-
-        npu_patch.NPU_PATCHES.clear()
     verl_sft.count(CALLS, WHO)
 
 

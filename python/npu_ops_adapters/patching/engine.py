@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import threading
@@ -91,6 +92,17 @@ def revert() -> Statuses:
             if applied.patch.left:
                 applied.patch.left()
         return rows
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Whatever a framework sets meanwhile over what is in force is taken away again."""
+    with lock:
+        lost = {place for place, top in outermost().items() if is_overwritten(top, top)}
+        yield
+        for place, top in outermost().items():
+            if place not in lost and is_overwritten(top, top):
+                Holders().replace([(top.owner, top.name)], top.here(), top.replacement)
 
 
 def withdraw(keys: Iterable[tuple[str, str]]) -> None:

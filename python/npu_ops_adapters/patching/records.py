@@ -21,6 +21,7 @@ NO_OPS = frozenset(
         "jit_fuser",
         "mindspeed",
         "split_qkv_rmsnorm_rope",
+        "verl_npu_patches",
         "vision_position",
     }
 )
