@@ -117,7 +117,8 @@ def test_the_patches_know_the_source_of_0_23_0():
             assert qk_norm_rope.FORMS[digest] is form
     assert known == {
         *("causal_conv1d_update", "chunk_gated_delta_rule", "gated_delta_net", "qk_norm_rope"),
-        *("gated_delta_rule_update", "gdn_gate", "l2norm", "mrope", "rms_norm_gated", "rope"),
+        *("gated_delta_rule_update", "gdn_gate", "l2norm", "mrope", "rms_norm", "rms_norm_gated"),
+        "rope",
     }
 
 

@@ -10,6 +10,7 @@ import types
 from unittest import mock
 
 import torch
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from npu_ops.core import env
 from vllm_cpu.checks import CORES, WORKER, Calls, as_it_was, both, close, states
@@ -219,6 +220,30 @@ def the_gated_norm_is_traced():
         assert compiled(x, z).equal(made.forward_oot(x, z))
 
 
+@check
+def the_norm_of_a_weight_beside_1():
+    """As transformers has it, which does not round 1 + weight; traced, as vLLM does."""
+    home = importlib.import_module("vllm_ascend.ops.layernorm")
+    made = home.AscendGemmaRMSNorm.__new__(home.AscendGemmaRMSNorm)
+    torch.nn.Module.__init__(made)
+    made.weight, made.variance_epsilon = torch.nn.Parameter(rows(DIM, seed=5) / 100), 1e-6
+    truth = Qwen3NextRMSNorm(DIM)
+    truth.weight = made.weight
+    x, residual = rows(2, 9, DIM)
+    chunk = mock.patch.object(torch.ops.vllm, "maybe_chunk_residual", lambda x, residual: residual)
+    with torch.no_grad(), chunk:
+        with Calls() as counted:
+            y, (z, total) = made.forward_oot(x), made.forward_oot(x, residual)
+        assert counted.found == ["rms_norm", "add_rms_norm"]
+        close(total, x + residual, 0)
+        close(y, truth(x), 0)
+        close(z, truth(total), 0)
+        rounded = made.weight.float() != (1 + made.weight).float() - 1
+        assert rounded.any()
+        compiled = torch.compile(made.forward_oot, fullgraph=True, backend="eager")
+        assert all(map(torch.equal, compiled(x, residual), (z, total)))
+
+
 # What is left to vllm-ascend
 
 
@@ -281,7 +306,7 @@ def a_method_of_another_source_is_refused_by_a_sentence():
         )
         assert "its source is none of those of vllm-ascend 0.18.0" in said, said
         assert cls._forward_core is _forward_core
-        assert list(found.values()).count("applied") == 15, found
+        assert list(found.values()).count("applied") == 16, found
     finally:
         npu_ops_adapters.revert()
         cls._forward_core = original
@@ -333,9 +358,9 @@ def a_rollout_that_must_be_consistent_says_why_it_is_not():
 
 @check
 def consistent_tokens_have_the_same_bits_prompted_and_decoded():
-    """Of 16 value heads: on CPUs PyTorch's `exp` has other bits for what is left of a vector."""
+    """Of 32 value heads: on CPUs PyTorch's `exp` has other bits for what is left of two vectors."""
     cls, outs = pkgutil.resolve_name(CORES[0]), []
-    sizes = {"VALUE_HEADS": 16, "CHANNELS": (2 * HEADS + 16) * DIM}
+    sizes = {"VALUE_HEADS": 32, "CHANNELS": (2 * HEADS + 32) * DIM}
     with env.override(consistent="tokens"), mock.patch.multiple("vllm_cpu.layers", **sizes):
         for cuts in ((70,), (40, 27, 1, 1, 1)):
             pools, seen, found = Pools.make([]), 0, []
