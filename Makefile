@@ -133,13 +133,13 @@ bench-quick: $(VENV)/ready
 	$(BIN)/npu-ops bench --quick --longest 1 --output report/quick
 	$(BIN)/npu-ops report report/quick --output report/quick
 
-# The README's picture needs a browser: better to know before the hour than after.
+# The picture of docs/cpu-speed.md needs a browser: better to know before the hour than after.
 browser: $(VENV)/ready
-	@$(BROWSER) || { echo "no Chromium for the README's picture: apt-get install chromium"; exit 1; }
+	@$(BROWSER) || { echo "no Chromium for the picture of docs/cpu-speed.md: apt-get install chromium"; exit 1; }
 
-# All of it, for what is shown: times, the page, the README's table and picture.
+# All of it, for what is shown: times, the page, the table and picture of docs/cpu-speed.md.
 bench-publish: browser bench report
-	$(BIN)/python benchmarks/readme.py
+	$(BIN)/python benchmarks/cpu_speed.py
 	$(BIN)/python benchmarks/screenshot.py
 
 report: $(VENV)/ready

@@ -1,4 +1,4 @@
-"""The first screen of the report, as the README shows it.
+"""The first screen of the report, as docs/cpu-speed.md shows it.
 
     make report && python benchmarks/screenshot.py
 

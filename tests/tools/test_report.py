@@ -287,24 +287,26 @@ def test_curves_of_the_demo():
     assert plot.names == [("s0", "alone"), ("s1", "ours")] and "loss over step" in plot.alt
 
 
-def readme():
-    spec = importlib.util.spec_from_file_location("readme", where.ROOT / "benchmarks/readme.py")
+def cpu_speed():
+    spec = importlib.util.spec_from_file_location(
+        "cpu_speed", where.ROOT / "benchmarks/cpu_speed.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_the_readmes_numbers_are_stable_rows_with_their_spread():
+def test_the_published_numbers_are_stable_rows_with_their_spread():
     made = [r for r in sweep() if r.size <= 8192]
     noisy = [r for r in sweep("gdn_gate") if r.provider == "npu-ops"]
     noisy = [dataclasses.replace(r, state="unstable") for r in noisy]
-    text = readme().table([*made, *noisy, *(r for r in sweep("gdn_gate")[1:2])])
+    text = cpu_speed().table([*made, *noisy, *(r for r in sweep("gdn_gate")[1:2])])
     (line,) = text.splitlines()[2:]
     assert "8192 tokens, forward+backward" in line and "4.92 (4.72 to 5.66)" in line
     assert "**6.0** (5.8 to 6.2) transformers" in line and "**2.5** (2.4 to 2.6)" in line
 
 
 @pytest.mark.parametrize("changes", [{"dirty": True}, {"commit": "other"}, {"machine": "B"}])
-def test_the_readmes_numbers_are_of_one_clean_commit(changes):
+def test_the_published_numbers_are_of_one_clean_commit(changes):
     with pytest.raises(ValueError, match="needs those of one clean commit"):
-        readme().table([*sweep(), row(**changes)])
+        cpu_speed().table([*sweep(), row(**changes)])

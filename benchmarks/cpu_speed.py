@@ -1,6 +1,6 @@
-"""Writes the README's picture and table of speeds: a stable row of each op, with its spread.
+"""Writes the picture and table of docs/cpu-speed.md: a stable row of each op, with its spread.
 
-    python benchmarks/readme.py
+    python benchmarks/cpu_speed.py
 
 From benchmarks/results/cpu, between the two comments `speed`. Of each op and sweep it takes
 its largest size that was trained, or computed where there is no gradient, and its peers.
@@ -17,8 +17,8 @@ HEAD = """| op | | ms (p20 to p80) | times as fast as (95 % interval) |
 |---|---|--:|---|
 """
 PICTURE = """<picture>
-<source media="(prefers-color-scheme: dark)" srcset="docs/report-dark.png">
-<img src="docs/report.png" alt="The report's first screen: how many times as fast each op is">
+<source media="(prefers-color-scheme: dark)" srcset="report-dark.png">
+<img src="report.png" alt="The report's first screen: how many times as fast each op is">
 </picture>
 
 """
@@ -60,16 +60,16 @@ def main() -> None:
     found = [row for row in rows.read(ROOT / "benchmarks" / "results" / "cpu")]
     timed = [row for row in found if row.state != "absent"]
     where = f"{timed[0].machine}, {timed[0].threads} threads, bf16, commit {timed[0].commit}.\n\n"
-    readme = ROOT / "README.md"
+    written = ROOT / "docs" / "cpu-speed.md"
     text, times = re.subn(
         r"(<!-- speed -->\n).*?(<!-- speed -->)",
         lambda match: f"{match[1]}{PICTURE}{where}{table(timed)}{match[2]}",
-        readme.read_text(),
+        written.read_text(),
         flags=re.S,
     )
     if times != 1:
-        raise ValueError(f"README.md: got {times} places for the table, needs one")
-    readme.write_text(text)
+        raise ValueError(f"docs/cpu-speed.md: got {times} places for the table, needs one")
+    written.write_text(text)
 
 
 if __name__ == "__main__":
