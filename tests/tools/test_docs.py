@@ -127,6 +127,25 @@ def test_each_op_has_a_figure(tmp_path):
         assert re.search("viewBox=.*", drawn.read_text())[0] in kept.read_text()
 
 
+def outline(page: str) -> dict:
+    """Of a page: levels of headings, code, links, and how many cells each line of a table has."""
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"^```.*?^```", text, re.M | re.S)
+    links = set(re.findall(r"\]\(([^)]+)\)", text)) - {"README.md", "README.zh-CN.md"}
+    tables = [line.count(" | ") for line in text.splitlines() if line.startswith("|")]
+    return {
+        "headings": re.findall(r"^#+(?= )", text, re.M), "code": blocks, "links": links,
+        "tables": tables, "numbers": re.findall(r"\| \**(\d+)\** ", text),
+    }  # fmt: skip
+
+
+def test_the_chinese_readme_has_all_of_the_english():
+    english, chinese = outline("README.md"), outline("README.zh-CN.md")
+    assert len(english["headings"]) > 8 and len(english["code"]) == 5
+    assert len(english["numbers"]) > 20
+    assert chinese == english
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_its_code_runs(page):
     """Each block by itself, in one process; it says what it prints where that is shown."""
