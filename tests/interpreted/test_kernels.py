@@ -1,6 +1,7 @@
 """The arithmetic of every Triton kernel, in Triton's interpreter, against the reference."""
 
 import dataclasses
+import itertools
 import pkgutil
 
 import pytest
@@ -14,6 +15,7 @@ from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.ops.bias_dropout_add.triton_ascend import bias_dropout_add
 from npu_ops.ops.chunk_gated_delta_rule import cases as chunk_cases
 from npu_ops.ops.chunk_gated_delta_rule import triton_ascend as chunk_gated_delta_rule
+from npu_ops.ops.chunk_gated_delta_rule.triton_ascend import chunks
 
 OPS = [module.name for module in pkgutil.iter_modules(ops.__path__)]
 
@@ -146,3 +148,26 @@ def test_segments_of_the_chunked_delta_rule(state_v_first, monkeypatch):
     assert actual.keys() == expected.keys()
     for name, one in actual.items():
         assert_close(name, one, expected[name], chunk_cases.TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("sequences, longest", [(1, 1), (4, 300), (90, 3), (150, 70)])
+@pytest.mark.parametrize("kind", ["right", "tokens behind the last", "wrong"])
+def test_the_chunks_of_packed_sequences(size, sequences, longest, kind):
+    """More sequences than a tile takes, empty ones too; wrong lengths stay within the tokens."""
+    draw = torch.Generator().manual_seed(sequences + size)
+    lengths = torch.randint(0, longest + 1, (sequences,), generator=draw)
+    cu_seqlens = torch.tensor([0, *lengths.cumsum(0)])
+    tokens = max(int(cu_seqlens[-1]), 1) + 7 * (kind == "tokens behind the last")
+    if kind == "wrong":
+        cu_seqlens = torch.randint(-9, tokens + 20, (sequences + 1,), generator=draw)
+    found = chunks.chunks_of(torch.zeros(1, tokens, 1, 16), cu_seqlens, size)
+    starts = [max(cu_seqlens[: n + 1].clamp(0, tokens)).item() for n in range(sequences + 1)]
+    spans, firsts = [], []
+    for begin, end in itertools.pairwise(starts):
+        firsts.append(len(spans))
+        spans += [[n, min(size, end - n)] for n in range(begin, end, size)]
+    assert found.starts.tolist() == starts and found.firsts.tolist() == firsts
+    used = len(spans) if kind != "wrong" else min(len(spans), found.number)
+    assert found.spans[:used].tolist() == spans[:used]
+    assert found.spans[used:, 1].eq(0).all() and found.number == len(found.spans)

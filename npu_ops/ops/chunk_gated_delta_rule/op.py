@@ -10,6 +10,7 @@ from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK_SIZES, TOKEN
 from npu_ops.ops.fused_recurrent_gated_delta_rule import states
 
 _TRITON_WIDEST = 256  # K and V of the Triton kernels
+_TRITON_TOKENS = 1 << 22
 # g, beta and the states are fp32 (fp64 where q is). normalize: q and k are divided by their norms.
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
@@ -23,6 +24,9 @@ def _triton_why_not(arguments) -> str | None:
             return f"{name} is {x.shape[-1]}, above {_TRITON_WIDEST}"
     if arguments.chunk_size not in (TOKEN, *CHUNK_SIZES):
         return f"it has no kernel for chunks of {arguments.chunk_size}"
+    tokens = arguments.q.shape[1]
+    if arguments.cu_seqlens is not None and tokens >= _TRITON_TOKENS:  # counted in floats
+        return f"it counts packed tokens below {_TRITON_TOKENS}, not {tokens}"
     return None
 
 

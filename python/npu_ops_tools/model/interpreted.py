@@ -24,25 +24,29 @@ sys.stdout.buffer.write(found.getvalue())
 
 
 def fill(launch: Launch) -> None:
-    """Write into the tensors of a launch what its kernel would write; all of them are outputs."""
+    """Write into the tensors of a launch what its kernel would write; all of them are int32."""
     arguments = dict(launch.constants)
     arguments |= dict(zip((name for name, _ in launch.signature), launch.values, strict=True))
-    given = {name: x for name, x in arguments.items() if not isinstance(x, torch.Tensor)}
-    outputs = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
-    kinds = tuple((name, tuple(x.shape), x.dtype) for name, x in outputs.items())
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+    numbers = tuple((name, x) for name, x in arguments.items() if name not in tensors)
+    before = tuple(
+        (name, tuple(x.shape), tuple(x.flatten().tolist())) for name, x in tensors.items()
+    )
     function = launch.kernel.fn
     where = function.__module__, function.__name__, tuple(launch.grid)
-    for to, values in zip(
-        outputs.values(), _written(*where, tuple(given.items()), kinds), strict=True
-    ):
-        to.copy_(values)
+    for x, after in zip(tensors.values(), _after(*where, numbers, before), strict=True):
+        x.copy_(after)
 
 
 @functools.cache
-def _written(module: str, name: str, grid: tuple, given: tuple, kinds: tuple) -> list:
-    outputs = {n: torch.zeros(shape, dtype=dtype, device="cpu") for n, shape, dtype in kinds}
+def _after(module: str, name: str, grid: tuple, numbers: tuple, before: tuple) -> list:
+    """The tensors, once the kernel has run."""
+    tensors = {
+        argument: torch.tensor(values, dtype=torch.int32, device="cpu").view(shape)
+        for argument, shape, values in before
+    }
     told = io.BytesIO()
-    torch.save((module, name, grid, {**outputs, **dict(given)}), told)
+    torch.save((module, name, grid, tensors | dict(numbers)), told)
     done = subprocess.run(
         [sys.executable, "-c", _RUN], input=told.getvalue(), capture_output=True, check=True,
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},

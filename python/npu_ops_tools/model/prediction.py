@@ -84,17 +84,18 @@ def predict_all(
     launches: Iterable[Launch], soc: str, *, spans: bool = False
 ) -> Iterator[Prediction]:
     """Each launch of a call, in order. What one writes, the next cannot read values of here, but
-    for indices that follow from numbers alone."""
+    for indices that follow from others and from numbers."""
     written: list[torch.Tensor] = []
     for launch in launches:
         module = module_of(launch, soc)
         yield _predict(launch, soc, module, written, spans)
         tensors = [value for value in launch.values if isinstance(value, torch.Tensor)]
-        written_here = [x for kind, x in zip(module.pointers, tensors) if kind != "input"]  # noqa: B905
-        if len(written_here) == len(tensors) and all(x.dtype == torch.int32 for x in tensors):
+        storages = {x.untyped_storage().data_ptr() for x in written}
+        is_known = not any(x.untyped_storage().data_ptr() in storages for x in tensors)
+        if is_known and all(x.dtype == torch.int32 for x in tensors):
             interpreted.fill(launch)
         else:
-            written += written_here
+            written += [x for kind, x in zip(module.pointers, tensors) if kind != "input"]  # noqa: B905
 
 
 def module_of(launch: Launch, soc: str) -> ir.Module:

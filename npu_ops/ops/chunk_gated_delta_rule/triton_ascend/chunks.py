@@ -7,6 +7,7 @@ gates are laid out as [chunks, heads, C] once, and summed up on the way.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,8 +17,8 @@ from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 
 # A sum along tokens is a vector instruction from so many columns on.
 NARROWEST = 8
-# Chunks that are laid out at a time.
-INDICES = 256
+# Chunks that are laid out at a time; of packed sequences, and among how many of these at a time.
+INDICES, SEARCHED, SEQUENCES = 256, 64, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,34 +43,37 @@ def chunks_of(q, cu_seqlens, size: int) -> Chunks:
     batch, length = q.shape[:2]
     if cu_seqlens is None:
         return _of_one_length(batch, length, size, q.device)
-    number = length // size + cu_seqlens.shape[0] - 1
-    # Nobody has looked at the values: sequences within the tokens, one behind the other. What wrong
-    # ones compute is overwritten by `finish`.
-    starts = cu_seqlens.clamp(0, length).cummax(0).values.int()
-    lengths = starts.diff()
-    counts = (lengths + (size - 1)) // size
-    ends = counts.cumsum(0, dtype=torch.int32)
-    firsts = ends - counts
-    index = torch.arange(number, device=q.device, dtype=torch.int32)
-    sequence = torch.searchsorted(ends, index, right=True).clamp(max=starts.shape[0] - 2)
-    before = (index - firsts[sequence]) * size
-    rows = (lengths[sequence] - before).clamp(0, size)
-    spans = torch.stack((starts[sequence] + before, rows), 1).int()
-    return Chunks(number, starts.shape[0] - 1, spans, starts, firsts)
+    sequences = cu_seqlens.shape[0] - 1
+    number = length // size + sequences
+    index = _Index.empty(number, sequences, q.device)
+    _packed_kernel[vector_grid(cdiv(max(number, 1), SEARCHED), q.device)](
+        cu_seqlens.int(), *index, sequences, length, number, C=size, BLOCK=SEARCHED, S=SEQUENCES
+    )
+    return Chunks(number, sequences, *index)
 
 
 def _of_one_length(batch: int, length: int, size: int, device) -> Chunks:
     """The chunks of sequences of the same length, in one launch."""
     each = cdiv(length, size)
-    spans, starts, firsts = (
-        torch.empty(shape, device=device, dtype=torch.int32)
-        for shape in ((batch * each, 2), (batch + 1,), (batch,))
-    )
+    index = _Index.empty(batch * each, batch, device)
     numbers = max(batch * each, batch + 1)
     _one_length_kernel[vector_grid(cdiv(numbers, INDICES), device)](
-        spans, starts, firsts, batch, length, each, numbers, C=size, BLOCK=INDICES
+        *index, batch, length, each, numbers, C=size, BLOCK=INDICES
     )
-    return Chunks(batch * each, batch, spans, starts, firsts)
+    return Chunks(batch * each, batch, *index)
+
+
+class _Index(NamedTuple):
+    """What one launch writes of `Chunks`."""
+
+    spans: torch.Tensor
+    starts: torch.Tensor
+    firsts: torch.Tensor
+
+    @classmethod
+    def empty(cls, number: int, sequences: int, device) -> _Index:
+        shapes = (number, 2), (sequences + 1,), (sequences,)
+        return cls(*(torch.empty(shape, device=device, dtype=torch.int32) for shape in shapes))
 
 
 @triton.jit(do_not_specialize=["batch", "length", "each", "numbers"])
@@ -88,6 +92,49 @@ def _one_length_kernel(spans, starts, firsts, batch, length, each, numbers, C: t
         both = tl.where(is_first, (n * length + before)[:, None], rows[:, None])
         at = 2 * index[:, None] + tl.arange(0, 2)[None, :]
         tl.store(spans + at, both, mask=(index < batch * each)[:, None])
+
+
+@triton.jit(do_not_specialize=["sequences", "length", "number"])
+def _packed_kernel(cu_seqlens, spans, starts, firsts, sequences, length, number, C: tl.constexpr,
+                   BLOCK: tl.constexpr, S: tl.constexpr):  # fmt: skip
+    """Each program walks over all sequences, and finds its chunks' by comparing.
+
+    Nobody has looked at cu_seqlens: here sequences lie within the tokens, one behind the other.
+    What wrong ones compute is overwritten by `finish`. Vector cores compare and divide floats
+    alone, which are exact: there are less than 2^22 tokens (`why_not`).
+    """
+    row, of_tile = tl.arange(0, BLOCK), tl.arange(0, S)
+    is_before = of_tile[None, :] <= of_tile[:, None]
+    for begin in range(tl.program_id(0) * BLOCK, tl.maximum(number, 1), tl.num_programs(0) * BLOCK):
+        index = (begin + row).to(tl.float32)
+        start = tl.zeros((BLOCK,), tl.float32)
+        stop, first = start, start
+        reached, chunks = 0.0, 0.0
+        for n in range(0, sequences + 1, S):
+            at = n + of_tile
+            left = tl.load(cu_seqlens + at, mask=at <= sequences, other=0).to(tl.float32)
+            right = tl.load(cu_seqlens + at + 1, mask=at < sequences, other=0).to(tl.float32)
+            left = tl.minimum(tl.maximum(left, reached), length)
+            left = tl.max(tl.where(is_before, left[None, :], 0.0), 1)
+            right = tl.maximum(tl.minimum(right, length), left)
+            counts = ((right - left + (C - 0.5)) / C).to(tl.int32).to(tl.float32)
+            ends = chunks + tl.sum(tl.where(is_before, counts[None, :], 0.0), 1)
+            if begin == 0:
+                tl.store(starts + at, left.to(tl.int32), mask=at <= sequences)
+                tl.store(firsts + at, (ends - counts).to(tl.int32), mask=at < sequences)
+            # All three grow from one sequence to the next, so the last that begins is the largest.
+            begins = (ends - counts)[None, :] <= index[:, None]
+            start = tl.maximum(start, tl.max(tl.where(begins, left[None, :], 0.0), 1))
+            stop = tl.maximum(stop, tl.max(tl.where(begins, right[None, :], 0.0), 1))
+            first = tl.maximum(first, tl.max(tl.where(begins, (ends - counts)[None, :], 0.0), 1))
+            reached = tl.max(right, 0)
+            chunks = tl.max(ends, 0)
+        before = (index - first) * C
+        rows = tl.minimum(tl.maximum(stop - start - before, 0.0), C)
+        is_first = (tl.arange(0, 2) == 0)[None, :]
+        both = tl.where(is_first, (start + before)[:, None], rows[:, None]).to(tl.int32)
+        to = 2 * (begin + row)[:, None] + tl.arange(0, 2)[None, :]
+        tl.store(spans + to, both, mask=((begin + row) < number)[:, None])
 
 
 @triton.jit(do_not_specialize=["number"])
