@@ -1,6 +1,9 @@
 """How many kernels a model launches: `npu-ops launches`, and that the numbers do not grow."""
 
 import json
+import pathlib
+import subprocess
+import sys
 
 import pytest
 from npu_ops_tools import launches
@@ -55,6 +58,16 @@ def test_a_model_launches_so_many_kernels_at_most(model, tmp_path):
         assert ours[step]["total"] <= total < 0.6 * theirs[step]["total"], (step, ours[step])
         assert ours[step]["total"] == sum(ours[step]["operators"].values())
     assert ours["decoding"]["operators"]["_rms_norm_kernel"] >= 5
+
+
+def test_packed_sequences_are_found_by_one_kernel():
+    """Of three sequences, as trainers have them; it was 24 and 30."""
+    script = pathlib.Path(__file__).parent / "inside" / "packed_launches.py"
+    command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["forward"] <= 6 and said["backward"] <= 12, said
 
 
 def test_a_folder_without_a_configuration_is_one_sentence(tmp_path):
