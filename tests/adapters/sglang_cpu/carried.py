@@ -17,7 +17,7 @@ from sglang_cpu.checks import kernel, rows
 
 def states_carry_their_unfinished_chunk():
     """NPU_OPS_CONSISTENT=chunks: a prompt that is cut, decoding and drafts have training's bits."""
-    tokens, heads, slots = 100, 16, torch.tensor([3], dtype=torch.int32)
+    tokens, heads, slots = 100, 32, torch.tensor([3], dtype=torch.int32)
     q, k = rows(1, tokens, 8, 32), rows(1, tokens, 8, 32, seed=1)
     v, a, b = rows(1, tokens, heads, 32, seed=2), rows(tokens, heads, seed=3), rows(tokens, heads)
     parameters = {"A_log": rows(heads, seed=5), "dt_bias": rows(heads, seed=6)}
