@@ -1,4 +1,4 @@
-"""verl's own Ulysses on two ranks: what looks from one token to another sees all of them."""
+"""verl's own Ulysses on two ranks, and its NPU patches beside those of npu-ops."""
 
 import ast
 import importlib
@@ -31,7 +31,7 @@ def test_two_ranks_equal_one(tmp_path):
 
 
 def set_by(text: str) -> Iterator[str]:
-    """ "module:attribute" of all that its functions set in the modules that they import."""
+    """Yield "module:attribute" for each assignment to an imported module in a file's functions."""
     for function in ast.walk(ast.parse(text)):
         if not isinstance(function, ast.FunctionDef):
             continue
@@ -46,8 +46,8 @@ def set_by(text: str) -> Iterator[str]:
 
 
 def test_its_npu_patches_leave_ours_in_force():
-    """The counts at the top of docs/replacing-patches.md, and a model that has both."""
-    (file,) = fetch_verl.path()[-1].glob("verl/models/transformers/npu_patch.py")
+    """Checks the counts in docs/replacing-patches.md, and trains Qwen3 with both."""
+    file = fetch_verl.path()[0] / "verl/models/transformers/npu_patch.py"
     importlib.import_module("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
     ours = {patch.target for patch in npu_ops_adapters.patches()}
     found = set(set_by(file.read_text()))

@@ -10,7 +10,7 @@ from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK_SIZES, TOKEN
 from npu_ops.ops.fused_recurrent_gated_delta_rule import states
 
 _TRITON_WIDEST = 256  # K and V of the Triton kernels
-_TRITON_TOKENS = 1 << 22
+_TRITON_TOKENS = 1 << 22  # packed tokens, which its kernel counts in fp32
 # g, beta and the states are fp32 (fp64 where q is). normalize: q and k are divided by their norms.
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
@@ -25,7 +25,7 @@ def _triton_why_not(arguments) -> str | None:
     if arguments.chunk_size not in (TOKEN, *CHUNK_SIZES):
         return f"it has no kernel for chunks of {arguments.chunk_size}"
     tokens = arguments.q.shape[1]
-    if arguments.cu_seqlens is not None and tokens >= _TRITON_TOKENS:  # counted in floats
+    if arguments.cu_seqlens is not None and tokens >= _TRITON_TOKENS:
         return f"it counts packed tokens below {_TRITON_TOKENS}, not {tokens}"
     return None
 

@@ -20,7 +20,7 @@ The states of a patch. `plan` and `apply` tell the upper ones, `verify` the lowe
                        REFUSED    LEFT --- adopt --> APPLIED  OVERWRITTEN, CAPTURED
 """
 
-from npu_ops_adapters.patching.engine import adopt, apply, forget, kept, plan, revert, verify
+from npu_ops_adapters.patching.engine import adopt, apply, forget, plan, protect, revert, verify
 from npu_ops_adapters.patching.hand_over import hand_over, place, renew, take_back
 from npu_ops_adapters.patching.records import Names, Patch, State, Status, Statuses
 from npu_ops_adapters.patching.signatures import wrapped
@@ -35,9 +35,9 @@ __all__ = [
     "apply",
     "forget",
     "hand_over",
-    "kept",
     "place",
     "plan",
+    "protect",
     "renew",
     "revert",
     "take_back",

@@ -95,14 +95,18 @@ def revert() -> Statuses:
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Whatever a framework sets meanwhile over what is in force is taken away again."""
+def protect() -> Iterator[None]:
+    """Put back the patches that a framework overwrites inside this context.
+
+    Patches that were overwritten before stay so. Patches applied inside are protected too.
+    """
     with lock:
         lost = {place for place, top in outermost().items() if is_overwritten(top, top)}
         yield
+        holders = Holders()
         for place, top in outermost().items():
             if place not in lost and is_overwritten(top, top):
-                Holders().replace([(top.owner, top.name)], top.here(), top.replacement)
+                holders.replace([(top.owner, top.name)], top.here(), top.replacement)
 
 
 def withdraw(keys: Iterable[tuple[str, str]]) -> None:

@@ -1,7 +1,7 @@
-"""What verl sets over functions of transformers on NPUs, as an engine of FSDP starts.
+"""verl's NPU patches: the functions of transformers that verl replaces when an FSDP engine starts.
 
-It would also set its rope and its norms over those of npu-ops, which are already in force. Ours
-stay; what npu-ops has no operator for (SwiGLU, experts) is verl's.
+verl would overwrite the rope and the norms that npu-ops has patched. The patches of npu-ops stay in
+force. verl keeps its SwiGLU and its experts, for which npu-ops has no operator.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterable
 from npu_ops_adapters import patching
 from npu_ops_adapters.patching import Patch
 
-TARGET = "verl.models.transformers.npu_patch:apply_npu_patches"
-
 
 def patches() -> Iterable[Patch]:
-    """The function that sets them all."""
+    """The function of verl that applies all of its patches."""
     yield Patch(
-        target=TARGET,
+        target="verl.models.transformers.npu_patch:apply_npu_patches",
         op="verl_npu_patches",
         make=_replace,
         why="it sets functions over those of npu-ops",
@@ -29,7 +27,7 @@ def patches() -> Iterable[Patch]:
 
 def _replace(original: Callable) -> Callable:
     def npu_ops_apply_npu_patches():
-        with patching.kept():
+        with patching.protect():
             return original()
 
     return npu_ops_apply_npu_patches

@@ -1,7 +1,7 @@
-"""RMSNorm of weights that are beside 1: of Qwen3-Next and Qwen3.5.
+"""GemmaRMSNorm of Qwen3-Next and Qwen3.5, which multiplies by 1 + weight.
 
-vllm-ascend adds 1 to the weight in its own dtype, so bf16 rounds the sum, and the server's norm is
-not the trainer's. Of other weights torch_npu's operator is one launch, and is left in place.
+vllm-ascend computes 1 + weight in the weight's dtype. In bf16 that rounds the sum, so the server's
+norm differs from the trainer's. Plain RMSNorm stays with torch_npu's fused operator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(self, x, residual=None):
-    """Beside a residual also the sum. Ranks of sequence parallelism have a part of the residual."""
+    """With a residual, return the norm and the sum.
+
+    `maybe_chunk_residual` takes this rank's part of the residual under sequence parallelism.
+    """
     check_device(x)
     settings = {"eps": self.variance_epsilon, "zero_centered": True}
     if residual is None:

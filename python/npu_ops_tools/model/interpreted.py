@@ -1,4 +1,7 @@
-"""What a kernel writes, by Triton's interpreter: the next kernel may loop that often."""
+"""Runs a kernel in Triton's interpreter, to learn the index tensors that it writes.
+
+Later kernels of the same call take loop bounds from them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import torch
 
 from npu_ops_tools.compile.launches import Launch
 
-# In a process of its own: the interpreter stays in the place of the compiler where it has run.
-_RUN = """
+# In a subprocess, because the interpreter patches triton.language for the rest of its process.
+_SCRIPT = """
 import importlib, io, sys, torch
 module, name, grid, arguments = torch.load(io.BytesIO(sys.stdin.buffer.read()))
 getattr(importlib.import_module(module), name)[grid](**arguments)
@@ -24,7 +27,7 @@ sys.stdout.buffer.write(found.getvalue())
 
 
 def fill(launch: Launch) -> None:
-    """Write into the tensors of a launch what its kernel would write; all of them are int32."""
+    """Run the kernel of a launch on its tensors, in place. All of them must be int32."""
     arguments = dict(launch.constants)
     arguments |= dict(zip((name for name, _ in launch.signature), launch.values, strict=True))
     tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
@@ -34,13 +37,13 @@ def fill(launch: Launch) -> None:
     )
     function = launch.kernel.fn
     where = function.__module__, function.__name__, tuple(launch.grid)
-    for x, after in zip(tensors.values(), _after(*where, numbers, before), strict=True):
-        x.copy_(after)
+    for x, result in zip(tensors.values(), _run(*where, numbers, before), strict=True):
+        x.copy_(result)
 
 
 @functools.cache
-def _after(module: str, name: str, grid: tuple, numbers: tuple, before: tuple) -> list:
-    """The tensors, once the kernel has run."""
+def _run(module: str, name: str, grid: tuple, numbers: tuple, before: tuple) -> list:
+    """The tensors after the kernel has run, in the order of its arguments."""
     tensors = {
         argument: torch.tensor(values, dtype=torch.int32, device="cpu").view(shape)
         for argument, shape, values in before
@@ -48,7 +51,7 @@ def _after(module: str, name: str, grid: tuple, numbers: tuple, before: tuple) -
     told = io.BytesIO()
     torch.save((module, name, grid, tensors | dict(numbers)), told)
     done = subprocess.run(
-        [sys.executable, "-c", _RUN], input=told.getvalue(), capture_output=True, check=True,
+        [sys.executable, "-c", _SCRIPT], input=told.getvalue(), capture_output=True, check=True,
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     return torch.load(io.BytesIO(done.stdout))

@@ -83,15 +83,17 @@ def predict(launch: Launch, soc: str, *, unknown: Iterable[torch.Tensor] = (), s
 def predict_all(
     launches: Iterable[Launch], soc: str, *, spans: bool = False
 ) -> Iterator[Prediction]:
-    """Each launch of a call, in order. What one writes, the next cannot read values of here, but
-    for indices that follow from others and from numbers."""
+    """Predict each launch of a call, in order.
+
+    The values that a kernel writes are unknown to later ones, unless all of its tensors are int32
+    and known: such a kernel is interpreted.
+    """
     written: list[torch.Tensor] = []
     for launch in launches:
         module = module_of(launch, soc)
         yield _predict(launch, soc, module, written, spans)
         tensors = [value for value in launch.values if isinstance(value, torch.Tensor)]
-        storages = {x.untyped_storage().data_ptr() for x in written}
-        is_known = not any(x.untyped_storage().data_ptr() in storages for x in tensors)
+        is_known = _storages(written).isdisjoint(_storages(tensors))
         if is_known and all(x.dtype == torch.int32 for x in tensors):
             interpreted.fill(launch)
         else:
@@ -115,7 +117,7 @@ def _predict(
     tensors = [value for value in launch.values if isinstance(value, torch.Tensor)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors}
     footprint = float(sum(storages.values()))
-    load = _loader({tensor.untyped_storage().data_ptr() for tensor in unknown})
+    load = _loader(_storages(unknown))
     grid = (*launch.grid, 1, 1)[:3]
     time = machine.run(
         module, list(launch.values), grid, prices, footprint=footprint, load=load, spans=spans
@@ -146,6 +148,10 @@ def _bottleneck(time: machine.Time, shares: dict[str, float]) -> str:
         return "memory"
     pipe = max(shares, key=shares.get)
     return pipe if shares[pipe] >= 0.5 else "waiting"
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _loader(unknown: set[int]):

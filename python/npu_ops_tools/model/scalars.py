@@ -159,7 +159,7 @@ def _expand(text: str, source: View, value) -> View:
 
 
 def _base(text: str, source: View, value) -> View:
-    """The memory of a view. Nobody has asked for its offset, sizes and strides yet."""
+    """The base buffer. The other results (offset, sizes, strides) are not modelled."""
     return dataclasses.replace(source, shape=(), strides=(), offset=0)
 
 

@@ -222,7 +222,7 @@ def the_gated_norm_is_traced():
 
 @check
 def the_norm_of_a_weight_beside_1():
-    """As transformers has it, which does not round 1 + weight; traced, as vLLM does."""
+    """Equals transformers' norm, which does not round 1 + weight. torch.compile traces it."""
     home = importlib.import_module("vllm_ascend.ops.layernorm")
     made = home.AscendGemmaRMSNorm.__new__(home.AscendGemmaRMSNorm)
     torch.nn.Module.__init__(made)

@@ -7,7 +7,6 @@ gates are laid out as [chunks, heads, C] once, and summed up on the way.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,7 +16,7 @@ from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 
 # A sum along tokens is a vector instruction from so many columns on.
 NARROWEST = 8
-# Chunks that are laid out at a time; of packed sequences, and among how many of these at a time.
+# Chunks per tile. For packed sequences: chunks and sequences per tile.
 INDICES, SEARCHED, SEQUENCES = 256, 64, 32
 
 
@@ -37,6 +36,13 @@ class Chunks:
     starts: torch.Tensor
     firsts: torch.Tensor
 
+    @classmethod
+    def empty(cls, number: int, sequences: int, device) -> Chunks:
+        """For a kernel to fill."""
+        shapes = (number, 2), (sequences + 1,), (sequences,)
+        index = (torch.empty(shape, device=device, dtype=torch.int32) for shape in shapes)
+        return cls(number, sequences, *index)
+
 
 def chunks_of(q, cu_seqlens, size: int) -> Chunks:
     """The chunks of q's sequences."""
@@ -45,35 +51,33 @@ def chunks_of(q, cu_seqlens, size: int) -> Chunks:
         return _of_one_length(batch, length, size, q.device)
     sequences = cu_seqlens.shape[0] - 1
     number = length // size + sequences
-    index = _Index.empty(number, sequences, q.device)
+    found = Chunks.empty(number, sequences, q.device)
     _packed_kernel[vector_grid(cdiv(max(number, 1), SEARCHED), q.device)](
-        cu_seqlens.int(), *index, sequences, length, number, C=size, BLOCK=SEARCHED, S=SEQUENCES
-    )
-    return Chunks(number, sequences, *index)
+        cu_seqlens.int(), found.spans, found.starts, found.firsts, sequences, length, number,
+        C=size, BLOCK=SEARCHED, S=SEQUENCES,
+    )  # fmt: skip
+    return found
 
 
 def _of_one_length(batch: int, length: int, size: int, device) -> Chunks:
     """The chunks of sequences of the same length, in one launch."""
     each = cdiv(length, size)
-    index = _Index.empty(batch * each, batch, device)
+    found = Chunks.empty(batch * each, batch, device)
     numbers = max(batch * each, batch + 1)
     _one_length_kernel[vector_grid(cdiv(numbers, INDICES), device)](
-        *index, batch, length, each, numbers, C=size, BLOCK=INDICES
-    )
-    return Chunks(batch * each, batch, *index)
+        found.spans, found.starts, found.firsts, batch, length, each, numbers,
+        C=size, BLOCK=INDICES,
+    )  # fmt: skip
+    return found
 
 
-class _Index(NamedTuple):
-    """What one launch writes of `Chunks`."""
-
-    spans: torch.Tensor
-    starts: torch.Tensor
-    firsts: torch.Tensor
-
-    @classmethod
-    def empty(cls, number: int, sequences: int, device) -> _Index:
-        shapes = (number, 2), (sequences + 1,), (sequences,)
-        return cls(*(torch.empty(shape, device=device, dtype=torch.int32) for shape in shapes))
+@triton.jit
+def _store_spans(spans, index, first, rows, number):
+    """Write a chunk's first row and number of rows side by side, where index < number."""
+    is_first = (tl.arange(0, 2) == 0)[None, :]
+    both = tl.where(is_first, first[:, None], rows[:, None]).to(tl.int32)
+    at = 2 * index[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(spans + at, both, mask=(index < number)[:, None])
 
 
 @triton.jit(do_not_specialize=["batch", "length", "each", "numbers"])
@@ -87,21 +91,18 @@ def _one_length_kernel(spans, starts, firsts, batch, length, each, numbers, C: t
         # Vector cores divide floats alone; exact, for there are less than 2^22.
         n = ((index.to(tl.float32) + 0.5) / each).to(tl.int32)
         before = (index - n * each) * C
-        is_first = (tl.arange(0, 2) == 0)[None, :]
         rows = tl.minimum(length - before, C)
-        both = tl.where(is_first, (n * length + before)[:, None], rows[:, None])
-        at = 2 * index[:, None] + tl.arange(0, 2)[None, :]
-        tl.store(spans + at, both, mask=(index < batch * each)[:, None])
+        _store_spans(spans, index, n * length + before, rows, batch * each)
 
 
 @triton.jit(do_not_specialize=["sequences", "length", "number"])
 def _packed_kernel(cu_seqlens, spans, starts, firsts, sequences, length, number, C: tl.constexpr,
                    BLOCK: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    """Each program walks over all sequences, and finds its chunks' by comparing.
+    """Each program reads all lengths and finds the sequence of each of its chunks by comparing.
 
-    Nobody has looked at cu_seqlens: here sequences lie within the tokens, one behind the other.
-    What wrong ones compute is overwritten by `finish`. Vector cores compare and divide floats
-    alone, which are exact: there are less than 2^22 tokens (`why_not`).
+    cu_seqlens was not checked. It is clamped to the tokens and made non-decreasing, so that every
+    access is in bounds; `finish` overwrites the results of wrong lengths. Vector cores compare and
+    divide floats only. Floats are exact here, because `why_not` refuses 2^22 tokens and more.
     """
     row, of_tile = tl.arange(0, BLOCK), tl.arange(0, S)
     is_before = of_tile[None, :] <= of_tile[:, None]
@@ -122,7 +123,8 @@ def _packed_kernel(cu_seqlens, spans, starts, firsts, sequences, length, number,
             if begin == 0:
                 tl.store(starts + at, left.to(tl.int32), mask=at <= sequences)
                 tl.store(firsts + at, (ends - counts).to(tl.int32), mask=at < sequences)
-            # All three grow from one sequence to the next, so the last that begins is the largest.
+            # Starts, stops and first chunks are non-decreasing: the maximum over the sequences that
+            # begin at or before a chunk is the value of the sequence that holds it.
             begins = (ends - counts)[None, :] <= index[:, None]
             start = tl.maximum(start, tl.max(tl.where(begins, left[None, :], 0.0), 1))
             stop = tl.maximum(stop, tl.max(tl.where(begins, right[None, :], 0.0), 1))
@@ -131,10 +133,7 @@ def _packed_kernel(cu_seqlens, spans, starts, firsts, sequences, length, number,
             chunks = tl.max(ends, 0)
         before = (index - first) * C
         rows = tl.minimum(tl.maximum(stop - start - before, 0.0), C)
-        is_first = (tl.arange(0, 2) == 0)[None, :]
-        both = tl.where(is_first, (start + before)[:, None], rows[:, None]).to(tl.int32)
-        to = 2 * (begin + row)[:, None] + tl.arange(0, 2)[None, :]
-        tl.store(spans + to, both, mask=((begin + row) < number)[:, None])
+        _store_spans(spans, begin + row, start + before, rows, number)
 
 
 @triton.jit(do_not_specialize=["number"])
