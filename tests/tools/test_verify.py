@@ -13,9 +13,10 @@ from npu_ops_tools.verify import checks, compare, guards, jobs, report, runs, wo
 from npu_ops_tools.verify import ranks as two_ranks
 from npu_ops_tools.where import ops
 from test_cli import call, command
+from torch.utils._python_dispatch import TorchDispatchMode
 from verify_faults import faulty, job, ranks, width
 
-from npu_ops.core import hardware, preferences
+from npu_ops.core import hardware, preferences, rng
 from npu_ops.core.registry import Table
 
 LIMIT = 12.0
@@ -257,6 +258,20 @@ def test_a_graph_must_compute_again(frozen, monkeypatch):
     found = checks.graphs(subject)
     assert found["verdict"] == ("wrong" if frozen else "right")
     assert ("when the graph is replayed with other inputs" in found["detail"]) == frozen
+
+
+def test_what_drops_takes_nothing_from_the_host():
+    """A graph that is being captured refuses a copy from the host."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    seen = []
+    with checks.one_mask(), Seen():
+        state = rng.new_state(torch.device("cpu"), None)
+    assert seen == ["aten.arange.start_step"] and state.tolist() == [3, 5]
 
 
 # Reports

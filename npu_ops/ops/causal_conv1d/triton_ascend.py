@@ -262,7 +262,10 @@ def convolve_channels_backward(
                 state_at = state + tl.cast(n, tl.int64) * state_n
             x1, x2, x3 = _rows_before(x_at, state_at, begin, start, column, edge, x_t, state_w, W,
                                       state is not None)  # fmt: skip
-            g1, g2, g3 = zero, zero, zero
+            # Three values: Triton 3.6 takes names that begin as one value, and that the loop only
+            # passes on, for names that it does not change.
+            g1, g2 = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+            g3 = tl.zeros((BD,), tl.float32)
             walk_end = tl.where(begin < end, end + W - 1, begin)
             for row in range(begin, walk_end):
                 t = tl.cast(row, tl.int64)
