@@ -35,9 +35,9 @@ def names_to_names(node):
 def passed_on_from_one_start(source):
     """Pairs of names of which a loop gives one to the other, and which begin as the same value.
 
-    Triton 3.6 visits the body of a loop once to learn which names it changes. A name that then holds
-    what it held before is taken for a constant of the loop, without a word:
-    `a, b = zero, zero` and in the loop `b, a = a, new` keeps b at zero.
+    Triton 3.6 visits the body of a loop once to learn which names it changes. It takes a name that
+    then holds what it held before for a constant of the loop, without a word: after
+    `a, b = zero, zero` a loop of `b, a = a, new` keeps b at zero.
     """
     for kernel in kernels(source):
         for loop in ast.walk(kernel):

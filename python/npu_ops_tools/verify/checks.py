@@ -77,8 +77,10 @@ class Subject:
 
 @contextlib.contextmanager
 def one_mask() -> Iterator[None]:
-    """Every call drops with seed 3 and offset 5, which are made on the device: a graph that is being
-    captured takes nothing from the host."""
+    """Every call drops with seed 3 and offset 5.
+
+    They are made on the device: a graph that is being captured takes nothing from the host.
+    """
 
     def state(device, generator):
         return torch.arange(3, 6, 2, dtype=torch.int64, device=device)
