@@ -81,6 +81,13 @@ class Rule(NamedTuple):
     training: bool
 
 
+def last_seen(q: torch.Tensor, k: torch.Tensor, rule: Rule) -> int:
+    """Of dense sequences without a left window: query i sees key j where j <= i + this."""
+    if rule.window_right < 0:
+        return k.shape[2]
+    return rule.window_right + (k.shape[2] - q.shape[2] if rule.bottom_right else 0)
+
+
 # Where heads and tokens are swapped: torch is sooner asked for that than for an order of all.
 _SWAPPED = ("BSND", "TND")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from npu_ops.core import indices, make
+from npu_ops.core import env, indices, make
 from npu_ops.ops.attention import blocks, decode, short
 from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.routing import operator_of
@@ -44,6 +44,8 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
     """Write out and lse."""
     if decode.serves(q, extra, rule):
         decode.forward(q, k, v, extra, rule, out, lse)
+    elif env.settings.consistent and decode.serves_each(q, extra, rule):
+        _each_query(q, k, v, extra, rule, out, lse)
     elif short.serves_all(q, k, v, extra, rule):
         short.forward(q, k, v, rule, out, lse)
     else:
@@ -54,6 +56,12 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
         end = int(extra.cu_seqlens_q[-1])
         for x in (out, lse):  # of tokens that belong to nobody
             x[:, :, end:].zero_()
+
+
+def _each_query(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
+    for piece in pieces(q, k, extra):
+        to = piece.queries(out), piece.queries(lse)
+        decode.forward_each(piece.queries(q), piece.keys(k), piece.keys(v), rule, *to)
 
 
 def _by_piece(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:

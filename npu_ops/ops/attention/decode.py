@@ -1,6 +1,7 @@
 """Attention of one query a sequence on the CPU, by native code that reads a cache where it lies.
 
-A server's step is that: torch's flash attention would need each sequence's keys gathered.
+A server's step is that: torch's flash attention would need each sequence's keys gathered. Where a
+query's bits must not depend on how it came (NPU_OPS_CONSISTENT), each query of a prompt is one too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import torch
 
 from npu_ops.core import library
 from npu_ops.core.registry import from_native
-from npu_ops.ops.attention.arguments import Extra, Rule
+from npu_ops.ops.attention.arguments import Extra, Rule, last_seen
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _forward = from_native(
@@ -22,11 +23,28 @@ def serves(q, extra: Extra, rule: Rule) -> bool:
     """Whether the native code computes these: each sequence has one query, which sees all keys."""
     one = q.shape[2] == 1 and extra.cu_seqlens_q is None and extra.seqlens_k is not None
     last = rule.window_right < 0 or (rule.window_right == 0 and rule.bottom_right)
-    seen = last and rule.window_left < 0 and extra.bias is None and extra.mask is None
+    return one and last and serves_each(q, extra, rule)
+
+
+def serves_each(q, extra: Extra, rule: Rule) -> bool:
+    """Whether the native code computes each query alone: it sees all keys up to some."""
+    seen = rule.window_left < 0 and extra.bias is None and extra.mask is None
     plain = not rule.softcap and not rule.dropout_p and q.dtype in _DTYPES
-    return one and seen and plain and library.native_why_not() is None
+    return seen and plain and library.native_why_not() is None
 
 
 def forward(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
     """Write out and lse. Index values are checked before."""
     _forward(q, k, v, extra.block_table, extra.seqlens_k, rule.scale, out, lse)
+
+
+def forward_each(q, k, v, rule: Rule, out, lse) -> None:
+    """Write out and lse of dense sequences, each query as the one of a step with its keys."""
+    queries, keys = q.shape[2], k.shape[2]
+    seen = torch.arange(1, queries + 1, dtype=torch.int64, device=q.device) + last_seen(q, k, rule)
+    seen.clamp_(0, keys)
+    for b in range(q.shape[0]):
+        own_q, own_out = (x[b].transpose(0, 1).unsqueeze(2) for x in (q, out))
+        own_k, own_v = (x[b].expand(queries, -1, -1, -1) for x in (k, v))
+        own_lse = lse[b].t().unsqueeze(2)
+        _forward(own_q, own_k, own_v, None, seen, rule.scale, own_out, own_lse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from npu_ops.core import hardware
+from npu_ops.core import env, hardware
 from npu_ops.ops.attention.plan import page_why_not
 from npu_ops.ops.attention.table import OPERATORS
 
@@ -16,5 +16,5 @@ def triton_why_not(arguments) -> str | None:
         if x.shape[3] > _WIDEST:
             return f"the head dimension of {name} is {x.shape[3]}, above {_WIDEST}"
     if arguments.extra.block_table is not None:
-        return page_why_not(k.shape[2], hardware.soc(q.device))
+        return page_why_not(k.shape[2], hardware.soc(q.device), bool(env.settings.consistent))
     return None

@@ -33,6 +33,7 @@ class AttentionSpec:
     nonpositive_scale: scores are multiplied by 0 or less.
     training: a gradient is wanted. lse_gradient: one comes for the log-sum-exp.
     deterministic: the same bits from run to run.
+    consistent: NPU_OPS_CONSISTENT is set: a query's bits are those that it has in training.
     graph_capture: the call is captured in a graph and replayed.
     device: npu, cpu or cuda. soc: of an NPU.
     operators: names of torch_npu's attention operators; None: all that the table knows.
@@ -65,6 +66,7 @@ class AttentionSpec:
     training: bool = False
     lse_gradient: bool = False
     deterministic: bool = False
+    consistent: bool = False
     graph_capture: bool = False
     device: str = "npu"
     soc: str = "Ascend910B3"
@@ -253,16 +255,20 @@ def _why_not(operator: Operator, spec: AttentionSpec) -> str | None:
     if spec.lse_gradient and "lse gradient" not in operator.takes:
         return "its backward takes no gradient of the log-sum-exp"
     if operator.runs == "triton_ascend" and spec.keys == "paged":
-        if why := page_why_not(spec.block_size, spec.soc if spec.device == "npu" else ""):
+        soc = spec.soc if spec.device == "npu" else ""
+        if why := page_why_not(spec.block_size, soc, spec.consistent):
             return why
     return _dims_why_not(operator, spec) or (_vendor_why_not(operator, spec) if vendor else None)
 
 
-def page_why_not(size: int, soc: str) -> str | None:
+def page_why_not(size: int, soc: str, consistent: bool) -> str | None:
     """What our kernels have against blocks of a cache, which tiles of keys divide: the matrix unit
-    takes 16, and the compiler for Ascend950 32."""
-    fewest = 32 if socs.is_ascend950(soc) else 16
-    return f"blocks of {size} keys are not a multiple of {fewest}" if size % fewest else None
+    takes 16, and the compiler for Ascend950 32. The tiles of training are of 64."""
+    fewest = 64 if consistent else 32 if socs.is_ascend950(soc) else 16
+    if size % fewest:
+        asked = ", for NPU_OPS_CONSISTENT" if consistent else ""
+        return f"blocks of {size} keys are not a multiple of {fewest}{asked}"
+    return None
 
 
 _LACKS = {
@@ -293,6 +299,8 @@ def _dims_why_not(operator: Operator, spec: AttentionSpec) -> str | None:
 
 def _vendor_why_not(operator: Operator, spec: AttentionSpec) -> str | None:
     """What holds for torch_npu's operators."""
+    if spec.consistent:
+        return "nothing says in which order it sums, which NPU_OPS_CONSISTENT asks for"
     if spec.heads > 256:
         return f"{spec.heads} heads are above 256"
     if spec.keys != "dense" and not spec.host_lengths:

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from npu_ops.core import check, hardware
+from npu_ops.core import check, env, hardware
 from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.plan import AttentionPlan, AttentionSpec, plan_attention
 
@@ -66,6 +66,7 @@ def spec_of(q, k, v, extra: Extra, rule: Rule, device: str, lse_gradient: bool) 
         lse_gradient=lse_gradient,
         # torch_npu's kernels are deterministic where torch is asked to be.
         deterministic=rule.deterministic and not torch.are_deterministic_algorithms_enabled(),
+        consistent=bool(env.settings.consistent),
         graph_capture=device == "npu" and _capturing(),
         device=device,
         soc=hardware.soc(q.device) or AttentionSpec.soc,

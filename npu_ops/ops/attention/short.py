@@ -12,7 +12,7 @@ import torch
 
 from npu_ops.core import library
 from npu_ops.core.registry import from_native
-from npu_ops.ops.attention.arguments import Extra, Rule
+from npu_ops.ops.attention.arguments import Extra, Rule, last_seen
 
 # Tokens. Measured, of 4 to 32 heads of 72 to 256: where a query sees all keys, and each of them is
 # multiplied, torch catches up sooner; for a few queries it reads keys with fewer steps.
@@ -60,11 +60,4 @@ def backward(grad_out, lse, q, k, v, rule: Rule, grad_q, grad_k, grad_v) -> None
 
 
 def _given(q, k, v, rule: Rule) -> tuple:
-    return q, k, v, rule.scale, _shift(q, k, rule)
-
-
-def _shift(q, k, rule: Rule) -> int:
-    """Query i sees key j where j <= i + shift."""
-    if rule.window_right < 0:
-        return k.shape[2]
-    return rule.window_right + (k.shape[2] - q.shape[2] if rule.bottom_right else 0)
+    return q, k, v, rule.scale, last_seen(q, k, rule)

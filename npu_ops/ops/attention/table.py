@@ -152,7 +152,10 @@ OPERATORS = (
         _EVERY_MASK,
         takes=("sinks",),
         one_dim=True,
-        notes=("sequences of up to 512 tokens by a kernel of ours",),
+        notes=(
+            "sequences of up to 512 tokens by a kernel of ours, with NPU_OPS_CONSISTENT each query "
+            "by one",
+        ),
     ),
     Operator(
         "blocks of queries",
