@@ -175,6 +175,20 @@ def rms_norm():
     return sheet
 
 
+def linear():
+    sheet = Sheet(24, 4.6)
+    for y, name, color in ((0.4, "a row of x", BLUE), (1.6, "a row of weight", ORANGE)):
+        sheet.say(0.2, y + 0.5, name)
+        sheet.row(5.5, y, [""] * 9, color)
+    for x in (5.5, 8.5, 11.5):
+        sheet.cell(x, 2.9, "Σ", GREY, 3)
+    sheet.arrow(14.6, 3.4, 16.9, 3.4)
+    sheet.cell(17, 2.9, "out", GREEN, 1.6)
+    sheet.say(15.2, 1.5, "K, in steps from left to right")
+    sheet.say(5.5, 4.3, "the same steps for one row as for thousands")
+    return sheet
+
+
 def rms_norm_gated():
     sheet = Sheet(23, 4.6)
     sheet.say(0.2, 0.9, "x")
@@ -281,8 +295,8 @@ def gated_delta_rule_update():
 FIGURES = {
     draw.__name__: draw
     for draw in (
-        bias_dropout_add, rope, mrope, qk_norm_rope, attention, gdn_gate, l2norm, rms_norm,
-        rms_norm_gated, causal_conv1d, causal_conv1d_qkv, causal_conv1d_update,
+        bias_dropout_add, rope, mrope, qk_norm_rope, attention, gdn_gate, l2norm, linear,
+        rms_norm, rms_norm_gated, causal_conv1d, causal_conv1d_qkv, causal_conv1d_update,
         chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gated_delta_rule_update,
     )
 }  # fmt: skip

@@ -8,7 +8,7 @@ import importlib
 import pkgutil
 
 from npu_ops import ops
-from npu_ops.core import compile_cache
+from npu_ops.core import compile_cache, env
 from npu_ops.core.hardware import is_npu
 from npu_ops.core.library import build_info, say_what_is_broken
 from npu_ops.core.registry import check_forced, explain
@@ -24,3 +24,7 @@ for _module in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
 say_what_is_broken()
 check_forced()
 compile_cache.tell_torch()
+if env.settings.consistent:
+    from npu_ops import products
+
+    products.install()

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 import torch
 
+from npu_ops.core import env
+
 # Tokens of the prompts of each half. A prompt of the second begins with the whole one of the first.
 LENGTHS = ((7, 70, 150, 333), (100, 140, 200, 400))
 
@@ -116,7 +118,9 @@ def trainer(model: str, config, dtype: str, device: str):
 
     kind = "ImageTextToText" if hasattr(config, "vision_config") else "CausalLM"
     auto = getattr(transformers, f"AutoModelFor{kind}")
-    return auto.from_pretrained(model, dtype=getattr(torch, dtype)).to(device).eval()
+    ours = {"attn_implementation": "npu_ops"} if env.settings.consistent else {}
+    loaded = auto.from_pretrained(model, dtype=getattr(torch, dtype), **ours)
+    return loaded.to(device).eval()
 
 
 @torch.no_grad()
@@ -125,7 +129,8 @@ def logprobs_of(model, prompt: list[int], following: list[int], device: str) -> 
     ids = torch.tensor([prompt + following], device=device)
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     chosen = ids[0, len(prompt) :, None]
-    return logits.log_softmax(-1).gather(1, chosen)[:, 0].double().cpu()
+    # SGLang takes the logarithm of the probabilities that it samples from.
+    return logits.softmax(-1).log().gather(1, chosen)[:, 0].double().cpu()
 
 
 HEAD = f"{'prompt':>7}{'cached':>8}{'sampled':>9}{'largest':>11}{'mean':>11}{'equal':>8}"

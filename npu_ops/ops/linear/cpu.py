@@ -1,0 +1,15 @@
+"""Gradients of linear on the CPU, by PyTorch's products: no bits of gradients are promised."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["linear_backward"]
+
+
+def linear_backward(grad, x, weight, bias, grad_x, grad_weight, grad_bias):
+    """Write the gradients, that of the bias unless it is None; rows are `[M, .]`."""
+    torch.mm(grad, weight, out=grad_x)
+    torch.mm(grad.t(), x, out=grad_weight)
+    if grad_bias is not None:
+        torch.sum(grad, 0, out=grad_bias)

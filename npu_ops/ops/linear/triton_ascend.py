@@ -1,0 +1,61 @@
+"""linear in Triton, for Ascend and NVIDIA. Definition: reference.py
+
+A program computes tiles of BM rows by BN columns. Each sums over K in steps of BK, from the first
+on: the tiles are the same for one row as for thousands, and so is the order of each sum.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from npu_ops.core import hardware
+from npu_ops.core.grid import cdiv
+from npu_ops.ops.linear.cpu import linear_backward
+
+__all__ = ["linear", "linear_backward"]
+
+ROWS, COLUMNS = 128, 128  # of a tile: in fp32 half of what the matrix unit sums up in
+STEP_BYTES = 256  # of a row in one step: two operands fill a quarter of the buffers before it
+
+
+@triton.jit
+def _load(x, row, column, rows, columns, stride):
+    """Rows of a matrix `[rows, columns]`, with zeros behind its ends."""
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    return tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(
+    x, weight, bias, out, rows, columns, depth, x_stride, weight_stride, out_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(columns, BN)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BM) * across, tl.num_programs(0)):
+        row = (tile // across) * BM + tl.arange(0, BM)
+        column = (tile % across) * BN + tl.arange(0, BN)
+        total = tl.zeros((BM, BN), tl.float32)
+        for begin in range(0, depth, BK):
+            step = begin + tl.arange(0, BK)
+            left = _load(x, row, step, rows, depth, x_stride)
+            right = _load(weight, column, step, columns, depth, weight_stride)
+            total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+        if bias is not None:
+            total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[
+                None, :
+            ]
+        mask = (row < rows)[:, None] & (column < columns)[None, :]
+        to = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+        tl.store(to, total.to(out.dtype.element_ty), mask=mask)
+
+
+def linear(x, weight, bias, out):
+    """Write `x weight^T + bias`: x `[M, K]`, weight `[N, K]`, out `[M, N]`."""
+    (rows, depth), columns = x.shape, weight.shape[0]
+    tiles = cdiv(rows, ROWS) * cdiv(columns, COLUMNS)
+    grid = (min(tiles, hardware.num_cube_cores(x.device)),)
+    _linear_kernel[grid](
+        x, weight, bias, out, rows, columns, depth, x.stride(0), weight.stride(0), out.stride(0),
+        BM=ROWS, BN=COLUMNS, BK=STEP_BYTES // x.element_size(),
+    )  # fmt: skip

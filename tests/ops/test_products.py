@@ -1,0 +1,117 @@
+"""NPU_OPS_CONSISTENT: a model's products are linear's, whoever calls them, and in whichever way."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support import devices, named
+
+import npu_ops
+from npu_ops import products
+
+every_device = pytest.mark.parametrize("device", [d for d in devices() if d != "cuda"])
+MODES = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+WAYS = {
+    "linear": lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias),
+    "no bias": lambda x, weight, bias: torch.nn.functional.linear(x, weight),
+    "matmul": lambda x, weight, bias: torch.matmul(x, weight.t()),
+    "operator": lambda x, weight, bias: x @ weight.t().contiguous() + bias,
+    "batches": lambda x, weight, bias: (x[None].expand(2, -1, -1) @ weight.t())[1],
+}
+
+
+@pytest.fixture
+def replaced():
+    products.install()
+    yield
+    products.remove()
+
+
+def drawn(device="cpu", dtype=torch.float32):
+    draw = torch.Generator().manual_seed(0)
+    shapes = (70, 300), (50, 300), (50,)
+    return [
+        torch.randn(shape, generator=draw, dtype=torch.float32).to(device, dtype)
+        for shape in shapes
+    ]
+
+
+@every_device
+@MODES
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=named)
+def test_a_row_has_the_same_bits(replaced, device, mode, way, dtype):
+    x, weight, bias = drawn(device, dtype)
+    with mode():
+        whole = WAYS[way](x, weight, bias)
+        for rows in (slice(0, 1), slice(33, 40)):
+            assert torch.equal(WAYS[way](x[rows], weight, bias), whole[rows])
+        assert torch.equal(npu_ops.linear(x, weight), WAYS["matmul"](x, weight, bias))
+
+
+@every_device
+def test_gradients_are_pytorchs(replaced, device):
+    given = [x.requires_grad_() for x in drawn(device)]
+    found = torch.autograd.grad(WAYS["linear"](*given).square().sum(), given)
+    products.remove()
+    expected = torch.autograd.grad(WAYS["linear"](*given).square().sum(), given)
+    for own, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-3)
+
+
+def test_compiled_and_autocast(replaced):
+    x, weight, bias = drawn()
+    layer = torch.nn.Linear(300, 50)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), layer(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x)[:3], layer(x[:3])) and layer(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.double() @ x.double().t(),
+        lambda x: (x * 9).long() @ x.long().t(),
+        lambda x: x.view(7, 10, 300) @ x.view(7, 10, 300).transpose(1, 2),
+        lambda x: x[0] @ x[1],
+        lambda x: x @ x[0],
+        lambda x: torch.nn.functional.linear(x.double(), x[:9].double(), x[:9, 0].double()),
+        lambda x: x @ x.to_sparse().t(),
+    ],
+)
+def test_other_products_stay_pytorchs(call):
+    x = drawn()[0]
+    expected = call(x)
+    products.install()
+    found = call(x)
+    products.remove()
+    assert torch.equal(found, expected)
+
+
+def test_wrong_shapes_are_refused_as_pytorch_does(replaced):
+    x, weight, _ = drawn()
+    for call in (lambda: x @ weight, lambda: torch.nn.functional.linear(x, weight[:, :9])):
+        with pytest.raises((RuntimeError, ValueError), match="shape|weight"):
+            call()
+
+
+def test_a_format_of_the_vendors_is_an_error(replaced, monkeypatch):
+    monkeypatch.setattr(products, "format_why_not", lambda x: "the vendor's format 29")
+    x, weight, bias = drawn()
+    with pytest.raises(ValueError, match="weight: got the vendor's format 29, needs ND .*NZ=0"):
+        torch.nn.functional.linear(x, weight, bias)
+
+
+def test_the_setting_replaces_them_and_nothing_else_does():
+    assert not products.installed()
+    code = "import npu_ops.products as p; print(p.installed())"
+    for mode, expected in (("0", "False"), ("1", "True"), ("chunks", "True")):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"NPU_OPS_CONSISTENT": mode},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.stdout.strip() == expected, done.stderr
