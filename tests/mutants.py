@@ -36,7 +36,10 @@ import python_mutations  # noqa: E402
 from mutant_scores import CAUGHT, summary  # noqa: E402
 from python_mutations import ROOT, Mutant  # noqa: E402
 
-CONTRACT = ("test_contract", "test_every_function", "test_wrong_calls", "test_index_values")
+CONTRACT = (
+    "test_contract", "test_declined_calls", "test_every_function", "test_index_values",
+    "test_wrong_calls",
+)  # fmt: skip
 # Tests of an op in files that do not have its name.
 MORE = {
     "causal_conv1d": ("test_context_parallel", "test_fla_npu", "test_wide_filters"),

@@ -14,6 +14,7 @@ and may have
 
     WRONG                `wrong(...)`: wrong calls, and how each is refused
     OPTIONS              `options(...)`: changes of a call that every implementation honours
+    DECLINED             `declined(...)`: calls that kernels for NPUs do not take, and why
     SUM_TOLERANCES       of the gradient of a `bias` of one dimension: a sum over all rows
     TOLERANCES_BY_INPUT  True: every result is judged by the dtype of the inputs, not by its own
 
@@ -168,6 +169,29 @@ def wrong(
     """WRONG calls made from one right call: each row is how its message begins, and the change."""
     common = {"given": given or {}, "in_place": in_place, "reads": reads}
     return [Wrong(call=call, change=made, error=error, says=says, **common) for says, made in rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Declined:
+    """A change of a right call that an implementation for NPUs does not take.
+
+    call, given, change: as of an `Option`; without the change the implementation takes the call.
+    implementation: its name. says: how its reason begins.
+    """
+
+    call: str
+    given: dict
+    change: dict
+    implementation: str
+    says: str
+
+    def __str__(self):
+        return f"{self.call}: {self.implementation}: {self.says}"
+
+
+def declined(call: str, implementation: str, *rows: tuple[str, dict], given: dict | None = None):
+    """DECLINED calls made from one right call: how the reason begins, and the change."""
+    return [Declined(call, given or {}, change, implementation, says) for says, change in rows]
 
 
 def changed(arguments: dict, change: dict) -> dict:

@@ -24,7 +24,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import npu_ops
 from npu_ops.core.compare import Tolerance
-from npu_ops.ops.causal_conv1d import op
+from npu_ops.ops.causal_conv1d import op, reference
 from npu_ops.ops.causal_conv1d.cases import CASES, DIFFERENTIABLE, TOLERANCES
 
 OPS = ("causal_conv1d", "causal_conv1d_backward")
@@ -193,14 +193,17 @@ def test_the_gradient_through_a_carried_state_is_that_of_one_pass(implementation
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("lengths", [None, [3, 0, 2, 30]], ids=["batch", "packed"])
 def test_strided_x_is_read_in_place(lengths, implementation, device):
-    """x as a slice of a fused projection; outputs and gradients are those of a copy."""
+    """x as a slice of a fused projection, and every second state with channels in one piece;
+    outputs and gradients are those of a copy."""
     inputs = random_inputs(tokens=35, lengths=lengths, channels=16, dtype=torch.float32)
     fused = torch.randn(1, 35, 48, device=device)
     inputs = on_device(inputs, device)
     inputs["x"] = fused[..., 16:32]
+    count = len(lengths) if lengths else 1
+    states = torch.randn(2 * count, 4, 16, device=device)[::2].transpose(1, 2)
+    weight = torch.ones(4, 16, device=device).t()
     with copies() as seen, forced(implementation, *OPS):
-        npu_ops.causal_conv1d(**inputs | {"initial_state": None, "weight": torch.ones(
-            4, 16, device=device).t()})  # fmt: skip
+        npu_ops.causal_conv1d(**inputs | {"initial_state": states, "weight": weight})
     if implementation == "cpu":
         assert seen.operators == []
     actual = run(implementation, inputs)
@@ -237,6 +240,8 @@ def test_empty():
     assert y.shape == x.shape and torch.equal(last, state)
     (last * 3).sum().backward()
     assert torch.equal(state.grad, torch.full_like(state, 3)) and x.grad.shape == x.shape
+    none, _ = npu_ops.causal_conv1d(x, torch.randn(8, 4), cu_seqlens=torch.tensor([0]))
+    assert none.shape == x.shape
 
 
 # The gradients
@@ -284,6 +289,18 @@ def test_an_output_that_nobody_uses_has_no_gradient(used):
             torch.testing.assert_close(actual, expected)
         else:
             assert actual is None or not actual.any()
+
+
+@pytest.mark.parametrize("starts", [[0, 4, 99], [0, -50, 9], [5, 2, 9], [99, 99, 99]], ids=str)
+def test_the_reference_reads_nothing_outside_for_wrong_starts(starts):
+    """A device's are not read before; what it computes with them is thrown away."""
+    inputs = random_inputs(lengths=[4, 5])
+    x, weight, bias, residual, state = (inputs[name] for name in DIFFERENTIABLE)
+    inputs = x, weight, bias, state, torch.tensor(starts), True
+    y, final = reference.with_final_state(x, weight, bias, residual, *inputs[3:])
+    assert y.shape == x.shape and final.shape == state.shape
+    grads = reference.causal_conv1d_backward(y, final, *inputs)
+    assert [grad.shape for grad in grads] == [t.shape for t in inputs[:4]]
 
 
 def test_there_is_no_second_derivative():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import devices
+from support import devices, forced
 
 import npu_ops
 from npu_ops.core.compare import assert_close
@@ -71,6 +71,22 @@ def test_nothing_but_padding_writes_nothing(slots, pad, device):
     assert torch.equal(call["conv_state"].nan_to_num(9.0), before.nan_to_num(9.0))
 
 
+def test_a_pool_without_slots_narrows_nothing():
+    """All sequences are padding; x is not rounded to the dtype of the pool."""
+    call = arguments(conv_state_indices=torch.full((4,), -1))
+    expected, _ = npu_ops.causal_conv1d(**call)
+    call["conv_state"] = drawn(0, CHANNELS, WIDTH - 1, dtype=torch.bfloat16)
+    assert torch.equal(npu_ops.causal_conv1d(**call)[0], expected)
+
+
+def test_a_final_state_has_the_dtype_of_the_initial_one():
+    """On a device the operator is given states that are wider than x."""
+    x, weight, state = drawn(1, 2, CHANNELS).bfloat16(), drawn(CHANNELS, 4), drawn(1, CHANNELS, 4)
+    with forced("reference", "causal_conv1d"):
+        _, final = torch.ops.npu_ops.causal_conv1d(x, weight, None, None, state, None, True, True)
+    assert torch.equal(final[..., :2], state[..., 2:])
+
+
 def test_slots_in_order_of_a_batch_in_any_memory():
     """No indices and no packing, and a pool with D in one piece, as decoding wants it."""
     x, weight = drawn(3, 9, CHANNELS), drawn(CHANNELS, WIDTH)
@@ -101,6 +117,18 @@ def test_decoding_goes_on_where_a_prefill_ended():
         assert_close("y", y[i], right[0, -1], TOLERANCES[torch.float32])
 
 
+def test_slots_of_a_traced_call():
+    """Read where the graph runs; slot 0 is one like the others."""
+    call, eager = arguments(), arguments()
+    traced = torch.compile(npu_ops.causal_conv1d, fullgraph=True, backend="eager")
+    y, _ = traced(**call)
+    assert torch.equal(y, npu_ops.causal_conv1d(**eager)[0])
+    for wrong in ([3, -1, 3, 5], [3, -1, -2, 5], [3, -1, 6, 5]):
+        with pytest.raises(RuntimeError, match="got one twice or outside, needs 0 to 5, all"):
+            traced(**call | {"conv_state_indices": torch.tensor(wrong)})
+    torch._dynamo.reset()
+
+
 def test_compiled():
     call, eager = arguments(), arguments()
     compiled = torch.compile(npu_ops.causal_conv1d, fullgraph=True, backend="aot_eager")
@@ -113,11 +141,12 @@ def test_compiled():
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("pool", [torch.float32, torch.float16])
 def test_what_is_in_a_pool_passes_no_narrower_dtype(pool, device):
-    """With bf16 x: rows that only move, or stay, are bit for bit what they were, and what the
-    filter reads of them is not rounded."""
+    """With bf16 x and residual: rows that only move, or stay, are bit for bit what they were, and
+    what the filter reads of them is not rounded."""
     starts, slots = torch.tensor([0, 0, 1, 3, 12]), torch.tensor([4, 2, 5, 0])
     call = arguments(device, pool=pool, cu_seqlens=starts, conv_state_indices=slots)
     call["x"] = call["x"][:, :12].bfloat16()
+    call["residual"] = 2 * call["x"]
     before = call["conv_state"].clone()
     y, _ = npu_ops.causal_conv1d(**call)
     after, x = call["conv_state"], call["x"][0].T.to(pool)
@@ -125,5 +154,6 @@ def test_what_is_in_a_pool_passes_no_narrower_dtype(pool, device):
     assert torch.equal(after[2], torch.cat([before[2, :, 1:], x[:, :1]], 1))
     assert torch.equal(after[5], torch.cat([before[5, :, 2:], x[:, 1:3]], 1))
     assert torch.equal(after[0], x[:, 9:])
-    wide = call | {"x": call["x"].float(), "conv_state": before.float()}
+    wide = {n: call[n].float() for n in ("x", "residual")}
+    wide = call | wide | {"conv_state": before.float()}
     assert y.dtype == torch.bfloat16 and torch.equal(y, npu_ops.causal_conv1d(**wide)[0].bfloat16())

@@ -7,6 +7,7 @@ from torch import distributed, multiprocessing
 import npu_ops
 from npu_ops.core import library, spans
 from npu_ops.core.compare import Tolerance, assert_close
+from npu_ops.ops.causal_conv1d import context_parallel
 
 CLOSE = Tolerance(1e-5, 1e-5)
 TOKENS = 75
@@ -177,6 +178,33 @@ def alone(tmp_path):
     distributed.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=0, world_size=1)
     yield distributed.group.WORLD
     distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("call", ["v first", "silu"])
+@pytest.mark.parametrize("layout", [None, "contiguous", "zigzag"])
+def test_one_rank_has_the_whole(alone, call, layout):
+    """In this process, where mutants are tried; with a final state only if it is asked for."""
+    function = {"v first": npu_ops.chunk_gated_delta_rule, "silu": npu_ops.causal_conv1d}[call]
+    given = CALLS[call][1](batch=1)
+    lengths = {} if layout is None else {"cu_seqlens": torch.tensor([0, 8, 8, 48, 72])}
+    group = {"cp_group": alone} | ({} if layout is None else {"cp_layout": layout})
+    for wanted in (True, False):
+        settings = lengths | {"output_final_state": wanted}
+        expected, state = function(**given, **settings)
+        actual, final = function(**given, **settings, **group)
+        assert_close("out", actual, expected, CLOSE)
+        if wanted:
+            assert_close("state", final, state, CLOSE)
+        else:
+            assert final is None
+
+
+def test_what_other_ranks_have_is_the_initial_state(monkeypatch):
+    given, state = convolution_inputs(), torch.randn(2, 24, 4)
+    expected = convolution("silu", **given, initial_state=state)
+    monkeypatch.setattr(context_parallel, "initial_state", lambda x, width, group: state)
+    actual = convolution("silu", **given, cp_group=object())
+    assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("call", ["v first", "silu"])

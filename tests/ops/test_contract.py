@@ -223,6 +223,29 @@ def test_the_reference_rounds_results_alone(op, call, changes, trains):
         assert torch.equal(value, expected[name].to(value.dtype)), name
 
 
+class Dtypes(TorchDispatchMode):
+    """The floating dtypes that torch computes in."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        found = out if isinstance(out, (tuple, list)) else (out,)
+        self.seen |= {x.dtype for x in found if isinstance(x, torch.Tensor)}
+        return out
+
+
+@pytest.mark.parametrize("call", [c for op in OURS for c in cases.of(op).CALLS], ids=str)
+def test_the_reference_computes_in_fp64_for_fp64_alone(call):
+    (op,) = (op for op in ops() if call in cases.of(op).CALLS)
+    given = call.arguments(**call.fixed)
+    with Dtypes() as dtypes:
+        results(op, function_of(call), given, differentiable(call), "reference")
+    assert torch.float64 not in dtypes.seen
+
+
 # Layouts
 
 

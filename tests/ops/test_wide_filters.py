@@ -1,11 +1,14 @@
 """Filters of 5 to 8 taps in causal_conv1d_qkv and causal_conv1d_update; causal_conv1d has cases."""
 
+import types
+
 import pytest
 import torch
 from support import assert_all_close, evaluate, floats, forced, implementations, on_device
 
 import npu_ops
 from npu_ops.core.compare import assert_close
+from npu_ops.ops.causal_conv1d.arguments import narrow_alone
 from npu_ops.ops.causal_conv1d.cases import TOLERANCES
 from npu_ops.ops.causal_conv1d_qkv import op as qkv
 from npu_ops.ops.causal_conv1d_qkv.cases import TOLERANCES as QKV_TOLERANCES
@@ -26,6 +29,12 @@ def refused(implementation, width, function, *args, **kwargs):
         with pytest.raises(RuntimeError, match=f"a filter of {width} taps has more than 4"):
             function(*args, **kwargs)
     return implementation in NARROW
+
+
+@pytest.mark.parametrize("width", range(2, 9))
+def test_kernels_with_a_name_for_each_tap_have_four(width):
+    call = types.SimpleNamespace(weight=torch.empty(8, width))
+    assert (narrow_alone(call) is None) == (width <= 4)
 
 
 @WIDTHS

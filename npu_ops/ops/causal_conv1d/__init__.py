@@ -88,7 +88,7 @@ def causal_conv1d(
         slots = pool.Slots(conv_state, conv_state_indices, pad_slot_id, x, cu_seqlens)
         before = slots.read(weight.shape[1], x.dtype, has_initial_state)
         inputs = inputs._replace(initial_state=before, output_final_state=True)
-        if before.dtype != x.dtype and x.device.type == "cpu":  # its kernel has one dtype for both
+        if x.device.type == "cpu":  # its kernel has one dtype for both
             inputs = inputs._replace(x=x.to(before.dtype), residual=_as(residual, before.dtype))
         y, final_state = op.forward(*inputs)
         slots.write(final_state)
@@ -117,17 +117,13 @@ def _prepare(
     conv_state_indices=None, has_initial_state=None, pad_slot_id=-1,
 ):  # fmt: skip
     """The public arguments as the operator takes them, but for the states of a pool."""
-    check.optional_tensors(
-        residual=residual, initial_state=initial_state, cu_seqlens=cu_seqlens,
-        conv_state=conv_state, conv_state_indices=conv_state_indices,
-        has_initial_state=has_initial_state,
-    )  # fmt: skip
     spans.check(cp_group, cp_layout, initial_state, cu_seqlens)
     shared = cp_group is not None
     _check(x, weight, bias, residual, initial_state, activation, cu_seqlens, shared)
-    if not shared and cu_seqlens is not None and residual is not None and residual.requires_grad:
+    if not shared and residual is not None and residual.requires_grad:
         (residual,) = lengths.without_nobodys(cu_seqlens, residual)
     if conv_state is not None:
+        check.tensor("conv_state", conv_state)
         check.alone("conv_state", initial_state=initial_state, cp_group=cp_group)
         pool.check_call(
             x, weight, bias, residual, cu_seqlens, conv_state, conv_state_indices,

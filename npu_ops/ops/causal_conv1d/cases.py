@@ -139,7 +139,7 @@ WRONG = [
         *shapes("residual", "x's shape [1, 9, 8]", (1, 9, 1)),
         *shapes("initial_state", "[N, D, W], here [2, 8, 4]", (2, 8, 3), (2, 4, 8), (1, 8, 4)),
         *shapes("cu_seqlens", "one dimension", (1, 3)),
-        *shapes("cu_seqlens", "[N + 1]", (0,)),
+        *shapes("cu_seqlens", "[N + 1]", (0,), (1,)),
         ("x: got shape [2, 9, 8], needs a batch of 1", {"x": shaped(2, 9, 8), "residual": None}),
     ),
     *wrong("causal_conv1d", TypeError,
@@ -192,11 +192,13 @@ WRONG = [
 OPTIONS = [
     *options("causal_conv1d", {"bias": None}, {"residual": None}, {"activation": None},
              {"output_final_state": False}, {"initial_state": None},
-             {"cu_seqlens": make.indices([0, 5, 9])}, {"weight": lambda x: x[:, :2],
+             {"cu_seqlens": make.indices([0, 5, 9])}, {"cu_seqlens": make.indices([0, 4, 7])},
+             {"weight": lambda x: x[:, :2],
               "initial_state": lambda x: x[..., :2]}),
     *options("causal_conv1d", {"activation": "swish"}, same=True),
     *options("causal_conv1d", {"conv_state_indices": make.indices([2, -1])},
              {"has_initial_state": make.indices([1, 0]).bool()}, {"pad_slot_id": 2},
+             {"conv_state": shaped(2, 8, 3), "conv_state_indices": None},
              given=_OF_A_POOL, trains=False),
 ]  # fmt: skip
 

@@ -44,7 +44,7 @@ def causal_conv1d_backward(
     wide, (channels, width) = compute_dtype(x, weight), weight.shape
     rows = all_rows(x, initial_state, cu_seqlens, width, wide)
     grad_z = grad_y.to(wide).flatten(0, 1)
-    behind = torch.zeros_like(grad_z[:, 0], dtype=torch.bool)
+    behind = torch.zeros(len(grad_z), dtype=torch.bool, device=x.device)
     if cu_seqlens is not None:
         behind, _ = lengths.nobodys(cu_seqlens, x.shape[1])
     if silu:
@@ -55,8 +55,8 @@ def causal_conv1d_backward(
     grad_rows, grad_weight = torch.zeros_like(rows), torch.zeros_like(weight, dtype=wide)
     for back in range(width):
         tap, index = width - 1 - back, indices(x, cu_seqlens, width, back)
-        own = rows[index].masked_fill(behind[:, None], 0)
-        grad_weight[:, tap] = (grad_z * own).sum(0)
+        products = (grad_z * rows[index]).masked_fill(behind[:, None], 0)
+        grad_weight[:, tap] = products.sum(0)
         grad_rows.index_add_(0, index, grad_z * weight[:, tap].to(wide))
     if grad_final_state is not None:
         index = last_indices(x, cu_seqlens, width).flatten()
@@ -84,7 +84,7 @@ def all_rows(x, initial_state, cu_seqlens, width, dtype):
         state = x.new_zeros((count * width, channels), dtype=dtype)
     else:
         state = initial_state.to(dtype).transpose(1, 2).flatten(0, 1)
-    return torch.cat([state, x.to(dtype).flatten(0, 1)])
+    return torch.cat([state, x.flatten(0, 1)])  # x is converted: its dtype is no wider
 
 
 def indices(x, cu_seqlens, width, back):
@@ -92,8 +92,7 @@ def indices(x, cu_seqlens, width, back):
     starts, _ = bounds(x, cu_seqlens)
     token = make.counted(x.shape[0] * x.shape[1], device=x.device)
     sequence = (torch.searchsorted(starts, token, right=True) - 1).clamp(0)
-    last = len(starts) * width + len(token) - 1
-    return row_index(starts, width, sequence, token - back).clamp(0, last)
+    return row_index(starts, width, sequence, token - back).clamp(0)
 
 
 def last_indices(x, cu_seqlens, width):
