@@ -86,7 +86,8 @@ def places(tree: ast.AST) -> list[ast.AST]:
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST) and not skipped(child):
                     found.append(child)
-                    walk(child)
+                    if not is_negative(child):
+                        walk(child)
 
     walk(tree)
     return [node for node in found if hasattr(node, "lineno")]
@@ -96,6 +97,14 @@ def skipped(node: ast.AST) -> bool:
     """Whether it is a message, the list of what a module exports, or of devices alone."""
     of_devices = isinstance(node, ast.keyword) and node.arg in OF_DEVICES
     return isinstance(node, SKIPPED) or of_devices or text(node)
+
+
+def is_negative(node: ast.AST) -> bool:
+    """Whether it is a negative constant, which is changed as a whole."""
+    match node:
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float())):
+            return True
+    return False
 
 
 def text(node: ast.AST) -> bool:
@@ -135,6 +144,8 @@ def changes(node: ast.AST) -> Iterator[tuple[str, Change]]:
             yield "another operator", put("op", ARITHMETIC[type(node.op)]())
         case ast.UnaryOp(op=ast.Not() | ast.USub()):
             yield "a sign left out", lambda node: node.operand
+            if is_negative(node):  # towards 0: -1 is often none, as any negative number is
+                yield "a constant changed", put("operand", constant(node.operand.value - 1))
         case ast.Call():
             yield from changes_of_call(node)
         case ast.FunctionDef():
