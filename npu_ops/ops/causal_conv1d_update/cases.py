@@ -7,7 +7,17 @@ import dataclasses
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call, cast, options, replaced, shaped, shapes, values, wrong
+from npu_ops.core.cases import (
+    Call,
+    cast,
+    declined,
+    options,
+    replaced,
+    shaped,
+    shapes,
+    values,
+    wrong,
+)
 from npu_ops.core.models import Model
 from npu_ops.ops.causal_conv1d.cases import CHANNELS, TOLERANCES
 
@@ -116,6 +126,12 @@ CALLS = [
     ),
 ]  # fmt: skip
 
+
+def _in_pieces(right):
+    """A change: every second element in memory."""
+    return right.repeat_interleave(2, -1)[..., ::2]
+
+
 # Wrong calls, and how each is refused.
 _PACKED = {
     "x": shaped(6, 8), "query_start_loc": make.indices([0, 3, 6]), "intermediate_conv_window": None,
@@ -221,6 +237,20 @@ OPTIONS = [
     *options("causal_conv1d_update", {"num_accepted_tokens": make.indices([1, 2])},
              given=_VERIFIED),
     *options("causal_conv1d_update", {"query_start_loc": make.indices([0, 2, 5])}, given=_PACKED),
+]  # fmt: skip
+# What kernels for NPUs do not take.
+_FIVE_TAPS = {
+    "weight": shaped(8, 5), "conv_state": shaped(4, 8, 4), "intermediate_conv_window": None,
+}  # fmt: skip
+DECLINED = [
+    *declined("causal_conv1d_update", "ascendc",
+        ("a filter of 5 taps has more than 4", _FIVE_TAPS),
+        *((f"neither channels nor columns of {name} lie in one piece", {name: _in_pieces})
+          for name in ("weight", "conv_state")),
+        ("neither channels nor columns of window lie", {"intermediate_conv_window": _in_pieces}),
+    ),
+    *declined("causal_conv1d_update", "triton_ascend",
+        ("a filter of 5 taps has more than 4", _FIVE_TAPS)),
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import math
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call, options, shapes, values, wrong
+from npu_ops.core.cases import Call, declined, options, shaped, shapes, values, wrong
 from npu_ops.core.compare import tolerances
 from npu_ops.core.models import Model
 
@@ -78,6 +78,12 @@ CALLS = [
     ),
 ]
 
+
+def _heads(count: int) -> dict:
+    rows = dict.fromkeys("ab", shaped(3, count))
+    return rows | dict.fromkeys(("A_log", "dt_bias"), shaped(count))
+
+
 # Wrong calls, and how each is refused.
 WRONG = [
     *wrong("gdn_gate", ValueError,
@@ -96,6 +102,15 @@ OPTIONS = [
     *options("gdn_gate", {"allow_neg_eigval": True}, {"dt_bias": None}, {"b": None}),
     *options("gdn_gate", {"softplus_beta": 2.0}, {"softplus_threshold": 0.5}),
     *options("gdn_gate", {"softplus_beta": 1}, {"softplus_threshold": 20}, same=True),
+]  # fmt: skip
+# What kernels for NPUs do not take.
+DECLINED = [
+    *declined("gdn_gate", "ascendc",
+        ("softplus has beta 2.0", {"softplus_beta": 2.0}),
+        ("softplus has beta 1.0, threshold 0.5", {"softplus_threshold": 0.5}),
+    ),
+    *declined("gdn_gate", "ascendc",
+        ("rows of 8193 elements are longer than 8192", _heads(8193)), given=_heads(8192)),
 ]  # fmt: skip
 
 

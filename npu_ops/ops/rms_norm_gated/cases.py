@@ -8,7 +8,7 @@ import math
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call, options, shaped, shapes, values, wrong
+from npu_ops.core.cases import Call, declined, options, shaped, shapes, values, wrong
 from npu_ops.core.compare import tolerances
 from npu_ops.core.models import LINEAR_DIM, Model
 
@@ -94,6 +94,11 @@ CALLS = [
     Call("rms_norm_gated", lambda draw: {"x": draw(3, 8), "weight": draw(8), "z": draw(3, 8)}),
 ]
 
+
+def _wide(dim: int) -> dict:
+    return dict.fromkeys("xz", shaped(2, dim)) | {"weight": shaped(dim)}
+
+
 # Wrong calls, and how each is refused.
 WRONG = [
     *wrong("rms_norm_gated", ValueError,
@@ -112,6 +117,10 @@ OPTIONS = [
     *options("rms_norm_gated", {"group_size": 4}, {"group_size": 2}),
     *options("rms_norm_gated", {"eps": 1e-6}, {"group_size": 8}, {"activation": "silu"}, same=True),
 ]  # fmt: skip
+# What kernels for NPUs do not take.
+DECLINED = declined("rms_norm_gated", "ascendc",
+    ("rows of 16385 elements are longer than 16384", _wide(16385)), given=_wide(16384),
+)  # fmt: skip
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:

@@ -8,7 +8,7 @@ import itertools
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call, options, replaced, shaped, shapes, values, wrong
+from npu_ops.core.cases import Call, declined, options, replaced, shaped, shapes, values, wrong
 from npu_ops.core.compare import tolerances
 from npu_ops.core.models import Model
 from npu_ops.ops.rope.arguments import PAIR_LAYOUTS
@@ -333,6 +333,16 @@ OPTIONS = [
     *options("freqs", {"cp_rank": 0}, {"max_seqlen": 16}, {"cu_seqlens": make.indices([0, 8, 16])},
              given=_OF_A_RANK),
 ]  # fmt: skip
+# What kernels for NPUs do not take.
+
+
+def _wide(dim: int) -> dict:
+    return {"q": shaped(2, 5, 4, dim), "k": shaped(2, 5, 3, dim)} | cos_sin(5, dim)
+
+
+DECLINED = declined("rope", "ascendc",
+    ("258 rotated elements are more than 256", _wide(258)), given=_wide(256),
+)  # fmt: skip
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
