@@ -44,9 +44,14 @@ CONTRACT = (
 MORE = {
     "causal_conv1d": ("test_context_parallel", "test_fla_npu", "test_wide_filters"),
     "causal_conv1d_update": ("test_wide_filters",),
-    "chunk_gated_delta_rule": ("test_context_parallel", "test_delta_rules", "test_fla_npu"),
+    "chunk_gated_delta_rule": (
+        "test_context_parallel",
+        "test_delta_rules",
+        "test_fla_npu",
+        "test_invariance",
+    ),
     "fused_recurrent_gated_delta_rule": ("test_delta_rules",),
-    "gated_delta_rule_update": ("test_fla_npu",),
+    "gated_delta_rule_update": ("test_fla_npu", "test_invariance"),
     "gdn_gate": ("test_softplus",),
 }
 # Tests that take seconds each: the score is without them, and at most too low.

@@ -39,10 +39,12 @@ def split(qkv, pool: Pool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return tuple(qkv)
     check.floating("qkv", qkv)
     width = heads * values
-    both = qkv.shape[-1] - width if qkv.dim() == 2 else 0  # q and k
+    needs = f"[tokens, 2 * H * {keys} + {width}], H a divisor of {heads}"
+    if qkv.dim() != 2:
+        raise check.shape("qkv", qkv, needs)
+    both = qkv.shape[1] - width  # q and k
     key_heads = both // (2 * keys)  # Dynamo has no divmod of sizes
     if key_heads < 1 or both % (2 * keys) or heads % key_heads:
-        needs = f"[tokens, 2 * H * {keys} + {width}], H a divisor of {heads}"
         raise check.shape("qkv", qkv, needs)
     q, k, v = qkv.split((key_heads * keys, key_heads * keys, width), 1)
     q, k = (x.view(x.shape[0], key_heads, keys) for x in (q, k))

@@ -8,7 +8,17 @@ import math
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call, cast, options, replaced, shaped, shapes, values, wrong
+from npu_ops.core.cases import (
+    Call,
+    cast,
+    declined,
+    options,
+    replaced,
+    shaped,
+    shapes,
+    values,
+    wrong,
+)
 from npu_ops.core.models import LINEAR_DIM, Model
 from npu_ops.ops.fused_recurrent_gated_delta_rule import cases as recurrent
 
@@ -222,7 +232,7 @@ WRONG = [
          {"num_accepted_tokens": make.indices([0, 0]), "intermediate_states": None}),
         *shapes("intermediate_states", "[rows, T, *[4, 8, 8]]", (2, 1, 4, 8, 6)),
         *shapes("intermediate_states", "at least 2 rows, one a sequence", (1, 1, 4, 8, 8)),
-        *shapes("intermediate_states", "[rows, T, *[4, 8, 8]]", (2, 4, 8, 8)),
+        *shapes("intermediate_states", "[rows, T, *[4, 8, 8]]", (2, 4, 8, 8), (2, 0, 4, 8, 8)),
         ("intermediate_states: got strides [0, 256, 64, 8, 1], needs contiguous",
          {"intermediate_states": lambda x: x[:1].expand(2, 1, 4, 8, 8)}),
         ("intermediate_state_indices: got shape [1], needs [2]",
@@ -287,6 +297,7 @@ OPTIONS = [
              {"A_log": None, "dt_bias": None},
              {"A_log": None, "dt_bias": None, "state_v_first": False},
              {"softplus_threshold": 0.5}, {"state_indices": make.indices([-1, 1])},
+             {"state_indices": make.indices([-1, -1])},
              {"num_accepted_tokens": make.indices([1, 0])}, {"intermediate_states": None},
              {"intermediate_state_indices": make.indices([-1, 1])}),
     *options("gated_delta_rule_update", {"scale": 8**-0.5}, {"cu_seqlens": make.indices([0, 1, 2])},
@@ -295,6 +306,12 @@ OPTIONS = [
              {"cu_seqlens": make.indices([0, 1, 3])}, {"num_accepted_tokens": None},
              given=_BY_TOKEN),
 ]  # fmt: skip
+# What kernels for NPUs do not take.
+DECLINED = declined("gated_delta_rule_update", "ascendc",
+    ("gates are ready, it computes them", {"A_log": None, "dt_bias": None}),
+    ("softplus has beta 2.0", {"softplus_beta": 2.0}),
+    ("softplus has beta 1.0, threshold 0.5", {"softplus_threshold": 0.5}),
+)  # fmt: skip
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:

@@ -16,16 +16,9 @@ def _rows(x):
     return x if x[:1].is_contiguous() else x.contiguous()
 
 
-# The most keys of a head that an AscendC kernel takes (csrc/gated_delta_rule_update).
-_ASCENDC_KEYS = 256
-
-
 def _against_ascendc(arguments) -> str | None:
-    keys = arguments.q.shape[2]
     if arguments.A_log is None:
         return "gates are ready, it computes them"
-    if keys > _ASCENDC_KEYS:
-        return f"heads of {keys} keys are more than {_ASCENDC_KEYS}"
     return plain_alone(arguments)
 
 

@@ -76,8 +76,8 @@ def _gates(a, b, A_log, dt_bias, softplus_beta, softplus_threshold):
         wide = compute_dtype(a, b)
         return a.to(wide).exp(), b.to(wide)
     wide = compute_dtype(a, b, A_log, dt_bias)
-    raw = a.to(wide) + dt_bias.to(wide)
-    root, _, plus = rate_of(A_log.to(wide), raw, softplus_beta, softplus_threshold)
+    raw = a.to(wide) + dt_bias  # and what is computed with it is as wide
+    root, _, plus = rate_of(A_log, raw, softplus_beta, softplus_threshold)
     return torch.exp(-(root * plus * root)), b.to(wide).sigmoid()
 
 
