@@ -22,7 +22,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import npu_ops
 from npu_ops.core.compare import Tolerance
-from npu_ops.ops.causal_conv1d_qkv import op
+from npu_ops.ops.causal_conv1d_qkv import op, reference
 from npu_ops.ops.causal_conv1d_qkv.cases import CASES, DIFFERENTIABLE, TOLERANCES
 
 OPS = ("causal_conv1d_qkv", "causal_conv1d_qkv_backward")
@@ -263,6 +263,18 @@ def test_gradients_may_have_any_strides(implementation, device):
         (expected,) = torch.autograd.grad(outputs, x, grads, retain_graph=True)
         (actual,) = torch.autograd.grad(outputs, x, strided)
     assert torch.equal(actual, expected)
+
+
+def test_gradients_side_by_side_are_read_where_they_are():
+    inputs = random_inputs(dtype=torch.float32)
+    sizes = [HEADS[0] * HEADS[2]] * 2 + [HEADS[1] * HEADS[3]]
+    parts = torch.randn(1, 9, sum(sizes)).split(sizes, dim=-1)
+    grads = [g.unflatten(-1, s) for g, s in zip(parts, reference.shapes(HEADS), strict=True)]
+    with copies() as seen:
+        torch.ops.npu_ops.causal_conv1d_qkv_backward(
+            *grads, None, inputs["x"], inputs["weight"], None, None, None, True, 1e-6, HEADS
+        )
+    assert seen.operators == []
 
 
 def test_empty():

@@ -78,7 +78,6 @@ def _prepare(
     output_final_state=False, activation="silu", cu_seqlens=None, eps=1e-6, use_qk_l2norm=True,
 ):  # fmt: skip
     """The public arguments as the operator takes them."""
-    check.optional_tensors(initial_state=initial_state, cu_seqlens=cu_seqlens)
     heads = [num_k_heads, num_v_heads, head_k_dim, head_v_dim]
     _check(x, weight, bias, initial_state, activation, cu_seqlens, eps, *heads)
     eps = float(eps) if use_qk_l2norm else None

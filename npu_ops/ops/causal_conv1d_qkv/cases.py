@@ -8,7 +8,7 @@ import math
 import torch
 
 from npu_ops.core import make
-from npu_ops.core.cases import Call, options, replaced, shaped, shapes, values, wrong
+from npu_ops.core.cases import Call, declined, options, replaced, shaped, shapes, values, wrong
 from npu_ops.core.compare import tolerances
 from npu_ops.core.models import LINEAR_DIM, Model
 from npu_ops.ops.causal_conv1d import cases as conv
@@ -134,8 +134,14 @@ OPTIONS = [
     *options("causal_conv1d_qkv", {"bias": None}, {"activation": None}, {"eps": 1.0},
              {"use_qk_l2norm": False}, {"output_final_state": False}, {"initial_state": None}),
     *options("causal_conv1d_qkv", {"activation": "silu"}, {"eps": 1e-6}, same=True),
-    *options("causal_conv1d_qkv", {"cu_seqlens": make.indices([0, 4, 5])}, given=_PACKED),
+    *options("causal_conv1d_qkv", {"cu_seqlens": make.indices([0, 4, 5])},
+             {"cu_seqlens": make.indices([0, 2, 4])}, given=_PACKED),
 ]  # fmt: skip
+# What kernels for NPUs do not take.
+DECLINED = declined("causal_conv1d_qkv", "triton_ascend",
+    ("a filter of 5 taps has more than 4",
+     {"weight": shaped(48, 5), "initial_state": shaped(2, 48, 5)}),
+)  # fmt: skip
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
