@@ -11,7 +11,7 @@ from npu_ops.core import make
 from npu_ops.core.cases import Call, options, replaced, shaped, shapes, values, wrong
 from npu_ops.core.models import Model
 from npu_ops.ops.rope import cases as rope
-from npu_ops.ops.rope.cases import cos_sin
+from npu_ops.ops.rope.cases import cos_sin, model_cases
 
 TOLERANCES = rope.TOLERANCES  # the same arithmetic
 
@@ -90,18 +90,7 @@ def half_table_case(section: tuple[int, int, int], section_layout: str) -> Case:
 BOTH_LAYOUTS = list(itertools.product(("interleaved", "chunked"), ("half", "interleaved")))
 
 CASES = [
-    *(
-        model_case(model, tokens, tp, large=tokens > 64)
-        for model in MODELS
-        for tp in (1, 4)
-        for tokens in (1, 64, 512)
-    ),
-    *(
-        model_case(model, tokens, tp, large=True)
-        for model in MODELS
-        for tp in (1, 4)
-        for tokens in (8192, 20480)
-    ),
+    *model_cases(model_case, MODELS),
     *(
         odd_case(layout, tokens, *layouts)
         for layout in ("BSND", "SBND", "BNSD", "TND")

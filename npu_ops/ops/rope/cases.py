@@ -102,6 +102,15 @@ def odd_case(layout: str, tokens: int, pair_layout: str) -> Case:
     return Case(name, tokens, 5, 3, 80, 48, 1e4, 3, layout, pair_layout)
 
 
+def model_cases(make, models) -> list:
+    """Cases of each model on one device and on four, from one token to a long prompt."""
+    lengths = (1, 64, 512, 8192, 20480)
+    return [
+        make(model, tokens, tp, large=tokens > 64)
+        for model, tp, tokens in itertools.product(models, (1, 4), lengths)
+    ]
+
+
 def half_table_case(head_dim: int, pair_layout: str) -> Case:
     """Half-width tables, one k head."""
     name = f"head-{head_dim}-{pair_layout}-half-table"
@@ -109,18 +118,7 @@ def half_table_case(head_dim: int, pair_layout: str) -> Case:
 
 
 CASES = [
-    *(
-        model_case(model, tokens, tp, large=tokens > 64)
-        for model in MODELS
-        for tp in (1, 4)
-        for tokens in (1, 64, 512)
-    ),
-    *(
-        model_case(model, tokens, tp, large=True)
-        for model in MODELS
-        for tp in (1, 4)
-        for tokens in (8192, 20480)
-    ),
+    *model_cases(model_case, MODELS),
     Case("qwen3-vl-8b-vision-256", 256, 16, 16, 72, 72, 1e4),
     Case("qwen3-vl-8b-vision-16384", 16384, 16, 16, 72, 72, 1e4, large=True),
     *(
