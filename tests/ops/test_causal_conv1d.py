@@ -19,7 +19,6 @@ from support import (
     runner,
     threads,
 )
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import npu_ops
@@ -303,14 +302,6 @@ def test_the_reference_reads_nothing_outside_for_wrong_starts(starts):
     assert [grad.shape for grad in grads] == [t.shape for t in inputs[:4]]
 
 
-def test_there_is_no_second_derivative():
-    x = torch.randn(1, 5, 4, requires_grad=True)
-    y, _ = npu_ops.causal_conv1d(x, torch.randn(4, 4), activation="silu")
-    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="a gradient of its gradient"):
-        grad.sum().backward()
-
-
 def test_memory_is_the_outputs_alone():
     """No transposed or padded copy, forward or backward."""
     x, weight = torch.randn(1, 512, 256).bfloat16().requires_grad_(), torch.randn(256, 4)
@@ -342,14 +333,6 @@ def test_opcheck(dtype, lengths, everything):
     torch.library.opcheck(torch.ops.npu_ops.causal_conv1d.default, args)
 
 
-@parametrize_dtypes(torch.float64)
-def test_opcheck_backward(dtype):
-    inputs = random_inputs(7, dtype=dtype)
-    x, weight, bias, residual, state = (inputs[name] for name in DIFFERENTIABLE)
-    args = (residual, torch.randn_like(state), x, weight, bias, state, None, True)
-    torch.library.opcheck(torch.ops.npu_ops.causal_conv1d_backward.default, args)
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("lengths", [None, [3, 0, 4]], ids=["batch", "packed"])
 def test_compile(backend, lengths):
@@ -364,22 +347,6 @@ def test_compile(backend, lengths):
     torch._dynamo.reset()
     for name, value in actual.items():
         torch.testing.assert_close(value, expected[name])
-
-
-def test_one_compilation_serves_all_lengths():
-    counter = CompileCounterWithBackend("aot_eager")
-    weight = torch.randn(16, 4)
-    compiled = torch.compile(
-        lambda x: npu_ops.causal_conv1d(x, weight, activation="silu")[0],
-        fullgraph=True, dynamic=True, backend=counter,
-    )  # fmt: skip
-    for tokens in (7, 64, 131):
-        x = torch.randn(1, tokens, 16)
-        torch.testing.assert_close(
-            compiled(x), npu_ops.causal_conv1d(x, weight, activation="silu")[0]
-        )
-    torch._dynamo.reset()
-    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("make", [

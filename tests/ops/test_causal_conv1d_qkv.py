@@ -17,7 +17,6 @@ from support import (
     threads,
     twice,
 )
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import npu_ops
@@ -333,16 +332,6 @@ def test_an_output_that_nobody_uses_has_no_gradient(number):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_there_is_no_second_derivative():
-    inputs = random_inputs(5, dtype=torch.float32)
-    x = inputs["x"].requires_grad_()
-    (grad,) = torch.autograd.grad(
-        npu_ops.causal_conv1d_qkv(**inputs)[2].sum(), x, create_graph=True
-    )
-    with pytest.raises(NotImplementedError, match="a gradient of its gradient"):
-        grad.sum().backward()
-
-
 def test_memory_is_the_outputs_alone():
     """Nothing in between is kept, forward or backward."""
     heads = (4, 8, 32, 32)
@@ -378,15 +367,6 @@ def test_opcheck(dtype, lengths, everything):
     torch.library.opcheck(torch.ops.npu_ops.causal_conv1d_qkv.default, args)
 
 
-@parametrize_dtypes(torch.float64)
-def test_opcheck_backward(dtype):
-    inputs = random_inputs(7, dtype=dtype)
-    x, weight, bias, state = (inputs[name] for name in DIFFERENTIABLE)
-    grads = [torch.randn_like(out) for out in npu_ops.causal_conv1d_qkv(**inputs)]
-    args = (*grads, x, weight, bias, state, None, True, 1e-6, list(HEADS))
-    torch.library.opcheck(torch.ops.npu_ops.causal_conv1d_qkv_backward.default, args)
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("lengths", [None, [3, 0, 4]], ids=["batch", "packed"])
 def test_compile(backend, lengths):
@@ -401,23 +381,6 @@ def test_compile(backend, lengths):
     torch._dynamo.reset()
     for name, value in actual.items():
         torch.testing.assert_close(value, expected[name])
-
-
-def test_one_compilation_serves_all_lengths():
-    counter = CompileCounterWithBackend("aot_eager")
-    weight = torch.randn(channels(HEADS), 4)
-
-    def function(x):
-        return npu_ops.causal_conv1d_qkv(x, weight, **settings(HEADS))[:3]
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
-    frames = []
-    for tokens in (7, 64, 131):
-        x = torch.randn(1, tokens, channels(HEADS))
-        torch.testing.assert_close(compiled(x), function(x))
-        frames.append(counter.frame_count)
-    torch._dynamo.reset()
-    assert frames[0] == frames[-1]  # the first may have compiled twice, to make eps a constant
 
 
 @pytest.mark.parametrize("make", [
