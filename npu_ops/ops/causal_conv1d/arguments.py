@@ -26,9 +26,9 @@ def check_rows(x, weight, bias, activation, cu_seqlens, shared: bool = False) ->
         raise check.shape("x", x, "[B, T, D]")
     check_filter(weight, bias, activation, x)
     if cu_seqlens is not None:
+        check_starts("cu_seqlens", cu_seqlens, x, None if shared else x.shape[1])
         if x.shape[0] != 1:
             raise check.shape("x", x, "a batch of 1 with cu_seqlens")
-        check_starts("cu_seqlens", cu_seqlens, x, None if shared else x.shape[1])
 
 
 def check_filter(weight, bias, activation, x) -> None:
