@@ -246,6 +246,13 @@ def test_fork_rng_repeats_the_mask():
     assert torch.equal(npu_ops.bias_dropout_add(x, None, x, 0.5, True), first)
 
 
+def test_the_gradient_of_a_wide_bias_is_not_rounded_to_the_dtype_of_the_result():
+    x, grad = torch.randn(2, 50, 8).bfloat16()
+    bias = torch.zeros(8, requires_grad=True)
+    npu_ops.bias_dropout_add(x, bias, x, 0.0, True).backward(grad)
+    torch.testing.assert_close(bias.grad, grad.float().sum(0), rtol=1e-6, atol=1e-6)
+
+
 def test_generator_is_used_and_the_default_one_left():
     x = torch.randn(32, 32)
     draw, before = torch.Generator().manual_seed(9), torch.get_rng_state()

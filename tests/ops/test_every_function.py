@@ -111,6 +111,20 @@ def test_meta_tensors_have_the_shapes_of_real_ones(call):
         assert meta.shape == expected.shape and meta.stride() == expected.stride()
 
 
+@pytest.mark.parametrize("call", [c for c in CALLS if calls.differentiable(c)], ids=str)
+def test_gradients_of_meta_tensors_are_meta_tensors(call):
+    """As each tensor that is made on the way: on the device of the arguments."""
+    on_meta = {
+        name: value.to("meta") if isinstance(value, torch.Tensor) else value
+        for name, value in call.arguments().items()
+    }
+    leaves = [on_meta[name].requires_grad_() for name in calls.differentiable(call)]
+    outputs = as_tuple(run(call, **on_meta))
+    grads = torch.autograd.grad(outputs, leaves, [torch.empty_like(out) for out in outputs])
+    for grad, leaf in zip(grads, leaves, strict=True):
+        assert grad.device.type == "meta" and grad.shape == leaf.shape
+
+
 # Differentiation by torch.func, and forward-mode
 
 

@@ -118,6 +118,11 @@ WRONG = [
         ("generator: got int, needs a torch.Generator", {"generator": 42}),
     ),
     *wrong("bias_dropout_add", ValueError,
+        ("x: got shape [], needs at least",
+         {"x": shaped(), "residual": shaped(), "bias": None}),
+        ("generator: got device cpu, needs x's meta",
+         dict.fromkeys(("x", "bias", "residual"), lambda x: x.to("meta"))
+         | {"generator": torch.Generator(device="cpu")}),
         *shapes("residual", "x's shape [6, 8]",
             (5, 8), (6, 7), (8, 6), (8,), (1, 8), (1, 6, 8), (0, 8),
         ),

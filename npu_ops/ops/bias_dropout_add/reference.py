@@ -12,9 +12,9 @@ def bias_dropout_add(x, bias, residual, rng_state, p):
 
     x, residual: [..., h]. bias: None, [h] or x's shape. rng_state: None drops nothing.
     """
-    wide = compute_dtype(x, bias, residual)
-    total = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
-    return residual.to(wide) + dropout(total, rng_state, p)
+    wide = x.to(compute_dtype(x, bias, residual))  # and so is each sum with it
+    total = wide if bias is None else wide + bias
+    return residual + dropout(total, rng_state, p)
 
 
 def bias_dropout_add_backward(grad, rng_state, p):
