@@ -45,7 +45,16 @@ def _outputs(x):
 
 
 def _outputs_and_states(x):
-    return dense_like(x.v), states.new(x, x.g.dtype), states.before_chunks(x, x.g.dtype)
+    return dense_like(x.v), states.new(x, x.g.dtype), _states_before_chunks(x)
+
+
+def _states_before_chunks(x):
+    """Of packed sequences as many as there may be."""
+    tokens = x.q.shape[1]
+    count = x.q.shape[0] * -(-tokens // x.chunk_size)
+    if x.cu_seqlens is not None:
+        count = tokens // x.chunk_size + x.cu_seqlens.shape[0] - 1
+    return states.several(x, count, x.g.dtype)
 
 
 def _gradients(x):

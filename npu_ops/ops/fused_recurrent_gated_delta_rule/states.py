@@ -11,20 +11,13 @@ from npu_ops.core import indices, lengths
 
 
 def new(inputs, dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised states, from the operator's inputs by name."""
-    q, v, starts = inputs.q, inputs.v, inputs.cu_seqlens
-    sequences = q.shape[0] if starts is None else starts.shape[0] - 1
-    keys, values = q.shape[3], v.shape[3]
-    matrix = (values, keys) if inputs.state_v_first else (keys, values)
-    return v.new_empty((sequences, v.shape[2], *matrix), dtype=dtype)
+    """Uninitialised states of all sequences, from the operator's inputs by name."""
+    starts = inputs.cu_seqlens
+    return several(inputs, inputs.q.shape[0] if starts is None else starts.shape[0] - 1, dtype)
 
 
-def before_chunks(inputs, dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised states before chunks; of packed sequences as many as there may be."""
-    batch, tokens, chunk = *inputs.q.shape[:2], inputs.chunk_size
-    count = batch * -(-tokens // chunk)
-    if inputs.cu_seqlens is not None:
-        count = tokens // chunk + inputs.cu_seqlens.shape[0] - 1
+def several(inputs, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """So many uninitialised states."""
     keys, values = inputs.q.shape[3], inputs.v.shape[3]
     matrix = (values, keys) if inputs.state_v_first else (keys, values)
     return inputs.v.new_empty((count, inputs.v.shape[2], *matrix), dtype=dtype)
