@@ -10,6 +10,7 @@ from support import (
     named,
     parametrize_dtypes,
 )
+from torch.testing import assert_close
 
 # In place
 
@@ -58,6 +59,19 @@ def test_inplace_is_allowed_where_nothing_is_recorded(context):
 
 
 # torch's machinery
+
+
+def test_the_operator_takes_two_dtypes():
+    """By the reference, for kernels have one; the public functions refuse them before."""
+    q, k = torch.randn(2, 9, 4, 16)
+    cos, sin = (t[None] for t in table(9, 16))
+
+    def run(q, k, cos, sin):
+        return torch.ops.npu_ops.rope(q, k, cos, sin, None, "TND", "half", False, 16)
+
+    expected = run(q, k, cos, sin)
+    for given in ((q, k.double(), cos, sin), (q, k, cos, sin.double())):
+        assert_close(run(*given), expected, check_dtype=False)
 
 
 def operator_inputs(dtype=torch.float32, requires_grad=True, gather=False):
