@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from npu_ops.core import env
 from npu_ops.core.registry import explains
 from npu_ops.core.signature import call_of
 from npu_ops.ops.qk_norm_rope import op, reference
 from npu_ops.ops.qk_norm_rope.arguments import by_position, by_table
+from npu_ops.ops.rms_norm import rms_norm
+from npu_ops.ops.rope import apply_rotary_pos_emb
 
 __all__ = ["qk_norm_rope", "qk_norm_rope_cached"]
 
@@ -35,8 +38,9 @@ def qk_norm_rope(
     """Split a fused projection, RMS-normalise each head of q and k, and rotate them: one pass.
 
     Computed in fp32 whatever the dtypes and rounded once, where a norm and a rotation by themselves
-    round twice and transformers four times. The gradients of the weights are summed in fp32, in an
-    order that does not change from run to run.
+    round twice and transformers four times. With `NPU_OPS_CONSISTENT` it rounds twice, as training
+    does. The gradients of the weights are summed in fp32, in an order that does not change from run
+    to run.
 
     Args:
         qkv: `[B, S, W]` or packed `[T, W]`, float32, bfloat16, float16 or float64; a slice of
@@ -118,11 +122,33 @@ CachedCall = call_of(qk_norm_rope_cached)
 
 
 def _run(inputs_of, call) -> Outputs:
-    q, k, v, gate = op.forward(*inputs_of(call))
+    inputs = inputs_of(call)
+    q, k, v, gate = _apart(*inputs) if env.settings.consistent else op.forward(*inputs)
     if not call.copy_rest:
         sizes = call.num_heads, call.num_kv_heads, call.q_weight.shape[0], call.gated
         _, _, v, gate = reference.split(call.qkv, *sizes)
     return q, k, v, gate if call.gated else None
+
+
+def _apart(
+    qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps, zero_centered,
+    gated, mrope_section, section_layout, pair_layout, rotary_dim, copy_rest,
+):  # fmt: skip
+    """By the functions that training calls: the norm is rounded before it is rotated."""
+    q, k, v, gate = reference.split(qkv, num_heads, num_kv_heads, q_weight.shape[0], gated)
+    tables = reference.by_token(cos, sin, positions, mrope_section, section_layout, pair_layout)
+    q, k = (
+        rms_norm(x, weight, eps, zero_centered=zero_centered)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    layout = "TND" if qkv.dim() == 2 else "BSND"
+    tables = (table[0] if layout == "TND" else table for table in tables)
+    q, k = apply_rotary_pos_emb(
+        q, k, *tables, layout=layout, pair_layout=pair_layout, rotary_dim=rotary_dim
+    )
+    if not copy_rest:
+        return q, k, None, None
+    return q, k, v.contiguous(), None if gate is None else gate.contiguous()
 
 
 explains("qk_norm_rope", op.forward, lambda *args, **named: by_table(Call(*args, **named)))

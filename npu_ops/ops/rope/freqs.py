@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import check
+from npu_ops.core import check, env
 from npu_ops.core.registry import explains
 from npu_ops.ops.rope import arguments, op, packing
 
@@ -67,6 +67,8 @@ def _prepare(
     layout = arguments.resolve_layout(q, layout, 1)
     _check(q, k, freqs, layout, pair_layout, mscale, cu_seqlens, cp_size, cp_rank, inplace)
     cos, sin = _cos_sin(freqs, mscale)
+    if env.settings.consistent:  # as servers keep their tables, and Megatron its own
+        cos, sin = cos.to(q.dtype), sin.to(q.dtype)
     positions = None
     if cu_seqlens is not None:
         rows = q.shape[0], freqs.shape[0], max_seqlen, cp_size, cp_rank
