@@ -102,6 +102,8 @@ def reason(report) -> str:
     if isinstance(report.longrepr, tuple):
         return report.longrepr[2].removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
+    if hasattr(report.longrepr, "errorstring"):  # a fixture that is not there
+        return report.longrepr.errorstring.strip().partition("\n")[0]
     if crash is None:  # not a test: a file that cannot be collected
         return report.longreprtext.strip().splitlines()[-1].removeprefix("E").strip()
     first = crash.message.partition("\n")[0]

@@ -8,7 +8,7 @@ are read with "cuda" as "cpu" and "nccl" as "gloo" when they are imported; no fi
 needs a GPU, several processes or Transformer Engine all the same fails or is skipped in every run,
 and is listed with its reason.
 
-Files in RANKED run a second time, in two processes each (gloo), as torchrun starts them.
+Files in RANKED run a second time, in four processes each (gloo), as torchrun starts them.
 
 There are three runs: `without` npu-ops, `with` it, and `against`: with it, but the functions that
 the tests compare others with are Megatron's, for otherwise they compare us with us. The exit status
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import copy
 import datetime
 import functools
 import importlib
@@ -49,9 +50,9 @@ FILES = (
     "transformer/test_transformer_block.py",
     "transformer/test_transformer_layer.py",
 )
-# What has cases of two ranks runs on two as well.
-RANKS = 2
-RANKED = ("ssm/test_gated_delta_net.py",)
+# What has cases of two and four ranks runs on four as well.
+RANKS = 4
+RANKED = ("ssm/test_gated_delta_net.py", "transformer/test_attention.py")
 PATIENCE = datetime.timedelta(minutes=1)
 OPERATORS = (
     "apply_rotary_pos_emb_freqs",
@@ -137,6 +138,7 @@ def complete_torch_cpu() -> None:
     torch.cpu.get_device_capability = lambda device=None: (0, 0)
     torch.cpu.get_device_name = lambda device=None: here
     torch.cpu.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cpu.is_current_stream_capturing = lambda: False
     torch.cpu.manual_seed = torch.cpu.manual_seed_all = torch.manual_seed
     torch.cpu.nvtx = types.SimpleNamespace(range=contextlib.nullcontext)
     torch.cpu.random = torch.cpu
@@ -192,6 +194,25 @@ def without_transformer_engine() -> None:
     with contextlib.suppress(ImportError):  # from 0.16 on
         name = "megatron.core.models.gpt.experimental_attention_variant_module_specs"
         importlib.import_module(name).TESpecProvider = local_provider()
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    make = WrappedTorchNorm.__new__
+
+    def norm(cls, config, *args, **options):
+        # Sequence parallelism changes who adds up a norm's gradients, not what it returns.
+        config = copy.copy(config)
+        config.sequence_parallel = False
+        return make(cls, config, *args, **options)
+
+    WrappedTorchNorm.__new__ = staticmethod(norm)
+
+    # Activation recomputation asks Transformer Engine whether fp8 is on, also in bf16.
+    off = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+    random.FP8GlobalStateManager = getattr(random, "FP8GlobalStateManager", off)
+    for name in ("activation_recompute_forward", "fp8_autocast"):
+        if not hasattr(random, name):
+            setattr(random, name, lambda **options: contextlib.nullcontext())
 
 
 def local_provider() -> type:
@@ -255,11 +276,38 @@ def with_little_patience() -> None:
         setattr(distributed, name, hasty(getattr(distributed, name)))
 
 
+def with_closed_groups() -> None:
+    """Close the process groups of each finished test: gloo keeps threads for every open group."""
+    from megatron.core import parallel_state
+    from torch import distributed
+
+    forget = parallel_state.destroy_model_parallel
+
+    @functools.wraps(forget)
+    def destroy():
+        forget()
+        if distributed.is_initialized():
+            for group in list(distributed.distributed_c10d._world.pg_map):
+                if group is not distributed.group.WORLD:
+                    distributed.destroy_process_group(group)
+
+    parallel_state.destroy_model_parallel = destroy
+
+
 def with_references() -> None:
     """Put Megatron's own function back where its tests expect another to do the same."""
     for module, name in REFERENCES:
         module = importlib.import_module(module)
         setattr(module, name, inspect.unwrap(getattr(module, name)))
+
+
+class Fixtures:
+    """The fixtures of upstream's conftest.py that the tests ask for by name."""
+
+    @pytest.fixture(scope="session")
+    def tmp_path_dist_ckpt(self):
+        """A folder for checkpoints that all ranks share."""
+        return pathlib.Path.cwd() / "checkpoints"
 
 
 # One run, in a process of its own
@@ -272,6 +320,7 @@ def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) 
     without_python_312()
     without_triton_updates()
     with_little_patience()
+    with_closed_groups()
     without_transformer_engine()
     if name == "against":
         with_references()
@@ -283,7 +332,7 @@ def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) 
     options = ["-q", "--noconftest", "--assert=plain", "--continue-on-collection-errors"]
     options += ["-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={root}"]
     paths = [str(root / file) for file in files if (root / file).exists()]
-    pytest.main([*options, *paths], plugins=[record])
+    pytest.main([*options, *paths], plugins=[record, Fixtures()])
     pathlib.Path(output).write_text(json.dumps(record.report()))
 
 
@@ -304,7 +353,7 @@ def free_port() -> int:
 def main() -> int | None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=pathlib.Path, help="a clone of Megatron-LM")
-    parser.add_argument("files", nargs="*", help=f"in its {TESTS}; for two ranks, if in RANKED")
+    parser.add_argument("files", nargs="*", help=f"in its {TESTS}; for four ranks, if in RANKED")
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)  # which one, and its report
     options = parser.parse_args()
     checkout = options.checkout.resolve()
