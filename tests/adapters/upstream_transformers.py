@@ -31,6 +31,8 @@ FILES = tuple(
 RUNS = {"without": "all", "with": ""}  # NPU_OPS_DISABLE
 # What its tests import, beside what transformers itself asks for.
 MORE = ("datasets", "parameterized", "pillow", "numpy<2.4")
+# Tests of FSDP and of tensor parallelism want it. It asks pip for a torch, which is here already.
+WITHOUT_TORCH = ("accelerate",)
 
 
 def installed(checkout: pathlib.Path) -> pathlib.Path:
@@ -44,6 +46,7 @@ def installed(checkout: pathlib.Path) -> pathlib.Path:
         with fetching.whole(folder) as partial:
             command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(partial)]
             subprocess.run([*command, str(checkout), *MORE], check=True)
+            subprocess.run([*command, "--no-deps", *WITHOUT_TORCH], check=True)
     return folder
 
 
