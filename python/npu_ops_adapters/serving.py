@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from npu_ops.core import env, log, make
+from npu_ops.core import check, env, log, make
 from npu_ops_adapters.calls import DEVICES, inconsistent
 from npu_ops_adapters.patching import Names
 
@@ -103,3 +103,16 @@ def padded(x: torch.Tensor, tokens: int) -> torch.Tensor:
     """`[T, ...]` with zeros behind, so that there are `tokens`."""
     missing = tokens - x.shape[0]
     return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
+
+
+def check_pool(name: str, pool: torch.Tensor, x: torch.Tensor, setting: str) -> None:
+    """With NPU_OPS_CONSISTENT what waits in a pool is not rounded: training has no pool.
+
+    Raises:
+        ValueError: the pool's dtype does not hold x's numbers; setting is what chooses it.
+    """
+    if env.settings.consistent and torch.promote_types(pool.dtype, x.dtype) != pool.dtype:
+        raise ValueError(
+            f"{name}: got {check.short(pool.dtype)} with NPU_OPS_CONSISTENT, needs x's "
+            f"{check.short(x.dtype)}: set {setting}"
+        )

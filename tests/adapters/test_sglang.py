@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 import sglang_process
+import torch
+from safetensors.torch import load_file, save_file
 from sglang_cpu.checks import CHECKS
 from sglang_cpu.engine import SETTINGS
 
@@ -91,24 +94,44 @@ def test_disabled_the_engine_runs_its_own(tiny):
     assert tokens == expected(tiny / "qwen3")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["0", "1", "chunks"])
-def test_log_probabilities_of_a_rollout_are_a_trainers(tiny, mode):
+def rollout(model, dtype, mode, most) -> list[dict]:
     """`npu-ops parity --rollout`: prompts that are cut, half of them with a cached beginning."""
     settings = SETTINGS | {"chunked_prefill_size": 50, "disable_radix_cache": False}
     engine = [
         part for name, x in settings.items() for part in ("--engine", f"{name}={json.dumps(x)}")
     ]
-    model = ["--rollout", str(tiny / "qwen3next"), "--dtype", "float32", "--tokens", "5", "--json"]
+    told = ["--rollout", str(model), "--dtype", dtype, "--tokens", "5", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "npu_ops_tools", "parity", *model, *engine, "--most", "1e-3"],
-        env=sglang_process.environment(NPU_OPS_CONSISTENT=mode, TRITON_INTERPRET="1"),
+        [sys.executable, "-m", "npu_ops_tools", "parity", *told, *engine, "--most", str(most)],
+        env=sglang_process.environment(
+            NPU_OPS_CONSISTENT=mode, TRITON_INTERPRET="1", SGLANG_MAMBA_CONV_DTYPE=dtype
+        ),
         capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     rows = json.loads(done.stdout[done.stdout.index("[\n {") :])
     assert [row["cached"] for row in rows] == [0, 0, 0, 0, 7, 70, 150, 333], rows
     assert all(row["sampled"] == 5 for row in rows)
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["0", "1", "chunks"])
+def test_log_probabilities_of_a_rollout_are_near_a_trainers(tiny, mode):
+    rollout(tiny / "qwen3next", "float32", mode, 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model, dtype", [("qwen3_5", "bfloat16"), ("qwen3", "float32")])
+def test_log_probabilities_of_a_rollout_are_a_trainers_bit_for_bit(tiny, tmp_path, model, dtype):
+    """From a checkpoint in the dtype that is trained: a server may keep A_log in fp32."""
+    folder = tmp_path / model
+    shutil.copytree(tiny / model, folder)
+    file = folder / "model.safetensors"
+    weights = {n: x.to(getattr(torch, dtype)) for n, x in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    rows = rollout(folder, dtype, "1", 0.0)
+    assert all(row["largest"] == 0 and row["equal"] == 1 for row in rows)
 
 
 @pytest.fixture(scope="module")

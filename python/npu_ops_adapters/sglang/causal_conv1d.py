@@ -46,6 +46,7 @@ def ours(
         raise ValueError("got another call than those of SGLang's backends")
     if conv_states.shape[2] != weight.shape[1] - 1:
         raise ValueError(f"conv_states: got {list(conv_states.shape)}, needs W - 1 columns")
+    functions.check_pool("conv_states", conv_states, x, functions.CONV_DTYPE)
     x, tokens = functions.tokens_of_sequences(x.transpose(0, 1), query_start_loc)
     y, _ = npu_ops.causal_conv1d(
         x[None],

@@ -45,6 +45,7 @@ def ours(
     The pool may be of another dtype: then its slots are converted there and back.
     """
     functions.check_device(x)
+    functions.check_pool("conv_state", conv_state, x, functions.CONV_DTYPE)
     functions.refuse(cache_seqlens=cache_seqlens, retrieve_parent_token=retrieve_parent_token)
     drafted = x.dim() == 3
     accepted = num_accepted_tokens if num_accepted_tokens is not None else num_accept_tokens

@@ -14,6 +14,7 @@ from npu_ops_adapters.patching import Names, Patch
 from npu_ops_adapters.serving import (  # noqa: F401  (the ops' files call them by this module)
     NotOursError,
     check_device,
+    check_pool,
     committed,
     padded,
     read_slots,
@@ -25,6 +26,7 @@ from npu_ops_adapters.sglang import hooks
 
 VERSIONS = "SGLang 0.5.9 to 0.5.23"
 _LAYERS = "sglang.srt.layers"
+CONV_DTYPE = "SGLANG_MAMBA_CONV_DTYPE"  # the variable that chooses the dtype of conv states
 
 
 @functools.cache
