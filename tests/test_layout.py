@@ -352,16 +352,8 @@ SHARED = {
 }
 # Ops that call another one, as a user would: its public function.
 CALLED = {
-    "gdn_gate": {
-        "chunk_gated_delta_rule",
-        "fused_recurrent_gated_delta_rule",
-        "gated_delta_rule_update",
-    },
-    "l2norm": {
-        "chunk_gated_delta_rule",
-        "fused_recurrent_gated_delta_rule",
-        "gated_delta_rule_update",
-    },
+    **dict.fromkeys(("gdn_gate", "l2norm"), set(DELTA_RULES)),
+    **dict.fromkeys(("rms_norm", "rope"), {"qk_norm_rope"}),
 }
 
 

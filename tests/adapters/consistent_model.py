@@ -2,8 +2,8 @@
 
 python consistent_model.py DTYPE [DEVICE]
 
-Prints how many logits of a prompt of 50 tokens, and of 8 tokens that follow from its cache, one by one,
-are not those of one forward of all; and how many there are.
+Prints how many logits are not those of one forward of all tokens: first of a prompt of 50, then of
+8 that follow from its cache, one by one. And how many logits there are.
 """
 
 import sys

@@ -96,7 +96,8 @@ def test_disabled_the_engine_runs_its_own(tiny):
 
 def rollout(model, dtype, mode, most) -> list[dict]:
     """`npu-ops parity --rollout`: prompts that are cut, half of them with a cached beginning."""
-    settings = SETTINGS | {"chunked_prefill_size": 50, "disable_radix_cache": False}
+    changes = {"chunked_prefill_size": 50, "disable_radix_cache": False, "dtype": dtype}
+    settings = SETTINGS | changes
     engine = [
         part for name, x in settings.items() for part in ("--engine", f"{name}={json.dumps(x)}")
     ]
