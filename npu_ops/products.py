@@ -16,13 +16,12 @@ from npu_ops.ops.linear.formats import format_why_not
 
 __all__ = ["install", "installed", "remove"]
 
-_KEYS = ("CPU", "AutogradCPU", "PrivateUse1", "AutogradPrivateUse1")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _libraries: list[torch.library.Library] = []
 
 
 def install() -> None:
-    """Replace the products of this process; once.
+    """Replace the products of this process, once: on NPUs, and where torch has none, on the CPU.
 
     Raises:
         RuntimeError: the native kernels, which compute them on a CPU, are not there.
@@ -32,7 +31,8 @@ def install() -> None:
     if why := library.native_why_not():
         raise RuntimeError(f"NPU_OPS_CONSISTENT: products on a CPU need the native kernels: {why}")
     aten = torch.library.Library("aten", "IMPL")
-    for key in _KEYS:
+    device = "PrivateUse1" if hasattr(torch, "npu") else "CPU"
+    for key in (device, f"Autograd{device}"):
         aten.impl("linear", _linear, key)
         aten.impl("matmul", _matmul, key)
     _libraries.append(aten)

@@ -66,7 +66,6 @@ def arguments(op, **given):
     "keys, A_log, sentence",
     [
         (256, torch.zeros(1), None),
-        (264, torch.zeros(1), "heads of 264 keys are more than 256"),
         (256, None, "gates are ready, it computes them"),
     ],
 )
