@@ -24,14 +24,14 @@ def install() -> None:
     """Replace the products of this process, once: on NPUs, and where torch has none, on the CPU.
 
     Raises:
-        RuntimeError: the native kernels, which compute them on a CPU, are not there.
+        RuntimeError: on a CPU, the native kernels are not there, which compute them.
     """
     if _libraries:
         return
-    if why := library.native_why_not():
+    device = "PrivateUse1" if hasattr(torch, "npu") else "CPU"
+    if device == "CPU" and (why := library.native_why_not()):
         raise RuntimeError(f"NPU_OPS_CONSISTENT: products on a CPU need the native kernels: {why}")
     aten = torch.library.Library("aten", "IMPL")
-    device = "PrivateUse1" if hasattr(torch, "npu") else "CPU"
     for key in (device, f"Autograd{device}"):
         aten.impl("linear", _linear, key)
         aten.impl("matmul", _matmul, key)

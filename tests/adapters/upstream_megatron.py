@@ -50,7 +50,7 @@ FILES = (
     "transformer/test_transformer_block.py",
     "transformer/test_transformer_layer.py",
 )
-# What has cases of two and four ranks runs on four as well.
+# Files with cases for two and for four ranks also run on four ranks.
 RANKS = 4
 RANKED = ("ssm/test_gated_delta_net.py", "transformer/test_attention.py")
 PATIENCE = datetime.timedelta(minutes=1)

@@ -1,4 +1,4 @@
-"""Gradients of linear on the CPU, by PyTorch's products: no bits of gradients are promised."""
+"""Gradients of linear on every device, by PyTorch's products: their bits are not promised."""
 
 from __future__ import annotations
 

@@ -42,9 +42,8 @@ def _linear_kernel(
             right = _load(weight, column, step, columns, depth, weight_stride)
             total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
         if bias is not None:
-            total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[
-                None, :
-            ]
+            offset = tl.load(bias + column, mask=column < columns, other=0.0)
+            total += offset.to(tl.float32)[None, :]
         mask = (row < rows)[:, None] & (column < columns)[None, :]
         to = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
         tl.store(to, total.to(out.dtype.element_ty), mask=mask)
