@@ -36,6 +36,7 @@ def install() -> None:
         aten.impl("linear", _linear, key)
         aten.impl("matmul", _matmul, key)
     _libraries.append(aten)
+    _forget_what_was_traced()
 
 
 def installed() -> bool:
@@ -48,6 +49,13 @@ def remove() -> None:
     for aten in _libraries:
         aten._destroy()
     _libraries.clear()
+    _forget_what_was_traced()
+
+
+def _forget_what_was_traced() -> None:
+    """Torch keeps, of what was compiled before, which kernel an operator had."""
+    for operator in (torch.ops.aten.linear.default, torch.ops.aten.matmul.default):
+        operator._dispatch_cache.clear()
 
 
 def _linear(x, weight, bias=None):

@@ -61,11 +61,24 @@ def test_gradients_are_pytorchs(replaced, device):
         torch.testing.assert_close(own.cpu().double(), theirs, rtol=1e-4, atol=1e-2)
 
 
-def test_compiled_and_autocast(replaced):
-    x, weight, bias = drawn()
+def test_compiled(request):
+    request.addfinalizer(products.remove)
+    x = drawn()[0]
     layer = torch.nn.Linear(300, 50)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x), layer(x))
+    before = compiled(x)
+    products.install()  # after torch traced the operators
+    torch._dynamo.reset()
+    found = compiled(x)
+    assert torch.equal(found, layer(x)) and not torch.equal(found, before)
+    products.remove()
+    torch._dynamo.reset()
+    assert torch.equal(compiled(x), before)
+
+
+def test_autocast(replaced):
+    x = drawn()[0]
+    layer = torch.nn.Linear(300, 50)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(layer(x)[:3], layer(x[:3])) and layer(x).dtype == torch.bfloat16
 
