@@ -21,6 +21,7 @@ FREE = {  # of a kernel's start, or for the compiler
     "hivm.hir.set_mask_norm", "hivm.hir.set_ffts_base_addr", "hivm.hir.set_ctrl", "annotation.mark",
     "hivm.hir.set_mask_count", "hivm.hir.set_atomic",
 }  # fmt: skip
+LINE = 64  # bytes that the scalar unit's cache loads at once
 SURE = 8  # alike iterations in a row after which the following ones are taken to be so too
 
 
@@ -83,6 +84,7 @@ class Core:
         self.listeners = ("vector0", "vector1") if function.core == "cube" else ("",)
         self.assumed = False  # whether a choice that vectors decide was taken as true
         self.loads = 0  # of scalars whose value was asked for
+        self.lines: set[tuple] = set()  # of global memory, that the scalar unit's cache holds
         self._bind_arguments()
 
     def _bind_arguments(self) -> None:
@@ -279,21 +281,31 @@ class Core:
         if not isinstance(view, View):
             self.unknown[operation.name] += 1
             return
-        if view.space == "gm":
+        parts = [view.offset, *map(_times, self.operands(inside), view.strides)]
+        at = None if None in parts or not view.argument else sum(parts)
+        if view.space == "gm" and not self._cached(view, at):
             self.hold("S", self.now + self.costs.scalar_load)
             self.busy["S"] += self.costs.scalar_load
             self.bytes["loaded" if name == "load" else "stored"] += BYTES[view.dtype]
         else:
             self.scalar(10 * self.costs.scalar)
         if name == "load":
-            self._set(operation, self._loaded(view, self.operands(inside)))
+            self._set(operation, self._loaded(view, at))
 
-    def _loaded(self, view: View, index: list):
-        parts = [view.offset, *(_times(i, s) for i, s in zip(index, view.strides, strict=True))]
-        if None in parts or not view.argument:
+    def _cached(self, view: View, at: int | None) -> bool:
+        """Whether the scalar unit's cache has this element; it has the line from now on."""
+        if at is None:
+            return False
+        line = view.argument, int(at * BYTES[view.dtype]) // LINE
+        known = line in self.lines
+        self.lines.add(line)
+        return known
+
+    def _loaded(self, view: View, at: int | None):
+        if at is None:
             return None
         self.loads += 1
-        return self.program.load(self.given[view.argument], sum(parts))
+        return self.program.load(self.given[view.argument], at)
 
     def _block_index(self, name: str, operation: Operation) -> None:
         which = {"get_block_idx": self.program.index, "get_sub_block_idx": self.sub_block,
@@ -368,7 +380,7 @@ class Core:
         outside = next(view for view in views if view.space == "gm")
         pipe = LOADS.get(name) or ("MTE2" if views[0].space == "gm" else "MTE3")
         rates = {"MTE2": self.read, "MTE3": self.write, "FIX": self.costs.write_from_l0c}
-        rate = min(rates[pipe], self.costs.read_to_l1) if name == "nd2nz" else rates[pipe]
+        rate = self.costs.read_to_l1 if name == "nd2nz" else rates[pipe]
         count, run = outside.runs()
         cycles = max(outside.bytes / rate * self.costs.clock, count * self.costs.burst)
         self.bytes["stored" if pipe != "MTE2" else "loaded"] += outside.bytes
