@@ -158,12 +158,14 @@ def _print(found: Iterable) -> None:
     from rich.table import Table
 
     found = list(found)
-    table = Table("case", "kernel", "us", "range", "bottleneck", "pipes", "MB", "of limit", "cores")
+    table = Table("case", "kernel", "us", "likely", "range", "bottleneck", "pipes", "MB",
+                  "of limit", "cores")  # fmt: skip
     for each in found:
         pipes = sorted(each.shares.items(), key=lambda item: -item[1])[:4]
         table.add_row(
-            each.case, each.kernel, f"{each.us:.1f}", f"{each.low_us:.1f} to {each.high_us:.1f}",
-            each.bottleneck, ", ".join(f"{name} {share:.0%}" for name, share in pipes),
+            each.case, each.kernel, f"{each.us:.1f}", f"{each.likely_us:.1f}",
+            f"{each.low_us:.1f} to {each.high_us:.1f}", each.bottleneck,
+            ", ".join(f"{name} {share:.0%}" for name, share in pipes),
             f"{(each.loaded + each.stored) / 1e6:.2f}", f"{each.of_limit:.0%}",
             f"{each.programs} programs, {each.balance:.0%} even",
         )  # fmt: skip

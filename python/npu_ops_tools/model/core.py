@@ -72,6 +72,9 @@ class Core:
         self.module, self.function, self.program = module, function, program
         self.costs, self.sub_block, self.spans = costs, sub_block, spans
         self.read, self.write = costs.read(cores), costs.write(cores)
+        self.latencies = {"MTE2": costs.latency, "MTE3": costs.latency,
+                          "FIX": costs.fixpipe_latency}  # fmt: skip
+        self.handovers = self.latencies | {"MTE3": costs.handover}
         self.mixed = module.core == "mixed"
         self.now = 0.0
         self.free: dict[str, float] = collections.defaultdict(float)
@@ -123,11 +126,14 @@ class Core:
             self.spans.append(Span(pipe, name, start, start + duration))
 
     def seen(self, pipe: str) -> float:
-        """When others can see what a pipe did."""
+        """When other pipes can see what a pipe did."""
+        return self._seen(pipe, self.latencies)
+
+    def _seen(self, pipe: str, latencies: dict[str, float]) -> float:
         if pipe == "S":
             return self.now
-        slow = pipe in ("MTE2", "MTE3", "FIX") and self.free[pipe] > 0
-        return max(self.free[pipe] + (self.costs.latency if slow else 0.0), self.now)
+        used = self.free[pipe] > 0
+        return max(self.free[pipe] + (latencies.get(pipe, 0.0) if used else 0.0), self.now)
 
     def hold(self, pipe: str, time: float) -> None:
         """Let nothing on a pipe start before `time`."""
@@ -343,8 +349,9 @@ class Core:
     def _set_other_cores_flag(self, name: str, operation: Operation) -> None:
         self.scalar(self.costs.issue)
         pipe, _, flag = self._block_flag(operation)
+        time = self._seen(pipe, self.handovers) + self.costs.block_flag
         for other in self.listeners:
-            self.flags["block", flag, other].append(self.seen(pipe) + self.costs.block_flag)
+            self.flags["block", flag, other].append(time)
 
     def _other_cores_flag(self, operation: Operation) -> tuple:
         self.scalar(self.costs.issue)
@@ -379,14 +386,24 @@ class Core:
     def _move(self, name: str, views: list[View]) -> None:
         outside = next(view for view in views if view.space == "gm")
         pipe = LOADS.get(name) or ("MTE2" if views[0].space == "gm" else "MTE3")
-        rates = {"MTE2": self.read, "MTE3": self.write, "FIX": self.costs.write_from_l0c}
-        rate = self.costs.read_to_l1 if name == "nd2nz" else rates[pipe]
+        shared = not outside.argument or outside.offset is None  # with the cores beside this one
         count, run = outside.runs()
+        rate = self._rate(pipe, name == "nd2nz", shared)
         cycles = max(outside.bytes / rate * self.costs.clock, count * self.costs.burst)
-        self.bytes["stored" if pipe != "MTE2" else "loaded"] += outside.bytes
-        if not outside.argument or outside.offset is None:
-            self.bytes["workspace"] += outside.bytes
+        kind = "workspace" if shared else "loaded" if pipe == "MTE2" else "stored"
+        self.bytes[kind] += outside.bytes
         self.occupy(pipe, f"{name} {outside.bytes:.0f} B", cycles / self.costs.clock)
+
+    def _rate(self, pipe: str, to_l1: bool, in_cache: bool) -> float:
+        """Of a transfer. What cores hand to each other is in the cache; other memory is shared by
+        all vector cores, so that each has the less the more of them there are."""
+        if pipe == "FIX":
+            return self.costs.write_from_l0c
+        if to_l1:
+            return self.costs.cache_to_l1 if in_cache else self.costs.read_to_l1
+        if in_cache:
+            return self.costs.read_cache if pipe == "MTE2" else self.costs.write_cache
+        return self.read if pipe == "MTE2" else self.write
 
     def _matrix(self, operation: Operation, reads: list) -> None:
         """m x k by k x n: from L1 to L0 on MTE1, then the product on M."""

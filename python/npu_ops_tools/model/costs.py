@@ -10,7 +10,7 @@ import pathlib
 FILE = pathlib.Path(__file__).with_name("costs.csv")
 REPEAT = 256  # bytes that a vector instruction processes at a time
 MOST_REPEATS = 255  # of one instruction
-LISTS = ("read_by_cores", "write_by_cores", "range_vector", "range_mixed")
+LISTS = ("read_by_cores", "write_by_cores", "range_vector", "range_cube", "range_mixed")
 FITTED = ("launch", "program", "latency", "memory", "l2", "restart")
 
 
@@ -28,8 +28,11 @@ class Costs:
 
     FITTED are the only ones that measured times were used for; the others are from tables.
     launch: of a kernel; program: of starting one on each core; restart: of a core between two.
-    latency: from the end of a transfer until its flag is seen. memory: of all cores together, for
-    tensors of more than `l2` bytes, which is what the cache holds.
+    latency: from the end of a vector core's transfer until its flag is seen; fixpipe_latency: of a
+    cube core's store. handover: from the end of a vector core's store until a cube core may load
+    it. memory: of all cores together, for tensors of more than `l2` bytes, which is what the cache
+    holds. read_cache, write_cache, cache_to_l1: of one core, to and from the cache. range_vector,
+    range_cube, range_mixed: what measured times are of the predicted: at least, likely, at most.
     """
 
     family: str
@@ -37,11 +40,16 @@ class Costs:
     launch: float
     program: float
     latency: float
+    fixpipe_latency: float
+    handover: float
     memory: float
     l2: float
     read_by_cores: tuple[float, ...]
     write_by_cores: tuple[float, ...]
     read_to_l1: float
+    cache_to_l1: float
+    read_cache: float
+    write_cache: float
     write_from_l0c: float
     l1_to_l0a: float
     l1_to_l0b: float
@@ -55,6 +63,7 @@ class Costs:
     restart: float
     range: float
     range_vector: tuple[float, ...]
+    range_cube: tuple[float, ...]
     range_mixed: tuple[float, ...]
     vector: dict[str, Vector]
 
@@ -64,6 +73,10 @@ class Costs:
 
     def write(self, cores: int) -> float:
         return self.write_by_cores[min(cores, len(self.write_by_cores)) - 1]
+
+    def within(self, core: str) -> tuple[float, ...]:
+        """What times are of the predicted, by the cores that a kernel runs on."""
+        return getattr(self, f"range_{core}")
 
     def replace(self, **changes) -> Costs:
         return dataclasses.replace(self, **changes)

@@ -113,8 +113,8 @@ def _sample(count: int) -> list[int]:
 def combine(walked: list[Walked], count: int, cores: int, costs: Costs, footprint: float) -> Time:
     """The time of `count` programs of which some were walked.
 
-    Cores are started one after the other, and take a program as they get free. Bytes that the cache
-    does not hold share the memory.
+    Cores are started one after the other, and take a program as they get free. All share the
+    memory, where tensors are more than the cache holds; what is loaded again comes from the cache.
     """
     mean = statistics.fmean(each.time for each in walked)
     longest = max(each.time for each in walked)
@@ -124,9 +124,8 @@ def combine(walked: list[Walked], count: int, cores: int, costs: Costs, footprin
     moved: collections.Counter[str] = collections.Counter()
     for each in walked:
         moved.update({name: value * count / len(walked) for name, value in each.bytes.items()})
-    beyond = max(0.0, footprint - costs.l2) / footprint if footprint else 0.0
-    memory = (moved["loaded"] + moved["stored"] - moved["workspace"]) / costs.memory
-    memory = memory if beyond else 0.0
+    once = sum(min(moved[way], footprint) for way in ("loaded", "stored"))
+    memory = once / costs.memory if footprint > costs.l2 else 0.0
     start = costs.launch + costs.program * min(count, cores)
     balance = min(1.0, mean * count / (work * min(count, cores)))
     total = start + max(busiest, memory)

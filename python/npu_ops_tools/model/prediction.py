@@ -20,13 +20,13 @@ LABEL = "npu-model"
 class Prediction:
     """Times in microseconds, bytes of the whole launch.
 
-    us, low_us, high_us: the time, and the range that four of five measured rows lie in
-    (docs/npu-model.md); no cube core was measured, so the range of kernels with one is a guess.
+    us: by the model. likely_us: what such a kernel took where others measured it; low_us, high_us:
+    the range that four of five of them lie in (docs/npu-model.md).
     bottleneck: "start" of the programs, or "memory", if that takes longest; else the pipe that is
     busiest, or "waiting" where none is half of the time.
     shares: pipe -> which part of the busiest core's time it is busy.
-    loaded, stored: from and to global memory; workspace: of these, what cube and vector cores hand
-    to each other. limit_us: what the tensors' bytes, moved once, take. balance: the mean core's
+    loaded, stored: from and to the tensors; workspace: what cube and vector cores hand to each
+    other. limit_us: what the tensors' bytes, moved once, take. balance: the mean core's
     work over the busiest one's. assumed: vectors decide between two numbers, as where lengths are
     checked, and the first was taken: that of lengths that are right.
     """
@@ -35,6 +35,7 @@ class Prediction:
     case: str
     soc: str
     us: float
+    likely_us: float
     low_us: float
     high_us: float
     bottleneck: str
@@ -128,10 +129,10 @@ def _predict(
 def _summary(launch, soc, module, time, prices, footprint, grid) -> Prediction:
     first = max(time.programs, key=lambda walked: walked.time)
     shares = {name: busy / first.time for name, busy in sorted(first.busy.items())}
-    low, high = prices.range_vector if module.core == "vector" else prices.range_mixed
+    low, likely, high = (time.total * factor for factor in prices.within(module.core))
     return Prediction(
-        kernel=launch.name, case=launch.case, soc=soc, us=time.total, low_us=time.total * low,
-        high_us=time.total * high,
+        kernel=launch.name, case=launch.case, soc=soc, us=time.total, likely_us=likely, low_us=low,
+        high_us=high,
         bottleneck=_bottleneck(time, shares), shares=shares,
         loaded=time.moved.get("loaded", 0.0), stored=time.moved.get("stored", 0.0),
         workspace=time.moved.get("workspace", 0.0), limit_us=footprint / prices.memory,
@@ -172,7 +173,7 @@ def _loader(unknown: set[int]):
 
 def totals(found: list[Prediction]) -> dict[str, float]:
     """Of the launches of one call."""
-    names = ("us", "low_us", "high_us", "limit_us", "loaded", "stored", "workspace")
+    names = ("us", "likely_us", "low_us", "high_us", "limit_us", "loaded", "stored", "workspace")
     summed: collections.Counter[str] = collections.Counter()
     for prediction in found:
         summed.update({name: getattr(prediction, name) for name in names})

@@ -76,6 +76,8 @@ def candidates(row: Measured) -> list[Candidate]:
         "AddRmsNorm": _rows_kernel, "SwiGlu": _rows_kernel, "LayerNormV3": _rows_kernel,
         "triton_sigmoid": _flat, "triton_logsigmoid": _flat, "triton_swish": _flat,
         "triton_swiglu": _flat, "triton_l2norm": _l2norm, "triton_llama4_rope_fwd": _rope,
+        "MatMulV2": _matmul, "MatMulV3": _matmul, "BatchMatMulV2": _matmul,
+        "GroupedMatmul": _matmul,
     }  # fmt: skip
     if row.op not in plans or row.dtypes[0] not in POINTERS:
         return []
@@ -190,3 +192,36 @@ def _rope(row: Measured) -> list[Candidate]:
     constants = {"HQ": heads, "HK": row.shapes[1][2], "D": width, "BQ": block, "BK": min(8, block)}
     values = [None, None, None, heads * width, row.shapes[1][2] * width, width]
     return [_candidate("one_rope_of_pairs", signature, constants, values, tokens)]
+
+
+def _matmul(row: Measured) -> list[Candidate]:
+    """Weights are [N, K] in MatMul and [K, N] of each batch or group in the others.
+
+    How many tokens a group had was not recorded: rows that say more than 256 took no longer.
+    """
+    transposed = int(row.op.startswith("MatMul"))
+    first, weight = row.shapes[:2]
+    m, k = first[-2:]
+    n = weight[-2] if transposed else weight[-1]
+    batches = 1 if transposed else weight[0]
+    if row.op == "GroupedMatmul":
+        if m > 256:
+            return []
+        m //= batches
+    signature = dict.fromkeys(("x", "w", "out"), "*bf16")
+    signature |= dict.fromkeys(("M", "N", "K", "batches"), "i32")
+    values = [None, None, None, m, n, k, batches]
+    return [
+        _candidate(
+            "matmul", signature, {"ROWS": transposed, "BM": bm, "BN": bn, "BK": bk}, values,
+            min(row.blocks, batches * -(-m // bm) * -(-n // bn)),
+        )
+        for bm, bn, bk in _tiles(m, n)
+    ]  # fmt: skip
+
+
+def _tiles(m: int, n: int) -> list[tuple[int, int, int]]:
+    """As many as fit the chip's memories twice."""
+    if m <= 64:
+        return [(16, 128, 256), (16, 256, 256), (16, 64, 512)]
+    return [(128, 256, 64), (128, 256, 128), (128, 128, 256), (128, 64, 256)][2 * (n <= 128) :]

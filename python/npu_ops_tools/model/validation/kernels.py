@@ -174,3 +174,33 @@ def one_rope_of_pairs(
         )
         tl.store(at + half[None, :] * 2, real * cos - imaginary * sin, mask=mask)
         tl.store(at + half[None, :] * 2 + 1, real * sin + imaginary * cos, mask=mask)
+
+
+@triton.jit
+def matmul(
+    x, w, out, M, N, K, batches,
+    ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """x [batches, M, K] times w: [N, K], with ROWS, or [batches, K, N]."""
+    columns = tl.cdiv(N, BN)
+    tiles = tl.cdiv(M, BM) * columns
+    for i in range(tl.program_id(0), tiles * batches, tl.num_programs(0)):
+        batch, tile = i // tiles, i % tiles
+        row = tile // columns * BM + tl.arange(0, BM)
+        column = tile % columns * BN + tl.arange(0, BN)
+        total = tl.zeros((BM, BN), tl.float32)
+        for first in range(0, K, BK):
+            k = first + tl.arange(0, BK)
+            at = x + batch * M * K + row[:, None] * K + k[None, :]
+            a = tl.load(at, mask=(row < M)[:, None] & (k < K)[None, :], other=0.0)
+            if ROWS:
+                mask = (column < N)[:, None] & (k < K)[None, :]
+                b = tl.trans(tl.load(w + column[:, None] * K + k[None, :], mask=mask, other=0.0))
+            else:
+                mask = (k < K)[:, None] & (column < N)[None, :]
+                at = w + batch * N * K + k[:, None] * N + column[None, :]
+                b = tl.load(at, mask=mask, other=0.0)
+            total = tl.dot(a, b, total)
+        at = out + batch * M * N + row[:, None] * N + column[None, :]
+        mask = (row < M)[:, None] & (column < N)[None, :]
+        tl.store(at, total.to(out.dtype.element_ty), mask=mask)
