@@ -53,10 +53,11 @@ class Step:
 
 
 class Counter(TorchDispatchMode):
-    """Counts launches on an NPU. Our own operators are not counted, but what they launch is."""
+    """Counts launches on a device. Our own operators are not counted, but what they launch is."""
 
-    def __init__(self):
+    def __init__(self, device: str = "npu"):
         super().__init__()
+        self.device = device
         self.found = collections.Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -65,8 +66,11 @@ class Counter(TorchDispatchMode):
         ours = function.namespace == "npu_ops"
         if not ours and not function.is_view and not name.startswith(FREE):
             results = result if isinstance(result, tuple | list) else (result,)
-            self.found[name] += any(map(_is_made_on_npu, results))
+            self.found[name] += any(map(self._is_made, results))
         return result
+
+    def _is_made(self, x) -> bool:
+        return isinstance(x, torch.Tensor) and x.device.type == self.device and x.numel() > 0
 
     def operators(self) -> collections.Counter:
         """By name, kernels of Triton's too."""
@@ -106,7 +110,7 @@ def count(name: str, model: torch.nn.Module, run: Callable[[], None]) -> Step:
 
     triton_driver.reset_statistics()
     counter, layers = Counter(), {}
-    with contextlib.ExitStack() as hooks, _seen_in_our_operators(counter), counter:
+    with contextlib.ExitStack() as hooks, seen_in_our_operators(counter), counter:
         for layer, module in model.named_modules():
             if type(module).__name__.endswith(LAYERS):
                 _watch(layer, module, counter, layers, hooks)
@@ -130,7 +134,7 @@ def _watch(name: str, module, counter: Counter, layers: dict, hooks) -> None:
 
 
 @contextlib.contextmanager
-def _seen_in_our_operators(counter: Counter) -> Iterator[None]:
+def seen_in_our_operators(counter: Counter) -> Iterator[None]:
     """torch takes a mode away while one of our operators runs: put it back."""
     launch = Table.launch
 
@@ -140,10 +144,6 @@ def _seen_in_our_operators(counter: Counter) -> Iterator[None]:
 
     with launched_by(seen):
         yield
-
-
-def _is_made_on_npu(x) -> bool:
-    return isinstance(x, torch.Tensor) and x.device.type == "npu" and x.numel() > 0
 
 
 def _of_triton() -> dict[str, int]:

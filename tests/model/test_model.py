@@ -2,17 +2,20 @@
 
 import json
 import pathlib
+import re
 
 import pytest
 import torch
 from npu_ops_tools import model
 from npu_ops_tools.cli import app
 from npu_ops_tools.model import core, costs, ir, machine, scalars
+from npu_ops_tools.model.launched import beside
 from npu_ops_tools.model.prediction import _loader, module_of
 from npu_ops_tools.model.validation import check
 from typer.testing import CliRunner
 
 import npu_ops
+from npu_ops.core import cases
 
 SOC = "Ascend910B4-1"
 KERNELS = pathlib.Path(__file__).parents[1] / "compile" / "kernels.py"
@@ -340,6 +343,25 @@ def test_the_command(tmp_path):
 
 def test_the_command_says_that_it_is_a_model():
     assert "npu-model: predicted from the compiled kernel, not measured" in run(*ADD_KERNEL).output
+
+
+def test_the_command_takes_one_case_and_counts_what_pytorch_launches_beside():
+    done = run("gdn_gate")
+    case = cases.of("gdn_gate").REPRESENTATIVE[0]
+    assert f"npu-ops: {case}" in done.stderr and "--all predicts every one" in done.stderr
+    assert done.stdout.count("_gdn_gate_kernel") == 1
+    assert re.search(r"beside them \d+ launches of PyTorch, at least \d+\.\d us: ", done.stdout)
+
+
+def test_what_pytorch_launches_beside():
+    x = torch.ones(4, 8)
+    assert beside(lambda x: (x.t() + 1).sum(), {"x": x}) == {"add.Tensor": 1, "sum": 1}
+
+
+def test_a_wrong_case_shows_a_few_names():
+    done = run("rope", "--case", "qwen3-4b")
+    assert done.exit_code == 2 and "qwen3-4b-tp1-t1," in done.stderr
+    assert done.stderr.count(",") < 8 and "(of " in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def forward_and_backward(function, inputs: dict, wrt: tuple[str, ...]) -> None:
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     outputs = [out for out in outputs if out is not None and out.requires_grad]
     if outputs:
-        torch.autograd.backward(outputs, [torch.zeros_like(out) for out in outputs])
+        torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from npu_ops_emulator import vendor
 
 from npu_ops_tools.options import AsJson, Dtype, fail, print_json
 
+LEAST_US = 1.3  # of a launch, measured: the smallest of CANN's operators in measured.csv
 NOTE = "npu-model: predicted from the compiled kernel, not measured. How good: docs/npu-model.md"
 
 
@@ -20,8 +21,10 @@ def model_command(
         str | None, typer.Argument(metavar="OP", help="An op, or FILE.py::KERNEL.")
     ] = None,
     case: Annotated[
-        list[str] | None, typer.Option(help="A case's name; may be repeated; default: all.")
+        list[str] | None,
+        typer.Option(help="A case's name; may be repeated; default: the most ordinary one."),
     ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every case of the op.")] = False,
     tokens: Annotated[int | None, typer.Option(min=1, help="Instead of the case's own.")] = None,
     soc: Annotated[str, typer.Option(help="An SoC of the family Ascend910B or Ascend910_93.")] = (
         vendor.SOCS[0]
@@ -55,8 +58,11 @@ def model_command(
     npu-ops model mine.py::tuned --signature "x=*bf16:8192,n=i32:8192" --grid 16,1,1
     npu-ops model --calibrate full/verify.json
     """
-    from npu_ops_tools.model import costs, kernel_of_file, predict_all
+    import torch
+
+    from npu_ops_tools.model import costs, kernel_of_file, of_call, predict_all
     from npu_ops_tools.model import trace as traces
+    from npu_ops_tools.model.launched import beside, call_of_case
     from npu_ops_tools.model.machine import Unknown
 
     if calibrate:
@@ -72,9 +78,18 @@ def model_command(
             launches = kernel_of_file(target, signature, constexpr, _axes(grid))
             _check_grid(launches, grid, soc)
             found = _of_configurations(launches, soc, trace is not None)
+            if not as_json:
+                _print(found)
         else:
-            calls = list(_calls(target, case, dtype.value, soc, tokens))
-            found = [one for c in calls for one in predict_all(c, soc, spans=trace is not None)]
+            found = []
+            for name in _cases(target, case, every):
+                print(f"npu-ops: {name}", file=sys.stderr)
+                call = call_of_case(target, name, getattr(torch, dtype.value), tokens)
+                of_case = list(predict_all(of_call(name, soc, *call), soc, spans=trace is not None))
+                found += of_case
+                if not as_json:
+                    _print(of_case)
+                    _print_beside(beside(*call))
     except Unknown as error:
         print(f"npu-ops: {error}")
         raise typer.Exit(1) from error
@@ -85,7 +100,7 @@ def model_command(
     if as_json:
         print_json([prediction.fields() for prediction in found])
     else:
-        _print(found)
+        print(NOTE)
 
 
 def _axes(text: str) -> tuple[int, ...]:
@@ -139,18 +154,19 @@ def _calibrate(path: pathlib.Path, as_json: bool) -> None:
         print("\n".join(fit.lines(found)))
 
 
-def _calls(op: str, names: list[str] | None, dtype: str, soc: str, tokens: int | None):
-    """The launches of each case."""
-    import torch
-
+def _cases(op: str, names: list[str] | None, every: bool) -> list[str]:
     from npu_ops.core import cases
-    from npu_ops_tools.model import of_case
     from npu_ops_tools.where import ops
 
     if op not in ops():
         raise ValueError(f"target: got {op!r}, needs one of {', '.join(ops())} or FILE.py::KERNEL")
-    for name in names or [case.name for case in cases.of(op).CASES]:
-        yield of_case(op, name, getattr(torch, dtype), soc, tokens)
+    known = [case.name for case in cases.of(op).CASES]
+    if every:
+        return known
+    if not names:
+        names = cases.of(op).REPRESENTATIVE[:1]
+        print(f"npu-ops: one of {len(known)} cases; --all predicts every one", file=sys.stderr)
+    return list(names)
 
 
 def _print(found: Iterable) -> None:
@@ -172,4 +188,13 @@ def _print(found: Iterable) -> None:
     Console(width=160).print(table)
     for kernel in sorted({each.kernel for each in found if each.assumed}):
         print(f"{kernel}: taken as for lengths that are right, which its vectors check")
-    print(NOTE)
+
+
+def _print_beside(found: dict[str, int]) -> None:
+    """What PyTorch launches in the same call."""
+    count = sum(found.values())
+    if count:
+        named = ", ".join(f"{operator} {times}" for operator, times in found.items())
+        print(
+            f"beside them {count} launches of PyTorch, at least {count * LEAST_US:.1f} us: {named}"
+        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import difflib
 
 import torch
 from npu_ops_emulator import vendor
@@ -10,24 +12,49 @@ from npu_ops_emulator import vendor
 from npu_ops.core import cases, hardware, registry
 from npu_ops_tools.compile.files import from_file
 from npu_ops_tools.compile.launches import Launch, forward_and_backward, recorded
+from npu_ops_tools.launches import Counter, seen_in_our_operators
+
+SHOWN = 6  # names of cases in an error
 
 
 def of_case(
     op: str, case: str, dtype: torch.dtype, soc: str, tokens: int | None = None
 ) -> list[Launch]:
-    """Every launch of a case, forward and backward, in order.
+    """Every launch of a Triton kernel that a case makes, forward and backward, in order.
 
     tokens: instead of the case's own.
 
     Raises:
         ValueError: no such case.
     """
+    return of_call(case, soc, *call_of_case(op, case, dtype, tokens))
+
+
+def call_of_case(op: str, case: str, dtype: torch.dtype, tokens: int | None = None) -> tuple:
+    """The function of a case, its arguments, and the names of those that get a gradient.
+
+    Raises:
+        ValueError: no such case.
+    """
     found = {each.name: each for each in cases.of(op).CASES}
     if case not in found:
-        raise ValueError(f"case: got {case!r}, needs one of {', '.join(found)}")
+        near = difflib.get_close_matches(case, found, SHOWN, cutoff=0) or list(found)[:SHOWN]
+        more = f" (of {len(found)})" if len(found) > len(near) else ""
+        raise ValueError(f"case: got {case!r}, needs one of {', '.join(near)}{more}")
     chosen = dataclasses.replace(found[case], tokens=tokens or found[case].tokens)
     function, wrt = cases.function(op, chosen), cases.differentiable(op, chosen)
-    return of_call(case, soc, function, chosen.inputs(dtype), wrt)
+    return function, chosen.inputs(dtype), wrt
+
+
+def beside(function, inputs: dict, wrt: tuple[str, ...] = ()) -> collections.Counter[str]:
+    """What PyTorch launches beside the Triton kernels of a call and its backward, by operator."""
+    for value in inputs.values():
+        if isinstance(value, torch.Tensor):
+            value.grad = None  # of an earlier call, to which the next would be added
+    counter = Counter("cpu")  # the tensors are the CPU's, and taken to be an NPU's
+    with recorded(""), registry.as_if_on("npu"), seen_in_our_operators(counter), counter:
+        forward_and_backward(function, inputs, wrt)
+    return +counter.found
 
 
 def of_call(
