@@ -10,7 +10,24 @@ import torch
 
 from npu_ops.core import check, env, log, make
 from npu_ops_adapters.calls import DEVICES, inconsistent
-from npu_ops_adapters.patching import Names
+from npu_ops_adapters.patching import Names, Patch, parameters
+
+
+def replaced(
+    framework: str, target: str, op: str, ours: Callable, why: str, *signatures: Names | None,
+    **settings,
+) -> Patch:  # fmt: skip
+    """A patch of a function whose calls are ours in part.
+
+    ours: as in `made`; where it raises, the framework's own function runs, and a sentence is logged
+        once.
+    signatures: the framework's, of all known versions; by default the one that ours has.
+    settings: the other fields of Patch.
+    """
+    return Patch(
+        target=target, op=op, make=functools.partial(made, framework, ours, target), why=why,
+        signatures=signatures or (parameters(ours),), **settings,
+    )  # fmt: skip
 
 
 def made(framework: str, ours: Callable, target: str, original: Callable) -> Callable:

@@ -13,11 +13,6 @@ from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.fla import functions
 from npu_ops_adapters.patching import Patch
 
-_HEAD = (
-    *("x", "weight", "bias", "residual", "initial_state", "output_final_state", "activation"),
-    *("backend", "cu_seqlens"),
-)
-
 
 def patches() -> Iterable[Patch]:
     """`causal_conv1d`, which `ShortConvolution` calls too."""
@@ -26,17 +21,16 @@ def patches() -> Iterable[Patch]:
         "causal_conv1d",
         "causal_conv1d",
         ours,
-        (*_HEAD, "cu_seqlens_cpu", "chunk_indices", "cp_context", "kwargs"),
     )
 
 
 def ours(
     x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False,
     activation=None, backend="triton", cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None,
-    cp_context=None, **options,
+    cp_context=None, **kwargs,
 ) -> Callable:  # fmt: skip
     """The call of ours that is this call of fla's. Channels may be several dimensions of x."""
-    functions.refuse(**options)
+    functions.refuse(**kwargs)
     check.one_of("backend", backend, ("triton",))
     check.floating("x", x)
     check.tensor("weight", weight)

@@ -22,7 +22,6 @@ def patches() -> Iterable[Patch]:
         "causal_conv1d_update",
         "causal_conv1d_update",
         ours,
-        ("x", "cache", "residual", "weight", "bias", "activation"),
     )
 
 

@@ -14,23 +14,19 @@ import npu_ops
 from npu_ops.core import check
 from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.fla import functions
-from npu_ops_adapters.patching import Patch
-
-_NAMES = (
-    "q", "k", "v", "g", "beta", "num_householder", "scale", "initial_state", "output_final_state",
-    "use_qk_l2norm_in_kernel", "cu_seqlens", "cu_seqlens_cpu",
-)  # fmt: skip
+from npu_ops_adapters.patching import Patch, parameters
 
 
 def patches() -> Iterable[Patch]:
     """`chunk_gated_delta_product`; from 0.6 on it takes a cp_context, too."""
+    names = parameters(ours)
     yield functions.replaced(
         ("fla.ops.gated_delta_product.chunk",),
         "chunk_gated_delta_product",
         "chunk_gated_delta_rule",
         ours,
-        _NAMES,
-        (*_NAMES, "cp_context"),
+        names[:-1],
+        names,
     )
 
 

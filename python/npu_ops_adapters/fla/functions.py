@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from npu_ops.core import check
 from npu_ops_adapters.calls import falling_through
-from npu_ops_adapters.patching import Names, Patch
+from npu_ops_adapters.patching import Names, Patch, parameters
 
 VERSIONS = "fla 0.5.2 and 0.6"
 WHY = "fla's needs a Triton that runs where the tensors are, and on NPUs launches more kernels"
@@ -25,6 +25,7 @@ def replaced(modules: Names, name: str, op: str, ours: Callable, *signatures: Na
 
     ours: takes fla's arguments and returns a call, or raises TypeError or ValueError for what is
         not ours.
+    signatures: fla's, of all known versions; by default the one that ours has.
     """
     module = next((module for module in modules if module in sys.modules), modules[-1])
     return Patch(
@@ -32,7 +33,7 @@ def replaced(modules: Names, name: str, op: str, ours: Callable, *signatures: Na
         op=op,
         make=functools.partial(falling_through, ours, op=op),
         why=WHY,
-        signatures=signatures,
+        signatures=signatures or (parameters(ours),),
         versions=VERSIONS,
         remove_when="fla lets a backend be registered for it, in all versions in use",
     )

@@ -16,13 +16,7 @@ from npu_ops_adapters.patching import Patch
 
 def patches() -> Iterable[Patch]:
     """`fused_gdn_gate`."""
-    yield functions.replaced(
-        ("fla.ops.gated_delta_rule.gate",),
-        "fused_gdn_gate",
-        "gdn_gate",
-        ours,
-        ("g", "A_log", "dt_bias", "output_dtype"),
-    )
+    yield functions.replaced(("fla.ops.gated_delta_rule.gate",), "fused_gdn_gate", "gdn_gate", ours)
 
 
 def ours(g, A_log, dt_bias=None, output_dtype=torch.float32) -> Callable:

@@ -15,11 +15,7 @@ from npu_ops_adapters.patching import Patch
 def patches() -> Iterable[Patch]:
     """`l2norm`, also called `l2_norm`."""
     yield functions.replaced(
-        ("fla.modules.norm.l2norm", "fla.modules.l2norm"),
-        "l2norm",
-        "l2norm",
-        ours,
-        ("x", "eps", "output_dtype"),
+        ("fla.modules.norm.l2norm", "fla.modules.l2norm"), "l2norm", "l2norm", ours
     )
 
 

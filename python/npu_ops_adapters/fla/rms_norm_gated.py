@@ -21,17 +21,12 @@ def patches() -> Iterable[Patch]:
         "rms_norm_gated",
         "rms_norm_gated",
         ours,
-        (
-            *("x", "g", "weight", "bias", "activation", "residual", "prenorm", "residual_in_fp32"),
-            "eps",
-        ),
     )
     yield functions.replaced(
         ("fla.modules.norm.layernorm_gated", "fla.modules.layernorm_gated"),
         "rmsnorm_fn",
         "rms_norm_gated",
         ours_either_order,
-        ("x", "weight", "bias", "z", "eps", "group_size", "norm_before_gate"),
     )
 
 

@@ -23,7 +23,7 @@ The states of a patch. `plan` and `apply` tell the upper ones, `verify` the lowe
 from npu_ops_adapters.patching.engine import adopt, apply, forget, plan, protect, revert, verify
 from npu_ops_adapters.patching.hand_over import hand_over, place, renew, take_back
 from npu_ops_adapters.patching.records import Names, Patch, State, Status, Statuses
-from npu_ops_adapters.patching.signatures import wrapped
+from npu_ops_adapters.patching.signatures import parameters, wrapped
 
 __all__ = [
     "Names",
@@ -35,6 +35,7 @@ __all__ = [
     "apply",
     "forget",
     "hand_over",
+    "parameters",
     "place",
     "plan",
     "protect",

@@ -27,11 +27,11 @@ def mismatch(patch: Patch, original: Any) -> str | None:
     """None, or how the parameters of `original` differ from those that are known."""
     if not patch.signatures:
         return None
-    parameters = _parameters(original)
-    if parameters in patch.signatures:
+    found = parameters(original)
+    if found in patch.signatures:
         return None
     expected = " or ".join(_shown(names) for names in patch.signatures)
-    return f"expected {expected} ({patch.versions}), got {_shown(parameters)} of {whose(original)}"
+    return f"expected {expected} ({patch.versions}), got {_shown(found)} of {whose(original)}"
 
 
 def whose(value: Any) -> str:
@@ -57,7 +57,8 @@ def cannot(error: Exception) -> str:
     return f"it cannot be made: {type(error).__name__}: {error}"
 
 
-def _parameters(function: Any) -> Names | None:
+def parameters(function: Any) -> Names | None:
+    """The names of a function's parameters, as a `Patch` has them among its signatures."""
     if function is None:
         return None
     try:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Callable
 
 import torch
 from packaging.version import Version
 
 from npu_ops_adapters import serving
-from npu_ops_adapters.patching import Names, Patch
+from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.serving import (  # noqa: F401  (the ops' files call them by this module)
     NotOursError,
     check_device,
@@ -60,24 +59,14 @@ def on_npu() -> bool:
     return hasattr(torch, "npu")
 
 
-def replaced(
-    target: str, op: str, ours: Callable, why: str, *signatures: Names | None, **changes
-) -> Patch:
-    """A patch of a function.
-
-    ours: takes SGLang's arguments, and raises TypeError or ValueError before it writes anything
-        where a call is not ours; SGLang's own function then runs, and a sentence is logged once.
-    """
-    return Patch(
-        target=target,
-        op=op,
-        make=functools.partial(made, ours, target),
-        why=why,
-        signatures=signatures,
-        versions=VERSIONS,
-        remove_when="SGLang lets the function be registered for a device it knows",
-        **({"by": hooks.who_applies()} | changes),
-    )
+def replaced(*arguments, **changes) -> Patch:
+    """A patch of a function, by the arguments of `serving.replaced` after the framework."""
+    settings = {
+        "versions": VERSIONS,
+        "remove_when": "SGLang lets the function be registered for a device it knows",
+        "by": hooks.who_applies(),
+    }
+    return serving.replaced("SGLang", *arguments, **(settings | changes))
 
 
 made = functools.partial(serving.made, "SGLang")

@@ -8,26 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import npu_ops
-from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.patching import Patch, parameters
 from npu_ops_adapters.sglang import functions, gated_delta_net
-
-_PARAMETERS = (
-    *("A_log", "a", "dt_bias", "softplus_beta", "softplus_threshold", "q", "k", "v", "b"),
-    *("initial_state_source", "initial_state_indices", "scale", "use_qk_l2norm_in_kernel"),
-    "cu_seqlens",
-)
 
 
 def patches() -> Iterable[Patch]:
     """As the backend holds it, which takes it when it is built."""
     if not functions.since("0.5.10"):
+        names = parameters(ours)
         yield functions.replaced(
             f"{functions.gated_delta_net()}:fused_sigmoid_gating_delta_rule_update",
             "gated_delta_rule_update",
             ours,
             "on NPUs it leaves out the last of an odd number of heads",
-            _PARAMETERS,
-            (*_PARAMETERS, "is_kda"),
+            names[:-1],
+            names,
         )
 
 

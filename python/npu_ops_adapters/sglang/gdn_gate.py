@@ -16,7 +16,6 @@ def patches() -> Iterable[Patch]:
         "gdn_gate",
         ours,
         "softplus overflows in it before it is replaced, and on NPUs it is tiled by 8 heads",
-        ("A_log", "a", "b", "dt_bias", "beta", "threshold"),
         rebind=False,  # its module may have it under a second name
     )
 

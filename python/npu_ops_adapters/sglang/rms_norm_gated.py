@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import npu_ops
-from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.patching import Patch, parameters
 from npu_ops_adapters.sglang import functions
 
 _ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
-_IN_ORDER = (
-    *("x", "g", "weight", "bias", "activation", "residual", "prenorm", "residual_in_fp32", "eps"),
-)
-_BY_NAME = ("x", "weight", "bias", "z", "eps", "group_size", "norm_before_gate", "is_rms_norm")
 
 
 def patches() -> Iterable[Patch]:
@@ -22,15 +18,16 @@ def patches() -> Iterable[Patch]:
     why = "on NPUs it is another package's, and elsewhere needs a Triton that runs there"
     if functions.since("0.5.10"):
         yield functions.replaced(
-            f"{home}.fused_norm_gate:rms_norm_gated", "rms_norm_gated", ours, why, _IN_ORDER
+            f"{home}.fused_norm_gate:rms_norm_gated", "rms_norm_gated", ours, why
         )
+    names = parameters(ours_by_name)
     yield functions.replaced(
         f"{home}.layernorm_gated:rms_norm_gated",
         "rms_norm_gated",
         ours_by_name,
         why,
-        _BY_NAME,
-        (*_BY_NAME, "activation"),
+        names[:-1],
+        names,
     )
 
 

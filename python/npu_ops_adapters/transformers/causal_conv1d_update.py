@@ -19,11 +19,10 @@ _NAME, _NAME_4 = "causal_conv1d_update", "torch_causal_conv1d_update"
 
 def patches() -> Iterable[Patch]:
     """`causal_conv1d_update`, which version 4 calls `torch_causal_conv1d_update`."""
-    names = ("hidden_states", "conv_state", "weight", "bias", "activation")
     older = models.having(models.DELTA_NET, _NAME_4)
     newer = tuple(model for model in models.DELTA_NET if model not in older)
-    yield from models.replaced(newer, _NAME, _NAME, ours, names)
-    yield from models.replaced(older, _NAME_4, _NAME, ours, names)
+    yield from models.replaced(newer, _NAME, _NAME, ours)
+    yield from models.replaced(older, _NAME_4, _NAME, ours)
 
 
 def ours(hidden_states, conv_state, weight, bias=None, activation=None) -> Callable:

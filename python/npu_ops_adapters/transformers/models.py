@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from npu_ops_adapters.calls import falling_through
-from npu_ops_adapters.patching import Names, Patch
+from npu_ops_adapters.patching import Names, Patch, parameters
 
 TEXT = ("qwen2", "qwen3", "qwen3_moe")
 QWEN2_VL = ("qwen2_vl", "qwen2_5_vl")
@@ -27,10 +27,11 @@ def replaced(
 
     ours: takes the function's arguments and returns a call, or raises TypeError or ValueError for
         what is not ours.
+    signatures: transformers', of all known versions; by default the one that ours has.
     """
     for model in models:
         make = functools.partial(falling_through, ours, op=op)
-        yield patch(f"{home(model)}:{name}", op, make, signatures)
+        yield patch(f"{home(model)}:{name}", op, make, signatures or (parameters(ours),))
 
 
 def patch(target: str, op: str, make: Callable, signatures, **changes) -> Patch:

@@ -20,10 +20,7 @@ _NAME = "apply_multimodal_rotary_pos_emb"
 
 def patches() -> Iterable[Patch]:
     """`apply_multimodal_rotary_pos_emb` of Qwen2-VL and Qwen2.5-VL."""
-    signature = ("q", "k", "cos", "sin", "mrope_section", "unsqueeze_dim")
-    yield from models.replaced(
-        models.having(models.QWEN2_VL, _NAME), _NAME, "mrope", ours, signature
-    )
+    yield from models.replaced(models.having(models.QWEN2_VL, _NAME), _NAME, "mrope", ours)
 
 
 def ours(q, k, cos, sin, mrope_section, unsqueeze_dim=1) -> Callable:

@@ -13,11 +13,6 @@ from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.serving import check_device, padded, tokens_of_sequences
 from npu_ops_adapters.vllm import functions
 
-_PARAMETERS = (
-    *("x", "weight", "bias", "activation", "conv_states", "has_initial_state", "cache_indices"),
-    *("query_start_loc", "metadata", "pad_slot_id"),
-)
-
 
 def patches() -> Iterable[Patch]:
     """`causal_conv1d_fn`."""
@@ -26,7 +21,6 @@ def patches() -> Iterable[Patch]:
         "causal_conv1d",
         ours,
         "a loop of PyTorch over the sequences, whose lengths it copies to the host",
-        _PARAMETERS,
     )
 
 

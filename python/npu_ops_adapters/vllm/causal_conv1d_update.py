@@ -9,12 +9,6 @@ from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.serving import check_device, refuse
 from npu_ops_adapters.vllm import functions
 
-_PARAMETERS = (
-    *("x", "conv_state", "weight", "bias", "activation", "conv_state_indices"),
-    *("num_accepted_tokens", "query_start_loc", "max_query_len", "pad_slot_id"),
-    *("block_idx_last_scheduled_token", "initial_state_idx", "validate_data"),
-)
-
 
 def patches() -> Iterable[Patch]:
     """`causal_conv1d_update_npu`, which is vLLM's `causal_conv1d_update` on NPUs."""
@@ -23,7 +17,6 @@ def patches() -> Iterable[Patch]:
         "causal_conv1d_update",
         ours,
         "it rounds the earlier tokens of a sequence to fp16, and writes its result over x",
-        _PARAMETERS,
     )
 
 

@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import npu_ops
-from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.patching import Patch, parameters
 from npu_ops_adapters.serving import check_device, padded, refuse, tokens_of_sequences
 from npu_ops_adapters.vllm import functions
-
-_PARAMETERS = (
-    *("q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "cu_seqlens"),
-    *("prebuilt_meta", "head_first", "use_qk_l2norm_in_kernel"),
-)
 
 
 def patches() -> Iterable[Patch]:
     """`chunk_gated_delta_rule`, which is vLLM's on NPUs."""
+    names = parameters(ours)
     yield functions.replaced(
         f"{functions.TRITON}.fla.chunk:chunk_gated_delta_rule",
         "chunk_gated_delta_rule",
         ours,
         "eight kernels, which round what is between chunks to the heads' dtype",
-        _PARAMETERS,
-        (*_PARAMETERS, "chunk_indices", "chunk_offsets", "core_attn_out"),
+        names[:-3],
+        names,
     )
 
 

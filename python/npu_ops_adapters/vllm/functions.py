@@ -9,30 +9,18 @@ import sys
 from collections.abc import Callable
 
 from npu_ops_adapters import serving
-from npu_ops_adapters.patching import Names, Patch
 
 VERSIONS = "vllm-ascend 0.18.0, 0.23.0, main of August 2026"
 TRITON = "vllm_ascend.ops.triton"
 
 made = functools.partial(serving.made, "vllm-ascend")
-
-
-def replaced(target: str, op: str, ours: Callable, why: str, *signatures: Names) -> Patch:
-    """A patch of a function, also in the modules that vllm-ascend has put it into.
-
-    ours: takes vllm-ascend's arguments, and raises TypeError or ValueError before it writes
-        anything where a call is not ours; vllm-ascend's function then runs, and a sentence is
-        logged once.
-    """
-    return Patch(
-        target=target,
-        op=op,
-        make=functools.partial(made, ours, target),
-        why=why,
-        signatures=signatures,
-        versions=VERSIONS,
-        remove_when="vllm-ascend takes its operators from plugins",
-    )
+# A patch of a function, also in the modules that vllm-ascend has put it into.
+replaced = functools.partial(
+    serving.replaced,
+    "vllm-ascend",
+    versions=VERSIONS,
+    remove_when="vllm-ascend takes its operators from plugins",
+)
 
 
 def fingerprint(function: Callable) -> str:

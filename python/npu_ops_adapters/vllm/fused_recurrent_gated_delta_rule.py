@@ -11,10 +11,6 @@ from npu_ops_adapters.serving import NotOursError, check_device
 from npu_ops_adapters.vllm import functions
 
 MODULE = "vllm.model_executor.layers.fla.ops.fused_recurrent"
-_PARAMETERS = (
-    *("q", "k", "v", "g", "beta", "scale", "initial_state", "inplace_final_state", "cu_seqlens"),
-    *("ssm_state_indices", "num_accepted_tokens", "use_qk_l2norm_in_kernel"),
-)
 
 
 def patches() -> Iterable[Patch]:
@@ -24,7 +20,6 @@ def patches() -> Iterable[Patch]:
         "fused_recurrent_gated_delta_rule",
         ours,
         "a kernel for each 32 values of a head, which reads all slots of padding",
-        _PARAMETERS,
     )
 
 

@@ -9,12 +9,6 @@ from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.serving import check_device
 from npu_ops_adapters.vllm import functions
 
-_PARAMETERS = (
-    *("A_log", "a", "dt_bias", "softplus_beta", "softplus_threshold", "q", "k", "v", "b"),
-    *("initial_state_source", "initial_state_indices", "scale", "use_qk_l2norm_in_kernel"),
-    "cu_seqlens",
-)
-
 
 def patches() -> Iterable[Patch]:
     """`fused_sigmoid_gating_delta_rule_update`, which was in vllm-ascend up to 0.23.0."""
@@ -23,7 +17,6 @@ def patches() -> Iterable[Patch]:
         "gated_delta_rule_update",
         ours,
         "softplus overflows in it, and it copies a pool that is not contiguous",
-        _PARAMETERS,
     )
 
 

@@ -17,7 +17,6 @@ def patches() -> Iterable[Patch]:
         "gdn_gate",
         ours,
         "softplus overflows in it before it is replaced, and it is tiled by 8 heads",
-        ("A_log", "a", "b", "dt_bias", "beta", "threshold"),
     )
 
 

@@ -24,7 +24,6 @@ def patches() -> Iterable[Patch]:
             "l2norm",
             ours,
             "it is tiled by 69 rows whatever their width",
-            ("x", "eps", "output_dtype"),
         )
 
 

@@ -23,7 +23,6 @@ def patches() -> Iterable[Patch]:
         "rms_norm",
         ours,
         "1 + weight is rounded, which it is not in training",
-        ("self", "x", "residual"),
     )
 
 
