@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import npu_ops
 from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.serving_rotary import rotate_by_embedding
 from npu_ops_adapters.sglang import functions, rope
 
 _PARAMETERS = ("self", "positions", "query", "key", "fused_set_kv_buffer_arg")
@@ -31,25 +31,12 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(self, positions, query, key, fused_set_kv_buffer_arg=None):
-    """mrope_interleaved: which axis owns a frequency; is_neox_style: what rotates together."""
     rope.check_plain(self, query, "MRotaryEmbedding")
     functions.refuse(
         fused_set_kv_buffer_arg=fused_set_kv_buffer_arg,
         mrope_interleaved_glm=getattr(self, "mrope_interleaved_glm", False),
     )
-    if positions.dim() == 1:
-        return rope.rotate(self, positions, query, key)
-    return npu_ops.apply_multimodal_rotary_pos_emb_cached(
-        positions,
-        query,
-        key,
-        self.cos_sin_cache,
-        self.mrope_section,
-        "interleaved" if self.mrope_interleaved else "chunked",
-        rope.pair_layout(self),
-        self.rotary_dim,
-        head_dim=self.head_size,
-    )
+    return rotate_by_embedding(self, positions, query, key)
 
 
 def ours_on_cpu(self, positions, query, *args, **kwargs):

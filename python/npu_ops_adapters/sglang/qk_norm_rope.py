@@ -8,36 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import npu_ops
 from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.serving_rotary import norm_and_rotate
 from npu_ops_adapters.sglang import functions, rope
 
-_WHY = "two norms and a rotation, each rounding to the heads' dtype, that read and write q and k"
-_PARAMETERS = ("self", "positions", "hidden_states")
-_OF_EXPERTS = ("self", "qkv", "positions", "forward_batch")
 _NORMS = {"RMSNorm": False, "GemmaRMSNorm": True}  # whether their weights are beside 1
 
 
 def patches() -> Iterable[Patch]:
     """The methods of the models' attention that come before it."""
-    models = "sglang.srt.models"
-    yield functions.replaced(
-        f"{models}.qwen3:Qwen3Attention.forward_prepare_native", "qk_norm_rope", ours, _WHY,
-        _PARAMETERS,
-    )  # fmt: skip
-    yield functions.replaced(
-        f"{models}.qwen3_moe:Qwen3MoeAttention.apply_qk_norm_rope", "qk_norm_rope", ours_of_experts,
-        _WHY, _OF_EXPERTS,
-    )  # fmt: skip
+    methods = [
+        ("qwen3:Qwen3Attention.forward_prepare_native", ours),
+        ("qwen3_moe:Qwen3MoeAttention.apply_qk_norm_rope", ours_of_experts),
+    ]
     if functions.since("0.5.15"):  # before, it was in the middle of a longer method
-        for layer, method in (
-            ("qwen3_next:Qwen3HybridAttentionDecoderLayer", ours_gated),
-            ("qwen3_5:Qwen3_5AttentionDecoderLayer", ours_gated_by_heads),
-        ):
-            yield functions.replaced(
-                f"{models}.{layer}.forward_prepare_native", "qk_norm_rope", method, _WHY,
-                _PARAMETERS,
-            )  # fmt: skip
+        methods += [
+            ("qwen3_next:Qwen3HybridAttentionDecoderLayer.forward_prepare_native", ours_gated),
+            ("qwen3_5:Qwen3_5AttentionDecoderLayer.forward_prepare_native", ours_gated_by_heads),
+        ]
+    why = "two norms and a rotation, each rounding to the heads' dtype, that read and write q and k"
+    for method, function in methods:
+        target = f"sglang.srt.models.{method}"
+        yield functions.replaced(target, "qk_norm_rope", function, why)
 
 
 def ours(self, positions, hidden_states):
@@ -94,25 +86,7 @@ def check(attention, x) -> None:
 
 def prepared(attention, positions, qkv, gated: bool = False):
     """q, k and v with their heads side by side, and the gate."""
-    embedding, norm = attention.rotary_emb, attention.q_norm
-    sections = {}
-    if positions.dim() == 2 and getattr(embedding, "mrope_section", None):
-        layout = "interleaved" if embedding.mrope_interleaved else "chunked"
-        sections = {"mrope_section": list(embedding.mrope_section), "section_layout": layout}
-    *heads, gate = npu_ops.qk_norm_rope_cached(
-        positions,
-        qkv,
-        norm.weight,
-        attention.k_norm.weight,
-        embedding.cos_sin_cache,
-        num_heads=attention.num_heads,
-        num_kv_heads=attention.num_kv_heads,
-        eps=norm.variance_epsilon,
-        zero_centered=_NORMS[type(norm).__name__],
-        gated=gated,
-        pair_layout=rope.pair_layout(embedding),
-        rotary_dim=embedding.rotary_dim,
-        copy_rest=False,
-        **sections,
+    zero_centered = _NORMS[type(attention.q_norm).__name__]
+    return norm_and_rotate(
+        attention, positions, qkv, zero_centered=zero_centered, gated=gated, copy_rest=False
     )
-    return *(x.flatten(1) for x in heads), gate

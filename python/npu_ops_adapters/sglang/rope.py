@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-import npu_ops
 from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.serving_rotary import rotate_by_embedding
 from npu_ops_adapters.sglang import functions
 
 _PARAMETERS = ("self", "positions", "query", "key", "offsets", "fused_set_kv_buffer_arg")
@@ -37,7 +37,9 @@ def ours(self, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None
     check_plain(self, query, "RotaryEmbedding")
     functions.refuse(fused_set_kv_buffer_arg=fused_set_kv_buffer_arg)
     positions = (positions if offsets is None else positions + offsets).flatten()
-    return rotate(self, positions, query, key)
+    rows = (x.reshape(positions.shape[0], -1) for x in (query, key))
+    q, k = rotate_by_embedding(self, positions, *rows)
+    return q.view(query.shape), k.view(key.shape)
 
 
 def ours_on_cpu(self, positions, query, *args, **kwargs):
@@ -56,25 +58,3 @@ def check_plain(embedding, query, home: str) -> None:
         raise functions.NotOursError(f"{definer.__name__} rotates in its own way")
     if getattr(embedding, "_force_native", False) or hasattr(embedding, "sin_cos_cache"):
         raise functions.NotOursError("SGLang wants its own arithmetic here, bit by bit")
-
-
-def rotate(embedding, positions, query, key):
-    """By the angles of positions `[T]`."""
-    tokens, width = positions.shape[0], embedding.head_size
-    cos, sin = embedding.cos_sin_cache.chunk(2, dim=-1)
-    q, k = npu_ops.apply_rotary_pos_emb(
-        query.reshape(tokens, -1, width),
-        key.reshape(tokens, -1, width),
-        cos,
-        sin,
-        positions,
-        layout="TND",
-        pair_layout=pair_layout(embedding),
-        rotary_dim=embedding.rotary_dim,
-    )
-    return q.view(query.shape), k.view(key.shape)
-
-
-def pair_layout(embedding) -> str:
-    """GPT-NeoX or GPT-J."""
-    return "half" if embedding.is_neox_style else "interleaved"

@@ -11,10 +11,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 
-import npu_ops
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.serving import check_device
-from npu_ops_adapters.vllm import functions, rope
+from npu_ops_adapters.serving_rotary import norm_and_rotate
+from npu_ops_adapters.vllm import functions
 
 WORKER = "vllm_ascend.patch.worker"
 _NORMS = {  # whether their weights are beside 1
@@ -84,28 +84,10 @@ def why_not(attention) -> str | None:
 def prepared(self, positions, hidden_states, gated: bool = False):
     """q, k and v `[T, heads * D]`, and the gate or None."""
     check_device(hidden_states)
-    embedding, norm = self.rotary_emb, self.q_norm
     qkv, _ = self.qkv_proj(hidden_states)
-    sections = {}
-    if positions.dim() == 2:
-        layout = "interleaved" if embedding.mrope_interleaved else "chunked"
-        sections = {"mrope_section": list(embedding.mrope_section), "section_layout": layout}
-    *heads, gate = npu_ops.qk_norm_rope_cached(
-        positions,
-        qkv,
-        norm.weight,
-        self.k_norm.weight,
-        embedding.cos_sin_cache,
-        num_heads=self.num_heads,
-        num_kv_heads=self.num_kv_heads,
-        eps=norm.variance_epsilon,
-        zero_centered=_NORMS[type(norm).__name__],
-        gated=gated,
-        pair_layout=rope.pair_layout(embedding.is_neox_style),
-        rotary_dim=embedding.rotary_dim,
-        **sections,
-    )
-    return *(x.flatten(1) for x in heads), gate if gate is None else gate.flatten(1)
+    zero_centered = _NORMS[type(self.q_norm).__name__]
+    q, k, v, gate = norm_and_rotate(self, positions, qkv, zero_centered=zero_centered, gated=gated)
+    return q, k, v, gate if gate is None else gate.flatten(1)
 
 
 def ours(self, positions, hidden_states):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import npu_ops
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.serving import check_device, refuse
+from npu_ops_adapters.serving_rotary import rotate
 from npu_ops_adapters.vllm import functions
 
 HOME = "vllm_ascend.ops.rotary_embedding"
@@ -19,10 +19,6 @@ def patches() -> Iterable[Patch]:
         "rope",
         ours,
         "it rotates in the heads' dtype, copies heads that are slices, and pads their number",
-        (
-            *("positions", "query", "key", "cos_sin_cache", "head_size", "rotary_dim"),
-            *("is_neox_style", "offsets"),
-        ),
     )
 
 
@@ -32,21 +28,4 @@ def ours(
     """Heads are `[T, N * D]`; a row of the cache has cosines, then sines."""
     check_device(query)
     refuse(offsets=offsets)
-    tokens = query.shape[0]
-    cos, sin = cos_sin_cache.chunk(2, dim=-1)
-    q, k = npu_ops.apply_rotary_pos_emb(
-        query.reshape(tokens, -1, head_size),
-        key.reshape(tokens, -1, head_size),
-        cos,
-        sin,
-        positions,
-        layout="TND",
-        pair_layout=pair_layout(is_neox_style),
-        rotary_dim=rotary_dim,
-    )
-    return q.view(query.shape), k.view(key.shape)
-
-
-def pair_layout(is_neox_style: bool) -> str:
-    """GPT-NeoX or GPT-J."""
-    return "half" if is_neox_style else "interleaved"
+    return rotate(positions, query, key, cos_sin_cache, head_size, rotary_dim, is_neox_style)
