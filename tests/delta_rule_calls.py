@@ -3,7 +3,13 @@
 import functools
 
 import torch
-from support import assert_compiled_is_eager, assert_fake_is_like_real, evaluate, floats
+from support import (
+    assert_compiled_is_eager,
+    assert_fake_is_like_real,
+    evaluate,
+    floats,
+    function_of_leaves,
+)
 
 from npu_ops.core.compare import Tolerance, assert_close
 
@@ -66,42 +72,26 @@ def assert_flags_are_what_they_say(delta_rule, inputs, tolerance: Tolerance) -> 
         assert_close("flags", a, e, tolerance)
 
 
-def _differentiable(inputs, names):
-    return [name for name in names if inputs[name] is not None]
-
-
 def assert_gradients_are_right(delta_rule, case, names, by_token, tokens: int) -> None:
     """Of a case's first tokens, by gradcheck."""
     inputs = floats(case.inputs(torch.float64), torch.float64)
     inputs |= {n: inputs[n][:, :tokens] for n in by_token if inputs[n] is not None}
     if inputs["cu_seqlens"] is not None:
         inputs["cu_seqlens"] = inputs["cu_seqlens"].clamp(max=tokens)
-    names = _differentiable(inputs, names)
-
-    def function(*leaves):
-        results = delta_rule(**inputs | dict(zip(names, leaves, strict=True)))
-        return tuple(r for r in results if r is not None)
-
-    leaves = [inputs[n].detach().clone().requires_grad_() for n in names]
-    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+    assert torch.autograd.gradcheck(*function_of_leaves(delta_rule, inputs, names), fast_mode=True)
 
 
 def assert_compiled_case_is_eager(delta_rule, case, names) -> None:
     """One graph, forward and backward equal to eager."""
-    inputs = case.inputs(torch.float32)
-    names = _differentiable(inputs, names)
-
-    def function(*leaves):
-        o, final = delta_rule(**inputs | dict(zip(names, leaves, strict=True)))
-        return o.square().sum() + (0 if final is None else final.cos().sum())
-
-    assert_compiled_is_eager(function, [inputs[n] for n in names], "aot_eager")
+    assert_compiled_is_eager(
+        *function_of_leaves(delta_rule, case.inputs(torch.float32), names), backend="aot_eager"
+    )
 
 
 def assert_fake_case_is_like_real(delta_rule, case, names) -> None:
     """Under FakeTensorMode: results and gradients."""
     inputs = case.inputs(torch.bfloat16)
-    wrt = _differentiable(inputs, names)
+    wrt = [name for name in names if inputs[name] is not None]
     tensors = [name for name, x in inputs.items() if isinstance(x, torch.Tensor)]
 
     def function(*values):

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from npu_ops.core import ascendc, env
@@ -151,6 +152,19 @@ def copies():
     seen.allocated = sum(max(0, e.self_cpu_memory_usage) for e in events)
 
 
+class DispatchRecorder(TorchDispatchMode):
+    """Notes the operators of npu_ops that are called, and their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "npu_ops":
+            self.calls.append((function, args))
+        return function(*args, **(kwargs or {}))
+
+
 def floats(inputs: dict, dtype: torch.dtype) -> dict:
     """`inputs` with every floating tensor converted, also those in a tuple."""
 
@@ -204,6 +218,50 @@ def assert_all_close(
         assert_close(name, value, expected[name].to(value.device), by_dtype[value.dtype])
 
 
+def assert_same_bits(actual: dict, expected: dict) -> None:
+    """Each tensor of `actual` is the one of that name in `expected`."""
+    for name, value in actual.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def assert_threads_change_nothing(step) -> None:
+    """`step()`, tensors by name, has the same bits by one, two and three threads."""
+    found = []
+    for number in (1, 2, 3):
+        with threads(number):
+            found.append(step())
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
+
+
+def function_of_leaves(function, inputs: dict, names: tuple[str, ...]):
+    """`function(**inputs)` as a function of the inputs `names` alone, and those as leaves.
+
+    What is None among names, or among the outputs, is left out.
+    """
+    names = [name for name in names if inputs.get(name) is not None]
+
+    def call(*leaves):
+        outputs = function(**inputs | dict(zip(names, leaves, strict=True)))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return tuple(out for out in outputs if out is not None)
+
+    return call, [inputs[name].detach().clone().requires_grad_() for name in names]
+
+
+def with_gradients(function):
+    """A function that returns the outputs of `function` and the gradients of its arguments."""
+
+    def outputs_and_gradients(*tensors):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        ones = [torch.ones_like(out) for out in outputs]
+        return *outputs, *torch.autograd.grad(outputs, leaves, ones)
+
+    return outputs_and_gradients
+
+
 def assert_fake_is_like_real(function, *tensors: torch.Tensor) -> None:
     """Under FakeTensorMode, the results have the shapes, strides and dtypes of real ones."""
     mode = FakeTensorMode()
@@ -215,15 +273,31 @@ def assert_fake_is_like_real(function, *tensors: torch.Tensor) -> None:
 
 
 def assert_compiled_is_eager(function, tensors, backend: str) -> None:
-    """In one graph, `function(*tensors)`, one tensor, and the gradients of all tensors."""
+    """In one graph, `function(*tensors)` and the gradients of all tensors."""
     results = []
     for call in (function, torch.compile(function, fullgraph=True, backend=backend)):
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-        value = call(*leaves)
-        results.append([value, *torch.autograd.grad(value, leaves)])
+        outputs = call(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        grads = [exact(out, seed) for seed, out in enumerate(outputs)]
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, grads)])
     torch._dynamo.reset()
     for actual, expected in zip(*results[::-1], strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+def assert_compiled_in_place_is_eager(call, q, k) -> None:
+    """In one graph, `call(q, k, inplace=True)` writes what `call(q, k)` returns."""
+    expected = call(q, k)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def function(q, k):
+        call(q, k, inplace=True)
+        return q + 1
+
+    out = function(q, k)
+    torch._dynamo.reset()
+    assert torch.equal(q, expected[0]) and torch.equal(k, expected[1]) and torch.equal(out, q + 1)
 
 
 def assert_checkpointing_changes_nothing(block, tensors, use_reentrant: bool) -> None:

@@ -14,8 +14,7 @@ import sys
 
 import pytest
 import torch
-from support import copies, floats
-from torch.utils._python_dispatch import TorchDispatchMode
+from support import DispatchRecorder, copies, floats
 
 import npu_ops
 from npu_ops import ops
@@ -409,19 +408,6 @@ def test_without_native_kernels_everything_works(name, registered, monkeypatch):
 # With and without torch's dispatcher
 
 
-class Watch(TorchDispatchMode):
-    """Notes the operators of npu_ops that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "npu_ops":
-            self.seen.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 def outputs(function, arguments):
     torch.manual_seed(0)
     result = function(**arguments)
@@ -433,10 +419,10 @@ def test_a_dispatch_mode_sees_one_operator(name, way, registered):
     """Whoever watches (a profiler of operators, a fake mode, selective checkpointing) sees it."""
     arguments = public_calls()[name]
     op = npu_ops.explain(name, **arguments)[0].op
-    with Watch() as watch:
+    with DispatchRecorder() as watch:
         getattr(npu_ops, name)(**arguments, **way)
     operator = f"{op}_" if way.get("inplace") else op
-    assert watch.seen == [f"npu_ops.{operator}.default"]
+    assert [str(call) for call, _ in watch.calls] == [f"npu_ops.{operator}.default"]
 
 
 @WAYS
@@ -451,7 +437,11 @@ def test_a_call_is_the_same_however_it_is_made(name, way, registered):
         with context:
             return outputs(getattr(npu_ops, name), fresh)
 
-    results = [call(contextlib.nullcontext()), call(Watch()), call(torch.inference_mode())]
+    results = [
+        call(contextlib.nullcontext()),
+        call(DispatchRecorder()),
+        call(torch.inference_mode()),
+    ]
     if not way.get("inplace") and not name.endswith("_update"):
         results.append(call(contextlib.nullcontext(), requires_grad=True))
         assert results[-1][0].requires_grad
@@ -461,7 +451,7 @@ def test_a_call_is_the_same_however_it_is_made(name, way, registered):
 
 
 @IN_PLACE
-@pytest.mark.parametrize("context", [contextlib.nullcontext, Watch])
+@pytest.mark.parametrize("context", [contextlib.nullcontext, DispatchRecorder])
 def test_autograd_notices_what_is_written_in_place(name, context, registered):
     arguments = public_calls()[name]
     first = "x" if "x" in arguments else "q"

@@ -8,6 +8,8 @@ import torch
 from support import (
     assert_all_close,
     assert_fake_is_like_real,
+    assert_same_bits,
+    assert_threads_change_nothing,
     copies,
     evaluate,
     every_implementation,
@@ -19,7 +21,7 @@ from support import (
     on_device,
     parametrize_dtypes,
     runner,
-    threads,
+    with_gradients,
 )
 from torch.utils.checkpoint import checkpoint
 
@@ -189,8 +191,7 @@ def test_strided_inputs():
     dense = {name: t.clone(memory_format=torch.contiguous_format) for name, t in strided.items()}
     settings = {"p": 0.4, "training": True}
     actual, expected = (run("cpu", inputs | settings) for inputs in (strided, dense))
-    for name, value in actual.items():
-        assert torch.equal(value, expected[name]), name
+    assert_same_bits(actual, expected)
 
 
 def test_expanded_gradient():
@@ -343,11 +344,9 @@ def test_gradients_of_halves_are_torchs_exactly(dtype, rows, width):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=named)
 def test_the_bias_gradient_does_not_depend_on_threads(dtype):
     grad = torch.randn(150, 2048, generator=torch.Generator().manual_seed(3)).to(dtype)
-    found = []
-    for number in (1, 2, 3):
-        with threads(number):
-            found.append(op.backward(grad, torch.tensor([1, 2]), 0.1, dtype, True)[1])
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert_threads_change_nothing(
+        lambda: {"bias": op.backward(grad, torch.tensor([1, 2]), 0.1, dtype, True)[1]}
+    )
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([True, False], repeat=3)))
@@ -365,8 +364,7 @@ def test_only_wanted_gradients(wanted, bias_shape, p):
         return
     some = evaluate(seeded, tensors | settings, names)
     assert some.keys() == {"output 0", *(f"gradient of {name}" for name in names)}
-    for name, value in some.items():
-        assert torch.equal(value, every[name])
+    assert_same_bits(some, every)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.4])
@@ -534,13 +532,11 @@ STRIDED = {
 def test_fake_is_like_real(make, dtype):
     """Under FakeTensorMode: shape, strides and dtype of the result and of the gradients."""
 
+    @with_gradients
     def function(x, residual):
-        x, residual = x.detach().requires_grad_(), residual.detach().requires_grad_()
-        out = npu_ops.bias_dropout_add(x, None, residual, 0.1, True, dtype=dtype)
-        return out, *torch.autograd.grad(out, (x, residual), torch.ones_like(out))
+        return npu_ops.bias_dropout_add(x, None, residual, 0.1, True, dtype=dtype)
 
-    real = make(), make().bfloat16()
-    assert_fake_is_like_real(function, *real)
+    assert_fake_is_like_real(function, make(), make().bfloat16())
 
 
 def test_each_fp16_number():

@@ -7,17 +7,21 @@ import torch
 import torch.nn.functional as F
 from support import (
     assert_all_close,
+    assert_compiled_is_eager,
     assert_fake_is_like_real,
+    assert_same_bits,
+    assert_threads_change_nothing,
     copies,
     evaluate,
     every_implementation,
     floats,
     forced,
+    function_of_leaves,
     named,
     on_device,
     parametrize_dtypes,
     runner,
-    threads,
+    with_gradients,
 )
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
@@ -32,11 +36,6 @@ FP64 = {torch.float64: Tolerance(ratio=1e-13, max_abs=1e-12)}
 
 
 run = runner(npu_ops.causal_conv1d, "causal_conv1d", DIFFERENTIABLE)
-
-
-def compare(case, dtype, implementation, device, wide=torch.float64):
-    expected = run("reference", floats(case.inputs(dtype), wide))
-    assert_all_close(run(implementation, case.inputs(dtype, device)), expected, TOLERANCES)
 
 
 def torch_conv1d(
@@ -207,8 +206,7 @@ def test_strided_x_is_read_in_place(lengths, implementation, device):
         assert seen.operators == []
     actual = run(implementation, inputs)
     dense = run(implementation, inputs | {"x": inputs["x"].contiguous()})
-    for name, value in actual.items():
-        assert torch.equal(value, dense[name]), name
+    assert_same_bits(actual, dense)
 
 
 @pytest.mark.parametrize("make", [
@@ -251,25 +249,16 @@ def test_empty():
 @pytest.mark.parametrize("activation", ["swish", None])
 def test_gradcheck(width, lengths, activation):
     inputs = random_inputs(5, 2, width, lengths) | {"activation": activation}
-    tensors = [inputs[name].requires_grad_() for name in DIFFERENTIABLE]
-
-    def function(*args):
-        return npu_ops.causal_conv1d(**inputs | dict(zip(DIFFERENTIABLE, args, strict=True)))
-
-    assert torch.autograd.gradcheck(function, tensors)
+    assert torch.autograd.gradcheck(
+        *function_of_leaves(npu_ops.causal_conv1d, inputs, DIFFERENTIABLE)
+    )
 
 
 @IMPLEMENTATIONS
 def test_gradients_are_the_same_each_time(implementation, device):
     inputs = random_inputs(tokens=3000, channels=40, dtype=torch.bfloat16)
     inputs = on_device(inputs, device)
-    results = []
-    for number in (1, 2, 3):
-        with threads(number):
-            results.append(run(implementation, inputs))
-    for result in results[1:]:
-        for name, value in result.items():
-            assert torch.equal(value, results[0][name]), name
+    assert_threads_change_nothing(lambda: run(implementation, inputs))
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True)], ids=["y", "state"])
@@ -342,11 +331,7 @@ def test_compile(backend, lengths):
         y, state = npu_ops.causal_conv1d(x.sin(), **rest)
         return y.cos(), state
 
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    actual, expected = (evaluate(f, inputs, DIFFERENTIABLE) for f in (compiled, function))
-    torch._dynamo.reset()
-    for name, value in actual.items():
-        torch.testing.assert_close(value, expected[name])
+    assert_compiled_is_eager(*function_of_leaves(function, inputs, DIFFERENTIABLE), backend)
 
 
 @pytest.mark.parametrize("make", [
@@ -357,17 +342,11 @@ def test_compile(backend, lengths):
 def test_fake_is_like_real(make):
     """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
 
+    @with_gradients
     def function(x, weight, state):
-        leaves = [t.detach().requires_grad_() for t in (x, weight, state)]
-        outputs = npu_ops.causal_conv1d(
-            *leaves[:2], initial_state=leaves[2], output_final_state=True
-        )
-        return *outputs, *torch.autograd.grad(
-            outputs, leaves, [torch.ones_like(o) for o in outputs]
-        )
+        return npu_ops.causal_conv1d(x, weight, initial_state=state, output_final_state=True)
 
-    real = make(), torch.randn(8, 3), torch.randn(2, 8, 3)
-    assert_fake_is_like_real(function, *real)
+    assert_fake_is_like_real(function, make(), torch.randn(8, 3), torch.randn(2, 8, 3))
 
 
 # What the operator checks

@@ -6,16 +6,19 @@ import pytest
 import torch
 from support import (
     assert_all_close,
+    assert_compiled_is_eager,
     assert_fake_is_like_real,
+    assert_same_bits,
+    assert_threads_change_nothing,
     copies,
     evaluate,
     every_implementation,
-    floats,
     forced,
+    function_of_leaves,
     parametrize_dtypes,
     runner,
-    threads,
     twice,
+    with_gradients,
 )
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
@@ -32,11 +35,6 @@ HEADS = (2, 3, 24, 16)
 
 
 run = runner(npu_ops.causal_conv1d_qkv, "causal_conv1d_qkv", DIFFERENTIABLE)
-
-
-def compare(case, dtype, implementation, device, wide=torch.float64):
-    expected = run("reference", floats(case.inputs(dtype), wide))
-    assert_all_close(run(implementation, case.inputs(dtype, device)), expected, TOLERANCES)
 
 
 def settings(heads, **rest):
@@ -235,8 +233,7 @@ def test_strided_x_is_read_in_place(lengths, implementation, device):
         assert seen.operators == []
     actual = run(implementation, inputs)
     dense = run(implementation, inputs | {"x": inputs["x"].contiguous()})
-    for name, value in actual.items():
-        assert torch.equal(value, dense[name]), name
+    assert_same_bits(actual, dense)
 
 
 @pytest.mark.parametrize("make", [
@@ -295,24 +292,15 @@ def test_empty():
 def test_gradcheck(lengths, activation, normalised):
     inputs = random_inputs(5, (1, 2, 3, 2), 3, lengths)
     inputs |= {"activation": activation, "use_qk_l2norm": normalised}
-    tensors = [inputs[name].requires_grad_() for name in DIFFERENTIABLE]
-
-    def function(*args):
-        return npu_ops.causal_conv1d_qkv(**inputs | dict(zip(DIFFERENTIABLE, args, strict=True)))
-
-    assert torch.autograd.gradcheck(function, tensors)
+    assert torch.autograd.gradcheck(
+        *function_of_leaves(npu_ops.causal_conv1d_qkv, inputs, DIFFERENTIABLE)
+    )
 
 
 @IMPLEMENTATIONS
 def test_gradients_are_the_same_each_time(implementation, device):
     inputs = random_inputs(1000, dtype=torch.bfloat16, device=device)
-    results = []
-    for number in (1, 2, 3):
-        with threads(number):
-            results.append(run(implementation, inputs))
-    for result in results[1:]:
-        for name, value in result.items():
-            assert torch.equal(value, results[0][name]), name
+    assert_threads_change_nothing(lambda: run(implementation, inputs))
 
 
 @pytest.mark.parametrize("number", range(4), ids=["q", "k", "v", "state"])
@@ -376,11 +364,7 @@ def test_compile(backend, lengths):
         q, k, v, state = npu_ops.causal_conv1d_qkv(x.sin(), **rest)
         return q.cos(), k, v, state
 
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    actual, expected = (evaluate(f, inputs, DIFFERENTIABLE) for f in (compiled, function))
-    torch._dynamo.reset()
-    for name, value in actual.items():
-        torch.testing.assert_close(value, expected[name])
+    assert_compiled_is_eager(*function_of_leaves(function, inputs, DIFFERENTIABLE), backend)
 
 
 @pytest.mark.parametrize("make", [
@@ -391,18 +375,13 @@ def test_compile(backend, lengths):
 def test_fake_is_like_real(make):
     """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
 
+    @with_gradients
     def function(x, weight, state):
-        leaves = [t.detach().requires_grad_() for t in (x, weight, state)]
-        outputs = npu_ops.causal_conv1d_qkv(
-            *leaves[:2], initial_state=leaves[2], output_final_state=True, **settings(HEADS)
-        )
-        return *outputs, *torch.autograd.grad(
-            outputs, leaves, [torch.ones_like(o) for o in outputs]
-        )
+        rest = settings(HEADS, output_final_state=True)
+        return npu_ops.causal_conv1d_qkv(x, weight, initial_state=state, **rest)
 
     width = channels(HEADS)
-    real = make(width), torch.randn(width, 3), torch.randn(2, width, 3)
-    assert_fake_is_like_real(function, *real)
+    assert_fake_is_like_real(function, make(width), torch.randn(width, 3), torch.randn(2, width, 3))
 
 
 # Wrong input

@@ -14,15 +14,17 @@ from npu_ops_tools.verify.checks import one_mask, tables
 from npu_ops_tools.where import ops
 from support import (
     DTYPES,
+    DispatchRecorder,
     assert_checkpointing_changes_nothing,
     assert_fake_is_like_real,
+    assert_threads_change_nothing,
     evaluate,
     floats,
     forced,
+    function_of_leaves,
     implementations,
     named,
     on_device,
-    threads,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -124,12 +126,8 @@ def test_threads_change_nothing(op):
     def size(case):
         return max(x.numel() for x in case.inputs(torch.float32).values() if hasattr(x, "numel"))
 
-    case, found = max(small, key=size), []
-    for number in (1, 2, 3):
-        with threads(number):
-            found.append(of_case(op, case, None, torch.float32))
-    for other in found[1:]:
-        assert all(torch.equal(other[name], value) for name, value in found[0].items())
+    case = max(small, key=size)
+    assert_threads_change_nothing(lambda: of_case(op, case, None, torch.float32))
 
 
 @every_call
@@ -326,13 +324,7 @@ def test_strides_of_gradients_change_nothing(call, form):
 def test_gradcheck(call):
     wrt = differentiable(call)
     arguments = floats(call.arguments(**call.fixed), torch.float64)
-    leaves = [arguments[name].requires_grad_() for name in wrt]
-
-    def function(*leaves):
-        outputs = function_of(call)(**arguments | dict(zip(wrt, leaves, strict=True)))
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        return tuple(x for x in outputs if x is not None)
-
+    function, leaves = function_of_leaves(function_of(call), arguments, wrt)
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
 
@@ -353,14 +345,9 @@ def test_each_gradient_alone(call):
 def test_a_second_derivative_is_right_or_refused(call):
     wrt = differentiable(call)
     arguments = floats(call.arguments(**call.fixed), torch.float64)
-    leaves = [arguments[name].requires_grad_() for name in wrt]
-
-    def function(*leaves):
-        outputs = function_of(call)(**arguments | dict(zip(wrt, leaves, strict=True)))
-        return outputs[0] if isinstance(outputs, tuple) else outputs
-
+    function, leaves = function_of_leaves(function_of(call), arguments, wrt)
     try:
-        assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+        assert torch.autograd.gradgradcheck(lambda *x: function(*x)[0], leaves, fast_mode=True)
     except NotImplementedError as refused:
         assert ": got a gradient of its gradient, " in str(refused)
 
@@ -380,19 +367,6 @@ def test_checkpointing_changes_nothing(call, use_reentrant):
 
 
 # torch's machinery
-
-
-class Recorded(TorchDispatchMode):
-    """Our operators that are called, with what."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "npu_ops":
-            self.calls.append((function, args))
-        return function(*args, **(kwargs or {}))
 
 
 def copied(args, leaves):
@@ -421,7 +395,7 @@ def test_opcheck(call, in_place, dtype):
     wrt = [] if in_place else differentiable(call)
     arguments = call.arguments(in_place)
     arguments |= floats({n: arguments[n] for n in of_the_dtype(op) & {*arguments}}, dtype)
-    with Recorded() as recorded:
+    with DispatchRecorder() as recorded:
         evaluate(function_of(call), arguments, wrt)
     assert recorded.calls and (not wrt or len(recorded.calls) > 1)
     for n, (operator, args) in enumerate(recorded.calls):

@@ -7,6 +7,7 @@ import torch
 from support import (
     DTYPES,
     assert_all_close,
+    assert_same_bits,
     evaluate,
     every_implementation,
     floats,
@@ -135,7 +136,7 @@ def test_a_cache_is_tables(section, dtype, implementation, device):
             cos, sin = (table.expand(3, *table.shape) for table in (cos, sin))
         expected = run(implementation, tables | {"cos": cos, "sin": sin})
         actual = run(implementation, inputs | {"positions": rows})
-        assert all(torch.equal(actual[name], value) for name, value in expected.items())
+        assert_same_bits(actual, expected)
 
 
 @IMPLEMENTATIONS
@@ -145,7 +146,7 @@ def test_equal_rows_of_three_axes_are_one(implementation, device):
     settings = {"mrope_section": [6, 5, 5], "section_layout": "interleaved"}
     expected = run(implementation, inputs)
     actual = run(implementation, inputs | tables | settings)
-    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    assert_same_bits(actual, expected)
 
 
 @IMPLEMENTATIONS
@@ -154,8 +155,7 @@ def test_a_table_of_one_batch_is_for_all(implementation, device):
     one = {name: inputs[name][:1] for name in ("cos", "sin")}
     each = {name: table.expand(2, -1, -1) for name, table in one.items()}
     expected = run(implementation, inputs | each)
-    for name, value in run(implementation, inputs | one).items():
-        assert torch.equal(value, expected[name])
+    assert_same_bits(run(implementation, inputs | one), expected)
 
 
 @IMPLEMENTATIONS
@@ -183,7 +183,7 @@ def test_sums_are_the_same_each_time(implementation, device):
     case = next(case for case in CASES if case.name == "qwen3.5-9b-t64")
     inputs = on_device(case.inputs(torch.float32), device)
     first, second = (run(implementation, inputs) for _ in range(2))
-    assert all(torch.equal(first[name], value) for name, value in second.items())
+    assert_same_bits(first, second)
 
 
 # Memory
@@ -194,7 +194,7 @@ def test_views_are_the_copies(case):
     inputs = case.inputs(torch.float32)
     expected = run("cpu", inputs)
     actual = run("cpu", inputs | {"copy_rest": False})
-    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    assert_same_bits(actual, expected)
     _, _, *rest = call(inputs | {"copy_rest": False})
     memory = inputs["qkv"].untyped_storage().data_ptr()
     assert all(x is None or x.untyped_storage().data_ptr() == memory for x in rest)

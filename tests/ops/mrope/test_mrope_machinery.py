@@ -1,5 +1,6 @@
 """mrope in place, and under torch's machinery: opcheck, gradcheck, compilation, autocast."""
 
+import functools
 import itertools
 
 import pytest
@@ -15,13 +16,15 @@ from mrope_calls import (
     qkv,
 )
 from support import (
+    assert_checkpointing_changes_nothing,
+    assert_compiled_in_place_is_eager,
     assert_compiled_is_eager,
     assert_fake_is_like_real,
     forced,
     named,
     parametrize_dtypes,
+    with_gradients,
 )
-from torch.utils.checkpoint import checkpoint
 
 from npu_ops.ops.rope.cases import tables
 
@@ -132,29 +135,14 @@ CALLS = {
 )
 def test_compile(call, backend):
     """One graph, forward and backward equal to eager."""
-    q, k = qkv()
-
-    def function(q, k):
-        outputs = CALLS[call](q.sin(), k.sin())
-        return outputs[0].square().sum() + outputs[1].cos().sum()
-
-    assert_compiled_is_eager(function, (q, k), backend)
+    assert_compiled_is_eager(lambda q, k: CALLS[call](q.sin(), k.sin()), qkv(), backend)
 
 
 def test_compile_in_place():
-    q, k = qkv()
     cos, sin = axes_table(2, 9)
     settings = {"section_layout": "chunked", "layout": "BSND"}
-    expected = mrope(q, k, cos, sin, [4, 2, 2], **settings)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def function(q, k):
-        mrope(q, k, cos, sin, [4, 2, 2], inplace=True, **settings)
-        return q + 1
-
-    out = function(q, k)
-    torch._dynamo.reset()
-    assert torch.equal(q, expected[0]) and torch.equal(k, expected[1]) and torch.equal(out, q + 1)
+    call = functools.partial(mrope, cos=cos, sin=sin, mrope_section=[4, 2, 2], **settings)
+    assert_compiled_in_place_is_eager(call, *qkv())
 
 
 @pytest.mark.parametrize("row", [-1, 5])
@@ -188,7 +176,6 @@ def test_autocast(dtype):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing(use_reentrant):
-    q, _ = qkv()
     cos, sin = axes_table(2, 9)
 
     def layer(x):
@@ -196,12 +183,7 @@ def test_checkpointing(use_reentrant):
             x.sin(), None, cos, sin, [4, 2, 2], section_layout="interleaved", layout="BSND"
         )[0]
 
-    grads = []
-    for run_it in (layer, lambda x: checkpoint(layer, x, use_reentrant=use_reentrant)):
-        leaf = q.clone().requires_grad_()
-        run_it(run_it(leaf)).square().sum().backward()
-        grads.append(leaf.grad)
-    assert torch.equal(*grads)
+    assert_checkpointing_changes_nothing(layer, qkv()[:1], use_reentrant)
 
 
 FAKE_CALLS = {
@@ -225,13 +207,5 @@ STRIDED = {
 @pytest.mark.parametrize("strides", STRIDED)
 def test_fake_is_like_real(call, strides):
     """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
-
-    def function(q, k):
-        leaves = [x.detach().requires_grad_() for x in (q, k)]
-        outputs = FAKE_CALLS[call](*leaves)
-        return *outputs, *torch.autograd.grad(
-            outputs, leaves, [torch.ones_like(o) for o in outputs]
-        )
-
     real = [STRIDED[strides](heads) for heads in (4, 2)]
-    assert_fake_is_like_real(function, *real)
+    assert_fake_is_like_real(with_gradients(FAKE_CALLS[call]), *real)

@@ -20,6 +20,7 @@ from rope_calls import (
 from support import (
     assert_all_close,
     assert_same_steps,
+    assert_threads_change_nothing,
     copies,
     evaluate,
     floats,
@@ -27,7 +28,6 @@ from support import (
     named,
     on_device,
     parametrize_dtypes,
-    threads,
     train_step,
 )
 from transformers.models.cohere.modeling_cohere import rotate_half as rotate_pairs
@@ -293,15 +293,9 @@ def test_unused_output_needs_no_gradient():
     assert torch.equal(grads[1], torch.zeros_like(k))
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_threads_change_nothing(number):
+def test_threads_change_nothing():
     inputs = CASES[2].inputs(torch.bfloat16)
-    with threads(1):
-        expected = run("cpu", inputs)
-    with threads(number):
-        actual = run("cpu", inputs)
-    for name, value in actual.items():
-        assert torch.equal(value, expected[name])
+    assert_threads_change_nothing(lambda: run("cpu", inputs))
 
 
 TABLE_STRIDES = {

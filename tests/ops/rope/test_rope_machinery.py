@@ -1,14 +1,18 @@
 """rope in place, and under torch's machinery: opcheck, gradcheck, compilation, autocast."""
 
+import functools
+
 import pytest
 import torch
 from rope_calls import IMPLEMENTATIONS, LAYOUTS, PAIRS, qkv, rope, rope_freqs, table, to_layout
 from support import (
+    assert_compiled_in_place_is_eager,
     assert_compiled_is_eager,
     assert_fake_is_like_real,
     forced,
     named,
     parametrize_dtypes,
+    with_gradients,
 )
 from torch.testing import assert_close
 
@@ -137,28 +141,13 @@ def test_compile(call, backend):
     """One graph, forward and backward equal to eager."""
     if backend == "inductor":
         call = {"tables": "tables"}.get(call, "freqs")
-    q, k = qkv()
-
-    def function(q, k):
-        outputs = CALLS[call](q.sin(), k.sin())
-        return outputs[0].square().sum() + outputs[1].cos().sum()
-
-    assert_compiled_is_eager(function, (q, k), backend)
+    assert_compiled_is_eager(lambda q, k: CALLS[call](q.sin(), k.sin()), qkv(), backend)
 
 
 def test_compile_in_place():
-    q, k = qkv()
     cos, sin = table(9, 16)
-    expected = rope(q, k, cos, sin, layout="BSND")
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def function(q, k):
-        rope(q, k, cos, sin, layout="BSND", inplace=True)
-        return q + 1
-
-    out = function(q, k)
-    torch._dynamo.reset()
-    assert torch.equal(q, expected[0]) and torch.equal(k, expected[1]) and torch.equal(out, q + 1)
+    call = functools.partial(rope, cos=cos, sin=sin, layout="BSND")
+    assert_compiled_in_place_is_eager(call, *qkv())
 
 
 @pytest.mark.parametrize("row", [-1, 5, 7])
@@ -221,14 +210,6 @@ STRIDED = {
 @pytest.mark.parametrize("strides", STRIDED)
 def test_fake_is_like_real(call, strides):
     """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
-
-    def function(q, k):
-        leaves = [x.detach().requires_grad_() for x in (q, k)]
-        outputs = FAKE_CALLS[call](*leaves)
-        return *outputs, *torch.autograd.grad(
-            outputs, leaves, [torch.ones_like(o) for o in outputs]
-        )
-
     real = [STRIDED[strides](heads) for heads in (4, 2)]
     for _ in range(2):  # a cache must not carry a fake tensor from one mode into another
-        assert_fake_is_like_real(function, *real)
+        assert_fake_is_like_real(with_gradients(FAKE_CALLS[call]), *real)
