@@ -45,6 +45,17 @@ def same_path():
         del sys.modules[name]
 
 
+@pytest.fixture
+def applied():
+    """npu-ops in the frameworks that are imported, until the test ends."""
+    import npu_ops_adapters
+
+    npu_ops_adapters.revert()
+    npu_ops_adapters.apply()
+    yield
+    npu_ops_adapters.revert()
+
+
 @pytest.fixture(autouse=True)
 def no_group_stays():
     """The next test is in no process group: with one, `core.preferences` asks its store."""

@@ -15,6 +15,12 @@ TORCH_NPU = (
     "npu_moe_token_permute", "npu_moe_token_unpermute", "npu_cross_entropy_loss",
 )  # fmt: skip
 
+# Of a layer of Gated Delta Net.
+DELTA_NET = (
+    "causal_conv1d", "causal_conv1d_update", "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule", "gdn_gate", "l2norm", "rms_norm_gated",
+)  # fmt: skip
+
 
 def on_calls(
     names: Iterable[str], note: Callable[[str], None], home: ModuleType | None = None

@@ -13,8 +13,9 @@ import argparse
 import importlib
 import json
 import sys
-import traceback
 import types
+
+from outcomes import error_of
 
 ROPE = "megatron.core.models.common.embeddings.rope_utils"
 BDA = "megatron.core.fusions.fused_bias_dropout"
@@ -535,6 +536,12 @@ def reverted_nothing_of_ours_is_left():
 
 @check
 def applied_again_over_patches_that_are_in():
+    apply_revert_and_apply()
+    sys.modules["mindspeed.megatron_adaptor"].repatch({})
+    in_force()
+
+
+def apply_revert_and_apply() -> None:
     import npu_ops_adapters
 
     before = snapshot()
@@ -544,8 +551,6 @@ def applied_again_over_patches_that_are_in():
     differ = changed(before, snapshot())
     assert differ == [], differ[:9]
     npu_ops_adapters.apply()
-    sys.modules["mindspeed.megatron_adaptor"].repatch({})
-    in_force()
 
 
 def prepare(order: str) -> None:
@@ -553,16 +558,8 @@ def prepare(order: str) -> None:
         import_megatron()
     importlib.import_module("mindspeed.megatron_adaptor")
     if order == "late":
-        import npu_ops_adapters
-
         import_megatron()
-        before = snapshot()
-        npu_ops_adapters.apply()
-        in_force()
-        npu_ops_adapters.revert()
-        differ = changed(before, snapshot())
-        assert differ == [], differ[:9]
-        npu_ops_adapters.apply()
+        apply_revert_and_apply()
 
 
 def import_megatron() -> None:
@@ -576,9 +573,4 @@ def run(order: str) -> None:
     torch.set_num_threads(1)
     prepare(order)
     for function in CHECKS:
-        try:
-            function()
-            error = None
-        except Exception:
-            error = traceback.format_exc()
-        print(json.dumps([function.__name__, error]), flush=True)
+        print(json.dumps([function.__name__, error_of(function)]), flush=True)

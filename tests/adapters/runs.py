@@ -79,6 +79,13 @@ def run(
         return together([json.loads(output.read_text()) for output in outputs])
 
 
+def on_emulated_npu() -> None:
+    """Go on, if this process has an emulated NPU; else start this script in one that does."""
+    if os.environ.get("NPU_OPS_EMULATOR") != "1":
+        command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, *sys.argv]
+        sys.exit(subprocess.run(command, check=False).returncode)
+
+
 def as_rank(rank: int, ranks: int) -> dict[str, str]:
     if ranks == 1:
         return {}
@@ -129,6 +136,29 @@ def compare(reports: dict[str, dict], files: list[str]) -> int:
     if not reports["with"]["calls"]:
         print("\nNo call reached npu-ops, so this says nothing about it.")
     return int(lost or not reports["with"]["calls"])
+
+
+def show(record: Record, meanings) -> int:
+    """Print how the tests of a single run ended.
+
+    meanings: `meanings(test, why)` explains a test that did not pass; none: it is a loss.
+
+    Returns:
+        1 if a test is lost, or if no call reached npu-ops.
+    """
+    print("\npassed / failed / skipped, calls to npu-ops")
+    for file in sorted({test.partition("::")[0] for test in record.tests}):
+        print(f"{file:50}{counts(record.report(), file)}")
+    print()
+    lost, reasons = 0, collections.Counter()
+    for test, (outcome, why) in record.tests.items():
+        if outcome != "passed":
+            found = meanings(test, why)
+            lost += not found
+            reasons[f"{outcome}: {found[-1] if found else f'{test}: {why}'}"] += 1
+    for sentence, number in reasons.most_common():
+        print(f"{number} {sentence}")
+    return int(lost > 0 or not record.calls)
 
 
 def show_counts(reports: dict[str, dict], files: list[str]) -> None:

@@ -39,15 +39,6 @@ def states(status):
     return {row.target: row.sentence for row in status if row.target.startswith("transformers.")}
 
 
-@pytest.fixture
-def applied():
-    """npu-ops in every model that is imported, until the test ends."""
-    npu_ops_adapters.revert()
-    npu_ops_adapters.apply()
-    yield
-    npu_ops_adapters.revert()
-
-
 # Models
 
 VISION_ROPES = dict.fromkeys(models.VISION, 2)

@@ -12,15 +12,6 @@ from npu_ops.core import env
 from npu_ops.core.compare import Tolerance, assert_close
 
 
-@pytest.fixture
-def applied():
-    """npu-ops in every model that is imported, until the test ends."""
-    npu_ops_adapters.revert()
-    npu_ops_adapters.apply()
-    yield
-    npu_ops_adapters.revert()
-
-
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_generation_with_a_cache(name, padded):

@@ -16,11 +16,11 @@ import argparse
 import collections
 import os
 import pathlib
-import subprocess
 import sys
 
 import counting
 import pytest
+import runs
 import torch
 
 FILES = (
@@ -28,15 +28,6 @@ FILES = (
     "tests/modules/test_l2norm.py",
     "tests/modules/test_conv.py",
     "tests/modules/test_layernorm_gated.py",
-)
-OPERATORS = (
-    "causal_conv1d",
-    "causal_conv1d_update",
-    "chunk_gated_delta_rule",
-    "fused_recurrent_gated_delta_rule",
-    "gdn_gate",
-    "l2norm",
-    "rms_norm_gated",
 )
 NO_DRIVER = "0 active drivers"
 # Part of a failure's message, and what it means.
@@ -91,7 +82,7 @@ class Record:
             self.outcomes[report.nodeid] = (report.outcome, reason(report))
 
     def count_calls(self) -> None:
-        counting.on_calls(OPERATORS, lambda name: self.calls[self._test].update([name]))
+        counting.on_calls(counting.DELTA_NET, lambda name: self.calls[self._test].update([name]))
 
 
 def reason(report) -> str:
@@ -134,9 +125,8 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "npu"), default="cpu")
     options, more = parser.parse_known_args()
     checkout = options.checkout.resolve()
-    if options.device == "npu" and os.environ.get("NPU_OPS_EMULATOR") != "1":
-        command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, *sys.argv]
-        return subprocess.run(command, check=False).returncode
+    if options.device == "npu":
+        runs.on_emulated_npu()
     import_fla(checkout, options.device)
     record = Record()
     record.count_calls()

@@ -34,6 +34,7 @@ import sys
 import types
 import typing
 
+import counting
 import pytest
 import runs
 
@@ -58,13 +59,7 @@ OPERATORS = (
     "apply_rotary_pos_emb_freqs",
     "attention",
     "bias_dropout_add",
-    "causal_conv1d",
-    "causal_conv1d_update",
-    "chunk_gated_delta_rule",
-    "fused_recurrent_gated_delta_rule",
-    "gdn_gate",
-    "l2norm",
-    "rms_norm_gated",
+    *counting.DELTA_NET,
 )
 RUNS = {"without": "all", "with": "", "against": ""}  # NPU_OPS_DISABLE
 REFERENCES = (

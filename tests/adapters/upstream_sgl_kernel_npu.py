@@ -14,14 +14,12 @@ The exit status is 1 if a test fails for a reason that is not in KNOWN, or if no
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import importlib
 import io
 import logging
 import os
 import pathlib
-import subprocess
 import sys
 import types
 
@@ -250,34 +248,12 @@ def recurrent(script, given) -> bool:
     return case.compare()
 
 
-def show(record: Record) -> int:
-    known = {test: meaning for test, (_, why) in record.tests.items()
-             for part, meaning in KNOWN.items() if part in why}  # fmt: skip
-    print("\npassed / failed / skipped, calls to npu-ops")
-    report = record.report()
-    for file in sorted({test.partition("::")[0] for test in record.tests}):
-        print(f"{file:45}{runs.counts(report, file)}")
-    print()
-    lost = 0
-    reasons = collections.Counter()
-    for test, (outcome, why) in record.tests.items():
-        if outcome == "passed":
-            continue
-        lost += test not in known
-        reasons[f"{outcome}: {known.get(test, f'{test}: {why}')}"] += 1
-    for reason, number in reasons.most_common():
-        print(f"{number} {reason}")
-    return int(lost > 0 or not record.calls)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=pathlib.Path, help="a clone of sgl-kernel-npu")
     options, more = parser.parse_known_args()
     folder = options.checkout.resolve() / FOLDER
-    if os.environ.get("NPU_OPS_EMULATOR") != "1":
-        command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, *sys.argv]
-        return subprocess.run(command, check=False).returncode
+    runs.on_emulated_npu()
     replace_upstream()
     sys.path.insert(0, str(folder))
     record = Record(counting.operators())
@@ -287,7 +263,7 @@ def main() -> int:
     pytest.main([*options, *FILES, *more], plugins=[record])
     if not more:
         run_scripts(record)
-    return show(record)
+    return runs.show(record, lambda test, why: [KNOWN[part] for part in KNOWN if part in why])
 
 
 if __name__ == "__main__":

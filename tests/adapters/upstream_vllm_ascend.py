@@ -14,10 +14,8 @@ The exit status is 1 if a test fails for a reason that is not in KNOWN, or if no
 from __future__ import annotations
 
 import argparse
-import collections
 import os
 import pathlib
-import subprocess
 import sys
 import types
 
@@ -156,30 +154,12 @@ class Record(runs.Record):
             item.own_markers = [mark for mark in item.own_markers if mark.name != "skip"]
 
 
-def show(record: Record) -> int:
-    report = record.report()
-    print("\npassed / failed / skipped, calls to npu-ops")
-    for file in sorted({test.partition("::")[0] for test in record.tests}):
-        print(f"{file:50}{runs.counts(report, file)}")
-    reasons, lost = collections.Counter(), 0
-    for test, (outcome, why) in record.tests.items():
-        if outcome != "passed":
-            meaning = next((KNOWN[part] for part in KNOWN if part in test), None)
-            lost += meaning is None
-            reasons[f"{outcome}: {meaning or f'{test}: {why}'}"] += 1
-    for reason, number in reasons.most_common():
-        print(f"{number} {reason}")
-    return int(lost > 0 or not record.calls)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=pathlib.Path, help="a clone of vllm-ascend")
     options, more = parser.parse_known_args()
     checkout = options.checkout.resolve()
-    if os.environ.get("NPU_OPS_EMULATOR") != "1":
-        command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, *sys.argv]
-        return subprocess.run(command, check=False).returncode
+    runs.on_emulated_npu()
     replace_upstream(checkout)
     record = Record(counting.operators())
     record.count_calls()
@@ -187,7 +167,7 @@ def main() -> int:
     settings = ["-q", "-p", "no:cacheprovider", "--tb=short", "--noconftest"]
     settings += ["--import-mode=importlib", "--rootdir", str(checkout / FOLDER)]
     pytest.main([*settings, *FILES, *more], plugins=[record])
-    return show(record)
+    return runs.show(record, lambda test, why: [KNOWN[part] for part in KNOWN if part in test])
 
 
 if __name__ == "__main__":

@@ -22,15 +22,6 @@ CANN = {"ASCEND_TOOLKIT_HOME": "cann"}
 
 
 @pytest.fixture
-def applied():
-    """npu-ops in the frameworks that are imported, and no others are."""
-    npu_ops_adapters.revert()
-    npu_ops_adapters.apply()
-    yield
-    npu_ops_adapters.revert()
-
-
-@pytest.fixture
 def only_qwen3(monkeypatch):
     """The doctor looks at one module of one framework alone."""
     watched = frozenset({HOME})

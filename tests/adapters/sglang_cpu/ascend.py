@@ -9,10 +9,10 @@ they need and what is published for NPUs alone; what the doubles hold is never c
 import importlib
 import importlib.machinery
 import sys
-import traceback
 import types
 
 import torch
+from outcomes import error_of
 
 import npu_ops
 from sglang_cpu.checks import close, prefill, rows, token_by_token
@@ -212,9 +212,4 @@ def run():
     importlib.import_module("sglang.srt.plugins").load_plugins()
     attention = importlib.import_module("sglang_cpu.ascend_attention")
     for function in (*CHECKS, *attention.CHECKS):
-        error = None
-        try:
-            function(*[module] * (function in CHECKS))
-        except Exception:
-            error = traceback.format_exc()
-        yield function.__name__, error
+        yield function.__name__, error_of(function, *[module] * (function in CHECKS))

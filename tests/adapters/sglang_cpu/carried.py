@@ -5,10 +5,10 @@ python -m sglang_cpu.each carried
 
 import importlib
 import inspect
-import traceback
 
 import torch
 from npu_ops_adapters.sglang import carried_states
+from outcomes import error_of
 
 import npu_ops
 from npu_ops.core import env
@@ -83,9 +83,5 @@ def state_shape(heads):
 def run():
     """Yield (name, what went wrong or None)."""
     importlib.import_module("sglang.srt.plugins").load_plugins()
-    try:
-        states_carry_their_unfinished_chunk()
-    except Exception:
-        yield states_carry_their_unfinished_chunk.__name__, traceback.format_exc()
-    else:
-        yield states_carry_their_unfinished_chunk.__name__, None
+    check = states_carry_their_unfinished_chunk
+    yield check.__name__, error_of(check)

@@ -7,10 +7,10 @@ SGLang's own function, which a hook wraps, is what ours is compared with, in fp3
 
 import importlib
 import pkgutil
-import traceback
 import types
 
 import torch
+from outcomes import error_of
 from writes import WRITES
 
 import npu_ops
@@ -570,9 +570,4 @@ def run():
     registry.HookRegistry.register(DECODE, theirs_of_another_plugin, replace)
     importlib.import_module("sglang.srt.plugins").load_plugins()
     for function in CHECKS:
-        error = None
-        try:
-            function()
-        except Exception:
-            error = traceback.format_exc()
-        yield function.__name__, error
+        yield function.__name__, error_of(function)

@@ -6,10 +6,11 @@ It builds SGLang's backend and pools and compares with a recurrence in torch. It
 here it runs in fp32, without a CUDA generator to save.
 """
 
-import traceback
+import functools
 import unittest
 
 import torch
+from outcomes import error_of
 
 
 def run():
@@ -22,9 +23,5 @@ def run():
     from sglang.test.kits.attention_unittest.attention_methods import gdn_attention as kit
 
     for case in kit.make_gdn_cases("torch_native"):
-        error = None
-        try:
-            kit.run_gdn_attention_case(unittest.TestCase(), case, dtype=torch.float32, device="cpu")
-        except Exception:
-            error = traceback.format_exc()
-        yield case.name, error
+        check = functools.partial(kit.run_gdn_attention_case, unittest.TestCase(), case)
+        yield case.name, error_of(check, dtype=torch.float32, device="cpu")

@@ -7,10 +7,10 @@ Of its modules those are imported that need no package for GPUs.
 
 import importlib
 import json
-import traceback
 import types
 
 import torch
+from outcomes import error_of
 
 from sglang_cpu.checks import calls_of, close, rows, states
 
@@ -66,9 +66,4 @@ if __name__ == "__main__":
     for module in (ROPE, CACHE):
         importlib.import_module(module)
     for check in (what_is_imported_is_patched, rotary_embeddings_are_ours, revert_puts_it_back):
-        error = None
-        try:
-            check()
-        except Exception:
-            error = traceback.format_exc()
-        print(json.dumps([check.__name__, error]), flush=True)
+        print(json.dumps([check.__name__, error_of(check)]), flush=True)

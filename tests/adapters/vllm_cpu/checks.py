@@ -15,10 +15,10 @@ import pathlib
 import pkgutil
 import re
 import sys
-import traceback
 from unittest import mock
 
 import torch
+from outcomes import error_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_cpu import stand_ins
@@ -216,12 +216,7 @@ def main():
 
     start()
     for function in (*CHECKS, *functions.CHECKS, *rotary.CHECKS):
-        error = None
-        try:
-            function()
-        except Exception:
-            error = traceback.format_exc()
-        print(json.dumps([function.__name__, error]), flush=True)
+        print(json.dumps([function.__name__, error_of(function)]), flush=True)
 
 
 if __name__ == "__main__":
