@@ -8,55 +8,40 @@ Four GRPO steps in fp32 as in upstream_slime.py, of which Relax's trainer is a d
 
 from __future__ import annotations
 
-import functools
-
 import pytest
-import relax_runs
+import relax_runs as runs
 from upstream_slime import DELTA_NET, VISION, called, is_by_npu_ops, is_by_torch_npu
 
 GATES = ("gdn_gate", "l2norm")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("relax")
-    relax_runs.write(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def truth(folder):
-    """Of a model, on the CPU, one rank."""
-    return functools.cache(functools.partial(relax_runs.run, folder, "truth"))
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 def test_with_npu_ops(devices, folder, truth):
-    found = relax_runs.run(folder, "npu_ops", devices=devices)
+    found = runs.run(folder, "npu_ops", devices=devices)
     is_by_npu_ops(found, truth("qwen3"), devices)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_with_relaxs_patches(devices, folder, truth):
-    is_by_torch_npu(relax_runs.run(folder, "shipped", devices=devices), truth("qwen3"))
+    is_by_torch_npu(runs.run(folder, "shipped", devices=devices), truth("qwen3"))
 
 
 def test_pictures_with_npu_ops(folder, truth):
     """Megatron-Bridge's Qwen3-VL, with a picture in each answer and its layers recomputed."""
-    found = relax_runs.run(folder, "npu_ops", "qwen3_vl")
+    found = runs.run(folder, "npu_ops", "qwen3_vl")
     is_by_npu_ops(found, truth("qwen3_vl"), 1)
     called(found, VISION)
 
 
 def test_pictures_with_relaxs_patches(folder, truth):
     """The same, nothing recomputed: of deepstack that needs a list to be saved."""
-    is_by_torch_npu(relax_runs.run(folder, "shipped", "qwen3_vl"), truth("qwen3_vl"))
+    is_by_torch_npu(runs.run(folder, "shipped", "qwen3_vl"), truth("qwen3_vl"))
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gated_delta_net_with_npu_ops(devices, folder, truth):
     """MindSpeed-Bridge's Qwen3.5, which Megatron's own layers are the truth of."""
-    found = relax_runs.run(folder, "npu_ops", "qwen3_5", devices, "split")
+    found = runs.run(folder, "npu_ops", "qwen3_5", devices, "split")
     is_by_npu_ops(found, truth("qwen3_5"), devices)
     called(found, DELTA_NET + GATES)
 
@@ -64,12 +49,12 @@ def test_gated_delta_net_with_npu_ops(devices, folder, truth):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gated_delta_net_with_relaxs_patches(devices, folder, truth):
     """The same by MindSpeed-Bridge's delta rule in PyTorch: its kernels take bf16 alone."""
-    found = relax_runs.run(folder, "shipped", "qwen3_5", devices, "split")
+    found = runs.run(folder, "shipped", "qwen3_5", devices, "split")
     is_by_torch_npu(found, truth("qwen3_5"))
 
 
 def test_gated_delta_net_of_whole_sequences(folder, truth):
     """On two ranks without --sequence-parallel, where one gradient has to be added over them."""
-    found = relax_runs.run(folder, "npu_ops", "qwen3_5", 2, "summed")
+    found = runs.run(folder, "npu_ops", "qwen3_5", 2, "summed")
     is_by_npu_ops(found, truth("qwen3_5"), 2)
     called(found, DELTA_NET + GATES)

@@ -9,10 +9,8 @@ log-probabilities agree to rounding. What ran is counted on each rank.
 
 from __future__ import annotations
 
-import functools
-
 import pytest
-import slime_runs
+import slime_runs as runs
 
 # KL is a difference of log-probabilities of about 6, of which fp32 tells 5e-7.
 CLOSE = {"rel": 5e-5, "abs": 4e-6}
@@ -30,7 +28,7 @@ VISION = ("apply_rotary_pos_emb",)  # transformers', of the tower
 DELTA_NET = ("causal_conv1d", "chunk_gated_delta_rule", "rms_norm_gated")
 
 
-def agree(found: slime_runs.Run, truth: slime_runs.Run, close: dict = CLOSE) -> None:
+def agree(found: runs.Run, truth: runs.Run, close: dict = CLOSE) -> None:
     assert len(truth.steps) == 4 and len(truth.rollouts) == 2
     assert truth.steps[1]["train/pg_loss"] != 0 and truth.steps[0]["train/grad_norm"] > 0.1
     for name in METRICS:
@@ -42,53 +40,40 @@ def agree(found: slime_runs.Run, truth: slime_runs.Run, close: dict = CLOSE) -> 
         assert got == pytest.approx(expected, **CLOSE), name
 
 
-def called(found: slime_runs.Run, names: tuple[str, ...]) -> None:
+def called(found: runs.Run, names: tuple[str, ...]) -> None:
     for calls in found.calls:
         missing = [name for name in names if not calls.get(name)]
         assert not missing, calls
 
 
-def is_by_npu_ops(found: slime_runs.Run, truth: slime_runs.Run, devices: int) -> None:
+def is_by_npu_ops(found: runs.Run, truth: runs.Run, devices: int) -> None:
     agree(found, truth)
     assert len(found.calls) == devices
     called(found, OPERATORS + FUSED)
 
 
-def is_by_torch_npu(found: slime_runs.Run, truth: slime_runs.Run, close: dict = CLOSE) -> None:
+def is_by_torch_npu(found: runs.Run, truth: runs.Run, close: dict = CLOSE) -> None:
     agree(found, truth, close)
     called(found, ("npu_fusion_attention", "npu_rms_norm", *FUSED))
     ours = OPERATORS + DELTA_NET + VISION
     assert not any(name in calls for calls in found.calls for name in ours), found.calls
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("slime")
-    slime_runs.write(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def truth(folder):
-    """Of a model, on the CPU, one rank."""
-    return functools.cache(functools.partial(slime_runs.run, folder, "truth"))
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 def test_with_npu_ops(devices, folder, truth):
-    found = slime_runs.run(folder, "npu_ops", "qwen3", devices)
+    found = runs.run(folder, "npu_ops", "qwen3", devices)
     is_by_npu_ops(found, truth("qwen3"), devices)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_with_slimes_patches(devices, folder, truth):
-    is_by_torch_npu(slime_runs.run(folder, "shipped", "qwen3", devices), truth("qwen3"))
+    is_by_torch_npu(runs.run(folder, "shipped", "qwen3", devices), truth("qwen3"))
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gated_delta_net_with_npu_ops(devices, folder, truth):
     """slime's own layers of Qwen3-Next, of which fla is ours; each rank computes them whole."""
-    found = slime_runs.run(folder, "npu_ops", "qwen3_next", devices)
+    found = runs.run(folder, "npu_ops", "qwen3_next", devices)
     agree(found, truth("qwen3_next"), CLOSE_AFTER_UPDATES)
     assert len(found.calls) == devices
     called(found, OPERATORS + FUSED + DELTA_NET)
@@ -97,52 +82,52 @@ def test_gated_delta_net_with_npu_ops(devices, folder, truth):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gated_delta_net_with_slimes_patches(devices, folder, truth):
     """The same by fla's own kernels, with MindSpeed imported before mbridge."""
-    found = slime_runs.run(folder, "shipped", "qwen3_next", devices)
+    found = runs.run(folder, "shipped", "qwen3_next", devices)
     is_by_torch_npu(found, truth("qwen3_next"), CLOSE_AFTER_UPDATES)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_experts_with_npu_ops(devices, folder, truth):
     """On two ranks each has half of the experts, whole."""
-    found = slime_runs.run(folder, "npu_ops", "qwen3_moe", devices)
+    found = runs.run(folder, "npu_ops", "qwen3_moe", devices)
     is_by_npu_ops(found, truth("qwen3_moe"), devices)
     called(found, EXPERTS)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_experts_with_slimes_patches(devices, folder, truth):
-    found = slime_runs.run(folder, "shipped", "qwen3_moe", devices)
+    found = runs.run(folder, "shipped", "qwen3_moe", devices)
     is_by_torch_npu(found, truth("qwen3_moe"))
     called(found, EXPERTS)
 
 
 def test_pictures_with_npu_ops(folder, truth):
     """Megatron-Bridge's Qwen3-VL, with a picture in each answer and its layers recomputed."""
-    found = slime_runs.run(folder, "npu_ops", "qwen3_vl")
+    found = runs.run(folder, "npu_ops", "qwen3_vl")
     is_by_npu_ops(found, truth("qwen3_vl"), 1)
     called(found, VISION)
 
 
 def test_pictures_with_slimes_patches(folder, truth):
-    is_by_torch_npu(slime_runs.run(folder, "shipped", "qwen3_vl"), truth("qwen3_vl"))
+    is_by_torch_npu(runs.run(folder, "shipped", "qwen3_vl"), truth("qwen3_vl"))
 
 
 def test_pictures_on_two_ranks_with_npu_ops(folder, truth):
     """Sequence parallel, as slime's script for it."""
-    found = slime_runs.run(folder, "npu_ops", "qwen3_vl", 2, slime_runs.EVEN)
-    is_by_npu_ops(found, truth("qwen3_vl", rollouts=slime_runs.EVEN), 2)
+    found = runs.run(folder, "npu_ops", "qwen3_vl", 2, runs.EVEN)
+    is_by_npu_ops(found, truth("qwen3_vl", rollouts=runs.EVEN), 2)
     called(found, VISION)
 
 
 def test_pictures_on_two_ranks_with_slimes_patches(folder, truth):
-    found = slime_runs.run(folder, "shipped", "qwen3_vl", 2, slime_runs.EVEN)
-    is_by_torch_npu(found, truth("qwen3_vl", rollouts=slime_runs.EVEN))
+    found = runs.run(folder, "shipped", "qwen3_vl", 2, runs.EVEN)
+    is_by_torch_npu(found, truth("qwen3_vl", rollouts=runs.EVEN))
 
 
 def test_sglang_as_rollout(folder):
     """SGLang answers on another emulated NPU, by the weights that slime sends there by HCCL
     before each rollout; from its answers the CPU learns the same."""
-    found = slime_runs.run(folder, "npu_ops", samples="sampled")
-    is_by_npu_ops(found, slime_runs.run(folder, "truth", rollouts="sampled"), 1)
+    found = runs.run(folder, "npu_ops", samples="sampled")
+    is_by_npu_ops(found, runs.run(folder, "truth", rollouts="sampled"), 1)
     off = [step["train/train_rollout_logprob_abs_diff"] for step in found.steps]
     assert max(off) < ENGINES_ROUNDING, off

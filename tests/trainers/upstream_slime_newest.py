@@ -9,30 +9,15 @@ and log-probabilities of four GRPO steps in fp32 agree to rounding.
 
 from __future__ import annotations
 
-import functools
-
 import pytest
-import slime_newest_runs
+import slime_newest_runs as runs
 import upstream_slime
 from upstream_slime import DELTA_NET, VISION
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("slime")
-    slime_newest_runs.write(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def truth(folder):
-    """Of a model, on the CPU, one rank."""
-    return functools.cache(functools.partial(slime_newest_runs.run, folder, "truth"))
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 def test_text(devices, folder, truth):
-    found = slime_newest_runs.run(folder, "npu_ops", "qwen3", devices)
+    found = runs.run(folder, "npu_ops", "qwen3", devices)
     upstream_slime.agree(found, truth("qwen3"))
     assert len(found.calls) == devices
     upstream_slime.called(found, upstream_slime.OPERATORS)
@@ -45,7 +30,7 @@ def test_text(devices, folder, truth):
 def test_gated_delta_net(model, devices, operators, folder, truth):
     """Qwen3.5 by slime's plugins: with text, also sequence parallel, and with a picture in each
     answer."""
-    found = slime_newest_runs.run(folder, "npu_ops", model, devices)
+    found = runs.run(folder, "npu_ops", model, devices)
     upstream_slime.agree(found, truth(model), upstream_slime.CLOSE_AFTER_UPDATES)
     assert len(found.calls) == devices
     upstream_slime.called(found, upstream_slime.OPERATORS + operators)
@@ -56,6 +41,6 @@ def test_gated_delta_net(model, devices, operators, folder, truth):
 )
 def test_provider(model, operators, folder, truth):
     """Megatron-Bridge's Qwen3-VL, made by a function of --spec's."""
-    found = slime_newest_runs.run(folder, "npu_ops", model)
+    found = runs.run(folder, "npu_ops", model)
     upstream_slime.agree(found, truth(model))
     upstream_slime.called(found, upstream_slime.OPERATORS + operators)
