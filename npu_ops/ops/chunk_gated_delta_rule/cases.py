@@ -21,28 +21,11 @@ TOLERANCES_BY_INPUT = True
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """q, k `[batch, tokens, heads, keys]`, v `[batch, tokens, value_heads, values]`.
+class Case(delta.RuleCase):
+    """norms: l2norm is left to the function; flags: gate and sigmoid, too."""
 
-    norms: l2norm is left to the function; flags: gate and sigmoid, too.
-    state: "none", or which dimension of the states is first: "k" or "v".
-    sequences: 0, or how many the tokens are cut into; every third is empty.
-    large: takes seconds; for benchmarks and `make test-all`.
-    """
-
-    name: str
-    tokens: int
-    heads: int
-    value_heads: int
-    keys: int
-    values: int
     chunk: int = 64
-    batch: int = 1
     norms: bool = False
-    flags: bool = False
-    state: str = "k"
-    sequences: int = 0
-    large: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
         """Arguments of the function; keys are positively correlated, gates and beta fp32."""
@@ -58,26 +41,14 @@ class Case:
             return (x if normalize else torch.nn.functional.normalize(x, dim=-1)).to(dtype)
 
         g, beta = (normal(*tokens, self.value_heads) for _ in range(2))
-        states = self.sequences or self.batch
-        matrix = (self.values, self.keys) if self.state == "v" else (self.keys, self.values)
         return {
             "q": key(),
             "k": key(),
             "v": normal(*tokens, self.value_heads, self.values).to(dtype),
             "g": g if self.flags else -g.abs() / 4,
             "beta": beta if self.flags else beta.sigmoid(),
-            "initial_state": None
-            if self.state == "none"
-            else normal(states, self.value_heads, *matrix),
-            "output_final_state": self.state != "none",
+            **self.state_and_flags(normal, device),
             "use_qk_l2norm_in_kernel": normalize,
-            "use_beta_sigmoid_in_kernel": self.flags,
-            "allow_neg_eigval": self.flags,
-            "state_v_first": self.state == "v",
-            "cu_seqlens": delta.starts(self.tokens, self.sequences, device),
-            "use_gate_in_kernel": self.flags,
-            "A_log": normal(self.value_heads) if self.flags else None,
-            "dt_bias": normal(self.value_heads) if self.flags else None,
             "chunk_size": self.chunk,
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -35,10 +36,10 @@ def starts(tokens: int, sequences: int, device) -> torch.Tensor | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """q, k `[batch, tokens, heads, keys]`, v `[batch, tokens, value_heads, values]`.
+class RuleCase:
+    """Of a gated delta rule: q, k `[batch, tokens, heads, keys]`, v `[batch, tokens, value_heads,
+    values]`.
 
-    gates: which of g, gk and gv there are. beta: its last dimension, "head" or "value", or "none".
     flags: l2norm, gate and sigmoid are left to the operator.
     state: "none", or which dimension of the states is first: "k" or "v".
     sequences: 0, or how many the tokens are cut into; every third is empty.
@@ -52,12 +53,39 @@ class Case:
     keys: int
     values: int
     batch: int = 1
-    gates: tuple[str, ...] = ("g",)
-    beta: str = "head"
     flags: bool = False
     state: str = "k"
     sequences: int = 0
     large: bool = False
+
+    def state_and_flags(self, normal: Callable, device) -> dict:
+        """The arguments behind q, k, v, gates and beta; normal: draws a tensor of a shape."""
+        states = self.sequences or self.batch
+        matrix = (self.values, self.keys) if self.state == "v" else (self.keys, self.values)
+        return {
+            "initial_state": None
+            if self.state == "none"
+            else normal(states, self.value_heads, *matrix),
+            "output_final_state": self.state != "none",
+            "use_qk_l2norm_in_kernel": self.flags,
+            "use_gate_in_kernel": self.flags,
+            "A_log": normal(self.value_heads) if self.flags else None,
+            "dt_bias": normal(self.value_heads) if self.flags else None,
+            "use_beta_sigmoid_in_kernel": self.flags,
+            "allow_neg_eigval": self.flags,
+            "state_v_first": self.state == "v",
+            "cu_seqlens": starts(self.tokens, self.sequences, device),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(RuleCase):
+    """gates: which of g, gk and gv there are. beta: its last dimension, "head" or "value", or
+    "none".
+    """
+
+    gates: tuple[str, ...] = ("g",)
+    beta: str = "head"
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
         """Arguments of the function; keys are positively correlated, gates and beta fp32."""
@@ -78,9 +106,6 @@ class Case:
 
         width = (self.values,) if self.beta == "value" else ()
         beta = normal(*tokens, self.value_heads, *width)
-        cu_seqlens = starts(self.tokens, self.sequences, device)
-        states = self.sequences or self.batch
-        matrix = (self.values, self.keys) if self.state == "v" else (self.keys, self.values)
         return {
             "q": key(self.heads),
             "k": key(self.heads),
@@ -89,18 +114,7 @@ class Case:
             "gk": gate("gk", self.keys),
             "gv": gate("gv", self.values),
             "beta": None if self.beta == "none" else beta if self.flags else beta.sigmoid(),
-            "initial_state": None
-            if self.state == "none"
-            else normal(states, self.value_heads, *matrix),
-            "output_final_state": self.state != "none",
-            "use_qk_l2norm_in_kernel": self.flags,
-            "use_gate_in_kernel": self.flags,
-            "A_log": normal(self.value_heads) if self.flags else None,
-            "dt_bias": normal(self.value_heads) if self.flags else None,
-            "use_beta_sigmoid_in_kernel": self.flags,
-            "allow_neg_eigval": self.flags,
-            "state_v_first": self.state == "v",
-            "cu_seqlens": cu_seqlens,
+            **self.state_and_flags(normal, device),
         }
 
 
