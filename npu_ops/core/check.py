@@ -87,6 +87,25 @@ def shape(name: str, value: torch.Tensor, needs: str) -> ValueError:
     return ValueError(f"{name}: got shape {list(value.shape)}, needs {needs}")
 
 
+def rows(x, weight) -> None:
+    """Raise unless x is a floating tensor `[..., D]`, and weight one `[D]` on its device."""
+    floating("x", x)
+    if x.dim() == 0:
+        raise shape("x", x, "at least one dimension")
+    floating("weight", weight)
+    if weight.shape != x.shape[-1:]:
+        raise shape("weight", weight, f"[{x.shape[-1]}], x's last dimension")
+    same_device("weight", weight, "x", x)
+
+
+def like_x(name: str, value, x: torch.Tensor) -> None:
+    """Raise unless `value` is a floating tensor of x's shape, on its device."""
+    floating(name, value)
+    if value.shape != x.shape:
+        raise shape(name, value, f"x's shape {list(x.shape)}")
+    same_device(name, value, "x", x)
+
+
 def number(name: str, value, low: float, high: float, needs: str) -> None:
     """Raise ValueError unless `value` is a number in [low, high)."""
     if not isinstance(value, (int, float)) or not low <= value < high:

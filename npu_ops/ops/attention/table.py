@@ -113,6 +113,16 @@ _FUSION = Operator(
     lengths="host",
     captured="it returns its seed as a host number",
 )
+_BLOCKS = Operator(
+    "blocks of queries",
+    "cpu",
+    ("cpu",),
+    _BOTH,
+    _FLOATS,
+    _ALL_KEYS,
+    _EVERY_MASK,
+    takes=_EVERYTHING,
+)
 OPERATORS = (
     dataclasses.replace(
         _FUSED_INFER, name="npu_fused_infer_attention_score_v2", update="actual_seq_kvlen"
@@ -131,25 +141,16 @@ OPERATORS = (
     dataclasses.replace(
         _FUSION, name="npu_fusion_attention_v3", keys=("dense",), lengths="", captured=""
     ),
-    Operator(
-        "our flash attention",
-        "triton_ascend",
-        ("npu", "cuda"),
-        _BOTH,
-        _FLOATS,
-        _ALL_KEYS,
-        _EVERY_MASK,
-        takes=_EVERYTHING,
+    dataclasses.replace(
+        _BLOCKS,
+        name="our flash attention",
+        runs="triton_ascend",
+        devices=("npu", "cuda"),
         largest=256,
     ),
-    Operator(
-        "torch flash attention",
-        "cpu",
-        ("cpu",),
-        _BOTH,
-        _FLOATS,
-        _ALL_KEYS,
-        _EVERY_MASK,
+    dataclasses.replace(
+        _BLOCKS,
+        name="torch flash attention",
         takes=("sinks",),
         one_dim=True,
         notes=(
@@ -157,25 +158,13 @@ OPERATORS = (
             "by one",
         ),
     ),
-    Operator(
-        "blocks of queries",
-        "cpu",
-        ("cpu",),
-        _BOTH,
-        _FLOATS,
-        _ALL_KEYS,
-        _EVERY_MASK,
-        takes=_EVERYTHING,
-    ),
-    Operator(
-        "reference",
-        "reference",
-        ("cpu", "cuda", "npu"),
-        _BOTH,
-        _ANY,
-        _ALL_KEYS,
-        _EVERY_MASK,
-        takes=_EVERYTHING,
+    _BLOCKS,
+    dataclasses.replace(
+        _BLOCKS,
+        name="reference",
+        runs="reference",
+        devices=("cpu", "cuda", "npu"),
+        dtypes=_ANY,
         notes=("memory for every pair of a query and a key",),
     ),
 )

@@ -76,13 +76,7 @@ def add_rms_norm(
 
 def _prepare(x, weight, eps=1e-6, *, zero_centered=False):
     """Check `rms_norm`'s arguments; return them as the operator takes them."""
-    check.floating("x", x)
-    if x.dim() == 0:
-        raise check.shape("x", x, "at least one dimension")
-    check.floating("weight", weight)
-    if weight.shape != x.shape[-1:]:
-        raise check.shape("weight", weight, f"[{x.shape[-1]}], x's last dimension")
-    check.same_device("weight", weight, "x", x)
+    check.rows(x, weight)
     check.epsilon("eps", eps)
     return x, weight, float(eps), bool(zero_centered)
 
@@ -90,13 +84,8 @@ def _prepare(x, weight, eps=1e-6, *, zero_centered=False):
 def _prepare_add(x, residual, weight, eps=1e-6, *, zero_centered=False):
     """The same for `add_rms_norm`."""
     x, *settings = _prepare(x, weight, eps, zero_centered=zero_centered)
-    check.floating("residual", residual)
-    if residual.shape != x.shape:
-        raise check.shape("residual", residual, f"x's shape {list(x.shape)}")
-    if residual.dtype != x.dtype:
-        needs = check.short(x.dtype)
-        raise TypeError(f"residual: got {check.short(residual.dtype)}, needs x's {needs}")
-    check.same_device("residual", residual, "x", x)
+    check.like_x("residual", residual, x)
+    check.same_dtype("residual", residual, "x", x)
     return x, residual, *settings
 
 

@@ -60,17 +60,8 @@ def rms_norm_gated(
 
 def _prepare(x, weight, z, eps=1e-6, *, norm_before_gate=True, activation="silu", group_size=None):
     """Check the public arguments; return them as the operator takes them."""
-    check.floating("x", x)
-    if x.dim() == 0:
-        raise check.shape("x", x, "at least one dimension")
-    check.floating("weight", weight)
-    if weight.shape != x.shape[-1:]:
-        raise check.shape("weight", weight, f"[{x.shape[-1]}], x's last dimension")
-    check.same_device("weight", weight, "x", x)
-    check.floating("z", z)
-    if z.shape != x.shape:
-        raise check.shape("z", z, f"x's shape {list(x.shape)}")
-    check.same_device("z", z, "x", x)
+    check.rows(x, weight)
+    check.like_x("z", z, x)
     check.epsilon("eps", eps)
     check.one_of("activation", activation, ("silu", "sigmoid"))
     group_size = _resolve_group_size(group_size, x.shape[-1])
