@@ -34,12 +34,7 @@ void forward(Tensor x, std::optional<Tensor> bias, Tensor residual, std::optiona
     tiling.bias_kind = bias->numel() == tiling.width ? kRowBias : kFullBias;
   }
   launch_ascendc({binary, cores, ub_bytes, stream}, "bias_dropout_add", tiling.pieces(),
-                 {{"x", &x},
-                  {"bias", pointer(bias)},
-                  {"residual", &residual},
-                  {"rng_state", pointer(rng_state)},
-                  {"out", &out}},
-                 tiling);
+                 NPU_OPS_TENSORS(x, bias, residual, rng_state, out), tiling);
 }
 
 void backward(Tensor grad, std::optional<Tensor> rng_state, double p, Tensor grad_x,
@@ -51,11 +46,7 @@ void backward(Tensor grad, std::optional<Tensor> rng_state, double p, Tensor gra
   std::optional<Tensor> partials;
   if (grad_bias) partials = new_empty(*grad_bias, {tiling.row_pieces(), tiling.width});
   launch_ascendc({binary, cores, ub_bytes, stream}, "bias_dropout_add_backward", tiling.pieces(),
-                 {{"grad", &grad},
-                  {"rng_state", pointer(rng_state)},
-                  {"grad_x", &grad_x},
-                  {"partials", pointer(partials)}},
-                 tiling);
+                 NPU_OPS_TENSORS(grad, rng_state, grad_x, partials), tiling);
   if (grad_bias) {
     const int64_t rows[] = {0};
     copy_(*grad_bias, sum(*partials, rows));

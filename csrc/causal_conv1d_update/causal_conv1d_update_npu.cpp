@@ -65,16 +65,8 @@ void update(Tensor x, Tensor conv_state, Tensor weight, Optional bias, Optional 
   if (tiling.sequences == 0) return;
   cut(tiling, cores, ub);
   launch_ascendc({binary, cores, ub, stream}, "causal_conv1d_update", tiling.pieces(),
-                 {{"x", &x},
-                  {"conv_state", &conv_state},
-                  {"weight", &weight},
-                  {"bias", pointer(bias)},
-                  {"indices", pointer(indices)},
-                  {"accepted", pointer(accepted)},
-                  {"starts", pointer(starts)},
-                  {"window", pointer(window)},
-                  {"window_indices", pointer(window_indices)},
-                  {"y", &y}},
+                 NPU_OPS_TENSORS(x, conv_state, weight, bias, indices, accepted, starts, window,
+                                 window_indices, y),
                  tiling);
 }
 

@@ -14,14 +14,25 @@
 
 namespace npu_ops {
 
-// A tensor that a kernel touches, by the name of the operator's argument; null: there is none.
-struct KernelTensor {
-  const char* name;
-  const Tensor* tensor;
-};
+inline const Tensor* pointer(const Tensor& tensor) { return &tensor; }
 
 inline const Tensor* pointer(const std::optional<Tensor>& tensor) {
   return tensor ? &*tensor : nullptr;
+}
+
+// The tensors that a kernel touches, null where there is none, and their names: "x, weight, out".
+struct KernelTensors {
+  const char* names;
+  std::vector<const Tensor*> tensors;
+};
+
+// The tensors in these variables, by the names of the variables.
+#define NPU_OPS_TENSORS(...) \
+  ::npu_ops::KernelTensors { #__VA_ARGS__, pointers(__VA_ARGS__) }
+
+template <class... T>
+std::vector<const Tensor*> pointers(const T&... tensors) {
+  return {pointer(tensors)...};
 }
 
 ElementType element_type(const Tensor& tensor, const char* argument);
@@ -38,11 +49,11 @@ struct KernelTarget {
 //
 // Raises with the runtime's own sentence if a step fails.
 void launch_ascendc(const KernelTarget& target, const char* kernel, int64_t pieces,
-                    const std::vector<KernelTensor>& tensors, const void* tiling, size_t bytes);
+                    const KernelTensors& tensors, const void* tiling, size_t bytes);
 
 template <class Tiling>
 void launch_ascendc(const KernelTarget& target, const char* kernel, int64_t pieces,
-                    const std::vector<KernelTensor>& tensors, const Tiling& tiling) {
+                    const KernelTensors& tensors, const Tiling& tiling) {
   static_assert(std::is_trivially_copyable_v<Tiling> && alignof(Tiling) <= alignof(void*));
   launch_ascendc(target, kernel, pieces, tensors, &tiling, sizeof(Tiling));
 }

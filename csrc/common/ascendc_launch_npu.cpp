@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <vector>
 
 #include "common/ascendc_launch.h"
@@ -85,16 +86,21 @@ uint64_t span(const Tensor& tensor) {
   return static_cast<uint64_t>((last + 1) * static_cast<int64_t>(tensor.element_size()));
 }
 
-void announce(const std::vector<KernelTensor>& tensors) {
+void announce(const KernelTensors& touched) {
   if (!runtime().tensors) return;
-  std::vector<const char*> names;
+  std::istringstream all(touched.names);
+  std::vector<std::string> kept;
   std::vector<uint64_t> addresses, bytes;
-  for (const auto& [name, tensor] : tensors) {
+  std::string name;
+  for (const Tensor* tensor : touched.tensors) {
+    std::getline(all >> std::ws, name, ',');
     if (!tensor) continue;
-    names.push_back(name);
+    kept.push_back(name);
     addresses.push_back(reinterpret_cast<uint64_t>(tensor->const_data_ptr()));
     bytes.push_back(span(*tensor));
   }
+  std::vector<const char*> names;
+  for (const std::string& each : kept) names.push_back(each.c_str());
   runtime().tensors(names.data(), addresses.data(), bytes.data(),
                     static_cast<int64_t>(names.size()));
 }
@@ -115,17 +121,17 @@ ElementType element_type(const Tensor& tensor, const char* argument) {
 }
 
 void launch_ascendc(const KernelTarget& target, const char* kernel, int64_t pieces,
-                    const std::vector<KernelTensor>& tensors, const void* tiling, size_t bytes) {
+                    const KernelTensors& touched, const void* tiling, size_t bytes) {
   std::vector<uint64_t> arguments;
-  for (const auto& [name, tensor] : tensors)
+  for (const Tensor* tensor : touched.tensors)
     arguments.push_back(tensor ? reinterpret_cast<uint64_t>(tensor->const_data_ptr()) : 0);
   const size_t addresses = arguments.size();
   arguments.resize(addresses + (bytes + sizeof(uint64_t) - 1) / sizeof(uint64_t));
   std::memcpy(&arguments[addresses], tiling, bytes);
-  const int device = device_index(*tensors.front().tensor);
+  const int device = device_index(*touched.tensors.front());
   const DeviceGuard guard(device);
   void* function = function_of(target.binary, kernel, device);
-  announce(tensors);
+  announce(touched);
   const auto blocks = static_cast<uint32_t>(std::min(target.cores, pieces));
   runtime().check(runtime().run(function, blocks, reinterpret_cast<void*>(target.stream), nullptr,
                                 arguments.data(), addresses * sizeof(uint64_t) + bytes, nullptr, 0),

@@ -62,22 +62,11 @@ void update(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Optional A_log, Op
   tiling.update = update;
   tiling.scale = static_cast<float>(scale);
   cut(tiling, cores, ub);
-  launch_ascendc({binary, cores, ub, stream}, "gated_delta_rule_update", tiling.pieces(),
-                 {{"q", &q},
-                  {"k", &k},
-                  {"v", &v},
-                  {"a", &a},
-                  {"b", &b},
-                  {"A_log", pointer(A_log)},
-                  {"dt_bias", pointer(dt_bias)},
-                  {"state", &state},
-                  {"state_indices", &state_indices},
-                  {"cu_seqlens", pointer(cu_seqlens)},
-                  {"num_accepted_tokens", pointer(num_accepted_tokens)},
-                  {"intermediate_states", pointer(intermediate_states)},
-                  {"intermediate_state_indices", pointer(intermediate_state_indices)},
-                  {"o", &o}},
-                 tiling);
+  launch_ascendc(
+      {binary, cores, ub, stream}, "gated_delta_rule_update", tiling.pieces(),
+      NPU_OPS_TENSORS(q, k, v, a, b, A_log, dt_bias, state, state_indices, cu_seqlens,
+                      num_accepted_tokens, intermediate_states, intermediate_state_indices, o),
+      tiling);
 }
 
 }  // namespace

@@ -42,13 +42,7 @@ void forward(Tensor a, Tensor A_log, Optional dt_bias, Optional b, double scale,
   const int64_t queues = kGdnGateQueueBytes + doubled({&g, pointer(beta)});
   cut_rows(tiling.rows, cores, ub, queues + 4 * kGdnGateFloats, 0, kGdnGateFixedBytes);
   launch_ascendc({binary, cores, ub, stream}, "gdn_gate", tiling.rows.pieces(),
-                 {{"a", &a},
-                  {"A_log", &A_log},
-                  {"dt_bias", pointer(dt_bias)},
-                  {"b", pointer(b)},
-                  {"g", &g},
-                  {"beta", pointer(beta)}},
-                 tiling);
+                 NPU_OPS_TENSORS(a, A_log, dt_bias, b, g, beta), tiling);
 }
 
 void backward(Tensor grad_g, Optional grad_beta, Tensor a, Tensor A_log, Optional dt_bias,
@@ -65,18 +59,10 @@ void backward(Tensor grad_g, Optional grad_beta, Tensor a, Tensor A_log, Optiona
   const int64_t pieces = tiling.rows.pieces();
   Tensor A_sums = new_empty(grad_A_log, {pieces, a.size(1)});
   Tensor bias_sums = new_empty(grad_A_log, {pieces, a.size(1)});
-  launch_ascendc({binary, cores, ub, stream}, "gdn_gate_backward", pieces,
-                 {{"grad_g", &grad_g},
-                  {"grad_beta", pointer(grad_beta)},
-                  {"a", &a},
-                  {"A_log", &A_log},
-                  {"dt_bias", pointer(dt_bias)},
-                  {"b", pointer(b)},
-                  {"grad_a", &grad_a},
-                  {"A_sums", &A_sums},
-                  {"bias_sums", &bias_sums},
-                  {"grad_b", pointer(grad_b)}},
-                 tiling);
+  launch_ascendc(
+      {binary, cores, ub, stream}, "gdn_gate_backward", pieces,
+      NPU_OPS_TENSORS(grad_g, grad_beta, a, A_log, dt_bias, b, grad_a, A_sums, bias_sums, grad_b),
+      tiling);
   const int64_t over[] = {0};
   copy_(grad_A_log, sum(A_sums, over));
   copy_(grad_dt_bias, sum(bias_sums, over));

@@ -24,15 +24,15 @@ void forward(Tensor x, double eps, Tensor out, std::string binary, int64_t cores
              int64_t stream) {
   const KernelTarget target{binary, cores, ub, stream};
   const auto tiling = tiling_of(nullptr, x, out, eps, target);
-  launch_ascendc(target, "l2norm", tiling.rows.pieces(), {{"x", &x}, {"out", &out}}, tiling);
+  launch_ascendc(target, "l2norm", tiling.rows.pieces(), NPU_OPS_TENSORS(x, out), tiling);
 }
 
 void backward(Tensor grad, Tensor x, double eps, Tensor grad_x, std::string binary, int64_t cores,
               int64_t ub, int64_t stream) {
   const KernelTarget target{binary, cores, ub, stream};
   const auto tiling = tiling_of(&grad, x, grad_x, eps, target);
-  launch_ascendc(target, "l2norm_backward", tiling.rows.pieces(),
-                 {{"grad", &grad}, {"x", &x}, {"grad_x", &grad_x}}, tiling);
+  launch_ascendc(target, "l2norm_backward", tiling.rows.pieces(), NPU_OPS_TENSORS(grad, x, grad_x),
+                 tiling);
 }
 
 }  // namespace

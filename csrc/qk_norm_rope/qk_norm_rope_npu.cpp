@@ -88,16 +88,7 @@ void forward(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor si
   }
   cut(tiling, given, target, 6, kQkNormRopeElementBytes);
   launch_ascendc(target, "qk_norm_rope", tiling.rows.pieces(),
-                 {{"qkv", &qkv},
-                  {"q_weight", &q_weight},
-                  {"k_weight", &k_weight},
-                  {"cos", &cos},
-                  {"sin", &sin},
-                  {"positions", pointer(positions)},
-                  {"q", &q},
-                  {"k", &k},
-                  {"v", pointer(v)},
-                  {"gate", pointer(gate)}},
+                 NPU_OPS_TENSORS(qkv, q_weight, k_weight, cos, sin, positions, q, k, v, gate),
                  tiling);
 }
 
@@ -120,18 +111,8 @@ void backward(Tensor grad_q, Tensor grad_k, std::optional<Tensor> grad_v,
   const int64_t blocks = std::min(cores, tiling.rows.pieces()), dim = given.dim();
   Tensor partials = new_empty(grad_q_weight, {blocks, kNormed, dim});
   launch_ascendc(target, "qk_norm_rope_backward", tiling.rows.pieces(),
-                 {{"grad_q", &grad_q},
-                  {"grad_k", &grad_k},
-                  {"grad_v", pointer(grad_v)},
-                  {"grad_gate", pointer(grad_gate)},
-                  {"qkv", &qkv},
-                  {"q_weight", &q_weight},
-                  {"k_weight", &k_weight},
-                  {"cos", &cos},
-                  {"sin", &sin},
-                  {"positions", pointer(positions)},
-                  {"grad_qkv", &grad_qkv},
-                  {"partials", &partials}},
+                 NPU_OPS_TENSORS(grad_q, grad_k, grad_v, grad_gate, qkv, q_weight, k_weight, cos,
+                                 sin, positions, grad_qkv, partials),
                  tiling);
   const int64_t over_blocks[] = {0};
   const Tensor sums = sum(partials, over_blocks);

@@ -43,8 +43,8 @@ void forward(Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gat
   const KernelTarget target{binary, cores, ub, stream};
   const auto tiling = tiling_of({nullptr, &x, &weight, &z, &out, nullptr}, eps, norm_before_gate,
                                 activation, target);
-  launch_ascendc(target, "rms_norm_gated", tiling.rows.pieces(),
-                 {{"x", &x}, {"weight", &weight}, {"z", &z}, {"out", &out}}, tiling);
+  launch_ascendc(target, "rms_norm_gated", tiling.rows.pieces(), NPU_OPS_TENSORS(x, weight, z, out),
+                 tiling);
 }
 
 void backward(Tensor grad, Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gate,
@@ -56,14 +56,7 @@ void backward(Tensor grad, Tensor x, Tensor weight, Tensor z, double eps, bool n
   Tensor partials = new_empty(
       grad_weight, {tiling.rows.groups, tiling.rows.pieces_of_group(), tiling.rows.width});
   launch_ascendc(target, "rms_norm_gated_backward", tiling.rows.pieces(),
-                 {{"grad", &grad},
-                  {"x", &x},
-                  {"weight", &weight},
-                  {"z", &z},
-                  {"grad_x", &grad_x},
-                  {"partials", &partials},
-                  {"grad_z", &grad_z}},
-                 tiling);
+                 NPU_OPS_TENSORS(grad, x, weight, z, grad_x, partials, grad_z), tiling);
   const int64_t pieces[] = {1};
   copy_(grad_weight, sum(partials, pieces));
 }

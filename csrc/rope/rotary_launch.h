@@ -88,14 +88,7 @@ inline void launch_rotary(const char* kernel, const RotaryArguments& given,
   cut_rows(tiling.rows, target.cores, target.ub_bytes, queues + kRotaryElementBytes, 0,
            kAnglesFixedBytes);
   launch_ascendc(target, kernel, tiling.rows.pieces(),
-                 {{"q", &q},
-                  {"k", &k},
-                  {"cos", &cos},
-                  {"sin", &sin},
-                  {"positions", pointer(positions)},
-                  {"q_out", &q_out},
-                  {"k_out", &k_out}},
-                 tiling);
+                 NPU_OPS_TENSORS(q, k, cos, sin, positions, q_out, k_out), tiling);
 }
 
 }  // namespace npu_ops
