@@ -3,13 +3,6 @@
 import functools
 
 import torch
-from support import (
-    assert_compiled_is_eager,
-    assert_fake_is_like_real,
-    evaluate,
-    floats,
-    function_of_leaves,
-)
 
 from npu_ops.core.compare import Tolerance, assert_close
 
@@ -70,32 +63,3 @@ def assert_flags_are_what_they_say(delta_rule, inputs, tolerance: Tolerance) -> 
     composed["beta"] = logits.sigmoid()
     for a, e in zip(without, delta_rule(**inputs | composed), strict=True):
         assert_close("flags", a, e, tolerance)
-
-
-def assert_gradients_are_right(delta_rule, case, names, by_token, tokens: int) -> None:
-    """Of a case's first tokens, by gradcheck."""
-    inputs = floats(case.inputs(torch.float64), torch.float64)
-    inputs |= {n: inputs[n][:, :tokens] for n in by_token if inputs[n] is not None}
-    if inputs["cu_seqlens"] is not None:
-        inputs["cu_seqlens"] = inputs["cu_seqlens"].clamp(max=tokens)
-    assert torch.autograd.gradcheck(*function_of_leaves(delta_rule, inputs, names), fast_mode=True)
-
-
-def assert_compiled_case_is_eager(delta_rule, case, names) -> None:
-    """One graph, forward and backward equal to eager."""
-    assert_compiled_is_eager(
-        *function_of_leaves(delta_rule, case.inputs(torch.float32), names), backend="aot_eager"
-    )
-
-
-def assert_fake_case_is_like_real(delta_rule, case, names) -> None:
-    """Under FakeTensorMode: results and gradients."""
-    inputs = case.inputs(torch.bfloat16)
-    wrt = [name for name in names if inputs[name] is not None]
-    tensors = [name for name, x in inputs.items() if isinstance(x, torch.Tensor)]
-
-    def function(*values):
-        given = inputs | dict(zip(tensors, values, strict=True))
-        return evaluate(delta_rule, given, wrt).values()
-
-    assert_fake_is_like_real(function, *(inputs[name] for name in tensors))

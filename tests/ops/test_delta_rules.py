@@ -10,14 +10,19 @@ import torch
 from delta_rule_calls import BY_TOKEN, assert_flags_are_what_they_say, hugging_face
 from support import (
     assert_all_close,
+    assert_compiled_is_eager,
+    assert_fake_is_like_real,
+    assert_same_bits,
+    assert_threads_change_nothing,
     evaluate,
     exact,
+    floats,
     forced,
+    function_of_leaves,
     implementations,
     named,
     on_device,
     runner,
-    threads,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
@@ -152,15 +157,75 @@ def test_strided_inputs(rule, implementation, device):
         for name in (*BY_TOKEN, "initial_state")
     }
     expected = rule.run(implementation, inputs)
-    for name, value in rule.run(implementation, strided).items():
-        assert torch.equal(value, expected[name])
+    assert_same_bits(rule.run(implementation, strided), expected)
 
 
 @IMPLEMENTATIONS
 def test_the_same_each_time(rule, implementation, device):
     rule = rule if rule is CHUNK else rule._replace(tokens=20, values=70)
     inputs = on_device(rule.qkv(2, None, 2, 4), device)
-    first = rule.run(implementation, inputs)
-    with threads(2):
-        second = rule.run(implementation, inputs)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_threads_change_nothing(lambda: rule.run(implementation, inputs))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("gate", [-80.0, -1e4, float("-inf")])
+def test_a_decay_to_nothing(gate, rule, implementation, device):
+    """The state is gone and nothing is NaN: each token reads what it wrote itself."""
+    inputs = rule.qkv() | {"scale": 1.0}
+    inputs["g"] = torch.full_like(inputs["g"], gate)
+    actual = rule.run(implementation, on_device(inputs, device))
+    assert all(value.isfinite().all() for value in actual.values())
+    match = (inputs["q"] * inputs["k"]).sum(-1, keepdim=True)
+    expected = match * inputs["beta"][..., None] * inputs["v"]
+    assert_close("o", actual["output 0"].cpu(), expected, Tolerance(1e-6, 1e-6))
+    left = actual["gradient of g"].abs().max()
+    assert left < 1e-25 if rule is CHUNK else left == 0 or gate == -80.0
+
+
+# torch's machinery
+
+
+def of_cases(chunk, recurrent):
+    """Parametrizes a test with these cases of the two rules."""
+    return pytest.mark.parametrize(
+        "rule, case",
+        [
+            pytest.param(rule, case, id=f"{rule.op}-{case.name}")
+            for rule, names in ((CHUNK, chunk), (RECURRENT, recurrent))
+            for case in cases.of(rule.op).CASES
+            if case.name in names
+        ],
+    )
+
+
+@of_cases(("packed", "no-state"), ("packed-v-first", "all-gates", "key-gate", "flags", "one-key"))
+def test_gradcheck(rule, case):
+    """The reference's gradient, which the kernels' are compared with, of the first tokens."""
+    inputs = floats(case.inputs(torch.float64), torch.float64)
+    inputs |= {n: inputs[n][:, :6] for n in (*BY_TOKEN, "gk", "gv") if inputs.get(n) is not None}
+    if inputs["cu_seqlens"] is not None:
+        inputs["cu_seqlens"] = inputs["cu_seqlens"].clamp(max=6)
+    names = cases.differentiable(rule.op, case)
+    assert torch.autograd.gradcheck(*function_of_leaves(rule, inputs, names), fast_mode=True)
+
+
+@of_cases(("packed", "no-state"), ("packed-v-first", "dense"))
+def test_compile(rule, case):
+    """One graph, forward and backward equal to eager."""
+    names = cases.differentiable(rule.op, case)
+    function, leaves = function_of_leaves(rule, case.inputs(torch.float32), names)
+    assert_compiled_is_eager(function, leaves, "aot_eager")
+
+
+@of_cases(("packed", "no-state", "empty"), ("packed", "all-gates-v-first", "no-gates"))
+def test_fake_is_like_real(rule, case):
+    """Under FakeTensorMode: results and gradients."""
+    inputs = case.inputs(torch.bfloat16)
+    wrt = [n for n in cases.differentiable(rule.op, case) if inputs[n] is not None]
+    tensors = [name for name, x in inputs.items() if isinstance(x, torch.Tensor)]
+
+    def function(*values):
+        given = inputs | dict(zip(tensors, values, strict=True))
+        return evaluate(rule, given, wrt).values()
+
+    assert_fake_is_like_real(function, *(inputs[name] for name in tensors))

@@ -6,11 +6,6 @@ import re
 import pytest
 import torch
 from chunk_calls import BY_TOKEN, OP, delta_rule, qkv
-from delta_rule_calls import (
-    assert_compiled_case_is_eager,
-    assert_fake_case_is_like_real,
-    assert_gradients_are_right,
-)
 from support import (
     assert_same_steps,
     floats,
@@ -22,7 +17,6 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 import npu_ops
 from npu_ops.core import env
 from npu_ops.core.compare import Tolerance, assert_close
-from npu_ops.ops.chunk_gated_delta_rule.cases import CASES, DIFFERENTIABLE
 
 # As a torch operator
 
@@ -48,25 +42,6 @@ def test_opcheck_backward():
     torch.library.opcheck(
         torch.ops.npu_ops.chunk_gated_delta_rule_backward.default, [o, final, *inputs]
     )
-
-
-def case_named(name):
-    return next(case for case in CASES if case.name == name)
-
-
-@pytest.mark.parametrize("name", ["packed", "no-state"])
-def test_gradcheck(name):
-    assert_gradients_are_right(delta_rule, case_named(name), DIFFERENTIABLE, BY_TOKEN, 6)
-
-
-@pytest.mark.parametrize("name", ["packed", "no-state"])
-def test_compile(name):
-    assert_compiled_case_is_eager(delta_rule, case_named(name), DIFFERENTIABLE)
-
-
-@pytest.mark.parametrize("name", ["packed", "no-state", "empty"])
-def test_fake_is_like_real(name):
-    assert_fake_case_is_like_real(delta_rule, case_named(name), DIFFERENTIABLE)
 
 
 @pytest.mark.parametrize("normalized", [True, False])
