@@ -17,10 +17,7 @@ from npu_ops_adapters.patching import Patch
 def patches() -> Iterable[Patch]:
     """`causal_conv1d`, which `ShortConvolution` calls too."""
     yield functions.replaced(
-        ("fla.modules.causal_conv1d.ops", "fla.modules.conv.causal_conv1d"),
-        "causal_conv1d",
-        "causal_conv1d",
-        ours,
+        ("fla.modules.causal_conv1d.ops", "fla.modules.conv.causal_conv1d"), "causal_conv1d", ours
     )
 
 

@@ -20,7 +20,6 @@ def patches() -> Iterable[Patch]:
     yield functions.replaced(
         ("fla.modules.causal_conv1d.ops", "fla.modules.conv.triton.ops"),
         "causal_conv1d_update",
-        "causal_conv1d_update",
         ours,
     )
 

@@ -23,10 +23,10 @@ def patches() -> Iterable[Patch]:
     yield functions.replaced(
         ("fla.ops.gated_delta_product.chunk",),
         "chunk_gated_delta_product",
-        "chunk_gated_delta_rule",
         ours,
         names[:-1],
         names,
+        op="chunk_gated_delta_rule",
     )
 
 

@@ -20,13 +20,15 @@ VERSIONS = "fla 0.5.2 and 0.6"
 WHY = "fla's needs a Triton that runs where the tensors are, and on NPUs launches more kernels"
 
 
-def replaced(modules: Names, name: str, op: str, ours: Callable, *signatures: Names) -> Patch:
+def replaced(modules: Names, name: str, ours: Callable, *signatures: Names, op: str = "") -> Patch:
     """A patch of `name` in the first of `modules` that is imported.
 
     ours: takes fla's arguments and returns a call, or raises TypeError or ValueError for what is
         not ours.
     signatures: fla's, of all known versions; by default the one that ours has.
+    op: ours, if it is called otherwise.
     """
+    op = op or name
     module = next((module for module in modules if module in sys.modules), modules[-1])
     return Patch(
         target=f"{module}:{name}",

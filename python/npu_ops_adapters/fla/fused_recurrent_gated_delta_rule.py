@@ -31,7 +31,6 @@ def patches() -> Iterable[Patch]:
     yield functions.replaced(
         ("fla.ops.gated_delta_rule.fused_recurrent",),
         "fused_recurrent_gated_delta_rule",
-        "fused_recurrent_gated_delta_rule",
         ours,
         (*_HEAD, *_FLAGS),
     )

@@ -16,7 +16,9 @@ from npu_ops_adapters.patching import Patch
 
 def patches() -> Iterable[Patch]:
     """`fused_gdn_gate`."""
-    yield functions.replaced(("fla.ops.gated_delta_rule.gate",), "fused_gdn_gate", "gdn_gate", ours)
+    yield functions.replaced(
+        ("fla.ops.gated_delta_rule.gate",), "fused_gdn_gate", ours, op="gdn_gate"
+    )
 
 
 def ours(g, A_log, dt_bias=None, output_dtype=torch.float32) -> Callable:

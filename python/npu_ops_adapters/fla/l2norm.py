@@ -14,9 +14,7 @@ from npu_ops_adapters.patching import Patch
 
 def patches() -> Iterable[Patch]:
     """`l2norm`, also called `l2_norm`."""
-    yield functions.replaced(
-        ("fla.modules.norm.l2norm", "fla.modules.l2norm"), "l2norm", "l2norm", ours
-    )
+    yield functions.replaced(("fla.modules.norm.l2norm", "fla.modules.l2norm"), "l2norm", ours)
 
 
 def ours(x, eps=1e-6, output_dtype=None) -> Callable:

@@ -17,16 +17,13 @@ _ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 def patches() -> Iterable[Patch]:
     """`rms_norm_gated` of `FusedRMSNormGated`, and `rmsnorm_fn` of `RMSNormGated`."""
     yield functions.replaced(
-        ("fla.modules.norm.fused_norm_gate", "fla.modules.fused_norm_gate"),
-        "rms_norm_gated",
-        "rms_norm_gated",
-        ours,
+        ("fla.modules.norm.fused_norm_gate", "fla.modules.fused_norm_gate"), "rms_norm_gated", ours
     )
     yield functions.replaced(
         ("fla.modules.norm.layernorm_gated", "fla.modules.layernorm_gated"),
         "rmsnorm_fn",
-        "rms_norm_gated",
         ours_either_order,
+        op="rms_norm_gated",
     )
 
 
