@@ -477,18 +477,11 @@ def test_scores_depend_on_distance_alone(distance, start, shift, seed):
 def test_qwen3_with_our_rope(attention, k_heads, monkeypatch):
     """A small Qwen3 whose apply_rotary_pos_emb is ours: the same logits and gradients."""
     torch.manual_seed(0)
-    model = qwen3.Qwen3ForCausalLM(
-        qwen3.Qwen3Config(
-            vocab_size=61,
-            hidden_size=48,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            head_dim=24,
-            num_attention_heads=4,
-            num_key_value_heads=k_heads,
-            attn_implementation=attention,
-        )  # fmt: skip
-    )
+    config = qwen3.Qwen3Config(
+        vocab_size=61, hidden_size=48, intermediate_size=32, num_hidden_layers=2, head_dim=24,
+        num_attention_heads=4, num_key_value_heads=k_heads, attn_implementation=attention,
+    )  # fmt: skip
+    model = qwen3.Qwen3ForCausalLM(config)
     inputs = {"input_ids": torch.randint(61, (2, 13))}
     expected = train_step(model, **inputs)
     monkeypatch.setattr(qwen3, "apply_rotary_pos_emb", rope)
@@ -499,17 +492,11 @@ def test_qwen3_with_our_rope(attention, k_heads, monkeypatch):
 
 def test_qwen3_vl_vision_with_our_rope(monkeypatch):
     torch.manual_seed(0)
-    model = qwen3_vl.Qwen3VLVisionModel(
-        qwen3_vl.Qwen3VLVisionConfig(
-            hidden_size=144,
-            num_heads=2,
-            depth=2,
-            intermediate_size=64,
-            out_hidden_size=32,
-            num_position_embeddings=16,
-            deepstack_visual_indexes=[0],
-        )  # fmt: skip
-    )
+    config = qwen3_vl.Qwen3VLVisionConfig(
+        hidden_size=144, num_heads=2, depth=2, intermediate_size=64, out_hidden_size=32,
+        num_position_embeddings=16, deepstack_visual_indexes=[0],
+    )  # fmt: skip
+    model = qwen3_vl.Qwen3VLVisionModel(config)
     inputs = {
         "hidden_states": torch.randn(16 + 24, 3 * 2 * 16 * 16),
         "grid_thw": torch.tensor([[1, 4, 4], [1, 6, 4]]),
