@@ -4,25 +4,8 @@ import itertools
 from unittest import mock
 
 import pytest
+import support
 import torch
-from support import (
-    assert_all_close,
-    assert_fake_is_like_real,
-    assert_same_bits,
-    assert_threads_change_nothing,
-    copies,
-    evaluate,
-    every_implementation,
-    exact,
-    floats,
-    forced,
-    mixed_dtypes,
-    named,
-    on_device,
-    parametrize_dtypes,
-    runner,
-    with_gradients,
-)
 from torch.utils.checkpoint import checkpoint
 
 import npu_ops
@@ -33,7 +16,7 @@ from npu_ops.ops.bias_dropout_add.cases import SUM_TOLERANCES, TOLERANCES
 
 OPS = ("bias_dropout_add", "bias_dropout_add_backward")
 TENSORS = ("x", "bias", "residual")
-IMPLEMENTATIONS = every_implementation(op.forward)
+IMPLEMENTATIONS = support.every_implementation(op.forward)
 
 
 STATE = 3, 5
@@ -49,7 +32,7 @@ def seeded(**inputs):
         return npu_ops.bias_dropout_add(**inputs)
 
 
-run = runner(seeded, "bias_dropout_add", TENSORS)
+run = support.runner(seeded, "bias_dropout_add", TENSORS)
 
 
 # The values
@@ -57,20 +40,20 @@ run = runner(seeded, "bias_dropout_add", TENSORS)
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("shape", [None, (40,), (17, 3, 40)], ids=["none", "row", "full"])
-@pytest.mark.parametrize("x, residual, out, bias", mixed_dtypes())
+@pytest.mark.parametrize("x, residual, out, bias", support.mixed_dtypes())
 def test_mixed_dtypes(x, residual, out, bias, shape, implementation, device):
     """Each dtype is read and written as it is, and each gradient has its input's dtype."""
     inputs = {
         "x": torch.randn(17, 3, 40).to(x), "residual": torch.randn(17, 3, 40).to(residual),
         "bias": shape and torch.randn(shape).to(bias), "p": 0.25, "training": True,
     }  # fmt: skip
-    actual = run(implementation, on_device(inputs, device) | {"dtype": out})
-    expected = run("reference", floats(inputs, torch.float64))
+    actual = run(implementation, support.on_device(inputs, device) | {"dtype": out})
+    expected = run("reference", support.floats(inputs, torch.float64))
     assert actual["output 0"].dtype == out
     for name in TENSORS:
         if inputs[name] is not None:
             assert actual[f"gradient of {name}"].dtype == inputs[name].dtype
-    assert_all_close(actual, expected, SUM_TOLERANCES)
+    support.assert_all_close(actual, expected, SUM_TOLERANCES)
 
 
 @pytest.mark.parametrize("position", range(3))
@@ -104,7 +87,7 @@ def test_without_dropping_it_is_torchs_expression_exactly(
     expected = residual + torch.nn.functional.dropout(total, p, training)
     moved = [t if t is None else t.to(device) for t in (x, bias, residual)]
     state = torch.get_rng_state()
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         out = npu_ops.bias_dropout_add(*moved, p, training)
     assert torch.equal(out.cpu(), expected)
     assert torch.equal(torch.get_rng_state(), state), "nothing is drawn where nothing drops"
@@ -117,14 +100,14 @@ def test_with_dropping_it_has_torchs_semantics(p, implementation, device):
     its gradient."""
     x, bias, residual = torch.randn(64, 96), torch.randn(96), torch.randn(64, 96)
     inputs = {"x": x, "bias": bias, "residual": residual, "p": p, "training": True}
-    moved = on_device(inputs, device)
+    moved = support.on_device(inputs, device)
     results = {name: value.cpu() for name, value in run(implementation, moved).items()}
     added = results["output 0"] - residual
     dropped = added == 0
     assert abs(dropped.double().mean() - p) < 0.02
     scaled = (x + bias) * rng.scale(p)
     torch.testing.assert_close(added, scaled.where(~dropped, 0), rtol=1e-5, atol=1e-5)
-    grad = exact(x, 7)
+    grad = support.exact(x, 7)
     torch.testing.assert_close(results["gradient of x"], (grad * rng.scale(p)).where(~dropped, 0))
     assert torch.equal(results["gradient of residual"], grad)
 
@@ -134,7 +117,7 @@ def test_with_dropping_it_has_torchs_semantics(p, implementation, device):
 def test_the_scale_is_of_what_is_drawn(p, implementation, device):
     """p is rounded to steps of 2^-16; a scale that is not changes the mean, by half at 0.99999."""
     x = torch.ones(512, 1024, device=device)
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         out = npu_ops.bias_dropout_add(x, None, torch.zeros_like(x), p, True)
     kept = out[out != 0]
     assert kept.numel()
@@ -152,7 +135,7 @@ def test_mean_is_kept():
 @IMPLEMENTATIONS
 def test_dropped_infinities_and_nans_do_not_leak(implementation, device):
     x = torch.tensor([float("inf"), float("-inf"), float("nan"), 1.0]).repeat(500).to(device)
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         out = seeded(x=x, bias=None, residual=torch.zeros_like(x), p=0.5, training=True)
     keep = rng.keep_mask(1, 2000, 0.5, torch.tensor(STATE, device=device))
     expected = torch.where(keep[0], x * 2, 0)
@@ -160,13 +143,13 @@ def test_dropped_infinities_and_nans_do_not_leak(implementation, device):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=named)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=support.named)
 def test_conversions_are_torchs_for_every_value(dtype, implementation, device):
     """Reads every 16-bit pattern; rounds numbers around every one of them."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).to(device)
     wide = every.float()
     around = torch.cat([wide * (1 + step * 2.0**-12) for step in range(-9, 10)])
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         read = npu_ops.bias_dropout_add(every, None, torch.zeros_like(wide), 0, False)
         written = npu_ops.bias_dropout_add(
             around, None, torch.zeros_like(around), 0, False, dtype=dtype
@@ -181,8 +164,8 @@ def test_any_rank(shape, implementation, device):
     inputs = {"x": torch.randn(shape), "bias": torch.randn(48), "residual": torch.randn(shape)}
     settings = {"p": 0.4, "training": True}
     moved = {k: v.to(device) for k, v in inputs.items()} | settings
-    expected = run("reference", floats(inputs | settings, torch.float64))
-    assert_all_close(run(implementation, moved), expected, SUM_TOLERANCES)
+    expected = run("reference", support.floats(inputs | settings, torch.float64))
+    support.assert_all_close(run(implementation, moved), expected, SUM_TOLERANCES)
 
 
 def test_strided_inputs():
@@ -191,7 +174,7 @@ def test_strided_inputs():
     dense = {name: t.clone(memory_format=torch.contiguous_format) for name, t in strided.items()}
     settings = {"p": 0.4, "training": True}
     actual, expected = (run("cpu", inputs | settings) for inputs in (strided, dense))
-    assert_same_bits(actual, expected)
+    support.assert_same_bits(actual, expected)
 
 
 def test_expanded_gradient():
@@ -290,10 +273,10 @@ def test_memory_is_the_outputs_alone():
     """No mask, no fp32 copy, forward or backward."""
     inputs = [torch.randn(256, 512).bfloat16().requires_grad_() for _ in range(2)]
     size = inputs[0].numel() * 2
-    with copies() as forward:
+    with support.copies() as forward:
         out = npu_ops.bias_dropout_add(inputs[0], None, inputs[1], 0.1, True)
     grad = torch.randn_like(out)
-    with copies() as backward:
+    with support.copies() as backward:
         torch.autograd.grad(out, inputs, grad)
     assert size <= forward.allocated < size + 1000
     assert size <= backward.allocated < size + 1000
@@ -303,7 +286,7 @@ def test_memory_is_the_outputs_alone():
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "reference"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=named)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=support.named)
 def test_bias_gradient_is_summed_in_fp32(implementation, dtype):
     """50 000 rows: in bf16 the sum would stop growing at 256."""
     inputs = {
@@ -311,10 +294,10 @@ def test_bias_gradient_is_summed_in_fp32(implementation, dtype):
         "bias": torch.zeros(8, requires_grad=True), "p": 0.25, "training": True,
     }  # fmt: skip
     grad = (torch.rand(50_000, 8) + 0.5).to(dtype)
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         (actual,) = torch.autograd.grad(seeded(**inputs), inputs["bias"], grad)
-    wide = floats(inputs, torch.float64)
-    with forced("reference", *OPS):
+    wide = support.floats(inputs, torch.float64)
+    with support.forced("reference", *OPS):
         (expected,) = torch.autograd.grad(seeded(**wide), inputs["bias"], grad.double())
     assert expected.min() > 40_000
     assert_close("bias gradient", actual, expected, SUM_TOLERANCES[torch.float32])
@@ -322,7 +305,7 @@ def test_bias_gradient_is_summed_in_fp32(implementation, dtype):
 
 @pytest.mark.parametrize("width", [1, 2, 7, 130, 1024])
 @pytest.mark.parametrize("rows", [1, 2, 9, 37])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=named)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=support.named)
 def test_gradients_of_halves_are_torchs_exactly(dtype, rows, width):
     """The CPU takes bf16 by pairs, of two rows at once. A NaN that is dropped reaches nothing."""
     grad = torch.randn(rows, width, generator=torch.Generator().manual_seed(width)).to(dtype)
@@ -341,10 +324,10 @@ def test_gradients_of_halves_are_torchs_exactly(dtype, rows, width):
     torch.testing.assert_close(grad_x, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=named)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=support.named)
 def test_the_bias_gradient_does_not_depend_on_threads(dtype):
     grad = torch.randn(150, 2048, generator=torch.Generator().manual_seed(3)).to(dtype)
-    assert_threads_change_nothing(
+    support.assert_threads_change_nothing(
         lambda: {"bias": op.backward(grad, torch.tensor([1, 2]), 0.1, dtype, True)[1]}
     )
 
@@ -362,9 +345,9 @@ def test_only_wanted_gradients(wanted, bias_shape, p):
     if not names:
         assert not seeded(**tensors, **settings).requires_grad
         return
-    some = evaluate(seeded, tensors | settings, names)
+    some = support.evaluate(seeded, tensors | settings, names)
     assert some.keys() == {"output 0", *(f"gradient of {name}" for name in names)}
-    assert_same_bits(some, every)
+    support.assert_same_bits(some, every)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.4])
@@ -401,7 +384,7 @@ def test_inplace_writes_x(p, training, implementation, device):
     x, bias, residual = (torch.randn(n, device=device).bfloat16() for n in ((9, 24), 24, (9, 24)))
     others = bias.clone(), residual.clone()
     inputs = {"bias": bias, "residual": residual, "p": p, "training": training}
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         expected = seeded(x=x, **inputs)
         version = x._version
         out = seeded(x=x, **inputs, inplace=True)
@@ -435,7 +418,7 @@ def operator_inputs(dtype=torch.float32, requires_grad=True):
     return x, bias, residual, torch.tensor([5, 6])
 
 
-@parametrize_dtypes(torch.float64)
+@support.parametrize_dtypes(torch.float64)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("drops", [True, False])
 def test_opcheck(dtype, bias, drops):
@@ -444,7 +427,7 @@ def test_opcheck(dtype, bias, drops):
     torch.library.opcheck(torch.ops.npu_ops.bias_dropout_add.default, args)
 
 
-@parametrize_dtypes(torch.float64)
+@support.parametrize_dtypes(torch.float64)
 def test_opcheck_in_place(dtype):
     x, bias, residual, state = operator_inputs(dtype, requires_grad=False)
     args = (x, bias, residual, state, 0.25)
@@ -503,7 +486,7 @@ def test_compile_in_place():
     assert torch.equal(x, expected) and torch.equal(out, expected * 2)
 
 
-@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16], ids=named)
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16], ids=support.named)
 def test_autocast(residual_dtype):
     """A linear layer's bf16 output goes in as it is; the result has the residual's dtype."""
     linear, residual = torch.nn.Linear(32, 32), torch.randn(8, 32).to(residual_dtype)
@@ -528,15 +511,15 @@ STRIDED = {
 
 
 @pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED.keys())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=named)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=support.named)
 def test_fake_is_like_real(make, dtype):
     """Under FakeTensorMode: shape, strides and dtype of the result and of the gradients."""
 
-    @with_gradients
+    @support.with_gradients
     def function(x, residual):
         return npu_ops.bias_dropout_add(x, None, residual, 0.1, True, dtype=dtype)
 
-    assert_fake_is_like_real(function, make(), make().bfloat16())
+    support.assert_fake_is_like_real(function, make(), make().bfloat16())
 
 
 def test_each_fp16_number():

@@ -3,26 +3,9 @@
 import itertools
 
 import pytest
+import support
 import torch
 import torch.nn.functional as F
-from support import (
-    assert_all_close,
-    assert_compiled_is_eager,
-    assert_fake_is_like_real,
-    assert_same_bits,
-    assert_threads_change_nothing,
-    copies,
-    evaluate,
-    every_implementation,
-    floats,
-    forced,
-    function_of_leaves,
-    named,
-    on_device,
-    parametrize_dtypes,
-    runner,
-    with_gradients,
-)
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import npu_ops
@@ -31,11 +14,11 @@ from npu_ops.ops.causal_conv1d import op, reference
 from npu_ops.ops.causal_conv1d.cases import CASES, DIFFERENTIABLE, TOLERANCES
 
 OPS = ("causal_conv1d", "causal_conv1d_backward")
-IMPLEMENTATIONS = every_implementation(op.forward)
+IMPLEMENTATIONS = support.every_implementation(op.forward)
 FP64 = {torch.float64: Tolerance(ratio=1e-13, max_abs=1e-12)}
 
 
-run = runner(npu_ops.causal_conv1d, "causal_conv1d", DIFFERENTIABLE)
+run = support.runner(npu_ops.causal_conv1d, "causal_conv1d", DIFFERENTIABLE)
 
 
 def torch_conv1d(
@@ -83,7 +66,9 @@ def random_inputs(tokens=9, channels=6, width=4, lengths=None, batch=1, dtype=to
 def test_reference_is_torchs_convolution(case):
     inputs = case.inputs(torch.float64)
     wrt = [name for name in DIFFERENTIABLE if name in inputs]
-    assert_all_close(run("reference", inputs), evaluate(torch_conv1d, inputs, wrt), FP64)
+    support.assert_all_close(
+        run("reference", inputs), support.evaluate(torch_conv1d, inputs, wrt), FP64
+    )
 
 
 @IMPLEMENTATIONS
@@ -93,26 +78,26 @@ def test_it_is_the_convolution_of_qwen3_next(implementation, device):
     expected = qwen3_next.causal_conv1d_fn(x[:, :20].mT, weight, None, "silu").mT
     state = x[:, 17:20].mT.contiguous()
     last = qwen3_next.causal_conv1d_update(x[:, 20:].mT, state, weight, None, "silu").mT
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         y, _ = npu_ops.causal_conv1d(x.to(device), weight.to(device), activation="silu")
     torch.testing.assert_close(y.cpu(), torch.cat([expected, last], dim=1))
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=named)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=support.named)
 @pytest.mark.parametrize("filter_dtype", [torch.float32, None], ids=["fp32-filter", "same"])
 def test_dtypes(dtype, filter_dtype, implementation, device):
     """The filter may be fp32; each gradient has its input's dtype."""
     inputs = random_inputs(lengths=[5, 9, 0, 1], channels=24, dtype=dtype)
     for name in ("weight", "bias"):
         inputs[name] = inputs[name].to(filter_dtype or dtype)
-    expected = run("reference", floats(inputs, torch.float64))
-    moved = on_device(inputs, device)
+    expected = run("reference", support.floats(inputs, torch.float64))
+    moved = support.on_device(inputs, device)
     actual = run(implementation, moved)
     assert actual["output 0"].dtype == actual["output 1"].dtype == dtype
     for name in DIFFERENTIABLE:
         assert actual[f"gradient of {name}"].dtype == inputs[name].dtype
-    assert_all_close(actual, expected, TOLERANCES)
+    support.assert_all_close(actual, expected, TOLERANCES)
 
 
 @IMPLEMENTATIONS
@@ -123,7 +108,7 @@ def test_large_and_special_values(activation, implementation, device):
     weight = torch.tensor([[0.0, 1.0]]).repeat(4, 1)
     x[0, 5, 1] = float("nan")
     starts = torch.tensor([0, 6, 16], device=device)
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         y, _ = npu_ops.causal_conv1d(
             x.to(device), weight.to(device), activation=activation, cu_seqlens=starts
         )
@@ -139,14 +124,14 @@ def test_large_and_special_values(activation, implementation, device):
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_packed_equals_one_by_one(lengths, width, implementation, device):
     inputs = random_inputs(lengths=lengths, width=width, dtype=torch.float32)
-    moved = on_device(inputs, device)
-    with forced(implementation, *OPS):
+    moved = support.on_device(inputs, device)
+    with support.forced(implementation, *OPS):
         packed, last = npu_ops.causal_conv1d(**moved)
     parts = []
     for n, (start, stop) in enumerate(itertools.pairwise([0, *itertools.accumulate(lengths)])):
         one = {k: moved[k][:, start:stop] for k in ("x", "residual")}
         one |= {"initial_state": moved["initial_state"][n : n + 1], "cu_seqlens": None}
-        with forced(implementation, *OPS):
+        with support.forced(implementation, *OPS):
             parts.append(npu_ops.causal_conv1d(**moved | one))
     alone = torch.cat([y for y, _ in parts], dim=1)
     torch.testing.assert_close(packed, alone, rtol=1e-6, atol=1e-6)  # torch's silu varies so much
@@ -158,8 +143,8 @@ def test_packed_equals_one_by_one(lengths, width, implementation, device):
 @pytest.mark.parametrize("cut", [0, 1, 2, 7, 39, 40])
 def test_a_carried_state_continues_the_sequence(cut, width, implementation, device):
     inputs = random_inputs(tokens=40, width=width, batch=2, dtype=torch.bfloat16)
-    inputs = on_device(inputs, device)
-    with forced(implementation, *OPS):
+    inputs = support.on_device(inputs, device)
+    with support.forced(implementation, *OPS):
         whole, last = npu_ops.causal_conv1d(**inputs)
         state, parts = inputs["initial_state"], []
         for span in (slice(cut), slice(cut, None)):
@@ -172,7 +157,7 @@ def test_a_carried_state_continues_the_sequence(cut, width, implementation, devi
 @IMPLEMENTATIONS
 def test_the_gradient_through_a_carried_state_is_that_of_one_pass(implementation, device):
     inputs = random_inputs(tokens=30, channels=17, dtype=torch.float32)
-    inputs = on_device(inputs, device)
+    inputs = support.on_device(inputs, device)
 
     def in_two(x, residual, initial_state, **rest):
         state, parts = initial_state, []
@@ -183,9 +168,9 @@ def test_the_gradient_through_a_carried_state_is_that_of_one_pass(implementation
             parts.append(y)
         return torch.cat(parts, dim=1), state
 
-    with forced(implementation, *OPS):
-        actual = evaluate(in_two, inputs, DIFFERENTIABLE)
-    assert_all_close(actual, run(implementation, inputs), TOLERANCES)
+    with support.forced(implementation, *OPS):
+        actual = support.evaluate(in_two, inputs, DIFFERENTIABLE)
+    support.assert_all_close(actual, run(implementation, inputs), TOLERANCES)
 
 
 @IMPLEMENTATIONS
@@ -195,18 +180,18 @@ def test_strided_x_is_read_in_place(lengths, implementation, device):
     outputs and gradients are those of a copy."""
     inputs = random_inputs(tokens=35, lengths=lengths, channels=16, dtype=torch.float32)
     fused = torch.randn(1, 35, 48, device=device)
-    inputs = on_device(inputs, device)
+    inputs = support.on_device(inputs, device)
     inputs["x"] = fused[..., 16:32]
     count = len(lengths) if lengths else 1
     states = torch.randn(2 * count, 4, 16, device=device)[::2].transpose(1, 2)
     weight = torch.ones(4, 16, device=device).t()
-    with copies() as seen, forced(implementation, *OPS):
+    with support.copies() as seen, support.forced(implementation, *OPS):
         npu_ops.causal_conv1d(**inputs | {"initial_state": states, "weight": weight})
     if implementation == "cpu":
         assert seen.operators == []
     actual = run(implementation, inputs)
     dense = run(implementation, inputs | {"x": inputs["x"].contiguous()})
-    assert_same_bits(actual, dense)
+    support.assert_same_bits(actual, dense)
 
 
 @pytest.mark.parametrize("make", [
@@ -217,7 +202,7 @@ def test_any_strides(make):
     x, weight = make(), torch.randn(16, 4)[::2]
     actual = run("cpu", {"x": x, "weight": weight})
     expected = run("reference", {"x": x.double().contiguous(), "weight": weight.double()})
-    assert_all_close(actual, expected, TOLERANCES)
+    support.assert_all_close(actual, expected, TOLERANCES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -250,15 +235,15 @@ def test_empty():
 def test_gradcheck(width, lengths, activation):
     inputs = random_inputs(5, 2, width, lengths) | {"activation": activation}
     assert torch.autograd.gradcheck(
-        *function_of_leaves(npu_ops.causal_conv1d, inputs, DIFFERENTIABLE)
+        *support.function_of_leaves(npu_ops.causal_conv1d, inputs, DIFFERENTIABLE)
     )
 
 
 @IMPLEMENTATIONS
 def test_gradients_are_the_same_each_time(implementation, device):
     inputs = random_inputs(tokens=3000, channels=40, dtype=torch.bfloat16)
-    inputs = on_device(inputs, device)
-    assert_threads_change_nothing(lambda: run(implementation, inputs))
+    inputs = support.on_device(inputs, device)
+    support.assert_threads_change_nothing(lambda: run(implementation, inputs))
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True)], ids=["y", "state"])
@@ -295,10 +280,10 @@ def test_memory_is_the_outputs_alone():
     """No transposed or padded copy, forward or backward."""
     x, weight = torch.randn(1, 512, 256).bfloat16().requires_grad_(), torch.randn(256, 4)
     size = x.numel() * 2
-    with copies() as forward:
+    with support.copies() as forward:
         y, _ = npu_ops.causal_conv1d(x, weight.bfloat16(), activation="silu")
     grad = torch.randn_like(y)
-    with copies() as backward:
+    with support.copies() as backward:
         torch.autograd.grad(y, x, grad)
     assert size <= forward.allocated < size + 5000
     assert size <= backward.allocated < size + 10_000
@@ -307,7 +292,7 @@ def test_memory_is_the_outputs_alone():
 # torch's machinery
 
 
-@parametrize_dtypes(torch.float64)
+@support.parametrize_dtypes(torch.float64)
 @pytest.mark.parametrize("lengths", [None, [3, 0, 4]], ids=["batch", "packed"])
 @pytest.mark.parametrize("everything", [True, False])
 def test_opcheck(dtype, lengths, everything):
@@ -331,7 +316,9 @@ def test_compile(backend, lengths):
         y, state = npu_ops.causal_conv1d(x.sin(), **rest)
         return y.cos(), state
 
-    assert_compiled_is_eager(*function_of_leaves(function, inputs, DIFFERENTIABLE), backend)
+    support.assert_compiled_is_eager(
+        *support.function_of_leaves(function, inputs, DIFFERENTIABLE), backend
+    )
 
 
 @pytest.mark.parametrize("make", [
@@ -342,11 +329,11 @@ def test_compile(backend, lengths):
 def test_fake_is_like_real(make):
     """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
 
-    @with_gradients
+    @support.with_gradients
     def function(x, weight, state):
         return npu_ops.causal_conv1d(x, weight, initial_state=state, output_final_state=True)
 
-    assert_fake_is_like_real(function, make(), torch.randn(8, 3), torch.randn(2, 8, 3))
+    support.assert_fake_is_like_real(function, make(), torch.randn(8, 3), torch.randn(2, 8, 3))
 
 
 # What the operator checks

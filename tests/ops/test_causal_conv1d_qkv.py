@@ -3,23 +3,8 @@
 import itertools
 
 import pytest
+import support
 import torch
-from support import (
-    assert_all_close,
-    assert_compiled_is_eager,
-    assert_fake_is_like_real,
-    assert_same_bits,
-    assert_threads_change_nothing,
-    copies,
-    evaluate,
-    every_implementation,
-    forced,
-    function_of_leaves,
-    parametrize_dtypes,
-    runner,
-    twice,
-    with_gradients,
-)
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import npu_ops
@@ -28,13 +13,13 @@ from npu_ops.ops.causal_conv1d_qkv import op, reference
 from npu_ops.ops.causal_conv1d_qkv.cases import CASES, DIFFERENTIABLE, TOLERANCES
 
 OPS = ("causal_conv1d_qkv", "causal_conv1d_qkv_backward")
-IMPLEMENTATIONS = every_implementation(op.forward)
+IMPLEMENTATIONS = support.every_implementation(op.forward)
 FP64 = {torch.float64: Tolerance(ratio=1e-13, max_abs=1e-12)}
 # HK, HV, K, V
 HEADS = (2, 3, 24, 16)
 
 
-run = runner(npu_ops.causal_conv1d_qkv, "causal_conv1d_qkv", DIFFERENTIABLE)
+run = support.runner(npu_ops.causal_conv1d_qkv, "causal_conv1d_qkv", DIFFERENTIABLE)
 
 
 def settings(heads, **rest):
@@ -84,29 +69,31 @@ def test_reference_is_the_parts(case):
     inputs = case.inputs(torch.float64)
     wrt = [name for name in DIFFERENTIABLE if name in inputs]
     actual = run("reference", inputs)
-    assert_all_close(actual, evaluate(by_parts, inputs, wrt), FP64)
+    support.assert_all_close(actual, support.evaluate(by_parts, inputs, wrt), FP64)
 
     def theirs(**inputs):
         return by_parts(**inputs, norm=qwen3_next.l2norm)
 
-    assert_all_close(actual, evaluate(theirs, inputs, wrt), FP64)
+    support.assert_all_close(actual, support.evaluate(theirs, inputs, wrt), FP64)
 
 
 @IMPLEMENTATIONS
-@parametrize_dtypes()
+@support.parametrize_dtypes()
 @pytest.mark.parametrize("lengths", [None, [3, 0, 1, 40]], ids=["batch", "packed"])
 def test_it_is_causal_conv1d_then_split_then_l2norm(lengths, dtype, implementation, device):
     """v and the final state are the same; q and k differ by the rounding that they are spared."""
     inputs = random_inputs(44, lengths=lengths, dtype=dtype, device=device)
     ours = run(implementation, inputs)
     both = (*OPS, "causal_conv1d", "l2norm")
-    with forced(implementation, *both):
-        parts = evaluate(by_parts, inputs, DIFFERENTIABLE)
+    with support.forced(implementation, *both):
+        parts = support.evaluate(by_parts, inputs, DIFFERENTIABLE)
     assert torch.equal(ours["output 2"], parts["output 2"])
     assert torch.equal(ours["output 3"], parts["output 3"])
     # A gradient of the parts is rounded between them, four times larger than it ends up.
-    tolerances = twice(twice(TOLERANCES))
-    assert_all_close(ours, {name: value.double() for name, value in parts.items()}, tolerances)
+    tolerances = support.twice(support.twice(TOLERANCES))
+    support.assert_all_close(
+        ours, {name: value.double() for name, value in parts.items()}, tolerances
+    )
 
 
 @IMPLEMENTATIONS
@@ -132,7 +119,7 @@ def test_it_is_what_qwen3_next_gives_to_the_delta_rule(implementation, device, m
     monkeypatch.setattr(qwen3_next, "torch_chunk_gated_delta_rule", recorded_rule)
     layer(torch.randn(2, 21, 32))
     weight = layer.conv1d.weight.squeeze(1)
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         *ours, _ = npu_ops.causal_conv1d_qkv(
             seen["x"].to(device), weight.to(device), activation=layer.activation,
             **settings((2, 4, 24, 16)),
@@ -142,10 +129,10 @@ def test_it_is_what_qwen3_next_gives_to_the_delta_rule(implementation, device, m
 
 
 @IMPLEMENTATIONS
-@parametrize_dtypes()
+@support.parametrize_dtypes()
 def test_heads_have_norm_one(dtype, implementation, device):
     inputs = random_inputs(20, dtype=dtype, device=device)
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         q, k, _, _ = npu_ops.causal_conv1d_qkv(**inputs, eps=0.0)
     norms = torch.stack([q, k]).double().norm(dim=-1)
     torch.testing.assert_close(
@@ -160,7 +147,7 @@ def test_eps_is_inside_the_root(value, implementation, device):
     dtype = torch.float16
     x = torch.full((1, 5, channels(HEADS)), value, dtype=dtype, device=device)
     weight = torch.ones(channels(HEADS), 2, dtype=dtype, device=device)
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         q, k, _, _ = npu_ops.causal_conv1d_qkv(
             x, weight, activation=None, eps=0.01, **settings(HEADS)
         )
@@ -175,7 +162,7 @@ def test_eps_is_inside_the_root(value, implementation, device):
 def test_a_nan_stays_with_its_head_and_the_tokens_behind_it(implementation, device):
     inputs = random_inputs(lengths=[6, 9], width=3, dtype=torch.float32, device=device)
     inputs["x"][0, 4, 50] = float("nan")  # of the first key head
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         q, k, v, _ = npu_ops.causal_conv1d_qkv(**inputs)
     expected = torch.zeros_like(k, dtype=torch.bool)
     expected[0, 4:6, 0] = True
@@ -189,7 +176,7 @@ def test_a_nan_stays_with_its_head_and_the_tokens_behind_it(implementation, devi
 @pytest.mark.parametrize("lengths", [[3, 7, 1, 40], [0, 5, 0, 0, 2], [1] * 9], ids=str)
 def test_packed_equals_one_by_one(lengths, implementation, device):
     inputs = random_inputs(lengths=lengths, width=3, dtype=torch.float32, device=device)
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         packed = npu_ops.causal_conv1d_qkv(**inputs)
         parts = []
         for n, (start, stop) in enumerate(itertools.pairwise(inputs["cu_seqlens"].tolist())):
@@ -205,7 +192,7 @@ def test_packed_equals_one_by_one(lengths, implementation, device):
 @pytest.mark.parametrize("cut", [0, 2, 39])
 def test_a_carried_state_continues_the_sequence(cut, implementation, device):
     inputs = random_inputs(tokens=40, batch=2, dtype=torch.bfloat16, device=device)
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         whole = npu_ops.causal_conv1d_qkv(**inputs)
         state, parts = inputs["initial_state"], []
         for span in (slice(cut), slice(cut, None)):
@@ -227,13 +214,13 @@ def test_strided_x_is_read_in_place(lengths, implementation, device):
     in_place = inputs | {
         "initial_state": None, "weight": torch.ones(4, width, device=device).t()
     }  # fmt: skip
-    with copies() as seen, forced(implementation, *OPS):
+    with support.copies() as seen, support.forced(implementation, *OPS):
         npu_ops.causal_conv1d_qkv(**in_place)
     if implementation == "cpu":
         assert seen.operators == []
     actual = run(implementation, inputs)
     dense = run(implementation, inputs | {"x": inputs["x"].contiguous()})
-    assert_same_bits(actual, dense)
+    support.assert_same_bits(actual, dense)
 
 
 @pytest.mark.parametrize("make", [
@@ -245,14 +232,14 @@ def test_any_strides(make):
     rest = settings(HEADS)
     actual = run("cpu", {"x": x, "weight": weight} | rest)
     wide = {"x": x.double().contiguous(), "weight": weight.double()}
-    assert_all_close(actual, run("reference", wide | rest), TOLERANCES)
+    support.assert_all_close(actual, run("reference", wide | rest), TOLERANCES)
 
 
 @IMPLEMENTATIONS
 def test_gradients_may_have_any_strides(implementation, device):
     inputs = random_inputs(11, dtype=torch.float32, device=device)
     x = inputs["x"].requires_grad_()
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         outputs = npu_ops.causal_conv1d_qkv(**inputs)[:3]
         grads = [torch.randn_like(out) for out in outputs]
         strided = [grad.transpose(1, 2).contiguous().transpose(1, 2) for grad in grads]
@@ -266,7 +253,7 @@ def test_gradients_side_by_side_are_read_where_they_are():
     sizes = [HEADS[0] * HEADS[2]] * 2 + [HEADS[1] * HEADS[3]]
     parts = torch.randn(1, 9, sum(sizes)).split(sizes, dim=-1)
     grads = [g.unflatten(-1, s) for g, s in zip(parts, reference.shapes(HEADS), strict=True)]
-    with copies() as seen:
+    with support.copies() as seen:
         torch.ops.npu_ops.causal_conv1d_qkv_backward(
             *grads, None, inputs["x"], inputs["weight"], None, None, None, True, 1e-6, HEADS
         )
@@ -293,14 +280,14 @@ def test_gradcheck(lengths, activation, normalised):
     inputs = random_inputs(5, (1, 2, 3, 2), 3, lengths)
     inputs |= {"activation": activation, "use_qk_l2norm": normalised}
     assert torch.autograd.gradcheck(
-        *function_of_leaves(npu_ops.causal_conv1d_qkv, inputs, DIFFERENTIABLE)
+        *support.function_of_leaves(npu_ops.causal_conv1d_qkv, inputs, DIFFERENTIABLE)
     )
 
 
 @IMPLEMENTATIONS
 def test_gradients_are_the_same_each_time(implementation, device):
     inputs = random_inputs(1000, dtype=torch.bfloat16, device=device)
-    assert_threads_change_nothing(lambda: run(implementation, inputs))
+    support.assert_threads_change_nothing(lambda: run(implementation, inputs))
 
 
 @pytest.mark.parametrize("number", range(4), ids=["q", "k", "v", "state"])
@@ -327,10 +314,10 @@ def test_memory_is_the_outputs_alone():
     x = torch.randn(1, 512, channels(heads)).bfloat16().requires_grad_()
     weight = torch.randn(channels(heads), 4).bfloat16()
     size = x.numel() * 2
-    with copies() as forward:
+    with support.copies() as forward:
         outputs = npu_ops.causal_conv1d_qkv(x, weight, **inputs)[:3]
     grads = [torch.randn_like(out) for out in outputs]
-    with copies() as backward:
+    with support.copies() as backward:
         torch.autograd.grad(outputs, x, grads)
     assert size <= forward.allocated < size + 10_000
     assert size <= backward.allocated < size + 20_000
@@ -339,7 +326,7 @@ def test_memory_is_the_outputs_alone():
 # torch's machinery
 
 
-@parametrize_dtypes(torch.float64)
+@support.parametrize_dtypes(torch.float64)
 @pytest.mark.parametrize("lengths", [None, [3, 0, 4]], ids=["batch", "packed"])
 @pytest.mark.parametrize("everything", [True, False])
 def test_opcheck(dtype, lengths, everything):
@@ -364,7 +351,9 @@ def test_compile(backend, lengths):
         q, k, v, state = npu_ops.causal_conv1d_qkv(x.sin(), **rest)
         return q.cos(), k, v, state
 
-    assert_compiled_is_eager(*function_of_leaves(function, inputs, DIFFERENTIABLE), backend)
+    support.assert_compiled_is_eager(
+        *support.function_of_leaves(function, inputs, DIFFERENTIABLE), backend
+    )
 
 
 @pytest.mark.parametrize("make", [
@@ -375,13 +364,15 @@ def test_compile(backend, lengths):
 def test_fake_is_like_real(make):
     """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
 
-    @with_gradients
+    @support.with_gradients
     def function(x, weight, state):
         rest = settings(HEADS, output_final_state=True)
         return npu_ops.causal_conv1d_qkv(x, weight, initial_state=state, **rest)
 
     width = channels(HEADS)
-    assert_fake_is_like_real(function, make(width), torch.randn(width, 3), torch.randn(2, width, 3))
+    support.assert_fake_is_like_real(
+        function, make(width), torch.randn(width, 3), torch.randn(2, width, 3)
+    )
 
 
 # Wrong input

@@ -8,24 +8,11 @@ import contextlib
 import dataclasses
 
 import pytest
+import support
 import torch
 from calls import CALLS, differentiable
 from npu_ops_tools.verify.checks import one_mask, tables
 from npu_ops_tools.where import ops
-from support import (
-    DTYPES,
-    DispatchRecorder,
-    assert_checkpointing_changes_nothing,
-    assert_fake_is_like_real,
-    assert_threads_change_nothing,
-    evaluate,
-    floats,
-    forced,
-    function_of_leaves,
-    implementations,
-    named,
-    on_device,
-)
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -63,15 +50,15 @@ def results(op, function, inputs, wrt, implementation=None):
     writes = [name for name in writes if inputs.get(name) is not None]
     inputs = inputs | {name: inputs[name].clone() for name in writes}
     wrt = [name for name in wrt if inputs.get(name) is not None]
-    by = forced(implementation, *tables(op)) if implementation else contextlib.nullcontext()
+    by = support.forced(implementation, *tables(op)) if implementation else contextlib.nullcontext()
     with by, one_mask():
-        found = evaluate(function, inputs, wrt)
+        found = support.evaluate(function, inputs, wrt)
     return found | {f"{name} after": inputs[name] for name in writes}
 
 
 def of_case(op, case, implementation, dtype, device="cpu", wide=None):
     inputs = case.inputs(dtype, device)
-    inputs = floats(inputs, wide) if wide else inputs
+    inputs = support.floats(inputs, wide) if wide else inputs
     wrt = cases.differentiable(op, case)
     return results(op, cases.function(op, case), inputs, wrt, implementation)
 
@@ -99,13 +86,13 @@ def chosen(large):
         for case in cases.of(op).CASES:
             if case.large != large:
                 continue
-            for one in [("cpu", "cpu")] if large else implementations(Table.tables[op]):
+            for one in [("cpu", "cpu")] if large else support.implementations(Table.tables[op]):
                 values, marks = (one, ()) if large else (one.values, one.marks)
                 name = f"{op}-{case.name}-{'-'.join(values)}"
                 yield pytest.param(op, case, *values, id=name, marks=marks)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=named)
+@pytest.mark.parametrize("dtype", support.DTYPES, ids=support.named)
 @pytest.mark.parametrize("op, case, implementation, device", chosen(large=False))
 def test_an_implementation_is_the_reference(op, case, implementation, device, dtype):
     """In fp64, from the same rounded inputs: outputs, gradients and what is written in place."""
@@ -127,7 +114,7 @@ def test_threads_change_nothing(op):
         return max(x.numel() for x in case.inputs(torch.float32).values() if hasattr(x, "numel"))
 
     case = max(small, key=size)
-    assert_threads_change_nothing(lambda: of_case(op, case, None, torch.float32))
+    support.assert_threads_change_nothing(lambda: of_case(op, case, None, torch.float32))
 
 
 @every_call
@@ -143,7 +130,7 @@ def of_options():
     """(op, option, implementation, device)."""
     for op in ops():
         for option in getattr(cases.of(op), "OPTIONS", []):
-            for one in implementations(Table.tables[op]):
+            for one in support.implementations(Table.tables[op]):
                 name = f"{option}-{'-'.join(one.values)}"
                 yield pytest.param(op, option, *one.values, id=name, marks=one.marks)
 
@@ -155,7 +142,9 @@ def test_an_option_takes_effect_and_agrees_with_the_reference(op, option, implem
 
     def run(change, implementation, device, wide=None):
         arguments = cases.changed(cases.changed(call.arguments(), option.given), change)
-        arguments = floats(arguments, wide) if wide else on_device(arguments, device)
+        arguments = (
+            support.floats(arguments, wide) if wide else support.on_device(arguments, device)
+        )
         trains = option.trains and call.differentiable is None
         wrt = [n for n in cases.of(op).DIFFERENTIABLE if isinstance(arguments.get(n), torch.Tensor)]
         try:
@@ -209,13 +198,13 @@ def test_the_reference_rounds_results_alone(op, call, changes, trains):
     arguments = call.arguments(**call.fixed)
     for change in changes:
         arguments = cases.changed(arguments, change)
-    narrow = floats(arguments, torch.bfloat16)
+    narrow = support.floats(arguments, torch.bfloat16)
     if op in FP32_STATES:
         narrow["initial_state"] = arguments.get("initial_state")
     wrt = differentiable(call) if trains else ()
     actual, expected = (
         results(op, function_of(call), inputs, wrt, "reference")
-        for inputs in (narrow, floats(narrow, torch.float32))
+        for inputs in (narrow, support.floats(narrow, torch.float32))
     )
     for name, value in actual.items():
         assert torch.equal(value, expected[name].to(value.dtype)), name
@@ -323,8 +312,8 @@ def test_strides_of_gradients_change_nothing(call, form):
 @every_training_call
 def test_gradcheck(call):
     wrt = differentiable(call)
-    arguments = floats(call.arguments(**call.fixed), torch.float64)
-    function, leaves = function_of_leaves(function_of(call), arguments, wrt)
+    arguments = support.floats(call.arguments(**call.fixed), torch.float64)
+    function, leaves = support.function_of_leaves(function_of(call), arguments, wrt)
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
 
@@ -332,9 +321,9 @@ def test_gradcheck(call):
 def test_each_gradient_alone(call):
     """As among all."""
     wrt, arguments = differentiable(call), call.arguments(**call.fixed)
-    every = evaluate(function_of(call), arguments, wrt)
+    every = support.evaluate(function_of(call), arguments, wrt)
     for name in wrt:
-        alone = evaluate(function_of(call), arguments, (name,))
+        alone = support.evaluate(function_of(call), arguments, (name,))
         key = f"gradient of {name}"
         torch.testing.assert_close(alone[key], every[key], rtol=1e-6, atol=1e-6)
 
@@ -344,8 +333,8 @@ def test_each_gradient_alone(call):
 @every_training_call
 def test_a_second_derivative_is_right_or_refused(call):
     wrt = differentiable(call)
-    arguments = floats(call.arguments(**call.fixed), torch.float64)
-    function, leaves = function_of_leaves(function_of(call), arguments, wrt)
+    arguments = support.floats(call.arguments(**call.fixed), torch.float64)
+    function, leaves = support.function_of_leaves(function_of(call), arguments, wrt)
     try:
         assert torch.autograd.gradgradcheck(lambda *x: function(*x)[0], leaves, fast_mode=True)
     except NotImplementedError as refused:
@@ -363,7 +352,7 @@ def test_checkpointing_changes_nothing(call, use_reentrant):
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return torch.cat([x.sin().flatten() for x in outputs if x is not None])
 
-    assert_checkpointing_changes_nothing(block, [arguments[n] for n in wrt], use_reentrant)
+    support.assert_checkpointing_changes_nothing(block, [arguments[n] for n in wrt], use_reentrant)
 
 
 # torch's machinery
@@ -387,16 +376,16 @@ def _dtype(value):
     return getattr(value[0] if isinstance(value, tuple) else value, "dtype", None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=named)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=support.named)
 @every_way
 def test_opcheck(call, in_place, dtype):
     """Every operator that the call ends in, and its gradient."""
     (op,) = (op for op in ops() if call in cases.of(op).CALLS)
     wrt = [] if in_place else differentiable(call)
     arguments = call.arguments(in_place)
-    arguments |= floats({n: arguments[n] for n in of_the_dtype(op) & {*arguments}}, dtype)
-    with DispatchRecorder() as recorded:
-        evaluate(function_of(call), arguments, wrt)
+    arguments |= support.floats({n: arguments[n] for n in of_the_dtype(op) & {*arguments}}, dtype)
+    with support.DispatchRecorder() as recorded:
+        support.evaluate(function_of(call), arguments, wrt)
     assert recorded.calls and (not wrt or len(recorded.calls) > 1)
     for n, (operator, args) in enumerate(recorded.calls):
         torch.library.opcheck(operator, copied(args, leaves=n == 0))
@@ -421,7 +410,7 @@ def test_fake_is_like_real(call, form):
         ones = [torch.ones_like(x) for x in outputs]
         return *outputs, *torch.autograd.grad(outputs, [given[n] for n in wrt], ones)
 
-    assert_fake_is_like_real(function, *(laid[name] for name in [*tensors, *others]))
+    support.assert_fake_is_like_real(function, *(laid[name] for name in [*tensors, *others]))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -439,9 +428,9 @@ def test_compiled_is_eager(call, backend):
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     arguments = call.arguments(**call.fixed)
-    actual = evaluate(compiled, {n: dense(x) for n, x in arguments.items()}, wrt)
+    actual = support.evaluate(compiled, {n: dense(x) for n, x in arguments.items()}, wrt)
     torch._dynamo.reset()
-    for name, value in evaluate(function, arguments, wrt).items():
+    for name, value in support.evaluate(function, arguments, wrt).items():
         assert_close(name, actual[name], value, Tolerance(1e-6, 2e-6))
 
 
@@ -496,7 +485,7 @@ def test_explain_names_what_runs(call):
         return [row.implementation for row in rows if row.why_not is None], cpu
 
     assert runs(call.arguments(**call.fixed)) == (["cpu"], None)
-    chosen, why_not = runs(floats(call.arguments(**call.fixed), torch.float64))
+    chosen, why_not = runs(support.floats(call.arguments(**call.fixed), torch.float64))
     assert chosen == ["reference"] and "float64" in why_not
 
 

@@ -6,24 +6,9 @@ from typing import NamedTuple
 
 import delta_rule_calls
 import pytest
+import support
 import torch
 from delta_rule_calls import BY_TOKEN, assert_flags_are_what_they_say, hugging_face
-from support import (
-    assert_all_close,
-    assert_compiled_is_eager,
-    assert_fake_is_like_real,
-    assert_same_bits,
-    assert_threads_change_nothing,
-    evaluate,
-    exact,
-    floats,
-    forced,
-    function_of_leaves,
-    implementations,
-    named,
-    on_device,
-    runner,
-)
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 import npu_ops
@@ -52,7 +37,9 @@ class Rule(NamedTuple):
         return delta_rule_calls.qkv(*size) | self.settings
 
     def run(self, implementation, inputs):
-        return runner(self, self.op, cases.of(self.op).DIFFERENTIABLE)(implementation, inputs)
+        return support.runner(self, self.op, cases.of(self.op).DIFFERENTIABLE)(
+            implementation, inputs
+        )
 
 
 CHUNK = Rule(
@@ -69,7 +56,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize(
     [
         pytest.param(rule, *one.values, id=f"{rule.op}-{one.id}", marks=one.marks)
         for rule in (CHUNK, RECURRENT)
-        for one in implementations(Table.tables[rule.op])
+        for one in support.implementations(Table.tables[rule.op])
     ],
 )
 
@@ -86,19 +73,19 @@ def test_against_transformers(form, tokens, rule):
     theirs = getattr(qwen3_5, f"torch_{form}_gated_delta_rule").__wrapped__
     inputs = rule.qkv(2, tokens, 2, 4)
     wrt = (*BY_TOKEN, "initial_state")
-    expected = evaluate(functools.partial(hugging_face, theirs), inputs, wrt)
+    expected = support.evaluate(functools.partial(hugging_face, theirs), inputs, wrt)
     settings = {"use_qk_l2norm_in_kernel": True}
     settings |= {"chunk_size": 64} if rule is CHUNK else {}
-    actual = evaluate(rule, inputs | settings, wrt)
-    assert_all_close(actual, expected, {torch.float32: Tolerance(2e-5, 2e-5)})
+    actual = support.evaluate(rule, inputs | settings, wrt)
+    support.assert_all_close(actual, expected, {torch.float32: Tolerance(2e-5, 2e-5)})
 
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_two_parts_are_the_whole(place, rule, implementation, device):
-    inputs = on_device(rule.qkv(2), device)
+    inputs = support.on_device(rule.qkv(2), device)
     cut = rule.cuts[place]
-    with forced(implementation, rule.op):
+    with support.forced(implementation, rule.op):
         whole, final = rule(**inputs)
         one, state = rule(**inputs | {n: inputs[n][:, :cut] for n in BY_TOKEN})
         rest = {n: inputs[n][:, cut:] for n in BY_TOKEN}
@@ -108,16 +95,16 @@ def test_two_parts_are_the_whole(place, rule, implementation, device):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=named)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=support.named)
 def test_packed_is_one_by_one(index, rule, implementation, device):
     """Empty sequences included, whose states pass through; and so for the gradients."""
     starts, close = rule.starts, fp32(rule)
     inputs = rule.qkv(1, starts[-1])
     inputs["initial_state"] = torch.randn(len(starts) - 1, 2, rule.keys, rule.values)
     inputs["cu_seqlens"] = torch.tensor(starts, dtype=index)
-    found = rule.run(implementation, on_device(inputs, device))
+    found = rule.run(implementation, support.on_device(inputs, device))
     actual = {name: x.cpu() for name, x in found.items()}
-    grad_o, grad_state = exact(actual["output 0"], 7), exact(actual["output 1"], 8)
+    grad_o, grad_state = support.exact(actual["output 0"], 7), support.exact(actual["output 1"], 8)
     for n, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
         if begin == end:
             assert torch.equal(actual["output 1"][n], inputs["initial_state"][n])
@@ -125,7 +112,7 @@ def test_packed_is_one_by_one(index, rule, implementation, device):
             continue
         alone = {name: inputs[name][:, begin:end].clone().requires_grad_() for name in BY_TOKEN}
         state = inputs["initial_state"][n : n + 1].clone().requires_grad_()
-        with forced("reference", rule.op):
+        with support.forced("reference", rule.op):
             o, final = rule(**alone, initial_state=state, output_final_state=True)
             grads = torch.autograd.grad(
                 (o, final), (*alone.values(), state), (grad_o[:, begin:end], grad_state[n : n + 1])
@@ -151,20 +138,20 @@ def test_no_final_state_unless_wanted(rule):
 
 @IMPLEMENTATIONS
 def test_strided_inputs(rule, implementation, device):
-    inputs = on_device(rule.qkv(2, 21 if rule is CHUNK else 5), device)
+    inputs = support.on_device(rule.qkv(2, 21 if rule is CHUNK else 5), device)
     strided = inputs | {
         name: inputs[name].transpose(0, 1).contiguous().transpose(0, 1)
         for name in (*BY_TOKEN, "initial_state")
     }
     expected = rule.run(implementation, inputs)
-    assert_same_bits(rule.run(implementation, strided), expected)
+    support.assert_same_bits(rule.run(implementation, strided), expected)
 
 
 @IMPLEMENTATIONS
 def test_the_same_each_time(rule, implementation, device):
     rule = rule if rule is CHUNK else rule._replace(tokens=20, values=70)
-    inputs = on_device(rule.qkv(2, None, 2, 4), device)
-    assert_threads_change_nothing(lambda: rule.run(implementation, inputs))
+    inputs = support.on_device(rule.qkv(2, None, 2, 4), device)
+    support.assert_threads_change_nothing(lambda: rule.run(implementation, inputs))
 
 
 @IMPLEMENTATIONS
@@ -173,7 +160,7 @@ def test_a_decay_to_nothing(gate, rule, implementation, device):
     """The state is gone and nothing is NaN: each token reads what it wrote itself."""
     inputs = rule.qkv() | {"scale": 1.0}
     inputs["g"] = torch.full_like(inputs["g"], gate)
-    actual = rule.run(implementation, on_device(inputs, device))
+    actual = rule.run(implementation, support.on_device(inputs, device))
     assert all(value.isfinite().all() for value in actual.values())
     match = (inputs["q"] * inputs["k"]).sum(-1, keepdim=True)
     expected = match * inputs["beta"][..., None] * inputs["v"]
@@ -201,20 +188,22 @@ def of_cases(chunk, recurrent):
 @of_cases(("packed", "no-state"), ("packed-v-first", "all-gates", "key-gate", "flags", "one-key"))
 def test_gradcheck(rule, case):
     """The reference's gradient, which the kernels' are compared with, of the first tokens."""
-    inputs = floats(case.inputs(torch.float64), torch.float64)
+    inputs = support.floats(case.inputs(torch.float64), torch.float64)
     inputs |= {n: inputs[n][:, :6] for n in (*BY_TOKEN, "gk", "gv") if inputs.get(n) is not None}
     if inputs["cu_seqlens"] is not None:
         inputs["cu_seqlens"] = inputs["cu_seqlens"].clamp(max=6)
     names = cases.differentiable(rule.op, case)
-    assert torch.autograd.gradcheck(*function_of_leaves(rule, inputs, names), fast_mode=True)
+    assert torch.autograd.gradcheck(
+        *support.function_of_leaves(rule, inputs, names), fast_mode=True
+    )
 
 
 @of_cases(("packed", "no-state"), ("packed-v-first", "dense"))
 def test_compile(rule, case):
     """One graph, forward and backward equal to eager."""
     names = cases.differentiable(rule.op, case)
-    function, leaves = function_of_leaves(rule, case.inputs(torch.float32), names)
-    assert_compiled_is_eager(function, leaves, "aot_eager")
+    function, leaves = support.function_of_leaves(rule, case.inputs(torch.float32), names)
+    support.assert_compiled_is_eager(function, leaves, "aot_eager")
 
 
 @of_cases(("packed", "no-state", "empty"), ("packed", "all-gates-v-first", "no-gates"))
@@ -226,6 +215,6 @@ def test_fake_is_like_real(rule, case):
 
     def function(*values):
         given = inputs | dict(zip(tensors, values, strict=True))
-        return evaluate(rule, given, wrt).values()
+        return support.evaluate(rule, given, wrt).values()
 
-    assert_fake_is_like_real(function, *(inputs[name] for name in tensors))
+    support.assert_fake_is_like_real(function, *(inputs[name] for name in tensors))

@@ -4,26 +4,11 @@ import itertools
 import math
 
 import pytest
+import support
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import (
-    assert_all_close,
-    assert_fake_is_like_real,
-    assert_same_bits,
-    copies,
-    evaluate,
-    every_implementation,
-    floats,
-    forced,
-    mixed_dtypes,
-    on_device,
-    parametrize_dtypes,
-    runner,
-    twice,
-    with_gradients,
-)
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
@@ -34,10 +19,10 @@ from npu_ops.ops.gdn_gate import op, reference
 from npu_ops.ops.gdn_gate.cases import CASES, DIFFERENTIABLE, TOLERANCES
 
 OPS = ("gdn_gate", "gdn_gate_backward")
-IMPLEMENTATIONS = every_implementation(op.forward)
+IMPLEMENTATIONS = support.every_implementation(op.forward)
 
 
-run = runner(npu_ops.gdn_gate, "gdn_gate", DIFFERENTIABLE)
+run = support.runner(npu_ops.gdn_gate, "gdn_gate", DIFFERENTIABLE)
 
 
 def formula(a, A_log, dt_bias, b):
@@ -51,13 +36,15 @@ def formula(a, A_log, dt_bias, b):
 
 
 @IMPLEMENTATIONS
-@parametrize_dtypes()
+@support.parametrize_dtypes()
 def test_formula_of_transformers(dtype, implementation, device):
     """With autograd for the gradients; in fp32, for it rounds those of b's sigmoid in between."""
     inputs = CASES[1].inputs(dtype)
     del inputs["allow_neg_eigval"]
-    expected = evaluate(formula, floats(inputs, torch.float32), DIFFERENTIABLE)
-    assert_all_close(run(implementation, on_device(inputs, device)), expected, twice(TOLERANCES))
+    expected = support.evaluate(formula, support.floats(inputs, torch.float32), DIFFERENTIABLE)
+    support.assert_all_close(
+        run(implementation, support.on_device(inputs, device)), expected, support.twice(TOLERANCES)
+    )
 
 
 def test_inside_a_layer_of_transformers(monkeypatch):
@@ -95,8 +82,8 @@ def test_no_overflow(A_log, implementation, device):
     ends = torch.tensor([0.0, 1e-4, 1.0, 10.0, 16.9, 17.1, 19.9, 20.1, 88.0, 90.0, 1e3, 1e4])
     a = torch.cat((ends, -ends))[:, None]
     inputs = {"a": a, "A_log": torch.tensor([A_log]), "b": a}
-    expected = run("reference", floats(inputs, torch.float64))
-    actual = run(implementation, on_device(inputs, device))
+    expected = run("reference", support.floats(inputs, torch.float64))
+    actual = run(implementation, support.on_device(inputs, device))
     for name, value in actual.items():
         assert value.isfinite().all(), name
         error = (value.cpu().double() - expected[name]).abs()
@@ -117,14 +104,14 @@ def test_finite_wherever_the_result_is(A_log, a, implementation, device):
     def scaled(a, A_log):
         return npu_ops.gdn_gate(a, A_log) * 2.0**-60
 
-    with forced(implementation, *OPS):
-        actual = evaluate(scaled, on_device(inputs, device), ("a", "A_log"))
-    wide = floats(inputs, torch.float64)
+    with support.forced(implementation, *OPS):
+        actual = support.evaluate(scaled, support.on_device(inputs, device), ("a", "A_log"))
+    wide = support.floats(inputs, torch.float64)
 
     def right(a, A_log):
         return -A_log.exp() * F.softplus(a) * 2.0**-60
 
-    for name, expected in evaluate(right, wide, ("a", "A_log")).items():
+    for name, expected in support.evaluate(right, wide, ("a", "A_log")).items():
         value = actual[name].cpu().double()
         torch.testing.assert_close(value, expected, rtol=2e-5, atol=1e-37, msg=f"{name}: {value}")
 
@@ -141,37 +128,41 @@ def test_another_softplus(beta, threshold, implementation, device):
     def right(a, A_log, dt_bias, b):
         return -A_log.exp() * F.softplus(a + dt_bias, beta, threshold), b.sigmoid()
 
-    expected = evaluate(right, floats(inputs, torch.float64), DIFFERENTIABLE)
-    given = on_device(inputs | {"softplus_beta": beta, "softplus_threshold": threshold}, device)
+    expected = support.evaluate(right, support.floats(inputs, torch.float64), DIFFERENTIABLE)
+    given = support.on_device(
+        inputs | {"softplus_beta": beta, "softplus_threshold": threshold}, device
+    )
     if implementation == "ascendc":
         with pytest.raises(RuntimeError, match=f"softplus has beta {beta}, threshold {threshold}"):
             run(implementation, given)
     else:
-        assert_all_close(run(implementation, given), expected, TOLERANCES)
+        support.assert_all_close(run(implementation, given), expected, TOLERANCES)
 
 
 @IMPLEMENTATIONS
 def test_special_values(implementation, device):
     """A NaN or an infinity stays where it is."""
     a = torch.tensor([float("nan"), float("inf"), float("-inf"), 1.0])[:, None].repeat(1, 3)
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         g, beta = npu_ops.gdn_gate(*(t.to(device) for t in (a, torch.zeros(3))), b=a.to(device))
     torch.testing.assert_close(g.cpu(), -F.softplus(a), equal_nan=True)
     torch.testing.assert_close(beta.cpu(), a.sigmoid(), equal_nan=True)
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("a, A_log, dt_bias, b", mixed_dtypes())
+@pytest.mark.parametrize("a, A_log, dt_bias, b", support.mixed_dtypes())
 def test_mixed_dtypes(a, A_log, dt_bias, b, implementation, device):
     """Each is read as it is, and each gradient has its input's dtype."""
     inputs = CASES[1].inputs(torch.float32) | {"allow_neg_eigval": True}
     dtypes = dict(zip(DIFFERENTIABLE, (a, A_log, dt_bias, b), strict=True))
     inputs |= {name: inputs[name].to(dtype) for name, dtype in dtypes.items()}
-    actual = run(implementation, on_device(inputs, device))
+    actual = run(implementation, support.on_device(inputs, device))
     assert actual["output 0"].dtype == torch.float32 and actual["output 1"].dtype == b
     for name, dtype in dtypes.items():
         assert actual[f"gradient of {name}"].dtype == dtype
-    assert_all_close(actual, run("reference", floats(inputs, torch.float64)), TOLERANCES)
+    support.assert_all_close(
+        actual, run("reference", support.floats(inputs, torch.float64)), TOLERANCES
+    )
 
 
 @pytest.mark.parametrize("position", range(3))
@@ -203,11 +194,11 @@ def test_gates_are_gates(tokens, heads, A_log, seed):
 
 @IMPLEMENTATIONS
 def test_b_changes_nothing_of_g(implementation, device):
-    inputs = on_device(CASES[1].inputs(torch.bfloat16), device)
+    inputs = support.on_device(CASES[1].inputs(torch.bfloat16), device)
     both = run(implementation, inputs)
     alone = run(implementation, inputs | {"b": None})
     assert alone.keys() == both.keys() - {"output 1", "gradient of b"}
-    assert_same_bits(alone, both)
+    support.assert_same_bits(alone, both)
 
 
 # Layouts
@@ -245,7 +236,7 @@ def test_any_layout(make, implementation, device):
         assert value.is_contiguous()
         torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6)
     leaf, grads = a.detach().requires_grad_(), (make().to(device), make().to(device))
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         out = npu_ops.gdn_gate(leaf, heads[0], None, b)
         strided, contiguous = (
             torch.autograd.grad(out, leaf, each, retain_graph=True)[0]
@@ -259,17 +250,17 @@ def test_any_layout(make, implementation, device):
 def test_fake_is_like_real(make, beta):
     """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
 
-    @with_gradients
+    @support.with_gradients
     def function(a, A_log, *b):
         return npu_ops.gdn_gate(a, A_log, None, *b)
 
     real = make(), torch.randn(make().shape[-1]), make().bfloat16()
-    assert_fake_is_like_real(function, *(real if beta else real[:2]))
+    support.assert_fake_is_like_real(function, *(real if beta else real[:2]))
 
 
 def test_slices_of_a_projection_are_not_copied():
     b, a = torch.randn(2, 64, 48).chunk(2, dim=-1)
-    with env.override(strict=True), copies() as seen:
+    with env.override(strict=True), support.copies() as seen:
         npu_ops.gdn_gate(a, torch.zeros(24), torch.zeros(24), b)
     assert seen.operators == []
     assert 2 * a.nbytes <= seen.allocated < 2 * a.nbytes + 1000
@@ -284,7 +275,7 @@ def test_sums_are_in_fp32(implementation, device):
     a = torch.zeros(3000, 3).bfloat16()
     inputs = {"a": a.to(device), "A_log": torch.zeros(3, device=device)}
     leaves = [inputs["A_log"].requires_grad_()]
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         (grad,) = torch.autograd.grad(npu_ops.gdn_gate(**inputs).sum(), leaves)
     expected = torch.full((3,), -3000 * 0.6931471805599453, dtype=torch.float64)
     assert_close("gradient of A_log", grad.cpu(), expected, TOLERANCES[torch.float32])

@@ -3,24 +3,10 @@
 import itertools
 
 import pytest
+import support
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import (
-    assert_all_close,
-    assert_fake_is_like_real,
-    copies,
-    evaluate,
-    every_implementation,
-    exact,
-    floats,
-    forced,
-    named,
-    parametrize_dtypes,
-    runner,
-    twice,
-    with_gradients,
-)
 from transformers.models.qwen3_next.modeling_qwen3_next import l2norm as hugging_face
 
 import npu_ops
@@ -30,11 +16,11 @@ from npu_ops.ops.l2norm import op, reference
 from npu_ops.ops.l2norm.cases import TOLERANCES
 
 OPS = ("l2norm", "l2norm_backward")
-BOTH_ROUND = twice(TOLERANCES)
-IMPLEMENTATIONS = every_implementation(op.forward)
+BOTH_ROUND = support.twice(TOLERANCES)
+IMPLEMENTATIONS = support.every_implementation(op.forward)
 
 
-run = runner(npu_ops.l2norm, "l2norm", ("x",))
+run = support.runner(npu_ops.l2norm, "l2norm", ("x",))
 
 
 # The values
@@ -46,7 +32,7 @@ run = runner(npu_ops.l2norm, "l2norm", ("x",))
 def test_hugging_face(dim, scale, implementation, device):
     """transformers' own function with its call, gradients too."""
     inputs = {"x": torch.randn(2, 5, 3, dim) * scale, "dim": -1, "eps": 1e-6}
-    wide = evaluate(hugging_face, floats(inputs, torch.float64), ("x",))
+    wide = support.evaluate(hugging_face, support.floats(inputs, torch.float64), ("x",))
     actual = run(implementation, inputs | {"x": inputs["x"].to(device)})
     assert_close("output", actual["output 0"].cpu(), wide["output 0"], TOLERANCES[torch.float32])
     # The gradient is a difference of numbers that are as large as those over x's norm.
@@ -67,12 +53,12 @@ def test_eps_is_inside_the_root(implementation, device):
 
 
 @IMPLEMENTATIONS
-@parametrize_dtypes()
+@support.parametrize_dtypes()
 def test_zero_rows(dtype, implementation, device):
     x = torch.zeros(3, 40, dtype=dtype, device=device)
     results = run(implementation, {"x": x, "eps": 1e-4})
     assert torch.equal(results["output 0"], x)
-    expected = exact(x, 7) * 100
+    expected = support.exact(x, 7) * 100
     assert_close("gradient of x", results["gradient of x"], expected, BOTH_ROUND[dtype])
 
 
@@ -81,15 +67,15 @@ def test_zero_rows(dtype, implementation, device):
 def test_output_dtype(x_dtype, out_dtype, implementation, device):
     """The result is rounded once to its own dtype, the gradient to x's."""
     inputs = {"x": torch.randn(7, 3, 40).to(x_dtype), "output_dtype": torch.float64}
-    wide = floats(inputs, torch.float64)
-    with forced("reference", *OPS):
-        expected = evaluate(npu_ops.l2norm, wide, ("x",))
+    wide = support.floats(inputs, torch.float64)
+    with support.forced("reference", *OPS):
+        expected = support.evaluate(npu_ops.l2norm, wide, ("x",))
     doubles = torch.float64 in (x_dtype, out_dtype)
     moved = {"x": inputs["x"].to(device), "output_dtype": out_dtype}
     actual = run("reference" if doubles else implementation, moved)
     assert actual["output 0"].dtype == out_dtype and actual["gradient of x"].dtype == x_dtype
     loose = TOLERANCES | {torch.float64: TOLERANCES[torch.float32]}
-    assert_all_close(actual, expected, loose)
+    support.assert_all_close(actual, expected, loose)
 
 
 def test_nearer_than_arithmetic_in_bfloat16():
@@ -164,7 +150,7 @@ def test_any_layout(make, implementation, device):
     assert torch.equal(x, before)
     grad = make().to(device)
     leaf = x.detach().requires_grad_()
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         out = npu_ops.l2norm(leaf)
         (strided,) = torch.autograd.grad(out, leaf, grad, retain_graph=True)
         (contiguous,) = torch.autograd.grad(
@@ -174,15 +160,15 @@ def test_any_layout(make, implementation, device):
 
 
 @LAYOUTS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=named)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=support.named)
 def test_fake_is_like_real(make, dtype):
     """Under FakeTensorMode: shape, strides and dtype of the result and of the gradient."""
 
-    @with_gradients
+    @support.with_gradients
     def function(x):
         return npu_ops.l2norm(x, output_dtype=dtype)
 
-    assert_fake_is_like_real(function, make())
+    support.assert_fake_is_like_real(function, make())
 
 
 def test_a_slice_of_a_fused_projection_is_not_copied():
@@ -191,7 +177,7 @@ def test_a_slice_of_a_fused_projection_is_not_copied():
     for x in (fused[:, 128:256].unflatten(1, (4, 32)), torch.randn(1, 8, 64, 16).transpose(1, 2)):
         leaf = x.detach().requires_grad_()
         grad = torch.randn(x.shape)
-        with env.override(strict=True), copies() as seen:
+        with env.override(strict=True), support.copies() as seen:
             out = npu_ops.l2norm(leaf)
             torch.autograd.grad(out, leaf, grad)
         assert seen.operators == []
@@ -210,9 +196,9 @@ def test_backward_keeps_x_alone():
 def test_wide_rows(implementation, device):
     """Every implementation has rows longer than a tile."""
     x = torch.randn(2, 5000)
-    expected = evaluate(npu_ops.l2norm, {"x": x.double()}, ("x",))
+    expected = support.evaluate(npu_ops.l2norm, {"x": x.double()}, ("x",))
     with env.override(strict=True):
-        assert_all_close(run(implementation, {"x": x.to(device)}), expected, TOLERANCES)
+        support.assert_all_close(run(implementation, {"x": x.to(device)}), expected, TOLERANCES)
 
 
 # The gradient
@@ -233,7 +219,7 @@ def test_special_values(implementation, device):
     """As in the formula: a NaN or an infinity spoils its own row and no other."""
     x = torch.ones(4, 40)
     x[0, 3], x[2, 5] = float("nan"), float("inf")
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         out = npu_ops.l2norm(x.to(device)).cpu()
     torch.testing.assert_close(out, hugging_face(x), equal_nan=True, rtol=1e-6, atol=1e-6)
 

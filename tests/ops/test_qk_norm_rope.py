@@ -3,19 +3,8 @@
 import dataclasses
 
 import pytest
+import support
 import torch
-from support import (
-    DTYPES,
-    assert_all_close,
-    assert_same_bits,
-    evaluate,
-    every_implementation,
-    floats,
-    forced,
-    named,
-    on_device,
-    twice,
-)
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
@@ -26,7 +15,7 @@ from npu_ops.ops.qk_norm_rope import op
 from npu_ops.ops.qk_norm_rope.cases import CASES, DIFFERENTIABLE, TOLERANCES, Case
 
 OPS = ("qk_norm_rope", "qk_norm_rope_backward")
-IMPLEMENTATIONS = every_implementation(op.forward)
+IMPLEMENTATIONS = support.every_implementation(op.forward)
 PLAIN = Case("plain", 5, 4, 2, 32, 32, batch=2)
 GATED = Case(
     "gated", 5, 4, 2, 32, 8, section=(2, 1, 1), gated=True, zero_centered=True, batch=2
@@ -40,8 +29,8 @@ def call(inputs):
 
 
 def run(implementation, inputs, wrt=DIFFERENTIABLE):
-    with forced(implementation, *OPS):
-        return evaluate(lambda **named: call(named), inputs, wrt)
+    with support.forced(implementation, *OPS):
+        return support.evaluate(lambda **named: call(named), inputs, wrt)
 
 
 # The values
@@ -102,8 +91,10 @@ def test_layers_of_transformers(layer, implementation, device):
     """Gradients too."""
     case, *parts = LAYERS[layer]
     inputs = case.inputs(torch.float32)
-    expected = evaluate(of_transformers(case, *parts), inputs, DIFFERENTIABLE)
-    assert_all_close(run(implementation, on_device(inputs, device)), expected, twice(TOLERANCES))
+    expected = support.evaluate(of_transformers(case, *parts), inputs, DIFFERENTIABLE)
+    support.assert_all_close(
+        run(implementation, support.on_device(inputs, device)), expected, support.twice(TOLERANCES)
+    )
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -113,7 +104,7 @@ def test_transformers_in_bfloat16(layer):
     inputs = case.inputs(torch.bfloat16)
     inputs |= {name: inputs[name].bfloat16() for name in ("cos", "sin")}
     theirs = of_transformers(case, *parts)(**inputs)
-    exact = call(floats(inputs, torch.float64))
+    exact = call(support.floats(inputs, torch.float64))
     one = TOLERANCES[torch.bfloat16]
     for x, y, z in zip(call(inputs), theirs, exact, strict=True):
         if x is not None:
@@ -122,12 +113,12 @@ def test_transformers_in_bfloat16(layer):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("dtype", DTYPES, ids=named)
+@pytest.mark.parametrize("dtype", support.DTYPES, ids=support.named)
 @pytest.mark.parametrize("section", [None, (6, 5, 5)], ids=["one axis", "three"])
 def test_a_cache_is_tables(section, dtype, implementation, device):
     """Of the rows at the positions; also where all axes have one position."""
     case = dataclasses.replace(PLAIN, section=section, cached=True)
-    inputs = on_device(case.inputs(dtype), device)
+    inputs = support.on_device(case.inputs(dtype), device)
     cache, positions = inputs["cos_sin_cache"], inputs["positions"]
     tables = {n: x for n, x in inputs.items() if n not in ("cos_sin_cache", "positions")}
     for rows in (positions, positions[0]) if section else (positions,):
@@ -136,31 +127,31 @@ def test_a_cache_is_tables(section, dtype, implementation, device):
             cos, sin = (table.expand(3, *table.shape) for table in (cos, sin))
         expected = run(implementation, tables | {"cos": cos, "sin": sin})
         actual = run(implementation, inputs | {"positions": rows})
-        assert_same_bits(actual, expected)
+        support.assert_same_bits(actual, expected)
 
 
 @IMPLEMENTATIONS
 def test_equal_rows_of_three_axes_are_one(implementation, device):
-    inputs = on_device(PLAIN.inputs(torch.float32), device)
+    inputs = support.on_device(PLAIN.inputs(torch.float32), device)
     tables = {name: inputs[name].expand(3, *inputs[name].shape) for name in ("cos", "sin")}
     settings = {"mrope_section": [6, 5, 5], "section_layout": "interleaved"}
     expected = run(implementation, inputs)
     actual = run(implementation, inputs | tables | settings)
-    assert_same_bits(actual, expected)
+    support.assert_same_bits(actual, expected)
 
 
 @IMPLEMENTATIONS
 def test_a_table_of_one_batch_is_for_all(implementation, device):
-    inputs = on_device(PLAIN.inputs(torch.float32), device)
+    inputs = support.on_device(PLAIN.inputs(torch.float32), device)
     one = {name: inputs[name][:1] for name in ("cos", "sin")}
     each = {name: table.expand(2, -1, -1) for name, table in one.items()}
     expected = run(implementation, inputs | each)
-    assert_same_bits(run(implementation, inputs | one), expected)
+    support.assert_same_bits(run(implementation, inputs | one), expected)
 
 
 @IMPLEMENTATIONS
 def test_packed_tokens_are_a_batch_of_one(implementation, device):
-    inputs = on_device(dataclasses.replace(PLAIN, batch=1).inputs(torch.float32), device)
+    inputs = support.on_device(dataclasses.replace(PLAIN, batch=1).inputs(torch.float32), device)
     packed = inputs | {name: inputs[name][0] for name in ("qkv", "cos", "sin")}
     expected = run(implementation, inputs)
     for name, value in run(implementation, packed).items():
@@ -170,9 +161,9 @@ def test_packed_tokens_are_a_batch_of_one(implementation, device):
 @IMPLEMENTATIONS
 def test_rotation_keeps_norms(implementation, device):
     """With weights of one a head is as long as sqrt(D), whatever its angles are."""
-    inputs = on_device(PLAIN.inputs(torch.float32), device)
+    inputs = support.on_device(PLAIN.inputs(torch.float32), device)
     inputs |= {name: torch.ones_like(inputs[name]) for name in ("q_weight", "k_weight")}
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         q, k, *_ = call(inputs | {"eps": 0.0})
     for x in (q, k):
         torch.testing.assert_close(x.norm(dim=-1), torch.full_like(x[..., 0], 32**0.5))
@@ -181,9 +172,9 @@ def test_rotation_keeps_norms(implementation, device):
 @IMPLEMENTATIONS
 def test_sums_are_the_same_each_time(implementation, device):
     case = next(case for case in CASES if case.name == "qwen3.5-9b-t64")
-    inputs = on_device(case.inputs(torch.float32), device)
+    inputs = support.on_device(case.inputs(torch.float32), device)
     first, second = (run(implementation, inputs) for _ in range(2))
-    assert_same_bits(first, second)
+    support.assert_same_bits(first, second)
 
 
 # Memory
@@ -194,7 +185,7 @@ def test_views_are_the_copies(case):
     inputs = case.inputs(torch.float32)
     expected = run("cpu", inputs)
     actual = run("cpu", inputs | {"copy_rest": False})
-    assert_same_bits(actual, expected)
+    support.assert_same_bits(actual, expected)
     _, _, *rest = call(inputs | {"copy_rest": False})
     memory = inputs["qkv"].untyped_storage().data_ptr()
     assert all(x is None or x.untyped_storage().data_ptr() == memory for x in rest)
@@ -202,9 +193,9 @@ def test_views_are_the_copies(case):
 
 def gradient(implementation, device, loss):
     """Of qkv, for a loss of what the gated case gives."""
-    inputs = on_device(GATED.inputs(torch.float32), device)
+    inputs = support.on_device(GATED.inputs(torch.float32), device)
     qkv = inputs["qkv"].detach().requires_grad_()
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         (grad,) = torch.autograd.grad(loss(call(inputs | {"qkv": qkv})), qkv)
     return grad.cpu()
 
@@ -240,8 +231,8 @@ def test_heads_with_one_gradient(implementation, device):
 def test_a_wide_head_is_not_for_an_npu():
     """It is for the others, and Triton and AscendC say why not."""
     inputs = Case("wide", 2, 1, 1, 640, 640).inputs(torch.float32)
-    expected = run("reference", floats(inputs, torch.float64))
-    assert_all_close(run("cpu", inputs), expected, TOLERANCES)
+    expected = run("reference", support.floats(inputs, torch.float64))
+    support.assert_all_close(run("cpu", inputs), expected, TOLERANCES)
     arguments = op.forward.Arguments(*[None] * 19)._replace(q_weight=torch.ones(640))
     assert "heads of 640 elements" in op._why_not_triton(arguments)
     for wide, said in ((128, "heads of 640 elements"), (258, "258 rotated elements")):

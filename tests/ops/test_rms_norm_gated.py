@@ -3,23 +3,10 @@
 import itertools
 
 import pytest
+import support
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import (
-    DTYPES,
-    assert_all_close,
-    assert_fake_is_like_real,
-    copies,
-    evaluate,
-    every_implementation,
-    floats,
-    forced,
-    on_device,
-    runner,
-    twice,
-    with_gradients,
-)
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
@@ -30,14 +17,14 @@ from npu_ops.ops.rms_norm_gated import op
 from npu_ops.ops.rms_norm_gated.cases import DIFFERENTIABLE, TOLERANCES
 
 OPS = ("rms_norm_gated", "rms_norm_gated_backward")
-IMPLEMENTATIONS = every_implementation(op.forward)
+IMPLEMENTATIONS = support.every_implementation(op.forward)
 FORMULAS = pytest.mark.parametrize(
     "before, activation", list(itertools.product([True, False], ["silu", "sigmoid"]))
 )
 norm = npu_ops.rms_norm_gated
 
 
-run = runner(norm, "rms_norm_gated", DIFFERENTIABLE)
+run = support.runner(norm, "rms_norm_gated", DIFFERENTIABLE)
 
 
 def drawn(*shape, dtype=torch.float32, **settings):
@@ -71,9 +58,9 @@ def of_transformers(module):
 def test_modules_of_transformers(module, settings, implementation, device):
     """Both orders, gradients too."""
     inputs = drawn(3, 5, 48)
-    expected = evaluate(of_transformers(module), inputs, DIFFERENTIABLE)
-    actual = run(implementation, on_device(inputs, device) | settings | {"eps": 1e-5})
-    assert_all_close(actual, expected, twice(TOLERANCES))
+    expected = support.evaluate(of_transformers(module), inputs, DIFFERENTIABLE)
+    actual = run(implementation, support.on_device(inputs, device) | settings | {"eps": 1e-5})
+    support.assert_all_close(actual, expected, support.twice(TOLERANCES))
 
 
 @IMPLEMENTATIONS
@@ -81,10 +68,10 @@ def test_transformers_in_bfloat16(implementation, device):
     """It rounds twice in between, so it is up to three roundings away; ours is one from fp64."""
     inputs = drawn(64, 128, dtype=torch.bfloat16)
     theirs = of_transformers(Qwen3NextRMSNormGated(128))(**inputs)
-    actual = run(implementation, on_device(inputs, device))["output 0"].cpu()
+    actual = run(implementation, support.on_device(inputs, device))["output 0"].cpu()
     one = TOLERANCES[torch.bfloat16]
     assert_close("output", actual, theirs, Tolerance(3 * one.ratio, 3 * one.max_abs))
-    assert_close("output", actual, norm(**floats(inputs, torch.float64)), one)
+    assert_close("output", actual, norm(**support.floats(inputs, torch.float64)), one)
 
 
 @FORMULAS
@@ -98,10 +85,10 @@ def test_is_built_of_torchs_functions(before, activation):
             return torch.nn.functional.rms_norm(x, (33,), weight, 1e-6) * act(z)
         return torch.nn.functional.rms_norm(x * act(z), (33,), weight, 1e-6)
 
-    expected = evaluate(function, inputs, DIFFERENTIABLE)
+    expected = support.evaluate(function, inputs, DIFFERENTIABLE)
     settings = {"norm_before_gate": before, "activation": activation}
-    actual = evaluate(norm, inputs | settings, DIFFERENTIABLE)
-    assert_all_close(actual, expected, TOLERANCES)
+    actual = support.evaluate(norm, inputs | settings, DIFFERENTIABLE)
+    support.assert_all_close(actual, expected, TOLERANCES)
 
 
 @IMPLEMENTATIONS
@@ -109,20 +96,20 @@ def test_is_built_of_torchs_functions(before, activation):
 @pytest.mark.parametrize("group_size", [1, 8, 24, 48])
 def test_groups_are_rows_of_their_own(group_size, before, activation, implementation, device):
     inputs = drawn(5, 48, norm_before_gate=before, activation=activation, eps=0.1)
-    grouped = run(implementation, on_device(inputs, device) | {"group_size": group_size})
+    grouped = run(implementation, support.on_device(inputs, device) | {"group_size": group_size})
 
     def by_hand(x, weight, z, **settings):
         parts = (t.split(group_size, dim=-1) for t in (x, weight, z))
         return torch.cat([norm(*part, **settings) for part in zip(*parts, strict=True)], -1)
 
-    with forced("reference", *OPS):
-        expected = evaluate(by_hand, floats(inputs, torch.float64), DIFFERENTIABLE)
-    assert_all_close(grouped, expected, TOLERANCES)
+    with support.forced("reference", *OPS):
+        expected = support.evaluate(by_hand, support.floats(inputs, torch.float64), DIFFERENTIABLE)
+    support.assert_all_close(grouped, expected, TOLERANCES)
 
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize(
-    "x, weight, z", [d for d in itertools.product(DTYPES, repeat=3) if len(set(d)) > 1]
+    "x, weight, z", [d for d in itertools.product(support.DTYPES, repeat=3) if len(set(d)) > 1]
 )
 def test_mixed_dtypes(x, weight, z, implementation, device):
     """Each is read as it is, the result has x's dtype, each gradient its input's."""
@@ -130,11 +117,13 @@ def test_mixed_dtypes(x, weight, z, implementation, device):
     dtypes = dict(zip(DIFFERENTIABLE, (x, weight, z), strict=True))
     inputs = {name: inputs[name].to(dtype) for name, dtype in dtypes.items()}
     name = implementation if implementation != "cpu" or x == z else "reference"
-    actual = run(name, on_device(inputs, device))
+    actual = run(name, support.on_device(inputs, device))
     assert actual["output 0"].dtype == x
     for name, dtype in dtypes.items():
         assert actual[f"gradient of {name}"].dtype == dtype
-    assert_all_close(actual, run("reference", floats(inputs, torch.float64)), TOLERANCES)
+    support.assert_all_close(
+        actual, run("reference", support.floats(inputs, torch.float64)), TOLERANCES
+    )
 
 
 @IMPLEMENTATIONS
@@ -144,8 +133,10 @@ def test_extreme_gates(before, activation, implementation, device):
     ends = torch.tensor([0.0, 1e-4, 10.0, 88.0, 90.0, 1e3, 1e4])
     inputs = drawn(6, 14, norm_before_gate=before, activation=activation, eps=1e-3)
     inputs["z"] = torch.cat((ends, -ends)).expand(6, 14)
-    expected = run("reference", floats(inputs, torch.float64))
-    assert_all_close(run(implementation, on_device(inputs, device)), expected, TOLERANCES)
+    expected = run("reference", support.floats(inputs, torch.float64))
+    support.assert_all_close(
+        run(implementation, support.on_device(inputs, device)), expected, TOLERANCES
+    )
 
 
 @IMPLEMENTATIONS
@@ -153,8 +144,8 @@ def test_special_values(implementation, device):
     """A NaN spoils its own row and no other; rows of zeros are zeros."""
     inputs = drawn(4, 40)
     inputs["x"][0, 3], inputs["z"][2, 5], inputs["x"][3] = float("nan"), float("nan"), 0.0
-    with forced(implementation, *OPS):
-        out = norm(**on_device(inputs, device)).cpu()
+    with support.forced(implementation, *OPS):
+        out = norm(**support.on_device(inputs, device)).cpu()
     expected = of_transformers(Qwen3NextRMSNormGated(40))(**inputs)
     torch.testing.assert_close(out, expected, equal_nan=True)
     assert out[0].isnan().all() and out[2].isnan().sum() == 1 and not out[3].any()
@@ -216,11 +207,11 @@ def laid_out(make, groups):
 @IMPLEMENTATIONS
 def test_any_layout(make, groups, implementation, device):
     inputs, grad = laid_out(make, groups)
-    inputs, grad = on_device(inputs, device), grad.to(device)
+    inputs, grad = support.on_device(inputs, device), grad.to(device)
     results = []
     for change in (lambda t: t, dense):
         leaves = {name: change(inputs[name]).detach().requires_grad_() for name in DIFFERENTIABLE}
-        with forced(implementation, *OPS):
+        with support.forced(implementation, *OPS):
             out = norm(**inputs | leaves)
             results.append([out, *torch.autograd.grad(out, list(leaves.values()), change(grad))])
     for actual, expected in zip(*results, strict=True):
@@ -235,17 +226,19 @@ def test_fake_is_like_real(make, groups):
     inputs, _ = laid_out(make, groups)
     group_size = inputs.pop("group_size")
 
-    @with_gradients
+    @support.with_gradients
     def function(*tensors):
         return norm(*tensors, group_size=group_size)
 
-    assert_fake_is_like_real(function, inputs["x"].bfloat16(), inputs["weight"], inputs["z"])
+    support.assert_fake_is_like_real(
+        function, inputs["x"].bfloat16(), inputs["weight"], inputs["z"]
+    )
 
 
 def test_a_slice_of_a_fused_projection_is_not_copied():
     z = torch.randn(64, 256)[:, 64:192].unflatten(1, (4, 32))
     x, weight = torch.randn(64, 4, 32), torch.ones(32)
-    with env.override(strict=True), copies() as seen:
+    with env.override(strict=True), support.copies() as seen:
         norm(x, weight, z)
     assert seen.operators == []
     assert x.nbytes <= seen.allocated < x.nbytes + 1000
@@ -259,7 +252,7 @@ def test_gradient_of_weight_is_summed_in_fp32(implementation, device):
     """3000 rows: in bf16 the sum would stop growing at 256."""
     x = torch.ones(3000, 8).bfloat16().to(device)
     weight = torch.ones(8, device=device, requires_grad=True)
-    with forced(implementation, *OPS):
+    with support.forced(implementation, *OPS):
         out = norm(x, weight, torch.zeros_like(x), activation="sigmoid", eps=0.0)
         (grad,) = torch.autograd.grad(out, weight, torch.ones_like(out))
     expected = torch.full((8,), 1500.0)

@@ -4,6 +4,7 @@ import itertools
 import types
 
 import pytest
+import support
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,19 +18,6 @@ from mrope_calls import (
     mrope,
     qkv,
 )
-from support import (
-    assert_all_close,
-    assert_same_steps,
-    copies,
-    evaluate,
-    floats,
-    forced,
-    named,
-    parametrize_cases,
-    parametrize_dtypes,
-    train_step,
-    twice,
-)
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
@@ -41,26 +29,26 @@ from npu_ops.ops.mrope.cases import CASES, TOLERANCES
 from npu_ops.ops.mrope.reference import axis_of_frequency
 from npu_ops.ops.rope.cases import tables
 
-BOTH_ROUND = twice(TOLERANCES)
+BOTH_ROUND = support.twice(TOLERANCES)
 
 
 def run(function, implementation, inputs):
-    with forced(implementation, "mrope"):
-        return evaluate(function, inputs, ("q", "k"))
+    with support.forced(implementation, "mrope"):
+        return support.evaluate(function, inputs, ("q", "k"))
 
 
 def compare(function, inputs, dtype, implementation, device, wide=torch.float64):
-    expected = run(function, "reference", floats(inputs(dtype), wide))
+    expected = run(function, "reference", support.floats(inputs(dtype), wide))
     actual = run(function, implementation, inputs(dtype, device))
     assert all(value.dtype == dtype for value in actual.values())
-    assert_all_close(actual, expected, TOLERANCES)
+    support.assert_all_close(actual, expected, TOLERANCES)
 
 
 # The values
 
 
-@parametrize_cases([case for case in CASES if case.layout == "TND"], large=False)
-@parametrize_dtypes()
+@support.parametrize_cases([case for case in CASES if case.layout == "TND"], large=False)
+@support.parametrize_dtypes()
 @IMPLEMENTATIONS
 def test_cached_against_reference(case, dtype, implementation, device):
     compare(cached, case.cached_inputs, dtype, implementation, device)
@@ -139,7 +127,7 @@ def test_section_and_pair_layouts(
     positions = torch.randint(50, (3, 6))
     q = torch.randn(6, 1, 28)
     cos, sin = tables(positions, 24, 1e4, pair_layout, half_table)
-    with forced(implementation, "mrope"):
+    with support.forced(implementation, "mrope"):
         out, _ = mrope(
             *(q.to(device), None, cos.to(device), sin.to(device), list(section)),
             section_layout=section_layout, pair_layout=pair_layout, rotary_dim=24,
@@ -151,12 +139,12 @@ def test_section_and_pair_layouts(
 @IMPLEMENTATIONS
 @SECTION_LAYOUTS
 @PAIRS
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=named)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=support.named)
 def test_cached_form_by_hand(section_layout, pair_layout, dtype, implementation, device):
     positions = torch.randint(50, (3, 6), dtype=dtype)
     q = torch.randn(6, 1, 28)
     cache = torch.cat(tables(torch.arange(50), 24, 1e4, "half", True), -1)
-    with forced(implementation, "mrope"):
+    with support.forced(implementation, "mrope"):
         out, _ = cached(
             positions.to(device),
             q.to(device),
@@ -216,7 +204,7 @@ def test_against_transformers(module, kind, head_dim, rotary_dim, section, secti
     q, k = (x.transpose(1, 2) for x in qkv(batch, 13, 4, 2, head_dim))
     positions = torch.randint(1000, (3, batch, 13))
     merged = embedding(q, positions)
-    expected = evaluate(
+    expected = support.evaluate(
         lambda q, k: module.apply_rotary_pos_emb(q, k, *merged), {"q": q, "k": k}, ("q", "k")
     )
     angles = positions[..., None].float() * embedding.inv_freq
@@ -225,14 +213,14 @@ def test_against_transformers(module, kind, head_dim, rotary_dim, section, secti
         "q": q, "k": k, "cos": angles.cos(), "sin": angles.sin(),
         "mrope_section": section, "section_layout": section_layout,
     }  # fmt: skip
-    assert_all_close(run(mrope, "cpu", inputs), expected, BOTH_ROUND)
+    support.assert_all_close(run(mrope, "cpu", inputs), expected, BOTH_ROUND)
 
 
 # Layouts, heads, positions
 
 
 @IMPLEMENTATIONS
-@parametrize_dtypes()
+@support.parametrize_dtypes()
 @PAIRS
 @SECTION_LAYOUTS
 def test_layouts_are_equal_after_permutation(
@@ -241,7 +229,7 @@ def test_layouts_are_equal_after_permutation(
     q, k = (x.to(device) for x in qkv(dtype=dtype, dim=20))
     cos, sin = (t.to(device) for t in axes_table(2, 9, pair_layout=pair_layout))
     keywords = {"section_layout": section_layout, "pair_layout": pair_layout}
-    with forced(implementation, "mrope"):
+    with support.forced(implementation, "mrope"):
         expected = mrope(q, k, cos, sin, [4, 2, 2], layout="BSND", **keywords)
         for layout, order in LAYOUTS.items():
             strided = [x.permute(order) for x in (q, k)]
@@ -285,7 +273,7 @@ def test_k_may_have_any_number_of_heads(k_heads, implementation, device):
     q, k = (x.to(device) for x in qkv(k_heads=k_heads))
     cos, sin = (t.to(device) for t in axes_table(2, 9))
     settings = {"layout": "BSND", "section_layout": "chunked"}
-    with forced(implementation, "mrope"):
+    with support.forced(implementation, "mrope"):
         both = mrope(q, k, cos, sin, [4, 2, 2], **settings)
         alone = [mrope(x, None, cos, sin, [4, 2, 2], **settings) for x in (q, k)]
     for out, (one, none) in zip(both, alone, strict=True):
@@ -304,7 +292,7 @@ def test_equal_axes_are_plain_rope_exactly(
     table = tables(torch.randint(1000, (2, 9)), 16, 1e4, pair_layout, half_table)
     cos, sin = (t.to(device) for t in table)
     settings = {"layout": "BSND", "pair_layout": pair_layout, "rotary_dim": 16, "inverse": inverse}
-    with forced(implementation, "mrope", "rope"):
+    with support.forced(implementation, "mrope", "rope"):
         expected = npu_ops.apply_rotary_pos_emb(q, k, cos, sin, **settings)
         actual = mrope(
             q, k, cos.expand(3, *cos.shape), sin.expand(3, *sin.shape), [4, 2, 2],
@@ -323,7 +311,7 @@ def test_cached_text_positions_are_plain_rope_exactly(
     q, k = (x[0].to(device) for x in qkv(dim=24))
     cos, sin = (t.to(device) for t in tables(torch.arange(50), 16, 1e4, pair_layout, True))
     cache, positions = torch.cat((cos, sin), -1), torch.randint(50, (9,), device=device)
-    with forced(implementation, "mrope", "rope"):
+    with support.forced(implementation, "mrope", "rope"):
         text = cached(positions, q, k, cache, [4, 2, 2], section_layout, pair_layout)
         three = cached(positions.expand(3, 9), q, k, cache, [4, 2, 2], section_layout, pair_layout)
         plain = npu_ops.apply_rotary_pos_emb(
@@ -341,7 +329,7 @@ def test_cached_form_is_the_form_with_tables(section_layout, pair_layout, implem
     q, k = (x[0].to(device) for x in qkv())
     cos, sin = (t.to(device) for t in tables(torch.arange(50), 16, 1e4, pair_layout, True))
     positions = torch.randint(50, (3, 9), device=device)
-    with forced(implementation, "mrope"):
+    with support.forced(implementation, "mrope"):
         expected = mrope(
             q, k, cos[positions], sin[positions], [4, 2, 2], section_layout=section_layout,
             pair_layout=pair_layout, rotary_dim=16,
@@ -358,7 +346,7 @@ def test_cached_form_without_k_and_with_a_tail(implementation, device):
     q = torch.randn(5, 3, 24, device=device)
     cache = torch.cat(tables(torch.arange(50), 16, 1e4, "half", True), -1).to(device)
     positions = torch.randint(50, (3, 5), device=device)
-    with forced(implementation, "mrope"):
+    with support.forced(implementation, "mrope"):
         out, none = cached(positions, q, None, cache, [4, 2, 2], "interleaved", rotary_dim=16)
         alone, _ = cached(positions, q[..., :16], None, cache, [4, 2, 2], "interleaved")
     assert none is None
@@ -399,10 +387,10 @@ def test_slices_are_read_in_place(call):
         return mrope(q, k, cos, sin, [4, 2, 2], section_layout="interleaved")
 
     size = (q.numel() + k.numel()) * 4
-    with copies() as forward, env.override(strict=True):
+    with support.copies() as forward, env.override(strict=True):
         outputs = function()
     grads = [torch.randn_like(out) for out in outputs]
-    with copies() as backward, env.override(strict=True):
+    with support.copies() as backward, env.override(strict=True):
         torch.autograd.grad(outputs, (q, k), grads)
     read = 5 * positions.nbytes if call == "cached" else 0  # as their values are checked
     for seen in (forward, backward):
@@ -456,10 +444,10 @@ def test_norms_are_kept_and_the_inverse_undoes(inputs):
 @given(calls())
 @settings(max_examples=100, deadline=None)
 def test_native_is_the_reference(inputs):
-    with forced("cpu", "mrope"):
+    with support.forced("cpu", "mrope"):
         actual, _ = mrope(**inputs)
-    with forced("reference", "mrope"):
-        expected, _ = mrope(**floats(inputs, torch.float64))
+    with support.forced("reference", "mrope"):
+        expected, _ = mrope(**support.floats(inputs, torch.float64))
     assert_close("q", actual, expected, BOTH_ROUND[torch.float32])
 
 
@@ -493,7 +481,7 @@ def test_model_with_our_mrope(make, monkeypatch):
     section = model.config.rope_parameters["mrope_section"]
     positions = torch.randint(50, (3, 2, 13))
     inputs = {"input_ids": torch.randint(61, (2, 13)), "position_ids": positions}
-    expected = train_step(model, **inputs)
+    expected = support.train_step(model, **inputs)
     monkeypatch.setattr(
         getattr(module, embedding),
         "recomposition_frequencies",
@@ -504,8 +492,8 @@ def test_model_with_our_mrope(make, monkeypatch):
         lambda q, k, cos, sin: mrope(q, k, cos, sin, section, section_layout=section_layout),
     )  # fmt: skip
     with env.override(strict=True):
-        actual = train_step(model, **inputs)
-    assert_same_steps(actual, expected)
+        actual = support.train_step(model, **inputs)
+    support.assert_same_steps(actual, expected)
 
 
 # Sections that do not fill the frequencies

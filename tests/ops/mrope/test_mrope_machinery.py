@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import pytest
+import support
 import torch
 from mrope_calls import (
     IMPLEMENTATIONS,
@@ -14,16 +15,6 @@ from mrope_calls import (
     cached,
     mrope,
     qkv,
-)
-from support import (
-    assert_checkpointing_changes_nothing,
-    assert_compiled_in_place_is_eager,
-    assert_compiled_is_eager,
-    assert_fake_is_like_real,
-    forced,
-    named,
-    parametrize_dtypes,
-    with_gradients,
 )
 
 from npu_ops.ops.rope.cases import tables
@@ -48,7 +39,7 @@ def test_inplace_writes_q_and_k(section_layout, form, implementation, device):
 
     if form.endswith("flattened"):
         q, k = q.flatten(1), k.flatten(1)
-    with forced(implementation, "mrope"):
+    with support.forced(implementation, "mrope"):
         expected = function(q, k, False)
         outputs = function(q, k, True)
     for x, out, e in zip((q, k), outputs, expected, strict=True):
@@ -75,7 +66,7 @@ def operator_inputs(dtype=torch.float32, requires_grad=True, gather=False, secti
     return q, k, cos, sin, positions, [2, 1, 1], sections, "BSND", "half", False, 8
 
 
-@parametrize_dtypes(torch.float64)
+@support.parametrize_dtypes(torch.float64)
 @SECTION_LAYOUTS
 @pytest.mark.parametrize("gather", [True, False])
 def test_opcheck(dtype, section_layout, gather):
@@ -83,7 +74,7 @@ def test_opcheck(dtype, section_layout, gather):
     torch.library.opcheck(torch.ops.npu_ops.mrope.default, inputs)
 
 
-@parametrize_dtypes(torch.float64)
+@support.parametrize_dtypes(torch.float64)
 def test_opcheck_in_place(dtype):
     inputs = operator_inputs(dtype, requires_grad=False)
     torch.library.opcheck(torch.ops.npu_ops.mrope_.default, inputs)
@@ -135,14 +126,14 @@ CALLS = {
 )
 def test_compile(call, backend):
     """One graph, forward and backward equal to eager."""
-    assert_compiled_is_eager(lambda q, k: CALLS[call](q.sin(), k.sin()), qkv(), backend)
+    support.assert_compiled_is_eager(lambda q, k: CALLS[call](q.sin(), k.sin()), qkv(), backend)
 
 
 def test_compile_in_place():
     cos, sin = axes_table(2, 9)
     settings = {"section_layout": "chunked", "layout": "BSND"}
     call = functools.partial(mrope, cos=cos, sin=sin, mrope_section=[4, 2, 2], **settings)
-    assert_compiled_in_place_is_eager(call, *qkv())
+    support.assert_compiled_in_place_is_eager(call, *qkv())
 
 
 @pytest.mark.parametrize("row", [-1, 5])
@@ -162,7 +153,7 @@ def test_compiled_call_reads_no_row_outside_the_cache(axis, row):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=named)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=support.named)
 def test_autocast(dtype):
     q, k = qkv(dtype=dtype)
     cos, sin = axes_table(2, 9)
@@ -183,7 +174,7 @@ def test_checkpointing(use_reentrant):
             x.sin(), None, cos, sin, [4, 2, 2], section_layout="interleaved", layout="BSND"
         )[0]
 
-    assert_checkpointing_changes_nothing(layer, qkv()[:1], use_reentrant)
+    support.assert_checkpointing_changes_nothing(layer, qkv()[:1], use_reentrant)
 
 
 FAKE_CALLS = {
@@ -208,4 +199,4 @@ STRIDED = {
 def test_fake_is_like_real(call, strides):
     """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
     real = [STRIDED[strides](heads) for heads in (4, 2)]
-    assert_fake_is_like_real(with_gradients(FAKE_CALLS[call]), *real)
+    support.assert_fake_is_like_real(support.with_gradients(FAKE_CALLS[call]), *real)

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import support
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,19 +18,6 @@ from rope_calls import (
     table,
     to_layout,
 )
-from support import (
-    assert_all_close,
-    assert_same_steps,
-    assert_threads_change_nothing,
-    copies,
-    evaluate,
-    floats,
-    forced,
-    named,
-    on_device,
-    parametrize_dtypes,
-    train_step,
-)
 from transformers.models.cohere.modeling_cohere import rotate_half as rotate_pairs
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
@@ -42,8 +30,8 @@ from npu_ops.ops.rope.cases import CASES, TOLERANCES, tables
 
 
 def run(implementation, inputs):
-    with forced(implementation, "rope"):
-        return evaluate(rope, inputs, ("q", "k"))
+    with support.forced(implementation, "rope"):
+        return support.evaluate(rope, inputs, ("q", "k"))
 
 
 def from_layout(x, layout):
@@ -61,8 +49,10 @@ def test_hugging_face_call(unsqueeze_dim, per_batch):
     positions = torch.randint(100, (2 if per_batch else 1, 9))
     cos, sin = tables(positions, 16, 1e4, "half", False)
     inputs = {"q": q, "k": k, "cos": cos, "sin": sin, "unsqueeze_dim": unsqueeze_dim}
-    actual = evaluate(rope, inputs, ("q", "k"))
-    assert_all_close(actual, evaluate(qwen3.apply_rotary_pos_emb, inputs, ("q", "k")), BOTH_ROUND)
+    actual = support.evaluate(rope, inputs, ("q", "k"))
+    support.assert_all_close(
+        actual, support.evaluate(qwen3.apply_rotary_pos_emb, inputs, ("q", "k")), BOTH_ROUND
+    )
 
 
 def test_hugging_face_partial_rotary():
@@ -70,8 +60,8 @@ def test_hugging_face_partial_rotary():
     q, k = (x.transpose(1, 2) for x in qkv(q_heads=4, k_heads=1, dim=256))
     cos, sin = (t[None] for t in table(9, 64))
     inputs = {"q": q, "k": k, "cos": cos, "sin": sin}
-    actual = evaluate(rope, inputs, ("q", "k"))
-    assert_all_close(actual, evaluate(qwen3_next, inputs, ("q", "k")), BOTH_ROUND)
+    actual = support.evaluate(rope, inputs, ("q", "k"))
+    support.assert_all_close(actual, support.evaluate(qwen3_next, inputs, ("q", "k")), BOTH_ROUND)
     assert torch.equal(actual["output 0"][..., 64:], q[..., 64:])
 
 
@@ -79,9 +69,9 @@ def test_hugging_face_vision():
     """Qwen3-VL's vision blocks: [S, N, 72] slices of a fused qkv, tables [S, 72]."""
     q, k, _ = torch.randn(31, 3, 4, 72).bfloat16().permute(1, 0, 2, 3).unbind(0)
     inputs = {"q": q, "k": k, "cos": table(31, 72)[0], "sin": table(31, 72)[1]}
-    actual = evaluate(rope, inputs, ("q", "k"))
-    expected = evaluate(qwen3_vl.apply_rotary_pos_emb_vision, inputs, ("q", "k"))
-    assert_all_close(actual, expected, BOTH_ROUND)
+    actual = support.evaluate(rope, inputs, ("q", "k"))
+    expected = support.evaluate(qwen3_vl.apply_rotary_pos_emb_vision, inputs, ("q", "k"))
+    support.assert_all_close(actual, expected, BOTH_ROUND)
 
 
 def test_gptj_pairs_half_table():
@@ -141,7 +131,7 @@ def test_full_tables_may_differ_within_a_pair(pair_layout, implementation, devic
         matrix[:, i, partner[i]] += sign[i] * sin[:, i]
     expected = torch.einsum("tij,tnj->tni", matrix.mT if inverse else matrix, x)
     moved = (t.float().to(device) for t in (cos, sin))
-    with forced(implementation, "rope"):
+    with support.forced(implementation, "rope"):
         out, _ = rope(x.float().to(device), None, *moved, pair_layout=pair_layout, inverse=inverse)
     assert_close("x", out.cpu(), expected, TOLERANCES[torch.float32])
 
@@ -150,13 +140,13 @@ def test_full_tables_may_differ_within_a_pair(pair_layout, implementation, devic
 
 
 @IMPLEMENTATIONS
-@parametrize_dtypes()
+@support.parametrize_dtypes()
 @PAIRS
 def test_layouts_are_equal_after_permutation(dtype, pair_layout, implementation, device):
     q, k = (x.to(device) for x in qkv(dtype=dtype))
     cos, sin = (torch.randn(2, 9, 16).to(device) for _ in range(2))
     settings = {"pair_layout": pair_layout}
-    with forced(implementation, "rope"):
+    with support.forced(implementation, "rope"):
         expected = rope(q, k, cos, sin, layout="BSND", **settings)
         for layout in LAYOUTS:
             strided = [to_layout(x, layout) for x in (q, k)]
@@ -176,7 +166,7 @@ def test_layouts_are_equal_after_permutation(dtype, pair_layout, implementation,
 def test_k_may_have_any_number_of_heads(k_heads, implementation, device):
     q, k = (x.to(device) for x in qkv(k_heads=k_heads))
     cos, sin = (t.to(device) for t in table(9, 16))
-    with forced(implementation, "rope"):
+    with support.forced(implementation, "rope"):
         both = rope(q, k, cos, sin, layout="BSND")
         alone = [rope(x, None, cos, sin, layout="BSND") for x in (q, k)]
     for out, (one, none) in zip(both, alone, strict=True):
@@ -188,7 +178,7 @@ def test_heads_expanded_from_one(implementation, device):
     """Keys that groups of queries share: the stride of a head is 0."""
     q, one = (torch.randn(1, 64, heads, 16).to(device) for heads in (4, 1))
     cos, sin = (t.to(device) for t in table(64, 16))
-    with forced(implementation, "rope"):
+    with support.forced(implementation, "rope"):
         _, expected = rope(q, one.expand(q.shape).contiguous(), cos, sin, layout="BSND")
         _, actual = rope(q, one.expand(q.shape), cos, sin, layout="BSND")
     assert torch.equal(actual, expected)
@@ -200,7 +190,7 @@ def test_heads_expanded_from_one(implementation, device):
 def test_tail_is_copied(layout, pair_layout, implementation, device):
     q, k = (to_layout(x.to(device), layout) for x in qkv(dim=48))
     cos, sin = (t.to(device) for t in table(9, 32, pair_layout))
-    with forced(implementation, "rope"):
+    with support.forced(implementation, "rope"):
         outputs = rope(q, k, cos, sin, layout=layout, pair_layout=pair_layout)
         heads = rope(q[..., :32], k[..., :32], cos, sin, layout=layout, pair_layout=pair_layout)
     for x, out, head in zip((q, k), outputs, heads, strict=True):
@@ -208,17 +198,19 @@ def test_tail_is_copied(layout, pair_layout, implementation, device):
         assert torch.equal(out[..., :32], head)
 
 
-@pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=named)
-@parametrize_dtypes()
+@pytest.mark.parametrize(
+    "table_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=support.named
+)
+@support.parametrize_dtypes()
 @IMPLEMENTATIONS
 def test_table_dtypes(dtype, table_dtype, implementation, device):
     """fp32 tables stay fp32 beside bf16 q and k, and the other way round."""
     inputs = dict(zip("qk", qkv(dtype=dtype), strict=True)) | {"layout": "BSND"}
     cos, sin = (t.to(table_dtype) for t in table(9, 16))
-    expected = run("reference", floats(inputs | {"cos": cos, "sin": sin}, torch.float64))
-    moved = on_device(inputs, device)
+    expected = run("reference", support.floats(inputs | {"cos": cos, "sin": sin}, torch.float64))
+    moved = support.on_device(inputs, device)
     actual = run(implementation, moved | {"cos": cos.to(device), "sin": sin.to(device)})
-    assert_all_close(actual, expected, TOLERANCES)
+    support.assert_all_close(actual, expected, TOLERANCES)
 
 
 def fused_qkv(layout):
@@ -251,10 +243,10 @@ def test_slices_are_read_in_place(layout, call):
 
     tensors = [x for x in (q, k) if x is not None]
     size = sum(x.numel() * 4 for x in tensors)
-    with copies() as forward, env.override(strict=True):
+    with support.copies() as forward, env.override(strict=True):
         outputs = [out for out in function() if out is not None]
     grads = [torch.randn_like(out) for out in outputs]
-    with copies() as backward, env.override(strict=True):
+    with support.copies() as backward, env.override(strict=True):
         torch.autograd.grad(outputs, tensors, grads)
     tables = 2 * angles.nbytes if call == "freqs" else 0
     for seen, needed in ((forward, size + tables), (backward, size)):
@@ -295,7 +287,7 @@ def test_unused_output_needs_no_gradient():
 
 def test_threads_change_nothing():
     inputs = CASES[2].inputs(torch.bfloat16)
-    assert_threads_change_nothing(lambda: run("cpu", inputs))
+    support.assert_threads_change_nothing(lambda: run("cpu", inputs))
 
 
 TABLE_STRIDES = {
@@ -328,7 +320,7 @@ def test_tables_that_want_a_gradient_serve_where_none_is_recorded():
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=named)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=support.named)
 @pytest.mark.parametrize("layout", [*LAYOUTS, "TND"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_position_ids_take_rows(layout, dtype, shared, implementation, device):
@@ -340,7 +332,7 @@ def test_position_ids_take_rows(layout, dtype, shared, implementation, device):
     gathered = (t[positions.long()].to(device) for t in (cos, sin))
     if layout == "TND":
         gathered = (t[0] for t in gathered)
-    with forced(implementation, "rope"):
+    with support.forced(implementation, "rope"):
         expected = rope(q, k, *gathered, layout=layout)
         actual = rope(q, k, cos.to(device), sin.to(device), positions.to(device), layout=layout)
     for a, e in zip(actual, expected, strict=True):
@@ -376,13 +368,13 @@ LENGTHS = [[0], [9], [4, 5], [1, 1, 1], [3, 0, 5, 1, 0], [0, 7], [63, 1, 65]]
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=named)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=support.named)
 @PAIRS
 def test_cu_seqlens_is_a_loop_over_sequences(lengths, dtype, pair_layout, implementation, device):
     cos, sin = (t.to(device) for t in table(70, 16, pair_layout))
     q, k = torch.randn(sum(lengths), 4, 16).to(device), torch.randn(sum(lengths), 2, 16).to(device)
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype, device=device)
-    with forced(implementation, "rope"):
+    with support.forced(implementation, "rope"):
         packed = rope(q, k, cos, sin, pair_layout=pair_layout, cu_seqlens=cu_seqlens)
         pieces = [
             rope(*pair, cos[:n], sin[:n], pair_layout=pair_layout)
@@ -442,9 +434,9 @@ def test_inverse_undoes(shape, **modes):
 @settings(max_examples=80, deadline=None)
 def test_native_is_the_reference(shape, **modes):
     q, cos, sin, keywords = random_call(shape, **modes)
-    with forced("cpu", "rope"):
+    with support.forced("cpu", "rope"):
         actual, _ = rope(q, None, cos, sin, **keywords)
-    with forced("reference", "rope"):
+    with support.forced("reference", "rope"):
         expected, _ = rope(q.double(), None, cos.double(), sin.double(), **keywords)
     assert_close("q", actual, expected, BOTH_ROUND[torch.float32])
 
@@ -483,11 +475,11 @@ def test_qwen3_with_our_rope(attention, k_heads, monkeypatch):
     )  # fmt: skip
     model = qwen3.Qwen3ForCausalLM(config)
     inputs = {"input_ids": torch.randint(61, (2, 13))}
-    expected = train_step(model, **inputs)
+    expected = support.train_step(model, **inputs)
     monkeypatch.setattr(qwen3, "apply_rotary_pos_emb", rope)
     with env.override(strict=True):
-        actual = train_step(model, **inputs)
-    assert_same_steps(actual, expected)
+        actual = support.train_step(model, **inputs)
+    support.assert_same_steps(actual, expected)
 
 
 def test_qwen3_vl_vision_with_our_rope(monkeypatch):
@@ -501,6 +493,6 @@ def test_qwen3_vl_vision_with_our_rope(monkeypatch):
         "hidden_states": torch.randn(16 + 24, 3 * 2 * 16 * 16),
         "grid_thw": torch.tensor([[1, 4, 4], [1, 6, 4]]),
     }
-    expected = train_step(model, **inputs)
+    expected = support.train_step(model, **inputs)
     monkeypatch.setattr(qwen3_vl, "apply_rotary_pos_emb_vision", rope)
-    assert_same_steps(train_step(model, **inputs), expected)
+    support.assert_same_steps(support.train_step(model, **inputs), expected)

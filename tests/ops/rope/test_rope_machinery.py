@@ -3,30 +3,22 @@
 import functools
 
 import pytest
+import support
 import torch
 from rope_calls import IMPLEMENTATIONS, LAYOUTS, PAIRS, qkv, rope, rope_freqs, table, to_layout
-from support import (
-    assert_compiled_in_place_is_eager,
-    assert_compiled_is_eager,
-    assert_fake_is_like_real,
-    forced,
-    named,
-    parametrize_dtypes,
-    with_gradients,
-)
 from torch.testing import assert_close
 
 # In place
 
 
 @IMPLEMENTATIONS
-@parametrize_dtypes()
+@support.parametrize_dtypes()
 @PAIRS
 def test_inplace_writes_q_and_k(dtype, pair_layout, implementation, device):
     q, k = (x.to(device) for x in qkv(dim=24, dtype=dtype))
     cos, sin = (t.to(device) for t in table(9, 16, pair_layout))
     keywords = {"layout": "BSND", "pair_layout": pair_layout}
-    with forced(implementation, "rope"):
+    with support.forced(implementation, "rope"):
         expected = rope(q, k, cos, sin, **keywords)
         out = rope(q, k, cos, sin, inplace=True, **keywords)
     for x, o, e in zip((q, k), out, expected, strict=True):
@@ -39,7 +31,7 @@ def test_inplace_on_slices_leaves_the_rest(implementation, device):
     before = fused.clone()
     q, k, v = fused.split((4, 2, 2), dim=1)
     cos, sin = (t.to(device) for t in table(9, 16))
-    with forced(implementation, "rope"):
+    with support.forced(implementation, "rope"):
         expected = rope(q, k, cos, sin)
         assert rope(q, k, cos, sin, inplace=True)[1] is k
     assert torch.equal(fused, torch.cat((*expected, before[:, 6:]), dim=1))
@@ -87,13 +79,13 @@ def operator_inputs(dtype=torch.float32, requires_grad=True, gather=False):
     return q, k, cos, sin, positions, "BSND", "half", False, 8
 
 
-@parametrize_dtypes(torch.float64)
+@support.parametrize_dtypes(torch.float64)
 @pytest.mark.parametrize("gather", [True, False])
 def test_opcheck(dtype, gather):
     torch.library.opcheck(torch.ops.npu_ops.rope.default, operator_inputs(dtype, gather=gather))
 
 
-@parametrize_dtypes(torch.float64)
+@support.parametrize_dtypes(torch.float64)
 def test_opcheck_in_place(dtype):
     inputs = operator_inputs(dtype, requires_grad=False)
     torch.library.opcheck(torch.ops.npu_ops.rope_.default, inputs)
@@ -141,13 +133,13 @@ def test_compile(call, backend):
     """One graph, forward and backward equal to eager."""
     if backend == "inductor":
         call = {"tables": "tables"}.get(call, "freqs")
-    assert_compiled_is_eager(lambda q, k: CALLS[call](q.sin(), k.sin()), qkv(), backend)
+    support.assert_compiled_is_eager(lambda q, k: CALLS[call](q.sin(), k.sin()), qkv(), backend)
 
 
 def test_compile_in_place():
     cos, sin = table(9, 16)
     call = functools.partial(rope, cos=cos, sin=sin, layout="BSND")
-    assert_compiled_in_place_is_eager(call, *qkv())
+    support.assert_compiled_in_place_is_eager(call, *qkv())
 
 
 @pytest.mark.parametrize("row", [-1, 5, 7])
@@ -167,7 +159,7 @@ def test_compiled_call_reads_no_row_outside_the_table(row):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=named)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=support.named)
 def test_autocast(dtype):
     """q and k keep their dtype, bf16 from a linear layer or fp32; the arithmetic stays fp32."""
     q, k = qkv(dtype=dtype)
@@ -212,4 +204,4 @@ def test_fake_is_like_real(call, strides):
     """Under FakeTensorMode: shape, strides and dtype of the results and of the gradients."""
     real = [STRIDED[strides](heads) for heads in (4, 2)]
     for _ in range(2):  # a cache must not carry a fake tensor from one mode into another
-        assert_fake_is_like_real(with_gradients(FAKE_CALLS[call]), *real)
+        support.assert_fake_is_like_real(support.with_gradients(FAKE_CALLS[call]), *real)
