@@ -7,56 +7,44 @@ import inspect
 import pathlib
 import sys
 
-from megatron_checks.release import (
-    BDA,
-    ROPE,
-    attribute,
-    calls_of,
-    changed,
-    check,
-    decorated_sites,
-    import_everything,
-    snapshot,
-    states,
-    targets,
-)
+from megatron_checks import release
 from megatron_checks.results import RESULTS
 
 
-@check("late")
+@release.check("late")
 def nothing_is_registered():
-    import_everything()
+    release.import_everything()
     assert not any(type(f).__module__ == "npu_ops_import_hook" for f in sys.meta_path)
 
 
-@check("late")
+@release.check("late")
 def jit_fuser_is_undone():
     """Every function that the source decorates is compiled before and plain after."""
     import npu_ops_adapters
     import torch
     from npu_ops_adapters.megatron import jit_fuser
 
-    fixed, local = decorated_sites()
-    compiled = {path: attribute(path, module) for path, module in fixed.items()}
+    fixed, local = release.decorated_sites()
+    compiled = {path: release.attribute(path, module) for path, module in fixed.items()}
     for path, value in compiled.items():
         assert hasattr(getattr(value, "__func__", value), "_torchdynamo_orig_callable"), path
-    RESULTS["before"] = snapshot()
+    RESULTS["before"] = release.snapshot()
 
-    found = states(npu_ops_adapters.apply())
-    assert targets() < found.keys() and set(found.values()) == {"applied"}, found
-    assert len(found) - len(targets()) == len(fixed)  # each a patch of its own
+    found = release.states(npu_ops_adapters.apply())
+    assert release.targets() < found.keys() and set(found.values()) == {"applied"}, found
+    assert len(found) - len(release.targets()) == len(fixed)  # each a patch of its own
     assert set(jit_fuser.uncompiled()) == set(fixed)
-    held = snapshot()
+    held = release.snapshot()
     for path, value in compiled.items():
         holders = [key for key, other in held.items() if other is value]
         assert holders == [], f"{path} is still compiled in {holders}"
     for path, module in (fixed | local).items():
         assert sys.modules[module].jit_fuser.__name__ == "npu_ops_leave_uncompiled", path
     assert torch.compile.__module__ == "torch"
-    assert set(states(npu_ops_adapters.verify()).values()) == {"applied"}
+    assert set(release.states(npu_ops_adapters.verify()).values()) == {"applied"}
 
 
-@check("late")
+@release.check("late")
 def what_says_torch_compile_stays_compiled():
     """Some methods of the router are decorated with torch.compile itself, on purpose."""
     router = importlib.import_module("megatron.core.transformer.moe.router")
@@ -71,55 +59,55 @@ def what_says_torch_compile_stays_compiled():
     assert len(compiled) == source.count("    @torch.compile\n")
 
 
-@check("late")
+@release.check("late")
 def importers_by_value_have_ours():
     """rotary_pos_embedding imports the functions of rope_utils; so may models elsewhere."""
     module = importlib.import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
     for name in ("_apply_rotary_pos_emb_bshd", "_apply_rotary_pos_emb_thd"):
-        assert getattr(module, name) is getattr(sys.modules[ROPE], name)
+        assert getattr(module, name) is getattr(sys.modules[release.ROPE], name)
 
 
-@check("late")
+@release.check("late")
 def a_model_trains_uncompiled():
     import megatron_cpu
     import torch
 
     for position in ("rope", "mrope"):
         model = megatron_cpu.gpt(position, bias_dropout_fusion=True, apply_rope_fusion=True)
-        result, calls = calls_of("bias_dropout_add", megatron_cpu.step, model)
+        result, calls = release.calls_of("bias_dropout_add", megatron_cpu.step, model)
         assert calls == 4 and torch.isfinite(result["loss"])
     assert not torch._dynamo.utils.counters["frames"]
 
 
-@check("late")
+@release.check("late")
 def every_object_is_put_back():
     import npu_ops_adapters
 
     assert {row.sentence for row in npu_ops_adapters.revert()} == {"reverted"}
-    assert changed(RESULTS["before"], snapshot()) == []
+    assert release.changed(RESULTS["before"], release.snapshot()) == []
 
 
-@check("late")
+@release.check("late")
 def it_can_be_applied_and_put_back_again():
     import npu_ops_adapters
 
-    assert set(states(npu_ops_adapters.apply()).values()) == {"applied"}
-    assert states(npu_ops_adapters.apply()) == states(npu_ops_adapters.plan())
+    assert set(release.states(npu_ops_adapters.apply()).values()) == {"applied"}
+    assert release.states(npu_ops_adapters.apply()) == release.states(npu_ops_adapters.plan())
     npu_ops_adapters.revert()
-    assert changed(RESULTS["before"], snapshot()) == []
+    assert release.changed(RESULTS["before"], release.snapshot()) == []
 
 
-@check("late")
+@release.check("late")
 def modules_run_again_are_patched_again():
     import npu_ops_adapters
 
     npu_ops_adapters.apply()
-    for name in (BDA, ROPE):
+    for name in (release.BDA, release.ROPE):
         importlib.reload(sys.modules[name])
-        found = states(npu_ops_adapters.verify())
-        assert targets() <= found.keys() and set(found.values()) == {"applied"}, found
-    train = sys.modules[BDA].bias_dropout_add_fused_train
-    assert inspect.unwrap(train).__globals__ is vars(sys.modules[BDA])
+        found = release.states(npu_ops_adapters.verify())
+        assert release.targets() <= found.keys() and set(found.values()) == {"applied"}, found
+    train = sys.modules[release.BDA].bias_dropout_add_fused_train
+    assert inspect.unwrap(train).__globals__ is vars(sys.modules[release.BDA])
     assert train.__wrapped__ is inspect.unwrap(train)  # once
     npu_ops_adapters.revert()
-    assert sys.modules[BDA].bias_dropout_add_unfused.__module__ == BDA
+    assert sys.modules[release.BDA].bias_dropout_add_unfused.__module__ == release.BDA

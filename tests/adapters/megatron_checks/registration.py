@@ -6,47 +6,37 @@ import inspect
 import sys
 import types
 
-from megatron_checks.release import (
-    BDA,
-    attribute,
-    changed,
-    check,
-    decorated_sites,
-    import_everything,
-    snapshot,
-    states,
-    targets,
-)
+from megatron_checks import release
 
 
-@check("early")
+@release.check("early")
 def registered_as_torch_is_imported():
     import npu_ops_import_hook
 
     assert type(sys.meta_path[0]).__module__ == npu_ops_import_hook.__name__, sys.meta_path
     assert "npu_ops_adapters" not in sys.modules and "npu_ops" not in sys.modules
-    import_everything()
+    release.import_everything()
     assert "npu_ops_adapters" in sys.modules
 
 
-@check("early")
+@release.check("early")
 def every_patch_is_applied():
     import npu_ops_adapters
 
-    assert states(npu_ops_adapters.plan()) == dict.fromkeys(targets(), "applied")
-    assert states(npu_ops_adapters.verify()) == dict.fromkeys(targets(), "applied")
+    assert release.states(npu_ops_adapters.plan()) == dict.fromkeys(release.targets(), "applied")
+    assert release.states(npu_ops_adapters.verify()) == dict.fromkeys(release.targets(), "applied")
 
 
-@check("early")
+@release.check("early")
 def jit_fuser_compiles_nothing():
     """The names that our decorator saw are those in the source, and none is compiled."""
     from npu_ops_adapters.megatron import jit_fuser
 
-    fixed, local = decorated_sites()
+    fixed, local = release.decorated_sites()
     assert len(fixed) > 20
     assert set(jit_fuser.uncompiled()) == set(fixed)
     for path, module in fixed.items():
-        value = attribute(path, module)
+        value = release.attribute(path, module)
         function = inspect.unwrap(getattr(value, "__func__", value))
         assert not hasattr(function, "_torchdynamo_orig_callable"), path
     for path, module in local.items():  # decorated when a layer is built
@@ -54,16 +44,16 @@ def jit_fuser_compiles_nothing():
         assert sys.modules[module].jit_fuser(function) is function
 
 
-@check("early")
+@release.check("early")
 def applied_twice_is_applied_once():
     import npu_ops_adapters
 
-    before = snapshot()
-    assert states(npu_ops_adapters.apply()) == dict.fromkeys(targets(), "applied")
-    assert changed(before, snapshot()) == []
+    before = release.snapshot()
+    assert release.states(npu_ops_adapters.apply()) == dict.fromkeys(release.targets(), "applied")
+    assert release.changed(before, release.snapshot()) == []
 
 
-@check("early")
+@release.check("early")
 def rope_fusion_is_a_valid_configuration():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -71,10 +61,10 @@ def rope_fusion_is_a_valid_configuration():
     assert TransformerConfig(**config, apply_rope_fusion=True).apply_rope_fusion
 
 
-@check("early")
+@release.check("early")
 def a_layer_takes_our_functions():
     """Megatron's build_module takes plain functions and classes only."""
-    module = sys.modules[BDA]
+    module = sys.modules[release.BDA]
     for function in (
         module.bias_dropout_add_fused_train,
         module.bias_dropout_add_fused_inference,
