@@ -19,11 +19,6 @@ from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import causal_conv1d_update, models
 
-_CLASSES = {
-    "qwen3_next": "Qwen3NextGatedDeltaNet",
-    "qwen3_5": "Qwen3_5GatedDeltaNet",
-    "qwen3_5_moe": "Qwen3_5MoeGatedDeltaNet",
-}
 _NAMES = ("self", "hidden_states", "cache_params", "attention_mask", "kwargs")
 
 
@@ -31,7 +26,7 @@ def patches() -> Iterable[Patch]:
     """The layer's `forward`, where a cache says what it knows of a layer (5.23)."""
     cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
     if hasattr(cache, "get_conv_state"):
-        for model, name in _CLASSES.items():
+        for model, name in models.delta_net_classes("GatedDeltaNet").items():
             yield from models.replaced(
                 (model,), f"{name}.forward", "gated_delta_rule_update", ours, _NAMES
             )

@@ -55,6 +55,12 @@ def home(model: str) -> str:
     return f"transformers.models.{model}.modeling_{model}"
 
 
+def delta_net_classes(kind: str) -> dict[str, str]:
+    """The class of a kind, e.g. "RMSNorm", in each model with Gated Delta Net."""
+    begin = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
+    return {model: f"{name}{kind}" for model, name in zip(DELTA_NET, begin, strict=True)}
+
+
 def having(models: Names, name: str) -> Names:
     """Those of the models that are imported and have `name`, which some versions have not."""
     return tuple(model for model in models if name in vars(sys.modules.get(home(model), object)))

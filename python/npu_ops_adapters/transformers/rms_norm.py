@@ -23,11 +23,6 @@ _CLASSES = {
     "qwen3_vl_moe": "Qwen3VLMoeTextRMSNorm",
 }
 # Their weight is what is added to 1.
-_ZERO_CENTERED = {
-    "qwen3_next": "Qwen3NextRMSNorm",
-    "qwen3_5": "Qwen3_5RMSNorm",
-    "qwen3_5_moe": "Qwen3_5MoeRMSNorm",
-}
 
 
 def patches() -> Iterable[Patch]:
@@ -35,7 +30,7 @@ def patches() -> Iterable[Patch]:
     for model, name in _CLASSES.items():
         if model not in models.QWEN2_VL or models.having((model,), name):
             yield from _patch(model, name, ours, ("self", "hidden_states"))
-    for model, name in _ZERO_CENTERED.items():
+    for model, name in models.delta_net_classes("RMSNorm").items():
         yield from _patch(model, name, ours_zero_centered, ("self", "x"))
 
 

@@ -11,16 +11,10 @@ from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
 
-_CLASSES = {
-    "qwen3_next": "Qwen3NextRMSNormGated",
-    "qwen3_5": "Qwen3_5RMSNormGated",
-    "qwen3_5_moe": "Qwen3_5MoeRMSNormGated",
-}
-
 
 def patches() -> Iterable[Patch]:
     """The method that normalises, multiplies and rounds."""
-    for model, name in _CLASSES.items():
+    for model, name in models.delta_net_classes("RMSNormGated").items():
         yield from models.replaced(
             (model,), f"{name}.forward", "rms_norm_gated", ours, ("self", "hidden_states", "gate")
         )
