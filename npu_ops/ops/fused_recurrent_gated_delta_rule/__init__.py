@@ -52,14 +52,8 @@ def fused_recurrent_gated_delta_rule(
         initial_state: fp32 `[N, HV, K, V]` for N sequences; None is 0.
         output_final_state: whether to return the states after the last tokens.
         use_qk_l2norm_in_kernel: q and k are divided by `sqrt(sum(x^2) + 1e-6)` first, in fp32.
-        use_gate_in_kernel: g is raw and becomes `-exp(A_log) softplus(g + dt_bias)` (`gdn_gate`).
-        A_log, dt_bias: `[HV]`, for `use_gate_in_kernel` alone; dt_bias may be None.
-        use_beta_sigmoid_in_kernel: beta is raw and becomes its sigmoid, in fp32.
-        allow_neg_eigval: that sigmoid is doubled.
-        state_v_first: states are `[N, HV, V, K]`.
-        cu_seqlens: int32 or int64 `[N + 1]`, with B = 1: the starts of N sequences and their end,
-            0 first, T or less last. A sequence may be empty; its state passes through. Tokens
-            behind the last one get 0, in o and in gradients.
+        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        state_v_first, cu_seqlens: as in `chunk_gated_delta_rule`.
 
     Returns:
         o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable, once,
