@@ -291,6 +291,20 @@ def test_each_kind_of_core_has_its_range():
         assert tuple(factors) == pytest.approx(PRICES.within(kind))
 
 
+def test_pytorch_computes_with_the_indices_that_a_kernel_writes():
+    """How long the segments of a long sequence are, it derives from what a kernel of ours wrote."""
+    q = torch.empty(1, 8192, 2, 128, dtype=torch.bfloat16)
+    gates = torch.zeros(1, 8192, 2)
+    inputs = {"q": q, "k": q, "v": q, "g": gates, "beta": gates}
+    launches = model.of_call("call", SOC, npu_ops.chunk_gated_delta_rule, inputs)
+    ends = next(launch for launch in launches if launch.name == "ends_kernel")
+    starts, chunks = (
+        x.tolist() for x in ends.values if isinstance(x, torch.Tensor) and x.dtype == torch.int32
+    )
+    assert starts == sorted(starts) and (starts[0], starts[-1]) == (0, 8192)
+    assert [64 * chunk for chunk in chunks] == starts[:-1]
+
+
 def test_what_an_earlier_kernel_writes_is_not_known():
     lengths = torch.tensor([3, 5])
     assert _loader(set())(lengths[1:], 0) == 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from npu_ops_emulator import vendor
 
@@ -86,20 +86,27 @@ def forward_and_backward(function, inputs: dict, wrt: tuple[str, ...]) -> None:
 
 
 @contextlib.contextmanager
-def recorded(case: str) -> Iterator[list[Launch]]:
-    """Record the kernels launched in a block instead of running them."""
+def recorded(case: str, run: Callable[[Launch], None] | None = None) -> Iterator[list[Launch]]:
+    """Record the kernels launched in a block instead of running them.
+
+    run: called with each, before the code behind the launch goes on.
+    """
     vendor.frontend()
     from triton.runtime.jit import JITFunction
 
     found: list[Launch] = []
-    run = JITFunction.run
-    JITFunction.run = lambda kernel, *args, grid, warmup, **named: found.append(
-        _specialised(case, kernel, args, named, grid)
-    )
+
+    def record(kernel, *args, grid, warmup, **named):
+        found.append(_specialised(case, kernel, args, named, grid))
+        if run:
+            run(found[-1])
+
+    before = JITFunction.run
+    JITFunction.run = record
     try:
         yield found
     finally:
-        JITFunction.run = run
+        JITFunction.run = before
 
 
 def _specialised(case: str, kernel, args: tuple, named: dict, grid) -> Launch:

@@ -1,6 +1,6 @@
 """Runs a kernel in Triton's interpreter, to learn the index tensors that it writes.
 
-Later kernels of the same call take loop bounds from them.
+Later kernels of the same call take loop bounds from them, and PyTorch computes with them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,14 @@ sys.stdout.buffer.write(found.getvalue())
 """
 
 
-def fill(launch: Launch) -> None:
-    """Run the kernel of a launch on its tensors, in place. All of them must be int32."""
+def has_indices_alone(launch: Launch) -> bool:
+    return all(x.dtype == torch.int32 for x in launch.values if isinstance(x, torch.Tensor))
+
+
+def of_indices(launch: Launch) -> None:
+    """Run the kernel of a launch on its tensors, in place, if all of them are int32."""
+    if not has_indices_alone(launch):
+        return
     arguments = dict(launch.constants)
     arguments |= dict(zip((name for name, _ in launch.signature), launch.values, strict=True))
     tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}

@@ -13,6 +13,7 @@ from npu_ops.core import cases, hardware, registry
 from npu_ops_tools.compile.files import from_file
 from npu_ops_tools.compile.launches import Launch, forward_and_backward, recorded
 from npu_ops_tools.launches import Counter, seen_in_our_operators
+from npu_ops_tools.model import interpreted
 
 SHOWN = 6  # names of cases in an error
 
@@ -63,7 +64,7 @@ def of_call(
     """Every launch of a call and of its backward, as on an NPU with `soc`."""
     target = soc.removesuffix("-1")
     with (
-        recorded(label) as found,
+        recorded(label, interpreted.of_indices) as found,
         registry.as_if_on("npu"),
         hardware.as_if_soc(target, vendor.cores(target)),
     ):

@@ -86,18 +86,15 @@ def predict_all(
 ) -> Iterator[Prediction]:
     """Predict each launch of a call, in order.
 
-    The values that a kernel writes are unknown to later ones, unless all of its tensors are int32
-    and known: such a kernel is interpreted.
+    The values that a kernel writes are unknown to later ones, unless all of its tensors are int32:
+    such a kernel was interpreted when it was recorded.
     """
     written: list[torch.Tensor] = []
     for launch in launches:
         module = module_of(launch, soc)
         yield _predict(launch, soc, module, written, spans)
-        tensors = [value for value in launch.values if isinstance(value, torch.Tensor)]
-        is_known = _storages(written).isdisjoint(_storages(tensors))
-        if is_known and all(x.dtype == torch.int32 for x in tensors):
-            interpreted.fill(launch)
-        else:
+        if not interpreted.has_indices_alone(launch):
+            tensors = [value for value in launch.values if isinstance(value, torch.Tensor)]
             written += [x for kind, x in zip(module.pointers, tensors) if kind != "input"]  # noqa: B905
 
 
