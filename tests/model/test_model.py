@@ -1,5 +1,6 @@
 """What the model makes of a compiled kernel: values, order among pipes, refusals."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -277,6 +278,15 @@ def test_an_op():
     assert prediction.us < prediction.low_us < prediction.likely_us < prediction.high_us
     assert prediction.limit_us < prediction.us and 0 < prediction.of_limit < 1
     assert prediction.programs == 8 and prediction.waves == 1
+
+
+def test_the_limit_of_a_launch_is_of_the_part_that_it_moves():
+    """Of a large tensor it copies 65536 elements."""
+    x, out = (torch.empty(1 << 24) for _ in range(2))
+    (launch,) = model.kernel_of_file(*ADD_KERNEL[:1], ADD_KERNEL[2], ADD_KERNEL[4], 16)
+    whole = dataclasses.replace(launch, values=(x, x.clone(), out, *launch.values[3:]))
+    found = [model.predict(each, SOC) for each in (launch, whole)]
+    assert found[0].limit_us == found[1].limit_us
 
 
 def test_each_kind_of_core_has_its_range():

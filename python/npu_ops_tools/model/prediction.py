@@ -26,9 +26,9 @@ class Prediction:
     busiest, or "waiting" where none is half of the time.
     shares: pipe -> which part of the busiest core's time it is busy.
     loaded, stored: from and to the tensors; workspace: what cube and vector cores hand to each
-    other. limit_us: what the tensors' bytes, moved once, take. balance: the mean core's
-    work over the busiest one's. assumed: vectors decide between two numbers, as where lengths are
-    checked, and the first was taken: that of lengths that are right.
+    other. limit_us: what the bytes of the tensors take that it moves, each once. balance: the mean
+    core's work over the busiest one's. assumed: vectors decide between two numbers, as where
+    lengths are checked, and the first was taken: that of lengths that are right.
     """
 
     kernel: str
@@ -124,6 +124,7 @@ def _predict(
 
 
 def _summary(launch, soc, module, time, prices, footprint, grid) -> Prediction:
+    needed = min(footprint, time.moved.get("loaded", 0.0) + time.moved.get("stored", 0.0))
     first = max(time.programs, key=lambda walked: walked.time)
     shares = {name: busy / first.time for name, busy in sorted(first.busy.items())}
     low, likely, high = (time.total * factor for factor in prices.within(module.core))
@@ -132,7 +133,7 @@ def _summary(launch, soc, module, time, prices, footprint, grid) -> Prediction:
         high_us=high,
         bottleneck=_bottleneck(time, shares), shares=shares,
         loaded=time.moved.get("loaded", 0.0), stored=time.moved.get("stored", 0.0),
-        workspace=time.moved.get("workspace", 0.0), limit_us=footprint / prices.memory,
+        workspace=time.moved.get("workspace", 0.0), limit_us=needed / prices.memory,
         balance=time.balance, programs=grid[0] * grid[1] * grid[2], waves=time.waves,
         core=module.core, assumed=any(each.assumed for each in time.programs),
         spans=first.spans or time.programs[0].spans,
