@@ -6,10 +6,12 @@ import sys
 
 import pytest
 import torch
-from support import devices, named
+from support import devices, forced, named
+from torch._subclasses.fake_tensor import is_fake
 
 import npu_ops
 from npu_ops import products
+from npu_ops.ops.linear import op
 
 every_device = pytest.mark.parametrize("device", [d for d in devices() if d != "cuda"])
 MODES = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -116,6 +118,16 @@ def test_a_format_of_the_vendors_is_an_error(replaced, monkeypatch):
     x, weight, bias = drawn()
     with pytest.raises(ValueError, match="weight: got the vendor's format 29, needs ND .*NZ=0"):
         torch.nn.functional.linear(x, weight, bias)
+
+
+def test_a_graph_meets_a_format_of_the_vendors_when_it_runs(monkeypatch):
+    """Of what is traced nobody knows it."""
+    monkeypatch.setattr(op, "format_why_not", lambda x: None if is_fake(x) else "format 29")
+    x, weight, bias = drawn()
+    with forced("reference", "linear"):
+        compiled = torch.compile(npu_ops.linear, backend="aot_eager", fullgraph=True)
+        with pytest.raises(ValueError, match="x: got format 29, needs ND"):
+            compiled(x, weight, bias)
 
 
 def test_the_setting_replaces_them_and_nothing_else_does():

@@ -28,6 +28,14 @@ def _format_why_not(arguments) -> str | None:
     return None
 
 
+def _by_reference(x, weight, bias):
+    """No fallback for the vendor's formats, which the reference would give other bits."""
+    for name, tensor in (("x", x), ("weight", weight)):
+        if why := format_why_not(tensor):
+            raise ValueError(f"{name}: got {why}, needs ND")
+    return reference.linear(x, weight, bias)
+
+
 def _nothing_to_add(arguments) -> bool:
     return not (arguments.x.numel() and arguments.weight.numel())
 
@@ -40,7 +48,7 @@ forward = Operator(
     "linear",
     "Tensor x, Tensor weight, Tensor? bias -> out",
     new=_outputs,
-    reference=reference.linear,
+    reference=_by_reference,
     lay_out=_LAY_OUT,
     why_not={"triton_ascend": _format_why_not},
     is_empty=_nothing_to_add,
