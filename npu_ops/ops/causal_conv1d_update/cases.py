@@ -242,13 +242,18 @@ OPTIONS = [
 _FIVE_TAPS = {
     "weight": shaped(8, 5), "conv_state": shaped(4, 8, 4), "intermediate_conv_window": None,
 }  # fmt: skip
+_CHANNELS_IN_ONE_PIECE = {
+    name: lambda right: right.mT.contiguous().mT
+    for name in ("weight", "conv_state", "intermediate_conv_window")
+}
 DECLINED = [
-    *declined("causal_conv1d_update", "ascendc",
+    *(one for given in ({}, _CHANNELS_IN_ONE_PIECE)
+      for one in declined("causal_conv1d_update", "ascendc",
         ("a filter of 5 taps has more than 4", _FIVE_TAPS),
         *((f"neither channels nor columns of {name} lie in one piece", {name: _in_pieces})
           for name in ("weight", "conv_state")),
         ("neither channels nor columns of window lie", {"intermediate_conv_window": _in_pieces}),
-    ),
+        given=given)),
     *declined("causal_conv1d_update", "triton_ascend",
         ("a filter of 5 taps has more than 4", _FIVE_TAPS)),
 ]  # fmt: skip
