@@ -140,7 +140,7 @@ class Operator:
         arguments = [argument.name for argument in (*self.takes, *self.writes)]
         written = [*(a.name for a in self.takes if a.is_written), *outputs]
         usual = self._usual(why_not or {}, aclnn, fla_npu, ascendc, cpu_in_python)
-        self.table = Table(name, usual, arguments, written)
+        self.table = Table(name, usual, arguments, written, self.op)
         self._call = library.operator(self._schema(), self.run, self._fake)
 
     def __call__(self, *inputs):

@@ -95,7 +95,7 @@ class Table:
     """The ordered implementations of one op. The first that has nothing against a call runs it.
 
     arguments: the names of what implementations take, those of a group one by one. writes: which of
-    them are written. Tools call tensors by these.
+    them are written. Tools call tensors by these. folder: of npu_ops/ops, where it is declared.
     """
 
     tables: dict[str, Table] = {}
@@ -106,13 +106,14 @@ class Table:
         implementations: Sequence[Implementation],
         arguments: Sequence[str] = (),
         writes: Sequence[str] = (),
+        folder: str = "",
     ):
         if op in Table.tables:
             raise ValueError(f"op {op!r} is registered already")
         names = [i.name for i in implementations]
         if len(set(names)) != len(names):
             raise ValueError(f"op {op!r}: an implementation is registered twice in {names}")
-        self.op = op
+        self.op, self.folder = op, folder or op
         self.implementations = tuple(implementations)
         self.arguments, self.writes = tuple(arguments), frozenset(writes)
         self._meant_for: dict[str, tuple[Implementation, ...]] = {}

@@ -131,6 +131,7 @@ def test_a_module_that_this_version_has_not():
     [
         ({"rope": "cpu"}, None),
         ({"rope_backward": "cpu"}, None),
+        ({"add_rms_norm": "cpu"}, None),
         ({"rope": "triton_ascend"}, "NPU_OPS_IMPL=rope=triton_ascend: it runs on no device here"),
         ({"rope": "aclnn"}, "NPU_OPS_IMPL=rope=aclnn: it runs on no device here"),
         ({"attention": "aclnn"}, "NPU_OPS_IMPL=attention=aclnn: it runs on no device here"),

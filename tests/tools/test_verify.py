@@ -16,8 +16,8 @@ from test_cli import call, command
 from torch.utils._python_dispatch import TorchDispatchMode
 from verify_faults import faulty, job, ranks, width
 
-from npu_ops.core import hardware, preferences, rng
-from npu_ops.core.registry import Table
+from npu_ops.core import cases, hardware, preferences, rng
+from npu_ops.core.registry import Table, launched_by
 
 LIMIT = 12.0
 pytestmark = pytest.mark.xdist_group("verify")  # one run with faults
@@ -275,6 +275,24 @@ def test_what_drops_takes_nothing_from_the_host():
 
 
 # Reports
+
+
+@pytest.mark.parametrize("op", ops())
+def test_an_implementation_runs_every_operator_of_its_op(op):
+    """Of each public function, backward too."""
+    launch, chosen = Table.launch, {}
+
+    def noted(table, implementation, arguments):
+        chosen[table.op] = implementation.name
+        launch(table, implementation, arguments)
+
+    functions = {cases.function(op, case): case for case in jobs.representative(op)}
+    for case in functions.values():
+        named = jobs.Job("check", op, "reference", case.name, "float32", tokens=jobs.few(case))
+        with launched_by(noted):
+            checks.Subject(named, torch.device("cpu")).results()
+    mine = {name: by for name, by in chosen.items() if Table.tables[name].folder == op}
+    assert len(mine) >= len(functions) and set(mine.values()) == {"reference"}
 
 
 def test_reports_have_no_names(monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from npu_ops.core import cases, env, library, rng
+from npu_ops.core import cases, env, library, preferences, rng
 from npu_ops.core.compare import assert_close, error_ratio, max_error
 from npu_ops.core.registry import Table, explain
 from npu_ops_tools import parity
@@ -41,8 +41,11 @@ class Subject:
 
     @contextlib.contextmanager
     def forced(self) -> Iterator[None]:
-        """The implementation runs the op and its backward; what drops, drops always the same."""
-        with env.override(impl={self.job.op: self.job.implementation}), one_mask():
+        """The implementation runs all operators of the op that it has; what drops, drops always the
+        same."""
+        name = self.job.implementation
+        having = [op for op in tables(self.job.op) if name in preferences.implementations[op]]
+        with env.override(impl=dict.fromkeys(having, name)), one_mask():
             yield
 
     def refuse_what_it_declines(self) -> None:
@@ -276,5 +279,5 @@ def _warm_up(backend, subject: Subject) -> None:
 
 
 def tables(op: str) -> list[str]:
-    """The names of an op's tables: its own, and its backward's."""
-    return [name for name in Table.tables if name.removesuffix("_backward") == op]
+    """The names of an op's tables: one of each operator, forward and backward."""
+    return [name for name, table in Table.tables.items() if table.folder == op]
