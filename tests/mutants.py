@@ -207,13 +207,17 @@ def put_in_place(changed: dict[tuple, types.CodeType]) -> None:
             one.__code__ = changed[identity(one.__code__)]
 
 
+def module_name(path: str | pathlib.Path) -> str:
+    parts = pathlib.Path(path).relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
 class Finder:
     """Imports a mutant in place of its module."""
 
     def __init__(self, mutant: Mutant):
         self.mutant = mutant
-        self.name = ".".join(pathlib.Path(mutant.file).with_suffix("").parts)
-        self.name = self.name.removesuffix(".__init__")
+        self.name = module_name(mutant.path)
 
     def find_spec(self, name, path=None, target=None):
         if name != self.name:
@@ -258,6 +262,8 @@ class Verdicts:
 
     def _of_functions(self, session, items, mutants) -> None:
         names = {str(path) for path in python_mutations.files(self.op)}
+        for path in names:  # before they are imported, their functions cannot be changed
+            importlib.import_module(module_name(path))
         known = in_a_fork(lambda: [traced(lambda i=i: session.passes(i), names) for i in items])
         right = [
             (seconds, {tuple(line) for line in lines}, item)
