@@ -126,6 +126,17 @@ def test_what_no_kernel_writes_is_nan(call):
     assert all(out.isnan().all() for out in outputs if out is not None)
 
 
+@pytest.mark.parametrize("op", ops())
+def test_a_call_without_tokens_launches_no_kernel(op):
+    """Of each function: a grid of no programs is an error on an NPU."""
+    launched = []
+    for case in {cases.function(op, case): case for case in cases.of(op).CASES}.values():
+        empty = dataclasses.replace(case, tokens=0, large=False)
+        with launched_by(lambda table, chosen, arguments: launched.append(table.op)):
+            results(op, cases.function(op, case), empty.inputs(torch.float32), ())
+    assert not launched
+
+
 def of_options():
     """(op, option, implementation, device)."""
     for op in ops():

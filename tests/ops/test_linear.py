@@ -1,10 +1,14 @@
 """linear: what it alone promises. What every op promises: test_contract.py."""
 
+import sys
+import types
+
 import pytest
 import torch
 from support import every_implementation, forced, named, on_device
 
 import npu_ops
+from npu_ops.core.registry import launched_by
 from npu_ops.ops.linear import op
 
 IMPLEMENTATIONS = every_implementation(op.forward)
@@ -78,3 +82,32 @@ def test_leading_dimensions_and_nothing_to_add(implementation, device, shape):
         gradients, torch.autograd.grad(expected.sum(), (x, weight, bias)), strict=True
     ):
         torch.testing.assert_close(own.cpu(), theirs)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows, depth, columns", [(0, 40, 5), (3, 40, 0), (3, 0, 5)])
+def test_no_kernel_is_launched_where_there_is_nothing_to_add(rows, depth, columns, with_bias):
+    given = drawn(rows, depth, columns, torch.float32)
+    given["bias"] = given["bias"] if with_bias else None
+    with launched_by(lambda table, chosen, arguments: pytest.fail(f"{table.op} is launched")):
+        out = npu_ops.linear(**given)
+    expected = torch.zeros(rows, columns) + (given["bias"] if with_bias else 0)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    "number, why_not", [(-1, None), (2, None), (30, None), (29, "the vendor's format 29")]
+)
+def test_a_matrix_without_rows_is_declined(number, why_not, monkeypatch):
+    """x or weight; torch_npu says in which format an NPU keeps a matrix."""
+    numbers = {"npu": number, "npu with rows": 2}
+    double = types.SimpleNamespace(get_npu_format=lambda x: numbers[x.name])
+    monkeypatch.setitem(sys.modules, "torch_npu", double)
+    here = types.SimpleNamespace(device=torch.device("cpu"))
+    there, rows = (
+        types.SimpleNamespace(device=types.SimpleNamespace(type="npu"), name=name)
+        for name in numbers
+    )
+    for x, weight, of in ((there, rows, "x"), (rows, there, "weight"), (here, here, None)):
+        said = op._format_why_not(types.SimpleNamespace(x=x, weight=weight))
+        assert said == (f"{of} has {why_not}" if of and why_not else None)
