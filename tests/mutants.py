@@ -40,6 +40,8 @@ CONTRACT = (
     "test_contract", "test_declined_calls", "test_every_function", "test_index_values",
     "test_wrong_calls",
 )  # fmt: skip
+# Which further files that all ops share have tests of an op.
+SHARED = ("test_defaults", "test_lengths")
 # Tests of an op in files that do not have its name.
 MORE = {
     "causal_conv1d": ("test_context_parallel", "test_fla_npu", "test_wide_filters"),
@@ -50,7 +52,11 @@ MORE = {
         "test_fla_npu",
         "test_invariance",
     ),
-    "fused_recurrent_gated_delta_rule": ("test_delta_rules",),
+    "fused_recurrent_gated_delta_rule": (
+        "test_context_parallel",
+        "test_delta_rules",
+        "chunk_gated_delta_rule/test_unfinished",
+    ),
     "gated_delta_rule_update": ("test_fla_npu", "test_invariance"),
     "gdn_gate": ("test_softplus",),
 }
@@ -67,7 +73,7 @@ def test_files(op: str, contract_only: bool) -> list[str]:
     folder = TESTS / "ops"
     files = [folder / f"{name}.py" for name in CONTRACT]
     if not contract_only:
-        files += [folder / f"{name}.py" for name in MORE.get(op, ())]
+        files += [folder / f"{name}.py" for name in (*SHARED, *MORE.get(op, ()))]
         files += sorted([*folder.glob(f"test_{op}*.py"), *(folder / op).glob("test_*.py")])
     return list(map(str, dict.fromkeys(files)))
 
@@ -79,7 +85,8 @@ def is_of(item, op: str, calls: set[str]) -> bool:
         return False
     values = given.params.values()
     named = {str(getattr(value, "call", value)).partition("-")[0] for value in values}
-    return bool({op, *calls} & (named | {getattr(value, "__name__", "") for value in values}))
+    named |= {getattr(value, name, "") for value in values for name in ("__name__", "op")}
+    return bool({op, *calls} & named)
 
 
 def words_of(item) -> set[str]:
@@ -97,7 +104,8 @@ class Session:
         from npu_ops.core import cases
 
         calls = {str(call) for call in cases.of(self.op).CALLS}
-        kept = [i for i in items if i.path.stem not in CONTRACT or is_of(i, self.op, calls)]
+        shared = {*CONTRACT, *SHARED}
+        kept = [i for i in items if i.path.stem not in shared or is_of(i, self.op, calls)]
         items[:] = [i for i in kept if not (i.get_closest_marker("slow") or LONG & words_of(i))]
 
     def pytest_runtest_logreport(self, report):

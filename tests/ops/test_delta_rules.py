@@ -14,7 +14,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 import npu_ops
 from npu_ops.core import cases
 from npu_ops.core.compare import Tolerance, assert_close
-from npu_ops.core.registry import Table
+from npu_ops.core.registry import Table, launched_by
 
 
 class Rule(NamedTuple):
@@ -134,6 +134,16 @@ def test_no_final_state_unless_wanted(rule):
     inputs = rule.qkv() | {"output_final_state": False}
     o, final = rule(**inputs)
     assert final is None and torch.equal(o, rule(**inputs | {"output_final_state": True})[0])
+
+
+@RULES
+def test_a_final_state_that_nobody_wants_takes_no_memory(rule):
+    """It is as large as all states of a batch."""
+    states = []
+    with launched_by(lambda table, chosen, arguments: states.append(arguments[-1])):
+        for wanted in (False, True):
+            rule(**rule.qkv() | {"output_final_state": wanted})
+    assert states[0] is None and states[1] is not None
 
 
 @IMPLEMENTATIONS

@@ -22,6 +22,7 @@ from npu_ops.core.registry import Table
 
 CALLS = calls.CALLS
 FORM = re.compile(r"\w+: got .+, needs .+", re.S)
+NAMES = re.compile(r"(\w+): got .+, needs (\w+)'s ")
 
 
 def function_of(wrong):
@@ -50,6 +51,19 @@ def refusals(call):
     assert len(integer) + len(others) + 1 == len(call.tensors())
 
 
+def refusals_of_given(wrong):
+    """The same of tensors that only some right calls have."""
+    arguments, usual = right(wrong), CALLS[wrong.call].tensors()
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and name not in usual:
+            dtypes = "int64 bool" if value.is_floating_point() else "float32 bool int16"
+            for dtype in dtypes.split():
+                yield TypeError, f"{name}: got {dtype}, needs ", {name: cast(getattr(torch, dtype))}
+            yield TypeError, f"{name}: got list, needs a tensor", {name: [1.0]}
+            yield ValueError, f"{name}: got device meta, needs ", {name: to_meta}
+            yield ValueError, "", {name: shaped()}
+
+
 def to_meta(right):
     return right.to("meta")
 
@@ -58,15 +72,19 @@ def may_be_none(parameter):
     return "None" in str(parameter.annotation)
 
 
-GENERAL = [
-    Wrong(str(call), {}, change, error, says, in_place=False, reads=False)
-    for call in CALLS.values()
-    for error, says, change in refusals(call)
-]
 DECLARED = [wrong for op in ops() for wrong in getattr(cases.of(op), "WRONG", [])]
 RIGHT = [dataclasses.replace(w, change={}) for w in {
     (w.call, str(w.given), w.in_place): w for w in DECLARED
 }.values()]  # fmt: skip
+GENERAL = [
+    Wrong(str(call), {}, change, error, says, in_place=False, reads=False)
+    for call in CALLS.values()
+    for error, says, change in refusals(call)
+] + [
+    dataclasses.replace(one, change=change, error=error, says=says, reads=False)
+    for one in RIGHT
+    for error, says, change in refusals_of_given(one)
+]
 every_wrong = pytest.mark.parametrize("wrong", [*DECLARED, *GENERAL], ids=str)
 
 
@@ -115,6 +133,8 @@ def test_a_wrong_call_is_refused_in_one_way(wrong, device):
     first = complaint(wrong, device)
     assert first.startswith(wrong.says) and FORM.match(first)
     assert ".h:" not in first and ".cpp:" not in first
+    known, names = inspect.signature(function_of(wrong)).parameters, NAMES.match(first)
+    assert not names or names[1] not in known or names[2] in known  # k of qkv is known to callers
     later = [complaint(wrong, device)]
     for _ in range(3):
         call_right(wrong, device)

@@ -124,11 +124,13 @@ WRONG = [
          CARRIED | {"initial_state": shaped(2, 4, 16, 16)}),
         ("v: got shape [1, 20, 4, 272], needs [B, T", {"v": lambda x: x.repeat(1, 1, 1, 17)}),
     ),
-    *wrong("chunk_gated_delta_rule", ValueError,
+    *(one for given in ({}, CARRIED)
+      for one in wrong("chunk_gated_delta_rule", ValueError,
         ("cu_seqlens: got 0 first and 21 last, needs 0 and", {"cu_seqlens": replaced(2, to=21)}),
         ("cu_seqlens: got 1 first and 20 last, needs 0 and", {"cu_seqlens": replaced(0, to=1)}),
         ("cu_seqlens: got a negative length, needs starts", {"cu_seqlens": replaced(1, to=21)}),
-        reads=True),
+        given=given, reads=True)),
+    *wrong("chunk_gated_delta_rule", ValueError, *delta.WRONG_GATES, given=delta.GATED),
 ]  # fmt: skip
 # What options change.
 OPTIONS = [

@@ -99,7 +99,7 @@ def _converted(call):
     if call.use_beta_sigmoid_in_kernel:
         beta = beta.to(wide).sigmoid() * (2 if call.allow_neg_eigval else 1)
     if beta is None:
-        beta = call.v.new_ones(call.v.shape[:3], dtype=wide)
+        beta = torch.ones_like(call.v[..., :1])
     return op.forward.Inputs(
         q=q,
         k=k,

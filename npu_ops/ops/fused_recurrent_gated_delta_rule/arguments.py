@@ -73,8 +73,7 @@ def _check_flags(call) -> None:
     for name, x in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
         if x is not None and not call.use_gate_in_kernel:
             raise ValueError(f"{name}: got a tensor, needs use_gate_in_kernel=True")
-        if x is not None:
-            check_like(name, x, call.v, call.v.shape[2:3])
+        check_like(name, x, call.v, call.v.shape[2:3])
     if call.allow_neg_eigval and not call.use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: got True, needs use_beta_sigmoid_in_kernel=True")
     if call.use_beta_sigmoid_in_kernel and call.beta is None:
@@ -99,7 +98,6 @@ def _check_cu_seqlens(cu_seqlens, v, shared: bool) -> None:
 def _check_state(call, more_rows: int) -> None:
     """A state of each sequence, in fp32 (fp64 where v is)."""
     state, v, keys, starts = call.initial_state, call.v, call.q.shape[3], call.cu_seqlens
-    check.floating("initial_state", state)
     check.dtype("initial_state", state, compute_dtype(v))
     check.same_device("initial_state", state, "v", v)
     sequences = v.shape[0] if starts is None else starts.shape[0] - 1

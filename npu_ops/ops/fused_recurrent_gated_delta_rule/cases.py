@@ -197,11 +197,11 @@ WRONG_SHAPES = [
     ("A_log: got None, needs a tensor for", {"use_gate_in_kernel": True}),
     ("A_log: got a tensor, needs use_gate_in_kernel=True", {"A_log": shaped(4)}),
     ("dt_bias: got a tensor, needs use_gate_in_kernel=True", {"dt_bias": shaped(4)}),
-    ("A_log: got shape [1], needs [4]", {"use_gate_in_kernel": True, "A_log": shaped(1)}),
-    ("dt_bias: got shape [1], needs [4]",
-     {"use_gate_in_kernel": True, "A_log": shaped(4), "dt_bias": shaped(1)}),
     *values("scale", "a finite number", "1"),
 ]  # fmt: skip
+# Both rules with raw gates, and what they refuse then.
+GATED = {"use_gate_in_kernel": True, "A_log": shaped(4), "dt_bias": shaped(4)}
+WRONG_GATES = [*shapes("A_log", "[4]", (1,)), *shapes("dt_bias", "[4]", (1,))]
 WRONG = [
     *wrong("fused_recurrent_gated_delta_rule", TypeError,
         *WRONG_DTYPES,
@@ -230,6 +230,7 @@ WRONG = [
         ("cu_seqlens: got 1 first and 5 last, needs 0 and up", {"cu_seqlens": replaced(0, to=1)}),
         ("cu_seqlens: got a negative length, needs starts", {"cu_seqlens": replaced(1, to=6)}),
         given=_PACKED, reads=True),
+    *wrong("fused_recurrent_gated_delta_rule", ValueError, *WRONG_GATES, given=GATED),
 ]  # fmt: skip
 
 # Of both delta rules.
@@ -239,7 +240,7 @@ CHANGES = (
     {"use_beta_sigmoid_in_kernel": True},
     {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
     {"use_gate_in_kernel": True, "A_log": shaped(4)},
-    {"use_gate_in_kernel": True, "A_log": shaped(4), "dt_bias": shaped(4)},
+    GATED,
 )  # fmt: skip
 
 # What options change.

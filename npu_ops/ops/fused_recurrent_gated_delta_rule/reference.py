@@ -67,9 +67,10 @@ def fused_recurrent_gated_delta_rule_backward(
 ):  # fmt: skip
     """The gradients of the eight tensors, fp32 or fp64; also of those that are None."""
     tokens = _tokens(q, k, v, g, gk, gv, beta, initial_state, scale)
-    grad_o = grad_o.to(tokens[2].dtype).flatten(0, 1)
+    wide_q, wide_k, wide_v, *_ = tokens
+    grad_o = grad_o.to(wide_v.dtype).flatten(0, 1)
     log_decay = grad_o.new_empty((*grad_o.shape[:2], q.shape[3], v.shape[3]))
-    gradients = [torch.zeros_like(x) for x in (*tokens[:3], grad_o, log_decay)]
+    gradients = [torch.zeros_like(x) for x in (wide_q, wide_k, wide_v, grad_o, log_decay)]
     grad_initial_state = []
     for n, (begin, end) in enumerate(_spans(cu_seqlens, *q.shape[:2])):
         states = [_first_state(initial_state, n, tokens, state_v_first)]
@@ -87,7 +88,7 @@ def fused_recurrent_gated_delta_rule_backward(
     grad_q, grad_k = (x.unflatten(1, (q.shape[2], -1)).sum(2) for x in (grad_q * scale, grad_k))
     if beta.shape[-1] == 1:
         grad_beta = grad_beta.sum(-1, keepdim=True)
-    grad_g, grad_gk, grad_gv = grad_log.sum((-1, -2)), grad_log.sum(-1), grad_log.sum(-2)
+    grad_g, grad_gk, grad_gv = grad_log.sum((2, 3)), grad_log.sum(3), grad_log.sum(2)
     by_token = grad_q, grad_k, grad_v, grad_g, grad_gk, grad_gv, grad_beta
     by_token = (x.unflatten(0, q.shape[:2]) for x in by_token)
     return *by_token, _as_stored(torch.stack(grad_initial_state), state_v_first)
@@ -98,7 +99,7 @@ def _tokens(q, k, v, g, gk, gv, beta, initial_state, scale):
     wide = compute_dtype(q, k, v, g, gk, gv, beta, initial_state)
     group = v.shape[2] // q.shape[2]
     q, k = (x.to(wide).repeat_interleave(group, 2) for x in (q, k))
-    log_decay = v.new_zeros((*v.shape[:3], 1, 1), dtype=wide)
+    log_decay = v.new_zeros((*v.shape[:3], 1, 1))
     for gate, place in ((g, (..., None, None)), (gk, (..., None)), (gv, (..., None, slice(None)))):
         if gate is not None:
             log_decay = log_decay + gate.to(wide)[place]
