@@ -42,5 +42,4 @@ def merge(table, positions, axes, pair_layout):
         table = torch.stack([rope.gather(table[0], positions[axis]) for axis in range(3)])
     if table.shape[-1] != axes.numel():  # full width: both of a pair have the same frequency
         axes = rope.join_pairs(axes, axes, pair_layout)
-    index = axes.expand(1, *table.shape[1:])
-    return table.gather(0, index)[0]
+    return table.take_along_dim(axes[None, None, None], 0)[0]
