@@ -9,15 +9,18 @@ from npu_ops.ops.rms_norm_gated.reference import compute_dtype, reciprocal_rms
 
 
 def rms_norm(x, weight, eps, zero_centered):
-    """x over the root of its mean square, times weight or 1 + weight; rounded once."""
+    """x over the root of its mean square, times weight or 1 + weight; wide."""
     wide, w = _widened(x, weight, zero_centered)
-    return (wide * reciprocal_rms(wide, eps) * w).to(x.dtype)
+    return wide * reciprocal_rms(wide, eps) * w
 
 
 def rms_norm_backward(grad, x, weight, eps, zero_centered):
-    """The gradients of x and weight; that of weight is wide."""
-    grad_x, grad_weight = _gradients(grad, x, weight, eps, zero_centered)
-    return grad_x.to(x.dtype), grad_weight
+    """The gradients of x and weight, wide."""
+    wide, w = _widened(x, weight, zero_centered)
+    r = reciprocal_rms(wide, eps)
+    n, grad_n = wide * r, grad * w
+    grad_x = r * (grad_n - n * (grad_n * n).mean(-1, keepdim=True))
+    return grad_x, (grad * n).sum_to_size(weight.shape)
 
 
 def add_rms_norm(x, residual, weight, eps, zero_centered):
@@ -27,20 +30,9 @@ def add_rms_norm(x, residual, weight, eps, zero_centered):
 
 
 def add_rms_norm_backward(grad_out, grad_total, total, weight, eps, zero_centered):
-    """The gradients of the sum, which is that of both summands, and of weight; that is wide."""
-    grad_x, grad_weight = _gradients(grad_out, total, weight, eps, zero_centered)
-    grad_x = grad_x if grad_total is None else grad_x + grad_total
-    return grad_x.to(total.dtype), grad_weight
-
-
-def _gradients(grad, x, weight, eps, zero_centered):
-    """Wide."""
-    wide, w = _widened(x, weight, zero_centered)
-    r = reciprocal_rms(wide, eps)
-    n, grad = wide * r, grad.to(wide.dtype)
-    grad_n = grad * w
-    grad_x = r * (grad_n - n * (grad_n * n).mean(-1, keepdim=True))
-    return grad_x, (grad * n).sum_to_size(weight.shape)
+    """The gradients of the sum, which is that of both summands, and of weight; wide."""
+    grad_x, grad_weight = rms_norm_backward(grad_out, total, weight, eps, zero_centered)
+    return grad_x if grad_total is None else grad_x + grad_total, grad_weight
 
 
 def _widened(x, weight, zero_centered):
