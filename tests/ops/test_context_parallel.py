@@ -172,6 +172,13 @@ def test_what_does_not_go_together(call):
         function(**given, cp_layout="zigzag")
 
 
+@pytest.mark.parametrize("name", ["return_intermediate_states", "carry_unfinished"])
+def test_states_between_chunks_are_those_of_one_rank(name):
+    function, make = CALLS["v first"]
+    with pytest.raises(ValueError, match=f"^cp_group: got one with {name}, needs None"):
+        function(**make(batch=1), cp_group=object(), **{name: True})
+
+
 @pytest.fixture
 def alone(tmp_path):
     """A group of one rank."""

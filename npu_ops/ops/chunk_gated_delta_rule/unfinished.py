@@ -90,9 +90,8 @@ class _Layout:
         old = torch.where(place < count[:, None], begins[:-1, None] + place, rows)
         token = make.counted(tokens, device=device)
         sequence = torch.searchsorted(starts[1:].contiguous(), token, right=True)
-        known = sequence.clamp(max=sequences - 1)
+        known = sequence.clamp(max=sequences - 1)  # tokens of nobody go behind the last sequence
         new = token - starts[known] + begins[known] + count[known]
-        new = torch.where(sequence < sequences, new, rows)
         return cls(begins, *(x.clamp(0, rows) for x in (old, new)), rows)
 
     def together(self, held: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor:
@@ -150,8 +149,7 @@ def _after(held: _Held, layout: _Layout, before, *tokens) -> _Held:
     ends, counts = layout.starts[1:], layout.starts.diff()
     chunks = (counts + (CHUNK - 1)) // CHUNK
     last = (chunks.cumsum(0) - 1).clamp(0)
-    state = before[last] if before.shape[0] else held.state
-    state = torch.where((counts > 0)[:, None, None, None], state, held.state)
+    state = torch.where((counts > 0)[:, None, None, None], before[last], held.state)
     first = layout.starts[:-1] + (chunks - 1).clamp(0) * CHUNK
     row = first[:, None] + make.counted(CHUNK, device=first.device)
     there = row < ends[:, None]

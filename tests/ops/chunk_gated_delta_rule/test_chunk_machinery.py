@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import types
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 import npu_ops
 from npu_ops.core import env
 from npu_ops.core.compare import Tolerance, assert_close
+from npu_ops.ops.chunk_gated_delta_rule import cpu, op
 
 # As a torch operator
 
@@ -132,3 +134,38 @@ def test_an_argument_that_is_not_there(name):
 def test_strict_mode_runs_kernels():
     with env.override(strict=True):
         delta_rule(**qkv(dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    "changes, why_not, keeps_no_states",
+    [
+        ({}, None, None),
+        ({"chunk_size": 32}, None, None),
+        ({"chunk_size": 16}, None, "it keeps states before chunks of 32 tokens and more, not 16"),
+        ({"chunk_size": 8}, "it has no kernel for chunks of 8", "it keeps states before chunks of"),
+        ({"keys": 256, "values": 256}, None, None),
+        ({"keys": 257}, "K is 257, above 256", "K is 257, above 256"),
+        ({"values": 257}, "V is 257, above 256", "V is 257, above 256"),
+        ({"tokens": 1 << 22}, None, None),
+        ({"tokens": (1 << 22) - 1, "packed": True}, None, None),
+        ({"tokens": 1 << 22, "packed": True}, "it counts packed tokens", "it counts packed tokens"),
+    ],
+)  # fmt: skip
+def test_what_the_triton_kernels_decline(changes, why_not, keeps_no_states):
+    call = {"keys": 8, "values": 8, "tokens": 9, "packed": False, "chunk_size": 64} | changes
+    q, v = (torch.empty(1, call["tokens"], 1, call[n], device="meta") for n in ("keys", "values"))
+    starts = torch.zeros(2, dtype=torch.int32) if call["packed"] else None
+    arguments = types.SimpleNamespace(q=q, v=v, cu_seqlens=starts, chunk_size=call["chunk_size"])
+    said = op._triton_why_not(arguments), op._triton_keeps_no_states(arguments)
+    for one, expected in zip(said, (why_not, keeps_no_states), strict=True):
+        assert one == expected or one.startswith(expected)
+
+
+def test_scratch_memory_is_kept():
+    """In host memory, whatever the default device is when it is first asked for."""
+    scratch = cpu._Scratch()
+    with torch.device("meta"):
+        first = scratch("a", 2, 3)
+    assert first.device.type == "cpu" and first.shape == (2, 3)
+    assert scratch("a", 6).data_ptr() == scratch("a", 1, 2).data_ptr() == first.data_ptr()
+    assert scratch("a", 7).shape == (7,)
