@@ -9,9 +9,9 @@
 A mutant (python_mutations.py) is one place changed in `npu_ops/ops/OP`: an option ignored, a check
 left out, a bound off by one, a dtype not passed, a stride assumed. Tests are collected once. Then
 each mutant has a process of its own, a fork, whose functions get the changed code, and runs the
-tests that come past the changed line, the quickest first, until one fails. What runs when a module
-is imported is changed before npu_ops is imported. Kernels in Triton are no part of this: they run
-on a device, see tests/emulator/mutants.py for those in AscendC.
+tests that come past the changed line, then those that come close, the quickest first, until one
+fails. What runs when a module is imported is changed before npu_ops is imported. Kernels in Triton
+are no part of this: they run on a device, see tests/emulator/mutants.py for those in AscendC.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import collections
 import csv
 import importlib.util
+import inspect
 import json
 import os
 import pathlib
@@ -193,10 +194,12 @@ def changed_codes(mutant: Mutant) -> dict[tuple, types.CodeType] | None:
     new = codes(mutant.code())
     if len(old) != len(new) or old[0].co_code != new[0].co_code:
         return None
-    pairs = list(zip(old, new, strict=True))
     if constants(old[0]) != constants(new[0]):
         return None
-    return {identity(one): other for one, other in pairs[1:] if one != other}
+    changed = [pair for pair in zip(old[1:], new[1:], strict=True) if pair[0] != pair[1]]
+    if any(not one.co_flags & inspect.CO_OPTIMIZED for one, _ in changed):
+        return None  # the body of a class, which runs when the module is imported
+    return {identity(one): other for one, other in changed}
 
 
 def constants(code: types.CodeType) -> list:
@@ -282,7 +285,9 @@ class Verdicts:
         right.sort(key=lambda one: one[0])
         for mutant in mutants:
             place = str(mutant.path), mutant.line
-            reached = [item for _, lines, item in right if self._reaches(lines, mutant, place)]
+            there = [(place not in lines, item) for _, lines, item in right
+                     if self._reaches(lines, mutant, place)]  # fmt: skip
+            reached = [item for _, item in sorted(there, key=lambda one: one[0])]
             changed = changed_codes(mutant)
 
             def run(changed=changed, reached=reached):
