@@ -34,7 +34,7 @@ def by_position(call) -> tuple:
     if cache.dim() != 2 or cache.shape[1] % 2:
         raise check.shape("cos_sin_cache", cache, "[max_position, R] with R even")
     rotary_dim, dim = cache.shape[1], call.q_weight.shape[0]
-    if call.rotary_dim not in (None, rotary_dim) or not 0 < rotary_dim <= dim:
+    if call.rotary_dim not in (None, rotary_dim) or not rotary_dim or rotary_dim > dim:
         raise ValueError(
             f"rotary_dim: got {call.rotary_dim}, needs the cache's width {rotary_dim}, at most the "
             f"head dimension {dim}"

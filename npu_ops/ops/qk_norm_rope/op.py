@@ -42,16 +42,14 @@ def _gradients(inputs):
 
 
 def _lay_out(arguments):
-    """Packed tokens as a batch of one; what kernels read has its last dimension in one piece."""
+    """Packed tokens as a batch of one; last dimensions in one piece, as those of outputs are."""
     packed = arguments.qkv.dim() == 2
-    outputs = ("q", "k", "v", "gate", "grad_qkv")
-    batched = ("qkv", "grad_q", "grad_k", "grad_v", "grad_gate", *outputs)
+    results = ("q", "k", "v", "gate")
+    batched = ("qkv", "grad_qkv", *results, *(f"grad_{name}" for name in results))
     laid = {}
     for name, x in zip(arguments._fields, arguments, strict=True):
         if name in batched and x is not None:
-            laid[name] = x.unsqueeze(0) if packed else x
-            if name not in outputs:
-                laid[name] = in_one_piece(laid[name])
+            laid[name] = in_one_piece(x.unsqueeze(0) if packed else x)
         elif name in ("cos", "sin"):
             laid[name] = in_one_piece(x)
         elif name in ("q_weight", "k_weight"):
