@@ -196,10 +196,14 @@ def changed_codes(mutant: Mutant) -> dict[tuple, types.CodeType] | None:
     new = codes(mutant.code())
     if len(old) != len(new):
         return None
-    pairs = [pair for pair in zip(old, new, strict=True) if own(pair[0]) != own(pair[1])]
-    if any(not one.co_flags & inspect.CO_OPTIMIZED for one, _ in pairs):
+    pairs = list(zip(old, new, strict=True))
+    if any(own(one) != own(other) for one, other in pairs if not is_function(one)):
         return None
-    return {identity(one): other for one, other in pairs}
+    return {identity(one): other for one, other in pairs if is_function(one) and one != other}
+
+
+def is_function(code: types.CodeType) -> bool:
+    return bool(code.co_flags & inspect.CO_OPTIMIZED)
 
 
 def own(code: types.CodeType) -> tuple:

@@ -2,6 +2,7 @@
 
 import csv
 import pathlib
+import types
 
 import mutants
 import pytest
@@ -22,6 +23,25 @@ def test_a_function_gets_the_code_of_its_mutant():
     named = {m.rule: m for m in python_mutations.mutants_of(path)}
     changed = mutants.changed_codes(named["keepdim not passed"])
     assert {name for _, name, *_ in changed} == {"reciprocal_norm"}
+
+
+@pytest.mark.parametrize(
+    "right, wrong, changed",
+    [
+        ("x = 1", "x = 2", None),
+        ("class A:\n  x = 1", "class A:\n  x = 2", None),
+        ("class A:\n  def f(self): return 1", "class A:\n  def f(self): return 2", {"A.f"}),
+        ("def f(): return (x + 1 for x in y)", "def f(): return (x + 2 for x in y)",
+         {"f", "f.<locals>.<genexpr>"}),
+    ],
+)  # fmt: skip
+def test_what_a_mutant_changes(tmp_path, right, wrong, changed):
+    """None: what an import runs. A function changes with the functions in it."""
+    path = tmp_path / "module.py"
+    path.write_text(right)
+    code = compile(wrong, str(path), "exec")
+    found = mutants.changed_codes(types.SimpleNamespace(path=path, code=lambda: code))
+    assert changed == (None if found is None else {name for _, name, *_ in found})
 
 
 def test_kernels_and_cases_are_left_out():
