@@ -413,3 +413,28 @@ def test_any_call_is_right_or_refused(device, count):
         chosen.add((call["layout"], "block_table" in call, "window" in call, train))
     calls = count // step
     assert ran > calls // 2 and refused > calls // 10 and len(chosen) > min(30, calls // 10)
+
+
+@pytest.mark.parametrize("layout", ["BSH", "SBH"])
+def test_heads_in_one_dimension(layout):
+    """As heads in a dimension of their own, gradients too."""
+    draw = torch.Generator().manual_seed(0)
+    given = {
+        n: torch.randn(2, 5, heads, 8, generator=draw)
+        for n, heads in zip("qkv", (4, 2, 2), strict=True)
+    }
+
+    def folded(x):
+        return (x.transpose(0, 1) if layout == "SBH" else x).flatten(2)
+
+    def by_layout(q, k, v):
+        heads = {"num_heads": 4, "num_key_value_heads": 2}
+        q, k, v = map(folded, (q, k, v))
+        return npu_ops.attention(q, k, v, is_causal=True, layout=layout, **heads)
+
+    def by_heads(q, k, v):
+        return folded(npu_ops.attention(q, k, v, is_causal=True))
+
+    expected = evaluate(by_heads, given, tuple("qkv"))
+    for name, value in evaluate(by_layout, given, tuple("qkv")).items():
+        torch.testing.assert_close(value, expected[name])
