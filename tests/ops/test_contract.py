@@ -6,6 +6,7 @@
 
 import contextlib
 import dataclasses
+from unittest import mock
 
 import pytest
 import support
@@ -17,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import npu_ops
-from npu_ops.core import cases, env
+from npu_ops.core import cases, env, make
 from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.core.registry import Table, launched_by
 
@@ -249,6 +250,31 @@ def test_the_reference_computes_in_fp64_for_fp64_alone(call):
         arguments = call.arguments(**call.fixed)
         results(op, function_of(call), arguments, differentiable(call), "reference")
     assert torch.float32 in dtypes.seen and torch.float64 not in dtypes.seen
+
+
+@pytest.mark.parametrize("op, call, changes, trains", with_and_without_options())
+def test_the_reference_makes_tensors_where_its_arguments_are(op, call, changes, trains):
+    """Ours are on the CPU unless a device is given, and torch's on the default device."""
+    launch, counted = Table.launch, make.counted
+
+    def placed(*span, device):
+        return counted(*span, device=device)
+
+    def watched(table, chosen, arguments):
+        with mock.patch.object(make, "counted", placed), torch.device("meta"):
+            launch(table, chosen, arguments)
+
+    def run():
+        arguments = call.arguments(**call.fixed)
+        for change in changes:
+            arguments = cases.changed(arguments, change)
+        wrt = differentiable(call) if trains else ()
+        return results(op, function_of(call), arguments, wrt, "reference")
+
+    expected = run()
+    with launched_by(watched):
+        actual = run()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 # Layouts
