@@ -9,7 +9,7 @@ from support import every_implementation, forced, named, on_device
 
 import npu_ops
 from npu_ops.core.registry import launched_by
-from npu_ops.ops.linear import op
+from npu_ops.ops.linear import formats, op
 
 IMPLEMENTATIONS = every_implementation(op.forward)
 # All that computes a row alone.
@@ -109,5 +109,5 @@ def test_a_matrix_without_rows_is_declined(number, why_not, monkeypatch):
         for name in numbers
     )
     for x, weight, of in ((there, rows, "x"), (rows, there, "weight"), (here, here, None)):
-        said = op._format_why_not(types.SimpleNamespace(x=x, weight=weight))
+        said = formats.against(types.SimpleNamespace(x=x, weight=weight))
         assert said == (f"{of} has {why_not}" if of and why_not else None)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 import npu_ops
 from npu_ops import products
-from npu_ops.ops.linear import op
+from npu_ops.ops.linear import formats
 
 every_device = pytest.mark.parametrize("device", [d for d in devices() if d != "cuda"])
 MODES = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -122,7 +122,7 @@ def test_a_format_of_the_vendors_is_an_error(replaced, monkeypatch):
 
 def test_a_graph_meets_a_format_of_the_vendors_when_it_runs(monkeypatch):
     """Of what is traced nobody knows it."""
-    monkeypatch.setattr(op, "format_why_not", lambda x: None if is_fake(x) else "format 29")
+    monkeypatch.setattr(formats, "format_why_not", lambda x: None if is_fake(x) else "format 29")
     x, weight, bias = drawn()
     with forced("reference", "linear"):
         compiled = torch.compile(npu_ops.linear, backend="aot_eager", fullgraph=True)

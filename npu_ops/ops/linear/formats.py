@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
+from npu_ops.ops.linear import reference
+
 # Of torch_npu's enumeration: undefined, NCHW, NHWC, ND, NCDHW.
 _WITH_ROWS = (-1, 0, 1, 2, 30)
 
@@ -20,3 +22,23 @@ def format_why_not(x: torch.Tensor) -> str | None:
 
     found = get_npu_format(x)
     return None if found in _WITH_ROWS else f"the vendor's format {found}"
+
+
+def against(arguments) -> str | None:
+    """What the kernel has against an operator's arguments, or None."""
+    for name in ("x", "weight"):
+        if why := format_why_not(getattr(arguments, name)):
+            return f"{name} has {why}"
+    return None
+
+
+def by_reference(x, weight, bias):
+    """No fallback for the vendor's formats, which it would give other bits without a word.
+
+    Raises:
+        ValueError: x or weight has one.
+    """
+    for name, tensor in (("x", x), ("weight", weight)):
+        if why := format_why_not(tensor):
+            raise ValueError(f"{name}: got {why}, needs ND")
+    return reference.linear(x, weight, bias)

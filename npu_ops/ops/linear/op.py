@@ -5,8 +5,7 @@ from __future__ import annotations
 from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Backward, Operator
 from npu_ops.core.rows import as_matrix, in_one_piece, output_matrix
-from npu_ops.ops.linear import reference
-from npu_ops.ops.linear.formats import format_why_not
+from npu_ops.ops.linear import formats, reference
 
 _LAY_OUT = dict.fromkeys(("x", "grad"), as_matrix)
 _LAY_OUT |= dict.fromkeys(("out", "grad_x"), output_matrix)
@@ -21,21 +20,6 @@ def _gradients(inputs):
     return dense_like(inputs.x), dense_like(inputs.weight), dense_like(inputs.bias)
 
 
-def _format_why_not(arguments) -> str | None:
-    for name in ("x", "weight"):
-        if why := format_why_not(getattr(arguments, name)):
-            return f"{name} has {why}"
-    return None
-
-
-def _by_reference(x, weight, bias):
-    """No fallback for the vendor's formats, which the reference would give other bits."""
-    for name, tensor in (("x", x), ("weight", weight)):
-        if why := format_why_not(tensor):
-            raise ValueError(f"{name}: got {why}, needs ND")
-    return reference.linear(x, weight, bias)
-
-
 def _nothing_to_add(arguments) -> bool:
     return not (arguments.x.numel() and arguments.weight.numel())
 
@@ -48,9 +32,9 @@ forward = Operator(
     "linear",
     "Tensor x, Tensor weight, Tensor? bias -> out",
     new=_outputs,
-    reference=_by_reference,
+    reference=formats.by_reference,
     lay_out=_LAY_OUT,
-    why_not={"triton_ascend": _format_why_not},
+    why_not={"triton_ascend": formats.against},
     is_empty=_nothing_to_add,
     empty=_bias_alone,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import pathlib
 import statistics
 
@@ -11,15 +12,14 @@ from npu_ops_tools.model.validation.check import Point
 
 DOCS = pathlib.Path(__file__).parents[4] / "docs"
 STAGES = DOCS.parent / "benchmarks" / "results" / "npu-model" / "stages.csv"
+ROWS = STAGES.with_name("validation.csv")
 START, END = "<!-- written by page.py: from here -->", "<!-- to here -->"
 SAID = {"model": "npu-model", "bytes_only": "bytes only", "waves_only": "waves only"}
 
 
 def text(points: list[Point]) -> str:
     """The part of the page that numbers are in."""
-    return "\n\n".join(
-        [_summary(points), _by_op(points), _stages(), _ranges(points), _constants(), _rows(points)]
-    )
+    return "\n\n".join([_summary(points), _by_op(points), _stages(), _ranges(points), _constants()])
 
 
 def write(points: list[Point], folder: pathlib.Path = DOCS) -> None:
@@ -28,6 +28,7 @@ def write(points: list[Point], folder: pathlib.Path = DOCS) -> None:
     after = rest.partition(END)[2]
     page.write_text(f"{before}{START}\n\n{text(points)}\n\n{END}{after}")
     _plot(points, folder / "npu-model.png")
+    write_rows(points, ROWS)
 
 
 def _summary(points: list[Point]) -> str:
@@ -159,15 +160,19 @@ def _constants() -> str:
     return "The constants (us; bytes a us; bytes):\n\n" + _table(rows)
 
 
-def _rows(points: list[Point]) -> str:
-    rows = [("op", "soc", "first shape", "dtype", "measured us", "npu-model us", "ratio")]
-    for point in points:
-        row = point.row
-        shape = "x".join(map(str, row.shapes[0]))
-        ratio = f"{point.model / row.time:.2f}"
-        times = f"{row.time:.2f}", f"{point.model:.2f}"
-        rows.append((row.op, row.soc, shape, row.dtypes[0], *times, ratio))
-    return "<details><summary>Every row</summary>\n\n" + _table(rows) + "\n\n</details>"
+def write_rows(points: list[Point], path: pathlib.Path) -> None:
+    """Every row, for those who want to look for themselves."""
+    with path.open("w", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(
+            ("op", "soc", "shapes", "dtype", "held_out", "measured_us", "model_us", "source")
+        )
+        for point in points:
+            row, shapes = point.row, " ".join("x".join(map(str, s)) for s in point.row.shapes)
+            times = f"{row.time:.2f}", f"{point.model:.2f}"
+            out.writerow(
+                (row.op, row.soc, shapes, row.dtypes[0], point.held_out, *times, row.source)
+            )
 
 
 def _table(rows: list[tuple]) -> str:
