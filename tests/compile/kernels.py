@@ -35,3 +35,11 @@ def matmul(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexp
 def random(x, n, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     tl.store(x + at, tl.rand(n, at), mask=at < n)
+
+
+@triton.jit
+def between(x, out, BLOCK: tl.constexpr):
+    """Elements 1 to 4: the mask has a constant on both sides of the index."""
+    at = tl.arange(0, BLOCK)
+    mask = (at > 0) & (at < 5)
+    tl.store(out + at, tl.load(x + at, mask=mask, other=0.0) + 1, mask=mask)

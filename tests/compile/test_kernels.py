@@ -40,7 +40,7 @@ def check(rows):
     assert rows
     for row in rows:
         assert row["faults"] == [], f"{row['kernel']} {row['case']} {row['soc']}"
-        assert row["scalar_loops"] == [] and row["multi_buffer"]
+        assert row["scalar_loops"] == row["unread_masks"] == [] and row["multi_buffer"]
         multiplies = row["kernel"] in ("products_kernel", "_linear_kernel")  # matrix unit alone
         assert (row["ub_bytes"] > 0 or multiplies) and row["ub_bytes"] <= ub_bytes(row["soc"])
         makes = row["kernel"] in ("_keep_kernel", "_one_length_kernel")  # all that it stores

@@ -23,7 +23,8 @@ RANDOM = {"x": "*fp32", "n": "i32"}
 
 def kernel(name, **constants):
     """A launch of a kernel in kernels.py."""
-    signature = {"add": ADD, "matmul": MATMUL, "random": RANDOM, "once": RANDOM}[name]
+    signature = {"add": ADD, "matmul": MATMUL, "random": RANDOM, "once": RANDOM,
+                 "between": {"x": "*fp32", "out": "*fp32"}}[name]  # fmt: skip
     (launch,) = from_file(f"{FILE}::{name}", _pairs(signature), _pairs(constants))
     return launch
 
@@ -72,6 +73,15 @@ def test_scalar_loops_are_faults_with_their_line():
     report = tool.compile_launch(kernel("random", BLOCK=1024))
     faults = [fault for fault in report.faults() if "scalar loop" in fault]
     assert faults and all(f"kernels.py:{line('tl.rand')}" in fault for fault in faults)
+
+
+def test_a_store_that_writes_beyond_its_mask_is_a_fault():
+    report = tool.compile_launch(kernel("between", BLOCK=1024))
+    assert report.unread_masks == (
+        "a load reads beyond its mask", "a store writes back what lies beyond its mask",
+    )  # fmt: skip
+    assert report.faults() == ["a store writes back what lies beyond its mask"]
+    assert tool.compile_launch(kernel("once", BLOCK=1024)).unread_masks == ()
 
 
 def test_an_overflow_is_an_error_with_its_line():

@@ -29,11 +29,11 @@ def _tile(pointer, row, column, stride, exists):
 def _before(x, state, t, n, start, end, back, column, inside, x_t, state_n, state_w,
             W: tl.constexpr):  # fmt: skip
     """The rows `back` before rows t of sequence n: of its tokens, or of its state."""
-    row, live = t - back, (t < end)
-    mask = (live & (row >= start))[:, None] & inside[None, :]
+    row = t + -back
+    mask = ((t < end) & (row >= start))[:, None] & inside[None, :]
     rows = _tile(x, row, column, x_t, mask)
     if state is not None:
-        mask = (live & (row < start))[:, None] & inside[None, :]
+        mask = (row < tl.minimum(start, end - back))[:, None] & inside[None, :]
         own = state + tl.cast(n, tl.int64) * state_n
         rows += _tile(own, W + row - start, column, state_w, mask)
     return rows
@@ -125,10 +125,9 @@ def _by_rows(g, taps, grad_final, t, n, start, stop, column, width, final_n, fin
         mask = ((row >= start) & (row < stop))[:, None] & inside[None, :]
         value += _tile(g, row, column, width, mask) * tap.to(tl.float32)[None, :]
     if grad_final is not None:
-        k = t - (stop - W)
-        mask = ((k >= 0) & (k < W))[:, None] & inside[None, :]
+        mask = ((t >= stop - W) & (t < stop))[:, None] & inside[None, :]
         own = grad_final + tl.cast(n, tl.int64) * final_n
-        value += _tile(own, k, column, final_w, mask)
+        value += _tile(own, t - (stop - W), column, final_w, mask)
     return value
 
 
@@ -171,10 +170,10 @@ def _state_gradient_kernel(
         own = g
         if cu_seqlens is None:
             own = g + tl.cast(n, tl.int64) * length * width
-        k = tl.arange(0, BW)
+        k = 1 + tl.arange(0, BW)
         value = _by_rows(own, taps, grad_final, start - W + k, n, start, stop, column, width,
                          final_n, final_w, W, BW, BD)  # fmt: skip
-        mask = ((k > 0) & (k < W))[:, None] & (column < width)[None, :]
+        mask = (k < W)[:, None] & (column < width)[None, :]
         at = k[:, None].to(tl.int64) * grad_state_w + column[None, :]
         to = grad_state + tl.cast(n, tl.int64) * grad_state_n + at
         tl.store(to, value.to(grad_state.dtype.element_ty), mask=mask)

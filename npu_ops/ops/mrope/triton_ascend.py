@@ -43,13 +43,13 @@ def load_axis(table, positions, axis, token, b, rows, length, table_a, table_b, 
     if INDEXED:
         place = positions + axis * pos_a + b * pos_b + token.to(tl.int64) * pos_s
         row = tl.load(place).to(tl.int64)
-        limit = tl.where((row >= 0) & (row < rows), 2 * PAIRS if FULL else PAIRS, 0)
-        row = tl.where(limit > 0, row, 0)
+        exists = (row >= 0) & (row < rows)
+        row = tl.where(exists, row, 0)
     else:
         row = token.to(tl.int64)
-        limit = tl.where(token < length, 2 * PAIRS if FULL else PAIRS, 0)
+        exists = token < length
     at = table + axis * table_a + b * table_b + row * table_s
-    return load_row(at, limit, P, PAIRS, INTERLEAVED, FULL, BT)
+    return load_row(at, exists, P, PAIRS, INTERLEAVED, FULL, BT)
 
 
 @triton.jit

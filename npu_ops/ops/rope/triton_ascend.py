@@ -25,22 +25,23 @@ NARROWEST = 16
 
 
 @triton.jit
-def load_row(row, limit, P: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+def load_row(row, exists, P: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
              FULL: tl.constexpr, BT: tl.constexpr):  # fmt: skip
-    """Table entries of the first and second of each pair, fp32 [BT, P] each; NaN beyond `limit`.
+    """Table entries of the first and second of each pair, fp32 [BT, P] each; NaN without a row.
 
-    row: pointers [BT, 1], or one pointer. limit: how many columns may be read: all, or none.
+    row: pointers [BT, 1], or one pointer. exists: whether it may be read, likewise.
     """
     j = tl.arange(0, P)[None, :]
+    mask = exists & (j < PAIRS)
     if not FULL:
-        first = tl.load(row + j, mask=j < limit, other=float("nan")).to(tl.float32)
+        first = tl.load(row + j, mask=mask, other=float("nan")).to(tl.float32)
         second = first
     elif INTERLEAVED:
         e = tl.arange(0, 2 * P)[None, :]
-        both = tl.load(row + e, mask=e < limit, other=float("nan")).to(tl.float32)
+        mask = exists & (e < 2 * PAIRS)
+        both = tl.load(row + e, mask=mask, other=float("nan")).to(tl.float32)
         first, second = tl.split(tl.reshape(both, (BT, P, 2)))
     else:
-        mask = (j < PAIRS) & (j + PAIRS < limit)
         first = tl.load(row + j, mask=mask, other=float("nan")).to(tl.float32)
         second = tl.load(row + j + PAIRS, mask=mask, other=float("nan")).to(tl.float32)
     return first, second
@@ -122,14 +123,18 @@ def _rope_kernel(
         if INDEXED:  # BT is 1
             row = tl.load(positions + b * pos_b + start.to(tl.int64) * pos_s).to(tl.int64)
             owned = row != NOBODY
-            limit = tl.where((row >= 0) & (row < rows), 2 * PAIRS if FULL else PAIRS, 0)
-            row = tl.where(limit > 0, row, 0)
+            exists = (row >= 0) & (row < rows)
+            row = tl.where(exists, row, 0)
         else:
             s = start + tl.arange(0, BT)[:, None]
             row = s.to(tl.int64)
-            limit = tl.where(s < length, 2 * PAIRS if FULL else PAIRS, 0)
-        cos1, cos2 = load_row(cos + b * cos_b + row * cos_s, limit, P, PAIRS, INTERLEAVED, FULL, BT)
-        sin1, sin2 = load_row(sin + b * sin_b + row * sin_s, limit, P, PAIRS, INTERLEAVED, FULL, BT)
+            exists = s < length
+        cos1, cos2 = load_row(
+            cos + b * cos_b + row * cos_s, exists, P, PAIRS, INTERLEAVED, FULL, BT
+        )
+        sin1, sin2 = load_row(
+            sin + b * sin_b + row * sin_s, exists, P, PAIRS, INTERLEAVED, FULL, BT
+        )
         if INDEXED:
             cos1, cos2 = tl.where(owned, cos1, 0.0), tl.where(owned, cos2, 0.0)
             sin1, sin2 = tl.where(owned, sin1, 0.0), tl.where(owned, sin2, 0.0)

@@ -15,7 +15,7 @@ import time
 
 from npu_ops_emulator import vendor
 
-from npu_ops_tools.compile import hivm
+from npu_ops_tools.compile import hivm, masks
 from npu_ops_tools.compile.hivm import LoopBody
 from npu_ops_tools.compile.launches import Launch
 
@@ -26,9 +26,11 @@ class CompileReport:
 
     core: "vector", "cube" or "mixed". *_bytes: the end of the highest buffer in that memory.
     scalar_loops: where element-wise work came from that became a loop over single elements, which
-    is far slower. bodies: instructions and bytes of the kernel's body and of each loop's.
-    multi_buffer: whether loads and stores overlap with computation. notes: what the compiler gave
-    up to make it fit. seconds: of compilation; 0 where the report was kept.
+    is far slower. unread_masks: loads and stores that move what lies beyond their mask (masks.py);
+    such a load may also be one without a mask, with a select behind it. bodies: instructions and
+    bytes of the kernel's body and of each loop's. multi_buffer: whether loads and stores overlap
+    with computation. notes: what the compiler gave up to make it fit. seconds: of compilation; 0
+    where the report was kept.
     """
 
     kernel: str
@@ -40,6 +42,7 @@ class CompileReport:
     l0b_bytes: int
     l0c_bytes: int
     scalar_loops: tuple[str, ...]
+    unread_masks: tuple[str, ...]
     bodies: tuple[LoopBody, ...]
     multi_buffer: bool
     notes: tuple[str, ...]
@@ -53,6 +56,7 @@ class CompileReport:
         """What must not be, one phrase each."""
         loops = collections.Counter(self.scalar_loops)
         found = [f"{count} scalar loop(s) at {source}" for source, count in loops.items()]
+        found += dict.fromkeys(each for each in self.unread_masks if each.startswith("a store"))
         if not self.multi_buffer:
             found.append("multi-buffering lost")
         return found + [f"compiler gave up: {note}" for note in self.notes]
@@ -90,19 +94,21 @@ def compile_launch(launch: Launch, soc: str = vendor.SOCS[0], **options) -> Comp
         return _read(kept)
     start = time.perf_counter()
     made, notes = vendor.compile(launch.name, text, soc, **options)
-    report = _report(launch.name, soc, made, notes, round(time.perf_counter() - start, 2))
+    seconds = round(time.perf_counter() - start, 2)
+    report = _report(launch.name, soc, made, notes, tuple(masks.unread(text)), seconds)
     if not report.faults():  # a fault names a line, which the next edit moves
         _write(kept, dataclasses.replace(report, seconds=0.0))
     return report
 
 
-def _report(name: str, soc: str, made: str, notes: tuple[str, ...], seconds: float):
+def _report(name: str, soc: str, made: str, notes: tuple, unread: tuple, seconds: float):
     memories = {f"{name}_bytes": size for name, size in hivm.on_chip_bytes(made).items()}
     return CompileReport(
         kernel=name,
         soc=soc,
         core=hivm.core(made),
         scalar_loops=tuple(hivm.scalar_loops(made)),
+        unread_masks=unread,
         bodies=tuple(hivm.loop_bodies(made)),
         multi_buffer=hivm.keeps_multi_buffer(made, notes),
         notes=notes,
@@ -120,6 +126,7 @@ def _key(text: str, soc: str, options: dict) -> str:
         str(options),
         vendor.versions(),
         inspect.getsource(hivm),
+        inspect.getsource(masks),
         inspect.getsource(vendor),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -134,7 +141,7 @@ def _folder() -> pathlib.Path:
 
 def _read(path: pathlib.Path) -> CompileReport:
     fields = json.loads(path.read_text())
-    for name in ("scalar_loops", "notes"):
+    for name in ("scalar_loops", "unread_masks", "notes"):
         fields[name] = tuple(fields[name])
     fields["bodies"] = tuple(LoopBody(**body) for body in fields["bodies"])
     return CompileReport(**fields)

@@ -1,0 +1,44 @@
+"""Masks that triton-ascend does not read: it moves the whole tile, and selects.
+
+Such a load reads beyond its mask, and with it beyond its tensor. Such a store reads what lies
+beyond its mask and writes it back, over what other programs wrote there meanwhile. triton-ascend
+3.2 reads masks that compare an index, or an index plus a number, with a number. It reads none of an
+index minus a number, none with a constant on both sides of an index, none with a vector of bounds.
+"""
+
+from __future__ import annotations
+
+import re
+
+_DEFINED = re.compile(r"\s*(%[\w#]+) = (.*)")
+_COPIED = re.compile(r"\s*memref\.copy (%\w+), (%\w+)")
+_STORED = re.compile(r"\s*bufferization\.materialize_in_destination (%[\w#]+) in writable (%\w+)")
+_SELECTED = re.compile(r"arith\.select (%[\w#]+), (%[\w#]+), (%[\w#]+)")
+_LOADED = re.compile(r"bufferization\.to_tensor (%\w+)")
+
+
+def unread(lowered: str) -> list[str]:
+    """A phrase for each load and store whose mask is not read, in a kernel as `vendor.lower` prints
+    it."""
+    lines = lowered.splitlines()
+    defined = dict(found.groups() for line in lines if (found := _DEFINED.match(line)))
+    copied = {to: source for line in lines if (found := _COPIED.match(line))
+              for source, to in [found.groups()]}  # fmt: skip
+
+    def whole_tile(value: str) -> str | None:
+        """The tile that a value was loaded from, if no part of it was cut out."""
+        found = _LOADED.match(defined.get(value, ""))
+        tile = copied.get(found[1]) if found else None
+        return tile if tile and "reinterpret_cast" in defined.get(tile, "") else None
+
+    phrases = []
+    for definition in defined.values():
+        found = _SELECTED.match(definition)
+        if found and whole_tile(found[2]) and not whole_tile(found[3]):
+            phrases.append("a load reads beyond its mask")
+    for line in lines:
+        stored = _STORED.match(line)
+        selected = stored and _SELECTED.match(defined.get(stored[1], ""))
+        if selected and stored[2] in map(whole_tile, selected.groups()):
+            phrases.append("a store writes back what lies beyond its mask")
+    return phrases
