@@ -18,16 +18,19 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 def on_files(files, config):
     """README.md is the first page."""
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("benchmarks/results/**/*.csv")):
+    validation = ROOT.glob("python/npu_ops_tools/model/validation/*.md")
+    for path in (*ROOT.glob("*.md"), *validation, *ROOT.glob("benchmarks/results/**/*.csv")):
         name = path.relative_to(ROOT).as_posix().replace("README.md", "index.md")
         files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown, page, **_):
-    """Links between this folder and the one above it, of which the site makes one."""
+    """Shortens links between docs/ and the folder above it: the site has both in one folder."""
+    up = "../" * page.file.src_uri.count("/")  # from a page of docs/evidence to docs/
     for begins in ("](", 'src="', 'srcset="', 'href="'):
-        markdown = markdown.replace(f"{begins}docs/", begins).replace(f"{begins}../", begins)
+        markdown = markdown.replace(f"{begins}{up}../", f"{begins}{up}")
+        markdown = markdown.replace(f"{begins}docs/", begins)
     return markdown.replace("](README.md", "](index.md")
 
 

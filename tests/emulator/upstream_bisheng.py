@@ -8,9 +8,9 @@ kernel needs beside its source is written here: its dtypes, from the wheel's tab
 struct of its tiling, from the names that the source reads.
 
 upstream_bisheng.csv has a row for each source: whether the twin builds it, what the device-side
-judge says, and what a run on random inputs (bisheng_runs.py) gave. docs/verification.md lists the
-calls of AscendC that our kernels make and none of these does. The exit status is 1 if either is not
-so any more; --write writes both.
+judge says, and what a run on random inputs (bisheng_runs.py) gave. docs/evidence/ascendc.md lists
+the calls of AscendC that our kernels make and none of these does. The exit status is 1 if either is
+not so any more; --write writes both.
 
 NAME: only sources with this in their row's first three columns; then the docs' list is left alone.
 """
@@ -40,7 +40,7 @@ from npu_ops_emulator import EmulatorError, headers, twins
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 CACHE = ROOT / ".cache" / "bisheng"
-TABLE, DOCS = HERE / "upstream_bisheng.csv", ROOT / "docs" / "verification.md"
+TABLE, DOCS = HERE / "upstream_bisheng.csv", ROOT / "docs/evidence/ascendc.md"
 COLUMNS = ("package", "soc", "source", "twin", "judge", "run")
 BEGIN, END = "<!-- made by tests/emulator/upstream_bisheng.py -->", "<!-- end of that -->"
 WHEELS = {

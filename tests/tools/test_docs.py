@@ -16,7 +16,8 @@ from npu_ops.core.registry import Table
 
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("docs")  # one site
-PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+PAGES = ("README.md", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md"))))
+LONGEST = 300  # lines of a page
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def test_every_public_function_is_on_it(site):
 
 
 def test_nothing_is_loaded_from_elsewhere(site):
-    for page in site.glob("*.html"):
+    for page in site.rglob("*.html"):
         loaded = re.findall(
             r'<(?:script|img|link)[^>]*?(?:src|href)="(https?:[^"]+)"', page.read_text()
         )
@@ -49,7 +50,7 @@ HOOKS = runpy.run_path(str(ROOT / "docs/hooks.py"))
 def test_no_link_and_no_picture_leads_nowhere(site):
     """The first page's picture too, which is HTML: a check of Markdown alone does not see it."""
     assert list(HOOKS["missing_targets"](site)) == []
-    pages = {page.name: HOOKS["_Page"](page.read_text()) for page in site.glob("*.html")}
+    pages = {page.name: HOOKS["_Page"](page.read_text()) for page in site.rglob("*.html")}
     assert {"report.png", "report-dark.png"} <= set(pages["cpu-speed.html"].targets)
     assert sum(len(page.targets) for page in pages.values()) > 500
 
@@ -98,8 +99,15 @@ def test_it_is_searched_as_files(site):
 
 
 def test_every_page_is_in_the_navigation(site):
-    linked = set(re.findall(r'href="(?:\./)?([\w-]+)\.html"', (site / "index.html").read_text()))
-    assert {pathlib.Path(name).stem for name in PAGES} - {"README"} <= linked
+    index = (site / "index.html").read_text()
+    linked = set(re.findall(r'href="(?:\./)?([\w/-]+)\.html"', index))
+    pages = {name.removeprefix("docs/").removesuffix(".md") for name in PAGES}
+    assert pages - {"README"} <= linked
+
+
+def test_no_page_is_long():
+    lengths = {page: len((ROOT / page).read_text().splitlines()) for page in PAGES}
+    assert {page: lines for page, lines in lengths.items() if lines > LONGEST} == {}
 
 
 def test_who_computes_what():

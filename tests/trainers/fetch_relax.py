@@ -8,7 +8,7 @@
     python tests/trainers/fetch_relax.py Relax Megatron-LM MindSpeed TransferQueue MindSpeed-Bridge
 
 `shipped` has the patches of Relax's docker/npu_patch, `npu_ops` those hunks that
-docs/replacing-patches.md says stay. `truth` is without MindSpeed. The clones are only read.
+docs/evidence/patch-hunks.md says stay. `truth` is without MindSpeed. The clones are only read.
 
 RELAX_COMMIT names another commit of Relax than main's of July 2026, such as a branch of a fork. The
 tests want it too: they look in the folder of that commit.

@@ -6,8 +6,8 @@
     python tests/trainers/fetch_slime.py slime Megatron-LM MindSpeed
 
 `shipped` has all patches of slime's docker/npu_patch, `npu_ops` those hunks that
-docs/replacing-patches.md says stay, `truth` none of them. All have the changes to Megatron-LM that
-slime makes for GPUs too. The clones must have the commits below, and are only read.
+docs/evidence/patch-hunks.md says stay, `truth` none of them. All have the changes to Megatron-LM
+that slime makes for GPUs too. The clones must have the commits below, and are only read.
 """
 
 from __future__ import annotations

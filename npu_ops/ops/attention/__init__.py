@@ -59,7 +59,7 @@ def attention(
     dropped. A query that no key takes part for gets 0. What takes no part, also by a bias of -inf,
     may hold a NaN: on the CPU it reaches nothing, whichever of q, k, v and the gradient it is in.
     On an NPU that is so of k, forward and without a bias; else a tile's product has 0 times NaN
-    (see docs/verification.md). Dropout draws its mask again in backward.
+    (see docs/evidence/numerics.md). Dropout draws its mask again in backward.
 
     Args:
         q: `[B, S, N, D]` in the order of `layout`: BSND, BNSD, SBND, or TND for packed sequences

@@ -201,7 +201,7 @@ def test_is_rejected():
 
 
 def test_what_is_not_emulated_says_so():
-    """The list is in docs/verification.md."""
+    """The list is in docs/evidence/emulated-npu.md."""
     q, k, v = (t.npu() for t in tensors())
     packed = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
     ends = {"actual_seq_qlen": [6], "actual_seq_kvlen": [6]}
