@@ -25,20 +25,14 @@ from npu_ops_tools import model
 from npu_ops_tools.model import costs
 from npu_ops_tools.model.validation import stages
 from npu_ops_tools.model.validation.stages import Stage
-from peer_delta_rule import BF16, DIM, VLLM, rows
+from peer_delta_rule import BF16, DIM, VLLM_STAGES, rows
 from rich.console import Console
 from rich.table import Table
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOC = "Ascend910B2"
 ONE_BUFFER = (("set_workspace_multibuffer", 1),)
-FUNCTIONS = {
-    "kkt": f"{VLLM}.chunk_scaled_dot_kkt:chunk_scaled_dot_kkt_fwd",
-    "solve_tril": f"{VLLM}.solve_tril:solve_tril",
-    "wy_fast": f"{VLLM}.wy_fast:recompute_w_u_fwd",
-    "chunk_h": f"{VLLM}.chunk_delta_h:chunk_gated_delta_rule_fwd_h",
-    "chunk_o": f"{VLLM}.chunk_o:chunk_fwd_o",
-}
+FUNCTIONS = {name: function for name, function in VLLM_STAGES.items() if name != "cumsum"}
 
 
 def predict(stage: Stage) -> float:

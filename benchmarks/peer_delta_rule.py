@@ -15,6 +15,14 @@ import torch
 BF16 = torch.bfloat16
 CHUNK, DIM = 64, 128
 SGL, VLLM, MINDSPEED = "sgl_kernel_npu.fla", "vllm_ascend.ops.triton.fla", "mindspeed.ops.triton"
+VLLM_STAGES = {
+    "cumsum": f"{VLLM}.cumsum:chunk_local_cumsum",
+    "kkt": f"{VLLM}.chunk_scaled_dot_kkt:chunk_scaled_dot_kkt_fwd",
+    "solve_tril": f"{VLLM}.solve_tril:solve_tril",
+    "wy_fast": f"{VLLM}.wy_fast:recompute_w_u_fwd",
+    "chunk_h": f"{VLLM}.chunk_delta_h:chunk_gated_delta_rule_fwd_h",
+    "chunk_o": f"{VLLM}.chunk_o:chunk_fwd_o",
+}
 
 
 def rows(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -28,37 +36,31 @@ def chunked(batch: int, tokens: int, heads: int, value_heads: int) -> dict[str, 
         "sgl": _stages(size, {
             "cumsum": f"{SGL}.cumsum:chunk_local_cumsum",
             "kkt": f"{SGL}.chunk_scaled_dot_kkt:chunk_scaled_dot_kkt_fwd_npu",
-            "solve": f"{SGL}.solve_tril:solve_tril_npu",
-            "w_u": f"{SGL}.wy_fast:recompute_w_u_fwd_npu",
-            "h": f"{SGL}.chunk_delta_h:chunk_gated_delta_rule_fwd_h_npu",
-            "o": f"{SGL}.chunk_o:chunk_fwd_o_npu",
+            "solve_tril": f"{SGL}.solve_tril:solve_tril_npu",
+            "wy_fast": f"{SGL}.wy_fast:recompute_w_u_fwd_npu",
+            "chunk_h": f"{SGL}.chunk_delta_h:chunk_gated_delta_rule_fwd_h_npu",
+            "chunk_o": f"{SGL}.chunk_o:chunk_fwd_o_npu",
         }, sums="g_cumsum", packed=True),
-        "vllm": _stages(size, {
-            "cumsum": f"{VLLM}.cumsum:chunk_local_cumsum",
-            "kkt": f"{VLLM}.chunk_scaled_dot_kkt:chunk_scaled_dot_kkt_fwd",
-            "solve": f"{VLLM}.solve_tril:solve_tril",
-            "w_u": f"{VLLM}.wy_fast:recompute_w_u_fwd",
-            "h": f"{VLLM}.chunk_delta_h:chunk_gated_delta_rule_fwd_h",
-            "o": f"{VLLM}.chunk_o:chunk_fwd_o",
-        }, sums="g_cumsum", packed=True),
+        "vllm": _stages(size, VLLM_STAGES, sums="g_cumsum", packed=True),
         "fla": _stages(size, {
             "cumsum": "fla.ops.utils.backends.triton_ascend.cumsum:chunk_local_cumsum_npu",
             "kkt": "fla.ops.common.backends.triton_ascend.chunk_scaled_dot_kkt:"
                    "chunk_scaled_dot_kkt_fwd_npu",
-            "solve": "fla.ops.utils.backends.triton_ascend.solve_tril:solve_tril_npu",
-            "w_u": "fla.ops.gated_delta_rule.backends.triton_ascend.wy_fast:recompute_w_u_fwd_npu",
-            "h": "fla.ops.common.backends.triton_ascend.chunk_delta_h:"
-                 "chunk_gated_delta_rule_fwd_h_npu",
-            "o": "fla.ops.common.backends.triton_ascend.chunk_o:chunk_fwd_o_npu",
+            "solve_tril": "fla.ops.utils.backends.triton_ascend.solve_tril:solve_tril_npu",
+            "wy_fast": "fla.ops.gated_delta_rule.backends.triton_ascend.wy_fast:"
+                       "recompute_w_u_fwd_npu",
+            "chunk_h": "fla.ops.common.backends.triton_ascend.chunk_delta_h:"
+                       "chunk_gated_delta_rule_fwd_h_npu",
+            "chunk_o": "fla.ops.common.backends.triton_ascend.chunk_o:chunk_fwd_o_npu",
         }),
         # As many keys as values: it repeats keys before.
         "mindspeed": _stages((batch, tokens, value_heads, value_heads), {
             "cumsum": f"{MINDSPEED}.cumsum:chunk_local_cumsum",
             "kkt": f"{MINDSPEED}.chunk_scaled_dot_kkt:chunk_scaled_dot_kkt_fwd",
-            "solve": f"{MINDSPEED}.solve_tril:solve_tril",
-            "w_u": f"{MINDSPEED}.wy_fast:recompute_w_u_fwd",
-            "h": f"{MINDSPEED}.chunk_delta_h:chunk_gated_delta_rule_fwd_h",
-            "o": f"{MINDSPEED}.chunk_o:chunk_fwd_o",
+            "solve_tril": f"{MINDSPEED}.solve_tril:solve_tril",
+            "wy_fast": f"{MINDSPEED}.wy_fast:recompute_w_u_fwd",
+            "chunk_h": f"{MINDSPEED}.chunk_delta_h:chunk_gated_delta_rule_fwd_h",
+            "chunk_o": f"{MINDSPEED}.chunk_o:chunk_fwd_o",
         }, heads_first=True),
     }  # fmt: skip
 
@@ -83,15 +85,15 @@ def _arguments(
         return {"g": gates, "chunk_size": CHUNK}
     if stage == "kkt":
         return {"k": k, "beta": beta, sums: gates}
-    if stage == "solve":
+    if stage == "solve_tril":
         return {"A": square.float(), "output_dtype": BF16}
-    if stage == "w_u":
+    if stage == "wy_fast":
         given = {"k": k, "v": v, "beta": beta, "A": square, sums: gates}
         if not packed:
             return given
         starts = torch.arange(batch + 1, dtype=torch.int32) * tokens
         return {n: x.flatten(0, 1)[None] for n, x in given.items()} | {"cu_seqlens": starts}
-    if stage == "h":
+    if stage == "chunk_h":
         return {"k": k, "w": v, "u": v, "g": gates, "output_final_state": True}
     states = rows(batch, -(-tokens // CHUNK), value_heads, DIM, DIM)
     states = states.transpose(1, 2).contiguous() if heads_first else states

@@ -53,7 +53,8 @@ def remove() -> None:
 
 
 def _forget_what_was_traced() -> None:
-    """Torch keeps, of what was compiled before, which kernel an operator had."""
+    """Make torch look up the kernels of both operators again: its dispatcher in Python keeps those
+    that it found when it first traced them."""
     for operator in (torch.ops.aten.linear.default, torch.ops.aten.matmul.default):
         operator._dispatch_cache.clear()
 

@@ -41,7 +41,7 @@ CONTRACT = (
     "test_contract", "test_declined_calls", "test_every_function", "test_index_values",
     "test_wrong_calls",
 )  # fmt: skip
-# Which further files that all ops share have tests of an op.
+# Files with tests of every op that are no part of the contract.
 SHARED = ("test_defaults", "test_lengths")
 # Tests of an op in files that do not have its name.
 MORE = {

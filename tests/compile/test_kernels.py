@@ -77,7 +77,7 @@ def test_representative_kernels(op, soc, chosen):
 
 @pytest.mark.parametrize("op, case, soc", REFUSED)
 def test_what_a_compiler_refuses(op, case, soc):
-    """An entry can go, with its sentence in docs/evidence/compilers.md, when the compiler takes it."""
+    """An entry and its sentence in docs/evidence/compilers.md can go when the compiler takes it."""
     chosen = ("--case", case, "--soc", soc, "--dtype", "bfloat16")
     rows, status = compile_reports(op, *chosen)
     assert rows and all(REFUSED[op, case, soc] in row["faults"][0] for row in rows)

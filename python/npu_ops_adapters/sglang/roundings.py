@@ -1,4 +1,4 @@
-"""NPU_OPS_CONSISTENT: products of elements round as often as in training.
+"""With NPU_OPS_CONSISTENT, SGLang's element-wise products are rounded as often as in training.
 
 SGLang fuses `x * sigmoid(gate)` and `silu(gate) * up`, which then round once. Models of
 transformers round the activation, too.

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 
+LOAD = "a load reads beyond its mask"
+STORE = "a store writes back what lies beyond its mask"
 _DEFINED = re.compile(r"\s*(%[\w#]+) = (.*)")
 _COPIED = re.compile(r"\s*memref\.copy (%\w+), (%\w+)")
 _STORED = re.compile(r"\s*bufferization\.materialize_in_destination (%[\w#]+) in writable (%\w+)")
@@ -22,8 +24,7 @@ def unread(lowered: str) -> list[str]:
     it."""
     lines = lowered.splitlines()
     defined = dict(found.groups() for line in lines if (found := _DEFINED.match(line)))
-    copied = {to: source for line in lines if (found := _COPIED.match(line))
-              for source, to in [found.groups()]}  # fmt: skip
+    copied = {found[2]: found[1] for line in lines if (found := _COPIED.match(line))}
 
     def whole_tile(value: str) -> str | None:
         """The tile that a value was loaded from, if no part of it was cut out."""
@@ -35,10 +36,10 @@ def unread(lowered: str) -> list[str]:
     for definition in defined.values():
         found = _SELECTED.match(definition)
         if found and whole_tile(found[2]) and not whole_tile(found[3]):
-            phrases.append("a load reads beyond its mask")
+            phrases.append(LOAD)
     for line in lines:
         stored = _STORED.match(line)
         selected = stored and _SELECTED.match(defined.get(stored[1], ""))
         if selected and stored[2] in map(whole_tile, selected.groups()):
-            phrases.append("a store writes back what lies beyond its mask")
+            phrases.append(STORE)
     return phrases

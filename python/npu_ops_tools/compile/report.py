@@ -56,7 +56,8 @@ class CompileReport:
         """What must not be, one phrase each."""
         loops = collections.Counter(self.scalar_loops)
         found = [f"{count} scalar loop(s) at {source}" for source, count in loops.items()]
-        found += dict.fromkeys(each for each in self.unread_masks if each.startswith("a store"))
+        if masks.STORE in self.unread_masks:
+            found.append(masks.STORE)
         if not self.multi_buffer:
             found.append("multi-buffering lost")
         return found + [f"compiler gave up: {note}" for note in self.notes]

@@ -89,7 +89,7 @@ def model_command(
                 found += of_case
                 if not as_json:
                     _print(of_case)
-                    _print_beside(beside(*call))
+                    _print_beside(beside(soc, *call))
     except Unknown as error:
         print(f"npu-ops: {error}")
         raise typer.Exit(1) from error

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import difflib
+from collections.abc import Iterator
 
 import torch
 from npu_ops_emulator import vendor
@@ -47,13 +49,13 @@ def call_of_case(op: str, case: str, dtype: torch.dtype, tokens: int | None = No
     return function, chosen.inputs(dtype), wrt
 
 
-def beside(function, inputs: dict, wrt: tuple[str, ...] = ()) -> collections.Counter[str]:
+def beside(soc: str, function, inputs: dict, wrt: tuple[str, ...] = ()) -> collections.Counter[str]:
     """What PyTorch launches beside the Triton kernels of a call and its backward, by operator."""
     for value in inputs.values():
         if isinstance(value, torch.Tensor):
             value.grad = None  # of an earlier call, to which the next would be added
     counter = Counter("cpu")  # the tensors are the CPU's, and taken to be an NPU's
-    with recorded(""), registry.as_if_on("npu"), seen_in_our_operators(counter), counter:
+    with recorded(""), _as_if_on(soc), seen_in_our_operators(counter), counter:
         forward_and_backward(function, inputs, wrt)
     return +counter.found
 
@@ -62,14 +64,17 @@ def of_call(
     label: str, soc: str, function, inputs: dict, wrt: tuple[str, ...] = ()
 ) -> list[Launch]:
     """Every launch of a call and of its backward, as on an NPU with `soc`."""
-    target = soc.removesuffix("-1")
-    with (
-        recorded(label, interpreted.of_indices) as found,
-        registry.as_if_on("npu"),
-        hardware.as_if_soc(target, vendor.cores(target)),
-    ):
+    with recorded(label, interpreted.of_indices) as found, _as_if_on(soc):
         forward_and_backward(function, inputs, wrt)
     return found
+
+
+@contextlib.contextmanager
+def _as_if_on(soc: str) -> Iterator[None]:
+    """Tensors are taken to be on an NPU with `soc`."""
+    target = soc.removesuffix("-1")
+    with registry.as_if_on("npu"), hardware.as_if_soc(target, vendor.cores(target)):
+        yield
 
 
 def kernel_of_file(

@@ -48,6 +48,11 @@ class Point:
         return self.row.op not in (*FITTED_ON, *LOOKED_AT)
 
     @property
+    def group(self) -> str:
+        """What rows of one operator share."""
+        return self.row.op
+
+    @property
     def core(self) -> str:
         return "cube" if "MatMul" in self.row.op or self.row.op == "GroupedMatmul" else "vector"
 
@@ -173,16 +178,21 @@ def judged(found: list[Point], core: str = "vector") -> list[Point]:
 
 def likely(found: list[Point]) -> list[Point]:
     """The same rows, each predicted by the model times what the other operators took of theirs."""
-    of_ops = collections.defaultdict(list)
-    for point in found:
-        of_ops[point.row.op].append(point.row.time / point.model)
-    medians = {op: statistics.median(ratios) for op, ratios in of_ops.items()}
+    medians = {op: statistics.median(each) for op, each in ratios(found).items()}
     return [
         dataclasses.replace(point, model=point.model * statistics.median(
-            value for op, value in medians.items() if op != point.row.op
+            value for op, value in medians.items() if op != point.group
         ))
         for point in found
     ]  # fmt: skip
+
+
+def ratios(found: list) -> dict[str, list[float]]:
+    """Measured / predicted of points or of stages, by their group."""
+    by_group = collections.defaultdict(list)
+    for each in found:
+        by_group[each.group].append(each.us / each.model)
+    return by_group
 
 
 def _ranks(values: list[float]) -> list[float]:

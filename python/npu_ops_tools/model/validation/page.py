@@ -89,11 +89,11 @@ def _seen(op: str) -> str:
 def _stages() -> str:
     rows = [("stage", "chunk", "rows", "measured", "model / measured")]
     found = stages.predicted(STAGES)
-    for name, chunk in dict.fromkeys((each.name, each.chunk) for each in found):
-        of_stage = [each for each in found if (each.name, each.chunk) == (name, chunk)]
+    for group in dict.fromkeys(each.group for each in found):
+        of_stage = [each for each in found if each.group == group]
         times = [each.us / 1e3 for each in of_stage]
         ratios = [each.model / each.us for each in of_stage]
-        rows.append((name, chunk, len(of_stage), f"{min(times):.1f} to {max(times):.1f} ms",
+        rows.append((*group.split(), len(of_stage), f"{min(times):.1f} to {max(times):.1f} ms",
                      f"{min(ratios):.2f} to {max(ratios):.2f}"))  # fmt: skip
     return (
         "Stages of vllm-ascend's chunked delta rule, 16 sequences of 4096 to 16384 tokens, 16 to "
@@ -117,23 +117,12 @@ def _ranges(points: list[Point]) -> str:
 def spread(points: list[Point], core: str = "vector") -> tuple[float, float, float]:
     """Of measured / predicted: the tenth percentile, the median of operators, the ninetieth
     percentile. Of cube cores all rows above 10 us count, as few are held out."""
-    if core == "mixed":
-        ratios = {}
-        for each in stages.predicted(STAGES):
-            ratios.setdefault((each.name, each.chunk), []).append(each.us / each.model)
-    else:
-        chosen = check.judged(points) if core == "vector" else [
-            point for point in points if point.core == core and point.row.time > check.SHORT
-        ]  # fmt: skip
-        ratios = _by_operator(chosen)
-    return _spread(ratios)
-
-
-def _by_operator(points: list[Point]) -> dict[str, list[float]]:
-    ratios = {}
-    for point in points:
-        ratios.setdefault(point.row.op, []).append(point.row.time / point.model)
-    return ratios
+    chosen = {
+        "vector": lambda: check.judged(points),
+        "cube": lambda: [p for p in points if p.core == "cube" and p.us > check.SHORT],
+        "mixed": lambda: stages.predicted(STAGES),
+    }
+    return _spread(check.ratios(chosen[core]()))
 
 
 def _spread(ratios: dict) -> tuple[float, float, float]:
@@ -143,8 +132,8 @@ def _spread(ratios: dict) -> tuple[float, float, float]:
 
 
 def _coverage(points: list[Point]) -> float:
-    """Of each operator by the range that the others make."""
-    ratios, covered = _by_operator(points), 0
+    """Which part of the times lies in the range that the other operators' times make."""
+    ratios, covered = check.ratios(points), 0
     for op, own in ratios.items():
         low, _, high = _spread({name: each for name, each in ratios.items() if name != op})
         covered += sum(low <= each <= high for each in own)
@@ -187,29 +176,25 @@ def _plot(points: list[Point], path: pathlib.Path) -> None:
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(1, 3, figsize=(15, 5.5))
-    of_cores = {
-        core: [(p.row.op, p.held_out, p.us, p.model) for p in points if p.core == core]
-        for core in ("vector", "cube")
-    }
-    of_cores["mixed"] = [(f"{each.name} {each.chunk}", each.held_out, each.us, each.model)
-                         for each in stages.predicted(STAGES)]  # fmt: skip
+    of_cores = {core: [p for p in points if p.core == core] for core in ("vector", "cube")}
+    of_cores["mixed"] = stages.predicted(STAGES)
     for axes, (core, found) in zip(panels, of_cores.items(), strict=True):
         _panel(axes, core, found)
     figure.savefig(path, dpi=90, bbox_inches="tight", metadata={"Software": None})
     pyplot.close(figure)
 
 
-def _panel(axes, core: str, found: list[tuple[str, bool, float, float]]) -> None:
-    """Measured against predicted times of each operator: o held out, x not."""
+def _panel(axes, core: str, found: list) -> None:
+    """Measured against predicted times of points or stages: o held out, x not."""
     from matplotlib import pyplot
 
-    for color, name in enumerate(dict.fromkeys(each[0] for each in found)):
+    for color, group in enumerate(dict.fromkeys(each.group for each in found)):
         for held, marker in ((True, "o"), (False, "x")):
-            times = [(us, model) for op, out, us, model in found if (op, out) == (name, held)]
+            times = [(e.us, e.model) for e in found if (e.group, e.held_out) == (group, held)]
             if times:
-                axes.loglog(*zip(*times, strict=True), marker, label=name, markersize=5, alpha=0.8,
+                axes.loglog(*zip(*times, strict=True), marker, label=group, markersize=5, alpha=0.8,
                             color=pyplot.cm.tab20.colors[color % 20])  # fmt: skip
-    ends = [min(each[2] for each in found), max(each[2] for each in found)]
+    ends = [min(each.us for each in found), max(each.us for each in found)]
     for factor, style in ((1, "-"), (1.3, ":"), (1 / 1.3, ":")):
         axes.plot(ends, [end * factor for end in ends], style, color="gray", linewidth=0.8)
     axes.set(xlabel="measured, us", ylabel="npu-model, us", title=f"{core}: o held out, ... 30 %")

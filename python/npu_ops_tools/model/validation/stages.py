@@ -25,8 +25,12 @@ class Stage:
     heads: int
     value_heads: int
     us: float | None
-
     model: float | None = None
+
+    @property
+    def group(self) -> str:
+        """What rows of one kernel share."""
+        return f"{self.name} {self.chunk}"
 
     @property
     def held_out(self) -> bool:
@@ -38,15 +42,18 @@ def measured() -> Iterator[Stage]:
     with FILE.open(newline="") as file:
         for row in csv.DictReader(file):
             if row["stage"] != "cumsum":
-                sizes = (row[n] for n in ("chunk", "sequences", "tokens", "heads", "value_heads"))
-                yield Stage(row["stage"], *map(int, sizes), float(row["median_us"]))
+                yield _stage(row["stage"], row, float(row["median_us"]))
 
 
 def predicted(path: pathlib.Path) -> list[Stage]:
-    """What benchmarks/model_stages.py wrote."""
+    """Measured stages with npu-model's times, from the CSV that model_stages.py writes."""
     with path.open(newline="") as file:
-        rows = {tuple(row.values())[:6]: float(row["model"]) for row in csv.DictReader(file)}
-    return [
-        dataclasses.replace(each, model=rows[tuple(map(str, dataclasses.astuple(each)[:6]))])
-        for each in measured()
-    ]
+        return [
+            _stage(row["name"], row, float(row["us"]), float(row["model"]))
+            for row in csv.DictReader(file)
+        ]
+
+
+def _stage(name: str, row: dict[str, str], *times: float) -> Stage:
+    sizes = (row[n] for n in ("chunk", "sequences", "tokens", "heads", "value_heads"))
+    return Stage(name, *map(int, sizes), *times)
