@@ -176,4 +176,4 @@ format: $(VENV)/ready
 	$(BIN)/clang-format -i csrc/*/*.h csrc/*/*.cpp
 
 clean:
-	rm -rf $(VENV) .cache build report *.egg-info npu_ops/_native*.so npu_ops/_build_info.json
+	rm -rf $(VENV) .cache build report *.egg-info npu_ops/_native*.so npu_ops/_build_info.json npu_ops/__init__.pyi

@@ -10,6 +10,7 @@ Where CANN is installed (ASCEND_HOME_PATH), csrc/CMakeLists.txt compiles the Asc
 they are shipped as npu_ops/_ascendc/<family>/<op>.o. NPU_OPS_SKIP_ASCENDC=1 installs without them.
 """
 
+import ast
 import fcntl
 import glob
 import json
@@ -161,21 +162,42 @@ def native_extensions():
             library(release(torch.__version__), include_dirs=[os.path.abspath("csrc")]),
             *map(older_library, older),
         ],
-        "cmdclass": {"build_ext": BuildNative, "build_py": BuildWithKernels},
+        "cmdclass": {"build_ext": BuildNative, "build_py": BuildPython},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }
 
 
-class BuildWithKernels(build_py):
-    """Also compiles the AscendC kernels, where there is a compiler for them."""
+class BuildPython(build_py):
+    """Also writes the stub of the package, and compiles the AscendC kernels if CANN is there."""
 
     def run(self):
         super().run()
-        root = "." if self.editable_mode else self.build_lib
-        folder = pathlib.Path(root, "npu_ops", "_ascendc").absolute()
+        package = pathlib.Path("." if self.editable_mode else self.build_lib, "npu_ops")
+        (package / "__init__.pyi").write_text(stub(pathlib.Path("npu_ops")))
+        folder = (package / "_ascendc").absolute()
         shutil.rmtree(folder, ignore_errors=True)  # of another CANN
         if kernels_wanted():
             compile_kernels(folder)
+
+
+def stub(package):
+    """`npu_ops/__init__.pyi`: the public names, written out.
+
+    `npu_ops/__init__.py` finds the operators in a loop, which type checkers do not run.
+    """
+    source = (package / "__init__.py").read_text()
+    lines = re.findall(r"^from npu_ops\..*", source, re.MULTILINE)
+    names = exported(source)
+    for op in sorted(package.glob("ops/*/__init__.py")):
+        of_op = exported(op.read_text())
+        lines.append(f"from npu_ops.ops.{op.parent.name} import {', '.join(of_op)}")
+        names += of_op
+    return "\n".join([*lines, f"__all__ = {names}", ""])
+
+
+def exported(source):
+    """The literal `__all__` of a module."""
+    return ast.literal_eval(re.search(r"^__all__ = (\[.*?\])", source, re.M | re.S)[1])
 
 
 def kernels_wanted():
@@ -210,7 +232,7 @@ def compile_kernels(folder):
 def native_settings():
     if os.environ.get("NPU_OPS_SKIP_NATIVE") == "1":
         write_build_info(torch=None, compiler=None)
-        return {"cmdclass": {"build_py": BuildWithKernels}}
+        return {"cmdclass": {"build_py": BuildPython}}
     return native_extensions()
 
 
@@ -233,7 +255,8 @@ setuptools.setup(
     ],
     py_modules=["npu_ops_autoload", "npu_ops_import_hook"],
     package_data={
-        "npu_ops": ["_build_info.json", "preferences/*.json"],
+        "npu_ops": ["_build_info.json", "preferences/*.json", "py.typed"],
+        "npu_ops_adapters": ["py.typed"],
         "npu_ops_tools": [
             "*.csv",
             "templates/**/*",

@@ -21,6 +21,12 @@ for _module in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
     globals().update({_name: getattr(_op, _name) for _name in _op.__all__})
     __all__.extend(_op.__all__)
 
+
+def __dir__() -> list[str]:
+    """What completion offers: the public names, and not what this file imports for itself."""
+    return list(__all__)
+
+
 say_what_is_broken()
 check_forced()
 compile_cache.tell_torch()

@@ -15,6 +15,7 @@ import zipfile
 
 import pytest
 
+import npu_ops
 from npu_ops.core import preferences
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -167,6 +168,26 @@ def test_commands_of_a_clone_work_there_by_an_installed_wheel(installed, tmp_pat
     assert done.returncode == status and said in done.stdout + done.stderr, done
     done = run(tmp_path)
     assert done.returncode == 2 and "run from a clone of the repository" in done.stderr, done
+
+
+def test_editors_and_type_checkers_know_every_public_name(installed, tmp_path):
+    """What pyright finds wrong in the examples of the docs: nothing. It sees the wheel alone."""
+    assert dir(npu_ops) == sorted(npu_ops.__all__)
+    every = "import npu_ops\n" + "".join(f"npu_ops.{name}\n" for name in npu_ops.__all__)
+    (tmp_path / "every.py").write_text(f"{every}npu_ops.importlib\n")
+    examples = [
+        block
+        for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    ]
+    for number, example in enumerate(examples):
+        (tmp_path / f"example_{number}.py").write_text(example)
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(installed)]}))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
+    done = subprocess.run([*command, "-p", tmp_path], capture_output=True, text=True)
+    found = [each["message"] for each in json.loads(done.stdout)["generalDiagnostics"]]
+    assert found == ['"importlib" is not a known attribute of module "npu_ops"']
+    assert len(examples) > 10
 
 
 def test_the_native_library_asks_for_no_newer_glibc():
