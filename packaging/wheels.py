@@ -3,7 +3,8 @@
     python packaging/wheels.py [x86_64] [aarch64] [pure] [source]
 
 Each is built in a folder of its own, from an unpacked source distribution: what other builds left
-in this checkout is no part of it. Needs g++ for an architecture that is not this machine's (Debian:
+in this checkout is no part of it. If git has a remote `origin`, the metadata names its page and the
+README's links lead there. Needs g++ for an architecture that is not this machine's (Debian:
 g++-aarch64-linux-gnu), auditwheel and patchelf. A native wheel serves every Python from 3.10, every
 torch from 2.7, and glibc from 2.28 at the latest: a library that asks for more is an error. It has
 one library for torch 2.10 and newer, and one for each of OLDER_TORCH, whose wheels are downloaded.
@@ -34,22 +35,56 @@ def run(*command, cwd=ROOT, stdout=None, **variables):
     subprocess.run(command, cwd=cwd, env=environment, stdout=stdout, check=True)
 
 
-def source(folder, dist):
-    """The source distribution of this checkout."""
+def sdist(sources, folder):
+    """The source distribution of a folder with sources."""
+    folder.mkdir()
     code = f"import build_backend; build_backend.build_sdist({str(folder)!r})"
     packaging = str(ROOT / "packaging")
-    run(sys.executable, "-c", code, stdout=subprocess.DEVNULL, PYTHONPATH=packaging)
+    run(sys.executable, "-c", code, cwd=sources, stdout=subprocess.DEVNULL, PYTHONPATH=packaging)
     (made,) = folder.glob("*.tar.gz")
-    return shutil.copy(made, dist)
+    return made
 
 
 def tree(folder):
     """A folder with the sources of this checkout, in which nothing was built."""
-    packed = source(folder, folder / "sources.tar.gz")
-    with tarfile.open(packed) as archive:
+    with tarfile.open(sdist(ROOT, folder / "packed")) as archive:
         archive.extractall(folder / "sources", filter="data")
     (unpacked,) = (folder / "sources").iterdir()
+    if url := web_address():
+        link(unpacked, url)
     return unpacked
+
+
+def web_address():
+    """The page of this checkout's remote `origin`; None if it has no such remote."""
+    command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
+    try:
+        remote = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        return None
+    address = r"(?:https://|ssh://|(?=[^/]*@))(?:[^/@]*@)?([\w.-]+)[:/](.+?)(?:\.git)?"
+    found = re.fullmatch(address, remote)
+    return found and f"https://{found[1]}/{found[2]}"
+
+
+def version(sources):
+    return re.search('= "(.+)"', (sources / "npu_ops/version.py").read_text())[1]
+
+
+def link(sources, url):
+    """Write URLs into the metadata of unpacked sources, and make the README's links absolute."""
+    files = f"{url}/blob/v{version(sources)}"
+    with (sources / "pyproject.toml").open("a") as metadata:
+        metadata.write(
+            f'[project.urls]\nSource = "{url}"\nIssues = "{url}/issues"\n'
+            f'Changelog = "{files}/CHANGELOG.md"\n'
+        )
+    readme = sources / "README.md"
+    readme.write_text(re.sub(r"\]\((?!https?:|#)", f"]({files}/", readme.read_text()))
+
+
+def source(folder, dist):
+    shutil.copy(sdist(tree(folder), folder / "linked"), dist)
 
 
 def wheel(folder, **variables):

@@ -336,6 +336,41 @@ def test_wheels_are_built_from_a_tree_of_their_own(tmp_path):
     assert sources - NOT_SHIPPED <= files and not left & files - {"npu_ops.egg-info/SOURCES.txt"}
 
 
+ADDRESSES = {
+    "https://example.org/group/npu-ops.git": "https://example.org/group/npu-ops",
+    "https://user:secret@example.org/npu-ops": "https://example.org/npu-ops",
+    "git@example.org:group/npu-ops.git": "https://example.org/group/npu-ops",
+    "ssh://git@example.org/npu-ops": "https://example.org/npu-ops",
+    "/srv/npu-ops.git": None,
+    "file:///srv/npu-ops": None,
+    "": None,
+}
+
+
+@pytest.mark.parametrize("remote", ADDRESSES)
+def test_the_page_of_a_remote(remote, tmp_path, monkeypatch):
+    wheels = runpy.run_path(str(ROOT / "packaging/wheels.py"))["web_address"].__globals__
+    monkeypatch.setitem(wheels, "ROOT", tmp_path)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    if remote:
+        subprocess.run(["git", "-C", tmp_path, "remote", "add", "origin", remote], check=True)
+    assert wheels["web_address"]() == ADDRESSES[remote]
+
+
+def test_the_metadata_and_the_readme_of_a_release_link_to_the_repository(tmp_path):
+    copy({"README.md", "pyproject.toml", "npu_ops/version.py"}, tmp_path)
+    runpy.run_path(str(ROOT / "packaging/wheels.py"))["link"](tmp_path, "https://example.org/x")
+    metadata = (tmp_path / "pyproject.toml").read_text().partition("[project.urls]\n")[2]
+    urls = dict(re.findall('^(.+) = "(.+)"$', metadata, re.M))
+    assert urls["Source"] == "https://example.org/x" and {"Issues", "Changelog"} < set(urls)
+    files = f"https://example.org/x/blob/v{npu_ops.__version__}/"
+    assert urls["Changelog"] == f"{files}CHANGELOG.md"
+    targets = re.findall(r"\]\(([^)#]+)", (tmp_path / "README.md").read_text())
+    ours = [target for target in targets if target.startswith(files)]
+    assert len(ours) > 10 and not [target for target in targets if "://" not in target]
+    assert all((ROOT / target.removeprefix(files)).exists() for target in ours)
+
+
 def test_torch_is_asked_for_where_it_is_compiled_for():
     """And nowhere else: a wheel of Python alone, or a source distribution, need no download."""
 
