@@ -189,6 +189,21 @@ def linear():
     return sheet
 
 
+def grouped_linear():
+    sheet = Sheet(23, 4.9)
+    sheet.say(0.2, 0.9, "x")
+    sheet.row(3, 0.4, [""] * 9, [BLUE] * 3 + [ORANGE] * 5 + [GREY])
+    sheet.say(0.2, 2.6, "weight")
+    for x, name, color in ((3, "0", BLUE), (7.4, "2", ORANGE)):
+        sheet.cell(x, 2.1, f"weight[{name}]ᵀ", color, 2.8)
+    sheet.say(0.2, 4.3, "out")
+    sheet.row(3, 3.8, [""] * 8 + ["0"], [BLUE] * 3 + [ORANGE] * 5 + [GREY])
+    sheet.say(13, 0.9, "rows in groups: offs = 3, 3, 8")
+    sheet.say(13, 2.6, "group 1 has no rows")
+    sheet.say(13, 4.3, "rows behind the last group are 0")
+    return sheet
+
+
 def rms_norm_gated():
     sheet = Sheet(23, 4.6)
     sheet.say(0.2, 0.9, "x")
@@ -296,8 +311,9 @@ FIGURES = {
     draw.__name__: draw
     for draw in (
         bias_dropout_add, rope, mrope, qk_norm_rope, attention, gdn_gate, l2norm, linear,
-        rms_norm, rms_norm_gated, causal_conv1d, causal_conv1d_qkv, causal_conv1d_update,
-        chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, gated_delta_rule_update,
+        grouped_linear, rms_norm, rms_norm_gated, causal_conv1d, causal_conv1d_qkv,
+        causal_conv1d_update, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule,
+        gated_delta_rule_update,
     )
 }  # fmt: skip
 

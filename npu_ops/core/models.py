@@ -14,6 +14,7 @@ class Model:
 
     section: None without multimodal positions. vision: heads and head dimension, or None.
     linear: key heads and value heads of Gated Delta Net, `LINEAR_DIM` wide, or None.
+    expert: how wide an expert is between its projections, or None without experts.
     """
 
     hidden: int
@@ -26,6 +27,7 @@ class Model:
     section_layout: str = "interleaved"
     vision: tuple[int, int] | None = None
     linear: tuple[int, int] | None = None
+    expert: int | None = None
 
     @property
     def linear_channels(self) -> int:
@@ -45,17 +47,17 @@ MODELS = {
     ),
     "qwen3-4b": Model(2560, 32, 8),
     "qwen3-8b": Model(4096, 32, 8),
-    "qwen3-30b-a3b": Model(2048, 32, 4),
+    "qwen3-30b-a3b": Model(2048, 32, 4, expert=768),
     "qwen3-vl-4b": Model(2560, 32, 8, **_QWEN3_VL | {"vision": (16, 64)}),
     "qwen3-vl-8b": Model(4096, 32, 8, **_QWEN3_VL),
-    "qwen3-vl-30b-a3b": Model(2048, 32, 4, **_QWEN3_VL),
+    "qwen3-vl-30b-a3b": Model(2048, 32, 4, **_QWEN3_VL, expert=768),
     "qwen3-next-80b-a3b": Model(
-        2048, 16, 2, head_dim=256, rotary_dim=64, theta=1e7, linear=(16, 32)
+        2048, 16, 2, head_dim=256, rotary_dim=64, theta=1e7, linear=(16, 32), expert=512
     ),
     "qwen3.5-4b": Model(2560, 16, 4, **_QWEN3_5, linear=(16, 32)),
     "qwen3.5-9b": Model(4096, 16, 4, **_QWEN3_5, linear=(16, 32)),
     "qwen3.5-27b": Model(5120, 24, 4, **_QWEN3_5, linear=(16, 48)),
-    "qwen3.5-35b-a3b": Model(2048, 16, 2, **_QWEN3_5, linear=(16, 32)),
+    "qwen3.5-35b-a3b": Model(2048, 16, 2, **_QWEN3_5, linear=(16, 32), expert=512),
 }
 
 

@@ -186,7 +186,7 @@ def test_a_profiler_sees_each_call_once(op, call, name, device):
     with by:
         with profile(activities=[ProfilerActivity.CPU]) as forward:
             outputs = [x for x in outputs_of(function_of(call)(**inputs)) if x.requires_grad]
-        assert operators(forward.events()) == [*norms, verdicts[0].op]
+        assert _without_products(op, operators(forward.events())) == [*norms, verdicts[0].op]
         if not wrt:
             return
         if name == "aclnn":  # the vendor may have no gradient of what it computes
@@ -198,7 +198,13 @@ def test_a_profiler_sees_each_call_once(op, call, name, device):
             )  # fmt: skip
     mine = verdicts[0].op  # a rotation's gradient is the rotation back
     names = [f"{mine}_backward"] if f"{mine}_backward" in Table.tables else [mine]
-    assert operators(backward.events()) == [*names, *(f"{norm}_backward" for norm in norms)]
+    seen = _without_products(op, operators(backward.events()))
+    assert seen == [*names, *(f"{norm}_backward" for norm in norms)]
+
+
+def _without_products(op, names):
+    """On CPUs, and for its gradients, grouped_linear calls linear for each group."""
+    return [name for name in names if name != "linear" or op != "grouped_linear"]
 
 
 # Tensors that are not plain

@@ -22,6 +22,8 @@ def another(name, x):
         return x
     backwards = x.flip(tuple(range(x.dim())))
     is_starts = name.startswith("cu_") or name == "query_start_loc"
+    if name == "offs":  # where groups end, the first of which began at 0
+        return x[-1] - torch.nn.functional.pad(backwards[1:], (0, 1))
     return x[-1] - backwards if is_starts else backwards
 
 

@@ -1,4 +1,4 @@
-"""The vendor's formats of matrices, whose memory has no rows."""
+"""Shared by linear and grouped_linear: the vendor's formats, whose memory has no rows."""
 
 from __future__ import annotations
 

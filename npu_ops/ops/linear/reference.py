@@ -1,4 +1,4 @@
-"""The definition of right. x and its gradients are matrices, as kernels take them."""
+"""Shared by linear and grouped_linear: the definition of right. x and gradients are matrices."""
 
 from __future__ import annotations
 

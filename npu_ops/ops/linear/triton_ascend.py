@@ -1,4 +1,4 @@
-"""linear in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""Shared by linear and grouped_linear: products in Triton. Definition: reference.py
 
 A program computes tiles of BM rows by BN columns. Each sums over K in steps of BK, from the first
 on: the tiles are the same for one row as for thousands, and so is the order of each sum.
@@ -26,6 +26,21 @@ def _load(x, row, column, rows, columns, stride):
     return tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
 
 
+@triton.jit
+def product(
+    x, weight, row, column, rows, columns, depth, x_stride, weight_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """fp32 `[BM, BN]`: rows of x by rows of weight, summed from the first step on."""
+    total = tl.zeros((BM, BN), tl.float32)
+    for begin in range(0, depth, BK):
+        step = begin + tl.arange(0, BK)
+        left = _load(x, row, step, rows, depth, x_stride)
+        right = _load(weight, column, step, columns, depth, weight_stride)
+        total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+    return total
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     x, weight, bias, out, rows, columns, depth, x_stride, weight_stride, out_stride,
@@ -35,12 +50,8 @@ def _linear_kernel(
     for tile in range(tl.program_id(0), tl.cdiv(rows, BM) * across, tl.num_programs(0)):
         row = (tile // across) * BM + tl.arange(0, BM)
         column = (tile % across) * BN + tl.arange(0, BN)
-        total = tl.zeros((BM, BN), tl.float32)
-        for begin in range(0, depth, BK):
-            step = begin + tl.arange(0, BK)
-            left = _load(x, row, step, rows, depth, x_stride)
-            right = _load(weight, column, step, columns, depth, weight_stride)
-            total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+        total = product(x, weight, row, column, rows, columns, depth, x_stride, weight_stride,
+                        BM, BN, BK)  # fmt: skip
         if bias is not None:
             offset = tl.load(bias + column, mask=column < columns, other=0.0)
             total += offset.to(tl.float32)[None, :]

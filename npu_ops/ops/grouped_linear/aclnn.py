@@ -1,0 +1,49 @@
+"""grouped_linear by torch_npu's `npu_grouped_matmul`, forward and backward.
+
+What it takes is from torch_npu's documentation of it. Rows behind the last group it does not write.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import check, env
+from npu_ops.core.library import torch_npu_why_not
+from npu_ops.ops.grouped_linear import groups
+
+_GROUPS = 1024
+_BY_ROWS, _BY_SUMS = 0, 2  # group_type: the axis that groups divide
+
+
+def why_not(arguments) -> str | None:
+    """None, or a sentence on why the operator does not take the implementations' arguments."""
+    x, weight = arguments.x, arguments.weight
+    if env.settings.consistent and "out" in arguments._fields:
+        return "its bits are not known to be the same for any number of rows"
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"x is {check.short(x.dtype)}, the vendor's operator has no such product"
+    if weight.shape[0] > _GROUPS:
+        return f"the vendor's operator has at most {_GROUPS} groups, not {weight.shape[0]}"
+    return torch_npu_why_not("npu_grouped_matmul", "group_list", "split_item", "group_type")
+
+
+def grouped_linear(x, weight, offs, out) -> None:
+    """Write each group's rows of x by its weight^T."""
+    out.copy_(_grouped(x, weight.transpose(1, 2), offs, x.shape[0], _BY_ROWS))
+    groups.finish(offs, x.shape[0], out)
+
+
+def grouped_linear_backward(grad, x, weight, offs, grad_x, grad_weight) -> None:
+    """Write the gradients of x and weight."""
+    rows = x.shape[0]
+    grad_x.copy_(_grouped(grad, weight, offs, rows, _BY_ROWS))
+    grad_weight.copy_(_grouped(grad.t(), x, offs, rows, _BY_SUMS))
+    groups.finish(offs, rows, grad_x, others=[grad_weight])
+
+
+def _grouped(x, weight, offs, rows, group_type):
+    (found,) = torch.ops.npu.npu_grouped_matmul(
+        [x], [weight], group_list=groups.clamped(offs, rows), group_type=group_type,
+        split_item=2 if group_type == _BY_ROWS else 3, group_list_type=0,
+    )  # fmt: skip
+    return found

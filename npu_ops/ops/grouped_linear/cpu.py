@@ -1,0 +1,26 @@
+"""grouped_linear by `linear`, a product for each group; on GPUs and NPUs its gradients too."""
+
+from __future__ import annotations
+
+from npu_ops.ops.grouped_linear import groups
+from npu_ops.ops.linear import linear
+
+__all__ = ["grouped_linear", "grouped_linear_backward"]
+
+
+def grouped_linear(x, weight, offs, out):
+    """Write each group's rows of x by its weight^T."""
+    for rows, matrix in zip(groups.spans(offs, x.shape[0]), weight, strict=True):
+        if rows.start < rows.stop:
+            out[rows] = linear(x[rows], matrix)
+    groups.finish(offs, x.shape[0], out)
+
+
+def grouped_linear_backward(grad, x, weight, offs, grad_x, grad_weight):
+    """Write the gradients. Waits for a device to know the groups."""
+    for group, rows in enumerate(groups.spans(offs, x.shape[0])):
+        part = grad[rows]
+        if rows.start < rows.stop:
+            grad_x[rows] = linear(part, weight[group].t())
+        grad_weight[group] = linear(part.t(), x[rows].t())
+    groups.finish(offs, x.shape[0], grad_x, others=[grad_weight])

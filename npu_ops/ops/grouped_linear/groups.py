@@ -1,0 +1,57 @@
+"""Where groups of rows begin and end, and rows that are in none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from npu_ops.core import indices
+from npu_ops.ops.linear import formats
+
+
+def check(arguments) -> None:
+    """Raise ValueError for offs in host memory that decrease or end beyond the rows."""
+    offs = torch.nn.functional.pad(arguments.offs, (1, 0))
+    indices.check_starts("offs", offs, arguments.x.shape[0])
+
+
+def format_why_not(arguments) -> str | None:
+    """None, or a sentence on a weight whose memory has no rows."""
+    why = formats.format_why_not(arguments.weight)
+    return why and f"weight has {why}"
+
+
+def clamped(offs: torch.Tensor, rows: int) -> torch.Tensor:
+    """int64: offs if they are right; if not, some that no kernel can be led astray by."""
+    return offs.long().clamp(0, rows).cummax(0).values
+
+
+def spans(offs: torch.Tensor, rows: int) -> Iterator[slice]:
+    """The rows of each group. Waits for a device."""
+    begin = 0
+    for end in clamped(offs, rows).tolist():
+        yield slice(begin, end)
+        begin = end
+
+
+def finish(offs: torch.Tensor, rows: int, *by_row: torch.Tensor, others=()) -> None:
+    """Write 0 to rows behind the last group, and NaN to all where offs are wrong."""
+    ends = clamped(offs, rows)
+    wrong = (ends != offs).any()
+    for x in by_row:
+        if len(ends):
+            row = torch.arange(rows, dtype=torch.int64, device=x.device)
+            x.masked_fill_((row >= ends[-1])[:, None], 0)
+        else:
+            x.zero_()
+    for x in (*by_row, *others):
+        x.masked_fill_(wrong, torch.nan)
+
+
+def nothing_to_add(arguments) -> None:
+    """Results of a call without a product: 0, or NaN where offs are wrong."""
+    results = [x for n, x in arguments._asdict().items() if n == "out" or n.startswith("grad_")]
+    for x in results:
+        x.zero_()
+    finish(arguments.offs, arguments.x.shape[0], others=results)
