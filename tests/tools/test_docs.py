@@ -135,6 +135,13 @@ def test_each_op_has_a_figure(tmp_path):
         assert re.search("viewBox=.*", drawn.read_text())[0] in kept.read_text()
 
 
+def test_the_files_of_the_architecture_exist():
+    text = (ROOT / "docs/architecture.md").read_text()
+    files = set(re.findall(r"`((?:npu_ops|python|csrc)/[^`]+)`", text))
+    missing = [file for file in files if not list(ROOT.glob(re.sub("<[a-z]+>", "*", file)))]
+    assert missing == [] and len(files) > 20
+
+
 def outline(page: str) -> dict:
     """Of a page: levels of headings, code, links, and how many cells each line of a table has."""
     text = (ROOT / page).read_text()
