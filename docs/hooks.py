@@ -7,33 +7,80 @@ from __future__ import annotations
 
 import html.parser
 import pathlib
+import re
 import urllib.parse
 from collections.abc import Iterator
 
+from markdown.extensions.toc import slugify
 from mkdocs.exceptions import PluginError
+from mkdocs.plugins import CombinedEvent, event_priority
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def on_files(files, config):
-    """README.md is the first page."""
+def _above() -> dict[str, str]:
+    """Files above docs/, by their names in the site. README.md is the first page."""
     validation = ROOT.glob("python/npu_ops_tools/model/validation/*.md")
-    for path in (*ROOT.glob("*.md"), *validation, *ROOT.glob("benchmarks/results/**/*.csv")):
-        name = path.relative_to(ROOT).as_posix().replace("README.md", "index.md")
-        files.append(File.generated(config, name, abs_src_path=str(path)))
+    paths = (*ROOT.glob("*.md"), *validation, *ROOT.glob("benchmarks/results/**/*.csv"))
+    names = (path.relative_to(ROOT).as_posix() for path in paths)
+    return {name.replace("README", "index"): str(ROOT / name) for name in names}
+
+
+def _add_files(files, config):
+    """Adds those files as if they were in docs/: the plugin i18n leaves out what is not."""
+    for name in _above():
+        there = f"{config.docs_dir}/{name}"
+        files.append(File.generated(config, name, abs_src_path=there))
     return files
 
 
+@event_priority(-200)  # after i18n, which makes new files of them
+def _find_files(files, config):
+    above = _above()
+    for file in files:
+        if file.src_uri in above:
+            file.abs_src_path = above[file.src_uri]
+    return files
+
+
+on_files = CombinedEvent(_add_files, _find_files)
+
+
 def on_page_markdown(markdown, page, **_):
-    """Shortens links between docs/ and the folder above it: the site has both in one folder."""
+    """Shortens links between docs/ and the folder above it: the site has both in one folder.
+
+    A link to the page's other language is left out: the site has a switch.
+    """
+    markdown = re.sub(r"^\[(中文|English)\]\(\S+\)\n", "", markdown, flags=re.MULTILINE)
+    path = pathlib.Path(page.file.abs_src_path)
+    if path.name.endswith(".zh-CN.md"):
+        english = path.with_name(path.name.replace(".zh-CN", "")).read_text()
+        markdown = _with_anchors_of(english, markdown)
     up = "../" * page.file.src_uri.count("/")  # from a page of docs/evidence to docs/
     for begins in ("](", 'src="', 'srcset="', 'href="'):
         markdown = markdown.replace(f"{begins}{up}../", f"{begins}{up}")
         markdown = markdown.replace(f"{begins}docs/", begins)
-    return markdown.replace("](README.md", "](index.md")
+    if page.file.dest_uri.startswith("zh-CN/"):  # one folder deeper than the pictures
+        markdown = re.sub(r'(src(?:set)?=")(?!http)', r"\1../", markdown)
+    return markdown.replace("](README", "](index")
 
 
+_CODE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
+_HEADING = re.compile(r"^#+ (.+)", re.MULTILINE)
+
+
+def _with_anchors_of(english: str, translated: str) -> str:
+    """`translated`, whose headings have the anchors of the English ones, which others link to."""
+    titles = _HEADING.findall(_CODE.sub("", english))
+    anchors = iter([slugify(title, "-") for title in titles])
+    translated = re.sub(r'^<a id="\S+"></a>\n', "", translated, flags=re.MULTILINE)
+    parts = _CODE.split(translated)  # text, code, text, ...
+    parts[::2] = [_HEADING.sub(lambda m: f"{m[0]} {{ #{next(anchors)} }}", p) for p in parts[::2]]
+    return "".join(parts)
+
+
+@event_priority(-200)  # after i18n, which builds the other language here
 def on_post_build(config):
     """mkdocs itself checks links of Markdown, and neither pictures nor HTML."""
     missing = list(missing_targets(pathlib.Path(config["site_dir"])))

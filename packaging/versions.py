@@ -8,7 +8,8 @@ An environment has that torch and what the tests need; nothing of this checkout 
 its path. In each, from the sources and again from the wheel: the README's first snippet. Then
 `npu-ops doctor`, every op's cases in bf16, forward and backward, on the CPU and on the emulated NPU
 with the torch_npu of that torch, and `npu-ops demo` with two ranks there. What came of it is
-written to python/npu_ops_tools/tested.csv, and into the tables of both READMEs and docs/images.md.
+written to python/npu_ops_tools/tested.csv, and into the tables of README and docs/images, in both
+languages.
 
 --short: from the sources, doctor, and `npu-ops verify` on the emulated NPU; nothing is written.
 
@@ -257,6 +258,7 @@ def record(row: Row, found: dict[str, str]) -> None:
         ("README.md", support.short_table()),
         ("README.zh-CN.md", support.short_table()),
         ("docs/images.md", support.whole_page()),
+        ("docs/images.zh-CN.md", support.whole_page()),
     ):
         put_table(ROOT / path, table)
 

@@ -17,6 +17,8 @@ from npu_ops.core.registry import Table
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("docs")  # one site
 PAGES = ("README.md", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md"))))
+CHINESE = [f"README{(SUFFIX := '.zh-CN.md')}", *(page for page in PAGES if page.endswith(SUFFIX))]
+PAGES = [page for page in PAGES if page not in CHINESE]
 LONGEST = 300  # lines of a page
 
 
@@ -50,8 +52,12 @@ HOOKS = runpy.run_path(str(ROOT / "docs/hooks.py"))
 def test_no_link_and_no_picture_leads_nowhere(site):
     """The first page's picture too, which is HTML: a check of Markdown alone does not see it."""
     assert list(HOOKS["missing_targets"](site)) == []
-    pages = {page.name: HOOKS["_Page"](page.read_text()) for page in site.rglob("*.html")}
+    pages = {
+        str(page.relative_to(site)): HOOKS["_Page"](page.read_text())
+        for page in site.rglob("*.html")
+    }
     assert {"report.png", "report-dark.png"} <= set(pages["cpu-speed.html"].targets)
+    assert "../report.png" in pages["zh-CN/cpu-speed.html"].targets
     assert sum(len(page.targets) for page in pages.values()) > 500
 
 
@@ -146,19 +152,37 @@ def outline(page: str) -> dict:
     """Of a page: levels of headings, code, links, and how many cells each line of a table has."""
     text = (ROOT / page).read_text()
     blocks = re.findall(r"^```.*?^```", text, re.M | re.S)
-    links = set(re.findall(r"\]\(([^)]+)\)", text)) - {"README.md", "README.zh-CN.md"}
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    other = re.findall(r"^\[(?:中文|English)\]\(([^)]+)\)$", text, re.M)
     tables = [line.count(" | ") for line in text.splitlines() if line.startswith("|")]
     return {
-        "headings": re.findall(r"^#+(?= )", text, re.M), "code": blocks, "links": links,
+        "headings": re.findall(r"^#+(?= )", text, re.M), "code": blocks,
+        "links": {link.replace(SUFFIX, ".md") for link in links if link not in other},
         "tables": tables, "numbers": re.findall(r"\| \**(\d+)\** ", text),
+        "other language": len(other),
     }  # fmt: skip
 
 
-def test_the_chinese_readme_has_all_of_the_english():
-    english, chinese = outline("README.md"), outline("README.zh-CN.md")
-    assert len(english["headings"]) > 8 and len(english["code"]) == 5
-    assert len(english["numbers"]) > 20
-    assert chinese == english
+@pytest.mark.parametrize("page", CHINESE)
+def test_a_chinese_page_has_all_of_the_english(page):
+    english, chinese = outline(page.replace(SUFFIX, ".md")), outline(page)
+    assert chinese == english and english["other language"] == 1
+
+
+def test_the_pages_of_a_user_are_there_in_chinese():
+    pages = "frameworks", "help", "images", "first-card", "train-with-verl"
+    assert {f"docs/{page}{SUFFIX}" for page in pages} <= set(CHINESE)
+
+
+def test_the_site_switches_between_a_page_and_its_translation(site):
+    switch = '<a href="{}" hreflang="{}" class="md-select__link">'
+    for page, there, back in (
+        ("help.html", "zh-CN/help.html", "../help.html"),
+        ("index.html", "zh-CN/index.html", "../index.html"),
+    ):
+        assert switch.format(there, "zh-CN") in (site / page).read_text()
+        chinese = (site / "zh-CN" / page).read_text()
+        assert switch.format(back, "en") in chinese and re.search("<h2[^>]*>.*[一-鿿]", chinese)
 
 
 @pytest.mark.parametrize("page", PAGES)
