@@ -2,8 +2,9 @@
 
 PyTorch's choose how they sum by the number of rows, so that a model gives a decoded token other
 bits than in training. Replaced are torch's operators `linear` and `matmul`: what models, trainers
-and servers call, whatever the Python function is. Their gradients, `mm`, `bmm` and everything that
-is not in fp32, bf16 or fp16 stay PyTorch's.
+and servers call, whatever the Python function is; and `conv3d` where it embeds patches of pictures,
+which is a product. Their gradients, `mm`, `bmm` and everything that is not in fp32, bf16 or fp16
+stay PyTorch's.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def install() -> None:
     for key in (device, f"Autograd{device}"):
         aten.impl("linear", _linear, key)
         aten.impl("matmul", _matmul, key)
+        aten.impl("conv3d", _conv3d, key)
     _libraries.append(aten)
     _forget_what_was_traced()
 
@@ -53,9 +55,10 @@ def remove() -> None:
 
 
 def _forget_what_was_traced() -> None:
-    """Make torch look up the kernels of both operators again: its dispatcher in Python keeps those
+    """Make torch look up the kernels of these operators again: its dispatcher in Python keeps those
     that it found when it first traced them."""
-    for operator in (torch.ops.aten.linear.default, torch.ops.aten.matmul.default):
+    for name in ("linear", "matmul", "conv3d"):
+        operator = getattr(torch.ops.aten, name).default
         operator._dispatch_cache.clear()
 
 
@@ -71,9 +74,20 @@ def _matmul(x, other):
     return linear(_plain("x", x), _plain("other", other).t())
 
 
-def _ours(x, matrix) -> bool:
+def _conv3d(x, weight, bias=None, stride=(1,), padding=(0,), dilation=(1,), groups=1):
+    fills_it = x.dim() == weight.dim() == 5 and x.shape[1:] == weight.shape[1:]
+    plain = not any(padding) and set(dilation) == {1} and groups == 1
+    if not (fills_it and plain and _ours(x, weight, dims=5)):
+        return torch.ops.aten.conv3d.default.decompose(
+            x, weight, bias, stride, padding, dilation, groups
+        )
+    patches = x.reshape(x.shape[0], -1)
+    return _linear(patches, weight.reshape(weight.shape[0], -1), bias)[..., None, None, None]
+
+
+def _ours(x, matrix, dims: int = 2) -> bool:
     plain = x.layout is matrix.layout is torch.strided and x.device == matrix.device
-    return plain and x.dim() > 0 and matrix.dim() == 2 and x.dtype is matrix.dtype in _DTYPES
+    return plain and x.dim() > 0 and matrix.dim() == dims and x.dtype is matrix.dtype in _DTYPES
 
 
 def _plain(name, x):

@@ -2,6 +2,7 @@
 
 Both in this environment, with npu-ops as it is set: NPU_OPS_CONSISTENT says which mode. Prompts are
 random tokens. The second half begins as the first does, and so finds its beginning in the cache.
+Where a model sees, two more prompts have a random picture, the second one's from the cache.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import inspect
 import json
+import math
 from collections.abc import Iterator
 
 import torch
@@ -18,13 +21,15 @@ from npu_ops.core import env
 
 # Tokens of the prompts of each half. A prompt of the second begins with the whole one of the first.
 LENGTHS = ((7, 70, 150, 333), (100, 140, 200, 400))
+# Of the picture: patches in height and width; and the tokens before it and behind it.
+PATCHES, AROUND = (8, 12), (60, (9, 40))
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One prompt: its tokens, those of them that were in the cache, and those sampled after it.
 
-    largest, mean: of the difference of log-probabilities. equal: the part that has none.
+    picture: whether it has one. largest, mean: of the difference of log-probabilities. equal: the part that has none.
     """
 
     prompt: int
@@ -33,6 +38,15 @@ class Row:
     largest: float
     mean: float
     equal: float
+    picture: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Tokens; and what transformers calls a picture: `pixel_values`, `image_grid_thw`."""
+
+    tokens: list[int]
+    picture: dict[str, torch.Tensor] | None = None
 
 
 def settings(given) -> dict:
@@ -67,17 +81,20 @@ def run(model: str, dtype: str, device: str, tokens: int, engine: dict) -> Itera
 
     config = AutoConfig.from_pretrained(model)
     vocabulary = getattr(config, "text_config", config).vocab_size
+    asked = [Prompt(text) for half in prompts(vocabulary) for text in half]
+    if hasattr(config, "vision_config"):
+        asked += pictured(config, vocabulary)
     with serving(model, dtype, device, engine) as server:
-        served = [
-            sampled(server, prompt, tokens) for half in prompts(vocabulary) for prompt in half
-        ]
+        served = [sampled(server, prompt, tokens) for prompt in asked]
     gc.collect()
     trained = trainer(model, config, dtype, device)
     for prompt, following, cached, logprobs in served:
         again = logprobs_of(trained, prompt, following, device)
         off = (again - torch.tensor(logprobs, dtype=torch.float64)).abs()
         equal = (off == 0).double().mean()
-        yield Row(len(prompt), cached, len(following), *map(float, (off.max(), off.mean(), equal)))
+        found = map(float, (off.max(), off.mean(), equal))
+        seen = prompt.picture is not None
+        yield Row(len(prompt.tokens), cached, len(following), *found, picture=seen)
 
 
 def prompts(vocabulary: int) -> list[list[list[int]]]:
@@ -88,6 +105,23 @@ def prompts(vocabulary: int) -> list[list[list[int]]]:
         for lengths in LENGTHS
     )
     return [first, [(a + b)[:n] for a, b, n in zip(first, more, LENGTHS[1], strict=True)]]
+
+
+def pictured(config, vocabulary: int) -> list[Prompt]:
+    """Prompts of one picture, of which the second goes on where the first ends."""
+    draw, vision = torch.Generator().manual_seed(1), config.vision_config
+    patches = math.prod(PATCHES)
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    picture = {
+        "pixel_values": torch.randn(patches, values, generator=draw),
+        "image_grid_thw": torch.tensor([[1, *PATCHES]]),
+    }
+    before, behind = AROUND
+    end = max(2, vocabulary * 9 // 10)
+    text = torch.randint(1, end, (before + max(behind),), generator=draw).tolist()
+    tokens = [config.image_token_id] * (patches // vision.spatial_merge_size**2)
+    begin = [*text[:before], config.vision_start_token_id, *tokens, config.vision_end_token_id]
+    return [Prompt(begin + text[before : before + n], picture) for n in behind]
 
 
 @contextlib.contextmanager
@@ -103,10 +137,15 @@ def serving(model: str, dtype: str, device: str, engine: dict):
         server.shutdown()
 
 
-def sampled(server, prompt: list[int], tokens: int):
+def sampled(server, prompt: Prompt, tokens: int):
     """The prompt, the tokens that follow it, how many were cached, and the log-probabilities."""
     sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
-    out = server.generate(input_ids=prompt, sampling_params=sampling, return_logprob=True)
+    given = {"input_ids": prompt.tokens, "sampling_params": sampling, "return_logprob": True}
+    if prompt.picture:
+        ids = torch.tensor([prompt.tokens])
+        given["image_data"] = [prompt.picture | {"format": "processor_output", "input_ids": ids}]
+    out = server.generate(**given)
+    out = out[0] if isinstance(out, list) else out
     about = out["meta_info"]
     found = about["output_token_logprobs"]
     return prompt, out["output_ids"], about["cached_tokens"], [logprob for logprob, *_ in found]
@@ -124,11 +163,15 @@ def trainer(model: str, config, dtype: str, device: str):
 
 
 @torch.no_grad()
-def logprobs_of(model, prompt: list[int], following: list[int], device: str) -> torch.Tensor:
+def logprobs_of(model, prompt: Prompt, following: list[int], device: str) -> torch.Tensor:
     """The trainer's log-probabilities of the tokens that follow, fp64 `[tokens]`."""
-    ids = torch.tensor([prompt + following], device=device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    chosen = ids[0, len(prompt) :, None]
+    ids = torch.tensor([prompt.tokens + following], device=device)
+    picture = {name: x.to(device) for name, x in (prompt.picture or {}).items()}
+    if picture and "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+        picture["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
+    logits = model(input_ids=ids, use_cache=False, **picture).logits
+    logits = logits[0, len(prompt.tokens) - 1 : -1].float()
+    chosen = ids[0, len(prompt.tokens) :, None]
     # SGLang takes the logarithm of the probabilities that it samples from.
     return logits.softmax(-1).log().gather(1, chosen)[:, 0].double().cpu()
 
@@ -140,5 +183,5 @@ def line(row: Row) -> str:
     """A row as text."""
     return (
         f"{row.prompt:7}{row.cached:8}{row.sampled:9}{row.largest:11.2e}{row.mean:11.2e}"
-        f"{row.equal:8.1%}"
+        f"{row.equal:8.1%}{'  picture' * row.picture}"
     )

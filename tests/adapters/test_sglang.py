@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sglang_cpu.checks import CHECKS
 from sglang_cpu.engine import SETTINGS
+from sglang_cpu.tiny import PICTURED
 
 pytestmark = pytest.mark.xdist_group("sglang")  # one folder of models, one process of checks
 HOOKS = re.compile(r"npu-ops in SGLang: (\d+) of (\d+) hooks in force")
@@ -97,7 +98,8 @@ def test_disabled_the_engine_runs_its_own(tiny):
 def rollout(model, dtype, mode, most) -> list[dict]:
     """`npu-ops parity --rollout`: prompts that are cut, half of them with a cached beginning."""
     changes = {"chunked_prefill_size": 50, "disable_radix_cache": False, "dtype": dtype}
-    settings = SETTINGS | changes
+    tower = dict(setting.split("=") for setting in MORE.get(model.name, ()))
+    settings = SETTINGS | changes | tower
     engine = [
         part for name, x in settings.items() for part in ("--engine", f"{name}={json.dumps(x)}")
     ]
@@ -111,7 +113,9 @@ def rollout(model, dtype, mode, most) -> list[dict]:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     rows = json.loads(done.stdout[done.stdout.index("[\n {") :])
-    assert [row["cached"] for row in rows] == [0, 0, 0, 0, 7, 70, 150, 333], rows
+    pictured = [row["cached"] for row in rows if row["picture"]]
+    assert [row["cached"] for row in rows[:8]] == [0, 0, 0, 0, 7, 70, 150, 333], rows
+    assert pictured == ([0, 95] if model.name in PICTURED else []), rows
     assert all(row["sampled"] == 5 for row in rows)
     return rows
 
@@ -123,7 +127,15 @@ def test_log_probabilities_of_a_rollout_are_near_a_trainers(tiny, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model, dtype", [("qwen3_5", "bfloat16"), ("qwen3", "float32")])
+@pytest.mark.parametrize(
+    "model, dtype",
+    [
+        ("qwen3_5", "bfloat16"),
+        ("qwen3", "float32"),
+        ("qwen3next", "bfloat16"),
+        ("qwen3vl", "bfloat16"),
+    ],
+)
 def test_log_probabilities_of_a_rollout_are_a_trainers_bit_for_bit(tiny, tmp_path, model, dtype):
     """From a checkpoint in the dtype that is trained: a server may keep A_log in fp32."""
     folder = tmp_path / model

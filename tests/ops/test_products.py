@@ -54,6 +54,33 @@ def test_a_row_has_the_same_bits(replaced, device, mode, way, dtype):
 
 
 @every_device
+def test_patches_of_pictures_are_embedded_by_a_product(replaced, device):
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 3, 2, 4, 4, generator=draw).to(device) for n in (70, 24))
+    bias = torch.randn(24, generator=draw).to(device)
+    found = torch.nn.functional.conv3d(x, weight, bias, stride=(2, 4, 4))
+    expected = npu_ops.linear(x.flatten(1), weight.flatten(1), bias)
+    assert found.shape == (70, 24, 1, 1, 1) and torch.equal(found.flatten(1), expected)
+
+
+@pytest.mark.parametrize(
+    "shape, options",
+    [
+        ((2, 3, 4, 8, 8), {"stride": (2, 4, 4)}),
+        ((2, 3, 2, 4, 4), {"padding": 1}),
+        ((3, 2, 4, 4), {}),
+        ((2, 6, 2, 4, 4), {"groups": 2}),
+    ],
+)
+def test_another_convolution_is_pytorchs(replaced, shape, options):
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(s, generator=draw) for s in (shape, (24, 3, 2, 4, 4)))
+    found = torch.nn.functional.conv3d(x, weight, **options)
+    products.remove()
+    assert torch.equal(found, torch.nn.functional.conv3d(x, weight, **options))
+
+
+@every_device
 def test_gradients_are_pytorchs(replaced, device):
     given = [x.requires_grad_() for x in drawn(device)]
     found = torch.autograd.grad(WAYS["linear"](*given).square().sum(), given)

@@ -1,12 +1,14 @@
-"""With NPU_OPS_CONSISTENT, SGLang's element-wise products are rounded as often as in training.
+"""With NPU_OPS_CONSISTENT, SGLang's element-wise products and sums are rounded as in training.
 
 SGLang fuses `x * sigmoid(gate)` and `silu(gate) * up`, which then round once. Models of
-transformers round the activation, too.
+transformers round the activation, too. What Qwen3-VL's tower hands to the first layers, SGLang adds
+before a layer's residual, transformers behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools as tools
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -34,6 +36,12 @@ def patches() -> Iterable[Patch]:
     for way in ("cpu", "npu"):
         target = f"sglang.srt.layers.activation:SiluAndMul.forward_{way}"
         yield functions.replaced(target, "linear", silu_and_mul, _WHY, ("self", "x"))
+    yield Patch(
+        target="sglang.srt.models.qwen3_vl:Qwen3LLMModel.__init__", op="linear",
+        make=with_the_order_of_training, why="it adds deepstack in another order than training",
+        signatures=(("self", "config", "quant_config", "prefix"),), versions=functions.VERSIONS,
+        remove_when="SGLang lets one ask for that order alone", optional=True,
+    )  # fmt: skip
 
 
 def gated(attn_output, gate, inplace=True, quant=False):
@@ -46,3 +54,14 @@ def silu_and_mul(module, x):
     """x is the gate and, behind it, what it opens."""
     gate, up = x.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
+
+
+def with_the_order_of_training(original: Callable) -> Callable:
+    """`__init__`, which asks for what SGLang has for trainers of its own."""
+
+    @tools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        self.use_hf_deepstack_order = True
+
+    return __init__

@@ -7,12 +7,16 @@ from collections.abc import Iterable
 import torch
 
 import npu_ops
+from npu_ops.core import env
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.sglang import functions
 
 
 def patches() -> Iterable[Patch]:
-    """The name that towers import; which function it is depends on the machine."""
+    """The name that towers import; which function it is depends on the machine.
+
+    And the table of Qwen3-VL's and Qwen3.5's, where the same numbers as in training are asked for.
+    """
     yield functions.replaced(
         f"{functions.rotary_embedding('utils')}:apply_rotary_pos_emb",
         "rope",
@@ -21,6 +25,12 @@ def patches() -> Iterable[Patch]:
         ("q", "k", "cos", "sin", "unsqueeze_dim"),
         rebind=False,  # its module has it under two names
     )
+    if env.settings.consistent:
+        yield functions.replaced(
+            "sglang.srt.models.qwen3_vl:Qwen3VLMoeVisionModel.rot_pos_emb", "rope", table,
+            "it rounds the table to the tower's dtype, and training does not", ("self", "grid_thw"),
+            by="", optional=True,
+        )  # fmt: skip
 
 
 def ours(q, k, cos, sin, unsqueeze_dim=1):
@@ -31,3 +41,14 @@ def ours(q, k, cos, sin, unsqueeze_dim=1):
     if q.dim() != 3 or unsqueeze_dim != 1:
         raise ValueError(f"q: got shape {list(q.shape)}, needs [T, heads, D]")
     return npu_ops.apply_rotary_pos_emb(q, k, cos, sin, layout="TND")
+
+
+def table(self, grid_thw):
+    """fp32 cosines and sines `[T, D / 2]` of the patches of grids, as transformers computes them."""
+    rotary, merge = self.rotary_pos_emb, self.spatial_merge_size
+    places = [self.rot_pos_ids(h, w, merge).repeat(t, 1) for t, h, w in grid_thw]
+    places = torch.cat(places).to(self.device).float()
+    pairs = torch.arange(0, rotary.rotary_dim, 2, dtype=torch.float32, device=self.device)
+    frequencies = 1.0 / rotary.base ** (pairs / rotary.rotary_dim)
+    angles = places[..., None] * frequencies
+    return angles.cos().flatten(1), angles.sin().flatten(1)

@@ -46,10 +46,13 @@ def qwen3():
 
 
 def qwen3next():
-    """Three layers of Gated Delta Net, with grouped value heads, and one of attention."""
+    """Three layers of Gated Delta Net, with grouped value heads, one of attention, and experts.
+
+    32 value heads: on CPUs PyTorch's exp has other bits for what is left of two vectors.
+    """
     config = transformers.Qwen3NextConfig(
-        **TEXT, head_dim=64, num_hidden_layers=4, linear_num_key_heads=2,
-        linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
+        **TEXT, head_dim=64, num_hidden_layers=4, linear_num_key_heads=8,
+        linear_num_value_heads=32, linear_key_head_dim=32, linear_value_head_dim=32,
         linear_conv_kernel_dim=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
         shared_expert_intermediate_size=64, decoder_sparse_step=1,
     )  # fmt: skip
@@ -69,10 +72,7 @@ def qwen3vl():
 
 
 def qwen3_5():
-    """Three layers of Gated Delta Net and one of attention, without experts, and a tower.
-
-    32 value heads: on CPUs PyTorch's exp has other bits for what is left of two vectors.
-    """
+    """Three layers of Gated Delta Net and one of attention, without experts, and a tower."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True,
             "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}  # fmt: skip
     text = {

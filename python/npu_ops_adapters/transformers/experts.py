@@ -1,0 +1,60 @@
+"""Experts of a mixture: their products in one launch, where transformers makes one for each expert.
+
+With NPU_OPS_CONSISTENT all of transformers' ways to compute them are the one with grouped products.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+
+import npu_ops
+from npu_ops.core import check, env
+from npu_ops_adapters.calls import check_device, falling_through
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.transformers import models
+
+_HOME = "transformers.integrations.moe"
+_WHY = "it waits for the number of tokens of each expert, and launches a product for each"
+
+
+def patches() -> Iterable[Patch]:
+    """The grouped product; and, where the same numbers as in a server are asked for, the choice."""
+    make = functools.partial(falling_through, ours, op="grouped_linear")
+    names = ("input", "weight", "offs", "bias", "is_transposed")
+    yield models.patch(f"{_HOME}:_grouped_linear", "grouped_linear", make, (names,), why=_WHY)
+    if env.settings.consistent:
+        yield models.patch(
+            f"{_HOME}:ExpertsInterface.get_interface", "grouped_linear", always_grouped,
+            (("self", "experts_implementation", "default"),),
+            why="its other ways have other bits than grouped products",
+        )  # fmt: skip
+
+
+def ours(input, weight, offs, bias=None, is_transposed=False) -> Callable:
+    """The call of ours that is this call of transformers'.
+
+    By default on NPUs alone: elsewhere PyTorch has a grouped product.
+    """
+    check_device(input)
+    if input.device.type != "npu" and not env.settings.consistent:
+        raise ValueError("input: got a tensor on a CPU, where PyTorch's product is at home")
+    check.alone("a grouped product", bias=bias)
+    if is_transposed:
+        weight = weight.transpose(-2, -1)
+    x = input.to(weight.dtype)
+    return functools.partial(npu_ops.grouped_linear, x, weight, offs)
+
+
+def always_grouped(original: Callable) -> Callable:
+    """`get_interface`, which answers with grouped products to all that ask for PyTorch's."""
+
+    @functools.wraps(original)
+    def get_interface(self, experts_implementation, default):
+        if experts_implementation in (None, "eager", "batched_mm"):
+            experts_implementation = "grouped_mm"
+        return original(self, experts_implementation, default)
+
+    return get_interface

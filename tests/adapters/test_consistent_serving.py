@@ -1,0 +1,160 @@
+"""With NPU_OPS_CONSISTENT SGLang computes as transformers does: what its adapter puts in place.
+
+A server as a whole: test_sglang.py.
+"""
+
+import types
+
+import npu_ops_adapters
+import pytest
+import torch
+from npu_ops_adapters.experts import experts
+from npu_ops_adapters.sglang import experts as sglang_experts
+from npu_ops_adapters.sglang import roundings, vision_rope
+from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe
+from transformers.models.qwen3_vl import Qwen3VLConfig, modeling_qwen3_vl
+
+from npu_ops.core import env
+
+EXPERTS, CHOSEN, HIDDEN, WIDE = 6, 3, 40, 24
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def drawn(dtype, tokens=70):
+    torch.manual_seed(0)
+    x = torch.randn(tokens, HIDDEN).to(dtype)
+    gate_up = (torch.randn(EXPERTS, 2 * WIDE, HIDDEN) / HIDDEN**0.5).to(dtype)
+    down = (torch.randn(EXPERTS, HIDDEN, WIDE) / WIDE**0.5).to(dtype)
+    weights, index = torch.randn(tokens, EXPERTS).softmax(-1).topk(CHOSEN)
+    return x, gate_up, down, index, weights
+
+
+def right(x, gate_up, down, index, weights):
+    """A token and an expert at a time, in fp64."""
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for token, (chosen, shares) in enumerate(zip(index.tolist(), weights.double(), strict=True)):
+        for expert, share in zip(chosen, shares, strict=True):
+            if expert < EXPERTS:
+                gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+                opened = torch.nn.functional.silu(gate) * up
+                out[token] += share * (down[expert].double() @ opened)
+    return out
+
+
+@BOTH
+def test_experts_are_the_formula_and_a_token_depends_on_itself_alone(dtype):
+    given = drawn(dtype)
+    given[3][5, 1] = EXPERTS  # an expert of another rank
+    found = experts(*given)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(found.double(), right(*given), rtol=tolerance, atol=tolerance)
+    x, gate_up, down, index, weights = given
+    for row in (0, 5, 69):
+        one = slice(row, row + 1)
+        alone = experts(x[one], gate_up, down, index[one], weights[one])
+        assert torch.equal(alone, found[one])
+
+
+@BOTH
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_all_of_transformers_ways_are_these(dtype, implementation):
+    x, gate_up, down, index, weights = drawn(dtype)
+    config = Qwen3MoeConfig(
+        hidden_size=HIDDEN, moe_intermediate_size=WIDE, num_experts=EXPERTS,
+        experts_implementation=implementation,
+    )  # fmt: skip
+    module = modeling_qwen3_moe.Qwen3MoeExperts(config).to(dtype)
+    module.gate_up_proj.data.copy_(gate_up)
+    module.down_proj.data.copy_(down)
+    with env.override(consistent="tokens"), torch.no_grad():
+        npu_ops_adapters.apply()
+        try:
+            found = module(x, index, weights.to(dtype))
+        finally:
+            npu_ops_adapters.revert()
+    assert torch.equal(found, experts(x, gate_up, down, index, weights))
+
+
+def of_sglang(gate_up, down, **changes):
+    layer = types.SimpleNamespace(w13_weight=gate_up, w2_weight=down)
+    settings = {
+        "activation": "silu", "apply_router_weight_on_input": False, "gemm1_alpha": None,
+    }  # fmt: skip
+    return layer, types.SimpleNamespace(**settings | changes)
+
+
+def test_sglangs_experts_are_these():
+    x, gate_up, down, index, weights = drawn(torch.bfloat16)
+    layer, config = of_sglang(gate_up, down)
+    found = sglang_experts.ours(layer, x, (weights, index.int(), None), config)
+    assert torch.equal(found, experts(x, gate_up, down, index, weights))
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"activation": "gelu"}, "activation: got 'gelu', needs 'silu'"),
+        ({"gemm1_alpha": 1.7}, "gemm1_alpha: got float, needs None"),
+        ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input: got bool"),
+    ],
+)
+def test_other_experts_are_refused(changes, says):
+    x, gate_up, down, index, weights = drawn(torch.float32)
+    layer, config = of_sglang(gate_up, down, **changes)
+    with pytest.raises(ValueError, match=says):
+        sglang_experts.ours(layer, x, (weights, index, None), config)
+
+
+def test_the_expert_of_all_tokens_is_added_in_training_s_roundings():
+    x, shared, final = (torch.randn(9, HIDDEN).bfloat16() for _ in range(3))
+    gate = torch.randn(1, HIDDEN).bfloat16()
+    opened = torch.sigmoid(torch.nn.functional.linear(x, gate)) * shared
+    expected = final + opened
+    sglang_experts.add_shared(x, gate[0], shared, final)
+    assert torch.equal(final, expected)
+
+
+def test_a_vision_towers_table_is_transformers():
+    config = Qwen3VLConfig(vision_config={"hidden_size": 64, "num_heads": 4, "depth": 1})
+    tower = modeling_qwen3_vl.Qwen3VLVisionModel(config.vision_config)
+    grids, merge = [[1, 4, 6], [2, 2, 4]], config.vision_config.spatial_merge_size
+    of_server = types.SimpleNamespace(
+        rotary_pos_emb=types.SimpleNamespace(rotary_dim=8, base=10000.0),
+        spatial_merge_size=merge, device="cpu", rot_pos_ids=places,
+    )  # fmt: skip
+    cos, sin = vision_rope.table(of_server, grids)
+    assert cos.dtype == sin.dtype == torch.float32
+    expected = position_embeddings(tower, grids)
+    assert torch.equal(cos, expected[0][:, :8]) and torch.equal(sin, expected[1][:, :8])
+
+
+def places(height, width, merge):
+    """Row and column of each patch, block by block: SGLang's `rot_pos_ids`."""
+    row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    blocks = (height // merge, merge, width // merge, merge)
+    return torch.stack([x.reshape(blocks).transpose(1, 2).flatten() for x in (row, column)], -1)
+
+
+def position_embeddings(tower, grids):
+    """What the tower hands to its blocks."""
+    seen = []
+    hook = tower.blocks[0].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["position_embeddings"]), with_kwargs=True
+    )
+    patches = sum(t * h * w for t, h, w in grids)
+    pixels = torch.zeros(patches, tower.patch_embed.proj.weight[0].numel())
+    with torch.no_grad():
+        tower(pixels, grid_thw=torch.tensor(grids))
+    hook.remove()
+    return seen[0]
+
+
+def test_a_layer_that_is_built_has_trainings_order():
+    class Layer:
+        def __init__(self, config, quant_config=None, prefix=""):
+            self.use_hf_deepstack_order = config
+
+    made = roundings.with_the_order_of_training(Layer.__init__)
+    layer = Layer.__new__(Layer)
+    made(layer, config=False)
+    assert layer.use_hf_deepstack_order is True
