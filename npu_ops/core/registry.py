@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -297,11 +299,17 @@ def explain(op, *args, **kwargs) -> list[Verdict]:
 
     Raises:
         ValueError: there is no such op, or the arguments are wrong as the op itself would say.
+        TypeError: an argument is missing, or the op has none of that name.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if name not in _explained:
         raise ValueError(f"op: got {name!r}, needs one of {', '.join(sorted(_explained))}")
     table, arguments = _explained[name]
+    public = getattr(sys.modules["npu_ops"], name, arguments)
+    try:
+        inspect.signature(public).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
     args, kwargs = _without_memory((args, kwargs))
     return table.explain(*arguments(*args, **kwargs))
 

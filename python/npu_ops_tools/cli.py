@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import pathlib
+from collections.abc import Callable, Iterable
 from typing import Annotated, NoReturn
 
 import typer
@@ -246,13 +247,10 @@ def parity(
         fail(error)
     if rollout:
         _rollout(rollout, dtype, device, tokens, engine or (), most, as_json)
-    rows, show = [], (lambda line: None) if as_json else print
-    show(f"{model}, {dtype.value}, {device}: errors as parts of what is allowed, 1 at most")
-    show(parity.HEAD)
+    head = f"{model}, {dtype.value}, {device}: errors as parts of what is allowed, 1 at most"
     try:
-        for row in parity.run(model, getattr(torch, dtype.value), device, tokens, tp, ops):
-            show(parity.line(row))
-            rows.append(row)
+        run = parity.run(model, getattr(torch, dtype.value), device, tokens, tp, ops)
+        rows = _shown(run, f"{head}\n{parity.HEAD}", parity.line, as_json)
     except (RuntimeError, ValueError) as error:
         fail(error)
     if as_json:
@@ -260,20 +258,26 @@ def parity(
     raise typer.Exit(0 if all(row.passed for row in rows) else 1)
 
 
+def _shown(rows: Iterable, head: str, line: Callable, as_json: bool) -> list:
+    """Print each row as soon as it is there, the first with the table's head; return them all."""
+    found = []
+    for row in rows:
+        if not as_json:
+            print(line(row) if found else f"{head}\n{line(row)}")
+        found.append(row)
+    return found
+
+
 def _rollout(model, dtype, device, tokens, engine, most, as_json) -> NoReturn:
     """Print the rows of rollout.py, and end."""
     from npu_ops.core import env
     from npu_ops_tools import rollout
 
-    rows, show = [], (lambda line: None) if as_json else print
     mode = f"NPU_OPS_CONSISTENT={env.settings.consistent_as_set}"
-    show(f"{model}, {dtype.value}, {device}, {mode}: log-probabilities")
-    show(rollout.HEAD)
+    head = f"{model}, {dtype.value}, {device}, {mode}: log-probabilities"
     try:
-        settings = rollout.settings(engine)
-        for row in rollout.run(model, dtype.value, device, tokens, settings):
-            show(rollout.line(row))
-            rows.append(row)
+        run = rollout.run(model, dtype.value, device, tokens, rollout.settings(engine))
+        rows = _shown(run, f"{head}\n{rollout.HEAD}", rollout.line, as_json)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         fail(error)
     if as_json:

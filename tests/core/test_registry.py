@@ -329,6 +329,14 @@ def test_every_public_operator_can_be_explained(registered):
     assert operators == set(public_calls()) == set(registry._explained)
 
 
+@pytest.mark.parametrize("function", ["attention", "apply_rotary_pos_emb"])
+def test_explain_names_a_wrong_argument_and_nothing_of_its_own(registered, function):
+    with pytest.raises(TypeError, match=f"^{function}: missing a required argument: 'q'$"):
+        npu_ops.explain(function)
+    with pytest.raises(TypeError, match=f"^{function}: got an unexpected keyword argument 'no'$"):
+        npu_ops.explain(function, **public_calls()[function], no=1)
+
+
 @PUBLIC
 def test_without_triton_the_reason_is_a_sentence(registered, monkeypatch, name):
     """Instead of an ImportError when the kernel is launched."""

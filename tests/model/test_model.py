@@ -280,6 +280,13 @@ def test_an_op():
     assert prediction.programs == 8 and prediction.waves == 1
 
 
+def test_a_launch_of_autograd_is_known_as_one():
+    inputs = {"q": torch.empty(1, 8, 4, 64), "k": None, "cos": torch.empty(4, 64)}
+    inputs["sin"] = inputs["cos"].clone()
+    found = model.of_call("call", SOC, npu_ops.apply_rotary_pos_emb, inputs, ("q",))
+    assert [launch.backward for launch in found] == [False, True]
+
+
 def test_the_limit_of_a_launch_is_of_the_part_that_it_moves():
     """Of a large tensor it copies 65536 elements."""
     x, out = (torch.empty(1 << 24) for _ in range(2))

@@ -23,6 +23,7 @@ class Launch:
     """A kernel and what specialises it, as a launch would have compiled it.
 
     values, grid: what it was launched with; values are of the signature's arguments, in order.
+    backward: whether autograd launched it.
     """
 
     case: str
@@ -32,6 +33,7 @@ class Launch:
     options: tuple[tuple[str, object], ...] = ()
     values: tuple = dataclasses.field(default=(), compare=False)
     grid: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    backward: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -110,6 +112,8 @@ def recorded(case: str, run: Callable[[Launch], None] | None = None) -> Iterator
 
 
 def _specialised(case: str, kernel, args: tuple, named: dict, grid) -> Launch:
+    import torch
+
     parameters = {p.name for p in kernel.params}
     options = {name: value for name, value in named.items() if name not in parameters}
     named = {name: value for name, value in named.items() if name in parameters}
@@ -120,7 +124,9 @@ def _specialised(case: str, kernel, args: tuple, named: dict, grid) -> Launch:
     constants = {name: value for name, value in bound.items() if name in constant}
     launched = (tuple(x.items()) for x in (signature, constants, options))
     values = tuple(bound[name] for name in signature)
-    return Launch(case, kernel, *launched, values, grid(bound) if callable(grid) else grid)
+    backward = torch._C._current_graph_task_id() >= 0
+    grid = grid(bound) if callable(grid) else grid
+    return Launch(case, kernel, *launched, values, grid, backward)
 
 
 def _type(value) -> str:

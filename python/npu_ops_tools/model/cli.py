@@ -83,8 +83,8 @@ def model_command(
         else:
             found = []
             for name in _cases(target, case, every):
-                print(f"npu-ops: {name}", file=sys.stderr)
                 call = call_of_case(target, name, getattr(torch, dtype.value), tokens)
+                print(f"npu-ops: {name}", file=sys.stderr)
                 of_case = list(predict_all(of_call(name, soc, *call), soc, spans=trace is not None))
                 found += of_case
                 if not as_json:
@@ -178,8 +178,9 @@ def _print(found: Iterable) -> None:
                   "of limit", "cores")  # fmt: skip
     for each in found:
         pipes = sorted(each.shares.items(), key=lambda item: -item[1])[:4]
+        kernel = f"{each.kernel}, backward" if each.backward else each.kernel
         table.add_row(
-            each.case, each.kernel, f"{each.us:.1f}", f"{each.likely_us:.1f}",
+            each.case, kernel, f"{each.us:.1f}", f"{each.likely_us:.1f}",
             f"{each.low_us:.1f} to {each.high_us:.1f}", each.bottleneck,
             ", ".join(f"{name} {share:.0%}" for name, share in pipes),
             f"{(each.loaded + each.stored) / 1e6:.2f}", f"{each.of_limit:.0%}",

@@ -28,7 +28,8 @@ class Prediction:
     loaded, stored: from and to the tensors; workspace: what cube and vector cores hand to each
     other. limit_us: what the bytes of the tensors take that it moves, each once. balance: the mean
     core's work over the busiest one's. assumed: vectors decide between two numbers, as where
-    lengths are checked, and the first was taken: that of lengths that are right.
+    lengths are checked, and the first was taken: that of lengths that are right. backward: whether
+    autograd launches it.
     """
 
     kernel: str
@@ -49,6 +50,7 @@ class Prediction:
     waves: int
     core: str
     assumed: bool
+    backward: bool
     label: str = LABEL
     spans: dict[str, list[Span]] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -136,6 +138,7 @@ def _summary(launch, soc, module, time, prices, footprint, grid) -> Prediction:
         workspace=time.moved.get("workspace", 0.0), limit_us=needed / prices.memory,
         balance=time.balance, programs=grid[0] * grid[1] * grid[2], waves=time.waves,
         core=module.core, assumed=any(each.assumed for each in time.programs),
+        backward=launch.backward,
         spans=first.spans or time.programs[0].spans,
     )  # fmt: skip
 
