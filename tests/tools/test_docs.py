@@ -104,6 +104,12 @@ def test_it_is_searched_as_files(site):
     assert f"{(site / 'api.html').as_uri()}#npu_ops.ops.rms_norm_gated.rms_norm_gated" in found
 
 
+def test_names_in_tables_are_whole(site):
+    """The theme breaks code anywhere; the site's own style takes that back."""
+    assert "assets/site.css" in (site / "index.html").read_text()
+    assert "td code { word-break: normal" in (site / "assets/site.css").read_text()
+
+
 def test_every_page_is_in_the_navigation(site):
     index = (site / "index.html").read_text()
     linked = set(re.findall(r'href="(?:\./)?([\w/-]+)\.html"', index))

@@ -156,6 +156,16 @@ def test_tables_sort_and_filter(opened):
     box.fill("")
 
 
+def test_ops_are_folded_and_a_link_unfolds_one(browser, folder):
+    view = browser.new_page()
+    view.goto((folder / "index.html").as_uri())
+    unfolded = view.locator("details.op[open] > summary")
+    assert unfolded.all_inner_texts() == ["l2norm"]  # the one op of its device
+    view.locator(".matrix a", has_text="rope").click()
+    assert sorted(unfolded.all_inner_texts()) == ["l2norm", "rope"]
+    view.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out_in_light_and_dark(browser, folder, scheme):
     """WCAG's contrast of at least 4.5, for text, and 3 for lines."""
@@ -221,6 +231,29 @@ def test_the_best_peer_decides_what_is_slower():
 
 def test_other_rows_of_ours_are_no_peers():
     assert summary.against([row(), row(provider="npu-ops in parts")]) == []
+
+
+def test_green_is_what_is_nowhere_slower(tmp_path):
+    rows = [row(), row(provider="eager", ms=8.0), row(size=1), row(size=1, provider="eager")]
+    green = '<td role="cell" data-name="eager" class="fast">'
+    assert green in report.write(tmp_path, rows).read_text()
+    slower = [*rows, row(size=16), row(size=16, provider="eager", ms=1.98)]
+    assert green not in report.write(tmp_path, slower).read_text()
+
+
+def test_the_page_says_how_many_rows_vary(tmp_path):
+    (device,) = page.devices([row(), row(provider="eager", ms_p80=4.0, ms_p20=2.0)])
+    assert device.wide == 1
+
+
+def test_what_runs_here_is_folded_by_op(tmp_path):
+    implementations = [
+        {"op": "rope", "device": "cpu", "implementation": name, "why_not": reason}
+        for name, reason in (("triton_ascend", "no NPU"), ("cpu", None))
+    ]
+    found = {"implementations": implementations, "patches": [], "machine": {}, "packages": {}}
+    text = report.write(tmp_path, found=found).read_text()
+    assert "<summary><b>rope</b>, on cpu: cpu</summary>" in text and "no NPU" in text
 
 
 def test_the_page_names_what_was_measured(folder):

@@ -17,6 +17,7 @@ from npu_ops_tools.report import plots, summary
 from npu_ops_tools.report.plots import Plot, Point, Series
 
 MODES = ("forward", "backward", "forward+backward")
+WIDE = 1.5  # the 80th percentile over the 20th
 STYLES = 7  # colours and markers that the page has, ours the first
 
 
@@ -91,6 +92,12 @@ class Device:
     @property
     def unstable(self) -> int:
         return sum(row.state == "unstable" for row in self.rows)
+
+    @property
+    def wide(self) -> int:
+        """Stable rows whose runs differ much."""
+        stable = [row for row in self.rows if row.state == "stable"]
+        return sum(row.ms_p80 > WIDE * row.ms_p20 for row in stable)
 
     @property
     def behind(self) -> list[summary.Against]:

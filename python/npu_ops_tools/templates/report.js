@@ -1,4 +1,10 @@
-// Without this everything is readable; with it tables sort and filter.
+// Without this everything is readable; with it tables sort and filter, and a link unfolds its op.
+const unfold = () => {
+  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (target?.matches("details")) target.open = true;
+};
+addEventListener("hashchange", unfold);
+unfold();
 for (const table of document.querySelectorAll("table.sortable")) {
   const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
