@@ -315,6 +315,10 @@ IN_PLACE = pytest.mark.parametrize("name", [n for n in public_calls() if len(way
 WAYS = pytest.mark.parametrize("name, way", [(n, way) for n in public_calls() for way in ways(n)])
 
 
+# On CPUs torch computes these, and on NPUs the vendor's operators come first.
+BY_TORCH = "attention", "grouped_linear"
+
+
 @pytest.fixture
 def registered(monkeypatch):
     """The real registry again."""
@@ -361,7 +365,7 @@ def test_explain_says_what_the_call_does(name, registered, caplog):
     op = verdicts[0].op
     known = ("aclnn", "fla_npu")
     vendors = [name for name in known if (ROOT / f"npu_ops/ops/{op}/{name}.py").exists()]
-    first, behind = (vendors, []) if op == "attention" else ([], vendors)
+    first, behind = (vendors, []) if op in BY_TORCH else ([], vendors)
     native = ["ascendc"] if (ROOT / f"csrc/{op}/{op}_ascendc.cpp").exists() else []
     assert order == [*first, "triton_ascend", *native, *behind, "cpu", "reference"]
     with env.override(log="calls"):
@@ -407,7 +411,7 @@ def test_without_native_kernels_everything_works(name, registered, monkeypatch):
     expected = function(**copy.deepcopy(arguments))
     reason = "installed without native kernels (NPU_OPS_SKIP_NATIVE=1 at install time)"
     monkeypatch.setattr(library, "build_info", lambda: {"why_not": reason})
-    if name != "attention":  # torch has its kernels
+    if name not in BY_TORCH:
         reasons = {row.implementation: row.why_not for row in npu_ops.explain(name, **arguments)}
         assert reasons["cpu"] == reason
     torch.testing.assert_close(function(**arguments), expected)
