@@ -177,7 +177,7 @@ def test_a_chinese_page_has_all_of_the_english(page):
 
 
 def test_the_pages_of_a_user_are_there_in_chinese():
-    pages = "frameworks", "help", "images", "first-card", "train-with-verl"
+    pages = "frameworks", "help", "images", "first-card", "train-with-relax", "train-with-verl"
     assert {f"docs/{page}{SUFFIX}" for page in pages} <= set(CHINESE)
 
 
