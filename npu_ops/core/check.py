@@ -125,7 +125,7 @@ def scale(name: str, value) -> None:
 
 
 def inplace(written: dict[str, torch.Tensor], read: dict, elementwise: bool = False) -> None:
-    """Raise ValueError unless a function may do without new memory: `writable`, and no gradient."""
+    """Raise ValueError if a call cannot run in place: not `writable`, or a gradient is needed."""
     writable(written, read, elementwise)
     if not torch.is_grad_enabled():
         return

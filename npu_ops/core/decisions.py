@@ -61,11 +61,11 @@ class Decision:
         self._views = [view for view in views if view.size is not None]
 
     def outputs(self) -> list[torch.Tensor | None]:
-        """New ones, uninitialised."""
+        """Allocate the outputs, uninitialised."""
         return [None if output is None else output.new() for output in self._outputs]
 
     def arguments(self, tensors: Sequence[torch.Tensor | None]) -> tuple:
-        """What the implementation takes. tensors: the call's inputs that are, and its outputs."""
+        """Return the implementation's arguments. tensors: the call's inputs, then its outputs."""
         arguments = self._arguments.copy()
         for place, source in self._same:
             arguments[place] = tensors[source]

@@ -127,7 +127,7 @@ def soc_is_assumed() -> bool:
 
 
 def soc(device: torch.device) -> str:
-    """The SoC to choose for: that of `device`, an NPU, or the assumed one; else ""."""
+    """Return the SoC of the device, or the one that `as_if_soc` assumes; "" if it is no NPU."""
     return _assumed_soc or _soc(device)
 
 

@@ -30,9 +30,12 @@ def looked_at(starts, sequences, tokens, STARTS: tl.constexpr):
 
 @triton.jit
 def span_of(starts, n, sequences, tokens, right, last):
-    """The tokens of sequence n; those of nobody are sequence number `sequences`, which has all of
-    them where the starts are not `right`."""
-    n += 0 * last  # a tensor for Triton's interpreter too, where a loop's counter is Python's
+    """Return the first token of sequence n and the token after its last.
+
+    n == sequences stands for the tokens behind the last sequence. If the starts are not `right`,
+    it stands for all tokens, and the other sequences are empty.
+    """
+    n += 0 * last  # makes n a tensor: in Triton's interpreter a loop counter is an int
     begin = tl.load(starts + tl.minimum(n, sequences))
     end = tl.load(starts + tl.minimum(n + 1, sequences))
     begin = tl.where(n < sequences, begin, last)
@@ -108,7 +111,10 @@ def _flat(states: torch.Tensor) -> torch.Tensor:
 
 
 def _row(x: torch.Tensor) -> tuple[int, int, int, int, int]:
-    """How many rows; a row's heads and the width of each; from one row and one head to the next."""
+    """Return a tensor's rows, heads per row, elements per head, row stride and head stride.
+
+    x: `[1, T, D]` or `[1, T, heads, D]`. Contiguous heads count as one wide head.
+    """
     heads, width = (1, x.shape[2]) if x.dim() == 3 else x.shape[2:]
     apart = x.stride(2)
     if x.dim() == 3 and apart != 1:
@@ -119,5 +125,5 @@ def _row(x: torch.Tensor) -> tuple[int, int, int, int, int]:
 
 
 def int32_starts(starts: torch.Tensor | None) -> torch.Tensor | None:
-    """int32 one after another, for an NPU compares int64 one by one."""
+    """Return contiguous int32 starts: an NPU has no vector comparison of int64."""
     return None if starts is None else starts.to(torch.int32).contiguous()

@@ -44,7 +44,7 @@ def dense_like(x: torch.Tensor | None, dtype: torch.dtype | None = None) -> torc
 
 
 def poisoned(out: torch.Tensor) -> torch.Tensor:
-    """`out`, which is uninitialised, as kernels get it."""
+    """Return the uninitialised `out`; filled with NaN if tests ask for it (`poison_outputs`)."""
     return out.fill_(float("nan")) if poison_outputs else out
 
 
@@ -146,7 +146,7 @@ def _autograd_kernel(name: str, backward, save) -> Callable:
         "backward": staticmethod(lambda ctx, *grads: (*backward(ctx, *grads), None)),
     }
     function = type(name, (torch.autograd.Function,), members)
-    # As `function.apply`, which does for torch.func's transforms what the dispatcher has done.
+    # Not `function.apply`: it would handle torch.func's transforms, as the dispatcher did already.
     record = super(torch.autograd.Function, function).apply
 
     def kernel(keys, *inputs):

@@ -60,7 +60,7 @@ def overlaps_itself(x: torch.Tensor) -> bool:
 
 
 def _place(x) -> tuple[int, int, int]:
-    """Which memory, and the bytes in it from the first of `x` to the end of its last."""
+    """Return where `x` lies: an id of its memory, its first byte, and the byte after its last."""
     if type(x) in _PLAIN and not x.is_meta:
         base, begin = 0, x.data_ptr()
         if x.is_contiguous():
@@ -77,8 +77,7 @@ def _layout(x) -> tuple[list[int], list[int]]:
 
 
 def _number(n) -> int:
-    """A size; of a compiler that takes it as unknown, the one it saw, for nothing is to depend on
-    what is found here. 0 where it saw none."""
+    """Return a size as an int, without a guard: of a symbolic size the compiler's hint, or 0."""
     return n if isinstance(n, int) else n.node.hint or 0
 
 

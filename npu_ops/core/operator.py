@@ -71,8 +71,8 @@ class Operator:
         reference: computes the outputs from what implementations read.
         lay_out: how kernels read the arguments: a function of a NamedTuple of them that returns
             them all, or functions of some, by name. By default every input is made contiguous.
-        why_not: what an implementation has against a call, by its name, beyond the usual. Called
-            with a NamedTuple of the implementations' arguments.
+        why_not: by an implementation's name, a function that says why it does not support a call,
+            beyond the usual. Called with a NamedTuple of the implementations' arguments.
         groups: what implementations take as one NamedTuple: its type, by the argument's name. Its
             fields follow each other in the signature.
         is_empty: whether a call needs no kernel, from a NamedTuple of the implementations'
@@ -195,7 +195,7 @@ class Operator:
             self._check_indices(arguments)
 
     def explain(self, *inputs) -> list[Verdict]:
-        """What each implementation has against these inputs."""
+        """Say for each implementation why it does not run these inputs, or None."""
         inputs = self.Inputs(*inputs)
         arguments = self._arguments(inputs, _tuple(self.new(inputs)))
         self.check_host_indices(arguments)

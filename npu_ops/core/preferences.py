@@ -172,7 +172,11 @@ def _no_table(path: pathlib.Path, name: str, got: object, needs: object) -> Valu
 
 
 def orders(rows: list[dict]) -> dict[str, Orders]:
-    """For each op and class a list by the elements' bits: a name, or None far from all measured."""
+    """Make the lookup table of preferences, by op and class.
+
+    Each value is a list, indexed by the bit length of the number of elements. An entry names the
+    fastest implementation of the nearest measured size; it is None beyond a factor of 2**REACH.
+    """
     measured: dict[tuple[str, Class], dict[int, str]] = {}
     for row in rows:
         of_class = getattr(torch, row["dtype"]), row["width"]

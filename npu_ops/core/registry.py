@@ -165,7 +165,7 @@ class Table:
         return not any(implementation.name in _OF_VENDOR for implementation in before)
 
     def explain(self, *args) -> list[Verdict]:
-        """What each implementation has against running `args`, in order."""
+        """Say for each implementation, in order, why it does not run `args`, or None."""
         forced = self._forced_name()
         preferred = None if forced else self._preferred(_device_type(args), args)
         first = f"tuned, {preferred} comes first" if preferred else None

@@ -20,7 +20,7 @@ def as_rows(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> 
     """
     tensors = [*inputs, *outputs]
     if all(tensor.is_contiguous() for tensor in tensors):
-        rows = math.prod(tensors[0].shape[:-1])  # torch cannot infer it where D is 0
+        rows = math.prod(tensors[0].shape[:-1])  # view(-1, ..) is ambiguous if D is 0
         return [tensor.view(rows, 1, tensor.shape[-1]) for tensor in tensors]
     folded = _fold(tensors)
     if folded is None:

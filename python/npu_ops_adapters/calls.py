@@ -39,12 +39,12 @@ def falling_through(ours: Callable, original: Callable, op: str = "") -> Callabl
 
 
 def inconsistent(op: str, reason: Exception) -> RuntimeError:
-    """The error for a call that would be left to the framework."""
+    """Return the error for a call that npu-ops does not support under NPU_OPS_CONSISTENT."""
     return RuntimeError(f"NPU_OPS_CONSISTENT is set, and a call of {op} is not ours: {reason}")
 
 
 def check_device(x: torch.Tensor) -> None:
-    """Raise ValueError where other kernels are at home."""
+    """Raise ValueError for a device that npu-ops does not replace kernels on."""
     if x.device.type not in DEVICES:
         raise ValueError(f"got device {x.device}, needs {' or '.join(DEVICES)}")
 

@@ -75,16 +75,16 @@ class Packed(NamedTuple):
 
 
 def packed(starts: torch.Tensor, group, causal: bool) -> Packed | None:
-    """How to attend where whole sequences start as `starts` says, on the host.
+    """Plan the attention of this rank's chunks, for packed sequences that start at `starts`.
 
-    None: a sequence is not whole chunks.
+    starts: `[N + 1]`, in host memory. None: a sequence does not divide into 2 chunks per rank.
     """
     if (starts.diff() % (2 * group.size())).any():
         return None
     return _packed(tuple(starts.tolist()), group.size(), group.rank(), causal)
 
 
-@functools.lru_cache(maxsize=8)  # every layer of a step asks
+@functools.lru_cache(maxsize=8)  # all layers of a step have the same starts
 def _packed(starts: tuple[int, ...], ranks: int, rank: int, causal: bool) -> Packed:
     starts = torch.tensor(starts, dtype=torch.int64, device="cpu")
     sizes = starts.diff() // (2 * ranks)  # of a sequence's chunks

@@ -184,9 +184,10 @@ def _build_library(folder: pathlib.Path) -> None:
 
 
 def _vendor_checks() -> dict[str, list[pathlib.Path]]:
-    """The vendor's checks of sizes, alignment, masks and repeats, in files to compile as one.
+    """List the sources of the vendor's checks of sizes, alignment, masks and repeats.
 
-    As two they take a tenth of the time; the names in the second are also in the first.
+    All files of a key are compiled as one translation unit, in a tenth of the time. There are two,
+    because the file for sorting defines names that the others define too.
     """
     tools = headers.staged() / "asc-tools" / "cpudebug"
     alone = tools / "src/api_check/kernel_vec_sort_check.cpp"

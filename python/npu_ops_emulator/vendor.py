@@ -224,6 +224,6 @@ def _compile(name: str, text: str, soc: str, options: dict, wanted: tuple[str, .
 
 def _tail(output: str | bytes) -> str:
     text = output.decode() if isinstance(output, bytes) else output
-    said = re.compile(r"error:|Assertion .* failed")  # of which the second comes with a stack
+    said = re.compile(r"error:|Assertion .* failed")  # an assertion comes with a stack trace
     errors = [line for line in text.splitlines() if said.search(line)] or text.splitlines()[-5:]
     return "\n".join(dict.fromkeys(errors))  # it tries several times, and fails the same way

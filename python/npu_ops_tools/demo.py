@@ -241,14 +241,14 @@ class Reader(threading.Thread):
 
 
 def compare(alone: Side, ours: Side) -> list[Check]:
-    """What must hold between the two sides."""
+    """Compare training without npu-ops (`alone`) and with it (`ours`)."""
     checks = [took_part(alone, ours), decreases(alone, ours)]
     checks += [equal(alone, ours, model) for model in alone.losses]
     return [*checks, alike(alone, ours)]
 
 
 def took_part(alone: Side, ours: Side) -> Check:
-    """Or the comparison would be of Megatron with itself."""
+    """Check that npu-ops ran in `ours` only; otherwise Megatron is compared with itself."""
     applied = [row["state"] == "applied" for row in ours.end["patches"]]
     without, calls = (
         [sum(operators.values()) for operators in side.end["operators"].values()]

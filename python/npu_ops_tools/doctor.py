@@ -266,7 +266,7 @@ def _cann() -> str | None:
 
 
 def text(found: dict) -> str:
-    """What `collect` returned."""
+    """Format what `collect` returned for the terminal."""
     ops = (*_ops(found["implementations"]), *_tuned(found["preferences"]))
     parts = (_machine(found), ops, _patches(found["patches"]))
     return "\n\n".join("\n".join(part) for part in (*parts, _verdict(found)))
@@ -334,7 +334,7 @@ def _patches(rows: list[dict]) -> Iterator[str]:
 
 
 def _functions(rows: list[dict]) -> str:
-    """ "apply_rotary_pos_emb of qwen2, qwen3; ..."."""
+    """Name the patched functions by module: "apply_rotary_pos_emb of qwen2, qwen3; ..."."""
     places = {}
     for row in rows:
         module, _, function = row["target"].partition(":")

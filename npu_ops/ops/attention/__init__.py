@@ -134,7 +134,7 @@ def _prepare(*args, **kwargs):
 
 
 def _extra(call) -> Extra:
-    """The tensors that may be None, of a call that was checked."""
+    """Collect the optional tensors of a checked call, in the form that kernels read."""
     bias, mask, sinks = call.bias, call.attn_mask, call.sinks
     return Extra(
         bias=None if bias is None else for_all_keys(bias, call.k),
@@ -151,7 +151,7 @@ def _extra(call) -> Extra:
 
 
 def _rule(call) -> Rule:
-    """The numbers of a call that was checked."""
+    """Collect the settings of a checked call: mask, scale, dropout, lengths. No tensors."""
     queries, keys = call.q.shape[2], keys_of(call)
     left, right = UNLIMITED, UNLIMITED
     if call.window is not None:

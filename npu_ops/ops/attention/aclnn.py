@@ -101,7 +101,7 @@ def _train(plan: AttentionPlan, q, k, v, extra: Extra, rule: Rule):
 
 
 def _told(plan: AttentionPlan, q, k, extra: Extra) -> dict:
-    """The mask, the bias and the lengths, as the training operators take them."""
+    """Return the keyword arguments of torch_npu's training operators: mask, bias and lengths."""
     told = {"sparse_mode": plan.sparse_mode, "atten_mask": _mask(plan, q, k, extra)}
     if extra.bias is not None:
         full = (-1, q.shape[1], q.shape[2], k.shape[2])

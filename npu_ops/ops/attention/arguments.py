@@ -82,13 +82,13 @@ class Rule(NamedTuple):
 
 
 def last_seen(q: torch.Tensor, k: torch.Tensor, rule: Rule) -> int:
-    """Of dense sequences without a left window: query i sees key j where j <= i + this."""
+    """Return n such that query i sees key j if j <= i + n: dense sequences, no left window."""
     if rule.window_right < 0:
         return k.shape[2]
     return rule.window_right + (k.shape[2] - q.shape[2] if rule.bottom_right else 0)
 
 
-# Where heads and tokens are swapped: torch is sooner asked for that than for an order of all.
+# Layouts with tokens before heads. One transpose costs less host time than a permute of all axes.
 _SWAPPED = ("BSND", "TND")
 
 
@@ -166,7 +166,7 @@ def _in_normal_form(call):
     device = q.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     if autocast and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)  # as torch's own attention does
+        dtype = torch.get_autocast_dtype(device)  # as torch's SDPA does under autocast
         q, k, v = (x.to(dtype) for x in (q, k, v))
     return normal(q, layout), normal(k, key_layout), normal(v, key_layout), layout
 

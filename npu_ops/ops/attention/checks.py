@@ -159,7 +159,10 @@ def _check_lengths_on_host(call, sequences: int) -> None:
 
 
 def _check_copy(name: str, x, original) -> None:
-    """Check lengths in host memory against what they are a copy of, where that can be read."""
+    """Raise ValueError if lengths in host memory differ from the tensor that they are a copy of.
+
+    A tensor on a device is not read, so its copy is not checked.
+    """
     if library.readable(original) and library.readable(x) and original.tolist() != x.tolist():
         needs = f"those of {name.removesuffix('_cpu')}, {original.tolist()}"
         raise ValueError(f"{name}: got {x.tolist()}, needs {needs}")

@@ -1,7 +1,7 @@
-"""Attention of one query a sequence on the CPU, by native code that reads a cache where it lies.
+"""Attention with one query per sequence on the CPU. The native kernel reads paged keys in place.
 
-A server's step is that: torch's flash attention would need each sequence's keys gathered. Where a
-query's bits must not depend on how it came (NPU_OPS_CONSISTENT), each query of a prompt is one too.
+This is a decoding step. torch's flash attention would need each sequence's keys gathered. With
+NPU_OPS_CONSISTENT each query of a prompt is computed like this too, to get the same bits.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _forward = from_native(
 
 
 def serves(q, extra: Extra, rule: Rule) -> bool:
-    """Whether the native code computes these: each sequence has one query, which sees all keys."""
+    """Whether the native kernel supports the call: one query per sequence, which sees all keys."""
     one = q.shape[2] == 1 and extra.cu_seqlens_q is None and extra.seqlens_k is not None
     last = rule.window_right < 0 or (rule.window_right == 0 and rule.bottom_right)
     return one and last and serves_each(q, extra, rule)
 
 
 def serves_each(q, extra: Extra, rule: Rule) -> bool:
-    """Whether the native code computes each query alone: it sees all keys up to some."""
+    """Whether the native kernel supports each query alone: it sees all keys up to a last one."""
     seen = rule.window_left < 0 and extra.bias is None and extra.mask is None
     plain = not rule.softcap and not rule.dropout_p and q.dtype in _DTYPES
     return seen and plain and library.native_why_not() is None
@@ -39,7 +39,7 @@ def forward(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
 
 
 def forward_each(q, k, v, rule: Rule, out, lse) -> None:
-    """Write out and lse of dense sequences, each query as the one of a step with its keys."""
+    """Write out and lse of dense sequences, each query computed as in a decoding step."""
     queries, keys = q.shape[2], k.shape[2]
     seen = torch.arange(1, queries + 1, dtype=torch.int64, device=q.device) + last_seen(q, k, rule)
     seen.clamp_(0, keys)

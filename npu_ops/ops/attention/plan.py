@@ -109,7 +109,7 @@ class AttentionSpec:
         if self.keys == "paged" and self.training:
             raise ValueError("training: got True, needs False for paged keys, without a gradient")
         if self.device == "npu":
-            socs.ub_bytes(self.soc)  # raises for one that is not known
+            socs.ub_bytes(self.soc)  # raises ValueError for an unknown SoC
 
     @property
     def mask_kind(self) -> str:
@@ -168,7 +168,7 @@ class AttentionPlan:
         return dataclasses.asdict(self)
 
     def why_not(self, runs: str) -> str | None:
-        """None if an implementation runs it, else what its operators have against it."""
+        """Return None if `runs` runs this plan, else why its operators do not."""
         if runs == self.runs:
             return None
         reasons = [f"{name}: {why}" for name, why in self.refused if _runs(name) == runs]
@@ -262,8 +262,11 @@ def _why_not(operator: Operator, spec: AttentionSpec) -> str | None:
 
 
 def page_why_not(size: int, soc: str, consistent: bool) -> str | None:
-    """What our kernels have against blocks of a cache, which tiles of keys divide: the matrix unit
-    takes 16, and the compiler for Ascend950 32. The tiles of training are of 64."""
+    """Why our kernels do not support a paged cache with blocks of `size` keys, or None.
+
+    A block must be a multiple of a tile of keys: 16 for the matrix unit, 32 for Ascend950's
+    compiler, 64 to get the bits of training.
+    """
     fewest = 64 if consistent else 32 if socs.is_ascend950(soc) else 16
     if size % fewest:
         asked = ", for NPU_OPS_CONSISTENT" if consistent else ""

@@ -43,7 +43,7 @@ def serves(q, k, mask, rule: Rule, *gradients) -> bool:
 
 
 def serves_all(q, k, v, extra: Extra, rule: Rule, *gradients) -> bool:
-    """Whether it computes a call as it is: dense, and nothing else is asked for."""
+    """Whether the native kernel supports a call without changes: dense, without extra tensors."""
     # Not ==, which asks tensors, too: that takes as long as a short sequence.
     plain = all(map(operator.is_, extra, _NO_EXTRA)) and not rule.softcap and not rule.dropout_p
     return plain and q.shape[3] == v.shape[3] and serves(q, k, None, rule, *gradients)

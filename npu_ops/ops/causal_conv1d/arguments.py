@@ -11,7 +11,7 @@ ACTIVATIONS = (None, "silu", "swish")
 
 
 def narrow_alone(arguments) -> str | None:
-    """What kernels that keep each tap in a register have against a call."""
+    """Why kernels that keep each tap in a register do not support a call, or None."""
     taps = arguments.weight.shape[1]
     return f"a filter of {taps} taps has more than 4" if taps > 4 else None
 

@@ -88,7 +88,10 @@ def all_rows(x, initial_state, cu_seqlens, width, dtype):
 
 
 def indices(x, cu_seqlens, width, back):
-    """For each token, the row that is `back` before it in its sequence, [B * T]."""
+    """Index, for each token, the row `back` tokens earlier in its sequence: `[B * T]`.
+
+    Rows before a sequence's first token are those of its initial state.
+    """
     starts, _ = bounds(x, cu_seqlens)
     token = make.counted(x.shape[0] * x.shape[1], device=x.device)
     sequence = (torch.searchsorted(starts, token, right=True) - 1).clamp(0)

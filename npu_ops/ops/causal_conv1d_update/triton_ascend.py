@@ -77,7 +77,8 @@ def _causal_conv1d_update_kernel(
             nothing = tl.where(nobodys, float("nan"), nothing)
         limit = tl.where(good, width, 0)
         state_at = state + tl.where(good, slot, 0) * state_n
-        # The oldest first: a column is read before another row is written there.
+        # Rows move to the left. The oldest is read and written first, so that no row is
+        # overwritten before it is read.
         at = state_at + tl.cast(first, tl.int64) * state_w
         x3 = _load(at, column, state_d, limit)
         x2 = _load(at + (W - 3) * state_w, column, state_d, limit) if W > 2 else x3

@@ -214,7 +214,7 @@ def _each(a, b, out):
 
 
 def _add_each(total, a, b):
-    """Adds `a @ b` to `total` for each g of what has one."""
+    """Add `a[g] @ b[g]` to `total[g]` for each g. a or total may have no dimension g."""
     for g in range(b.shape[0]):
         (total if total.dim() == 3 else total[g]).baddbmm_(a if a.dim() == 3 else a[g], b[g])
 
@@ -272,7 +272,10 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
     o, final_state, chunk_states=None,
 ):  # fmt: skip
-    """Writes o, and of the states what is not None; arguments as the operator's."""
+    """Compute the forward pass on the CPU: write o, final_state and chunk_states.
+
+    The operator's arguments. final_state and chunk_states may be None: they are not written then.
+    """
     if chunk_size == TOKEN:
         inputs = q, k, v, g, beta, initial_state, cu_seqlens, scale, state_v_first, normalize
         return token_by_token.forward(_step, *inputs, o, final_state)

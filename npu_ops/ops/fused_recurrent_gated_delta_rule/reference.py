@@ -16,10 +16,15 @@ def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
 
 
 def step(state, q, k, v, beta, decay):
-    """One token of every value head: the next state, and what q reads from it.
+    """Compute one token for all value heads.
 
-    state, decay: `[HV, K, V]`. q, k: `[HV, K]`. v, beta: `[HV, V]`. decay and beta may broadcast.
-    The state decays. Then what it recalls for k moves towards v, by beta of the way.
+    Args:
+        state, decay: `[HV, K, V]`. decay may broadcast.
+        q, k: `[HV, K]`.
+        v, beta: `[HV, V]`. beta may broadcast.
+
+    Returns:
+        The next state, `S = decay * state; S += k (beta * (v - S^T k))^T`, and the output, `S^T q`.
     """
     state = state * decay
     recalled = (state * k[..., None]).sum(-2)

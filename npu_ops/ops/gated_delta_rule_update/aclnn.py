@@ -26,7 +26,7 @@ def why_not(arguments) -> str | None:
 
 
 def limits(arguments) -> str | None:
-    """What the operator has against a call; fla_npu's is documented to have the same limits."""
+    """Why torch_npu's operator does not support a call, or None. fla_npu's has the same limits."""
     q, v, state = arguments.q, arguments.v, arguments.state
     if {x.dtype for x in (q, arguments.k, v)} != {torch.bfloat16}:
         return f"q is {check.short(q.dtype)}, the vendor's operator takes bfloat16 q, k and v"

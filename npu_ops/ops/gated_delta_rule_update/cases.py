@@ -111,13 +111,13 @@ class Case:
 
     @property
     def _steps(self) -> int:
-        """Room for one token more than the longest sequence has."""
+        """Return the largest number of intermediate states: longest sequence plus one token."""
         if not self.ragged:
             return self._length + 1
         return 2 + self.tokens // max(1, self.sequences - 1)
 
     def _cu_seqlens(self, device):
-        """The first sequence is empty, and the last token is of none."""
+        """Make ragged starts: the first sequence is empty, the last token belongs to none."""
         if not self.ragged:
             return None
         last = max(0, self.tokens - 1)

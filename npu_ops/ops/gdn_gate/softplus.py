@@ -44,6 +44,6 @@ def is_plain(beta: float, threshold: float) -> bool:
 
 
 def plain_alone(arguments) -> str | None:
-    """What an implementation without beta and threshold has against a call."""
+    """Why an implementation without beta and threshold does not support a call, or None."""
     beta, threshold = arguments.softplus_beta, arguments.softplus_threshold
     return None if is_plain(beta, threshold) else f"softplus has beta {beta}, threshold {threshold}"

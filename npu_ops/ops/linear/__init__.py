@@ -16,7 +16,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     PyTorch's and the vendor's products choose how they sum by the number of rows: a token that is
     decoded gets other bits than in training. Here each element is one sum in one order, in fp32,
-    rounded once. With `NPU_OPS_CONSISTENT` all products of a process are this one.
+    rounded once. With `NPU_OPS_CONSISTENT` it replaces every matrix product of a process.
 
     Args:
         x: `[.., K]`, float32, bfloat16, float16 or float64.

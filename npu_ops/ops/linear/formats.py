@@ -25,7 +25,7 @@ def format_why_not(x: torch.Tensor) -> str | None:
 
 
 def against(arguments) -> str | None:
-    """What the kernel has against an operator's arguments, or None."""
+    """Why the kernel does not support an operator's arguments, or None."""
     for name in ("x", "weight"):
         if why := format_why_not(getattr(arguments, name)):
             return f"{name} has {why}"

@@ -31,9 +31,12 @@ PIECES = 48
 def _load_head(x, exists, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr,
                TAIL: tl.constexpr, INTERLEAVED: tl.constexpr, BT: tl.constexpr,
                BH: tl.constexpr):  # fmt: skip
-    """The first of each pair, the second and the tail of heads [BT, BH, 1], fp32; 0 where there is
-    nothing. Without a tail, the tail is not to be used."""
-    if INTERLEAVED:  # as they lie, split on chip: a strided load would move single elements
+    """Load heads `[BT, BH, ..]` as fp32: first elements of pairs, second elements, and the tail.
+
+    The tail are the elements that are not rotated; do not use it if TAIL is 0. Masked elements
+    are 0.
+    """
+    if INTERLEAVED:  # one contiguous load, split on chip: strided loads are slow
         e = tl.arange(0, 2 * P)[None, None, :]
         both = tl.load(x + e, mask=exists & (e < 2 * PAIRS), other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(both, (BT, BH, P, 2)))
@@ -72,7 +75,7 @@ def _store_head(out, first, second, tail, exists, P: tl.constexpr, PAIRS: tl.con
 def _multipliers(weight, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr,
                  TAIL: tl.constexpr, INTERLEAVED: tl.constexpr,
                  ZERO_CENTERED: tl.constexpr):  # fmt: skip
-    """What a normalised head is multiplied by, [1, 1, P] twice and [1, 1, BD]."""
+    """Load the norm's weight, or 1 + weight, in the layout of `_load_head`."""
     first, second, tail = _load_head(
         weight, tl.full((1, 1, 1), True, tl.int1), P, PAIRS, BD, TAIL, INTERLEAVED, 1, 1
     )
@@ -83,7 +86,7 @@ def _multipliers(weight, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr,
 
 @triton.jit
 def _reciprocal_rms(first, second, tail, eps, D: tl.constexpr, TAIL: tl.constexpr):
-    """Of heads, [BT, BH, 1]."""
+    """Return 1 / RMS of each head, `[BT, BH, 1]`."""
     squares = tl.sum(first * first + second * second, axis=2)
     if TAIL > 0:
         squares += tl.sum(tail * tail, axis=2)

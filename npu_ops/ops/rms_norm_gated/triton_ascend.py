@@ -122,9 +122,10 @@ def _rms_norm_gated_backward_kernel(
     BEFORE: tl.constexpr, SILU: tl.constexpr,
     D: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """A piece of work is `piece_tiles` tiles of one group of weights; its sums are one row.
+    """Compute grad_x and grad_z, and partial sums of the weight's gradient.
 
-    members: the inner indices that share their weights, all of them or one.
+    A work item is `piece_tiles` tiles whose rows share one group of weights. It writes one row of
+    `sums`. members: how many inner indices share a group of weights: all of them, or one.
     """
     across = tl.cdiv(members, BI)
     pieces = tl.cdiv(tl.cdiv(outer, BO) * across, piece_tiles)
@@ -237,7 +238,7 @@ def _rms_norm_gated_wide_weight_kernel(
             g = _load(grad, _offsets(o, i, d, g_outer, g_inner), mask)
             value = _load(x, _offsets(o, i, d, x_outer, x_inner), mask)
             gate, _ = _activate(_load(z, _offsets(o, i, d, z_outer, z_inner), mask), SILU)
-            total += g * value * gate * r  # whatever comes first, norm or gate
+            total += g * value * gate * r  # the same formula for both orders of norm and gate
         at = (piece * groups + group).to(tl.int64) * D
         tl.store(sums + at + d, total, mask=d < D)
 

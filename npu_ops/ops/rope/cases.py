@@ -344,7 +344,7 @@ DECLINED = declined("rope", "ascendc",
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Text and, where it has one, the vision tower."""
+    """Make the cases of a model: its language model and, if it has one, its vision tower."""
     rotated = model.head_dim, model.rotary_dim, model.theta
     cases = [Case("text", tokens, model.heads, model.kv_heads, *rotated)]
     if model.vision:

@@ -67,7 +67,7 @@ def _prepare(
     layout = arguments.resolve_layout(q, layout, 1)
     _check(q, k, freqs, layout, pair_layout, mscale, cu_seqlens, cp_size, cp_rank, inplace)
     cos, sin = _cos_sin(freqs, mscale)
-    if env.settings.consistent:  # as servers keep their tables, and Megatron its own
+    if env.settings.consistent:  # servers and Megatron store these tables in the model's dtype
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)
     positions = None
     if cu_seqlens is not None:

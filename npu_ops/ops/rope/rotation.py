@@ -24,7 +24,7 @@ class Rotation:
         name: of the operator.
         tables: what it takes besides q and k: tensors first, `bool inverse` among the settings.
         reference: as `Operator` takes it.
-        aclnn_why_not: what the op's `aclnn.py` has against a call.
+        aclnn_why_not: returns why the op's `aclnn.py` does not support a call, or None.
     """
 
     def __init__(self, name: str, *, tables: str, reference: Callable, aclnn_why_not: Callable):
@@ -77,7 +77,10 @@ def check_positions(arguments) -> None:
 
 
 def _why_not(arguments) -> str | None:
-    """What the kernels have against a call; only what is written in place may be in pieces."""
+    """Why the kernels do not support a call, or None.
+
+    Only in-place calls get here with a last dimension that is not contiguous: others are copied.
+    """
     q, k, cos, sin, *_ = arguments
     if k.dtype != q.dtype:
         return f"q is {check.short(q.dtype)} and k is {check.short(k.dtype)}"
@@ -89,7 +92,7 @@ def _why_not(arguments) -> str | None:
 
 
 def why_not_wide(arguments) -> str | None:
-    """What the AscendC kernels have against a rotation."""
+    """Why the AscendC kernels do not support a rotation, or None."""
     if arguments.rotary_dim > _ASCENDC_WIDEST:
         return f"{arguments.rotary_dim} rotated elements are more than {_ASCENDC_WIDEST}"
     return None

@@ -26,7 +26,7 @@ def ours(
     activation=None, backend="triton", cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None,
     cp_context=None, **kwargs,
 ) -> Callable:  # fmt: skip
-    """The call of ours that is this call of fla's. Channels may be several dimensions of x."""
+    """Return the npu-ops call for this call of fla. Channels may be several dimensions of x."""
     functions.refuse(**kwargs)
     check.one_of("backend", backend, ("triton",))
     check.floating("x", x)

@@ -34,7 +34,7 @@ def ours(
     q, k, v, g, beta, num_householder, scale=None, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None,
 ) -> Callable:  # fmt: skip
-    """The call of ours that is this call of fla's.
+    """Return the npu-ops call for this call of fla.
 
     q [B, T, H, K], g [B, T, H] or None; k, v and beta with T * num_householder in T's place.
     """

@@ -75,7 +75,7 @@ def _backend(original: None):
 
 
 def ours(*args, cp_context=None, transpose_state_layout=None, **options) -> Callable:
-    """The call of ours that is this call of fla's, which has our arguments and the two named here.
+    """Return the npu-ops call for this call of fla, which has our arguments and the two named here.
 
     A_log and dt_bias may be given where they are not used. fla computes with an initial state of
     any float dtype in fp32, so a half is converted. How chunks lie in memory is fla's own affair.

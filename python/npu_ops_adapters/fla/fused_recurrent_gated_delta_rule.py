@@ -37,7 +37,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(*args, transpose_state_layout=None, **options) -> Callable:
-    """The call of ours that is this call of fla's; it has a gradient, which fla's has not.
+    """Return the npu-ops call for this call of fla; it has a gradient, which fla's has not.
 
     fla computes in fp32 whatever the dtypes are, so where q, k and v have several, we do too; the
     output is of v's dtype.

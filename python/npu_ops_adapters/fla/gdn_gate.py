@@ -15,14 +15,14 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """`fused_gdn_gate`."""
+    """Replace fla's `fused_gdn_gate`."""
     yield functions.replaced(
         ("fla.ops.gated_delta_rule.gate",), "fused_gdn_gate", ours, op="gdn_gate"
     )
 
 
 def ours(g, A_log, dt_bias=None, output_dtype=torch.float32) -> Callable:
-    """The call of ours that is this call of fla's, which has fp32 as we do unless asked."""
+    """Return the npu-ops call for this call of fla, which has fp32 as we do unless asked."""
     tensors = {"g": g, "A_log": A_log} | ({} if dt_bias is None else {"dt_bias": dt_bias})
     for name, x in tensors.items():
         check.floating(name, x)

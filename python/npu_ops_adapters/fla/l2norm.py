@@ -18,7 +18,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(x, eps=1e-6, output_dtype=None) -> Callable:
-    """The call of ours that is this call of fla's."""
+    """Return the npu-ops call for this call of fla."""
     check.floating("x", x)
     check_device(x)
     if x.dim() == 0:

@@ -31,7 +31,7 @@ def ours(
     x, g, weight, bias, activation="swish", residual=None, prenorm=False, residual_in_fp32=False,
     eps=1e-6,
 ) -> Callable:  # fmt: skip
-    """The call of ours that is this call of fla's. residual_in_fp32 is of what prenorm returns."""
+    """Return the npu-ops call for this call of fla. residual_in_fp32 is of what prenorm returns."""
     functions.refuse(bias=bias, residual=residual, prenorm=prenorm)
     _check(x, weight, g)
     check.one_of("activation", activation, tuple(_ACTIVATIONS))
@@ -42,7 +42,7 @@ def ours(
 def ours_either_order(
     x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True
 ) -> Callable:
-    """The call of ours that is this call of fla's."""
+    """Return the npu-ops call for this call of fla."""
     functions.refuse(bias=bias)
     _check(x, weight, z)
     if group_size is not None and x.shape[-1] % group_size:

@@ -16,7 +16,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """`tensor_parallel.checkpoint`."""
+    """Replace Megatron's `tensor_parallel.checkpoint`."""
     yield Patch(
         target="megatron.core.tensor_parallel.random:checkpoint",
         op="checkpoint",

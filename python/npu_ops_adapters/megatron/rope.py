@@ -87,7 +87,7 @@ def replace_sbnd(original: Callable, has_batch: bool) -> Callable:
 
 
 def rotated(t, freqs, rotary_interleaved: bool):
-    """`[s, b, h, d]` by freqs `[s, 1 or b, 1, r]`; None: not ours."""
+    """Rotate t `[s, b, h, d]` by freqs `[s, 1 or b, 1, r]`. None: npu-ops does not support it."""
     call = _Call(t, freqs, rotary_interleaved)
     ours = any(_is_ours(call, has_batch) for has_batch in (False, True))
     return _rotate(call, layout="SBND") if ours else None
@@ -201,7 +201,9 @@ def _reader(original: Callable) -> Callable[[tuple, dict], _Call | None]:
         given.update((renamed.get(name, name), value) for name, value in kwargs.items())
         if len(given) != len(args) + len(kwargs):  # wrong: the original says how
             return None
-        if given.get("multi_latent_attention", True) is None:  # deprecated, and not used
+        if (
+            given.get("multi_latent_attention", True) is None
+        ):  # deprecated: None if the caller set nothing
             del given["multi_latent_attention"]
         return _Call(**given) if given.keys() <= known else None
 

@@ -1,7 +1,8 @@
-"""MindSpeed core_r0.12, core_r0.16 and core_r0.18: a layer above its own features.
+"""MindSpeed core_r0.12, core_r0.16 and core_r0.18. npu-ops' patches apply over MindSpeed's.
 
-MindSpeed patches Megatron through a manager that takes all out and puts it in anew, so ours goes
-through that manager too (`features`). The rest are patches of MindSpeed's own modules.
+MindSpeed patches Megatron through a manager, and `repatch` reverts and applies all patches again.
+So npu-ops registers with that manager too (`features`). Other patches replace functions in
+MindSpeed's own modules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Patches that a framework's own patch manager places: what is set beside it, it overwrites.
+"""Patches that a framework's own patch manager (MindSpeed's) applies for us.
 
-`hand_over` puts ours back and leaves its places to the manager, which asks `place` for what it is
-to put there each time. `renew` follows once it is done. `take_back` ends it.
+Such a manager overwrites functions that others replaced. So `hand_over` reverts our patches and
+leaves their targets to the manager. Each time it patches a target, it calls `place` to get our
+replacement. `renew` is called after the manager has finished. `take_back` undoes `hand_over`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from npu_ops_adapters.patching.signatures import cannot, mismatch, wrapped
 
 
 def hand_over(patches: Iterable[Patch]) -> None:
-    """From now on a framework's own patch manager places these; each is put back for it first."""
+    """Leave these patches to the framework's patch manager; revert those that are applied."""
     with engine.lock:
         new = {patch.key: patch for patch in patches if patch.key not in engine.handed_over}
         engine.withdraw(new)
@@ -25,17 +26,21 @@ def hand_over(patches: Iterable[Patch]) -> None:
 
 
 def take_back() -> None:
-    """End every `hand_over`: what the framework's patch manager placed is put back."""
+    """End every `hand_over`: revert what the framework's patch manager placed."""
     with engine.lock:
         engine.withdraw(engine.handed_over)
         engine.handed_over.clear()
 
 
 def place(patch: Patch, original: Any) -> Any:
-    """What the framework's patch manager is to place for a patch that was handed over to it.
+    """Return the function that the framework's patch manager sets for a patch handed over to it.
 
-    `original` is what its other patches make of the target: what ours falls through to. It comes
-    back as it is if ours is in it already, or cannot be made.
+    Args:
+        original: the target as the manager's other patches leave it. Our replacement calls it for
+            calls that npu-ops does not support.
+
+    Returns:
+        Our replacement; or `original` itself, if that contains ours already or ours cannot be made.
     """
     with engine.lock:
         if env.settings.disable & {"all", patch.op} or patch.key not in engine.handed_over:

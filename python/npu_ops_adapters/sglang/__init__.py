@@ -18,7 +18,7 @@ _SHARED = ("functions", "hooks")
 
 
 def patches() -> Iterable[Patch]:
-    """All of them, in the order of their names."""
+    """Return the patches of all modules here, in the order of the modules' names."""
     for module in pkgutil.iter_modules(__path__):
         if module.name not in _SHARED:
             yield from importlib.import_module(f"{__name__}.{module.name}").patches()

@@ -120,7 +120,7 @@ def decode_graph(
 
 @dataclasses.dataclass
 class Call:
-    """What a layer asks of the backend, and where that keeps it."""
+    """A layer's call of the attention backend, with access to its cache and metadata."""
 
     backend: Any
     q: torch.Tensor
@@ -129,7 +129,7 @@ class Call:
     sinks: torch.Tensor | None
 
     def check(self, **arguments) -> None:
-        """Raise for what is not ours; nothing is written yet."""
+        """Raise for a call that npu-ops does not support, before anything is written."""
         functions.check_device(self.q)
         backend, batch, layer = self.backend, self.forward_batch, self.layer
         if torch.compiler.is_compiling():
@@ -248,7 +248,7 @@ class Call:
         return (metadata.block_tables_swa if own else metadata.block_tables).to(torch.int32)
 
     def on_device(self, lengths):
-        """The same for all layers of a step, whose metadata it is kept in."""
+        """Copy lengths to the device, once per step: cached in the metadata, which layers share."""
         kept = vars(self.backend.forward_metadata).setdefault("npu_ops", {})
         known = tuple(lengths.tolist())
         if known not in kept:
@@ -261,13 +261,13 @@ def _starts(lengths) -> list[int]:
 
 
 def _drafted(mode) -> bool:
-    """Whether SGLang has forward_mtp compute it."""
+    """Whether this is a pass over drafted tokens, which SGLang sends to `forward_mtp`."""
     names = ("is_target_verify", "is_draft_extend", "is_draft_extend_v2")
     return any(getattr(mode, name)() for name in names if hasattr(mode, name))
 
 
 def _tokens(q, forward_batch) -> int:
-    """Those that are no padding; the name changed in 0.5.20."""
+    """Return the number of tokens without padding. SGLang renamed the field in 0.5.20."""
     names = ("global_num_token_non_padded_cpu", "num_token_non_padded_cpu")
     found = (getattr(forward_batch, name, None) for name in names)
     return next((int(n) for n in found if n is not None), q.shape[0])

@@ -1,9 +1,13 @@
-"""The backend of Gated Delta Net for NPUs, which calls sgl-kernel-npu's operators by their names.
+"""SGLang's Gated Delta Net backend for NPUs. It calls sgl-kernel-npu's operators directly.
 
-From 0.5.23 on the dispatcher has its decoding step alone; the rest is called where it is needed.
-Convolution states lie `[slots, rows, D]` there: rows are the last W - 1 tokens, and before them
-those that drafted tokens need. States of the delta rule are `[values, keys]`; before 0.5.23 they
-are as sgl-kernel-npu's kernels want them: `v_first`.
+From SGLang 0.5.23 on only its decoding step goes through SGLang's kernel dispatcher. So the
+methods of the backend are replaced here.
+
+Layouts of its states:
+- Convolution: `[slots, rows, D]`. The last W - 1 rows are the last tokens; the rows before them are
+  for drafted tokens.
+- Delta rule: `[values, keys]` from 0.5.23 on. Before that, sgl-kernel-npu's kernels decide:
+  `state_v_first`.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ _PARAMETERS = ("self", "layer", "forward_batch", "mixed_qkv", "a", "b", "kwargs"
 
 
 def patches() -> Iterable[Patch]:
-    """Its two methods, where there is an NPU."""
+    """Replace the backend's methods for decoding and for prefill, if there is an NPU."""
     if functions.on_npu() and functions.since("0.5.20"):
         for name, ours in (("forward_decode", decode), ("forward_extend", extend)):
             target = f"{MODULE}:AscendGDNAttnBackend.{name}"
@@ -38,13 +42,13 @@ def patches() -> Iterable[Patch]:
 
 
 def _made(ours, target, original):
-    """Refused where it is not known in which order the states are."""
+    """Make the replacement; raise if the order of keys and values in the states is unknown."""
     v_first = gated_delta_net.state_v_first()
     return functions.made(functools.partial(ours, v_first=v_first), target, original)
 
 
 def decode(self, layer, forward_batch, mixed_qkv, a, b, *, v_first, **options):
-    """One token of each sequence."""
+    """Decode one token of each sequence."""
     functions.check_device(mixed_qkv)
     cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     slots = self.forward_metadata.mamba_cache_indices

@@ -168,10 +168,11 @@ class Kernel:
         self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, inplace_update=True,
         **options,
     ):  # fmt: skip
-        """New tokens of each sequence, packed: o, the last states, the states between chunks.
+        """Compute a prefill of packed sequences: output, final states, states between chunks.
 
-        The backend for NPUs writes the last states itself; for others they are written here. What
-        options say is of kernels that keep states at checkpoints, which SGLang asks about first.
+        On NPUs SGLang's backend writes the final states to the pool; elsewhere this does, and
+        returns None for them. `options` are for kernels that keep states at checkpoints; SGLang
+        first asks a kernel whether it does.
         """
         o, after, between = prefill(
             self._v_first, q, k, v, g, beta, ssm_states, cache_indices, query_start_loc

@@ -60,7 +60,10 @@ def adopt() -> None:
 
 
 def _is_there(patch: Patch) -> bool:
-    """Whether it can be applied; the registry would log an exception instead of a sentence."""
+    """Whether a patch can be applied; if not, log why.
+
+    SGLang's registry would log an exception with a traceback.
+    """
     try:
         importlib.import_module(patch.module)
     except ImportError as error:

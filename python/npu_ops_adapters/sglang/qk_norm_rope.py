@@ -1,7 +1,8 @@
-"""Split, norm of q and k heads and rotation of Qwen3's attention, where SGLang has them apart.
+"""Split, q and k norms and rotation of Qwen3's attention, where SGLang runs them separately.
 
-That is a CPU, and on NPUs all but decoding: Qwen3 before 0.5.15, Qwen3-Next, Qwen3.5 without
-sections. What sgl-kernel-npu fuses is in `split_qkv_rmsnorm_rope` and `split_gated_qkv`.
+SGLang does so on CPUs. On NPUs it does so for Qwen3 before 0.5.15, for Qwen3-Next, and for Qwen3.5
+without mrope sections, but not in decoding. `split_qkv_rmsnorm_rope` and `split_gated_qkv` replace
+what sgl-kernel-npu fuses.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.serving_rotary import norm_and_rotate
 from npu_ops_adapters.sglang import functions, rope
 
-_NORMS = {"RMSNorm": False, "GemmaRMSNorm": True}  # whether their weights are beside 1
+_NORMS = {"RMSNorm": False, "GemmaRMSNorm": True}  # whether the norm multiplies by 1 + weight
 
 
 def patches() -> Iterable[Patch]:
-    """The methods of the models' attention that come before it."""
+    """Replace the methods that prepare q and k for attention."""
     methods = [
         ("qwen3:Qwen3Attention.forward_prepare_native", ours),
         ("qwen3_moe:Qwen3MoeAttention.apply_qk_norm_rope", ours_of_experts),
@@ -41,23 +42,23 @@ def ours(self, positions, hidden_states):
 
 
 def ours_of_experts(self, qkv, positions, forward_batch):
-    """The same of a projection that is there."""
+    """As `ours`, with qkv projected already."""
     if getattr(self, "use_fused_qk_norm_rope_cpu", False):
         raise functions.NotOursError("SGLang's own kernel for CPUs is asked for")
     check(self, qkv)
     q, k, v, _ = prepared(self, positions, qkv)
-    self._used_fused_qk_norm_rope_last_call = False  # which asks whether k and v were kept, too
+    self._used_fused_qk_norm_rope_last_call = False  # SGLang reads it to decide who saves k and v
     return q, k, v
 
 
 def ours_gated(self, positions, hidden_states):
-    """The same, and the gate `[T, N * D]` or None."""
+    """As `ours`, also returning the gate, `[T, N * D]` or None."""
     q, k, v, gate = ours_gated_by_heads(self, positions, hidden_states)
     return q, k, v, gate if gate is None else gate.flatten(1)
 
 
 def ours_gated_by_heads(self, positions, hidden_states):
-    """The same with a gate `[T, N, D]`, a view of the projection, as Qwen3.5 takes it."""
+    """As `ours_gated`, for Qwen3.5: the gate is `[T, N, D]`, a view of the projection."""
     check(self, hidden_states)
     qkv, _ = self.qkv_proj(hidden_states)
     return prepared(self, positions, qkv, gated=bool(self.attn_output_gate))

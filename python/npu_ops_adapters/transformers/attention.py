@@ -201,10 +201,10 @@ def _spread(query, key, value, is_causal, mask, options, settings):
 
 
 def _dense(query, key, value, mask, is_causal, settings):
-    """`[B, N, S, D]` in, `[B, S, N, D]` out.
+    """Attend dense sequences: `[B, N, S, D]` in, `[B, S, N, D]` out.
 
-    Without a mask one query sees all keys, and of more keys than queries (a cache of fixed size
-    that was empty) only the first are there: as in transformers' SDPA.
+    Without a mask, as in transformers' SDPA: a single query sees all keys. Causal queries with more
+    keys than queries see the first keys only: the rest of a cache of fixed size is empty.
     """
     length = query.shape[2]
     is_causal = is_causal and mask is None and length > 1
@@ -218,7 +218,7 @@ def _dense(query, key, value, mask, is_causal, settings):
 
 
 def _mask_arguments(mask, query, key) -> dict:
-    """A boolean mask says what takes part, another one is added. Neither is ever left out."""
+    """Return the mask as attn_mask if it is boolean, else as bias. A mask is never dropped."""
     if mask is None:
         return {}
     check.tensor("attention_mask", mask)
@@ -257,7 +257,8 @@ def _packed(query, key, value, is_causal, options, settings):
 
 
 def _number(length):
-    """A bound; some versions have it on the device, where it stays: all tokens bound it too."""
+    """Return a maximum length that is an int. A tensor may be on the device: it is not read, and
+    None stands for the number of all tokens."""
     return length if isinstance(length, int) else None
 
 

@@ -40,7 +40,7 @@ def ours(
     cu_seq_lens_q=None, initial_states=None, return_final_states=False, final_states_out=None,
     **unread,
 ) -> Callable:  # fmt: skip
-    """The call of ours that is this call of transformers'. Channels come before tokens.
+    """Return the npu-ops call for this call of transformers. Channels come before tokens.
 
     Packed sequences are told apart by cu_seq_lens_q, or by seq_idx alone: where that changes comes
     to the host.

@@ -26,7 +26,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(hidden_states, conv_state, weight, bias=None, activation=None) -> Callable:
-    """The call of ours that is this call of transformers'; it has no gradient."""
+    """Return the npu-ops call for this call of transformers; it has no gradient."""
     x, state = hidden_states, conv_state
     for name, tensor in (("hidden_states", x), ("conv_state", state), ("weight", weight)):
         check.floating(name, tensor)

@@ -40,7 +40,7 @@ def ours(
     query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **unread,
 ) -> Callable:  # fmt: skip
-    """The call of ours that is this call of transformers'. A model's other options are not read.
+    """Return the npu-ops call for this call of transformers. A model's other options are not read.
 
     Raises:
         RuntimeError: verl has spread the sequence over ranks, and whoever calls does not know it:

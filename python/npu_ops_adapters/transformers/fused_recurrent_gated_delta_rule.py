@@ -32,7 +32,7 @@ def ours(
     query, key, value, g, beta, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **unread,
 ) -> Callable:  # fmt: skip
-    """The call of ours that is this call of transformers'. A model's other options are not read."""
+    """Return the npu-ops call for this call of transformers. Other options are not read."""
     arguments = checked(query, key, value, g, beta, initial_state, cu_seqlens)
     return functools.partial(
         token_by_token, **arguments,

@@ -33,7 +33,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(module, hidden_states, cache_params=None, attention_mask=None, **unread) -> Callable:
-    """The call of ours that is this call of transformers': one more token of each sequence.
+    """Return the npu-ops call for this call of transformers: one more token of each sequence.
 
     With NPU_OPS_CONSISTENT the rule's own function decides.
     """

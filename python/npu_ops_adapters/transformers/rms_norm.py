@@ -39,7 +39,7 @@ def _patch(model: str, name: str, function: Callable, signature) -> Iterable[Pat
 
 
 def ours(module, hidden_states) -> Callable:
-    """The call of ours that is this call of transformers'; it rounds once, theirs twice."""
+    """Return the npu-ops call for this call of transformers; it rounds once, theirs twice."""
     x, weight = hidden_states, module.weight
     _check("hidden_states", x, weight)
     check.one_of("weight's dtype", weight.dtype, (x.dtype,))  # theirs is the wider of both

@@ -21,7 +21,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(module, hidden_states, gate=None) -> Callable:
-    """The call of ours that is this call of transformers'; it rounds once where theirs does twice.
+    """Return the npu-ops call for this call of transformers; it rounds once, theirs twice.
 
     Version 4 has silu in the code, version 5 in an attribute.
     """

@@ -36,7 +36,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> Callable:
-    """The call of ours that is this call of transformers', on the first elements of a head.
+    """Return the npu-ops call for this call of transformers, on the first elements of a head.
 
     Tables wider than q and k make the result wider, as theirs do (autocast). position_ids are not
     used by either.
@@ -55,7 +55,7 @@ def ours(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> Callable:
 
 
 def ours_whole(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> Callable:
-    """As `ours`, where theirs rotates whole heads alone."""
+    """As `ours`, for models whose function cannot rotate a part of each head."""
     call = ours(q, k, cos, sin, position_ids, unsqueeze_dim)
     if cos.shape[-1] != q.shape[-1]:
         raise check.shape("cos", cos, f"[B, S, {q.shape[-1]}]")
@@ -63,9 +63,9 @@ def ours_whole(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> Callable:
 
 
 def ours_vision(q, k, cos, sin) -> Callable:
-    """The call of ours that is this call of transformers', which computes in fp32 as we do."""
+    """Return the npu-ops call for this call of transformers, which computes in fp32 as we do."""
     _check(q, k, cos, sin)
-    check.one_of("q's dtype", q.dtype, check.FLOATS[:3])  # theirs computes fp64 in fp32
+    check.one_of("q's dtype", q.dtype, check.FLOATS[:3])  # transformers rotates fp64 in fp32
     if q.dim() != 3 or cos.shape != (q.shape[0], q.shape[2]):
         raise check.shape("cos", cos, f"[T, D] of q (got {list(q.shape)})")
     return functools.partial(

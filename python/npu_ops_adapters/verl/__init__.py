@@ -1,8 +1,8 @@
-"""verl 0.9: what it does to a model, where that and an operator of ours have to agree.
+"""verl 0.9. The patches here make npu-ops' operators work with what verl changes in a model.
 
-Here are its NPU patches, which leave ours in force (`npu_patches`), Ulysses, which spreads tokens
-over ranks in a way that the functions of a layer must know (`ulysses`), and the Gated Delta Net of
-packed sequences.
+- `npu_patches`: verl's own NPU patches leave functions alone that npu-ops has replaced.
+- `ulysses`: layers learn that Ulysses splits a sequence over ranks.
+- `gated_delta_net`: packed sequences are one call of Gated Delta Net, also with Ulysses.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ in each layer, thus waits for the device three times; npu-ops leaves them on the
 
 A layer's cache is two pools. `[slots, L, D]`: the first W - 1 rows of a slot are the last tokens
 before the convolution, rows behind them those that drafted tokens need. `[slots, HV, ...]`: states
-of the delta rule. In which order a state's keys and values lie depends on vllm-ascend's source, of
-which `FORMS` has what is known.
+of the delta rule. The order of a state's keys and values depends on vllm-ascend's source; `FORMS`
+lists the known ones.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _targets() -> Iterable[str]:
 
 
 def _made(target: str, original: Callable) -> Callable:
-    """Refused where the source is another: it is not known in which order the states are."""
+    """Make the replacement; raise if the source is unknown, and with it the order of the states."""
     form = FORMS.get(functions.fingerprint(original))
     if form is None:
         raise ValueError(f"its source is none of those of {functions.VERSIONS}")

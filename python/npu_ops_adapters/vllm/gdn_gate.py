@@ -11,7 +11,7 @@ from npu_ops_adapters.vllm import functions
 
 
 def patches() -> Iterable[Patch]:
-    """`fused_gdn_gating_patch`."""
+    """Replace vllm-ascend's `fused_gdn_gating_patch`."""
     yield functions.replaced(
         f"{functions.TRITON}.fused_gdn_gating:fused_gdn_gating_patch",
         "gdn_gate",

@@ -11,7 +11,7 @@ from npu_ops_adapters.vllm import functions, rope
 
 
 def patches() -> Iterable[Patch]:
-    """`AscendMRotaryEmbedding.forward_oot`."""
+    """Replace vllm-ascend's `AscendMRotaryEmbedding.forward_oot`."""
     yield functions.replaced(
         f"{rope.HOME}:AscendMRotaryEmbedding.forward_oot",
         "mrope",

@@ -23,7 +23,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(self, x, z=None):
-    """z has x's shape; 0.18.0 knows one activation."""
+    """Compute the gated norm. z: the gate, in x's shape. vllm-ascend 0.18.0 has SiLU only."""
     check_device(x)
     refuse(bias=self.bias)
     if z is None:

@@ -144,7 +144,10 @@ class Sweep:
         return MODES if size <= self.backward_to else MODES[:1]
 
     def _shapes(self, size: int) -> list[tuple[str, Callable]]:
-        """A name for each case that differs: "qwen3.5-9b, qwen3.5-35b-a3b tp4", with its model."""
+        """List the distinct shapes: a label and a model each.
+
+        Models with equal shapes share a label: "qwen3.5-9b = qwen3.5-35b-a3b tp4".
+        """
         names: dict[tuple, tuple[list[str], object]] = {}
         for ranks in RANKS:
             for name in self.models:

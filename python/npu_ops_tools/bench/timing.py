@@ -61,9 +61,12 @@ def _ranks(runs: int) -> int:
 
 
 def interleaved(calls: dict[str, Callable], device: str, longest: float) -> dict[str, Times]:
-    """Time all calls in turns, so that they see the same noise, until all medians are known.
+    """Time all calls alternately, so that all see the same noise, until every median is stable.
 
-    longest: seconds after which it ends anyway, but for LEAST_RUNS. The order changes each turn.
+    Args:
+        longest: seconds after which timing stops anyway, once each call ran LEAST_RUNS times.
+
+    The order is reversed in every other round.
     """
     found = {name: Times(_repeats(call, device)) for name, call in calls.items()}
     start, turn = time.perf_counter(), 0

@@ -222,7 +222,7 @@ def _load(path: str) -> types.ModuleType:
     root, packages = _packages(file)
     sys.path.insert(0, str(root))  # as `python FILE.py` does
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a machine without an NPU
+        warnings.simplefilter("ignore")  # Triton warns that there is no NPU
         with _stand_ins(), _a_driver():
             try:
                 if packages:
@@ -326,7 +326,10 @@ class _Driver:
 
 @contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
-    """What needs an NPU or a server, and is not here. No adapter looks at it as if it were."""
+    """Provide empty modules for imports that need an NPU or a server, such as torch_npu.
+
+    The import hook is off meanwhile, so that no adapter patches these modules.
+    """
     finder, before = _Finder(), list(sys.meta_path)
     npu_ops_import_hook.unwatch()
     sys.meta_path.append(finder)  # what is installed is found before

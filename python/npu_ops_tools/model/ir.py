@@ -180,7 +180,7 @@ def _cores(text: str) -> dict[str, int]:
 
 
 def _maps(text: str) -> dict[str, Callable]:
-    """#mapN -> a function that returns a tuple."""
+    """Turn MLIR's affine maps into Python functions, by name: {"#map1": lambda d0: (...,)}."""
     found = {}
     pattern = r"^(#map\d*) = affine_map<\(([^)]*)\)(?:\[([^\]]*)\])? -> \((.*)\)>$"
     for name, dims, symbols, body in re.findall(pattern, text, re.M):

@@ -62,8 +62,11 @@ def measure(
 
 
 def rows(results: list[dict]) -> list[dict]:
-    """The table: for each class the fastest that was right wherever it was tried, if it is worth
-    leaving the order for."""
+    """Make the table of preferences: the fastest implementation for each class of calls.
+
+    Implementations with a wrong result anywhere are left out. A class has no fastest one unless it
+    is clearly faster than the one that runs by default.
+    """
     wrong = {(r["op"], r["implementation"]) for r in results if r["verdict"] == "wrong"}
     right = [r for r in results if r["verdict"] == "right"]
     right = [r for r in right if (r["op"], r["implementation"]) not in wrong]
@@ -83,10 +86,13 @@ def _time(result: dict, table: str) -> float:
 
 
 def _row(key: tuple, calls: list[dict[str, float]]) -> dict:
-    """calls: of each call of the class the time by each implementation, first come first."""
+    """Make the row of one class.
+
+    calls: for each call, its time by implementation, in the order in which they are tried.
+    """
     table, dtype, width, bits = key
     names = dict.fromkeys(name for call in calls for name in call)
-    # What declines a call leaves it to the first that does not.
+    # If an implementation does not support a call, the first one that does runs it instead.
     times = {name: sum(call.get(name, _first(call)) for call in calls) for name in names}
     default = sum(_first(call) for call in calls)
     best = min(times, key=times.__getitem__)

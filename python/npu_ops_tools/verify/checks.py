@@ -186,7 +186,10 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def streams(subject: Subject) -> dict:
-    """A call on another stream waits for its inputs, which come late there."""
+    """Check that a call launches on the current stream.
+
+    Its inputs are filled with NaN and get their values late, by copies on that stream.
+    """
     if subject.device.type == "cpu":
         return {"verdict": NOT_HERE, "detail": "a CPU has no streams"}
     backend = getattr(torch, subject.device.type)

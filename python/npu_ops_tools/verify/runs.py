@@ -39,10 +39,10 @@ class Options:
 
 
 class Journal:
-    """What is known already, a line for each job, in a file that a killed run leaves behind.
+    """A file with a line for each event of a job, so that a stopped run can go on.
 
-    A job that was begun and neither finished nor interrupted ended verify itself, and maybe the
-    machine: it is wrong, and not tried again.
+    A job that began, but neither finished nor was interrupted, killed verify itself, or stopped the
+    machine. It counts as wrong and is not tried again.
     """
 
     def __init__(self, path: pathlib.Path, key: dict):
@@ -57,7 +57,10 @@ class Journal:
             self.finish(name, {"verdict": "wrong", "why": why, "ended": "stopped", "seconds": 0.0})
 
     def _read(self, key: str) -> set[str] | None:
-        """The names of jobs that were begun alone; None if the file is of another run."""
+        """Read the journal: results into `done`. Return the names of jobs that did not finish.
+
+        None if the journal belongs to another run.
+        """
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         if not lines or lines[0] != key:
             return None

@@ -115,7 +115,7 @@ def host_us(run: Callable[[], object], device: torch.device, calls: int = 50) ->
 
 
 def _no_kernels() -> contextlib.AbstractContextManager[None]:
-    """Implementations are chosen, and not run."""
+    """Choose an implementation for each call in a block, but launch nothing: host time alone."""
     return launched_by(lambda table, chosen, args: None)
 
 

@@ -96,7 +96,7 @@ def attention_backward(
 
 
 def _dense(extra):
-    """With starts, lengths and blocks one after another, as the kernels read them."""
+    """Make lengths and block table contiguous: the kernels read them with stride 1."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table")
     return extra._replace(
         **{n: x.contiguous() for n in names if (x := getattr(extra, n)) is not None}

@@ -39,7 +39,7 @@ def _keep_kernel(rng_state, keep, rows, across, threshold, BR: tl.constexpr, BJ:
 
 
 def keep_bits(rows: int, columns: int, p: float, rng_state: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, 16 for each 128 columns]."""
+    """Draw dropout's keep mask, one bit per element: uint8 `[rows, 16 for each 128 columns]`."""
     across = cdiv(columns, 128)
     keep = torch.empty((rows, across * ACROSS), dtype=torch.uint8, device=rng_state.device)
     size = TILE // ACROSS

@@ -171,7 +171,7 @@ def _gradients(
         grad_o, q, k, *gates, *norms, spans.spans, states, written, grad_states, grad_wanted,
         grad_q, grad_k, grad_g_sums, kept_sums, grad_betas, scale, spans.number, H=q.shape[2],
         HV=v.shape[2], K=q.shape[3], V=v.shape[3], BK=keys, BV=values, C=chunk_size,
-        # Two buffers for what it loads; there is no room for two of what the matrix unit hands it.
+        # Double buffering for loads alone: two buffers for results of the matrix unit do not fit.
         **hardware.ascend_options(
             kernel, q.device, limit_auto_multi_buffer_only_for_local_buffer=True
         ),
@@ -235,8 +235,10 @@ def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """A launch through sequences: pieces of states from `piece` to `end`, a head's columns by its
-    constant BV."""
+    """A launch that walks sequences: work items `piece` to `end`.
+
+    A work item is one head's state of one sequence, or BV of its columns; BV is in `constants`.
+    """
 
     piece: int
     end: int
@@ -245,9 +247,10 @@ class Walk:
 
 
 def _walks(q, v, sequences: int, state_v_first: bool, size: int) -> list[Walk]:
-    """The launches that take all heads through their sequences.
+    """Plan the launches that walk all heads through their sequences.
 
-    Heads that leave cores idle are cut into columns: few heads, and what is left for a last round.
+    If heads would leave cores idle, they are split into columns: when there are few heads, and for
+    the heads that remain for a last round.
     """
     constants = _constants(q, v, state_v_first, size)
 

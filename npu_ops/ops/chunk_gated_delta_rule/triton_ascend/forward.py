@@ -96,10 +96,11 @@ def written_to(state, solved, k, v, decay_k, C: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def columns_of(item, starts, firsts, HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
-    """A piece of work, BV columns of one head's state through a sequence.
+    """Decode the index of a work item: BV columns of one head's state, through one sequence.
 
-    Returns the sequence, the head, the first column, all columns, the sequence's first token, the
-    token after its last and its first chunk.
+    Returns:
+        The sequence, the head, the first column, the vector of BV columns, the sequence's first
+        token, the token after its last, and the index of its first chunk.
     """
     blocks: tl.constexpr = (V + BV - 1) // BV
     n, head, column = item // (HV * blocks), item // blocks % HV, item % blocks * BV
@@ -113,9 +114,13 @@ def written_and_added(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk's tokens write to a state, and what of it is there after the chunk.
+    """Compute what each token of a chunk writes to the state, and what all of them add to it.
 
-    operand: the state before the chunk, in the dtype that is multiplied. solved: with betas.
+    What is written early in a chunk has decayed by its end.
+
+    Args:
+        operand: the state before the chunk, in the dtype of matrix products.
+        solved: the inverse of the chunk's triangular matrix, times beta.
     """
     b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(operand.dtype)
     b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(operand.dtype)

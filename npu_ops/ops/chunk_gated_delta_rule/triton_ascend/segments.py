@@ -37,8 +37,11 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
 @triton.jit
 def first_or_identity(states, place, is_first, value, own: tl.constexpr, K: tl.constexpr,
                       V: tl.constexpr, V_FIRST: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """What a piece starts from, [BK, BV]: columns below `own` take 0, or `states` where the segment
-    is the first to be joined; those from there on take the identity."""
+    """Return the state that a segment starts from, [BK, BV].
+
+    Columns before `own` belong to the state: 0, or `states` if `is_first`.
+    Columns from `own` on belong to the transition matrix M: the identity.
+    """
     key = tl.arange(0, BK)
     state = tl.where(key[:, None] == (value - own)[None, :], 1.0, 0.0)
     if states is not None:
@@ -51,7 +54,7 @@ def first_or_identity(states, place, is_first, value, own: tl.constexpr, K: tl.c
 
 @triton.jit
 def store_end(ends, state, place, value, K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr):
-    """A piece's columns of a segment's `[M's or h's keys, WIDTH]`."""
+    """Store BV columns of a segment's end, `[K, WIDTH]`: of its state h, or of its matrix M."""
     key = tl.arange(0, BK)
     exists = (key < K)[:, None] & (value < WIDTH)[None, :]
     at = key[:, None] * WIDTH + value[None, :]
