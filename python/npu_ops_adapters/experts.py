@@ -1,8 +1,8 @@
 """Shared by transformers and sglang: a mixture of experts, in one order of sums.
 
 With NPU_OPS_CONSISTENT a server's experts and a trainer's are these: each product is
-`npu_ops.grouped_linear`, a token's results are rounded, weighted, rounded, and added in the order in
-which the router names the experts.
+`npu_ops.grouped_linear`; a token's results are rounded, weighted, rounded, and added in the order
+in which the router names the experts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 import npu_ops
+from npu_ops.core import make
 
 
 def experts(x, gate_up, down, index, weights, activation=torch.nn.functional.silu) -> torch.Tensor:
@@ -26,5 +27,5 @@ def experts(x, gate_up, down, index, weights, activation=torch.nn.functional.sil
     gate, up = rows.chunk(2, -1)
     rows = npu_ops.grouped_linear(activation(gate) * up, down, offs)
     rows = rows * weights.to(x.dtype).reshape(-1)[order, None]
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    back = torch.empty_like(order).scatter_(0, order, make.counted(len(order), device=x.device))
     return rows[back].view(tokens, chosen, x.shape[1]).sum(1)

@@ -29,7 +29,8 @@ PATCHES, AROUND = (8, 12), (60, (9, 40))
 class Row:
     """One prompt: its tokens, those of them that were in the cache, and those sampled after it.
 
-    picture: whether it has one. largest, mean: of the difference of log-probabilities. equal: the part that has none.
+    largest, mean: of the difference of log-probabilities. equal: the part that has none. picture:
+    whether the prompt has one.
     """
 
     prompt: int

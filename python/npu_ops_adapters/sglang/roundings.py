@@ -7,7 +7,7 @@ before a layer's residual, transformers behind it.
 
 from __future__ import annotations
 
-import functools as tools
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -59,7 +59,7 @@ def silu_and_mul(module, x):
 def with_the_order_of_training(original: Callable) -> Callable:
     """`__init__`, which asks for what SGLang has for trainers of its own."""
 
-    @tools.wraps(original)
+    @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
         self.use_hf_deepstack_order = True

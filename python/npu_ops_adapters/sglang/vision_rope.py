@@ -44,7 +44,7 @@ def ours(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def table(self, grid_thw):
-    """fp32 cosines and sines `[T, D / 2]` of the patches of grids, as transformers computes them."""
+    """fp32 cosines and sines `[T, D / 2]` of the grids' patches, as transformers computes them."""
     rotary, merge = self.rotary_pos_emb, self.spatial_merge_size
     places = [self.rot_pos_ids(h, w, merge).repeat(t, 1) for t, h, w in grid_thw]
     places = torch.cat(places).to(self.device).float()

@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 
-import torch
-
 import npu_ops
 from npu_ops.core import check, env
 from npu_ops_adapters.calls import check_device, falling_through
