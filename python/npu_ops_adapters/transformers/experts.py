@@ -1,12 +1,16 @@
-"""Experts of a mixture: their products in one launch, where transformers makes one for each expert.
+"""Experts of a mixture: their products in one launch on NPUs, where PyTorch has no kernel for it.
 
-With NPU_OPS_CONSISTENT all of transformers' ways to compute them are the one with grouped products.
+torch_npu of torch 2.7 to 2.13 has none. PyTorch's function fails there, or waits for the end of
+each group and makes a product of it, as transformers' own does. With NPU_OPS_CONSISTENT all of
+transformers' ways to compute them are the one with grouped products.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+
+import torch
 
 import npu_ops
 from npu_ops.core import check, env
@@ -32,18 +36,23 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(input, weight, offs, bias=None, is_transposed=False) -> Callable:
-    """The call of ours that is this call of transformers'.
-
-    By default on NPUs alone: elsewhere PyTorch has a grouped product.
-    """
+    """The call of ours that is this call of transformers'."""
     check_device(input)
-    if input.device.type != "npu" and not env.settings.consistent:
-        raise ValueError("input: got a tensor on a CPU, where PyTorch's product is at home")
+    if not env.settings.consistent and (input.device.type == "cpu" or pytorch_has_one()):
+        raise ValueError("input: got a tensor where PyTorch's grouped product is at home")
     check.alone("a grouped product", bias=bias)
     if is_transposed:
         weight = weight.transpose(-2, -1)
     x = input.to(weight.dtype)
     return functools.partial(npu_ops.grouped_linear, x, weight, offs)
+
+
+@functools.cache
+def pytorch_has_one() -> bool:
+    """Whether torch_npu has a kernel of PyTorch's grouped product."""
+    name = "aten::_grouped_mm"
+    known = torch._C._dispatch_has_kernel(name)
+    return known and torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1")
 
 
 def always_grouped(original: Callable) -> Callable:

@@ -14,6 +14,7 @@ import torch
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "adapters"))
 
 import transformers_models
+from npu_ops_adapters.transformers import experts
 
 from npu_ops.core import env
 from npu_ops.core.compare import Tolerance, assert_close
@@ -49,3 +50,13 @@ def test_a_model(name, caplog):
     shadows = [r for r in caplog.records if "against reference" in r.getMessage()]
     assert len(shadows) == sum(OPERATORS[name].values())
     assert all(record.levelno == logging.INFO for record in shadows)
+
+
+def test_where_torch_npu_has_a_grouped_product_it_stays(monkeypatch):
+    """That of torch 2.13 has none: PyTorch's function waits for the end of each group."""
+    assert not experts.pytorch_has_one()
+    x, offs = torch.zeros(2, 3, device="npu"), torch.tensor([2], device="npu")
+    assert experts.ours(x, x[None], offs)().shape == (2, 2)
+    monkeypatch.setattr(experts, "pytorch_has_one", lambda: True)
+    with pytest.raises(ValueError, match="PyTorch's grouped product is at home"):
+        experts.ours(x, x[None], offs)
