@@ -16,10 +16,18 @@ Names = tuple[str, ...]
 # What NPU_OPS_DISABLE may name besides ops: what adapters replace that is no operator of npu_ops.
 NO_OPS = frozenset(
     {
+        "bridge_deepstack",
+        "bridge_nvtx",
+        "bridge_process_groups",
         "checkpoint",
         "gated_delta_net",
         "jit_fuser",
         "mindspeed",
+        "slime_accelerator",
+        "slime_mindspeed",
+        "slime_process_groups",
+        "slime_qwen3_5_vl",
+        "slime_ray",
         "split_qkv_rmsnorm_rope",
         "verl_npu_patches",
         "vision_position",
@@ -45,6 +53,7 @@ class Patch:
     also: modules that import it by value, for what cannot be recognised there: None or a bool.
     note: says more of an applied patch, e.g. a count.
     by: who applies it in this engine's place, and tells it by `adopt`; "" is the engine.
+    why_not: called with what is there, or None; a sentence refuses the patch.
     joined, left: called once it is applied, and once it is reverted.
     """
 
@@ -60,6 +69,7 @@ class Patch:
     also: Names = ()
     note: Callable[[], str] | None = None
     by: str = ""
+    why_not: Callable[[Any], str | None] | None = None
     joined: Callable[[], None] | None = None
     left: Callable[[], None] | None = None
 

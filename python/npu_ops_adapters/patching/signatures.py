@@ -16,7 +16,7 @@ def why_not(patch: Patch) -> str | None:
         owner, name = locate(patch)
         names = names_of(owner)
         if patch.optional and name not in names:
-            return None
+            return _asked(patch, None)
         original = names[name]
     except KeyError as missing:
         return f"{patch.module} has no {missing.args[0]}; it was there in {patch.versions}"
@@ -24,14 +24,21 @@ def why_not(patch: Patch) -> str | None:
 
 
 def mismatch(patch: Patch, original: Any) -> str | None:
-    """None, or how the parameters of `original` differ from those that are known."""
+    """None, or a sentence on how `original` differs from what is known."""
     if not patch.signatures:
-        return None
+        return _asked(patch, original)
     found = parameters(original)
     if found in patch.signatures:
-        return None
+        return _asked(patch, original)
     expected = " or ".join(_shown(names) for names in patch.signatures)
     return f"expected {expected} ({patch.versions}), got {_shown(found)} of {whose(original)}"
+
+
+def _asked(patch: Patch, original: Any) -> str | None:
+    try:
+        return patch.why_not(original) if patch.why_not else None
+    except Exception as error:  # what it asks for is not there
+        return cannot(error)
 
 
 def whose(value: Any) -> str:
