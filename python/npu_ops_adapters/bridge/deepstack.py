@@ -1,0 +1,61 @@
+"""Gradients of deepstack's features with sequence parallelism.
+
+Each rank takes those features that belong to its span of the tokens, and so has the gradients of
+these alone. Bridge averages the vision tower's gradients over ranks as if each had all of them:
+they are too small, on GPUs too. Here the ranks' gradients are added first.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+
+from npu_ops.core import log
+from npu_ops_adapters.bridge.nvtx import MODEL
+from npu_ops_adapters.patching import Patch
+
+_SUM = "copy_to_tensor_model_parallel_region"  # its gradient is the sum over ranks
+
+
+def patches() -> Iterable[Patch]:
+    """The function that takes a rank's part, as the model calls it with sequence parallelism."""
+    yield Patch(
+        target=f"{MODEL}:split_deepstack_embs",
+        op="bridge_deepstack",
+        make=_summed,
+        why="each rank has the gradients of its own tokens' features alone",
+        signatures=(),  # Bridge's, or MindSpeed's around it
+        versions="Megatron-Bridge 0.3.1",
+        remove_when="Megatron-Bridge adds the gradients of all ranks",
+        rebind=False,
+        why_not=_why_not,
+    )
+
+
+def _why_not(split: Callable) -> str | None:
+    if _SUM in inspect.getsource(sys.modules[MODEL]):
+        return "Megatron-Bridge adds these gradients itself"
+    return None
+
+
+def _summed(original: Callable) -> Callable:
+    own = inspect.unwrap(original)
+    # MindSpeed core_r0.16 passes Bridge's function an argument that later ones have.
+    lacks = "sequence_parallel" not in inspect.signature(own).parameters
+    split = own if lacks else original
+
+    @functools.wraps(original)
+    def npu_ops_split(masks, embeds, *args, **sizes):
+        if embeds is not None:
+            log.once(
+                "Megatron-Bridge loses gradients of deepstack's features with sequence parallelism:"
+                " npu-ops adds them; NPU_OPS_DISABLE=bridge_deepstack leaves them as they were"
+            )
+            parallel = importlib.import_module("megatron.core.tensor_parallel")
+            embeds = [getattr(parallel, _SUM)(x) for x in embeds]
+        return split(masks, embeds, *args, **sizes)
+
+    return npu_ops_split

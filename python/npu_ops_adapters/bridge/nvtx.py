@@ -1,0 +1,45 @@
+"""NVTX: Bridge's Qwen3-VL marks its steps for CUDA's profiler, which raises without CUDA.
+
+MindSpeed core_r0.16 puts functions of its own there, of which the one that ends a mark wants an
+argument that NVTX's has not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+
+from npu_ops_adapters.patching import Patch
+
+MODEL = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model"
+
+
+def is_imported() -> bool:
+    """Whether Bridge's Qwen3-VL is."""
+    return MODEL in sys.modules
+
+
+def patches() -> Iterable[Patch]:
+    """torch's functions, in a process that has Bridge's model and a torch without CUDA."""
+    if not is_imported() or torch.backends.cuda.is_built():
+        return
+    for name in ("range_push", "range_pop"):
+        yield Patch(
+            target=f"torch.cuda.nvtx:{name}",
+            op="bridge_nvtx",
+            make=_skip,
+            why="Megatron-Bridge calls it in each step, and it raises without CUDA",
+            signatures=(),  # torch's or MindSpeed's
+            versions="Megatron-Bridge 0.3.1",
+            remove_when="Megatron-Bridge asks whether there is a profiler",
+            rebind=False,
+        )
+
+
+def _skip(original: Callable) -> Callable:
+    def npu_ops_skip(*message):
+        return None
+
+    return npu_ops_skip
