@@ -23,7 +23,8 @@ def install() -> None:
         # Read here as well as in npu_ops.core.env: this must work when nothing else does.
         if "all" in os.environ.get("NPU_OPS_DISABLE", "").replace(" ", "").split(","):
             return
-        npu_ops_import_hook.watch(_imported)
+        npu_ops_import_hook.watch(_imported, _awaited)
+        npu_ops_import_hook.tell_when_torch_is_there(_awaited)
         there = npu_ops_import_hook.WATCHED & sys.modules.keys()
         for name in there:
             npu_ops_import_hook.tell_when_imported(sys.modules[name], _imported)
@@ -37,3 +38,9 @@ def _imported(name: str) -> None:
     import npu_ops_adapters
 
     npu_ops_adapters.imported(name)
+
+
+def _awaited(name: str) -> None:
+    import npu_ops_adapters
+
+    npu_ops_adapters.awaited(name)

@@ -1,4 +1,4 @@
-"""The import hook: tells a callback of each watched module that has just run.
+"""The import hook: tells a callback of each watched module that has just run, or is about to.
 
 Shared by `npu_ops_autoload` and `npu_ops_adapters`, and importing neither. It needs the standard
 library alone, for `import torch` runs it.
@@ -35,6 +35,7 @@ WATCHED = frozenset(
         "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model",
         "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope",
         "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model",
+        "megatron.bridge.models.qwen_vl.qwen3_vl_provider",
         "megatron.core.tensor_parallel.random",
         "megatron.core.transformer.attention",
         "megatron.core.transformer.multi_latent_attention",
@@ -71,6 +72,13 @@ WATCHED = frozenset(
         "sglang.srt.models.qwen3_moe",
         "sglang.srt.models.qwen3_next",
         "sglang.srt.models.qwen3_vl",
+        "slime.backends.megatron_utils.initialize",
+        "slime.ray.placement_group",
+        "slime.utils.accelerator",
+        "slime.utils.reloadable_process_group",
+        "slime_plugins.models.qwen3_5_vl",
+        "slime_plugins.models.qwen3_5_vl_utils",
+        "slime_plugins.models.qwen_gdn_backend",
         "transformers.integrations.moe",
         "transformers.masking_utils",
         "transformers.modeling_utils",
@@ -102,7 +110,10 @@ WATCHED = frozenset(
     }
 )
 
-Callback = Callable[[str], None]  # is given the name of a module that has just run
+# Told of before they run: what they import must find another package imported before it.
+AWAITED = frozenset({"slime.backends.megatron_utils"})
+
+Callback = Callable[[str], None]  # is given the name of a module
 
 # sys.exit() in an adapter is an error like any other; only the user's Ctrl-C is not.
 _ANY = (Exception, SystemExit, GeneratorExit)
@@ -110,13 +121,16 @@ _logger = logging.getLogger("npu_ops")
 _reported: set[str] = set()
 
 
-def watch(callback: Callback) -> None:
-    """Call `callback` after each run of a watched module; it takes the place of an earlier one."""
+def watch(callback: Callback, before: Callback | None = None) -> None:
+    """Call `callback` after each run of a watched module, and `before` before an awaited one runs.
+
+    They take the place of earlier ones.
+    """
     finders = _finders()
     for finder in finders:
-        finder.callback = callback
+        finder.callback, finder.before = callback, before
     if not finders:
-        sys.meta_path.insert(0, _Finder(callback))
+        sys.meta_path.insert(0, _Finder(callback, before))
 
 
 def unwatch() -> None:
@@ -138,12 +152,13 @@ def _finders() -> list:
 class _Finder:
     """Finds watched modules by asking the other finders, and gives them a loader that tells us."""
 
-    def __init__(self, callback: Callback):
-        self.callback = callback
+    def __init__(self, callback: Callback, before: Callback | None):
+        self.callback, self.before = callback, before
         self._thread = threading.local()
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname not in WATCHED or getattr(self._thread, "searching", False):
+        known = fullname in WATCHED or fullname in AWAITED
+        if not known or getattr(self._thread, "searching", False):
             return None  # searching: another hook like this one asks us back
         self._thread.searching = True
         try:
@@ -159,7 +174,7 @@ class _Finder:
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader, self.callback)
+                    spec.loader = _Loader(spec.loader, self)
                 return spec
         return None
 
@@ -167,9 +182,9 @@ class _Finder:
 class _Loader:
     """The loader it wraps, until the module runs; then that loader again."""
 
-    def __init__(self, loader, callback: Callback):
+    def __init__(self, loader, finder: _Finder):
         self._loader = loader
-        self._callback = callback
+        self._finder = finder
 
     def __getattr__(self, name):
         if name == "_loader":  # a copy that is not initialised yet
@@ -184,8 +199,20 @@ class _Loader:
         for holder, name in ((module, "__loader__"), (module.__spec__, "loader")):
             if getattr(holder, name, None) is self:
                 setattr(holder, name, self._loader)
+        if self._finder.before and module.__name__ in AWAITED:
+            _tell(self._finder.before, module)
         self._loader.exec_module(module)
-        _tell(self._callback, module)
+        if module.__name__ in WATCHED:
+            _tell(self._finder.callback, module)
+
+
+def tell_when_torch_is_there(before: Callback) -> None:
+    """For an awaited module that is being imported, and imports torch, which calls us. Until torch
+    has run, and its backends, nobody knows whether there is an NPU.
+    """
+    for name in AWAITED & sys.modules.keys():
+        if getattr(sys.modules[name].__spec__, "_initializing", False):
+            tell_when_imported(sys.modules["torch"], lambda torch, name=name: before(name))
 
 
 def tell_when_imported(module, callback: Callback) -> None:

@@ -50,7 +50,7 @@ def apply() -> Statuses:
     Returns:
         As `plan`, afterwards. A refusal is also logged, once; the other patches are not affected.
     """
-    npu_ops_import_hook.watch(imported)
+    npu_ops_import_hook.watch(imported, awaited)
     _adopt()
     return patching.apply(patches())
 
@@ -87,6 +87,12 @@ def imported(module: str) -> None:
     """Called by the import hook when `module` has just run, for the first time or again."""
     patching.forget(module)
     patching.apply(patches(), ready=module)
+
+
+def awaited(module: str) -> None:
+    """Called by the import hook when `module` is about to run."""
+    for framework in _frameworks():
+        getattr(framework, "awaited", lambda module: None)(module)
 
 
 def _frameworks() -> list[ModuleType]:

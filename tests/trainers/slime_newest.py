@@ -1,8 +1,8 @@
-"""slime of August 2026: its train.py on Ray, on rollouts that a test wrote.
+"""slime of August 2026 on CPUs, on rollouts that a test wrote: the truth.
 
 python slime_newest.py DEVICES ARGUMENTS...
 
-slime_worker.py is for v0.2.2: its variables say who computes here too.
+slime_worker.py is for v0.2.2: its variables say where the results go here too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 
 import slime_delta_net
 import slime_doubles
-import slime_npu
 import slime_train
 import slime_worker
 import torch
@@ -34,11 +33,7 @@ def main(devices: str, *arguments: str) -> None:
 def setup() -> None:
     """In each of Ray's workers, and their driver."""
     slime_doubles.install()
-    if os.environ["SLIME_WHO"] == "truth":
-        on_cpu()
-    else:
-        slime_worker.on_npu()
-        slime_npu.setup()
+    on_cpu()
     slime_worker.for_newer_torch()
     slime_worker.record("slime.observability")
 
@@ -68,13 +63,6 @@ def on_cpu() -> None:
     accelerator.register_accelerator("cpu", CPU, communication_backends=("gloo",))
 
 
-def start(args) -> None:
-    """For --custom-megatron-init-path, on an NPU."""
-    slime_npu.start(args)
-    with_odd_lengths()
-    slime_worker.count_functions()
-
-
 def with_odd_lengths() -> None:
     """slime's Qwen3.5-VL cuts each sequence for context parallelism, where there is none too."""
     from slime_plugins.models import qwen3_5_vl
@@ -90,8 +78,8 @@ def with_odd_lengths() -> None:
 
 
 def with_local_layers(args) -> None:
-    """The same for the truth: Megatron's own modules, which slime does not load from Hugging Face's
-    checkpoints."""
+    """For --custom-megatron-init-path: Megatron's own modules, which slime does not load from
+    Hugging Face's checkpoints."""
     from slime.backends.megatron_utils import hf_to_megatron
 
     slime_worker.with_local_layers(args)

@@ -1,4 +1,4 @@
-"""Starts slime_newest.py, on the emulated NPU or on the CPU, and reads what it wrote."""
+"""Runs slime's train.py on the emulated NPU, and slime_newest.py on the CPU; reads the results."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DELTA_NET = (
     "--apply-layernorm-1p", "--spec",
 )  # fmt: skip
 PLUGINS = "slime_plugins.models"
-# Megatron-Bridge's, by a function of --spec's that makes the model.
+# Megatron-Bridge's, by a function for --spec that makes the model.
 BRIDGES = Model(
     layers=(
         "--num-layers", "2", "--position-embedding-type", "mrope", "--mrope-section", "8", "4", "4",
         *slime_runs.PICTURES,
     ),
-    script=("--spec", "slime_qwen3_vl", "bridges"),
+    script=("--spec", "npu_ops_adapters.slime.qwen3_vl", "model_provider"),
     on_cpu=("--spec", "slime_qwen3_vl", "on_cpu"),
 )  # fmt: skip
 MODELS = {
@@ -36,12 +36,11 @@ MODELS = {
         (ROPE, *DELTA_NET, f"{PLUGINS}.qwen3_5", "get_qwen3_5_spec"),
         parallel=("--sequence-parallel",),
     ),
-    # slime's script says that it is rope's, and slime's model, that it is not; MindSpeed has all
-    # arguments in Megatron's configuration, which is asked before the model is.
+    # As slime's script has it, which says rope.
     "qwen3_5_vl": Model(
         (
             *DELTA_NET, f"{PLUGINS}.qwen3_5_vl", "get_qwen3_5_vl_model_provider",
-            "--position-embedding-type", "mrope", "--mrope-section", "4", "2", "2",
+            "--position-embedding-type", "rope",
         ),
         data="pictures",
     ),
@@ -50,7 +49,6 @@ MODELS = {
 }  # fmt: skip
 HF = {"qwen3_5_vl": "qwen3_5", "qwen3_vl-text": "qwen3_vl"}  # the folder, where it is another
 COMMON = [part for part in slime_runs.COMMON if part != ROPE]
-ON_NPU = ("--custom-megatron-init-path", "slime_newest.start")
 ON_CPU = ("--custom-megatron-init-path", "slime_newest.with_local_layers")
 
 
@@ -74,19 +72,27 @@ def run(folder: pathlib.Path, who: str, name: str, devices: int = 1) -> slime_ru
     model, theirs = MODELS[name], str(folder / HF.get(name, name))
     checkpoint = f"{theirs}-megatron" if by_bridge(name) else theirs
     command = [
-        sys.executable, str(HERE / "slime_newest.py"), str(devices), *COMMON,
+        *program(who, devices), *COMMON,
         *slime_runs.TRAINING, *slime_runs.NO_ENGINE, *model.layers,
         "--ref-load", checkpoint, "--hf-checkpoint", theirs,
         "--load-debug-rollout-data", str(folder / f"{model.data}_{{rollout_id}}.pt"),
         "--actor-num-nodes", "1", "--actor-num-gpus-per-node", str(devices),
         "--rollout-num-gpus", "1", "--tensor-model-parallel-size", str(devices),
-        *(slime_runs.LOCAL + ON_CPU + model.on_cpu if who == "truth" else ON_NPU + model.script),
+        *(slime_runs.LOCAL + ON_CPU + model.on_cpu if who == "truth" else model.script),
         *(model.parallel if devices > 1 else ()),
     ]  # fmt: skip
     if who != "truth":
         command = verl_runs.emulated(devices, command)
     verl_runs.finish(command, variables(who, results, by_bridge(name)))
     return slime_runs.read(results, devices)
+
+
+def program(who: str, devices: int) -> list[str]:
+    """For the truth a program that puts CPUs in the place of devices; otherwise slime's own."""
+    if who == "truth":
+        return [sys.executable, str(HERE / "slime_newest.py"), str(devices)]
+    slime = str(fetch_slime_newest.tree("slime"))
+    return [sys.executable, str(HERE / "slime_stock.py"), slime, str(devices + 2)]
 
 
 def by_bridge(name: str) -> bool:
@@ -99,8 +105,8 @@ def variables(who: str, results: pathlib.Path, bridge: bool = False) -> dict[str
     path = [slime, megatron, fetch_slime.packages(), fetch_verl.tree(), HERE]
     path += [ROOT / "tests" / "adapters", ROOT, ROOT / "python"]
     if who != "truth":
-        path[:0] = [mindspeed, fetch_frameworks.tree("fla-core-0.6.0")]
-    changes = {}
+        path[:0] = [HERE / "slime_site", mindspeed, fetch_frameworks.tree("fla-core-0.6.0")]
+    changes = {} if who == "truth" else {"SLIME_STOCK": "1"}
     if bridge:
         source = fetch_slime.tree("truth", "bridge")
         path[:0] = [fetch_frameworks.tree(slime_runs.SEES), source]

@@ -1,41 +1,20 @@
-"""Megatron-Bridge's Qwen3-VL, for slime's --custom-model-provider-path and its --spec.
+"""Megatron-Bridge's Qwen3-VL on CPUs, for slime's --custom-model-provider-path and its --spec.
 
-`provide` is for CPUs, in Megatron's own layers: Bridge's AutoBridge wants Transformer Engine or
-MindSpeed. `bridges` is for NPUs, where slime does not ask AutoBridge itself.
+It is made of Megatron's own layers: Bridge's AutoBridge wants Transformer Engine or MindSpeed.
 """
 
 from __future__ import annotations
 
 import importlib
 
-import slime_worker
 import transformers
 
-FROM_ARGUMENTS = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel"),
-    "gradient_accumulation_fusion",
-)
 MODELLING = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
 
 
 def on_cpu(args, config, vp_stage):
     """For --spec."""
     return provide
-
-
-def bridges(args, config, vp_stage):
-    """For --spec: Bridge's own provider, as slime v0.3.0 asks for it."""
-    slime_worker.without_marks()
-    from megatron.bridge import AutoBridge
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    bridge = AutoBridge.from_hf_pretrained(args.hf_checkpoint)
-    provider = bridge.to_megatron_provider(load_weights=False)
-    for name in FROM_ARGUMENTS:
-        setattr(provider, name, getattr(args, name))
-    provider.finalize()
-    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    return provider.provide
 
 
 def provide(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None):

@@ -1,9 +1,9 @@
-"""slime of August 2026 on Ray, unpatched, with npu-ops on the emulated NPU, and on the CPU.
+"""slime of August 2026: its own train.py on the emulated NPU with npu-ops, and on the CPU.
 
     python tests/trainers/fetch_slime_newest.py slime Megatron-LM MindSpeed
     python -m pytest tests/trainers/upstream_slime_newest.py
 
-slime_npu.py is all that it needs beside npu-ops. As in upstream_slime.py, losses, gradient norms
+No file is edited, and no module is written for it. As in upstream_slime.py, losses, gradient norms
 and log-probabilities of four GRPO steps in fp32 agree to rounding.
 """
 
@@ -40,7 +40,7 @@ def test_gated_delta_net(model, devices, operators, folder, truth):
     "model, operators", [("qwen3_vl", VISION), ("qwen3_vl-text", ())], ids=["pictures", "text"]
 )
 def test_provider(model, operators, folder, truth):
-    """Megatron-Bridge's Qwen3-VL, made by a function of --spec's."""
+    """Megatron-Bridge's Qwen3-VL, by npu-ops' function for --spec."""
     found = runs.run(folder, "npu_ops", model)
     upstream_slime.agree(found, truth(model))
     upstream_slime.called(found, upstream_slime.OPERATORS + operators)

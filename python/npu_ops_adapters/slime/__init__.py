@@ -1,0 +1,37 @@
+"""slime on NPUs: what slime lacks there, so that its own `python train.py` trains unchanged.
+
+    accelerator     the NPU among slime's accelerators
+    mindspeed       MindSpeed before Megatron-LM, and its features by the arguments of the run
+    resources       NPUs where slime asks Ray for GPUs
+    process_groups  collectives that newer torch calls by new names
+    qwen3_5_vl      Qwen3.5 with pictures
+    qwen3_vl        Qwen3-VL by Megatron-Bridge, for slime's --spec
+
+slime is changed only in processes that have an NPU. Ray's resources are also changed in processes
+without one: slime's rollout manager has no NPU and asks for those of its engines.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from npu_ops.core import hardware
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.slime import accelerator, mindspeed, process_groups, qwen3_5_vl, resources
+
+_ON_NPUS = (accelerator, mindspeed, process_groups, qwen3_5_vl)
+
+
+def awaited(module: str) -> None:
+    """slime's trainer is about to be imported, in the driver or in one of Ray's workers."""
+    if module == "slime.backends.megatron_utils" and hardware.is_npu():
+        mindspeed.import_first()
+
+
+def patches() -> Iterable[Patch]:
+    """All of them; where slime is imported and there is no NPU, those of Ray alone."""
+    yield from resources.patches()
+    if "slime" not in sys.modules or hardware.is_npu():
+        for module in _ON_NPUS:
+            yield from module.patches()

@@ -1,0 +1,41 @@
+"""Qwen3-VL by Megatron-Bridge, of which slime newer than v0.2.2 has no more than the place for it.
+
+--spec npu_ops_adapters.slime.qwen3_vl model_provider
+"""
+
+from __future__ import annotations
+
+import importlib
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+# What Bridge's provider does not know by Hugging Face's configuration.
+_NAMES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "gradient_accumulation_fusion",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+)
+
+
+def model_provider(args: Namespace, config: Any, vp_stage: int | None) -> Callable:
+    """The function that makes the model of `--hf-checkpoint`, for slime's --spec.
+
+    Args:
+        args: slime's.
+        config: Megatron-LM's, which Bridge's own takes the place of.
+        vp_stage: slime passes it again to what is returned.
+    """
+    bridge = importlib.import_module("megatron.bridge").AutoBridge
+    found = bridge.from_hf_pretrained(args.hf_checkpoint, trust_remote_code=True)
+    provider = found.to_megatron_provider(load_weights=False)
+    for name in _NAMES:
+        setattr(provider, name, getattr(args, name))
+    provider.finalize()
+    return provider.provide

@@ -1,0 +1,1 @@
+from .initialize import init  # noqa: F401  (by value)

@@ -1,0 +1,5 @@
+steps = []
+
+
+def init(args):
+    steps.append("init")

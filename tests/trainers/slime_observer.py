@@ -1,0 +1,32 @@
+"""What slime_site adds to modules of a stock slime once they have run."""
+
+from __future__ import annotations
+
+import slime_train
+import slime_worker
+
+
+def stand_in(accelerator) -> None:
+    """Before MindSpeed is imported: what it imports, and is not here."""
+    slime_worker.on_npu()
+
+
+def record(logging_utils) -> None:
+    logging_utils.log = lambda args, metrics, step_key: slime_worker.write(metrics)
+
+
+def in_fp32(arguments) -> None:
+    slime_train.in_fp32(arguments, "_set_default_megatron_args")
+
+
+def count(model) -> None:
+    slime_worker.count()
+    slime_worker.count_functions()
+
+
+AFTER = {
+    "slime.utils.accelerator": stand_in,
+    "slime.observability.logging_utils": record,
+    "slime.backends.megatron_utils.arguments": in_fp32,
+    "slime.backends.megatron_utils.model": count,
+}

@@ -1,0 +1,47 @@
+"""Run by Python in each process of a stock slime: stands in for what this machine lacks, observes.
+
+Nothing of slime, Megatron-LM or MindSpeed is changed, but that slime trains in fp32 (its bf16 would
+hide differences) and writes its metrics into a file too.
+"""
+
+import importlib.machinery
+import os
+import sys
+
+
+class _After(importlib.machinery.SourceFileLoader):
+    """Runs a module, then the observer's function for it."""
+
+    def exec_module(self, module):
+        super().exec_module(module)
+        import slime_observer
+
+        slime_observer.AFTER[module.__name__](module)
+
+
+class _Finder:
+    NAMES = (
+        "slime.utils.accelerator",
+        "slime.observability.logging_utils",
+        "slime.backends.megatron_utils.arguments",
+        "slime.backends.megatron_utils.model",
+    )
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self.NAMES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        spec.loader = _After(name, spec.origin)
+        return spec
+
+
+if "SLIME_STOCK" in os.environ:
+    import slime_doubles
+
+    slime_doubles.install()
+    slime_doubles.install({"acl": {}, "acl.rt": {}})
+    acl = sys.modules["acl"]
+    acl.get_soc_name = lambda: os.environ["NPU_OPS_EMULATOR_SOC"]
+    acl.rt = sys.modules["acl.rt"]  # Ray counts NPUs by it
+    acl.rt.get_device_count = lambda: (int(os.environ["NPU_OPS_EMULATOR_DEVICES"]), 0)
+    sys.meta_path.insert(0, _Finder())
