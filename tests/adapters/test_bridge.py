@@ -99,6 +99,18 @@ def test_a_provider_asks_megatron_for_groups_that_nobody_has_set(bridge, name):
     assert provider.provide() == ("the trainer's", None)
 
 
+def test_a_name_that_an_earlier_megatron_lacks(bridge, monkeypatch):
+    variant = "experimental_attention_variant"
+    home = types.ModuleType(f"megatron.core.models.gpt.{variant}_module_specs")
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    npu_ops_adapters.apply()
+    name = f"get_transformer_block_with_{variant}_spec"
+    with pytest.raises(NotImplementedError, match=f"this Megatron-LM has no {name}"):
+        getattr(home, name)()
+    npu_ops_adapters.revert()
+    assert not hasattr(home, name)
+
+
 def test_without_an_npu_bridge_is_left_alone(bridge, monkeypatch):
     npu_ops_adapters.revert()
     monkeypatch.setattr(hardware, "is_npu", lambda: False)

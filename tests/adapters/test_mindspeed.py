@@ -8,11 +8,12 @@ import json
 import pathlib
 import subprocess
 import sys
+import types
 
 import fetch_megatron
 import mindspeed_checks
 import pytest
-from npu_ops_adapters.mindspeed import attention
+from npu_ops_adapters.mindspeed import attention, expert_checkpoint
 from processes import environment
 
 HERE = pathlib.Path(__file__).parent
@@ -45,6 +46,29 @@ def run(branch: str, order: str) -> dict[str, str | None]:
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     return {"stopped": f"the process ended with {done.returncode}\n{done.stderr}"} | dict(lines)
+
+
+def test_checkpoints_of_experts_say_how_experts_are_parallel(monkeypatch):
+    def make(
+        state_dict, prefix, tensor_parallel_layers_axis_map=None, sharded_offsets=(),
+        extra_state_suffix="", tp_group=None, dp_cp_group=None,
+    ):  # fmt: skip
+        return tp_group, dp_cp_group
+
+    state = types.SimpleNamespace(
+        get_expert_tensor_parallel_group=lambda: "experts'",
+        get_data_parallel_group=lambda with_context_parallel: "all",
+    )
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    source = "make_sharded_tensors_for_checkpoint(state{})\nother(tp_group=1)"
+    for passes, more in ((False, ""), (True, ", tp_group=1")):
+        module = types.ModuleType("grouped_linear")
+        text = source.format(more)
+        monkeypatch.setattr("inspect.getsource", lambda module, text=text: text)
+        assert expert_checkpoint._passes_no_group(module) is not passes
+    ours = expert_checkpoint._with_groups(make)
+    assert ours({}, "", {}) == ("experts'", "all")
+    assert ours({}, "", {}, tp_group=1, dp_cp_group=2) == ours({}, "", {}, (), "", 1, 2) == (1, 2)
 
 
 def test_mindspeeds_engine_is_not_passed_fields_it_does_not_have():

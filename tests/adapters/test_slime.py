@@ -162,6 +162,59 @@ def test_qwen3_5_with_pictures_has_mrope_and_takes_odd_lengths(npu):
     assert made.tokens([0, 8], 2, 0, "cpu") == "chunks"
 
 
+def test_qwen3_next_of_v0_2_2_learns_lengths_and_is_not_summed_twice(npu, monkeypatch, caplog):
+    parallel = types.SimpleNamespace(
+        gather_from_sequence_parallel_region=lambda x, **options: options, other="Megatron's"
+    )
+    core = types.SimpleNamespace(tensor_parallel=parallel)
+    monkeypatch.setitem(sys.modules, "megatron.core", core)
+    plugins = "slime_plugins.models"
+    layers, around = (
+        importlib.import_module(f"{plugins}.{name}") for name in ("qwen3_next", "hf_attention")
+    )
+    layer = layers.Qwen3NextGatedDeltaNet()
+    assert [layer.forward(None, [0, 4]) for _ in range(2)] == [[0, 4]] * 2
+    assert layers.chunk_gated_delta_rule(None) is None
+    assert layers.chunk_gated_delta_rule(None, cu_seqlens=[0, 2]) == [0, 2]
+    gathered = around.HuggingfaceAttention().forward(None)
+    assert gathered == {"group": "ranks", "tensor_parallel_output_grad": False}
+    assert around.tensor_parallel.other == "Megatron's"
+    assert caplog.text.count("#1686") == caplog.text.count("#1748") == 1
+    npu_ops_adapters.revert()
+    assert layer.forward(None, [0, 4]) is None and around.tensor_parallel is parallel
+
+
+def test_a_qwen3_next_that_passes_lengths_itself_is_left_alone(npu, monkeypatch):
+    npu_ops_adapters.revert()
+    importlib.import_module("slime_plugins.models.qwen3_next")
+    source = "self.conv1d(x, cu_seqlens=cu_seqlens); rule(x, cu_seqlens=cu_seqlens)"
+    monkeypatch.setattr("inspect.getsource", lambda function: source)
+    assert not [name for name in states() if name.startswith("Qwen3NextGatedDeltaNet")]
+
+
+def test_a_provider_of_megatron_bridge_has_slimes_arguments(npu, monkeypatch):
+    class TransformerConfig:
+        recompute_granularity, hidden_size = None, 64
+
+        def finalize(self):
+            self.final = True
+
+    home = "megatron.bridge.models.transformer_config"
+    config = types.SimpleNamespace(TransformerConfig=TransformerConfig)
+    full = types.SimpleNamespace(recompute_granularity="full", hidden_size=1, moe_zero_memory="x")
+    arguments = types.SimpleNamespace(get_full_args=lambda: full)
+    monkeypatch.setitem(sys.modules, home, config)
+    monkeypatch.setitem(sys.modules, "mindspeed.args_utils", arguments)
+    npu_ops_adapters.apply()
+    TransformerConfig().finalize()
+    assert not hasattr(TransformerConfig, "moe_zero_memory")
+    importlib.import_module("slime")
+    provider = TransformerConfig()
+    provider.finalize()
+    found = (provider.recompute_granularity, provider.hidden_size, provider.moe_zero_memory)
+    assert provider.final and found == ("full", 64, "x")
+
+
 @pytest.mark.parametrize(
     "cluster, asked, got",
     [

@@ -5,9 +5,10 @@
     git clone https://gitcode.com/Ascend/MindSpeed
     python tests/trainers/fetch_slime.py slime Megatron-LM MindSpeed
 
-`shipped` has all patches of slime's docker/npu_patch, `npu_ops` those hunks that
-docs/evidence/patch-hunks.md says stay, `truth` none of them. All have the changes to Megatron-LM
-that slime makes for GPUs too. The clones must have the commits below, and are only read.
+`shipped` has all patches of slime's docker/npu_patch, `npu_ops` and `truth` none of them. `engine`,
+for SGLang as rollout, has slime's own. All have the changes to Megatron-LM that slime makes for
+GPUs too, and `shipped` and `truth` a later fix of slime's Qwen3-Next. The clones must have the
+commits below, and are only read.
 """
 
 from __future__ import annotations
@@ -39,18 +40,12 @@ COMMITS = {
 # The last at which slime.patch is for v0.2.2: the next renames the modules that it changes.
 PATCHES = "d38dc29c9:docker/npu_patch"
 FOR_GPUS = "v0.2.2:docker/patch/v0.5.7/megatron.patch"
-# What stays of each patch beside npu-ops; of the others, all or nothing.
-STAYS = {
-    "bridge": ("--include=megatron/bridge/models/conversion/param_mapping.py",),
-    "slime": ("--exclude=slime/backends/megatron_utils/__init__.py",),
-    "megatron": (
-        "--include=megatron/core/models/gpt/gpt_layer_specs.py",
-        "--include=megatron/core/transformer/module.py",
-    ),
-}
+# A state passes from one packed sequence into the next; npu-ops mends it too.
+FIX = ("1d31a49fb", "--include=slime_plugins/models/qwen3_next.py")
+FIXED = ("shipped", "truth")
 NAMES = {"bridge": "megatron-bridge"}
-IS_NPU = "from npu_ops import is_npu\n"  # all of slime/utils/common.py
-WHO = ("shipped", "npu_ops", "truth")
+WHO = ("shipped", "engine", "npu_ops", "truth")
+PATCHED = {"shipped": ("slime", "megatron", "mindspeed", "bridge"), "engine": ("slime",)}
 
 
 def tree(who: str, project: str) -> pathlib.Path:
@@ -106,14 +101,13 @@ def for_newer_torch(folder: pathlib.Path) -> None:
 def patch(who: str, project: str, folder: pathlib.Path, slime: pathlib.Path) -> None:
     if project == "megatron":
         apply(folder, git(slime, "show", FOR_GPUS))
-    if who == "truth" or (who == "npu_ops" and project not in STAYS):
+    if project == "slime" and who in FIXED:
+        apply(folder, git(slime, "show", FIX[0]), FIX[1])
+    if project not in PATCHED.get(who, ()):
         return
-    which = STAYS[project] if who == "npu_ops" else ()
     name = NAMES.get(project, project)
     inside = ("-p2",) if project == "bridge" else ()  # the wheel has no src/
-    apply(folder, git(slime, "show", f"{PATCHES}/{name}.patch"), *inside, *which)
-    if (who, project) == ("npu_ops", "slime"):
-        (folder / "slime" / "utils" / "common.py").write_text(IS_NPU)
+    apply(folder, git(slime, "show", f"{PATCHES}/{name}.patch"), *inside)
 
 
 def apply(folder: pathlib.Path, changes: bytes, *which: str) -> None:

@@ -6,8 +6,8 @@ import slime_train
 import slime_worker
 
 
-def stand_in(accelerator) -> None:
-    """Before MindSpeed is imported: what it imports, and is not here."""
+def stand_in(mindspeed) -> None:
+    """For what MindSpeed's modules import, and is not here."""
     slime_worker.on_npu()
 
 
@@ -16,7 +16,8 @@ def record(logging_utils) -> None:
 
 
 def in_fp32(arguments) -> None:
-    slime_train.in_fp32(arguments, "_set_default_megatron_args")
+    name = "set_default_megatron_args"  # v0.2.2's
+    slime_train.in_fp32(arguments, f"_{name}" if hasattr(arguments, f"_{name}") else name)
 
 
 def count(model) -> None:
@@ -25,8 +26,9 @@ def count(model) -> None:
 
 
 AFTER = {
-    "slime.utils.accelerator": stand_in,
+    "mindspeed": stand_in,
     "slime.observability.logging_utils": record,
+    "slime.utils.logging_utils": record,
     "slime.backends.megatron_utils.arguments": in_fp32,
     "slime.backends.megatron_utils.model": count,
 }

@@ -172,7 +172,7 @@ def run(
 ) -> Run:
     """On the CPU for "truth"; tensors are parallel over the devices.
 
-    rollouts: which are read, the model's data if it is not said. samples: SGLang's engine
+    rollouts: which are read, the model's data if it is not said. samples: for "engine", SGLang's
     answers, on one device more, and these rollouts are written.
     """
     model = MODELS[name]
@@ -186,12 +186,13 @@ def run(
         paths["--load-debug-rollout-data"] = f"{rollouts or model.data}_{{rollout_id}}.pt"
     on_ray = devices + bool(samples)
     command = [
-        sys.executable, str(HERE / "slime_train.py"), str(on_ray), *COMMON, *model.layers,
+        *program(who, on_ray), *COMMON, *model.layers,
         *TRAINING, *(PICTURES if model.sees else ()), *(ENGINE if samples else NO_ENGINE),
         *(part for option, file in paths.items() for part in (option, str(folder / file))),
         "--actor-num-nodes", "1", "--actor-num-gpus-per-node", str(devices),
         "--rollout-num-gpus", "1", "--tensor-model-parallel-size", str(devices),
-        *(LOCAL + ON_CPU + model.on_cpu if who == "truth" else ON_NPU + model.script),
+        *(LOCAL + ON_CPU + model.on_cpu if who == "truth" else model.script),
+        *(ON_NPU if who in ("shipped", "engine") else ()),
         *(model.parallel if devices > 1 else ()),
     ]  # fmt: skip
     if who != "truth":
@@ -205,6 +206,14 @@ def run(
         environment["SLIME_WHOLE_BRIDGE"] = "1"
     verl_runs.finish(command, environment)
     return read(results, devices)
+
+
+def program(who: str, devices: int) -> list[str]:
+    """slime's own train.py with npu-ops; for the others one that sets more before it starts."""
+    if who == "npu_ops":
+        slime = str(fetch_slime.tree(who, "slime"))
+        return [sys.executable, str(HERE / "slime_stock.py"), slime, str(devices + 2)]
+    return [sys.executable, str(HERE / "slime_train.py"), str(devices)]
 
 
 def beside_sglang(folder: pathlib.Path, path: str) -> dict[str, str]:
@@ -234,16 +243,19 @@ def variables(who: str, results: pathlib.Path, name: str) -> dict[str, str]:
     path += [HERE, ROOT / "tests" / "adapters"]
     if who != "truth":
         path.insert(0, fetch_frameworks.tree("fla-core-0.6.0"))
+    if who == "npu_ops":
+        path.insert(0, HERE / "slime_site")
     if MODELS[name].sees:
         path.insert(0, fetch_frameworks.tree(SEES))
     path += [ROOT, ROOT / "python", *filter(None, [os.environ.get("PYTHONPATH")])]
     changes = {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
-        "NPU_OPS_DISABLE": "" if who == "npu_ops" else "all",
+        "NPU_OPS_DISABLE": "" if who in ("npu_ops", "engine") else "all",
         "SLIME_WHO": who,
         "SLIME_RESULTS": str(results),
         "SLIME_BRIDGE": str(bridge),
         "SLIME_SOURCES": os.pathsep.join(map(str, (slime, megatron))),
     }
+    changes |= {"SLIME_STOCK": "1"} if who == "npu_ops" else {}
     compiled = {"TORCH_COMPILE_DISABLE": "1"} if who == "truth" else {}  # minutes
     return os.environ | verl_runs.ALONE | ONCE | compiled | changes

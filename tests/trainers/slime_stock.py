@@ -22,10 +22,9 @@ MINUTES = 15
 
 
 def main(folder: str, cpus: str, *arguments: str) -> int:
-    with (
-        tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as scratch,
-        head(cpus, scratch) as at,
-    ):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends Ray too
+    short = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")  # for names of sockets
+    with short as scratch, head(cpus, scratch) as at:
         command = [sys.executable, "train.py", *arguments]
         environment = os.environ | {"RAY_ADDRESS": at}
         try:
@@ -57,12 +56,11 @@ def head(cpus: str, scratch: str) -> Iterator[str]:
 
 
 def wait(ray: subprocess.Popen, address: str) -> None:
+    status = [*RAY, "status", "--address", address]
     for _ in range(120):
         if ray.poll() is not None:
             break
-        if not subprocess.run(
-            [*RAY, "status", "--address", address], capture_output=True
-        ).returncode:
+        if not subprocess.run(status, capture_output=True).returncode:
             return
         time.sleep(1)
     raise RuntimeError("ray start --head did not come up")

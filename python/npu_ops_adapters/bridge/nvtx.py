@@ -16,14 +16,9 @@ from npu_ops_adapters.patching import Patch
 MODEL = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model"
 
 
-def is_imported() -> bool:
-    """Whether Bridge's Qwen3-VL is."""
-    return MODEL in sys.modules
-
-
 def patches() -> Iterable[Patch]:
     """torch's functions, in a process that has Bridge's model and a torch without CUDA."""
-    if not is_imported() or torch.backends.cuda.is_built():
+    if MODEL not in sys.modules or torch.backends.cuda.is_built():
         return
     for name in ("range_push", "range_pop"):
         yield Patch(

@@ -17,6 +17,7 @@ Names = tuple[str, ...]
 NO_OPS = frozenset(
     {
         "bridge_deepstack",
+        "bridge_missing_names",
         "bridge_nvtx",
         "bridge_process_groups",
         "checkpoint",
@@ -26,7 +27,9 @@ NO_OPS = frozenset(
         "slime_accelerator",
         "slime_mindspeed",
         "slime_process_groups",
+        "slime_provider",
         "slime_qwen3_5_vl",
+        "slime_qwen3_next",
         "slime_ray",
         "split_qkv_rmsnorm_rope",
         "verl_npu_patches",

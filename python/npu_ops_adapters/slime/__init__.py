@@ -4,6 +4,8 @@
     mindspeed       MindSpeed before Megatron-LM, and its features by the arguments of the run
     resources       NPUs where slime asks Ray for GPUs
     process_groups  collectives that newer torch calls by new names
+    provider        arguments for Megatron-Bridge's models
+    qwen3_next      Qwen3-Next's packed sequences and gradients, up to v0.2.2
     qwen3_5_vl      Qwen3.5 with pictures
     qwen3_vl        Qwen3-VL by Megatron-Bridge, for slime's --spec
 
@@ -18,9 +20,17 @@ from collections.abc import Iterable
 
 from npu_ops.core import hardware
 from npu_ops_adapters.patching import Patch
-from npu_ops_adapters.slime import accelerator, mindspeed, process_groups, qwen3_5_vl, resources
+from npu_ops_adapters.slime import (
+    accelerator,
+    mindspeed,
+    process_groups,
+    provider,
+    qwen3_5_vl,
+    qwen3_next,
+    resources,
+)
 
-_ON_NPUS = (accelerator, mindspeed, process_groups, qwen3_5_vl)
+_ON_NPUS = (accelerator, mindspeed, process_groups, provider, qwen3_5_vl, qwen3_next)
 
 
 def awaited(module: str) -> None:

@@ -52,8 +52,10 @@ def _takes_bundles(function: Callable) -> str | None:
 
 
 def _is_an_actor(found: Any) -> str | None:
-    known = hasattr(found.__ray_metadata__.modified_class, "get_ip_and_gpu_id")
-    return None if known else "it has no get_ip_and_gpu_id"
+    if not hasattr(found.__ray_metadata__.modified_class, "get_ip_and_gpu_id"):
+        return "it has no get_ip_and_gpu_id"
+    asked = (found._default_options or {}).get("num_gpus")  # none with slime's NPU patch
+    return None if asked == 1 else f"num_gpus: got {asked}, needs 1"
 
 
 def of_npus(resources: Mapping[str, float]) -> dict[str, float]:

@@ -21,8 +21,9 @@ class _After(importlib.machinery.SourceFileLoader):
 
 class _Finder:
     NAMES = (
-        "slime.utils.accelerator",
+        "mindspeed",
         "slime.observability.logging_utils",
+        "slime.utils.logging_utils",
         "slime.backends.megatron_utils.arguments",
         "slime.backends.megatron_utils.model",
     )

@@ -1,0 +1,37 @@
+"""A name that Bridge imports for Qwen3-Next and an earlier Megatron-LM lacks: nothing of Bridge
+imports without it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from npu_ops_adapters.patching import Patch
+
+_VARIANT = "experimental_attention_variant"
+_MODULE = f"megatron.core.models.gpt.{_VARIANT}_module_specs"
+_NAME = f"get_transformer_block_with_{_VARIANT}_spec"
+
+
+def patches() -> Iterable[Patch]:
+    """A function that says what is missing, when it is called."""
+    if not hasattr(sys.modules.get(_MODULE), _NAME):
+        yield Patch(
+            target=f"{_MODULE}:{_NAME}",
+            op="bridge_missing_names",
+            make=_say,
+            why="Megatron-Bridge imports it, whichever model it is asked for",
+            signatures=(),
+            versions="Megatron-Bridge 0.3.1 with the Megatron-LM of slime v0.2.2",
+            remove_when="slime's Megatron-LM has it",
+            optional=True,
+        )
+
+
+def _say(_: Any) -> Callable:
+    def npu_ops_missing(*args, **kwargs):
+        raise NotImplementedError(f"{_MODULE}: this Megatron-LM has no {_NAME}")
+
+    return npu_ops_missing

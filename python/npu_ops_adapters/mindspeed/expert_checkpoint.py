@@ -1,0 +1,62 @@
+"""Checkpoints of MindSpeed's experts, which core_r0.12 loads and saves as if they were parallel as
+attention is; `--expert-tensor-parallel-size` says how they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+
+from npu_ops_adapters.mindspeed import VERSIONS
+from npu_ops_adapters.patching import Patch
+
+_MODULE = "mindspeed.te.pytorch.module.grouped_linear"
+_NAME = "make_sharded_tensors_for_checkpoint"
+
+
+def patches() -> Iterable[Patch]:
+    """The function by which the experts' layer names its tensors, where it passes no group."""
+    if _passes_no_group(sys.modules.get(_MODULE)):
+        yield Patch(
+            target=f"{_MODULE}:{_NAME}",
+            op="mindspeed",
+            make=_with_groups,
+            why="on several ranks it expects another shape than the checkpoint has, and raises",
+            signatures=(
+                (
+                    *("state_dict", "prefix", "tensor_parallel_layers_axis_map", "sharded_offsets"),
+                    *("extra_state_suffix", "tp_group", "dp_cp_group"),
+                ),
+            ),
+            versions=VERSIONS,
+            remove_when="core_r0.12 is not used: later ones pass the group",
+            rebind=False,
+        )
+
+
+@functools.cache
+def _passes_no_group(module: ModuleType | None) -> bool:
+    """By its source, without which nobody knows; True if it is not imported."""
+    try:
+        tree = ast.parse("" if module is None else inspect.getsource(module))
+    except (OSError, TypeError):
+        return False
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    asked = [call.keywords for call in calls if getattr(call.func, "id", None) == _NAME]
+    return all("tp_group" not in {word.arg for word in words} for words in asked)
+
+
+def _with_groups(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def npu_ops_make_sharded(*args, **kwargs):
+        state = sys.modules["megatron.core.parallel_state"]
+        if len(args) < 6 and kwargs.get("tp_group") is None:
+            kwargs["tp_group"] = state.get_expert_tensor_parallel_group()
+            kwargs["dp_cp_group"] = state.get_data_parallel_group(with_context_parallel=True)
+        return original(*args, **kwargs)
+
+    return npu_ops_make_sharded

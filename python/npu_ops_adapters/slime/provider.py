@@ -1,0 +1,48 @@
+"""slime's arguments in Megatron-Bridge's provider, of which slime v0.2.2 passes a few.
+
+MindSpeed's functions read their settings in the provider, because it is the configuration of the
+model.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+
+from npu_ops_adapters.patching import Patch
+
+_ARGUMENTS = "mindspeed.args_utils"  # slime's arguments too, once `mindspeed` has passed them on
+# The provider has values of its own for these, which are not what slime was asked for.
+_ASKED = (
+    "gradient_accumulation_fusion",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+)
+
+
+def patches() -> Iterable[Patch]:
+    """`finalize`, which each trainer calls after it has set what it passes."""
+    yield Patch(
+        target="megatron.bridge.models.transformer_config:TransformerConfig.finalize",
+        op="slime_provider",
+        make=_with_arguments,
+        why="slime passes a few arguments, and MindSpeed reads others there",
+        signatures=(("self",),),
+        versions="slime v0.2.2, Megatron-Bridge 0.3.1",
+        remove_when="slime passes all of its arguments to the provider",
+    )
+
+
+def _with_arguments(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def npu_ops_finalize(self):
+        full = getattr(sys.modules.get(_ARGUMENTS), "get_full_args", None)
+        if full and "slime" in sys.modules:
+            for name, value in vars(full()).items():
+                if name in _ASKED or not hasattr(self, name):
+                    setattr(self, name, value)
+        return original(self)
+
+    return npu_ops_finalize

@@ -1,0 +1,106 @@
+"""Two mistakes of slime's layers of Qwen3-Next up to v0.2.2, silent and on GPUs too.
+
+1. The delta rule is not told where packed sequences end: a state passes from one into the next.
+   slime's #1686 mended it, in v0.2.3 first.
+2. With sequence parallelism gradients are added over ranks that have all of them: they are too
+   large by the number of ranks. slime's #1748 mended it, in v0.2.4 first.
+
+Both are known by their source, and each is logged once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from npu_ops.core import log
+from npu_ops_adapters.patching import Patch
+
+_LAYERS = "slime_plugins.models.qwen3_next"
+_AROUND = "slime_plugins.models.hf_attention"
+_GATHER = "gather_from_sequence_parallel_region"
+_ALONE = "tensor_parallel_output_grad"  # of that function: False, where each rank computes all
+
+_now = threading.local()  # lengths: those of the layer that is being computed
+
+
+def patches() -> Iterable[Patch]:
+    """The layer and its delta rule, and what slime takes from Megatron-LM around it."""
+    if not _mended(_LAYERS, "Qwen3NextGatedDeltaNet", "forward", "cu_seqlens=cu_seqlens", 2):
+        layer = (("self", "hidden_states", "cu_seqlens"),)
+        yield _patch(f"{_LAYERS}:Qwen3NextGatedDeltaNet.forward", _with_lengths, layer)
+        yield _patch(f"{_LAYERS}:chunk_gated_delta_rule", _pass_lengths, ())
+    if not _mended(_AROUND, "HuggingfaceAttention", "forward", _ALONE, 1):
+        yield _patch(f"{_AROUND}:tensor_parallel", _gather_once, ())
+
+
+def _mended(module: str, name: str, method: str, words: str, times: int) -> bool:
+    """Whether a method of slime's says these words so often: False if it is not imported, True if
+    it has no source, without which nobody knows.
+    """
+    owner = getattr(sys.modules.get(module), name, None)
+    try:
+        source = inspect.getsource(inspect.unwrap(getattr(owner, method))) if owner else ""
+    except (OSError, TypeError):
+        return True
+    return source.count(words) >= times
+
+
+def _patch(target: str, make: Callable, signatures: tuple) -> Patch:
+    return Patch(
+        target=target,
+        op="slime_qwen3_next",
+        make=make,
+        why="slime's numbers are wrong there, and nothing says so",
+        signatures=signatures,
+        versions="slime v0.2.2",
+        remove_when="slime v0.2.2 is not used",
+        rebind=False,
+    )
+
+
+def _with_lengths(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def npu_ops_forward(self, hidden_states, cu_seqlens=None):
+        _now.lengths = cu_seqlens
+        try:
+            return original(self, hidden_states, cu_seqlens)
+        finally:
+            _now.lengths = None
+
+    return npu_ops_forward
+
+
+def _pass_lengths(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def npu_ops_rule(*args, **kwargs):
+        lengths = getattr(_now, "lengths", None)
+        if lengths is not None and kwargs.get("cu_seqlens") is None:
+            _say("passes a state from one packed sequence into the next", "#1686")
+            kwargs["cu_seqlens"] = lengths
+        return original(*args, **kwargs)
+
+    return npu_ops_rule
+
+
+def _gather_once(original: Any) -> Any:
+    gather = getattr(original, _GATHER)
+
+    @functools.wraps(gather)
+    def npu_ops_gather(*args, **kwargs):
+        _say("adds gradients of Qwen3-Next's layers once for each rank", "#1748")
+        return gather(*args, **{_ALONE: False} | kwargs)
+
+    return types.SimpleNamespace(**vars(original) | {_GATHER: npu_ops_gather})
+
+
+def _say(mistake: str, mended_by: str) -> None:
+    log.once(
+        f"slime {mistake}: npu-ops does as slime's {mended_by};"
+        " NPU_OPS_DISABLE=slime_qwen3_next leaves it as it was"
+    )
