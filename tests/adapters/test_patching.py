@@ -73,6 +73,17 @@ def test_nothing_is_planned_for_a_module_that_is_not_imported():
     assert "host.elsewhere" not in sys.modules
 
 
+def test_a_patch_asks_more_than_parameters(host):
+    said = []
+    asks = patch(why_not=lambda found: said.append(found) or "it is another")
+    assert state(patching.apply([asks])) == "refused: it is another" and said[0] is host.double
+    broken = patch(why_not=lambda found: found.no_such_name)
+    assert "refused: it cannot be made: AttributeError" in state(patching.apply([broken]))
+    absent = patch("host.maths:absent", optional=True, why_not=lambda found: str(found))
+    assert state(patching.apply([absent]), absent.target) == "refused: None"
+    assert host.maths.double is host.double
+
+
 def test_a_module_that_is_being_imported_waits(host):
     host.maths.__spec__ = types.SimpleNamespace(_initializing=True)
     assert state(patching.apply([patch()])) == "module not imported yet"

@@ -74,6 +74,8 @@ def test_without_an_npu_slime_is_left_alone(npu, monkeypatch):
     home = importlib.import_module("slime.backends.megatron_utils")
     assert home.chosen.name == "cuda" and not home.mindspeed_was_first
     assert not npu_ops_adapters.verify()
+    monkeypatch.setitem(sys.modules, "slime.ray", types.ModuleType("slime.ray"))
+    assert not states()
 
 
 def test_a_registry_that_looks_otherwise_is_left_alone(npu, monkeypatch):
@@ -124,6 +126,7 @@ def test_a_switch_leaves_mindspeed_to_the_user(npu):
 
 def test_slimes_layers_have_flas_function_and_not_mindspeeds(npu, monkeypatch):
     own, placed = (lambda: "fla's"), (lambda: "MindSpeed's")
+    own.__module__ = "fla.ops.gated_delta_rule.chunk"
     patch = types.SimpleNamespace(orig_func=own, final_patch_func=placed)
     manager = types.SimpleNamespace(patches_info={f"{FLA}.chunk_gated_delta_rule": patch})
     registry = types.SimpleNamespace(MindSpeedPatchesManager=manager)
@@ -133,6 +136,8 @@ def test_slimes_layers_have_flas_function_and_not_mindspeeds(npu, monkeypatch):
     choose = importlib.import_module("slime_plugins.models.qwen_gdn_backend")
     assert choose.get_chunk_gated_delta_rule("fla") is own
     assert choose.get_chunk_gated_delta_rule("flashqla") == "flashqla"
+    patch.orig_func = lambda: "raises, for fla is not installed"
+    assert choose.get_chunk_gated_delta_rule("fla") is placed
     package.chunk_gated_delta_rule = own
     assert choose.get_chunk_gated_delta_rule("fla") is own
     npu_ops_adapters.revert()
@@ -232,10 +237,13 @@ def test_gpus_are_npus_where_the_cluster_has_no_gpus(cluster, asked, got, monkey
 
 def test_ray_places_slimes_actors_on_npus(tmp_path):
     """Ray itself, which has been told that it has two NPUs; without npu-ops they find no place."""
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu" / "__init__.py").touch()
     done = subprocess.run(
         [sys.executable, str(HERE / "slime_on_ray.py")],
         env=environment(
-            HERE / "doubles", fetch_frameworks.tree("ray-2.55.1"), RAY_USAGE_STATS_ENABLED="0"
+            tmp_path, HERE / "doubles", fetch_frameworks.tree("ray-2.55.1"),
+            RAY_USAGE_STATS_ENABLED="0",
         ),
         capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip

@@ -117,6 +117,11 @@ def test_every_page_is_in_the_navigation(site):
     assert pages - {"README"} <= linked
 
 
+def test_the_guide_of_slime_asks_for_no_patch_and_no_python():
+    text = (ROOT / "docs/train-with-slime.md").read_text()
+    assert not [asked for asked in ("git apply", "```py", "PYTHONPATH", "sed -i") if asked in text]
+
+
 def test_no_page_is_long():
     lengths = {page: len((ROOT / page).read_text().splitlines()) for page in PAGES}
     assert {page: lines for page, lines in lengths.items() if lines > LONGEST} == {}

@@ -9,12 +9,13 @@
     qwen3_5_vl      Qwen3.5 with pictures
     qwen3_vl        Qwen3-VL by Megatron-Bridge, for slime's --spec
 
-slime is changed only in processes that have an NPU. Ray's resources are also changed in processes
-without one: slime's rollout manager has no NPU and asks for those of its engines.
+slime is changed only in processes that have an NPU. What it asks of Ray is changed wherever
+torch_npu is installed: slime's rollout manager has no NPU and asks for those of its engines.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterable
 
@@ -40,8 +41,10 @@ def awaited(module: str) -> None:
 
 
 def patches() -> Iterable[Patch]:
-    """All of them; where slime is imported and there is no NPU, those of Ray alone."""
-    yield from resources.patches()
-    if "slime" not in sys.modules or hardware.is_npu():
+    """All of them until slime is imported; then those that this process is for."""
+    waiting = "slime" not in sys.modules
+    if waiting or importlib.util.find_spec("torch_npu"):
+        yield from resources.patches()
+    if waiting or hardware.is_npu():
         for module in _ON_NPUS:
             yield from module.patches()
