@@ -347,12 +347,12 @@ def test_reloaded_it_still_tells_once(watched, module):
 
 def test_what_is_patched_is_watched(monkeypatch):
     """Some depend on what is imported and on an NPU, and SGLang's on its version."""
-    monkeypatch.setattr(hardware, "is_npu", lambda: True)
     watched = {patch.module for patch in npu_ops_adapters.patches()}
     monkeypatch.setattr(torch, "npu", object(), raising=False)
     for version in ("0.5.9", "0.5.10", "0.5.23"):
         monkeypatch.setattr(functions, "version", lambda version=version: Version(version))
         watched |= {patch.module for patch in npu_ops_adapters.patches()}
+    monkeypatch.setattr(hardware, "is_npu", lambda: True)
     for name in npu_ops_import_hook.WATCHED:
         with monkeypatch.context() as context:
             context.setitem(sys.modules, name, types.ModuleType(name))
