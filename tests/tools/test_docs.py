@@ -182,7 +182,8 @@ def test_a_chinese_page_has_all_of_the_english(page):
 
 
 def test_the_pages_of_a_user_are_there_in_chinese():
-    pages = "frameworks", "help", "images", "first-card", "train-with-relax", "train-with-verl"
+    trainers = (f"train-with-{name}" for name in ("relax", "slime", "verl"))
+    pages = "frameworks", "help", "images", "first-card", *trainers
     assert {f"docs/{page}{SUFFIX}" for page in pages} <= set(CHINESE)
 
 
