@@ -23,7 +23,7 @@ from npu_ops_adapters.sglang import functions
 from packaging.version import Version
 from processes import environment
 
-from npu_ops.core import hardware
+from npu_ops.core import env, hardware
 
 SOURCE = pathlib.Path(npu_ops_autoload.__file__)
 HOOK = pathlib.Path(npu_ops_import_hook.__file__)
@@ -346,8 +346,12 @@ def test_reloaded_it_still_tells_once(watched, module):
 
 
 def test_what_is_patched_is_watched(monkeypatch):
-    """Some depend on what is imported and on an NPU, and SGLang's on its version."""
-    watched = {patch.module for patch in npu_ops_adapters.patches()}
+    """Some depend on what is imported, on switches and on an NPU, and SGLang's on its version."""
+    with env.override(consistent="tokens"):
+        watched = {patch.module for patch in npu_ops_adapters.patches()}
+    # Watched modules import these.
+    watched -= {"sglang.srt.layers.activation", "sglang.srt.models.qwen2_moe"}
+    watched |= {patch.module for patch in npu_ops_adapters.patches()}
     monkeypatch.setattr(torch, "npu", object(), raising=False)
     for version in ("0.5.9", "0.5.10", "0.5.23"):
         monkeypatch.setattr(functions, "version", lambda version=version: Version(version))
