@@ -29,21 +29,22 @@ def why_not(arguments) -> str | None:
 
 def grouped_linear(x, weight, offs, out) -> None:
     """Write each group's rows of x by its weight^T."""
-    out.copy_(_grouped(x, weight.transpose(1, 2), offs, x.shape[0], _BY_ROWS))
-    groups.finish(offs, x.shape[0], out)
+    ends = groups.clamped(offs, x.shape[0])
+    out.copy_(_grouped(x, weight.transpose(1, 2), ends, _BY_ROWS))
+    groups.finish(offs, ends, out)
 
 
 def grouped_linear_backward(grad, x, weight, offs, grad_x, grad_weight) -> None:
     """Write the gradients of x and weight."""
-    rows = x.shape[0]
-    grad_x.copy_(_grouped(grad, weight, offs, rows, _BY_ROWS))
-    grad_weight.copy_(_grouped(grad.t(), x, offs, rows, _BY_SUMS))
-    groups.finish(offs, rows, grad_x, others=[grad_weight])
+    ends = groups.clamped(offs, x.shape[0])
+    grad_x.copy_(_grouped(grad, weight, ends, _BY_ROWS))
+    grad_weight.copy_(_grouped(grad.t(), x, ends, _BY_SUMS))
+    groups.finish(offs, ends, grad_x, others=[grad_weight])
 
 
-def _grouped(x, weight, offs, rows, group_type):
+def _grouped(x, weight, ends, group_type):
     (found,) = torch.ops.npu.npu_grouped_matmul(
-        [x], [weight], group_list=groups.clamped(offs, rows), group_type=group_type,
+        [x], [weight], group_list=ends, group_type=group_type,
         split_item=2 if group_type == _BY_ROWS else 3, group_list_type=0,
     )  # fmt: skip
     return found

@@ -10,17 +10,19 @@ __all__ = ["grouped_linear", "grouped_linear_backward"]
 
 def grouped_linear(x, weight, offs, out):
     """Write each group's rows of x by its weight^T."""
-    for rows, matrix in zip(groups.spans(offs, x.shape[0]), weight, strict=True):
+    ends = groups.clamped(offs, x.shape[0])
+    for rows, matrix in zip(groups.spans(ends), weight, strict=True):
         if rows.start < rows.stop:
             out[rows] = linear(x[rows], matrix)
-    groups.finish(offs, x.shape[0], out)
+    groups.finish(offs, ends, out)
 
 
 def grouped_linear_backward(grad, x, weight, offs, grad_x, grad_weight):
     """Write the gradients. Waits for a device to know the groups."""
-    for group, rows in enumerate(groups.spans(offs, x.shape[0])):
+    ends = groups.clamped(offs, x.shape[0])
+    for group, rows in enumerate(groups.spans(ends)):
         part = grad[rows]
         if rows.start < rows.stop:
             grad_x[rows] = linear(part, weight[group].t())
         grad_weight[group] = linear(part.t(), x[rows].t())
-    groups.finish(offs, x.shape[0], grad_x, others=[grad_weight])
+    groups.finish(offs, ends, grad_x, others=[grad_weight])

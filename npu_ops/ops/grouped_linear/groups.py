@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from npu_ops.core import indices
+from npu_ops.core import indices, make
 from npu_ops.ops.linear import formats
 
 
@@ -27,21 +27,23 @@ def clamped(offs: torch.Tensor, rows: int) -> torch.Tensor:
     return offs.long().clamp(0, rows).cummax(0).values
 
 
-def spans(offs: torch.Tensor, rows: int) -> Iterator[slice]:
-    """The rows of each group. Waits for a device."""
+def spans(ends: torch.Tensor) -> Iterator[slice]:
+    """The rows of each group, of clamped ends. Waits for a device."""
     begin = 0
-    for end in clamped(offs, rows).tolist():
+    for end in ends.tolist():
         yield slice(begin, end)
         begin = end
 
 
-def finish(offs: torch.Tensor, rows: int, *by_row: torch.Tensor, others=()) -> None:
-    """Write 0 to rows behind the last group, and NaN to all where offs are wrong."""
-    ends = clamped(offs, rows)
+def finish(offs: torch.Tensor, ends: torch.Tensor, *by_row: torch.Tensor, others=()) -> None:
+    """Write 0 to rows behind the last group, and NaN to all where offs are not as clamped.
+
+    others: results without rows.
+    """
     wrong = (ends != offs).any()
     for x in by_row:
         if len(ends):
-            row = torch.arange(rows, dtype=torch.int64, device=x.device)
+            row = make.counted(x.shape[0], device=x.device)
             x.masked_fill_((row >= ends[-1])[:, None], 0)
         else:
             x.zero_()
@@ -54,4 +56,4 @@ def nothing_to_add(arguments) -> None:
     results = [x for n, x in arguments._asdict().items() if n == "out" or n.startswith("grad_")]
     for x in results:
         x.zero_()
-    finish(arguments.offs, arguments.x.shape[0], others=results)
+    finish(arguments.offs, clamped(arguments.offs, arguments.x.shape[0]), others=results)

@@ -7,6 +7,9 @@ from npu_ops.core.operator import Backward, Operator
 from npu_ops.core.rows import as_matrix, in_one_piece
 from npu_ops.ops.grouped_linear import aclnn, groups, reference
 
+_LAY_OUT = dict.fromkeys(("x", "grad"), as_matrix)
+_LAY_OUT |= dict.fromkeys(("weight", "offs"), in_one_piece)
+
 
 def _outputs(inputs):
     return inputs.x.new_empty((inputs.x.shape[0], inputs.weight.shape[1]))
@@ -21,7 +24,7 @@ forward = Operator(
     "Tensor x, Tensor weight, Tensor offs -> out",
     new=_outputs,
     reference=reference.grouped_linear,
-    lay_out={"x": as_matrix, "weight": in_one_piece, "offs": in_one_piece},
+    lay_out=_LAY_OUT,
     why_not={"aclnn": aclnn.why_not, "triton_ascend": groups.format_why_not},
     aclnn="first",
     cpu_in_python=True,
@@ -34,9 +37,7 @@ backward = Backward(
     "Tensor grad, Tensor x, Tensor weight, Tensor offs -> grad_x, grad_weight",
     new=_gradients,
     reference=reference.grouped_linear_backward,
-    lay_out={"grad": as_matrix, "x": as_matrix, "weight": in_one_piece, "offs": in_one_piece},
+    lay_out=_LAY_OUT,
     aclnn="first",
-    cpu_in_python=True,
-    is_empty=lambda arguments: not (arguments.grad.numel() and arguments.x.numel()),
     empty=groups.nothing_to_add,
 )

@@ -10,9 +10,10 @@ def grouped_linear(x, weight, offs):
     """Each group's rows of x by its weight^T, in fp32 (fp64 for fp64 x)."""
     wide = compute_dtype(x)
     out = x.new_zeros((x.shape[0], weight.shape[1]), dtype=wide)
-    for rows, matrix in zip(groups.spans(offs, x.shape[0]), weight, strict=True):
+    ends = groups.clamped(offs, x.shape[0])
+    for rows, matrix in zip(groups.spans(ends), weight, strict=True):
         out[rows] = x[rows].to(wide).mm(matrix.to(wide).t())
-    groups.finish(offs, x.shape[0], out)
+    groups.finish(offs, ends, out)
     return out
 
 
@@ -20,9 +21,10 @@ def grouped_linear_backward(grad, x, weight, offs):
     """The gradients of x and weight."""
     wide = compute_dtype(x)
     grad_x, grad_weight = (t.new_zeros(t.shape, dtype=wide) for t in (x, weight))
-    for group, rows in enumerate(groups.spans(offs, x.shape[0])):
+    ends = groups.clamped(offs, x.shape[0])
+    for group, rows in enumerate(groups.spans(ends)):
         part = grad[rows].to(wide)
         grad_x[rows] = part.mm(weight[group].to(wide))
         grad_weight[group] = part.t().mm(x[rows].to(wide))
-    groups.finish(offs, x.shape[0], grad_x, others=[grad_weight])
+    groups.finish(offs, ends, grad_x, others=[grad_weight])
     return grad_x, grad_weight
