@@ -23,7 +23,9 @@ _ASKED = (
 
 
 def patches() -> Iterable[Patch]:
-    """`finalize`, which each trainer calls after it has set what it passes."""
+    """`finalize`, which a trainer calls when it has set what it passes; in slime's processes."""
+    if "megatron" in sys.modules and "slime" not in sys.modules:
+        return
     yield Patch(
         target="megatron.bridge.models.transformer_config:TransformerConfig.finalize",
         op="slime_provider",
