@@ -41,7 +41,7 @@ def _grouped_linear_kernel(
         if group < groups:
             end = tl.minimum(tl.maximum(tl.load(offs + group).to(tl.int32), begin), rows)
             steps = depth
-        matrix = weight + group.to(tl.int64) * matrix_stride
+        matrix = weight + tl.cast(group, tl.int64) * matrix_stride
         tiles = tl.cdiv(end - begin, BM) * across
         programs = tl.num_programs(0)
         first = (tl.program_id(0) + programs - seen % programs) % programs
