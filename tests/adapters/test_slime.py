@@ -73,7 +73,7 @@ def test_without_an_npu_slime_is_left_alone(npu, monkeypatch):
     monkeypatch.setattr(hardware, "is_npu", lambda: False)
     home = importlib.import_module("slime.backends.megatron_utils")
     assert home.chosen.name == "cuda" and not home.mindspeed_was_first
-    assert not npu_ops_adapters.verify()
+    assert not [row for row in npu_ops_adapters.verify() if "slime" in row.target]
     monkeypatch.setitem(sys.modules, "slime.ray", types.ModuleType("slime.ray"))
     assert not states()
 

@@ -24,7 +24,7 @@ def test_every_op_of_a_model(dtype):
     shown = call("--model", "qwen3.5-9b", "--tp", "4", "--tokens", "6", "--dtype", dtype)
     head, columns, *rows = shown.splitlines()
     assert head.startswith(f"qwen3.5-9b, {dtype}, cpu: ") and columns.startswith("op ")
-    assert {row.split()[0] for row in rows} == set(ops())
+    assert {row.split()[0] for row in rows} == {*ops()} - {"grouped_linear"}  # it has no experts
     assert all(re.fullmatch(r"(\S+ +){3}[01]\.\d\d +([01]\.\d\d|-)", row) for row in rows), rows
     assert all(len(line) <= 80 for line in shown.splitlines())
 

@@ -14,7 +14,7 @@ from npu_ops_tools.where import ops
 
 DEVICES = ("cpu", "npu", "npu-emulated", "cuda")
 # Of these models the first that has an op gives the shapes that it is timed at.
-TIMED_MODELS = ("qwen3.5-9b", "qwen3-vl-8b")
+TIMED_MODELS = ("qwen3.5-9b", "qwen3-vl-8b", "qwen3.5-35b-a3b")
 DTYPES = ("bfloat16", "float32", "float16")
 MICROBENCHMARKS = "microbenchmarks"  # of a device: what npu-ops model's constants stand for
 OF_AN_OP = ("check", "time")  # kinds

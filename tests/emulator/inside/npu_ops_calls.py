@@ -22,8 +22,10 @@ OPS = [
     for module in pkgutil.iter_modules(ops.__path__)
     if importlib.import_module(f"npu_ops.ops.{module.name}.cases").REPRESENTATIVE
 ]
-CALLS = [(op, None, "triton_ascend") for op in OPS if op != "attention"]
+OF_VENDOR = ("attention", "grouped_linear")  # torch_npu's operators come first
+CALLS = [(op, None, "triton_ascend") for op in OPS if op not in OF_VENDOR]
 CALLS += [("attention", "mla-192-128", "aclnn"), ("attention", "softcap", "triton_ascend")]
+CALLS += [("grouped_linear", None, "aclnn")]
 
 
 @pytest.mark.parametrize("op, name, expected", CALLS)
