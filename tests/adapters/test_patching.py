@@ -41,6 +41,12 @@ def state(rows, target=TARGET):
     return found
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_applied():
+    """What another file's test of this process left behind is no row of ours."""
+    patching.revert()
+
+
 @pytest.fixture
 def host(monkeypatch):
     """A framework: `host.maths` defines, `host.model` imports by value."""
