@@ -99,13 +99,18 @@ def run(model: str, dtype: str, device: str, tokens: int, engine: dict) -> Itera
 
 
 def prompts(vocabulary: int) -> list[list[list[int]]]:
-    """Two halves; none has one of the last tokens, which are those that mean something."""
-    draw, end = torch.Generator().manual_seed(0), max(2, vocabulary * 9 // 10)
+    """Two halves, the second of which begins as the first does."""
+    draw, end = torch.Generator().manual_seed(0), ordinary(vocabulary)
     first, more = (
         [torch.randint(1, end, (n,), generator=draw).tolist() for n in lengths]
         for lengths in LENGTHS
     )
     return [first, [(a + b)[:n] for a, b, n in zip(first, more, LENGTHS[1], strict=True)]]
+
+
+def ordinary(vocabulary: int) -> int:
+    """How many tokens prompts are drawn from: not the last ones, of which some end a text."""
+    return max(2, vocabulary * 9 // 10)
 
 
 def pictured(config, vocabulary: int) -> list[Prompt]:
@@ -118,8 +123,8 @@ def pictured(config, vocabulary: int) -> list[Prompt]:
         "image_grid_thw": torch.tensor([[1, *PATCHES]]),
     }
     before, behind = AROUND
-    end = max(2, vocabulary * 9 // 10)
-    text = torch.randint(1, end, (before + max(behind),), generator=draw).tolist()
+    shape = (before + max(behind),)
+    text = torch.randint(1, ordinary(vocabulary), shape, generator=draw).tolist()
     tokens = [config.image_token_id] * (patches // vision.spatial_merge_size**2)
     begin = [*text[:before], config.vision_start_token_id, *tokens, config.vision_end_token_id]
     return [Prompt(begin + text[before : before + n], picture) for n in behind]

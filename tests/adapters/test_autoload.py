@@ -346,7 +346,7 @@ def test_reloaded_it_still_tells_once(watched, module):
 
 
 def test_what_is_patched_is_watched(monkeypatch):
-    """Some depend on what is imported, on switches and on an NPU, and SGLang's on its version."""
+    """Which patches there are depends on imports, switches, an NPU and SGLang's version."""
     with env.override(consistent="tokens"):
         watched = {patch.module for patch in npu_ops_adapters.patches()}
     # Watched modules import these.

@@ -51,7 +51,7 @@ def bridge(monkeypatch):
 
 
 def trained(module) -> torch.Tensor:
-    """The gradient of two ranks' features, as the first of them has it."""
+    """The gradient that the first of two ranks gets of features that both use."""
     features = torch.ones(4, requires_grad=True)
     (part,) = module.Qwen3VLModel().parts([features], 2, 0)
     part.sum().backward()

@@ -8,9 +8,9 @@ import types
 import npu_ops_adapters
 import pytest
 import torch
-from npu_ops_adapters.experts import experts
 from npu_ops_adapters.sglang import experts as sglang_experts
 from npu_ops_adapters.sglang import roundings, vision_rope
+from npu_ops_adapters.sglang.experts import experts
 from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe
 from transformers.models.qwen3_vl import Qwen3VLConfig, modeling_qwen3_vl
 

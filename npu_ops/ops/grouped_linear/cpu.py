@@ -18,7 +18,7 @@ def grouped_linear(x, weight, offs, out):
 
 
 def grouped_linear_backward(grad, x, weight, offs, grad_x, grad_weight):
-    """Write the gradients. Waits for a device to know the groups."""
+    """Write the gradients. Reads from the device where groups end, and so waits for it."""
     ends = groups.clamped(offs, x.shape[0])
     for group, rows in enumerate(groups.spans(ends)):
         part = grad[rows]

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 
 from npu_ops.core import indices, make
-from npu_ops.ops.linear import formats
 
 
 def check(arguments) -> None:
@@ -16,14 +15,8 @@ def check(arguments) -> None:
     indices.check_starts("offs", offs, arguments.x.shape[0])
 
 
-def format_why_not(arguments) -> str | None:
-    """None, or a sentence on a weight whose memory has no rows."""
-    why = formats.format_why_not(arguments.weight)
-    return why and f"weight has {why}"
-
-
 def clamped(offs: torch.Tensor, rows: int) -> torch.Tensor:
-    """int64: offs if they are right; if not, some that no kernel can be led astray by."""
+    """int64: offs; where they are wrong, ends that keep a kernel inside the rows."""
     return offs.long().clamp(0, rows).cummax(0).values
 
 

@@ -6,6 +6,7 @@ from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Backward, Operator
 from npu_ops.core.rows import as_matrix, in_one_piece
 from npu_ops.ops.grouped_linear import aclnn, groups, reference
+from npu_ops.ops.linear import formats
 
 _LAY_OUT = dict.fromkeys(("x", "grad"), as_matrix)
 _LAY_OUT |= dict.fromkeys(("weight", "offs"), in_one_piece)
@@ -25,7 +26,7 @@ forward = Operator(
     new=_outputs,
     reference=reference.grouped_linear,
     lay_out=_LAY_OUT,
-    why_not={"aclnn": aclnn.why_not, "triton_ascend": groups.format_why_not},
+    why_not={"aclnn": aclnn.why_not, "triton_ascend": formats.against},
     aclnn="first",
     cpu_in_python=True,
     is_empty=lambda arguments: not (arguments.x.numel() and arguments.weight.numel()),

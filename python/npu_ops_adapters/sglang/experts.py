@@ -1,4 +1,8 @@
-"""With NPU_OPS_CONSISTENT, SGLang's experts are a trainer's: see npu_ops_adapters/experts.py"""
+"""With NPU_OPS_CONSISTENT, SGLang's experts are computed as transformers' grouped products are.
+
+A token's results are rounded, weighted, rounded, and added in the order in which the router names
+the experts.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ from collections.abc import Iterable
 
 import torch
 
-from npu_ops.core import env
-from npu_ops_adapters.experts import experts
+import npu_ops
+from npu_ops.core import env, make
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.sglang import functions
 
@@ -34,6 +38,24 @@ def ours(layer, x, topk_output, moe_runner_config):
         raise ValueError(f"activation: got {moe_runner_config.activation!r}, needs 'silu'")
     weights, index, _ = topk_output
     return experts(x, layer.w13_weight, layer.w2_weight, index, weights)
+
+
+def experts(x, gate_up, down, index, weights) -> torch.Tensor:
+    """`[T, H]`: the weighted sum of each token's experts.
+
+    x: `[T, H]`. gate_up: `[E, 2 I, H]`. down: `[E, H, I]`. index, weights: `[T, K]`, the experts of
+    each token, and their weights, which are rounded to x's dtype. An expert of E or more adds 0.
+    """
+    tokens, chosen = index.shape
+    by_expert, order = index.reshape(-1).sort(stable=True)
+    here = torch.arange(gate_up.shape[0], dtype=by_expert.dtype, device=x.device)
+    offs = torch.searchsorted(by_expert, here, right=True, out_int32=True)
+    rows = npu_ops.grouped_linear(x[order // chosen], gate_up, offs)
+    gate, up = rows.chunk(2, -1)
+    rows = npu_ops.grouped_linear(torch.nn.functional.silu(gate) * up, down, offs)
+    rows = rows * weights.to(x.dtype).reshape(-1)[order, None]
+    back = torch.empty_like(order).scatter_(0, order, make.counted(len(order), device=x.device))
+    return rows[back].view(tokens, chosen, x.shape[1]).sum(1)
 
 
 def add_shared(hidden_states, gate_weight, shared_output, final_hidden_states):

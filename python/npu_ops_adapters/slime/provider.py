@@ -14,7 +14,7 @@ from npu_ops_adapters.patching import Patch
 
 _ARGUMENTS = "mindspeed.args_utils"  # slime's arguments too, once `mindspeed` has passed them on
 # The provider has values of its own for these, which are not what slime was asked for.
-_ASKED = (
+ASKED = (
     "gradient_accumulation_fusion",
     "recompute_granularity",
     "recompute_method",
@@ -43,7 +43,7 @@ def _with_arguments(original: Callable) -> Callable:
         full = getattr(sys.modules.get(_ARGUMENTS), "get_full_args", None)
         if full and "slime" in sys.modules:
             for name, value in vars(full()).items():
-                if name in _ASKED or not hasattr(self, name):
+                if name in ASKED or not hasattr(self, name):
                     setattr(self, name, value)
         return original(self)
 

@@ -10,6 +10,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+from npu_ops_adapters.slime.provider import ASKED
+
 # What Bridge's provider does not know by Hugging Face's configuration.
 _NAMES = (
     "tensor_model_parallel_size",
@@ -17,10 +19,7 @@ _NAMES = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "sequence_parallel",
-    "gradient_accumulation_fusion",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
+    *ASKED,
 )
 
 

@@ -23,7 +23,7 @@ _WHY = "it waits for the number of tokens of each expert, and launches a product
 
 
 def patches() -> Iterable[Patch]:
-    """The grouped product; and, where the same numbers as in a server are asked for, the choice."""
+    """Replace the grouped product; with NPU_OPS_CONSISTENT also the choice of a way to compute."""
     make = functools.partial(falling_through, ours, op="grouped_linear")
     names = ("input", "weight", "offs", "bias", "is_transposed")
     yield models.patch(f"{_HOME}:_grouped_linear", "grouped_linear", make, (names,), why=_WHY)

@@ -1,4 +1,5 @@
-"""Run by Python in each process of a stock slime: stands in for what this machine lacks, observes.
+"""Python runs this in each process of an unchanged slime. It stands in for packages that this
+machine lacks, and writes down what slime computes.
 
 Nothing of slime, Megatron-LM or MindSpeed is changed, but that slime trains in fp32 (its bf16 would
 hide differences) and writes its metrics into a file too.

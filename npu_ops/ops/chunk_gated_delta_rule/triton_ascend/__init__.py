@@ -235,9 +235,10 @@ def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """A launch that walks sequences: work items `piece` to `end`.
+    """One launch of the kernel that goes through sequences chunk by chunk: its share of the work.
 
-    A work item is one head's state of one sequence, or BV of its columns; BV is in `constants`.
+    piece, end: its first work item, and the one behind its last. A work item is one head's state of
+    one sequence, or BV of its columns; BV is in `constants`.
     """
 
     piece: int
