@@ -29,7 +29,10 @@ def test_a_release_computes_by_npu_ops_what_its_naive_functions_do(release):
     assert {reverted[target] for target in states} == {"reverted"}
 
 
-@pytest.mark.parametrize("release, ranks", [("fla-core-0.5.2", 2), ("fla-core-0.6.0", 3)])
+@pytest.mark.parametrize(
+    "release, ranks",
+    [pytest.param("fla-core-0.5.2", 2, marks=pytest.mark.slow), ("fla-core-0.6.0", 3)],
+)
 def test_ranks_share_packed_sequences_by_fla_s_context(release, ranks, tmp_path):
     tree = fetch_frameworks.tree(release)
     for found in run_ranks("fla_ranks.py", tmp_path / "store", ranks, tree):

@@ -57,7 +57,7 @@ def serve(tiny, *models: str, **settings):
 
 @pytest.mark.parametrize(
     "models",
-    [("qwen3next", "qwen3vl"), pytest.param(("qwen3", "qwen3_5"), marks=pytest.mark.slow)],
+    [("qwen3next",), pytest.param(("qwen3", "qwen3_5", "qwen3vl"), marks=pytest.mark.slow)],
 )
 def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, models):
     served = list(serve(tiny, *models, TRITON_INTERPRET="1"))

@@ -23,7 +23,7 @@ OPS = [module.name for module in pkgutil.iter_modules(ops.__path__)]
 def small_cases():
     """The odd cases, where kernels go wrong, and the models' with one token.
 
-    In every dtype where there are few tokens: a tile takes the interpreter milliseconds.
+    `make test` takes one dtype of each, for the emulated NPU runs the same kernels, compiled.
     """
     chosen = []
     for op in OPS:
@@ -35,9 +35,12 @@ def small_cases():
                 (torch.bfloat16,) if model else DTYPES if case.tokens <= 1 else (torch.float32,)
             )
             chosen += [
-                pytest.param(op, case, dtype, id=f"{op}-{case.name}-{named(dtype)}")
+                pytest.param(
+                    op, case, dtype, id=f"{op}-{case.name}-{named(dtype)}",
+                    marks=[] if dtype == dtypes[0] else [pytest.mark.slow],
+                )
                 for dtype in dtypes
-            ]
+            ]  # fmt: skip
     return chosen
 
 
