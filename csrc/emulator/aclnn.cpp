@@ -4,14 +4,15 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/InferenceMode.h>
 
 namespace npu_ops::emulator {
 
 int plan(const char* name, uint64_t* workspace, aclOpExecutor** executor,
          const std::function<void()>& check, std::function<void()> run) {
   trace(name);
-  c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset);
+  // The task queue's thread may write what a caller made in this mode, and records no gradients.
+  const c10::InferenceMode inference;
   try {
     check();
   } catch (const Rejected& rejected) {
@@ -26,7 +27,8 @@ int plan(const char* name, uint64_t* workspace, aclOpExecutor** executor,
 
 int execute(aclOpExecutor* executor) {
   const std::unique_ptr<aclOpExecutor> owned(executor);
-  c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset);
+  // The task queue's thread may write what a caller made in this mode, and records no gradients.
+  const c10::InferenceMode inference;
   try {
     executor->run();
     return 0;
@@ -105,7 +107,8 @@ aclTensor* aclCreateTensor(const int64_t* sizes, uint64_t rank, aclDataType dtyp
                            uint64_t, void* data) {
   try {
     const auto type = scalar_type(dtype);
-    c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset);
+    // The task queue's thread may write what a caller made in this mode, and records no gradients.
+    const c10::InferenceMode inference;
     void* first = static_cast<char*>(data) + offset * c10::elementSize(type);
     return new aclTensor{at::from_blob(
         first, at::IntArrayRef(sizes, rank), at::IntArrayRef(strides, rank), [](void*) {},
