@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Callable
 
 INSTALL = "pip install 'npu-ops[compile]'"
+# The path of another bishengir-compile than the wheel's, whose judgement counts: a CANN's own.
+COMPILER = "NPU_OPS_BISHENGIR_COMPILE"
 SOCS = ("Ascend910B3", "Ascend910_9391", "Ascend950PR_9579")
 SECONDS = 600  # after which a compilation is given up
 RETRIES = 3  # of a tool that was killed
@@ -30,11 +32,17 @@ class CompileError(RuntimeError):
 
 @functools.cache
 def tool(name: str) -> str:
-    """The path of a tool of the ascendnpu-ir wheel, or of one on PATH.
+    """The path of a tool of the ascendnpu-ir wheel, or of one on PATH; of the compiler, of the one
+    that NPU_OPS_BISHENGIR_COMPILE names.
 
     Raises:
         FileNotFoundError: there is none.
     """
+    named = os.environ.get(COMPILER) if name == "bishengir-compile" else None
+    if named:
+        if not os.access(named, os.X_OK):
+            raise FileNotFoundError(f"{COMPILER}: got {named!r}, which cannot be executed")
+        return named
     found = shutil.which(name, path=environment()["PATH"])
     if found is None:
         raise FileNotFoundError(f"{name} was not found. Install it: {INSTALL}")
@@ -86,13 +94,23 @@ def retried(call: Callable, *args, **named):
 
 
 @functools.cache
+@functools.cache
 def versions() -> str:
     """The versions of the front end and of the compiler."""
     found = []
-    for package in ("triton-ascend", "ascendnpu-ir"):
+    named = os.environ.get(COMPILER)
+    for package in ("triton-ascend", *([] if named else ["ascendnpu-ir"])):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{package} {importlib.metadata.version(package)}")
+    if named:
+        said = subprocess.run([named, "--version"], capture_output=True, text=True).stdout
+        found.append(said.partition("\n")[0].strip() or named)
     return ", ".join(found)
+
+
+def leaves_the_plan_to_hivmc() -> bool:
+    """Whether it is the compiler of ascendnpu-ir 1.0, which calls itself 0.1."""
+    return bool(re.search(r"ascendnpu-ir 1\.0|bishengir-compile version 0\.", versions()))
 
 
 def frontend():
@@ -196,7 +214,7 @@ def cores(soc: str) -> tuple[int, int]:
 
 def _compile(name: str, text: str, soc: str, options: dict, wanted: tuple[str, ...]):
     """What the compiler says, and the IR that it was told to print."""
-    if "ascendnpu-ir 1.0" in versions():
+    if leaves_the_plan_to_hivmc():
         raise CompileError(
             f"{name}: ascendnpu-ir 1.0 leaves the plan of buffers to CANN's hivmc, without which "
             "no kernel can be judged; install ascendnpu-ir 1.1 or newer"

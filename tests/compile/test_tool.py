@@ -307,9 +307,12 @@ def test_a_tool_that_is_killed_runs_again():
     assert next(statuses, None) is None
 
 
-def test_a_compiler_that_judges_nothing_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    "said", ["ascendnpu-ir 1.0.0", "bishengir-compile version 0.1.0 (e4e2ba9841d1 2026-01-16)"]
+)
+def test_a_compiler_that_judges_nothing_is_refused(monkeypatch, said):
     """ascendnpu-ir 1.0 starts CANN's hivmc for the plan of buffers."""
-    monkeypatch.setattr(vendor, "versions", lambda: "triton-ascend 3.2.0, ascendnpu-ir 1.0.0")
+    monkeypatch.setattr(vendor, "versions", lambda: f"triton-ascend 3.2.0, {said}")
     with pytest.raises(vendor.CompileError, match="install ascendnpu-ir 1.1 or newer"):
         vendor.compile("empty", "module {}", "Ascend910B3")
 

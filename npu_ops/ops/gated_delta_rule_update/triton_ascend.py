@@ -269,7 +269,9 @@ def _decode_kernel(
             recalled = tl.sum(matrix * b_k[:, None, :], 2) * recall[:, None]
             change = (_numbers(v + n * v_t + column, columns) - recalled) * strength[:, None]
             out = tl.sum(matrix * b_q[:, None, :], 2) * read[:, None] + change * own[:, None]
-            out = tl.where(live, out, tl.where(slot == -1, 0.0, float("nan")))
+            # ascendnpu-ir 1.1 cannot compile one condition for all numbers.
+            whose = there[:, None] & (value < V)[None, :]
+            out = tl.where(whose, out, tl.where(slot == -1, 0.0, float("nan")))
             tl.store(o + n * (HV * V) + column, out.to(o.dtype.element_ty), mask=columns)
             if UPDATE:
                 matrix = matrix * decay[:, None, None] + change[:, :, None] * b_k[:, None, :]

@@ -15,6 +15,7 @@ import torch
 from npu_ops.core import env, hardware
 from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 from npu_ops.core.lengths_triton_ascend import finish, int32_starts
+from npu_ops.core.room import Room
 from npu_ops.ops.chunk_gated_delta_rule import token_by_token
 from npu_ops.ops.chunk_gated_delta_rule.arguments import TOKEN
 from npu_ops.ops.chunk_gated_delta_rule.reference import EPS
@@ -50,8 +51,10 @@ ROWS = 32
 # The shortest side of what is multiplied, by the vector cores that share it. The compiler for
 # Ascend950, which has one, stops at an assertion of its own where a side is 16.
 NARROWEST = {1: 32, 2: 16}
+ROOM = Room("chunk_gated_delta_rule")
 
 
+@ROOM.found_for
 def chunk_gated_delta_rule(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
     o, final_state, chunk_states=None,
@@ -93,6 +96,7 @@ def chunk_gated_delta_rule(
 chunk_gated_delta_rule_prefill = chunk_gated_delta_rule
 
 
+@ROOM.found_for
 def chunk_gated_delta_rule_backward(
     grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size,
     state_v_first, normalize, grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial_state,
@@ -154,7 +158,7 @@ def _gradients(
 ):  # fmt: skip
     """Write grad_q and grad_k; return grad_g_sums, kept_sums and grad_betas, [chunks, HV, C]."""
     values = _width(v.shape[3], q.device)
-    room = PRODUCT_BYTES * hardware.cores_of_a_tile(q.device)
+    room = ROOM.of(PRODUCT_BYTES) * hardware.cores_of_a_tile(q.device)
     if values * states.element_size() > 256:
         room //= 2
     keys = min(
@@ -199,8 +203,9 @@ def _inner_products(states, grad_states, g_sums):
 
 
 def _chunk_size(q, v, size: int) -> int:
-    """Tokens in a chunk. Rows of more than 128 fp32 leave room for 32. The result is the same."""
-    wide = q.dtype != torch.bfloat16 and max(q.shape[3], v.shape[3]) > 128
+    """Tokens in a chunk. Rows of more than 128 fp32 leave room for 32, and those of bf16 where an
+    older compiler keeps more beside them. The result is the same."""
+    wide = (q.dtype != torch.bfloat16 or ROOM.halvings) and max(q.shape[3], v.shape[3]) > 128
     return max(_narrowest(q.device), min(size, 32) if wide else size)
 
 
@@ -300,7 +305,7 @@ def _whole(q, v, state_v_first: bool, size: int) -> dict:
 
 def _most_columns(q, v) -> int:
     """How many columns of a state there is room for."""
-    room = STATE_BYTES * hardware.cores_of_a_tile(q.device)
+    room = ROOM.of(STATE_BYTES) * hardware.cores_of_a_tile(q.device)
     fits = room // (4 if q.dtype == torch.bfloat16 else 8) // _width(q.shape[3], q.device)
     return min(_width(v.shape[3], v.device), fits)
 
