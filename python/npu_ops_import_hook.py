@@ -42,6 +42,7 @@ WATCHED = frozenset(
         "megatron.core.transformer.attention",
         "megatron.core.transformer.multi_latent_attention",
         "megatron_adaptor.features_manager.features_manager",
+        "mindspeed.core.fusions.fused_rms_norm",
         "mindspeed.core.ssm.gated_delta_net",
         "mindspeed.core.ssm.gdn_backend",
         "mindspeed.features_manager.features_manager",

@@ -394,6 +394,21 @@ def gated_delta_net_is_ours_over_mindspeeds():
 
 
 @check_double
+def one_and_a_weight_are_not_rounded():
+    import torch
+    from mindspeed.core.fusions.fused_rms_norm import RMSNorm
+
+    x, weight = torch.randn(5, 16).bfloat16(), torch.randn(16).bfloat16() / 8
+    for zero_centered in (False, True):
+        config = types.SimpleNamespace(layernorm_zero_centered_gamma=zero_centered)
+        norm = RMSNorm(16, config=config).bfloat16()
+        norm.weight.data.copy_(weight)
+        expected = torch.nn.functional.rms_norm(x.double(), (16,), eps=1e-6)
+        expected = expected * (zero_centered + weight.double())
+        assert norm(x).equal(expected.bfloat16()), zero_centered
+
+
+@check_double
 def mindspeed_bridges_layer_is_ours():
     import torch
     from mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl import gated_delta_net, rope

@@ -64,4 +64,4 @@ def _weight(norm) -> torch.Tensor:
     """MindSpeed's keeps it less one where Megatron is told to, as for Qwen3.5."""
     config = getattr(norm, "config", None)
     centred = getattr(config, "layernorm_zero_centered_gamma", False)
-    return 1 + norm.weight if centred else norm.weight
+    return 1 + norm.weight.float() if centred else norm.weight
