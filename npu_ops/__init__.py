@@ -31,6 +31,6 @@ say_what_is_broken()
 check_forced()
 compile_cache.tell_torch()
 if env.settings.consistent:
-    from npu_ops import products
+    from npu_ops import consistent
 
-    products.install()
+    consistent.install()

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import fetch_megatron
 import pytest
 from processes import HERE, environment
 
@@ -14,8 +15,12 @@ ON = {
 
 def different(device, dtype, mode) -> list[int]:
     """Logits of a prompt and of decoded tokens that are not training's, and how many there are."""
+    return numbers(device, mode, "consistent_model.py", dtype)
+
+
+def numbers(device, mode, script, *arguments) -> list[int]:
     done = subprocess.run(
-        [*ON[device], str(HERE / "consistent_model.py"), dtype, device],
+        [*ON[device], str(HERE / script), *map(str, arguments), device],
         env=environment(HERE, NPU_OPS_CONSISTENT=mode, OMP_NUM_THREADS="1"),
         capture_output=True, text=True,
     )  # fmt: skip
@@ -32,3 +37,17 @@ def test_training_a_prompt_and_decoding_agree_in_every_bit(device, dtype):
 def test_without_the_setting_they_do_not():
     prompt, decoded, _ = different("cpu", "bfloat16", "0")
     assert decoded > 1000
+
+
+@pytest.mark.parametrize(
+    "device, release", [("cpu", "0.12.3"), ("cpu", "0.16.1"), ("cpu", "0.19.2"), ("npu", "0.16.1")]
+)
+def test_megatrons_packed_sequences_are_transformers_in_every_bit(device, release):
+    """On an NPU by torch_npu's norm and activation, which are not transformers'."""
+    script = "consistent_megatron.py", fetch_megatron.tree(release), "bfloat16"
+    assert numbers(device, "1", *script) == [0, 100 * 96]
+
+
+def test_megatrons_are_not_without_the_setting():
+    script = "consistent_megatron.py", fetch_megatron.tree("0.16.1"), "bfloat16"
+    assert numbers("cpu", "0", *script)[0] > 1000

@@ -10,7 +10,7 @@ from support import devices, forced, named
 from torch._subclasses.fake_tensor import is_fake
 
 import npu_ops
-from npu_ops import products
+from npu_ops import consistent
 from npu_ops.ops.linear import formats
 
 every_device = pytest.mark.parametrize("device", [d for d in devices() if d != "cuda"])
@@ -26,9 +26,9 @@ WAYS = {
 
 @pytest.fixture
 def replaced():
-    products.install()
+    consistent.install()
     yield
-    products.remove()
+    consistent.remove()
 
 
 def drawn(device="cpu", dtype=torch.float32):
@@ -76,7 +76,7 @@ def test_another_convolution_is_pytorchs(replaced, shape, options):
     draw = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(s, generator=draw) for s in (shape, (24, 3, 2, 4, 4)))
     found = torch.nn.functional.conv3d(x, weight, **options)
-    products.remove()
+    consistent.remove()
     assert torch.equal(found, torch.nn.functional.conv3d(x, weight, **options))
 
 
@@ -91,16 +91,16 @@ def test_gradients_are_pytorchs(replaced, device):
 
 
 def test_compiled(request):
-    request.addfinalizer(products.remove)
+    request.addfinalizer(consistent.remove)
     x = drawn()[0]
     layer = torch.nn.Linear(300, 50)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     before = compiled(x)
-    products.install()  # after torch traced the operators
+    consistent.install()  # after torch traced the operators
     torch._dynamo.reset()
     found = compiled(x)
     assert torch.equal(found, layer(x)) and not torch.equal(found, before)
-    products.remove()
+    consistent.remove()
     torch._dynamo.reset()
     assert torch.equal(compiled(x), before)
 
@@ -127,9 +127,9 @@ def test_autocast(replaced):
 def test_other_products_stay_pytorchs(call):
     x = drawn()[0]
     expected = call(x)
-    products.install()
+    consistent.install()
     found = call(x)
-    products.remove()
+    consistent.remove()
     assert torch.equal(found, expected)
 
 
@@ -141,7 +141,7 @@ def test_wrong_shapes_are_refused_as_pytorch_does(replaced):
 
 
 def test_a_format_of_the_vendors_is_an_error(replaced, monkeypatch):
-    monkeypatch.setattr(products, "format_why_not", lambda x: "the vendor's format 29")
+    monkeypatch.setattr(formats, "format_why_not", lambda x: "the vendor's format 29")
     x, weight, bias = drawn()
     with pytest.raises(ValueError, match="weight: got the vendor's format 29, needs ND .*NZ=0"):
         torch.nn.functional.linear(x, weight, bias)
@@ -158,8 +158,8 @@ def test_a_graph_meets_a_format_of_the_vendors_when_it_runs(monkeypatch):
 
 
 def test_the_setting_replaces_them_and_nothing_else_does():
-    assert not products.installed()
-    code = "import npu_ops.products as p; print(p.installed())"
+    assert not consistent.installed()
+    code = "import npu_ops.consistent as p; print(p.installed())"
     for mode, expected in (("0", "False"), ("1", "True"), ("chunks", "True")):
         done = subprocess.run(
             [sys.executable, "-c", code],

@@ -1,0 +1,53 @@
+"""Norms and activations: rounded once, and twice, as in training with transformers.
+
+MindSpeed, vllm-ascend and verl call torch_npu's, Megatron torch's. A norm is `npu_ops.rms_norm`,
+which is what npu-ops puts into transformers and SGLang. `npu_swiglu` rounds once; a model of
+transformers rounds the activation, too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.ops import rms_norm as norm
+
+
+def rms_norm(input, normalized_shape, weight=None, eps=None):
+    """PyTorch's own where it normalises several dimensions, or has no weight or another dtype's."""
+    plain = weight is not None and weight.dtype is input.dtype and eps is not None
+    if not plain or len(normalized_shape) != 1 or input.dtype is torch.float64:
+        return torch.ops.aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
+    return norm.rms_norm(input, weight, eps)
+
+
+def npu_rms_norm(input, gamma, epsilon=1e-6):
+    return norm.rms_norm(input, gamma, epsilon), _scale(input, epsilon)
+
+
+def npu_gemma_rms_norm(input, gamma, epsilon=1e-6):
+    return norm.rms_norm(input, gamma, epsilon, zero_centered=True), _scale(input, epsilon)
+
+
+def npu_add_rms_norm(x1, x2, gamma, epsilon=1e-6):
+    out, total = norm.add_rms_norm(x1, x2, gamma, epsilon)
+    return out, _scale(total, epsilon), total
+
+
+def npu_swiglu(input, dim=-1):
+    if input.shape[dim] % 2:
+        raise ValueError(f"input: got {list(input.shape)}, needs an even dimension {dim}")
+    gate, up = input.chunk(2, dim)
+    return torch.nn.functional.silu(gate) * up
+
+
+@torch.no_grad()
+def _scale(x: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """fp32 `[..., 1]`: what the vendor's norms return for their backward."""
+    return x.float().square().mean(-1, keepdim=True).add(epsilon).rsqrt()
+
+
+OPERATORS = {"rms_norm": rms_norm}
+OPERATORS_OF_TORCH_NPU = {
+    function.__name__: function
+    for function in (npu_rms_norm, npu_gemma_rms_norm, npu_add_rms_norm, npu_swiglu)
+}
