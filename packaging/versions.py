@@ -7,7 +7,9 @@
 An environment has that torch and what the tests need; nothing of this checkout but its tests is on
 its path. In each, from the sources and again from the wheel: the README's first snippet. Then
 `npu-ops doctor`, every op's cases in bf16, forward and backward, on the CPU and on the emulated NPU
-with the torch_npu of that torch, and `npu-ops demo` with two ranks there. What came of it is
+with the torch_npu of that torch, and `npu-ops demo` with two ranks there. Kernels are judged by
+ascendnpu-ir 1.2; for the torch of images with CANN 8.5 by 1.1, the oldest that says what fits on
+the chip. What came of it is
 written to python/npu_ops_tools/tested.csv, and into the tables of README and docs/images, in both
 languages.
 
@@ -18,6 +20,7 @@ torch's CUDA builds run beside stand-ins of CUDA's libraries (standins.py). Ever
 """
 
 import dataclasses
+import json
 import os
 import pathlib
 import re
@@ -29,6 +32,7 @@ import time
 
 import standins
 import wheels
+from packaging.version import Version
 
 ROOT = pathlib.Path(__file__).parents[1]
 HERE = ROOT / ".cache" / "versions"
@@ -41,7 +45,7 @@ TORCH_NPU = (
     ("2.8.0", "2.8.0.post5", "3.11"),
     ("2.9.0", "2.9.0.post9", "3.11"),
     ("2.9.1", "2.9.1", "3.11"),
-    ("2.10.0", "2.10.0.post7", "3.12"),
+    ("2.10.0", "2.10.0.post7", "3.11"),
     ("2.11.0", "2.11.0.post3", "3.11"),
     ("2.12.0", "2.12.0.post3", "3.11"),
     ("2.13.0", "2.13.0", "3.11"),
@@ -60,7 +64,8 @@ EMULATOR = (
     "llvmlite==0.50.0", "pybind11", "scipy", "psutil", "decorator", "attrs", "pyyaml", "cmake",
     "einops", "matplotlib", "pillow", "scikit-learn", "transformers==5.23.0",
 )  # fmt: skip
-COMPILERS = ("triton-ascend==3.2.0", "ascendnpu-ir==1.2.0")
+COMPILER, OLDER_COMPILER = "1.2.0", "1.1.0"
+COMPILERS = ("triton-ascend==3.2.0", f"ascendnpu-ir=={COMPILER}")
 CASES = ("tests/ops/test_contract.py", "-W", "ignore", "-p", "no:cacheprovider", "-n2", "-k")
 
 
@@ -83,6 +88,13 @@ class Row:
     @property
     def folder(self) -> pathlib.Path:
         return HERE / self.name
+
+    @property
+    def compiler(self) -> str:
+        """The version of the ascendnpu-ir that judges kernels."""
+        if not self.torch_npu:
+            return ""
+        return OLDER_COMPILER if Version(self.torch) < Version("2.10") else COMPILER
 
 
 def rows() -> list[Row]:
@@ -120,18 +132,27 @@ def make(row: Row) -> None:
     standins.make(libraries, row.folder / "standins")
     if row.torch_npu and any(libraries.glob("libc10_cuda*")):
         standins.one_allocator(row.folder / "standins")
+    if row.compiler == OLDER_COMPILER:
+        pip(row, "--no-deps", "--target", row.folder / "older", f"ascendnpu-ir=={OLDER_COMPILER}")
+        older_compiler(row).chmod(0o755)
     done.touch()
+
+
+def older_compiler(row: Row) -> pathlib.Path:
+    """The program; the newest ascendnpu-ir executes what it has judged."""
+    return row.folder / "older" / "ascendnpuir" / "bin" / "bishengir-compile"
 
 
 def environment(row: Row) -> dict[str, str]:
     """The variables of a program of an environment."""
     libraries = row.folder / "standins"
+    judge = {"NPU_OPS_BISHENGIR_COMPILE": str(older_compiler(row))}
     return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
         "PATH": f"{row.folder / 'bin'}:{os.environ['PATH']}",
         "LD_LIBRARY_PATH": str(libraries),
         "LD_PRELOAD": " ".join(map(str, libraries.glob("libone_allocator.so"))),
         "OMP_NUM_THREADS": "1",
-    }
+    } | (judge if row.compiler == OLDER_COMPILER else {})  # fmt: skip
 
 
 def run(row: Row, *command, cwd=None) -> str:
@@ -190,6 +211,17 @@ def cpu(row: Row) -> str:
     return passed(run(row, "pytest", *CASES, chosen, cwd=ROOT))
 
 
+def compiles(row: Row) -> str:
+    """The kernels of the cases that take every branch, in bf16, by the compiler of this row."""
+    code = (
+        "from npu_ops.core import cases; from npu_ops_tools.where import ops; "
+        "print(*{c for op in ops() for c in cases.of(op).REPRESENTATIVE})"
+    )
+    chosen = [f"--case={case}" for case in run(row, "python", "-c", code).split()]
+    said = run(row, "npu-ops", "compile", "--dtype", "bfloat16", "--json", *chosen)
+    return str(len(json.loads(said)))
+
+
 def on_npu(row: Row, kernel: str) -> str:
     chosen = f"an_implementation_is_the_reference and {kernel}-npu and bfloat16 and not large"
     command = ("npu-ops", "emulate", "--", "pytest", "--device", "npu", *CASES, chosen)
@@ -229,7 +261,9 @@ def passed(output: str) -> str:
 
 # What is run, by its column.
 STEPS = {"source": source, "wheel": wheel, "doctor": doctor, "cpu": cpu}
-STEPS_ON_NPU = STEPS | {"triton": triton, "ascendc": ascendc, "demo": demo}
+STEPS_ON_NPU = STEPS | {
+    "compile": compiles, "triton": triton, "ascendc": ascendc, "demo": demo,
+}  # fmt: skip
 SHORT = {"source": source, "doctor": doctor, "verify": verify}
 
 
@@ -252,6 +286,7 @@ def record(row: Row, found: dict[str, str]) -> None:
     """Write what came of a row where doctor, the README and the documentation have it."""
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True)
     keys = {key: getattr(row, key) for key in support.KEYS}
+    keys[support.COMPILER] = row.compiler
     steps = {step: found.get(step, "") for step in support.STEPS}
     support.write(keys | steps | {"commit": commit.strip()})
     for path, table in (

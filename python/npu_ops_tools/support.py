@@ -22,11 +22,14 @@ STEPS = {
     "source": "installs from source",
     "wheel": "from a wheel",
     "cpu": "cases on the CPU",
+    "compile": "kernels that compile",
     "triton": "Triton, emulated NPU",
     "ascendc": "AscendC, twin",
     "demo": "Megatron trains, emulated NPU",
 }
 KEYS = ("torch", "torch_npu", "python")
+# Whose judgement a kernel needs to be launched on the emulated NPU.
+COMPILER = "ascendnpu-ir"
 
 
 def images() -> list[dict[str, str]]:
@@ -44,7 +47,7 @@ def write(row: Mapping[str, str]) -> None:
     """Put a row in place of the one with the same torch, torch_npu and Python."""
     rows = {_key(known): known for known in tested()} | {_key(row): dict(row)}
     with (HERE / "tested.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*KEYS, *STEPS, "commit"], lineterminator="\n")
+        writer = csv.DictWriter(file, [*KEYS, COMPILER, *STEPS, "commit"], lineterminator="\n")
         writer.writeheader()
         writer.writerows(sorted(rows.values(), key=_order))
 
@@ -114,7 +117,7 @@ def whole_page() -> str:
     """For the documentation: where an image's versions are from, and every torch that was tried."""
     head = ("image", "from", "CANN", "Python", "torch", "torch_npu", "triton-ascend", "with")
     of_images = _markdown(head, (tuple(image.values()) for image in images()))
-    tried = ("torch", "torch_npu", "Python", *STEPS.values(), "commit")
+    tried = ("torch", "torch_npu", "Python", COMPILER, *STEPS.values(), "commit")
     return f"{of_images}\n{_markdown(tried, (tuple(row.values()) for row in tested()))}"
 
 

@@ -13,6 +13,7 @@ import typer
 from npu_ops_emulator import vendor
 
 from npu_ops.core import cases as op_cases
+from npu_ops.core.room import rooms
 from npu_ops.core.socs import ub_bytes
 from npu_ops_tools.compile.files import from_file
 from npu_ops_tools.compile.launches import Launch, launches
@@ -154,10 +155,26 @@ def _rows(
         for soc in socs:
             if "::" in target:
                 found = from_file(target, given.arguments, given.constants)
+                yield from (_row(target, launch, soc) for launch in found)
             else:
-                found = launches(target, cases, [getattr(torch, name) for name in dtypes], soc)
-            for launch in found:
-                yield _row(target, launch, soc)
+                yield from _rows_of_op(target, soc, cases, dtypes)
+
+
+def _rows_of_op(op: str, soc: str, cases: list[str] | None, dtypes: list[str]) -> list[Row]:
+    """With the tiles that its calls end with, if this compiler finds no room for larger ones."""
+
+    def compiled() -> list[Row]:
+        found = launches(op, cases, [getattr(torch, name) for name in dtypes], soc)
+        return [_row(op, launch, soc) for launch in found]
+
+    rows, room = compiled(), rooms.get(op)
+    try:
+        while room and any(room.halve(fault) for row in rows for fault in row.faults):
+            rows = compiled()
+    finally:
+        if room:
+            room.halvings = 0
+    return rows
 
 
 def _check_cases(targets: list[str], names: list[str]) -> None:
