@@ -7,8 +7,8 @@
     git clone https://gitcode.com/Ascend/MindSpeed-Bridge
     python tests/trainers/fetch_relax.py Relax Megatron-LM MindSpeed TransferQueue MindSpeed-Bridge
 
-`shipped` has the patches of Relax's docker/npu_patch, `npu_ops` those hunks that
-docs/evidence/patch-hunks.md says stay. `truth` is without MindSpeed. The clones are only read.
+`shipped` has the patches of Relax's docker/npu_patch, `npu_ops` none of them. `truth` has those of
+Megatron-LM, and is without MindSpeed. The clones are only read.
 
 RELAX_COMMIT names another commit of Relax than main's of July 2026, such as a branch of a fork. The
 tests want it too: they look in the folder of that commit.
@@ -37,24 +37,26 @@ COMMITS = {
     "queue": "dcc78f0a021284412921217fde71fea7cb276ffc",
     "mindspeed_bridge": "3655c07cbcc9",
 }
-# For Ray Serve and logs, whose modules Relax's trainer imports.
+# For Ray Serve, logs, video and sound, whose modules Relax's trainer imports.
 PACKAGES = (
     "aiorwlock==1.5.1",
+    "cffi==2.1.1",
     "grpcio==1.85.1",
     "grpcio-reflection==1.85.1",
+    "imageio==2.38.1",
     "loguru==0.7.3",
+    "soundfile==0.14.0",
     "watchfiles==1.3.0",
 )
 PATCHES = "docker/npu_patch"
-# What stays of each patch beside npu-ops, where it is not all of it.
-STAYS = {
-    "mindspeed": ("--exclude=mindspeed/megatron_adaptor.py",),
-    "mindspeed_bridge": ("--exclude=*/gated_delta_net.py",),
-}
 NAMES = fetch_slime.NAMES | {"mindspeed_bridge": "mindspeed-bridge"}
 # What MindSpeed-Bridge's own tools/install_auto.sh puts at the end of Megatron-Bridge's models.
 REGISTER = "\nfrom mindspeed_bridge.models import *\n"
-WHO = fetch_slime.WHO
+WHO = ("shipped", "npu_ops", "truth")
+PATCHED = {
+    "shipped": ("megatron", "mindspeed", "mindspeed_bridge", "bridge"),
+    "truth": ("megatron",),
+}
 
 
 def tree(who: str, project: str) -> pathlib.Path:
@@ -96,13 +98,12 @@ def missing(who: str, project: str) -> Iterator[pathlib.Path | None]:
 
 
 def patch(who: str, project: str, folder: pathlib.Path) -> None:
-    """The truth has Relax's changes to Megatron-LM, of which none is an operator's, and no more."""
+    """Megatron-LM's has no operator's change in it: the truth has it too, to read checkpoints."""
     if project == "mindspeed":
         fetch_slime.for_newer_torch(folder)
-    if project == "megatron" or (who != "truth" and project in ("mindspeed", "mindspeed_bridge")):
-        apply(who, project, folder, *(STAYS.get(project, ()) if who == "npu_ops" else ()))
+    if project in PATCHED.get(who, ()):
+        apply(who, project, folder, *(("-p2",) if project == "bridge" else ()))  # no src/ in wheels
     if project == "bridge" and who != "truth":
-        apply(who, project, folder, "-p2")  # the wheel has no src/
         with open(folder / "megatron" / "bridge" / "models" / "__init__.py", "a") as models:
             models.write(REGISTER)
 

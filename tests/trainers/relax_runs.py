@@ -1,7 +1,11 @@
-"""Starts relax_train.py, on the emulated NPU or on the CPU, and reads what it wrote."""
+"""Starts Relax, on the emulated NPU or on the CPU, and reads what it wrote.
+
+With npu-ops that is Relax's own program; relax_train.py sets more for the others.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import sys
@@ -29,6 +33,7 @@ RECOMPUTED = (
     "--recompute-num-layers", "1",
 )  # fmt: skip
 # Relax says so itself, but where weights are Bridge's to convert.
+SERVICES = 8  # of Relax, each of which asks Ray for a CPU
 ONLY_WEIGHTS = ("--no-load-optim", "--no-load-rng", "--finetune")
 # On more than one rank. Relax's scripts for NPUs split sequences.
 LAYOUTS = {
@@ -50,7 +55,8 @@ NO_ENGINE = (
     "--rollout-function-path", "slime_doubles.roll_out",
 )  # fmt: skip
 # As in Relax's scripts for NPUs: otherwise MindSpeed makes a mask of all pairs of 4096 tokens.
-ON_NPU = ("--custom-megatron-init-path", "relax_worker.on_megatron", "--use-flash-attn")
+ON_NPU = ("--use-flash-attn",)
+OBSERVED = ("--custom-megatron-init-path", "relax_worker.on_megatron")
 ON_CPU = ("--custom-megatron-init-path", "relax_worker.packed", "--distributed-backend", "gloo")
 
 
@@ -97,10 +103,12 @@ def start(who, folder: pathlib.Path, model, devices: int, weights, results, layo
             place += ("--custom-model-provider-path", PROVIDERS[model])
     else:
         place = ON_NPU + AS_SCRIPTS.get(model, ())
-        if (who, model) == ("shipped", "qwen3_vl"):  # Bridge 0.3.1's recomputes no lists
+    if who == "shipped":
+        if model == "qwen3_vl":  # Bridge 0.3.1's recomputes no lists
             place = ON_NPU + BRIDGE
+        place += OBSERVED
     command = [
-        *(sys.executable, str(HERE / "relax_train.py"), str(devices)),
+        *program(who, devices),
         *(*slime_runs.COMMON, *MODELS[model], *training, *BATCHES.get(model, ()), *NO_ENGINE),
         *(*map(str, files + weights), *place, *layout),
         *("--actor-num-nodes", "1", "--actor-num-gpus-per-node", str(devices)),
@@ -109,6 +117,17 @@ def start(who, folder: pathlib.Path, model, devices: int, weights, results, layo
     if who != "truth":
         command = verl_runs.emulated(devices, command)
     verl_runs.finish(command, variables(who, results, model))
+
+
+def program(who: str, devices: int) -> list[str]:
+    """Relax's own train.py with npu-ops; for the others one that sets more before it starts."""
+    if who != "npu_ops":
+        return [sys.executable, str(HERE / "relax_train.py"), str(devices)]
+    relax = str(fetch_relax.tree(who, "relax"))
+    services = json.dumps({"actor": [1, devices]})
+    own = ("-m", "relax.entrypoints.train", "--resource", services, "--max-staleness", "0")
+    own += ("--num-data-storage-units", "1")
+    return [sys.executable, str(HERE / "stock.py"), relax, str(devices + SERVICES), *own]
 
 
 def variables(who: str, results: pathlib.Path, model: str) -> dict[str, str]:
@@ -121,6 +140,8 @@ def variables(who: str, results: pathlib.Path, model: str) -> dict[str, str]:
     path += filter(None, [os.environ.get("PYTHONPATH")])
     if model in DATA["pictures"]:
         path.insert(0, fetch_frameworks.tree(SEES))
+    if who == "npu_ops":
+        path.insert(0, HERE / "slime_site")
     changes = {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "NPU_OPS_DISABLE": "" if who == "npu_ops" else "all",
@@ -131,5 +152,6 @@ def variables(who: str, results: pathlib.Path, model: str) -> dict[str, str]:
     }
     on_cpu = {"TORCH_COMPILE_DISABLE": "1", "RELAX_DEVICE_TYPE": "cpu"}
     whole = {"SLIME_WHOLE_BRIDGE": "1"} if model in AS_SCRIPTS else {}
-    changes |= on_cpu if who == "truth" else whole
+    more = {"truth": on_cpu, "shipped": whole, "npu_ops": {"SLIME_STOCK": "1"}}
+    changes |= more[who]
     return os.environ | verl_runs.ALONE | slime_runs.ONCE | changes

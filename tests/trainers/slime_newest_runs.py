@@ -92,7 +92,7 @@ def program(who: str, devices: int) -> list[str]:
     if who == "truth":
         return [sys.executable, str(HERE / "slime_newest.py"), str(devices)]
     slime = str(fetch_slime_newest.tree("slime"))
-    return [sys.executable, str(HERE / "slime_stock.py"), slime, str(devices + 2)]
+    return [sys.executable, str(HERE / "stock.py"), slime, str(devices + 2), "train.py"]
 
 
 def by_bridge(name: str) -> bool:

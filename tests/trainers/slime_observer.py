@@ -1,4 +1,4 @@
-"""What slime_site adds to modules of a stock slime once they have run."""
+"""What slime_site adds to modules of a stock slime or Relax once they have run."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ def count(model) -> None:
 
 AFTER = {
     "mindspeed": stand_in,
+    "relax.backends.megatron.arguments": in_fp32,
+    "relax.backends.megatron.model": count,
+    "relax.utils.tracking_utils": record,
     "slime.observability.logging_utils": record,
     "slime.utils.logging_utils": record,
     "slime.backends.megatron_utils.arguments": in_fp32,

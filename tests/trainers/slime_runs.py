@@ -212,7 +212,7 @@ def program(who: str, devices: int) -> list[str]:
     """slime's own train.py with npu-ops; for the others one that sets more before it starts."""
     if who == "npu_ops":
         slime = str(fetch_slime.tree(who, "slime"))
-        return [sys.executable, str(HERE / "slime_stock.py"), slime, str(devices + 2)]
+        return [sys.executable, str(HERE / "stock.py"), slime, str(devices + 2), "train.py"]
     return [sys.executable, str(HERE / "slime_train.py"), str(devices)]
 
 

@@ -24,6 +24,8 @@ NO_OPS = frozenset(
         "gated_delta_net",
         "jit_fuser",
         "mindspeed",
+        "relax_arguments",
+        "relax_process_groups",
         "slime_accelerator",
         "slime_mindspeed",
         "slime_process_groups",

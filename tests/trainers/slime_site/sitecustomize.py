@@ -1,8 +1,8 @@
-"""Python runs this in each process of an unchanged slime. It stands in for packages that this
-machine lacks, and writes down what slime computes.
+"""Python runs this in each process of an unchanged slime or Relax. It stands in for packages that
+this machine lacks, and writes down what the trainer computes.
 
-Nothing of slime, Megatron-LM or MindSpeed is changed, but that slime trains in fp32 (its bf16 would
-hide differences) and writes its metrics into a file too.
+Nothing of the trainer, Megatron-LM or MindSpeed is changed, but that it trains in fp32 (its bf16
+would hide differences) and writes its metrics into a file too.
 """
 
 import importlib.machinery
@@ -23,6 +23,9 @@ class _After(importlib.machinery.SourceFileLoader):
 class _Finder:
     NAMES = (
         "mindspeed",
+        "relax.backends.megatron.arguments",
+        "relax.backends.megatron.model",
+        "relax.utils.tracking_utils",
         "slime.observability.logging_utils",
         "slime.utils.logging_utils",
         "slime.backends.megatron_utils.arguments",

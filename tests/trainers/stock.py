@@ -1,8 +1,9 @@
-"""slime as its users start it: `ray start --head`, then slime's own `python train.py`.
+"""A trainer as its users start it: `ray start --head`, then slime's or Relax's own program.
 
-python slime_stock.py FOLDER CPUS ARGUMENTS...
+python stock.py FOLDER CPUS PROGRAM...
 
-FOLDER is slime's. Ray finds the NPUs of the machine itself. The exit status is that of train.py.
+FOLDER is the trainer's, and PROGRAM what Python is given there, such as `train.py --lr 1e-6`. Ray
+finds the NPUs of the machine itself. The exit status is that of the program.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ RAY = (sys.executable, "-m", "ray.scripts.scripts")
 MINUTES = 15
 
 
-def main(folder: str, cpus: str, *arguments: str) -> int:
+def main(folder: str, cpus: str, *program: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends Ray too
     short = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp")  # for names of sockets
     with short as scratch, head(cpus, scratch) as at:
-        command = [sys.executable, "train.py", *arguments]
+        command = [sys.executable, *program]
         environment = os.environ | {"RAY_ADDRESS": at}
         try:
             done = subprocess.run(command, cwd=folder, env=environment, timeout=60 * MINUTES)
         except subprocess.TimeoutExpired:
-            print(f"train.py did not end in {MINUTES} minutes", file=sys.stderr)
+            print(f"{program[0]} did not end in {MINUTES} minutes", file=sys.stderr)
             return 124
         return done.returncode
 

@@ -1,0 +1,1 @@
+"""Relax's trainer, which imports MindSpeed first where it is installed."""
