@@ -27,6 +27,7 @@ WATCHED = frozenset(
         "fla.ops.gated_delta_rule.backends",
         "fla.ops.gated_delta_rule.fused_recurrent",
         "fla.ops.gated_delta_rule.gate",
+        "megatron.core.distributed.finalize_model_grads",
         "megatron.core.jit",
         "megatron.core.fusions.fused_bias_dropout",
         "megatron.core.models.common.embeddings.rope_utils",

@@ -36,11 +36,7 @@ RECOMPUTED = (
 SERVICES = 8  # of Relax, each of which asks Ray for a CPU
 ONLY_WEIGHTS = ("--no-load-optim", "--no-load-rng", "--finetune")
 # On more than one rank. Relax's scripts for NPUs split sequences.
-LAYOUTS = {
-    "split": ("--sequence-parallel",),
-    "summed": ("--custom-megatron-init-path", "relax_worker.with_whole_sequences"),
-    "whole": (),
-}
+LAYOUTS = {"split": ("--sequence-parallel",), "whole": ()}
 AS_SCRIPTS = {"qwen3_vl": BRIDGE + RECOMPUTED, "qwen3_5": BRIDGE + RECOMPUTED}
 BATCHES = {
     "qwen3_vl": slime_runs.PICTURES,

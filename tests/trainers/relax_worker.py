@@ -5,7 +5,6 @@ slime_worker.py is the same for slime, on which Relax is built; its variables sa
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 
@@ -64,29 +63,6 @@ def on_megatron(args) -> None:
     layer = sys.modules.get(f"{BRIDGE}.gated_delta_net")
     if layer and os.environ["SLIME_WHO"] == "shipped":
         layer.HAVE_FLA = False
-
-
-def with_whole_sequences(args) -> None:
-    """For --custom-megatron-init-path, where sequences are not split over ranks.
-
-    Each rank has all of the weight of Gated Delta Net's `out_norm`, and heads of its own. Megatron
-    adds such gradients of attention's norms, but of this one only where sequences are split.
-    """
-    on_megatron(args)
-    from megatron.core import parallel_state
-
-    home = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    finish = home._allreduce_non_tensor_model_parallel_grads
-
-    def with_out_norm(model, config, tp_group=None):
-        group = parallel_state.get_tensor_model_parallel_group()
-        for chunk in model:
-            for name, weight in chunk.named_parameters():
-                if name.endswith("out_norm.weight"):
-                    torch.distributed.all_reduce(weight.main_grad, group=group)
-        finish(model, config, tp_group)
-
-    home._allreduce_non_tensor_model_parallel_grads = with_out_norm
 
 
 def packed(args) -> None:

@@ -1,7 +1,8 @@
 """Relax on NPUs: what it lacks there, so that its own `relax.entrypoints.train` trains unchanged.
 
-    arguments       options that Relax and MindSpeed both define
-    process_groups  collectives that newer torch calls by new names
+    arguments        options that Relax and MindSpeed both define
+    gated_delta_net  settings that MindSpeed-Bridge's layer asks for
+    process_groups   collectives that newer torch calls by new names
 
 Relax itself asks Ray for NPUs and imports MindSpeed before Megatron-LM. It is changed only in
 processes that have an NPU.
@@ -14,7 +15,7 @@ from collections.abc import Iterable
 
 from npu_ops.core import hardware
 from npu_ops_adapters.patching import Patch
-from npu_ops_adapters.relax import arguments, process_groups
+from npu_ops_adapters.relax import arguments, gated_delta_net, process_groups
 
 # Of which a process of Relax has imported one before MindSpeed; other projects are named relax too.
 _HERE = frozenset({"relax.backends.megatron", "relax.utils"})
@@ -30,5 +31,5 @@ def patches() -> Iterable[Patch]:
 
 
 def _all() -> Iterable[Patch]:
-    for module in (arguments, process_groups):
+    for module in (arguments, gated_delta_net, process_groups):
         yield from module.patches()

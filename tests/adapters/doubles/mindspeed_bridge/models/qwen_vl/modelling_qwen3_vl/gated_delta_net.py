@@ -15,6 +15,11 @@ def torch_chunk_gated_delta_rule(
 
 
 class GatedDeltaNet:
+    def __init__(self, config=None):
+        if config is not None:
+            rules = {"triton": config.use_triton_gdn, "ascend": config.use_ascend_gdn}
+            self.rule = next((rule for rule, chosen in rules.items() if chosen), "torch")
+
     def _apply_gated_norm(self, x, gate):
         CALLS.append("_apply_gated_norm")
         return x

@@ -1,0 +1,87 @@
+"""Gradients of the norm in Gated Delta Net, where tensors are parallel and sequences are whole.
+
+Each rank has all of the weight of `out_norm`, and heads of its own: its gradient is that of those
+heads alone. Megatron-LM adds such gradients over ranks for the norms of attention's queries and
+keys, and for this norm only with sequence parallelism. Without it the ranks' weights drift apart,
+on GPUs too, and nothing says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from npu_ops.core import hardware, log
+from npu_ops_adapters.patching import Patch
+
+_HOME = "megatron.core.distributed.finalize_model_grads"
+_OWNERS = ("megatron", "mindspeed", "mindspeed_bridge")  # packages whose layer splits heads
+
+
+def patches() -> Iterable[Patch]:
+    """The function that adds gradients over the ranks of a tensor, on a machine with an NPU."""
+    if _HOME in sys.modules and not hardware.is_npu():
+        return
+    yield Patch(
+        target=f"{_HOME}:_allreduce_non_tensor_model_parallel_grads",
+        op="gdn_gradients",
+        make=_with_out_norm,
+        why="each rank has the gradients of its own heads alone, and nothing says so",
+        signatures=(("model", "config", "tp_group"), ("model", "config")),
+        versions="Megatron-Core 0.16 to 0.19",
+        remove_when="Megatron-Core adds the gradients of out_norm without sequence parallelism",
+        rebind=False,
+        why_not=_why_not,
+    )
+
+
+def _why_not(_: Callable) -> str | None:
+    if "out_norm" in inspect.getsource(sys.modules[_HOME]):
+        return "Megatron-LM adds these gradients itself"
+    return None
+
+
+def _with_out_norm(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def npu_ops_allreduce(model, config, *group, **named):
+        if not config.sequence_parallel:
+            _add([weight for chunk in model for weight in _weights(chunk)], *group, **named)
+        return original(model, config, *group, **named)
+
+    return npu_ops_allreduce
+
+
+def _weights(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Those that a rank has the gradients of its heads of."""
+    for layer in chunk.modules():
+        kind = type(layer)
+        if kind.__name__ != "GatedDeltaNet" or kind.__module__.partition(".")[0] not in _OWNERS:
+            continue
+        weight = getattr(layer.out_norm, "weight", None)
+        averaged = getattr(weight, "average_gradients_across_tp_domain", False)
+        if getattr(layer, "tp_size", 1) > 1 and weight is not None and not averaged:
+            yield weight
+
+
+def _add(weights: list[torch.nn.Parameter], tp_group=None) -> None:
+    gradients = [getattr(weight, "main_grad", None) for weight in weights]
+    # Of Megatron's FSDP they are DTensors, with which this was not run.
+    gradients = [gradient for gradient in gradients if type(gradient) is torch.Tensor]
+    if not gradients:
+        return
+    log.once(
+        "Megatron-LM leaves gradients of Gated Delta Net's out_norm as each rank has them without"
+        " sequence parallelism: npu-ops adds them; NPU_OPS_DISABLE=gdn_gradients leaves them"
+    )
+    state = importlib.import_module("megatron.core.parallel_state")
+    group = tp_group or state.get_tensor_model_parallel_group()
+    summed = torch.cat([gradient.flatten() for gradient in gradients])
+    torch.distributed.all_reduce(summed, group=group)
+    parts = summed.split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
