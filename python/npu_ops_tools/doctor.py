@@ -32,7 +32,7 @@ PACKAGES = {  # and the module by which each is imported; a checkout has no othe
     "mindspeed": "mindspeed", "sglang": "sglang", "sgl-kernel-npu": "sgl_kernel_npu",
     "transformers": "transformers", "flash-linear-attention": "fla",
     "causal-conv1d": "causal_conv1d", "kernels": "kernels", "ray": "ray", "verl": "verl",
-    "slime": "slime", "vllm": "vllm", "vllm-ascend": "vllm_ascend",
+    "slime": "slime", "relax": "relax", "vllm": "vllm", "vllm-ascend": "vllm_ascend",
 }  # fmt: skip
 NAMESPACES = {"megatron"}  # which several packages share
 WIDTH = 80

@@ -117,8 +117,9 @@ def test_every_page_is_in_the_navigation(site):
     assert pages - {"README"} <= linked
 
 
-def test_the_guide_of_slime_asks_for_no_patch_and_no_python():
-    text = (ROOT / "docs/train-with-slime.md").read_text()
+@pytest.mark.parametrize("trainer", ["relax", "slime"])
+def test_the_guide_of_a_trainer_asks_for_no_patch_and_no_python(trainer):
+    text = (ROOT / f"docs/train-with-{trainer}.md").read_text()
     assert not [asked for asked in ("git apply", "```py", "PYTHONPATH", "sed -i") if asked in text]
 
 

@@ -59,8 +59,8 @@ ON_CPU = ("--custom-megatron-init-path", "relax_worker.packed", "--distributed-b
 def write(folder: pathlib.Path) -> None:
     """The models' configurations and tokenizers, Megatron's weights of them, and the rollouts.
 
-    The weights are as Megatron draws them; Qwen3.5's are transformers', as Relax's own scripts load
-    them, through MindSpeed-Bridge.
+    The weights are as Megatron draws them; Qwen3.5's are transformers', which MindSpeed-Bridge
+    converts.
     """
     data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "relax"]
     for kind, models in DATA.items():
@@ -82,7 +82,8 @@ def run(
     """On the CPU for "truth"; tensors are parallel over the devices."""
     results = folder / f"{who}-{model}-{devices}-{layout}"
     results.mkdir()
-    weights = ("--ref-load", folder / f"{model}-megatron", *ONLY_WEIGHTS)
+    converted = (who, model) == ("npu_ops", "qwen3_5")  # from Hugging Face, as Relax's scripts do
+    weights = ("--ref-load", folder / (model if converted else f"{model}-megatron"), *ONLY_WEIGHTS)
     start(who, folder, model, devices, weights, results, LAYOUTS[layout] if devices > 1 else ())
     return slime_runs.read(results, devices)
 
