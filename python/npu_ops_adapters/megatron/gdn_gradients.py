@@ -20,15 +20,17 @@ from npu_ops.core import hardware, log
 from npu_ops_adapters.patching import Patch
 
 _HOME = "megatron.core.distributed.finalize_model_grads"
+_NAME = "_allreduce_non_tensor_model_parallel_grads"
 _OWNERS = ("megatron", "mindspeed", "mindspeed_bridge")  # packages whose layer splits heads
 
 
 def patches() -> Iterable[Patch]:
     """The function that adds gradients over the ranks of a tensor, on a machine with an NPU."""
-    if _HOME in sys.modules and not hardware.is_npu():
-        return
+    home = sys.modules.get(_HOME)
+    if home and not (hasattr(home, _NAME) and hardware.is_npu()):
+        return  # before 0.13 it has another name, and there is no Gated Delta Net
     yield Patch(
-        target=f"{_HOME}:_allreduce_non_tensor_model_parallel_grads",
+        target=f"{_HOME}:{_NAME}",
         op="gdn_gradients",
         make=_with_out_norm,
         why="each rank has the gradients of its own heads alone, and nothing says so",
