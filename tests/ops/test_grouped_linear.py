@@ -8,6 +8,7 @@ import npu_ops
 from npu_ops.core import env
 from npu_ops.ops.grouped_linear import op
 from npu_ops.ops.grouped_linear.cases import CASES
+from npu_ops.ops.linear import formats
 
 IMPLEMENTATIONS = every_implementation(op.forward)
 # All that sums as `linear` does.
@@ -73,3 +74,11 @@ def test_the_vendors_product_is_left_out_where_bits_are_promised(monkeypatch):
     with env.override(consistent="tokens"):
         said = op.aclnn.why_not(arguments)
     assert said == "its bits are not known to be the same for any number of rows"
+
+
+def test_a_format_of_the_vendors_is_no_matter_for_the_reference(monkeypatch):
+    """Where the vendor's operator does not run, the call would have other bits without a word."""
+    monkeypatch.setattr(formats, "format_why_not", lambda x: "the vendor's format 29")
+    x, weight, offs = torch.ones(3, 4), torch.ones(2, 5, 4), torch.tensor([1, 3])
+    with forced("reference", "grouped_linear"), pytest.raises(ValueError, match="x: got the vend"):
+        npu_ops.grouped_linear(x, weight, offs)

@@ -24,7 +24,7 @@ forward = Operator(
     "grouped_linear",
     "Tensor x, Tensor weight, Tensor offs -> out",
     new=_outputs,
-    reference=reference.grouped_linear,
+    reference=formats.refused(reference.grouped_linear),
     lay_out=_LAY_OUT,
     why_not={"aclnn": aclnn.why_not, "triton_ascend": formats.against},
     aclnn="first",

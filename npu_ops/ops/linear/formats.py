@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch._subclasses.fake_tensor import is_fake
-
-from npu_ops.ops.linear import reference
 
 # Of torch_npu's enumeration: undefined, NCHW, NHWC, ND, NCDHW.
 _WITH_ROWS = (-1, 0, 1, 2, 30)
@@ -32,13 +33,19 @@ def against(arguments) -> str | None:
     return None
 
 
-def by_reference(x, weight, bias):
-    """No fallback for the vendor's formats, which it would give other bits without a word.
+def refused(reference: Callable) -> Callable:
+    """A reference that is no fallback for the vendor's formats, which it would give other bits
+    without a word.
 
-    Raises:
+    Raises, when it is called:
         ValueError: x or weight has one.
     """
-    for name, tensor in (("x", x), ("weight", weight)):
-        if why := format_why_not(tensor):
-            raise ValueError(f"{name}: got {why}, needs ND")
-    return reference.linear(x, weight, bias)
+
+    @functools.wraps(reference)
+    def checked(x, weight, *others):
+        for name, tensor in (("x", x), ("weight", weight)):
+            if why := format_why_not(tensor):
+                raise ValueError(f"{name}: got {why}, needs ND")
+        return reference(x, weight, *others)
+
+    return checked

@@ -32,7 +32,7 @@ forward = Operator(
     "linear",
     "Tensor x, Tensor weight, Tensor? bias -> out",
     new=_outputs,
-    reference=formats.by_reference,
+    reference=formats.refused(reference.linear),
     lay_out=_LAY_OUT,
     why_not={"triton_ascend": formats.against},
     is_empty=_nothing_to_add,
