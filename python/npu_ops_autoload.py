@@ -25,7 +25,7 @@ def install() -> None:
             return
         npu_ops_import_hook.watch(_imported, _awaited)
         npu_ops_import_hook.tell_when_torch_is_there(_awaited)
-        there = npu_ops_import_hook.WATCHED & sys.modules.keys()
+        there = list(filter(npu_ops_import_hook.is_watched, list(sys.modules)))
         for name in there:
             npu_ops_import_hook.tell_when_imported(sys.modules[name], _imported)
         if there:

@@ -7,6 +7,7 @@ library alone, for `import torch` runs it.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -91,16 +92,6 @@ WATCHED = frozenset(
         "transformers.integrations.moe",
         "transformers.masking_utils",
         "transformers.modeling_utils",
-        "transformers.models.qwen2.modeling_qwen2",
-        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
-        "transformers.models.qwen2_vl.modeling_qwen2_vl",
-        "transformers.models.qwen3.modeling_qwen3",
-        "transformers.models.qwen3_5.modeling_qwen3_5",
-        "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe",
-        "transformers.models.qwen3_moe.modeling_qwen3_moe",
-        "transformers.models.qwen3_next.modeling_qwen3_next",
-        "transformers.models.qwen3_vl.modeling_qwen3_vl",
-        "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
         "verl.models.transformers.npu_patch",
         "verl.models.transformers.qwen3_5",
         "vllm.model_executor.layers.fla.ops.fused_recurrent",
@@ -122,6 +113,9 @@ WATCHED = frozenset(
 # Told of before they run: what they import must find another package imported before it.
 AWAITED = frozenset({"slime.backends.megatron_utils"})
 
+_MODELS = "transformers.models."
+_MODEL = re.compile(r"(\w+)\.modeling_\1")
+
 Callback = Callable[[str], None]  # is given the name of a module
 
 # sys.exit() in an adapter is an error like any other; only the user's Ctrl-C is not.
@@ -140,6 +134,17 @@ def watch(callback: Callback, before: Callback | None = None) -> None:
         finder.callback, finder.before = callback, before
     if not finders:
         sys.meta_path.insert(0, _Finder(callback, before))
+
+
+def is_watched(name: str) -> bool:
+    """Whether the callback is told of a module: any model of transformers is such a module."""
+    return name in WATCHED or model_of_transformers(name) is not None
+
+
+def model_of_transformers(name: str) -> str | None:
+    """The model that a module of transformers defines: "qwen3" of `...qwen3.modeling_qwen3`."""
+    found = name.startswith(_MODELS) and _MODEL.fullmatch(name, len(_MODELS))
+    return found[1] if found else None
 
 
 def unwatch() -> None:
@@ -166,7 +171,7 @@ class _Finder:
         self._thread = threading.local()
 
     def find_spec(self, fullname, path=None, target=None):
-        known = fullname in WATCHED or fullname in AWAITED
+        known = is_watched(fullname) or fullname in AWAITED
         if not known or getattr(self._thread, "searching", False):
             return None  # searching: another hook like this one asks us back
         self._thread.searching = True
@@ -211,7 +216,7 @@ class _Loader:
         if self._finder.before and module.__name__ in AWAITED:
             _tell(self._finder.before, module)
         self._loader.exec_module(module)
-        if module.__name__ in WATCHED:
+        if is_watched(module.__name__):
             _tell(self._finder.callback, module)
 
 

@@ -34,6 +34,12 @@ def patches() -> list[Patch]:
     return [patch for framework in _frameworks() for patch in framework.patches()]
 
 
+def modules() -> frozenset[str]:
+    """The modules that can be patched, of whatever is installed: importing them shows how."""
+    found = [getattr(framework, "modules", list)() for framework in _frameworks()]
+    return npu_ops_import_hook.WATCHED.union(*found)
+
+
 def plan() -> Statuses:
     """What `apply` would do with each patch: a list that prints as a table.
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 
 import npu_ops_adapters
 import npu_ops_emulator
-import npu_ops_import_hook
 import torch
 from npu_ops_adapters import State
 
@@ -151,7 +150,7 @@ def patches(modules: Iterable[str] = ()) -> list[dict]:
     `state`: a `State` or `Missing`, with its `detail`; `sentence` has both. `removable`: revert()
     puts the framework's own back. `remove_when`: it can go for good.
     """
-    failures = _import_frameworks(npu_ops_import_hook.WATCHED) | _import_frameworks(modules)
+    failures = _import_frameworks(npu_ops_adapters.modules()) | _import_frameworks(modules)
     npu_ops_adapters.load_plugins()
     known = {patch.key: patch for patch in npu_ops_adapters.patches()}
     rows = {row.key: row for row in (*npu_ops_adapters.plan(), *npu_ops_adapters.verify())}

@@ -188,6 +188,7 @@ def watched(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(npu_ops_import_hook, "WATCHED", {"watched_module", "watched_late"})
+    monkeypatch.setattr(npu_ops_import_hook, "_MODELS", "none of transformers.")
     monkeypatch.setattr(npu_ops_import_hook, "_reported", set())
     told = []
     monkeypatch.setattr(npu_ops_adapters, "imported", told.append)
@@ -361,4 +362,20 @@ def test_what_is_patched_is_watched(monkeypatch):
         with monkeypatch.context() as context:
             context.setitem(sys.modules, name, types.ModuleType(name))
             watched |= {patch.module for patch in npu_ops_adapters.patches()}
-    assert watched - {"torch.cuda.nvtx"} == npu_ops_import_hook.WATCHED  # torch's comes first
+    assert all(map(npu_ops_import_hook.is_watched, watched - {"torch.cuda.nvtx"}))  # torch's: first
+    assert watched > npu_ops_import_hook.WATCHED
+
+
+def test_every_model_of_transformers_is_watched():
+    """Of whatever name: what it defines is looked at when it is there."""
+    home = "transformers.models.any_name.modeling_any_name"
+    assert npu_ops_import_hook.is_watched(home)
+    assert npu_ops_import_hook.model_of_transformers(home) == "any_name"
+    for other in (
+        "transformers.models.any_name",
+        f"{home}.more",
+        f"my.{home}",
+        "transformers.models.one.modeling_two",
+        "transformers.models.one.processing_one",
+    ):
+        assert not npu_ops_import_hook.is_watched(other)

@@ -36,17 +36,22 @@ def rows(*shape, dtype=torch.float32, seed=0):
 
 
 def states(status):
-    return {row.target: row.sentence for row in status if row.target.startswith("transformers.")}
+    """Of transformers and the models here; other tests import models that are refused in part."""
+    homes = [models.home(name) for name in transformers_models.MODELS]
+    homes += ["transformers.integrations", "transformers.modeling_utils", "transformers.masking"]
+    return {row.target: row.sentence for row in status if row.target.startswith(tuple(homes))}
 
 
 # Models
 
-VISION_ROPES = dict.fromkeys(models.VISION, 2)
+QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
+DELTA_NET = ("qwen3_next", *QWEN3_5)
+VISION = (*models.QWEN2_VL, *models.QWEN3_VL, *QWEN3_5)
 
 
 def norms(name: str) -> int:
     """Calls of RMSNorm: before and after each layer, behind the last, and of q and k."""
-    if name in models.DELTA_NET:
+    if name in DELTA_NET:
         return 5 + 2
     if not name.startswith("qwen2"):
         return 5 + 4
@@ -55,7 +60,7 @@ def norms(name: str) -> int:
 
 def expected_calls(name: str, attention: bool) -> dict:
     """Calls in one step: two layers of text and, where it has one, two of the vision tower."""
-    linear, vision = name in models.DELTA_NET, 2 * (name in models.VISION)
+    linear, vision = name in DELTA_NET, 2 * (name in VISION)
     calls = {"rope": vision + (1 if linear else 2), "rms_norm": norms(name)}
     if linear:
         names = ("causal_conv1d", "chunk_gated_delta_rule", "rms_norm_gated")
@@ -83,7 +88,7 @@ def expected_calls_of(version: str, name: str, attention: bool) -> dict:
     expected = expected_calls(name, attention)
     if name in models.QWEN2_VL:
         expected |= {"mrope": 2, "rope": 2}
-    if attention and name in models.VISION and version == "4.57.6":
+    if attention and name in VISION and version == "4.57.6":
         images, windows = 4, 6  # one of Qwen2.5-VL's layers goes by windows
         expected["attention"] = 2 + images + (windows if name == "qwen2_5_vl" else images)
     return expected
@@ -432,7 +437,7 @@ def test_in_bf16(name):
 
 
 def test_every_patch_is_applied_verified_and_undone(applied):
-    for model in models.TEXT + models.VISION + models.DELTA_NET:
+    for model in (*models.TEXT, *VISION, "qwen3_next"):
         __import__(models.home(model))
     npu_ops_adapters.apply()
     planned, verified = states(npu_ops_adapters.plan()), states(npu_ops_adapters.verify())

@@ -16,31 +16,7 @@ from npu_ops.core.compare import Tolerance, assert_close
 @pytest.mark.parametrize("padded", [False, True])
 def test_generation_with_a_cache(name, padded):
     """Prefill and decoding: the states are kept as before, token for token."""
-    model, inputs = transformers_models.built(name)
-    if padded:
-        mask = torch.ones_like(inputs["input_ids"])
-        mask[0, :2] = 0
-        inputs["attention_mask"] = mask
-
-    def generate():
-        with torch.no_grad(), transformers_models.Counter() as counter:
-            found = model.generate(
-                **inputs, max_new_tokens=6, do_sample=False, output_logits=True,
-                return_dict_in_generate=True, pad_token_id=0,
-            )  # fmt: skip
-        return found, transformers_models.by_op(counter.calls)
-
-    npu_ops_adapters.revert()
-    expected, calls = generate()
-    assert calls == {}
-    npu_ops_adapters.apply()
-    try:
-        actual, calls = generate()
-    finally:
-        npu_ops_adapters.revert()
-    assert actual.sequences.equal(expected.sequences)
-    for ours, theirs in zip(actual.logits, expected.logits, strict=True):
-        assert_close("logits", ours, theirs, Tolerance(2e-5, 2e-5))
+    calls = transformers_models.compare_generation(name, padded)
     assert calls["causal_conv1d_update"] == calls["gated_delta_rule_update"] == 5
     assert calls["chunk_gated_delta_rule"] == 1
 

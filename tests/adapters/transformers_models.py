@@ -171,14 +171,106 @@ MODELS = {
 }  # fmt: skip
 
 
+# Models that npu-ops knows by what they define
+
+
+def qwen4_exp(gate="sigmoid", **more):
+    """Sparse attention to the 4 best blocks of 2 keys, and hyper-connections of two streams."""
+    modeling, configuration = classes("qwen4_exp")
+    indexer = {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    }  # fmt: skip
+    text = SIZES | EXPERTS | LINEAR | {"head_dim": 32, "hc_count": 2, "hc_lowrank": 8} | indexer
+    text |= {"layer_types": ["linear_attention", "indexed_attention"], "output_gate_type": gate}
+    text |= rotary([2, 1, 1], partial=0.25) | more
+    config = configuration.Qwen4ExpTextConfig(**text)
+    return modeling.Qwen4ExpForCausalLM(config), text_inputs(length=24)
+
+
+def qwen4_exp_silu():
+    """The other gate, and features of n-grams of tokens in its first layer."""
+    ngrams = {"heads_per_ngram": 2, "ngram_vocab_size_base": 20, "eos_token_id": 63}
+    return qwen4_exp("silu", ple_layer_ids=[1], **ngrams)
+
+
+def qwen4_exp_images():
+    """With a vision tower."""
+    modeling, configuration = classes("qwen4_exp")
+    text = qwen4_exp()[0].config.to_dict()
+    vision = VISION | {"num_position_embeddings": 16}
+    config = configuration.Qwen4ExpConfig(text_config=text, vision_config=vision, **TOKENS)
+    return modeling.Qwen4ExpForConditionalGeneration(config), image_inputs()
+
+
+def olmo_hybrid():
+    """Beta is up to 2, and a filter of three tokens."""
+    modeling, configuration = classes("olmo_hybrid")
+    more = {"linear_conv_kernel_dim": 3, "pad_token_id": 0, "eos_token_id": 63}
+    config = configuration.OlmoHybridConfig(**SIZES, **LINEAR, **rotary(), **more)
+    return modeling.OlmoHybridForCausalLM(config), text_inputs()
+
+
+# Kimi Delta Attention: a decay by key channel.
+CHANNELS = {
+    "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"],
+    "kv_lora_rank": 16, "v_head_dim": 24, "qk_nope_head_dim": 16, "moe_intermediate_size": 16,
+    "num_key_value_heads": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "pad_token_id": 0,
+}  # fmt: skip
+
+
+def kimi_linear():
+    modeling, configuration = classes("kimi_linear")
+    heads = {"linear_head_dim": 16, "linear_num_heads": 4, "qk_rope_head_dim": 8}
+    config = configuration.KimiLinearConfig(**SIZES | CHANNELS | heads, num_local_experts=4)
+    return modeling.KimiLinearForCausalLM(config), text_inputs()
+
+
+def bailing_hybrid():
+    modeling, configuration = classes("bailing_hybrid")
+    heads = {"head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 24}
+    config = configuration.BailingHybridConfig(**SIZES | CHANNELS | heads, num_local_experts=4)
+    return modeling.BailingHybridForCausalLM(config), text_inputs()
+
+
+def glm5_next():
+    modeling, configuration = classes("glm5_next")
+    heads = {"linear_head_dim": 16, "linear_num_heads": 4, "q_lora_rank": 24, "index_topk": 8}
+    heads |= {"index_head_dim": 16, "index_n_heads": 2, "index_kpool": 2, "hc_mult": 2}
+    text = SIZES | CHANNELS | heads | {"n_routed_experts": 4}
+    text["layer_types"] = ["linear_attention", "indexed_attention"]
+    vision = {
+        "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 24, "patch_size": 4,
+        "image_size": 32, "out_hidden_size": 48, "projection_intermediate_size": 24,
+    }  # fmt: skip
+    config = configuration.Glm5NextConfig(
+        text_config=text, vision_config=vision, image_token_id=60, video_token_id=61
+    )
+    inputs = image_inputs()
+    inputs.pop("mm_token_type_ids")
+    return modeling.Glm5NextForConditionalGeneration(config), inputs
+
+
+BY_DEFINITION = {
+    make.__name__: make
+    for make in (
+        qwen4_exp, qwen4_exp_silu, qwen4_exp_images, olmo_hybrid, kimi_linear, bailing_hybrid,
+        glm5_next,
+    )
+}  # fmt: skip
+
+
 def built(name: str):
     """The model, with weights that make everything count, and its inputs."""
     torch.manual_seed(0)
-    model, inputs = MODELS[name]()
+    model, inputs = (MODELS | BY_DEFINITION)[name]()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".A_log"):
+                parameter.clamp_(max=0)  # a state that is forgotten at once has no gradient
+            elif parameter.dim() > 1:
+                parameter.mul_(4) if parameter.any() else parameter.normal_(std=0.3)
     return model.eval(), inputs
 
 
@@ -223,6 +315,37 @@ def compare(name: str, attention: str | None = None) -> dict:
     finally:
         npu_ops_adapters.revert()
     assert_same(actual, expected)
+    return calls
+
+
+def generate(model, inputs: dict):
+    """Six tokens behind each prompt with their logits, and how often which operator ran."""
+    with torch.no_grad(), Counter() as counter:
+        found = model.generate(
+            **inputs, max_new_tokens=6, do_sample=False, output_logits=True,
+            return_dict_in_generate=True, pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+    return found, by_op(counter.calls)
+
+
+def compare_generation(name: str, padded: bool) -> dict:
+    """Which operators ran, after generating without npu-ops and with it gave the same tokens."""
+    npu_ops_adapters.revert()
+    model, inputs = built(name)
+    if padded:
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[0, :2] = 0
+        inputs["attention_mask"] = mask
+    expected, calls = generate(model, inputs)
+    assert calls == {}, calls
+    npu_ops_adapters.apply()
+    try:
+        actual, calls = generate(model, inputs)
+    finally:
+        npu_ops_adapters.revert()
+    assert actual.sequences.equal(expected.sequences) and len(actual.logits) == 6
+    for ours, theirs in zip(actual.logits, expected.logits, strict=True):
+        assert_close("logits", ours, theirs, Tolerance(2e-5, 2e-5))
     return calls
 
 

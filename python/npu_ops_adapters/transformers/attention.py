@@ -46,8 +46,9 @@ def patches() -> Iterable[Patch]:
     yield _name(functions, _function, left=_hand_models_over)
     yield _name(f"{_MASKS}:AttentionMaskInterface._global_mapping.{NAME}", _mask)
     asks = "is_flash_attention_requested"
-    imported = {model for model in models.VISION if models.home(model) in sys.modules}
-    for model in models.VISION:
+    vision = models.vision()
+    imported = {model for model in vision if models.home(model) in sys.modules}
+    for model in vision:
         if model not in imported or models.having((model,), asks):  # version 4 compares a name
             yield models.patch(
                 f"{models.home(model)}:{asks}",

@@ -10,9 +10,10 @@ import torch
 import npu_ops
 from npu_ops.core import check
 from npu_ops.ops.causal_conv1d import arguments
-from npu_ops_adapters.calls import check_device, falling_through
+from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
+from npu_ops_adapters.transformers.equivalence import Draw, Variant
 
 _PACKAGE = (
     *("x", "weight", "bias", "seq_idx", "initial_states", "return_final_states"),
@@ -22,17 +23,21 @@ _PACKAGE = (
 
 def patches() -> Iterable[Patch]:
     """`causal_conv1d_fn`: a function; in version 4 that of the package causal-conv1d, or None."""
-    for model in models.DELTA_NET:
-        yield models.patch(
-            f"{models.home(model)}:causal_conv1d_fn",
-            "causal_conv1d",
-            _replace,
-            (("hidden_states", "weight", "bias", "activation", "kwargs"), _PACKAGE, None),
-        )
+    yield from models.compared(
+        models.linear(),
+        models.CONVOLUTION,
+        "causal_conv1d",
+        (Variant(ours, _calls),),
+        ("hidden_states", "weight", "bias", "activation", "kwargs"),
+        trusted=(_PACKAGE, None),
+        instead_of_none=_plain,
+    )
 
 
-def _replace(original: Callable | None) -> Callable:
-    return falling_through(ours, _plain if original is None else original)
+def _calls(function) -> list[tuple]:
+    draw = Draw()
+    x, weight = draw.normal(2, 6, 9), draw.normal(6, 4)
+    return [(x, weight, draw.normal(6)), (x.bfloat16(), weight.bfloat16(), None, "silu")]
 
 
 def ours(

@@ -13,16 +13,25 @@ from npu_ops.ops.causal_conv1d import arguments
 from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
+from npu_ops_adapters.transformers.equivalence import Draw, Variant
 
 _NAME, _NAME_4 = "causal_conv1d_update", "torch_causal_conv1d_update"
 
 
 def patches() -> Iterable[Patch]:
     """`causal_conv1d_update`, which version 4 calls `torch_causal_conv1d_update`."""
-    older = models.having(models.DELTA_NET, _NAME_4)
-    newer = tuple(model for model in models.DELTA_NET if model not in older)
-    yield from models.replaced(newer, _NAME, _NAME, ours)
-    yield from models.replaced(older, _NAME_4, _NAME, ours)
+    older = models.having(models.linear(), _NAME_4)
+    newer = tuple(model for model in models.linear() if model not in older)
+    for having, name in ((newer, _NAME), (older, _NAME_4)):
+        yield from models.compared(having, name, _NAME, (Variant(ours, _calls),))
+
+
+def _calls(function) -> list[tuple]:
+    """With a state that has one token too many, and without."""
+    draw = Draw()
+    x, weight = draw.normal(2, 6, 1), draw.normal(6, 4)
+    half = (x.bfloat16(), draw.normal(2, 6, 3, dtype=torch.bfloat16), weight.bfloat16())
+    return [(x, draw.normal(2, 6, 4), weight, draw.normal(6)), (*half, None, "silu")]
 
 
 def ours(hidden_states, conv_state, weight, bias=None, activation=None) -> Callable:

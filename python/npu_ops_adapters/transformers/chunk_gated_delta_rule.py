@@ -17,23 +17,55 @@ from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK_SIZES, check_call
 from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
+from npu_ops_adapters.transformers.equivalence import Draw, Variant
 from npu_ops_adapters.verl import ulysses
 
 _HEAD = ("query", "key", "value", "g", "beta")
 _Call = call_of(npu_ops.chunk_gated_delta_rule)
 _STATE = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+_BY_CHANNEL = (
+    "its state decays by key channel (Kimi Delta Attention), and npu-ops has that token by token "
+    "alone"
+)
 
 
 def patches() -> Iterable[Patch]:
     """`torch_chunk_gated_delta_rule`, which calls fla's where that is installed."""
-    yield from models.replaced(
-        models.DELTA_NET,
-        "torch_chunk_gated_delta_rule",
+    yield from models.compared(
+        models.linear(),
+        models.RULE,
         "chunk_gated_delta_rule",
-        ours,
+        (Variant(ours, _calls),),
         (*_HEAD, "chunk_size", *_STATE, "kwargs"),
         (*_HEAD, "chunk_size", *_STATE),  # 4
     )
+    for model in models.having(models.linear(), models.RULE_BY_CHANNEL):
+        yield models.patch(
+            f"{models.home(model)}:{models.RULE_BY_CHANNEL}",
+            "chunk_gated_delta_rule",
+            lambda original: original,
+            (),
+            why_not=lambda original: _BY_CHANNEL,
+        )
+
+
+def _calls(function) -> list[tuple]:
+    """Two chunks, the second not full."""
+    tiny, plain, state = delta_rule_arguments(tokens=19)
+    return [(*tiny, 16, state, True, True), (*plain, 16)]
+
+
+def delta_rule_arguments(tokens: int, by_channel: bool = False) -> tuple:
+    """q, k, v, g and beta of two small calls, and a state. Beta is up to 2.
+
+    One call is in fp32 with q and k so small that the epsilon of their norms counts, one in bf16.
+    """
+    draw = Draw()
+    q, k, v = (draw.normal(2, tokens, 4, width) for width in (8, 8, 6))
+    g = -draw.uniform(*(q.shape if by_channel else q.shape[:3]))
+    gates = g, 2 * draw.uniform(*q.shape[:3])
+    half = (x.bfloat16() for x in (q, k, v))
+    return (1e-3 * q, 1e-3 * k, v, *gates), (*half, *gates), draw.normal(2, 4, 8, 6)
 
 
 def ours(

@@ -5,11 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 
-from npu_ops_adapters.calls import token_by_token
+import npu_ops
+from npu_ops.core import env
+from npu_ops.core.signature import call_of
+from npu_ops.ops.fused_recurrent_gated_delta_rule.arguments import check_call
+from npu_ops_adapters.calls import check_device, token_by_token
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
-from npu_ops_adapters.transformers.chunk_gated_delta_rule import checked
+from npu_ops_adapters.transformers.chunk_gated_delta_rule import checked, delta_rule_arguments
+from npu_ops_adapters.transformers.equivalence import Variant
 
+_Call = call_of(npu_ops.fused_recurrent_gated_delta_rule)
 _NAMES = (
     *("query", "key", "value", "g", "beta", "initial_state", "output_final_state"),
     "use_qk_l2norm_in_kernel",
@@ -17,15 +23,24 @@ _NAMES = (
 
 
 def patches() -> Iterable[Patch]:
-    """`torch_recurrent_gated_delta_rule`, which calls fla's where that is installed."""
-    yield from models.replaced(
-        models.DELTA_NET,
-        "torch_recurrent_gated_delta_rule",
-        "fused_recurrent_gated_delta_rule",
-        ours,
-        (*_NAMES, "kwargs"),
-        _NAMES,  # 4
-    )
+    """`torch_recurrent_gated_delta_rule`, and the same with a decay by key channel (KDA); they call
+    fla's where that is installed."""
+    op = "fused_recurrent_gated_delta_rule"
+    for name, variant in (
+        ("torch_recurrent_gated_delta_rule", Variant(ours, _calls)),
+        ("recurrent_kimi_delta_attention", Variant(ours_by_channel, _calls_by_channel)),
+    ):
+        signatures = ((*_NAMES, "kwargs"), _NAMES)  # version 4 has no more
+        yield from models.compared(models.linear(), name, op, (variant,), *signatures)
+
+
+def _calls(function, by_channel: bool = False) -> list[tuple]:
+    tiny, plain, state = delta_rule_arguments(3, by_channel)
+    return [(*tiny, state, True, True), (*plain, None, False)]
+
+
+def _calls_by_channel(function) -> list[tuple]:
+    return _calls(function, by_channel=True)
 
 
 def ours(
@@ -38,3 +53,21 @@ def ours(
         token_by_token, **arguments,
         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )  # fmt: skip
+
+
+def ours_by_channel(
+    query, key, value, g, beta, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, cu_seqlens=None, **unread,
+) -> Callable:  # fmt: skip
+    """The same for g `[B, T, HV, K]`. With NPU_OPS_CONSISTENT it is not ours: the rule by chunks is
+    transformers'."""
+    if env.settings.consistent:
+        raise ValueError("g: got a decay by key channel, needs one of the whole state")
+    call = _Call(
+        q=query, k=key, v=value, gk=g, beta=beta, initial_state=initial_state,
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    check_call(call)
+    check_device(query)
+    return functools.partial(npu_ops.fused_recurrent_gated_delta_rule, *call)

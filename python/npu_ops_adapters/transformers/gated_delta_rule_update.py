@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import typing
 from collections.abc import Callable, Iterable
 
 import torch
@@ -18,7 +19,9 @@ from npu_ops.core import check, env, make
 from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import causal_conv1d_update, models
+from npu_ops_adapters.transformers.equivalence import Draw, Variant
 
+_OUTPUT = ("norm", "o_norm"), ("out_proj", "o_proj")
 _NAMES = ("self", "hidden_states", "cache_params", "attention_mask", "kwargs")
 
 
@@ -26,10 +29,56 @@ def patches() -> Iterable[Patch]:
     """The layer's `forward`, where a cache says what it knows of a layer (5.23)."""
     cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
     if hasattr(cache, "get_conv_state"):
-        for model, name in models.delta_net_classes("GatedDeltaNet").items():
-            yield from models.replaced(
-                (model,), f"{name}.forward", "gated_delta_rule_update", ours, _NAMES
-            )
+        variant = Variant(ours, _calls, build, reads=("activation", "allow_neg_eigval"))
+        having = models.having(models.linear(), models.RULE)
+        yield from models.compared_classes(
+            having, "GatedDeltaNet", "gated_delta_rule_update", (variant,), _NAMES
+        )
+
+
+# What all models call the sizes of a layer, and what two layers are compared with.
+_SIZES = {
+    "hidden_size": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+
+
+def build(cls: type, factor: int) -> torch.nn.Module:
+    """A small layer with random weights, and what its model takes for granted."""
+    config = typing.get_type_hints(cls.__init__)["config"]().get_text_config()
+    for name, size in _SIZES.items():
+        setattr(config, name, size * factor)
+    config.rms_norm_eps, config.layer_types = 0.1 / factor, ["linear_attention"] * 2
+    layer = Draw().fill(cls(config, factor - 1))
+    layer.conv1d.weight.mul_(1e-3)  # so that the epsilon of the norms of q and k counts
+    return layer
+
+
+class _States:
+    """A cache with the states of one layer."""
+
+    def __init__(self, *states: torch.Tensor):
+        self.states = states
+
+    def get_conv_state(self, layer: int, state_idx: int = 0) -> torch.Tensor:
+        return self.states[0]
+
+    def get_recurrent_state(self, layer: int, state_idx: int = 0) -> torch.Tensor:
+        return self.states[1]
+
+    def update_recurrent_state(self, new: torch.Tensor, layer: int) -> None:
+        self.states[1].copy_(new)
+
+    def is_recording_past(self, layer: int) -> bool:
+        return False
+
+
+def _calls(cls: type) -> list[tuple]:
+    draw, module = Draw(), build(cls, 1)
+    channels, width = module.conv1d.weight.shape[0], module.conv1d.weight.shape[2]
+    cache = _States(draw.normal(2, channels, width), draw.normal(2, 4, 8, 8))
+    return [(module, draw.normal(2, 1, 16), cache)]
 
 
 def ours(module, hidden_states, cache_params=None, attention_mask=None, **unread) -> Callable:
@@ -59,12 +108,22 @@ def ours(module, hidden_states, cache_params=None, attention_mask=None, **unread
 
 def _step(module, x, convolved: Callable, z, b, a, state):
     """transformers' states are `[B, HV, K, V]`; both are written."""
+    gates = a[:, 0], b[:, 0], module.A_log, module.dt_bias
+    if getattr(module, "allow_neg_eigval", False):
+        a, b, *of_decay = gates
+        gates = *npu_ops.gdn_gate(a, *of_decay, b, allow_neg_eigval=True), None, None
     o = npu_ops.gated_delta_rule_update(
-        convolved()[..., 0], a[:, 0], b[:, 0], module.A_log, module.dt_bias, state,
-        make.counted(x.shape[0], device=x.device), state_v_first=False,
+        convolved()[..., 0], *gates, state, make.counted(x.shape[0], device=x.device),
+        state_v_first=False,
     )  # fmt: skip
-    o = module.norm(o.flatten(0, 1), z.reshape(-1, module.head_v_dim))
-    return module.out_proj(o.view(*x.shape[:2], -1))
+    norm, projection = (_either(module, *names) for names in _OUTPUT)
+    o = norm(o.flatten(0, 1), z.reshape(-1, module.head_v_dim))
+    return projection(o.view(*x.shape[:2], -1))
+
+
+def _either(module, name: str, other: str):
+    """What models call by one of two names."""
+    return getattr(module, name) if hasattr(module, name) else getattr(module, other)
 
 
 def _projected(module, x):
@@ -72,6 +131,10 @@ def _projected(module, x):
     if hasattr(module, "in_proj_qkv"):
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         return [getattr(module, name)(x) for name in names]
-    qkvz, ba = module.in_proj_qkvz(x), module.in_proj_ba(x)
-    q, k, v, *others = module.fix_query_key_value_ordering(qkvz, ba)
+    if hasattr(module, "in_proj_qkvz"):
+        qkvz, ba = module.in_proj_qkvz(x), module.in_proj_ba(x)
+        q, k, v, *others = module.fix_query_key_value_ordering(qkvz, ba)
+    else:
+        names = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+        q, k, v, *others = [getattr(module, name)(x) for name in names]
     return torch.cat([part.flatten(2) for part in (q, k, v)], -1), *others

@@ -1,20 +1,34 @@
-"""The models whose modules are patched. Each has copies of its own of all functions."""
+"""The models whose modules are patched. Each has copies of its own of all functions.
+
+Models with linear attention are known by what they define, so the next one needs no release of
+ours: `equivalence` compares their functions with ours. Others are known by name.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterable
 
+import npu_ops_import_hook
+
 from npu_ops_adapters.calls import falling_through
 from npu_ops_adapters.patching import Names, Patch, parameters
+from npu_ops_adapters.transformers import equivalence
+from npu_ops_adapters.transformers.equivalence import Variant
 
 TEXT = ("qwen2", "qwen3", "qwen3_moe")
 QWEN2_VL = ("qwen2_vl", "qwen2_5_vl")
 QWEN3_VL = ("qwen3_vl", "qwen3_vl_moe")
-QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
-VISION = (*QWEN2_VL, *QWEN3_VL, *QWEN3_5)
-DELTA_NET = ("qwen3_next", *QWEN3_5)
+
+# What a model with linear attention defines: one of these. A None or another package's is none.
+CONVOLUTION = "causal_conv1d_fn"
+RULE = "torch_chunk_gated_delta_rule"
+RULE_BY_CHANNEL = "chunk_kimi_delta_attention"
+_PARTS = (CONVOLUTION, RULE, RULE_BY_CHANNEL)
 
 VERSIONS = "transformers 4.57, 5.10 and 5.23"
 WHY = "it is several kernels, each of which reads and writes everything"
@@ -32,6 +46,52 @@ def replaced(
     for model in models:
         make = functools.partial(falling_through, ours, op=op)
         yield patch(f"{home(model)}:{name}", op, make, signatures or (parameters(ours),))
+
+
+def compared(
+    models: Names, name: str, op: str, variants: tuple[Variant, ...], *signatures: Names | None,
+    trusted: tuple[Names | None, ...] = (), instead_of_none: Callable | None = None,
+) -> Iterable[Patch]:  # fmt: skip
+    """A patch of `name` where a model has it and it computes what one of the variants does.
+
+    trusted: signatures of functions that cannot be called here: None, or other packages' kernels.
+    instead_of_none: what takes the calls that are not ours where `name` is None.
+    """
+    signatures = (*(signatures or (parameters(variants[0].ours),)), *trusted)
+    for model in having(models, name):
+        target = f"{home(model)}:{name}"
+        yield _compared(target, op, variants, signatures, trusted, instead_of_none)
+
+
+def compared_classes(
+    models: Names, ending: str, op: str, variants: tuple[Variant, ...], *signatures: Names
+) -> Iterable[Patch]:
+    """The same for `forward` of each class that a model defines and whose name ends so."""
+    for model in models:
+        for name, value in list(vars(sys.modules[home(model)]).items()):
+            own = isinstance(value, type) and value.__module__ == home(model)
+            if own and name.endswith(ending):
+                target = f"{home(model)}:{name}.forward"
+                yield _compared(target, op, variants, signatures, cls=value)
+
+
+def _compared(
+    target, op, variants, signatures, trusted=(), instead_of_none=None, cls=None
+) -> Patch:
+    def chosen(original) -> Variant | str:
+        if parameters(original) in trusted:
+            return variants[0]
+        return equivalence.choose(cls or equivalence.innermost(original), variants)
+
+    def why_not(original) -> str | None:
+        found = chosen(original)
+        return found if isinstance(found, str) else None
+
+    def make(original) -> Callable:
+        theirs = instead_of_none if original is None else original
+        return falling_through(chosen(original).on(cls), theirs, op=op)
+
+    return patch(target, op, make, signatures, why_not=why_not)
 
 
 def patch(target: str, op: str, make: Callable, signatures, **changes) -> Patch:
@@ -55,12 +115,39 @@ def home(model: str) -> str:
     return f"transformers.models.{model}.modeling_{model}"
 
 
-def delta_net_classes(kind: str) -> dict[str, str]:
-    """The class of a kind, e.g. "RMSNorm", in each model with Gated Delta Net."""
-    begin = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
-    return {model: f"{name}{kind}" for model, name in zip(DELTA_NET, begin, strict=True)}
-
-
 def having(models: Names, name: str) -> Names:
     """Those of the models that are imported and have `name`, which some versions have not."""
     return tuple(model for model in models if name in vars(sys.modules.get(home(model), object)))
+
+
+def linear() -> Names:
+    """Imported models with linear attention: those that define its convolution or its rule."""
+    models = filter(None, map(npu_ops_import_hook.model_of_transformers, list(sys.modules)))
+    return tuple(model for model in models if any(_defines(model, name) for name in _PARTS))
+
+
+def _defines(model: str, name: str) -> bool:
+    """Whether it is not None, nor another package's."""
+    function = equivalence.innermost(vars(sys.modules[home(model)]).get(name))
+    return getattr(function, "__module__", None) == home(model)
+
+
+def vision() -> Names:
+    """Models with a vision tower: those known by name, and imported ones with linear attention."""
+    named = (*QWEN2_VL, *QWEN3_VL)
+    return (*named, *having(linear(), "apply_rotary_pos_emb_vision"))
+
+
+def modules() -> list[str]:
+    """The modules of installed models that are patched: those known by name, and those whose source
+    defines a rule of linear attention."""
+    spec = importlib.util.find_spec("transformers.models")
+    folders = spec.submodule_search_locations if spec else ()
+    defined = re.compile(rf"^def ({RULE}|{RULE_BY_CHANNEL})\(", re.MULTILINE)
+    found = [
+        path.parent.name
+        for folder in folders
+        for path in sorted(pathlib.Path(folder).glob("*/modeling_*.py"))
+        if path.stem == f"modeling_{path.parent.name}" and defined.search(path.read_text("utf-8"))
+    ]
+    return [home(model) for model in (*TEXT, *QWEN2_VL, *QWEN3_VL, *found)]

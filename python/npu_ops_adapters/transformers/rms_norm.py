@@ -12,6 +12,7 @@ from npu_ops.core import check
 from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
+from npu_ops_adapters.transformers.equivalence import Draw, Variant
 
 _CLASSES = {
     "qwen2": "Qwen2RMSNorm",
@@ -22,20 +23,30 @@ _CLASSES = {
     "qwen3_vl": "Qwen3VLTextRMSNorm",
     "qwen3_vl_moe": "Qwen3VLMoeTextRMSNorm",
 }
-# Their weight is what is added to 1.
+_SIGNATURES = ("self", "hidden_states"), ("self", "x")
 
 
 def patches() -> Iterable[Patch]:
     """The method that normalises and multiplies."""
     for model, name in _CLASSES.items():
         if model not in models.QWEN2_VL or models.having((model,), name):
-            yield from _patch(model, name, ours, ("self", "hidden_states"))
-    for model, name in models.delta_net_classes("RMSNorm").items():
-        yield from _patch(model, name, ours_zero_centered, ("self", "x"))
+            yield from models.replaced(
+                (model,), f"{name}.forward", "rms_norm", ours, _SIGNATURES[0]
+            )
+    variants = tuple(Variant(function, _calls, build) for function in (ours, ours_zero_centered))
+    yield from models.compared_classes(
+        models.linear(), "RMSNorm", "rms_norm", variants, *_SIGNATURES
+    )
 
 
-def _patch(model: str, name: str, function: Callable, signature) -> Iterable[Patch]:
-    return models.replaced((model,), f"{name}.forward", "rms_norm", function, signature)
+def build(cls: type, factor: int) -> torch.nn.Module:
+    """A small norm with random weights."""
+    return Draw().fill(cls(8 * factor, eps=0.1 / factor))
+
+
+def _calls(cls: type) -> list[tuple]:
+    x = Draw().normal(2, 3, 8)
+    return [(build(cls, 1), x), (build(cls, 1).bfloat16(), x.bfloat16())]
 
 
 def ours(module, hidden_states) -> Callable:
@@ -43,13 +54,20 @@ def ours(module, hidden_states) -> Callable:
     x, weight = hidden_states, module.weight
     _check("hidden_states", x, weight)
     check.one_of("weight's dtype", weight.dtype, (x.dtype,))  # theirs is the wider of both
-    return functools.partial(npu_ops.rms_norm, x, weight, module.variance_epsilon)
+    return functools.partial(npu_ops.rms_norm, x, weight, _epsilon(module))
 
 
 def ours_zero_centered(module, x) -> Callable:
     """The same where weight is what is added to 1."""
     _check("x", x, module.weight)
-    return functools.partial(npu_ops.rms_norm, x, module.weight, module.eps, zero_centered=True)
+    return functools.partial(
+        npu_ops.rms_norm, x, module.weight, _epsilon(module), zero_centered=True
+    )
+
+
+def _epsilon(module) -> float:
+    """By one of the two names that it has in transformers."""
+    return module.eps if hasattr(module, "eps") else module.variance_epsilon
 
 
 def _check(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:

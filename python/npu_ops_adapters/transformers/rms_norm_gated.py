@@ -1,23 +1,47 @@
-"""The gated norm of Gated Delta Net: RMSNorm of what the delta rule computes, times a gate."""
+"""The gated norm of linear attention: RMSNorm of what the delta rule computes, times a gate."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
 
+import torch
+
 import npu_ops
 from npu_ops.core import check
 from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
+from npu_ops_adapters.transformers.equivalence import Draw, Variant
+
+_NAMES = ("self", "hidden_states", "gate")
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
 def patches() -> Iterable[Patch]:
     """The method that normalises, multiplies and rounds."""
-    for model, name in models.delta_net_classes("RMSNormGated").items():
-        yield from models.replaced(
-            (model,), f"{name}.forward", "rms_norm_gated", ours, ("self", "hidden_states", "gate")
-        )
+    variant = Variant(ours, _calls, build, reads=("activation",))
+    yield from models.compared_classes(
+        models.linear(), "RMSNormGated", "rms_norm_gated", (variant,), _NAMES
+    )
+
+
+def build(cls: type, factor: int) -> torch.nn.Module:
+    """A small norm with random weights."""
+    return Draw().fill(cls(8 * factor, eps=0.1 / factor))
+
+
+def _calls(cls: type) -> list[tuple]:
+    """By each activation, where a module says which it has."""
+    module, draw = build(cls, 1), Draw()
+    x, gate = draw.normal(5, 8), draw.normal(5, 8)
+    half = (build(cls, 1).bfloat16(), x.bfloat16(), gate.bfloat16())
+    if not hasattr(module, "activation"):
+        return [(module, x, gate), half]
+    by_activation = [(build(cls, 1), x, gate) for _ in _ACTIVATIONS]
+    for (other, *_), name in zip(by_activation, _ACTIVATIONS, strict=True):
+        other.activation = name
+    return [(module, x, gate), half, *by_activation]
 
 
 def ours(module, hidden_states, gate=None) -> Callable:
@@ -26,7 +50,8 @@ def ours(module, hidden_states, gate=None) -> Callable:
     Version 4 has silu in the code, version 5 in an attribute.
     """
     x, weight = hidden_states, module.weight
-    check.one_of("activation", getattr(module, "activation", "silu"), ("silu", "swish"))
+    activation = getattr(module, "activation", "silu")
+    check.one_of("activation", activation, tuple(_ACTIVATIONS))
     for name, tensor in (("hidden_states", x), ("gate", gate), ("weight", weight)):
         check.floating(name, tensor)
         check.one_of(f"{name}'s dtype", tensor.dtype, check.FLOATS[:3])
@@ -34,4 +59,7 @@ def ours(module, hidden_states, gate=None) -> Callable:
     check_device(x)
     if x.dim() == 0 or weight.shape != x.shape[-1:] or gate.shape != x.shape:
         raise check.shape("gate", gate, f"hidden_states' {list(x.shape)}")
-    return functools.partial(npu_ops.rms_norm_gated, x, weight, gate, module.variance_epsilon)
+    return functools.partial(
+        npu_ops.rms_norm_gated, x, weight, gate, module.variance_epsilon,
+        activation=_ACTIVATIONS[activation],
+    )  # fmt: skip

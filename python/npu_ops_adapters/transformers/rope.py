@@ -15,7 +15,9 @@ from npu_ops.core import check
 from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
+from npu_ops_adapters.transformers.equivalence import Draw, Variant
 
+_NAME, _VISION = "apply_rotary_pos_emb", "apply_rotary_pos_emb_vision"
 WHOLE_HEADS = (*models.TEXT, *models.QWEN2_VL, *models.QWEN3_VL)
 _TEXT_SIGNATURES = (
     ("q", "k", "cos", "sin", "unsqueeze_dim"),
@@ -27,29 +29,58 @@ def patches() -> Iterable[Patch]:
     """`apply_rotary_pos_emb`, and `apply_rotary_pos_emb_vision` of vision towers."""
     multimodal = models.having(models.QWEN2_VL, "apply_multimodal_rotary_pos_emb")
     whole = tuple(model for model in WHOLE_HEADS if model not in multimodal)
-    name = "apply_rotary_pos_emb"
-    yield from models.replaced(whole, name, "rope", ours_whole, *_TEXT_SIGNATURES)
-    yield from models.replaced(models.DELTA_NET, name, "rope", ours, *_TEXT_SIGNATURES)
-    yield from models.replaced(
-        models.VISION, "apply_rotary_pos_emb_vision", "rope", ours_vision, ("q", "k", "cos", "sin")
-    )
+    yield from models.replaced(whole, _NAME, "rope", ours_whole, *_TEXT_SIGNATURES)
+    linear, named = models.linear(), (*models.QWEN2_VL, *models.QWEN3_VL)
+    yield from models.compared(linear, _NAME, "rope", _VARIANTS, *_TEXT_SIGNATURES)
+    yield from models.replaced(named, _VISION, "rope", ours_vision)
+    yield from models.compared(linear, _VISION, "rope", (Variant(ours_vision, _vision_calls),))
 
 
-def ours(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> Callable:
+def _calls(function, width: int = 8) -> list[tuple]:
+    """Of bf16 heads with tables of fp32, as under autocast, too."""
+    draw = Draw()
+    q, k = draw.normal(2, 4, 5, 8), draw.normal(2, 1, 5, 8)
+    tables = draw.normal(2, 5, width), draw.normal(2, 5, width)
+    return [(q, k, *tables), (q.bfloat16(), k.bfloat16(), *tables)]
+
+
+def _partial_calls(function) -> list[tuple]:
+    return _calls(function, width=4)
+
+
+def _vision_calls(function) -> list[tuple]:
+    draw = Draw()
+    q, k, cos, sin = (draw.normal(5, *shape) for shape in ((4, 8), (4, 8), (8,), (8,)))
+    return [(q, k, cos, sin), (q.bfloat16(), k.bfloat16(), cos, sin)]
+
+
+def ours(q, k=None, cos=None, sin=None, position_ids=None, unsqueeze_dim=1) -> Callable:
     """Return the npu-ops call for this call of transformers, on the first elements of a head.
 
     Tables wider than q and k make the result wider, as theirs do (autocast). position_ids are not
-    used by either.
+    used by either. q may come without k.
     """
     if isinstance(position_ids, int):  # transformers 5 has unsqueeze_dim in this place
         position_ids, unsqueeze_dim = None, position_ids
-    _check(q, k, cos, sin)
+    _check(q, q if k is None else k, cos, sin)
     check.one_of("unsqueeze_dim", unsqueeze_dim, (1, 2))
     if q.dim() != 4 or cos.dim() != 3:
         raise check.shape("cos", cos, f"[B, S, W], and q 4 dimensions (got {list(q.shape)})")
     dtype = torch.promote_types(q.dtype, cos.dtype)
+    rotate = functools.partial(
+        npu_ops.apply_rotary_pos_emb, q.to(dtype), k if k is None else k.to(dtype), cos, sin,
+        unsqueeze_dim=unsqueeze_dim, rotary_dim=cos.shape[-1],
+    )  # fmt: skip
+    return rotate if k is not None else lambda: rotate()[0]
+
+
+def ours_narrow(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> Callable:
+    """As `ours_whole`, for models whose function returns the dtype that it was given."""
+    ours_whole(q, k, cos, sin, position_ids, unsqueeze_dim)
+    if isinstance(position_ids, int):
+        unsqueeze_dim = position_ids
     return functools.partial(
-        npu_ops.apply_rotary_pos_emb, q.to(dtype), k.to(dtype), cos, sin,
+        npu_ops.apply_rotary_pos_emb, q, k, cos, sin,
         unsqueeze_dim=unsqueeze_dim, rotary_dim=cos.shape[-1],
     )  # fmt: skip
 
@@ -60,6 +91,13 @@ def ours_whole(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> Callable:
     if cos.shape[-1] != q.shape[-1]:
         raise check.shape("cos", cos, f"[B, S, {q.shape[-1]}]")
     return call
+
+
+_VARIANTS = (
+    Variant(ours, _partial_calls),
+    Variant(ours_whole, _calls),
+    Variant(ours_narrow, _calls),
+)
 
 
 def ours_vision(q, k, cos, sin) -> Callable:

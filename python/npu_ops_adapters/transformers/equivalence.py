@@ -1,0 +1,164 @@
+"""Whether a model's own function computes what ours does: small calls of both are compared.
+
+Each model of transformers has copies of its own of all functions. A copy with a signature that is
+known is replaced only if it computes the same; another formula is left to the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from npu_ops.core import compare, env, make
+from npu_ops_adapters.patching import Names, wrapped
+
+# bf16 is rounded at other places than in transformers.
+_CLOSE = {
+    torch.float32: compare.Tolerance(1e-4, 1e-4),
+    torch.bfloat16: compare.Tolerance(2e-2, 5e-2),
+}
+
+
+class Variant(NamedTuple):
+    """One formula that npu-ops has.
+
+    ours: takes the arguments of the model's function and returns a call.
+    calls: given the function, or its class, makes tuples of arguments for small calls. It makes
+        new tensors each time, for a call may write to them.
+    build: makes a module of a class, given a factor of all its sizes; None for a function.
+    reads: the settings of such a module that `ours` reads itself.
+    """
+
+    ours: Callable
+    calls: Callable[[Any], list[tuple]]
+    build: Callable[[type, int], torch.nn.Module] | None = None
+    reads: Names = ()
+
+    def on(self, subject: Any) -> Callable:
+        """`ours`, for modules with the settings of the one that was compared."""
+        if self.build is None:
+            return self.ours
+        with _undisturbed():
+            modules = [self.build(subject, factor) for factor in (1, 2)]
+        known = {n: v for n, v in _settings(*modules).items() if n not in self.reads}
+        return functools.partial(_with_settings, self.ours, known)
+
+
+@functools.cache
+def choose(subject: Any, variants: tuple[Variant, ...]) -> Variant | str:
+    """The first formula that is the model's, or a sentence on why none is.
+
+    Args:
+        subject: the model's function as it was defined, or the class whose `forward` it is.
+    """
+    function = innermost(getattr(subject, "forward", subject))
+    reason = ""
+    for variant in variants:
+        reason = _difference(variant, function, subject)
+        if not reason:
+            return variant
+    return f"a small call does not give what npu-ops gives: {reason}"
+
+
+def innermost(function: Any) -> Any:
+    """A function of PyTorch's alone, without decorators that choose kernels of other packages."""
+    if issubclass(type(function), types.FunctionType):
+        *_, function = wrapped(function)
+    return function
+
+
+def _difference(variant: Variant, function: Callable, subject: Any) -> str:
+    try:
+        function = _of_pytorch(function)
+        with _undisturbed():
+            for theirs, mine in zip(variant.calls(subject), variant.calls(subject), strict=True):
+                expected, actual = function(*theirs), variant.ours(*mine)()
+                _assert_same((actual, mine), (expected, theirs))
+    except Exception as error:  # what a model does with a call is not for us to foresee
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _of_pytorch(function: types.FunctionType) -> Callable:
+    """The same code, which finds functions of PyTorch's alone under the names that it calls."""
+    called = function.__globals__.keys() & set(function.__code__.co_names)
+    known = function.__globals__ | {n: innermost(function.__globals__[n]) for n in called}
+    copied = types.FunctionType(
+        function.__code__, known, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+@contextlib.contextmanager
+def _undisturbed():
+    """What a program has set, for its own calls, does not reach these; they are on the CPU."""
+    plain = {"impl": {}, "strict": False, "log": "once", "consistent": ""}
+    with contextlib.ExitStack() as contexts:
+        if any(getattr(env.settings, name) != value for name, value in plain.items()):
+            contexts.enter_context(env.override(**plain))
+        for context in (
+            torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"),
+            torch.random.fork_rng(devices=()),
+        ):  # fmt: skip
+            contexts.enter_context(context)
+        yield
+
+
+def _assert_same(actual: Any, expected: Any) -> None:
+    """Raise AssertionError unless all tensors are, those of arguments that were written too."""
+    pairs = zip(_tensors(actual), _tensors(expected), strict=True)
+    for number, (a, e) in enumerate(pairs):
+        if a.dtype != e.dtype:
+            raise AssertionError(f"tensor {number}: {a.dtype}, the model's is {e.dtype}")
+        compare.assert_close(f"tensor {number}", a, e, _CLOSE[e.dtype])
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return _tensors(value.states) if hasattr(value, "states") else []
+
+
+def _settings(one: torch.nn.Module, other: torch.nn.Module) -> dict:
+    """What is the same in two modules of one class that differ in all sizes."""
+    bare = vars(torch.nn.Module())
+    mine, others = vars(one), vars(other)
+    return {n: v for n, v in mine.items() if n not in bare and n in others and v == others[n]}
+
+
+def _with_settings(ours: Callable, known: dict, module, *args, **kwargs):
+    for name, value in known.items():
+        if getattr(module, name, value) != value:
+            raise ValueError(f"{name}: got {getattr(module, name)!r}, needs {value!r}")
+    return ours(module, *args, **kwargs)
+
+
+# Small tensors
+
+
+class Draw:
+    """Random numbers that are the same each time, and leave the program's alone."""
+
+    def __init__(self):
+        self._draw = torch.Generator("cpu").manual_seed(0)
+
+    def normal(self, *shape: int, dtype=torch.float32) -> torch.Tensor:
+        return make.normal(shape, self._draw).to(dtype)
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        return make.uniform(shape, self._draw)
+
+    def fill(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Give a module other parameters than ones and zeros."""
+        module = module.float()
+        for parameter in module.parameters():
+            parameter.copy_(self.normal(*parameter.shape) / 2)
+        return module
