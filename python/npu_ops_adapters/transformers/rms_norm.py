@@ -33,7 +33,10 @@ def patches() -> Iterable[Patch]:
             yield from models.replaced(
                 (model,), f"{name}.forward", "rms_norm", ours, _SIGNATURES[0]
             )
-    variants = tuple(Variant(function, _calls, build) for function in (ours, ours_zero_centered))
+    variants = tuple(
+        Variant(function, _calls, build, reads=("group_size",))
+        for function in (ours, ours_zero_centered)
+    )
     yield from models.compared_classes(
         models.linear(), "RMSNorm", "rms_norm", variants, *_SIGNATURES
     )
@@ -45,8 +48,14 @@ def build(cls: type, factor: int) -> torch.nn.Module:
 
 
 def _calls(cls: type) -> list[tuple]:
-    x = Draw().normal(2, 3, 8)
-    return [(build(cls, 1), x), (build(cls, 1).bfloat16(), x.bfloat16())]
+    """Of the whole row, and by groups, where a module says which."""
+    x, module = Draw().normal(2, 3, 8), build(cls, 1)
+    calls = [(module, x), (build(cls, 1).bfloat16(), x.bfloat16())]
+    if getattr(module, "group_size", x) is None:
+        grouped = build(cls, 1)
+        grouped.group_size = 4
+        calls.append((grouped, x))
+    return calls
 
 
 def ours(module, hidden_states) -> Callable:
@@ -54,20 +63,23 @@ def ours(module, hidden_states) -> Callable:
     x, weight = hidden_states, module.weight
     _check("hidden_states", x, weight)
     check.one_of("weight's dtype", weight.dtype, (x.dtype,))  # theirs is the wider of both
-    return functools.partial(npu_ops.rms_norm, x, weight, _epsilon(module))
+    return functools.partial(_normalise, module, x, zero_centered=False)
 
 
 def ours_zero_centered(module, x) -> Callable:
     """The same where weight is what is added to 1."""
     _check("x", x, module.weight)
-    return functools.partial(
-        npu_ops.rms_norm, x, module.weight, _epsilon(module), zero_centered=True
-    )
+    return functools.partial(_normalise, module, x, zero_centered=True)
 
 
-def _epsilon(module) -> float:
-    """By one of the two names that it has in transformers."""
-    return module.eps if hasattr(module, "eps") else module.variance_epsilon
+def _normalise(module, x, zero_centered: bool):
+    """Of a row, or of each group of its elements by itself; eps has one of two names."""
+    eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    norm = functools.partial(npu_ops.rms_norm, eps=eps, zero_centered=zero_centered)
+    size = getattr(module, "group_size", None)
+    if size is None:
+        return norm(x, module.weight)
+    return torch.cat(list(map(norm, x.split(size, -1), module.weight.split(size))), -1)
 
 
 def _check(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""transformers' Qwen models on NPU tensors, on our kernels alone: what they compute on the CPU.
+"""transformers' models on NPU tensors, on our kernels alone: what they compute on the CPU.
 
 Nothing falls back (NPU_OPS_STRICT=1), and shadow mode, which copies all it is given, is content.
 """
@@ -24,6 +24,10 @@ OPERATORS = {
     "qwen3_vl": {"rope": 4, "attention": 4, "rms_norm": 9},
     "qwen3_5": {"rope": 3, "attention": 3, "causal_conv1d": 1, "chunk_gated_delta_rule": 1,
                 "rms_norm_gated": 1, "rms_norm": 7},
+    "qwen4_exp": {"rope": 2, "attention": 1, "causal_conv1d": 1, "chunk_gated_delta_rule": 1,
+                  "rms_norm_gated": 1, "rms_norm": 59, "grouped_linear": 4},
+    "olmo_hybrid": {"rope": 1, "attention": 1, "causal_conv1d": 1, "chunk_gated_delta_rule": 1,
+                    "rms_norm_gated": 1, "rms_norm": 7},
 }  # fmt: skip
 
 
