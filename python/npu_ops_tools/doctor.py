@@ -48,7 +48,7 @@ class Missing(str, enum.Enum):
 
 
 _ABSENT = (State.WAITING, Missing.PACKAGE, Missing.MODULE)
-_AT_REST = (State.APPLIED, State.DISABLED, *_ABSENT)
+_AT_REST = (State.APPLIED, State.DISABLED, State.KEPT, *_ABSENT)
 _REMOVABLE = (State.APPLIED, State.CAPTURED)
 _NOT_REGISTERED = "the adapters were not registered (TORCH_DEVICE_BACKEND_AUTOLOAD=0?)"
 

@@ -229,6 +229,7 @@ MANY = (  # states, and a part of what is said of each
     (State.APPLIED, "", "host, 3 patches: applied"),
     (State.READY, "", "host, 3 patches: NOT IN FORCE: the adapters were not registered"),
     (State.REFUSED, "expected (t) (" + "versions, " * 30 + ")", "NOT IN FORCE: refused: expected"),
+    (State.KEPT, "a small call differs", "host, 3 patches: kept: a small call differs"),
     (State.OVERWRITTEN, "rival.fused_rope.rotate", "overwritten by rival.fused_rope.rotate"),
     (State.CAPTURED, ", ".join(MODULES), "captured too early by a.b.module_0, a.b.module_1"),
     (State.DISABLED, "", "host, 3 patches: disabled by NPU_OPS_DISABLE"),

@@ -17,7 +17,7 @@ The states of a patch. `plan` and `apply` tell the upper ones, `verify` the lowe
                unknown, or   |    |  a framework's   someone else  |   |  others imported the
                make fails    |    |  manager's task  replaced it   |   |  original before
                              v    v                                v   v
-                       REFUSED    LEFT --- adopt --> APPLIED  OVERWRITTEN, CAPTURED
+                 REFUSED, KEPT    LEFT --- adopt --> APPLIED  OVERWRITTEN, CAPTURED
 """
 
 from npu_ops_adapters.patching.engine import adopt, apply, forget, plan, protect, revert, verify

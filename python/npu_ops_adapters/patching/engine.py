@@ -67,7 +67,7 @@ def apply(patches: Iterable[Patch], ready: str | None = None) -> Statuses:
             row = _planned(patch, ready)
             if row.state is State.READY:
                 row = _try(patch, holders)
-            if row.state is State.REFUSED:
+            if row.state in (State.REFUSED, State.KEPT):
                 refused[patch.key] = row
                 log.once(f"{patch.target}: {row.sentence}")
         return Statuses(refused.get(row.key, row) for row in plan(patches, ready))
@@ -166,7 +166,7 @@ def _state(patch: Patch, ready: str | None) -> tuple[State, str]:
         return State.LEFT, MANAGER
     reason = why_not(patch)
     if reason:
-        return State.REFUSED, reason
+        return State.KEPT if patch.may_differ else State.REFUSED, reason
     return (State.LEFT, patch.by) if patch.by else (State.READY, "")
 
 

@@ -61,6 +61,7 @@ class Patch:
     note: says more of an applied patch, e.g. a count.
     by: who applies it in this engine's place, and tells it by `adopt`; "" is the engine.
     why_not: called with what is there, or None; a sentence refuses the patch.
+    may_differ: what is there may be another function, and is then kept, which is no fault.
     joined, left: called once it is applied, and once it is reverted.
     """
 
@@ -77,6 +78,7 @@ class Patch:
     note: Callable[[], str] | None = None
     by: str = ""
     why_not: Callable[[Any], str | None] | None = None
+    may_differ: bool = False
     joined: Callable[[], None] | None = None
     left: Callable[[], None] | None = None
 
@@ -111,6 +113,7 @@ class State(str, enum.Enum):
     READY = "apply"
     LEFT = "left to"  # detail: whose patch manager places it
     REFUSED = "refused"  # detail: why
+    KEPT = "kept"  # detail: how the framework's function is another than ours
     APPLIED = "applied"
     OVERWRITTEN = "overwritten by"  # detail: what is there now
     CAPTURED = "captured too early by"  # detail: the modules that hold the original
@@ -141,7 +144,8 @@ class Status:
         """The state with its detail."""
         if not self.detail:
             return str(self.state)
-        return f"{self.state}{':' if self.state is State.REFUSED else ''} {self.detail}"
+        colon = ":" if self.state in (State.REFUSED, State.KEPT) else ""
+        return f"{self.state}{colon} {self.detail}"
 
 
 class Statuses(list[Status]):
