@@ -27,7 +27,8 @@ def on_calls(
 ) -> None:
     """From now on `note(name)` comes before each call of these operators of npu_ops, or `home`.
 
-    Calls that are traced by torch.compile are not noted.
+    Calls that are traced by torch.compile are not noted, nor are those on the CPU of a machine with
+    an NPU: they compare a model's functions with ours.
     """
     if home is None:
         import npu_ops as home  # no earlier: checks depend on who is imported first
@@ -45,11 +46,17 @@ def count_calls(names: Iterable[str]) -> collections.Counter[str]:
 def _noted(operator: Callable, note: Callable[[], None]) -> Callable:
     @functools.wraps(operator)
     def call(*args, **kwargs):
-        if not torch.compiler.is_compiling():  # a count is a guard, and recompiles
+        # A count is a guard, and recompiles.
+        if not torch.compiler.is_compiling() and not _compares([*args, *kwargs.values()]):
             note()
         return operator(*args, **kwargs)
 
     return call
+
+
+def _compares(values: list) -> bool:
+    on_cpu = any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in values[:2])
+    return on_cpu and hasattr(torch, "npu") and torch.npu.is_available()
 
 
 def operators() -> list[str]:
