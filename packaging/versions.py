@@ -9,9 +9,8 @@ its path. In each, from the sources and again from the wheel: the README's first
 `npu-ops doctor`, every op's cases in bf16, forward and backward, on the CPU and on the emulated NPU
 with the torch_npu of that torch, and `npu-ops demo` with two ranks there. Kernels are judged by
 ascendnpu-ir 1.2; for the torch of images with CANN 8.5 by 1.1, the oldest that says what fits on
-the chip. What came of it is
-written to python/npu_ops_tools/tested.csv, and into the tables of README and docs/images, in both
-languages.
+the chip. What came of it is written to python/npu_ops_tools/tested.csv, and into the tables of
+README and docs/images, in both languages.
 
 --short: from the sources, doctor, and `npu-ops verify` on the emulated NPU; nothing is written.
 
@@ -91,7 +90,7 @@ class Row:
 
     @property
     def compiler(self) -> str:
-        """The version of the ascendnpu-ir that judges kernels."""
+        """Whether a kernel compiles is decided by this version of ascendnpu-ir."""
         if not self.torch_npu:
             return ""
         return OLDER_COMPILER if Version(self.torch) < Version("2.10") else COMPILER

@@ -137,7 +137,8 @@ def watch(callback: Callback, before: Callback | None = None) -> None:
 
 
 def is_watched(name: str) -> bool:
-    """Whether the callback is told of a module: any model of transformers is such a module."""
+    """Whether `watch` calls back when a module is imported: those of WATCHED, and each model of
+    transformers."""
     return name in WATCHED or model_of_transformers(name) is not None
 
 

@@ -8,11 +8,14 @@
 
 namespace npu_ops::emulator {
 
+// No gradients are recorded. The task queue's thread may write tensors that the caller's thread
+// made under torch.inference_mode, which torch allows in this mode alone.
+using Unrecorded = c10::InferenceMode;
+
 int plan(const char* name, uint64_t* workspace, aclOpExecutor** executor,
          const std::function<void()>& check, std::function<void()> run) {
   trace(name);
-  // The task queue's thread may write what a caller made in this mode, and records no gradients.
-  const c10::InferenceMode inference;
+  const Unrecorded mode;
   try {
     check();
   } catch (const Rejected& rejected) {
@@ -27,8 +30,7 @@ int plan(const char* name, uint64_t* workspace, aclOpExecutor** executor,
 
 int execute(aclOpExecutor* executor) {
   const std::unique_ptr<aclOpExecutor> owned(executor);
-  // The task queue's thread may write what a caller made in this mode, and records no gradients.
-  const c10::InferenceMode inference;
+  const Unrecorded mode;
   try {
     executor->run();
     return 0;
@@ -107,8 +109,7 @@ aclTensor* aclCreateTensor(const int64_t* sizes, uint64_t rank, aclDataType dtyp
                            uint64_t, void* data) {
   try {
     const auto type = scalar_type(dtype);
-    // The task queue's thread may write what a caller made in this mode, and records no gradients.
-    const c10::InferenceMode inference;
+    const Unrecorded mode;
     void* first = static_cast<char*>(data) + offset * c10::elementSize(type);
     return new aclTensor{at::from_blob(
         first, at::IntArrayRef(sizes, rank), at::IntArrayRef(strides, rank), [](void*) {},

@@ -1,4 +1,4 @@
-"""Norms and activations: rounded once, and twice, as in training with transformers.
+"""Norms round once, and SwiGLU rounds twice, as in transformers with npu-ops.
 
 MindSpeed, vllm-ascend and verl call torch_npu's, Megatron torch's. A norm is `npu_ops.rms_norm`,
 which is what npu-ops puts into transformers and SGLang. `npu_swiglu` rounds once; a model of

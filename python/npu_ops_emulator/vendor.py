@@ -32,8 +32,8 @@ class CompileError(RuntimeError):
 
 @functools.cache
 def tool(name: str) -> str:
-    """The path of a tool of the ascendnpu-ir wheel, or of one on PATH; of the compiler, of the one
-    that NPU_OPS_BISHENGIR_COMPILE names.
+    """The path of a tool: the compiler that NPU_OPS_BISHENGIR_COMPILE names, the ascendnpu-ir
+    wheel's, or one on PATH.
 
     Raises:
         FileNotFoundError: there is none.
@@ -93,7 +93,6 @@ def retried(call: Callable, *args, **named):
     return call(*args, **named)
 
 
-@functools.cache
 @functools.cache
 def versions() -> str:
     """The versions of the front end and of the compiler."""

@@ -367,7 +367,7 @@ def test_what_is_patched_is_watched(monkeypatch):
 
 
 def test_every_model_of_transformers_is_watched():
-    """Of whatever name: what it defines is looked at when it is there."""
+    """Its name does not matter: npu-ops reads what the model defines after its import."""
     home = "transformers.models.any_name.modeling_any_name"
     assert npu_ops_import_hook.is_watched(home)
     assert npu_ops_import_hook.model_of_transformers(home) == "any_name"

@@ -1,4 +1,4 @@
-"""Relax on NPUs, on a double of it: tests/trainers/upstream_relax.py runs Relax itself."""
+"""The adapters for Relax, on a double. tests/trainers/upstream_relax.py runs the real Relax."""
 
 from __future__ import annotations
 

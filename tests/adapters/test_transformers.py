@@ -36,7 +36,8 @@ def rows(*shape, dtype=torch.float32, seed=0):
 
 
 def states(status):
-    """Of transformers and the models here; other tests import models that are refused in part."""
+    """Of the patches of transformers and of MODELS; other tests import models whose functions are
+    not all replaced."""
     homes = [models.home(name) for name in transformers_models.MODELS]
     homes += ["transformers.integrations", "transformers.modeling_utils", "transformers.masking"]
     return {row.target: row.sentence for row in status if row.target.startswith(tuple(homes))}
@@ -113,20 +114,11 @@ def test_older_versions(version):
 
 def test_packed_sequences_need_no_fla(applied):
     """transformers refuses them without it; a convolution does not look across either."""
-    model, _ = transformers_models.built("qwen3_next")
-    model.set_attn_implementation("npu_ops")
-    ids = transformers_models.text_inputs(1, 60)["input_ids"]
-    lengths = [20, 1, 39]
-    starts = torch.tensor([0, 20, 21, 60], dtype=torch.int32)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    packing = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
-    packed = model(ids, position_ids=positions, use_cache=False, **packing).logits
-    alone = [model(part, use_cache=False).logits for part in ids.split(lengths, 1)]
-    assert_close("logits", packed, torch.cat(alone, 1), Tolerance(2e-5, 2e-5))
+    model, call = transformers_models.compare_packed("qwen3_next")
     npu_ops_adapters.revert()
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="can't keep packed sequences apart"):
-        model(ids, position_ids=positions, use_cache=False, **packing)
+        call()
 
 
 # Attention

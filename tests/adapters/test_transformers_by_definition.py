@@ -67,16 +67,7 @@ def test_generation_with_a_cache(name, padded):
 @pytest.mark.parametrize("name", ["qwen4_exp", "olmo_hybrid"])
 def test_packed_sequences(name, applied):
     """They do not see each other. transformers alone refuses them without other packages."""
-    model, _ = transformers_models.built(name)
-    model.set_attn_implementation("npu_ops")
-    ids = transformers_models.text_inputs(1, 60)["input_ids"]
-    lengths = [20, 1, 39]
-    starts = torch.tensor([0, 20, 21, 60], dtype=torch.int32)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    packing = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
-    packed = model(ids, position_ids=positions, use_cache=False, **packing).logits
-    alone = [model(part, use_cache=False).logits for part in ids.split(lengths, 1)]
-    assert_close("logits", packed, torch.cat(alone, 1), Tolerance(2e-5, 2e-5))
+    transformers_models.compare_packed(name)
 
 
 # The next model

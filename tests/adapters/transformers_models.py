@@ -349,6 +349,24 @@ def compare_generation(name: str, padded: bool) -> dict:
     return calls
 
 
+def compare_packed(name: str):
+    """Packed sequences have the logits that each has alone. Return the model, and a call of it."""
+    model, _ = built(name)
+    model.set_attn_implementation("npu_ops")
+    ids = text_inputs(1, 60)["input_ids"]
+    lengths = [20, 1, 39]
+    starts = torch.tensor([0, 20, 21, 60], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packing = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+
+    def call():
+        return model(ids, position_ids=positions, use_cache=False, **packing).logits
+
+    alone = [model(part, use_cache=False).logits for part in ids.split(lengths, 1)]
+    assert_close("logits", call(), torch.cat(alone, 1), Tolerance(2e-5, 2e-5))
+    return model, call
+
+
 def main(names) -> None:
     """Print ["NAME ATTENTION", calls or a traceback] for each; names are of `MODELS`."""
     npu_ops_import_hook.unwatch()

@@ -37,7 +37,7 @@ COMMITS = {
     "queue": "dcc78f0a021284412921217fde71fea7cb276ffc",
     "mindspeed_bridge": "3655c07cbcc9",
 }
-# For Ray Serve, logs, video and sound, whose modules Relax's trainer imports.
+# Relax's trainer imports these for Ray Serve, logging, video and audio.
 PACKAGES = (
     "aiorwlock==1.5.1",
     "cffi==2.1.1",

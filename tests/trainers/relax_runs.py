@@ -1,6 +1,6 @@
 """Starts Relax, on the emulated NPU or on the CPU, and reads what it wrote.
 
-With npu-ops that is Relax's own program; relax_train.py sets more for the others.
+The runs with npu-ops start Relax's own program. The others start relax_train.py, which sets more.
 """
 
 from __future__ import annotations

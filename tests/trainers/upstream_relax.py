@@ -55,7 +55,7 @@ def test_gated_delta_net_with_relaxs_patches(devices, folder, truth):
 
 
 def test_gated_delta_net_of_whole_sequences(folder, truth):
-    """On two ranks without --sequence-parallel, where npu-ops adds one gradient over them."""
+    """Two ranks, no --sequence-parallel: npu-ops sums the gradient of Gated Delta Net's norm."""
     found = runs.run(folder, "npu_ops", "qwen3_5", 2)
     is_by_npu_ops(found, truth("qwen3_5"), 2)
     called(found, DELTA_NET + GATES)

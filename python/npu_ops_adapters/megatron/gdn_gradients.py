@@ -1,4 +1,4 @@
-"""Gradients of the norm in Gated Delta Net, where tensors are parallel and sequences are whole.
+"""With tensor parallelism alone, the gradient of Gated Delta Net's norm is summed over the ranks.
 
 Each rank has all of the weight of `out_norm`, and heads of its own: its gradient is that of those
 heads alone. Megatron-LM adds such gradients over ranks for the norms of attention's queries and

@@ -61,7 +61,10 @@ def _is_plain(norm) -> bool:
 
 
 def _weight(norm) -> torch.Tensor:
-    """MindSpeed's keeps it less one where Megatron is told to, as for Qwen3.5."""
+    return 1 + norm.weight.float() if is_zero_centered(norm) else norm.weight
+
+
+def is_zero_centered(norm) -> bool:
+    """MindSpeed's norm keeps its weight less one where Megatron is told to, as for Qwen3.5."""
     config = getattr(norm, "config", None)
-    centred = getattr(config, "layernorm_zero_centered_gamma", False)
-    return 1 + norm.weight.float() if centred else norm.weight
+    return getattr(config, "layernorm_zero_centered_gamma", False)

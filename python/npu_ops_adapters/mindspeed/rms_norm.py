@@ -13,6 +13,7 @@ import torch
 
 import npu_ops
 from npu_ops.core import check
+from npu_ops_adapters.megatron.rms_norm_gated import is_zero_centered
 from npu_ops_adapters.mindspeed import VERSIONS
 from npu_ops_adapters.patching import Patch
 
@@ -42,7 +43,7 @@ def replace(original: Callable) -> Callable:
 
 def _is_ours(norm, x) -> bool:
     return (
-        getattr(getattr(norm, "config", None), "layernorm_zero_centered_gamma", False)
+        is_zero_centered(norm)
         and isinstance(x, torch.Tensor)
         and x.dtype in check.FLOATS
         and norm.weight.dtype in check.FLOATS

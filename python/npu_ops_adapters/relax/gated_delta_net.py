@@ -1,4 +1,4 @@
-"""Settings that MindSpeed-Bridge's layer of Gated Delta Net asks for, and Relax does not set."""
+"""Settings that MindSpeed-Bridge's layer of Gated Delta Net reads and Relax does not set."""
 
 from __future__ import annotations
 

@@ -20,8 +20,9 @@ _NAME, _NAME_4 = "causal_conv1d_update", "torch_causal_conv1d_update"
 
 def patches() -> Iterable[Patch]:
     """`causal_conv1d_update`, which version 4 calls `torch_causal_conv1d_update`."""
-    older = models.having(models.linear(), _NAME_4)
-    newer = tuple(model for model in models.linear() if model not in older)
+    linear = models.linear()
+    older = models.having(linear, _NAME_4)
+    newer = tuple(model for model in linear if model not in older)
     for having, name in ((newer, _NAME), (older, _NAME_4)):
         yield from models.compared(having, name, _NAME, (Variant(ours, _calls),))
 

@@ -31,15 +31,16 @@ _BY_CHANNEL = (
 
 def patches() -> Iterable[Patch]:
     """`torch_chunk_gated_delta_rule`, which calls fla's where that is installed."""
+    linear = models.linear()
     yield from models.compared(
-        models.linear(),
+        linear,
         models.RULE,
         "chunk_gated_delta_rule",
         (Variant(ours, _calls),),
         (*_HEAD, "chunk_size", *_STATE, "kwargs"),
         (*_HEAD, "chunk_size", *_STATE),  # 4
     )
-    for model in models.having(models.linear(), models.RULE_BY_CHANNEL):
+    for model in models.having(linear, models.RULE_BY_CHANNEL):
         yield models.patch(
             f"{models.home(model)}:{models.RULE_BY_CHANNEL}",
             "chunk_gated_delta_rule",

@@ -162,3 +162,8 @@ class Draw:
         for parameter in module.parameters():
             parameter.copy_(self.normal(*parameter.shape) / 2)
         return module
+
+
+def small_norm(cls: type, factor: int) -> torch.nn.Module:
+    """A norm of a model's class: 8 factor elements, an eps that counts, random weights."""
+    return Draw().fill(cls(8 * factor, eps=0.1 / factor))

@@ -25,13 +25,13 @@ _NAMES = (
 def patches() -> Iterable[Patch]:
     """`torch_recurrent_gated_delta_rule`, and the same with a decay by key channel (KDA); they call
     fla's where that is installed."""
-    op = "fused_recurrent_gated_delta_rule"
+    linear, op = models.linear(), "fused_recurrent_gated_delta_rule"
+    signatures = ((*_NAMES, "kwargs"), _NAMES)  # version 4 has no more
     for name, variant in (
         ("torch_recurrent_gated_delta_rule", Variant(ours, _calls)),
         ("recurrent_kimi_delta_attention", Variant(ours_by_channel, _calls_by_channel)),
     ):
-        signatures = ((*_NAMES, "kwargs"), _NAMES)  # version 4 has no more
-        yield from models.compared(models.linear(), name, op, (variant,), *signatures)
+        yield from models.compared(linear, name, op, (variant,), *signatures)
 
 
 def _calls(function, by_channel: bool = False) -> list[tuple]:

@@ -23,8 +23,10 @@ from npu_ops_adapters.transformers.equivalence import Variant
 TEXT = ("qwen2", "qwen3", "qwen3_moe")
 QWEN2_VL = ("qwen2_vl", "qwen2_5_vl")
 QWEN3_VL = ("qwen3_vl", "qwen3_vl_moe")
-# Whose functions are ours in every version that is known; of any other model some may differ.
-_OURS = (*TEXT, *QWEN2_VL, *QWEN3_VL, "qwen3_next", "qwen3_5", "qwen3_5_moe")
+VISION = (*QWEN2_VL, *QWEN3_VL)
+BY_NAME = (*TEXT, *VISION)
+# Models of which npu-ops has every function in every known version; another model's may differ.
+_OURS = (*BY_NAME, "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 # What a model with linear attention defines: one of these. A None or another package's is none.
 CONVOLUTION = "causal_conv1d_fn"
@@ -136,9 +138,9 @@ def _defines(model: str, name: str) -> bool:
 
 
 def vision() -> Names:
-    """Models with a vision tower: those known by name, and imported ones with linear attention."""
-    named = (*QWEN2_VL, *QWEN3_VL)
-    return (*named, *having(linear(), "apply_rotary_pos_emb_vision"))
+    """Models with a vision tower: those of VISION, and each imported model that has both linear
+    attention and a tower."""
+    return (*VISION, *having(linear(), "apply_rotary_pos_emb_vision"))
 
 
 def modules() -> list[str]:
@@ -153,4 +155,4 @@ def modules() -> list[str]:
         for path in sorted(pathlib.Path(folder).glob("*/modeling_*.py"))
         if path.stem == f"modeling_{path.parent.name}" and defined.search(path.read_text("utf-8"))
     ]
-    return [home(model) for model in (*TEXT, *QWEN2_VL, *QWEN3_VL, *found)]
+    return [home(model) for model in (*BY_NAME, *found)]

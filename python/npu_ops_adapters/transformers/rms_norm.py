@@ -12,7 +12,7 @@ from npu_ops.core import check
 from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
-from npu_ops_adapters.transformers.equivalence import Draw, Variant
+from npu_ops_adapters.transformers.equivalence import Draw, Variant, small_norm
 
 _CLASSES = {
     "qwen2": "Qwen2RMSNorm",
@@ -34,7 +34,7 @@ def patches() -> Iterable[Patch]:
                 (model,), f"{name}.forward", "rms_norm", ours, _SIGNATURES[0]
             )
     variants = tuple(
-        Variant(function, _calls, build, reads=("group_size",))
+        Variant(function, _calls, small_norm, reads=("group_size",))
         for function in (ours, ours_zero_centered)
     )
     yield from models.compared_classes(
@@ -42,17 +42,12 @@ def patches() -> Iterable[Patch]:
     )
 
 
-def build(cls: type, factor: int) -> torch.nn.Module:
-    """A small norm with random weights."""
-    return Draw().fill(cls(8 * factor, eps=0.1 / factor))
-
-
 def _calls(cls: type) -> list[tuple]:
     """Of the whole row, and by groups, where a module says which."""
-    x, module = Draw().normal(2, 3, 8), build(cls, 1)
-    calls = [(module, x), (build(cls, 1).bfloat16(), x.bfloat16())]
+    x, module = Draw().normal(2, 3, 8), small_norm(cls, 1)
+    calls = [(module, x), (small_norm(cls, 1).bfloat16(), x.bfloat16())]
     if getattr(module, "group_size", x) is None:
-        grouped = build(cls, 1)
+        grouped = small_norm(cls, 1)
         grouped.group_size = 4
         calls.append((grouped, x))
     return calls

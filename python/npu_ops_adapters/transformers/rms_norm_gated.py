@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 
-import torch
-
 import npu_ops
 from npu_ops.core import check
 from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
-from npu_ops_adapters.transformers.equivalence import Draw, Variant
+from npu_ops_adapters.transformers.equivalence import Draw, Variant, small_norm
 
 _NAMES = ("self", "hidden_states", "gate")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
@@ -20,25 +18,20 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 def patches() -> Iterable[Patch]:
     """The method that normalises, multiplies and rounds."""
-    variant = Variant(ours, _calls, build, reads=("activation",))
+    variant = Variant(ours, _calls, small_norm, reads=("activation",))
     yield from models.compared_classes(
         models.linear(), "RMSNormGated", "rms_norm_gated", (variant,), _NAMES
     )
 
 
-def build(cls: type, factor: int) -> torch.nn.Module:
-    """A small norm with random weights."""
-    return Draw().fill(cls(8 * factor, eps=0.1 / factor))
-
-
 def _calls(cls: type) -> list[tuple]:
     """By each activation, where a module says which it has."""
-    module, draw = build(cls, 1), Draw()
+    module, draw = small_norm(cls, 1), Draw()
     x, gate = draw.normal(5, 8), draw.normal(5, 8)
-    half = (build(cls, 1).bfloat16(), x.bfloat16(), gate.bfloat16())
+    half = (small_norm(cls, 1).bfloat16(), x.bfloat16(), gate.bfloat16())
     if not hasattr(module, "activation"):
         return [(module, x, gate), half]
-    by_activation = [(build(cls, 1), x, gate) for _ in _ACTIVATIONS]
+    by_activation = [(small_norm(cls, 1), x, gate) for _ in _ACTIVATIONS]
     for (other, *_), name in zip(by_activation, _ACTIVATIONS, strict=True):
         other.activation = name
     return [(module, x, gate), half, *by_activation]

@@ -18,7 +18,6 @@ from npu_ops_adapters.transformers import models
 from npu_ops_adapters.transformers.equivalence import Draw, Variant
 
 _NAME, _VISION = "apply_rotary_pos_emb", "apply_rotary_pos_emb_vision"
-WHOLE_HEADS = (*models.TEXT, *models.QWEN2_VL, *models.QWEN3_VL)
 _TEXT_SIGNATURES = (
     ("q", "k", "cos", "sin", "unsqueeze_dim"),
     ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"),
@@ -28,11 +27,11 @@ _TEXT_SIGNATURES = (
 def patches() -> Iterable[Patch]:
     """`apply_rotary_pos_emb`, and `apply_rotary_pos_emb_vision` of vision towers."""
     multimodal = models.having(models.QWEN2_VL, "apply_multimodal_rotary_pos_emb")
-    whole = tuple(model for model in WHOLE_HEADS if model not in multimodal)
+    whole = tuple(model for model in models.BY_NAME if model not in multimodal)
     yield from models.replaced(whole, _NAME, "rope", ours_whole, *_TEXT_SIGNATURES)
-    linear, named = models.linear(), (*models.QWEN2_VL, *models.QWEN3_VL)
+    linear = models.linear()
     yield from models.compared(linear, _NAME, "rope", _VARIANTS, *_TEXT_SIGNATURES)
-    yield from models.replaced(named, _VISION, "rope", ours_vision)
+    yield from models.replaced(models.VISION, _VISION, "rope", ours_vision)
     yield from models.compared(linear, _VISION, "rope", (Variant(ours_vision, _vision_calls),))
 
 

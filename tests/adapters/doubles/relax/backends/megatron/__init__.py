@@ -1,1 +1,1 @@
-"""Relax's trainer, which imports MindSpeed first where it is installed."""
+"""Stands for Relax's trainer. The real one imports MindSpeed first, if that is installed."""
