@@ -11,6 +11,7 @@ from npu_ops_tools.model.validation import check, page, stages
 from npu_ops_tools.model.validation.cases import candidates, rows
 
 
+@pytest.mark.slow
 def test_the_gates_and_the_page():
     """One test, for walking all rows takes a while."""
     points = check.points()
