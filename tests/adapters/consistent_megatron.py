@@ -1,54 +1,89 @@
-"""A tiny Qwen3 with NPU_OPS_CONSISTENT=1: Megatron's logits of packed sequences, and transformers'.
+"""A tiny model with NPU_OPS_CONSISTENT=1: Megatron's logits of packed sequences, and transformers'.
 
-python consistent_megatron.py MEGATRON DTYPE [DEVICE]
+python consistent_megatron.py MEGATRON MODEL DTYPE [DEVICE]
 
-Prints how many logits differ, and how many there are. On an NPU Megatron calls torch_npu's norm and
-activation, as MindSpeed has it do.
+MODEL: qwen3 or qwen3_5. Prints how many logits differ, and how many there are. On an NPU Megatron
+calls torch_npu's norm and activation, as MindSpeed has it do. Sequences are not packed where
+Megatron's Gated Delta Net takes none that are.
 """
 
+from __future__ import annotations
+
+import inspect
 import sys
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+import transformers
 
 HEADS, GROUPS, DIM, HIDDEN, LAYERS, WORDS = 4, 2, 64, 128, 2, 96
 LENGTHS = (57, 1, 42)
+LINEAR = {
+    "linear_num_value_heads": 16,
+    "linear_num_key_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+ROTATED = {"qwen3": 1.0, "qwen3_5": 0.25}  # of a head
 
 
-def theirs(dtype: torch.dtype) -> torch.nn.Module:
-    """transformers' model, with norms of weights that are not all 1."""
-    config = Qwen3Config(
+def theirs(kind: str, dtype: torch.dtype) -> torch.nn.Module:
+    """transformers' model, with norms of weights that are not all 1, or 0 where 1 is added."""
+    made, model, own = {
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
+        "qwen3_5": (
+            transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM,
+            LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
+        ),
+    }[kind]  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": ROTATED[kind]}
+    config = made(
         vocab_size=WORDS, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, head_dim=DIM,
         num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=GROUPS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=False,
+        rope_parameters=rope, tie_word_embeddings=False, **own,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM._from_config(config, dtype=dtype).eval()
+    model = model._from_config(config, dtype=dtype).eval()
     for name, weight in model.named_parameters():
         if "norm" in name:
-            torch.nn.init.normal_(weight, 1.0, 0.2)
+            centre = 0 if is_less_one(kind, name) else 1
+            weight.copy_(centre + torch.randint(-16, 17, weight.shape) / 64)
     model.set_attn_implementation("npu_ops")
     return model
 
 
-def megatrons(weights: dict, dtype: torch.dtype) -> torch.nn.Module:
+def is_less_one(kind: str, name: str) -> bool:
+    """Whether this norm multiplies by 1 + weight."""
+    return kind == "qwen3_5" and "linear_attn" not in name
+
+
+def megatrons(kind: str, weights: dict, dtype: torch.dtype) -> torch.nn.Module:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from npu_ops_tools import demo_model
 
+    hybrid = {
+        "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [1, 0],
+        "attention_output_gate": True, **LINEAR,
+    } if kind == "qwen3_5" else {}  # fmt: skip
     config = TransformerConfig(
         num_layers=LAYERS, hidden_size=HIDDEN, ffn_hidden_size=2 * HIDDEN, kv_channels=DIM,
         num_attention_heads=HEADS, num_query_groups=GROUPS, normalization="RMSNorm",
         activation_func=torch.nn.functional.silu, gated_linear_unit=True, add_bias_linear=False,
         qk_layernorm=True, layernorm_epsilon=1e-6, hidden_dropout=0.0, attention_dropout=0.0,
         params_dtype=dtype, bf16=dtype is torch.bfloat16, use_cpu_initialization=True,
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False, **hybrid,
     )  # fmt: skip
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
+    if hybrid:
+        spec = TransformerBlockSubmodules(
+            layer_specs=[demo_model.gated_delta_net(spec), spec],
+            layer_norm=spec.submodules.input_layernorm,
+        )
     model = GPTModel(
         config=config, vocab_size=WORDS, max_sequence_length=max(LENGTHS), rotary_base=1000000,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            normalization="RMSNorm", qk_layernorm=True
-        ),
+        transformer_layer_spec=spec, rotary_percent=ROTATED[kind],
         position_embedding_type="rope", share_embeddings_and_output_weights=False,
     )  # fmt: skip
     left = model.to(dtype).eval().load_state_dict(weights, strict=False)
@@ -56,8 +91,9 @@ def megatrons(weights: dict, dtype: torch.dtype) -> torch.nn.Module:
     return model
 
 
-def renamed(weights: dict) -> dict:
-    """transformers' weights by Megatron's names; the rows of a group's q, k and v are together."""
+def renamed(kind: str, weights: dict) -> dict:
+    """transformers' weights by Megatron's names, with the 1 that Megatron's norms do not add."""
+    weights = {n: w + is_less_one(kind, n) if "norm" in n else w for n, w in weights.items()}
     names = {
         "model.embed_tokens": "embedding.word_embeddings",
         "lm_head": "output_layer",
@@ -70,19 +106,43 @@ def renamed(weights: dict) -> dict:
             for name, weight in weights.items()
             if name.startswith(prefix := f"model.layers.{layer}.")
         }
-        qkv = [own[f"self_attn.{x}_proj"].view(GROUPS, -1, HIDDEN) for x in "qkv"]
-        found = {
-            "self_attention.linear_qkv": torch.cat(qkv, 1).flatten(0, 1),
-            "self_attention.linear_proj": own["self_attn.o_proj"],
-            "self_attention.q_layernorm": own["self_attn.q_norm"],
-            "self_attention.k_layernorm": own["self_attn.k_norm"],
-            "input_layernorm": own["input_layernorm"],
-            "pre_mlp_layernorm": own["post_attention_layernorm"],
-            "mlp.linear_fc1": torch.cat((own["mlp.gate_proj"], own["mlp.up_proj"])),
-            "mlp.linear_fc2": own["mlp.down_proj"],
+        mixer = linear_attention(own) if "linear_attn.A_log" in own else attention(own)
+        found = mixer | {
+            "input_layernorm.weight": own["input_layernorm"],
+            "pre_mlp_layernorm.weight": own["post_attention_layernorm"],
+            "mlp.linear_fc1.weight": torch.cat((own["mlp.gate_proj"], own["mlp.up_proj"])),
+            "mlp.linear_fc2.weight": own["mlp.down_proj"],
         }
-        made |= {f"decoder.layers.{layer}.{name}.weight": x for name, x in found.items()}
+        made |= {f"decoder.layers.{layer}.{name}": x for name, x in found.items()}
     return made
+
+
+def attention(own: dict) -> dict:
+    """A group's q, gates of q, k and v are together."""
+    q, k, v = (own[f"self_attn.{x}_proj"].view(GROUPS, -1, HIDDEN) for x in "qkv")
+    gated = q.shape[1] == 2 * DIM * (HEADS // GROUPS)
+    parts = q.view(GROUPS, -1, 2 if gated else 1, DIM, HIDDEN).unbind(2)
+    return {
+        "self_attention.linear_qkv.weight": torch.cat(
+            [*(part.flatten(1, 2) for part in parts), k, v], 1
+        ).flatten(0, 1),
+        "self_attention.linear_proj.weight": own["self_attn.o_proj"],
+        "self_attention.q_layernorm.weight": own["self_attn.q_norm"],
+        "self_attention.k_layernorm.weight": own["self_attn.k_norm"],
+    }
+
+
+def linear_attention(own: dict) -> dict:
+    own = {name.removeprefix("linear_attn."): weight for name, weight in own.items()}
+    found = {
+        "in_proj.weight": torch.cat([own[f"in_proj_{part}"] for part in ("qkv", "z", "b", "a")]),
+        "conv1d.weight": own["conv1d"],
+        "out_norm.weight": own["norm"],
+        "out_proj.weight": own["out_proj"],
+        "A_log": own["A_log"],
+        "dt_bias": own["dt_bias"],
+    }
+    return {f"self_attention.{name}": weight for name, weight in found.items()}
 
 
 def as_mindspeed_does() -> None:
@@ -107,22 +167,44 @@ def packed(device: str):
     )
 
 
+def packs(kind: str) -> bool:
+    """Whether this Megatron takes packed sequences, in Gated Delta Net too."""
+    if kind == "qwen3":
+        return True
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    return "thd" in inspect.getsource(inspect.unwrap(GatedDeltaNet.forward))
+
+
+def of_each(model, ids, device: str) -> torch.Tensor:
+    """Megatron's logits of sequences one after another."""
+    logits = []
+    for part in ids.split(LENGTHS, 1):
+        length = part.shape[1]
+        later = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+        logits.append(model(part, torch.arange(length, device=device)[None], later))
+    return torch.cat(logits, 1)
+
+
 @torch.no_grad()
-def main(megatron: str, dtype: str, device: str = "cpu") -> None:
+def main(megatron: str, kind: str, dtype: str, device: str = "cpu") -> None:
     sys.path.insert(0, megatron)
     from npu_ops_tools import demo_model
 
     demo_model.start(device)
     if device == "npu":
         as_mindspeed_does()
-    model = theirs(getattr(torch, dtype))
-    other = megatrons(renamed(model.state_dict()), model.dtype).to(device)
+    model = theirs(kind, getattr(torch, dtype))
+    other = megatrons(kind, renamed(kind, model.state_dict()), model.dtype).to(device)
     model = model.to(device)
     ids = torch.randint(WORDS, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None].to(device)
     ids = ids.to(device)
     expected = [model(input_ids=part).logits for part in ids.split(LENGTHS, 1)]
-    found = other(ids, positions, None, packed_seq_params=packed(device))
+    if packs(kind):
+        found = other(ids, positions, None, packed_seq_params=packed(device))
+    else:
+        found = of_each(other, ids, device)
     different = found != torch.cat(expected, 1)
     print(int(different.sum()), different.numel())
 

@@ -40,14 +40,18 @@ def test_without_the_setting_they_do_not():
 
 
 @pytest.mark.parametrize(
-    "device, release", [("cpu", "0.12.3"), ("cpu", "0.16.1"), ("cpu", "0.19.2"), ("npu", "0.16.1")]
-)
-def test_megatrons_packed_sequences_are_transformers_in_every_bit(device, release):
+    "model, device, release",
+    [
+        ("qwen3", "cpu", "0.12.3"), ("qwen3", "cpu", "0.19.2"), ("qwen3", "npu", "0.16.1"),
+        ("qwen3_5", "cpu", "0.16.1"), ("qwen3_5", "cpu", "0.19.2"), ("qwen3_5", "npu", "0.18.2"),
+    ],
+)  # fmt: skip
+def test_megatrons_packed_sequences_are_transformers_in_every_bit(model, device, release):
     """On an NPU by torch_npu's norm and activation, which are not transformers'."""
-    script = "consistent_megatron.py", fetch_megatron.tree(release), "bfloat16"
+    script = "consistent_megatron.py", fetch_megatron.tree(release), model, "bfloat16"
     assert numbers(device, "1", *script) == [0, 100 * 96]
 
 
 def test_megatrons_are_not_without_the_setting():
-    script = "consistent_megatron.py", fetch_megatron.tree("0.16.1"), "bfloat16"
+    script = "consistent_megatron.py", fetch_megatron.tree("0.16.1"), "qwen3_5", "bfloat16"
     assert numbers("cpu", "0", *script)[0] > 1000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterable
 
@@ -11,7 +10,7 @@ import torch
 
 import npu_ops
 from npu_ops.core import check
-from npu_ops_adapters.megatron import gated_delta_net
+from npu_ops_adapters.megatron import gated_delta_net, gdn_decay
 from npu_ops_adapters.patching import Patch
 
 PARAMETERS = ("A_log_local_cp", "dt_bias_local_cp", "alpha", "beta")
@@ -37,15 +36,12 @@ def patches() -> Iterable[Patch]:
     ]
     layers = [layer for *_, layer in gated_delta_net.layers() if "forward" in vars(layer)]
     whole = all(module in sys.modules for module in gated_delta_net.importers())
-    if layers and whole and not found and not any(map(_is_inline, layers)):
+    inline = any(gdn_decay.computes_it(layer.forward) for layer in layers)
+    if layers and whole and not found and not inline:
         yield from gated_delta_net.replaced(
             "GatedDeltaNet._compute_g_and_beta", "gdn_gate", replace, (), why=_WHY
         )
     yield from found
-
-
-def _is_inline(layer: type) -> bool:
-    return "softplus" in inspect.unwrap(layer.forward).__code__.co_names
 
 
 def replace(original: Callable) -> Callable:

@@ -22,6 +22,7 @@ NO_OPS = frozenset(
         "bridge_process_groups",
         "checkpoint",
         "gated_delta_net",
+        "gdn_decay",
         "gdn_gradients",
         "jit_fuser",
         "mindspeed",

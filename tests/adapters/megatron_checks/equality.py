@@ -77,7 +77,7 @@ def reverted():
             assert current is original and current.__module__ == module, target
     for target, op in gdn_targets():
         value = held(target)
-        is_method = op in ("gdn_gate", "rms_norm_gated")
+        is_method = op in ("gdn_gate", "gdn_decay", "rms_norm_gated")
         assert value.__module__ == gdn().__name__ if is_method else not value, target
     for name, module in sys.modules.items():
         if name.startswith("megatron.core."):

@@ -52,6 +52,8 @@ def gdn_targets() -> set[tuple[str, str]]:
     ops[f"{owner}._apply_gated_norm"] = "rms_norm_gated"
     if "def _compute_g_and_beta" in source:
         ops[f"{owner}._compute_g_and_beta"] = "gdn_gate"
+    elif gdn().__name__ == GDN:
+        ops[f"{owner}.forward"] = "gdn_decay"
     return {(f"{gdn().__name__}:{name}", op) for name, op in ops.items()}
 
 

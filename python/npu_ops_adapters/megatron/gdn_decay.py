@@ -1,0 +1,44 @@
+"""In Megatron-Core 0.16 and 0.17 exp(A_log) of Gated Delta Net's decay is computed in fp32.
+
+Megatron rounds it to the parameter's dtype: a trainer in bf16 then has another decay than
+transformers and every server. From 0.18 on it is a method, which `gdn_gate` replaces.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+
+from npu_ops_adapters.megatron import gated_delta_net
+from npu_ops_adapters.patching import Patch
+
+
+def patches() -> Iterable[Patch]:
+    """`forward`, where it computes the decay itself."""
+    for module, owner, layer in gated_delta_net.layers():
+        if "forward" in vars(layer) and computes_it(layer.forward):
+            yield from gated_delta_net.replaced(
+                f"{owner}.forward", "gdn_decay", with_fp32, (), module=module,
+                why="it rounds exp(A_log) to the parameter's dtype",
+                remove_when="Megatron-Core 0.16 and 0.17 are no longer used",
+            )  # fmt: skip
+
+
+def computes_it(forward: Callable) -> bool:
+    """Whether a layer's forward has the gates inline."""
+    return "softplus" in inspect.unwrap(forward).__code__.co_names
+
+
+def with_fp32(original: Callable) -> Callable:
+    """`forward` that finds A_log in fp32."""
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        vars(self)["A_log"] = self._parameters["A_log"].float()  # found before the parameter
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            del vars(self)["A_log"]
+
+    return forward
