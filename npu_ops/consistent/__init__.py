@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.consistent import norms, products
+from npu_ops.consistent import experts, norms, products
 from npu_ops.core import library
 
 __all__ = ["install", "installed", "remove"]
@@ -29,10 +29,10 @@ def install() -> None:
     device = "PrivateUse1" if hasattr(torch, "npu") else "CPU"
     if device == "CPU" and (why := library.native_why_not()):
         raise RuntimeError(f"NPU_OPS_CONSISTENT: products on a CPU need the native kernels: {why}")
-    for name, operators in _operators(device).items():
+    for name, operators, *keys in _operators(device):
         made = torch.library.Library(name, "IMPL")
         for operator, ours in operators.items():
-            for key in (device, f"Autograd{device}"):
+            for key in keys:
                 made.impl(operator, ours, key)
         _libraries.append(made)
     _forget_what_was_traced()
@@ -51,14 +51,24 @@ def remove() -> None:
     _forget_what_was_traced()
 
 
-def _operators(device: str) -> dict[str, dict]:
-    """By namespace; torch_npu's are for NPUs alone."""
-    found = {"aten": products.OPERATORS | norms.OPERATORS}
-    return found if device == "CPU" else found | {"npu": norms.OPERATORS_OF_TORCH_NPU}
+def _operators(device: str) -> list[tuple]:
+    """Namespace, operators, and the keys of the dispatcher at which they are ours.
+
+    Of some operators of torch_npu only some calls are: these are ours at BackendSelect, which every
+    call passes on its way to a device.
+    """
+    keys = device, f"Autograd{device}"
+    found = [("aten", products.OPERATORS | norms.OPERATORS, *keys)]
+    if device != "CPU":  # torch_npu's are for NPUs alone
+        found += [
+            ("npu", norms.OPERATORS_OF_TORCH_NPU | experts.OPERATORS_OF_TORCH_NPU, *keys),
+            ("npu", experts.SHARED_WITH_TORCH_NPU, "BackendSelect"),
+        ]
+    return found
 
 
 def _forget_what_was_traced() -> None:
     """Make torch look up the kernels of these operators again: its dispatcher in Python keeps those
     that it found when it first traced them."""
-    for name in _operators("CPU")["aten"]:
+    for name in products.OPERATORS | norms.OPERATORS:
         getattr(torch.ops.aten, name).default._dispatch_cache.clear()

@@ -19,13 +19,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def linear(x, weight, bias=None):
     if not _ours(x, weight) or (bias is not None and bias.dtype != x.dtype):
         return torch.ops.aten.linear.default.decompose(x, weight, bias)
-    return product(x, _plain("weight", weight), bias)
+    return product(x, with_rows("weight", weight), bias)
 
 
 def matmul(x, other):
     if not _ours(x, other) or x.shape[-1] != other.shape[0]:
         return torch.ops.aten.matmul.default.decompose(x, other)
-    return product(_plain("x", x), _plain("other", other).t())
+    return product(with_rows("x", x), with_rows("other", other).t())
 
 
 def conv3d(x, weight, bias=None, stride=(1,), padding=(0,), dilation=(1,), groups=1):
@@ -44,7 +44,7 @@ def _ours(x, matrix, dims: int = 2) -> bool:
     return plain and x.dim() > 0 and matrix.dim() == dims and x.dtype is matrix.dtype in _DTYPES
 
 
-def _plain(name, x):
+def with_rows(name, x):
     """What has rows in memory, which the kernels read.
 
     Raises:

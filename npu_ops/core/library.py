@@ -255,6 +255,13 @@ def torch_npu_why_not(operator: str, *arguments: str) -> str | None:
     return f"torch_npu's {operator} has no {', '.join(missing)}" if missing else None
 
 
+def call_torch_npu(operator: str, *args, **kwargs):
+    """torch_npu's operator itself, also where npu_ops.consistent has put ours at BackendSelect."""
+    ours = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+    with torch._C._ExcludeDispatchKeyGuard(ours):
+        return getattr(torch.ops.npu, operator)(*args, **kwargs)
+
+
 @functools.cache
 def fla_npu_why_not(operator: str, *arguments: str) -> str | None:
     """None, or a sentence on why fla_npu here has no such operator that takes these arguments.

@@ -178,8 +178,9 @@ def logprobs_of(model, prompt: Prompt, following: list[int], device: str) -> tor
     logits = model(input_ids=ids, use_cache=False, **picture).logits
     logits = logits[0, len(prompt.tokens) - 1 : -1].float()
     chosen = ids[0, len(prompt.tokens) :, None]
-    # SGLang takes the logarithm of the probabilities that it samples from.
-    return logits.softmax(-1).log().gather(1, chosen)[:, 0].double().cpu()
+    # SGLang takes the logarithm of the probabilities that it samples from, on NPUs log_softmax.
+    found = logits.log_softmax(-1) if device == "npu" else logits.softmax(-1).log()
+    return found.gather(1, chosen)[:, 0].double().cpu()
 
 
 HEAD = f"{'prompt':>7}{'cached':>8}{'sampled':>9}{'largest':>11}{'mean':>11}{'equal':>8}"

@@ -2,9 +2,9 @@
 
 python consistent_megatron.py MEGATRON MODEL DTYPE [DEVICE]
 
-MODEL: qwen3 or qwen3_5. Prints how many logits differ, and how many there are. On an NPU Megatron
-calls torch_npu's norm and activation, as MindSpeed has it do. Sequences are not packed where
-Megatron's Gated Delta Net takes none that are.
+MODEL: qwen3, qwen3_5 or qwen3_moe. Prints how many logits differ, and how many there are. On an
+NPU Megatron calls torch_npu's norm and activation, as MindSpeed has it do. Sequences are not packed
+where Megatron's Gated Delta Net takes none that are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ LINEAR = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
-ROTATED = {"qwen3": 1.0, "qwen3_5": 0.25}  # of a head
+ROTATED = {"qwen3": 1.0, "qwen3_5": 0.25, "qwen3_moe": 1.0}  # of a head
+EXPERTS, CHOSEN, WIDTH = 8, 3, 96
 
 
 def theirs(kind: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -33,6 +34,11 @@ def theirs(kind: str, dtype: torch.dtype) -> torch.nn.Module:
         "qwen3_5": (
             transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM,
             LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
+        ),
+        "qwen3_moe": (
+            transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM,
+            {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "norm_topk_prob": True,
+             "moe_intermediate_size": WIDTH},
         ),
     }[kind]  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": ROTATED[kind]}
@@ -63,20 +69,31 @@ def megatrons(kind: str, weights: dict, dtype: torch.dtype) -> torch.nn.Module:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from npu_ops_tools import demo_model
 
-    hybrid = {
-        "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [1, 0],
-        "attention_output_gate": True, **LINEAR,
-    } if kind == "qwen3_5" else {}  # fmt: skip
+    own = {
+        "qwen3": {},
+        "qwen3_5": {
+            "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [1, 0],
+            "attention_output_gate": True, **LINEAR,
+        },
+        "qwen3_moe": {
+            "num_moe_experts": EXPERTS, "moe_router_topk": CHOSEN, "moe_ffn_hidden_size": WIDTH,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "alltoall" if hasattr(torch, "npu") else "allgather",
+            "moe_router_dtype": "fp32",
+        },
+    }[kind]  # fmt: skip
     config = TransformerConfig(
         num_layers=LAYERS, hidden_size=HIDDEN, ffn_hidden_size=2 * HIDDEN, kv_channels=DIM,
         num_attention_heads=HEADS, num_query_groups=GROUPS, normalization="RMSNorm",
         activation_func=torch.nn.functional.silu, gated_linear_unit=True, add_bias_linear=False,
         qk_layernorm=True, layernorm_epsilon=1e-6, hidden_dropout=0.0, attention_dropout=0.0,
         params_dtype=dtype, bf16=dtype is torch.bfloat16, use_cpu_initialization=True,
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False, **hybrid,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False, **own,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
-    if hybrid:
+    spec = get_gpt_layer_local_spec(
+        num_experts=own.get("num_moe_experts"), normalization="RMSNorm", qk_layernorm=True
+    )
+    if kind == "qwen3_5":
         spec = TransformerBlockSubmodules(
             layer_specs=[demo_model.gated_delta_net(spec), spec],
             layer_norm=spec.submodules.input_layernorm,
@@ -107,14 +124,28 @@ def renamed(kind: str, weights: dict) -> dict:
             if name.startswith(prefix := f"model.layers.{layer}.")
         }
         mixer = linear_attention(own) if "linear_attn.A_log" in own else attention(own)
-        found = mixer | {
-            "input_layernorm.weight": own["input_layernorm"],
-            "pre_mlp_layernorm.weight": own["post_attention_layernorm"],
-            "mlp.linear_fc1.weight": torch.cat((own["mlp.gate_proj"], own["mlp.up_proj"])),
-            "mlp.linear_fc2.weight": own["mlp.down_proj"],
-        }
+        found = (
+            mixer
+            | experts_or_one(own)
+            | {
+                "input_layernorm.weight": own["input_layernorm"],
+                "pre_mlp_layernorm.weight": own["post_attention_layernorm"],
+            }
+        )
         made |= {f"decoder.layers.{layer}.{name}": x for name, x in found.items()}
     return made
+
+
+def experts_or_one(own: dict) -> dict:
+    if "mlp.gate" not in own:
+        first = torch.cat((own["mlp.gate_proj"], own["mlp.up_proj"]))
+        return {"mlp.linear_fc1.weight": first, "mlp.linear_fc2.weight": own["mlp.down_proj"]}
+    found = {"mlp.router.weight": own["mlp.gate"]}
+    for expert in range(EXPERTS):
+        of_it = f"mlp.experts.local_experts.{expert}"
+        found[f"{of_it}.linear_fc1.weight"] = own["mlp.experts.gate_up_proj"][expert]
+        found[f"{of_it}.linear_fc2.weight"] = own["mlp.experts.down_proj"][expert]
+    return found
 
 
 def attention(own: dict) -> dict:
@@ -169,7 +200,7 @@ def packed(device: str):
 
 def packs(kind: str) -> bool:
     """Whether this Megatron takes packed sequences, in Gated Delta Net too."""
-    if kind == "qwen3":
+    if kind != "qwen3_5":
         return True
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 

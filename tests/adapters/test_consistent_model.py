@@ -44,6 +44,7 @@ def test_without_the_setting_they_do_not():
     [
         ("qwen3", "cpu", "0.12.3"), ("qwen3", "cpu", "0.19.2"), ("qwen3", "npu", "0.16.1"),
         ("qwen3_5", "cpu", "0.16.1"), ("qwen3_5", "cpu", "0.19.2"), ("qwen3_5", "npu", "0.18.2"),
+        ("qwen3_moe", "cpu", "0.19.2"), ("qwen3_moe", "npu", "0.16.1"),
     ],
 )  # fmt: skip
 def test_megatrons_packed_sequences_are_transformers_in_every_bit(model, device, release):

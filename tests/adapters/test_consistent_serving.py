@@ -8,9 +8,11 @@ import types
 import npu_ops_adapters
 import pytest
 import torch
+from npu_ops_adapters.megatron import experts as megatron_experts
 from npu_ops_adapters.sglang import experts as sglang_experts
 from npu_ops_adapters.sglang import roundings, vision_rope
 from npu_ops_adapters.sglang.experts import experts
+from npu_ops_adapters.vllm import experts as vllm_experts
 from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe
 from transformers.models.qwen3_vl import Qwen3VLConfig, modeling_qwen3_vl
 
@@ -73,6 +75,63 @@ def test_all_of_transformers_ways_are_these(dtype, implementation):
         finally:
             npu_ops_adapters.revert()
     assert torch.equal(found, experts(x, gate_up, down, index, weights))
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_vllm_ascend_chooses_as_transformers_does(renormalise):
+    config = Qwen3MoeConfig(
+        hidden_size=HIDDEN, num_experts=EXPERTS, num_experts_per_tok=CHOSEN,
+        norm_topk_prob=renormalise,
+    )  # fmt: skip
+    router = modeling_qwen3_moe.Qwen3MoeTopKRouter(config).bfloat16()
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(70, HIDDEN).bfloat16()
+    logits, expected, named = router(x)
+    weights, index = vllm_experts.ours(x, logits, CHOSEN, False, renormalise, None, None, None)
+    assert index.dtype is torch.int32 and torch.equal(index.long(), named)
+    assert torch.equal(weights.to(torch.bfloat16), expected)
+
+
+def test_another_choice_of_vllm_ascends_is_refused():
+    given = None, torch.randn(7, EXPERTS), CHOSEN
+    with pytest.raises(ValueError, match="use_grouped_topk: got bool"):
+        vllm_experts.ours(*given, True, True, None, None, None)
+    with pytest.raises(ValueError, match="scoring_func and routed_scaling_factor: got 'sigmoid'"):
+        vllm_experts.ours(*given, False, True, None, None, None, scoring_func="sigmoid")
+
+
+def permuted():
+    """Rows of 70 tokens, three for each, sorted by expert, and the token of each."""
+    index = torch.stack([torch.randperm(EXPERTS)[:CHOSEN] for _ in range(70)])
+    chosen = torch.zeros(70, EXPERTS, dtype=torch.bool).scatter(1, index, True)
+    tokens = torch.arange(70).expand(EXPERTS, -1).masked_select(chosen.t())
+    return torch.randn(len(tokens), HIDDEN, requires_grad=True), tokens
+
+
+def test_megatrons_sum_is_the_sum_with_its_gradient():
+    rows, tokens = permuted()
+    found = megatron_experts._add(None)(rows, tokens, (70, HIDDEN))
+    expected = torch.zeros(70, HIDDEN).index_add(0, tokens, rows)
+    torch.testing.assert_close(found, expected)
+    (own,) = torch.autograd.grad(found.square().sum(), rows)
+    (right,) = torch.autograd.grad(expected.square().sum(), rows)
+    torch.testing.assert_close(own, right)
+    none = megatron_experts._add(None)(rows[:0], tokens[:0], (0, HIDDEN))
+    assert none.shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        ({}, "got 210 rows for 69 tokens"),
+        ({"probs": torch.ones(70, EXPERTS)}, "probs: got one, needs none"),
+        ({"drop_and_pad": True}, "drop_and_pad: got one, needs none"),
+    ],
+)
+def test_another_sum_of_megatrons_is_refused(more, says):
+    rows, tokens = permuted()
+    with pytest.raises(ValueError, match=says):
+        megatron_experts._add(None)(rows, tokens, (70 if more else 69, HIDDEN), **more)
 
 
 def of_sglang(gate_up, down, **changes):

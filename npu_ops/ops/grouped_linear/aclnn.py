@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from npu_ops.core import check, env
-from npu_ops.core.library import torch_npu_why_not
+from npu_ops.core.library import call_torch_npu, torch_npu_why_not
 from npu_ops.ops.grouped_linear import groups
 
 _GROUPS = 1024
@@ -43,8 +43,8 @@ def grouped_linear_backward(grad, x, weight, offs, grad_x, grad_weight) -> None:
 
 
 def _grouped(x, weight, ends, group_type):
-    (found,) = torch.ops.npu.npu_grouped_matmul(
-        [x], [weight], group_list=ends, group_type=group_type,
+    (found,) = call_torch_npu(
+        "npu_grouped_matmul", [x], [weight], group_list=ends, group_type=group_type,
         split_item=2 if group_type == _BY_ROWS else 3, group_list_type=0,
     )  # fmt: skip
     return found

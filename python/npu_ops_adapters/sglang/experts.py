@@ -1,16 +1,18 @@
-"""With NPU_OPS_CONSISTENT, SGLang's experts are computed as transformers' grouped products are.
+"""With NPU_OPS_CONSISTENT, SGLang's experts are chosen and computed as in training.
 
-A token's results are rounded, weighted, rounded, and added in the order in which the router names
-the experts.
+A token's results are rounded, weighted, rounded, and added in the order of the experts' numbers. On
+NPUs SGLang calls torch_npu's operators for that, which `npu_ops.consistent` replaces.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import torch
 
 import npu_ops
+from npu_ops.consistent.experts import weighted_sum
 from npu_ops.core import env, make
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.sglang import functions
@@ -19,12 +21,33 @@ _WHY = "it adds the experts of a token in other roundings than training"
 
 
 def patches() -> Iterable[Patch]:
-    """On CPUs, where the same numbers as in training are asked for."""
-    if env.settings.consistent:
+    """Where the same numbers as in training are asked for."""
+    if not env.settings.consistent:
+        return
+    if functions.on_npu():
+        yield functions.replaced(
+            "sglang.srt.hardware_backend.npu.moe.topk:fused_topk_npu", "grouped_linear", choose,
+            "it rounds the weights of a token's experts before it adds them", optional=True,
+        )  # fmt: skip
+    else:
         target = "sglang.srt.layers.moe.fused_moe_native:moe_forward_native"
         yield functions.replaced(target, "grouped_linear", ours, _WHY)
         target = "sglang.srt.models.qwen2_moe:fused_gate_sigmoid_mul_add"
         yield functions.replaced(target, "linear", add_shared, _WHY, optional=True)
+
+
+def choose(
+    hidden_states, router_logits, topk_config, num_token_non_padded=None,
+    expert_location_dispatch_info=None, layer_id=None,
+):  # fmt: skip
+    """SGLang's function: by its own in PyTorch, which chooses on CPUs too."""
+    from sglang.srt.layers.moe.topk import select_experts
+
+    return select_experts(
+        hidden_states, router_logits, dataclasses.replace(topk_config, torch_native=True),
+        layer_id=layer_id, num_token_non_padded=num_token_non_padded,
+        expert_location_dispatch_info=expert_location_dispatch_info,
+    )  # fmt: skip
 
 
 def ours(layer, x, topk_output, moe_runner_config):
@@ -53,9 +76,8 @@ def experts(x, gate_up, down, index, weights) -> torch.Tensor:
     rows = npu_ops.grouped_linear(x[order // chosen], gate_up, offs)
     gate, up = rows.chunk(2, -1)
     rows = npu_ops.grouped_linear(torch.nn.functional.silu(gate) * up, down, offs)
-    rows = rows * weights.to(x.dtype).reshape(-1)[order, None]
     back = torch.empty_like(order).scatter_(0, order, make.counted(len(order), device=x.device))
-    return rows[back].view(tokens, chosen, x.shape[1]).sum(1)
+    return weighted_sum(rows, back.view(tokens, chosen), weights)
 
 
 def add_shared(hidden_states, gate_weight, shared_output, final_hidden_states):

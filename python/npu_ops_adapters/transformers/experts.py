@@ -2,7 +2,8 @@
 
 torch_npu of torch 2.7 to 2.13 has none. PyTorch's function fails there, or waits for the end of
 each group and makes a product of it, as transformers' own does. With NPU_OPS_CONSISTENT all of
-transformers' ways to compute them are the one with grouped products.
+transformers' ways to compute them are the one with grouped products, and it adds a token's experts
+in the order of their numbers, which every framework knows.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 import npu_ops
+from npu_ops.consistent.experts import order_of
 from npu_ops.core import check, env
 from npu_ops_adapters.calls import check_device, falling_through
 from npu_ops_adapters.patching import Patch
@@ -60,8 +62,21 @@ def always_grouped(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def get_interface(self, experts_implementation, default):
-        if experts_implementation in (None, "eager", "batched_mm"):
-            experts_implementation = "grouped_mm"
+        if experts_implementation in (None, "eager", "batched_mm", "grouped_mm"):
+            return in_the_order_of_numbers(original(self, "grouped_mm", default))
         return original(self, experts_implementation, default)
 
     return get_interface
+
+
+@functools.cache
+def in_the_order_of_numbers(compute: Callable) -> Callable:
+    """transformers' function of grouped products, which adds experts as they are named to it."""
+
+    @functools.wraps(compute)
+    def experts(self, hidden_states, top_k_index, top_k_weights):
+        order = order_of(top_k_index)
+        named = top_k_index.gather(-1, order), top_k_weights.gather(-1, order)
+        return compute(self, hidden_states, *named)
+
+    return experts

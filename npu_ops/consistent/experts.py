@@ -1,0 +1,102 @@
+"""Experts of a mixture: torch_npu's grouped product and its sums over a token's experts.
+
+vllm-ascend, SGLang and MindSpeed call them. A product is `npu_ops.grouped_linear`. A token's
+results are weighted, rounded, and added in the order of the experts' numbers, for each framework
+names them in another order. Quantised products, those with a bias, and gradients of weights stay
+torch_npu's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.consistent.products import with_rows
+from npu_ops.core.library import call_torch_npu
+from npu_ops.ops.grouped_linear import grouped_linear
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_BY_ROWS = 0  # group_type: groups divide the rows of x
+_ENDS, _COUNTS = 0, 1  # group_list_type: what group_list has of each group
+_BY_COLUMNS, _BY_TOKENS = 0, 2  # drop_pad_mode: where a token's rows are named
+_PLAIN = {"split_item", "group_list", "group_type", "group_list_type", "output_dtype"}
+
+
+def weighted_sum(rows, place, weights=None) -> torch.Tensor:
+    """`[T, H]`: the sum of each token's rows, which are weighted and rounded before.
+
+    rows: `[S, H]`, those of expert 0 first. place: `[T, K]`, the rows of each token. weights:
+    `[T, K]`, which are rounded to the dtype of rows.
+    """
+    order = order_of(place)
+    found = rows[place.gather(-1, order)]
+    if weights is not None:
+        found = found * weights.gather(-1, order).to(rows.dtype)[..., None]
+    return found.sum(1)
+
+
+def order_of(numbers) -> torch.Tensor:
+    """int64: where the least of the last dimension is, and so on; of equal ones the first first.
+
+    numbers: integers below 2**24, which fp32 holds: an NPU sorts integers on its CPU.
+    """
+    return numbers.float().argsort(dim=-1, stable=True)
+
+
+def npu_grouped_matmul(x, weight, *, group_list=None, group_type=None, group_list_type=0, **others):
+    given = {"group_list": group_list, "group_type": group_type, "group_list_type": group_list_type}
+    plain = group_type == _BY_ROWS and group_list_type in (_ENDS, _COUNTS)
+    if not (plain and _is_plain(x, weight, group_list, others)):
+        return call_torch_npu("npu_grouped_matmul", x, weight, **given, **others)
+    ends = group_list.cumsum(0) if group_list_type == _COUNTS else group_list
+    return [grouped_linear(x[0], _matrices(weight), ends)]
+
+
+def npu_moe_token_unpermute(
+    permuted_tokens, sorted_indices, probs=None, padded_mode=False, restore_shape=None
+):
+    if padded_mode:
+        raise ValueError("padded_mode: got True, needs False with NPU_OPS_CONSISTENT")
+    place = sorted_indices.long().view(-1, 1 if probs is None else probs.shape[1])
+    return weighted_sum(permuted_tokens, place, probs)
+
+
+def npu_moe_finalize_routing(
+    expanded_permuted_rows, skip1, skip2, bias, scales, expanded_src_to_dst_row,
+    export_for_source_row, drop_pad_mode=0, k=1,
+):  # fmt: skip
+    alone = all(x is None for x in (skip1, skip2, bias))
+    if not alone or scales is None or drop_pad_mode not in (_BY_COLUMNS, _BY_TOKENS):
+        return call_torch_npu(
+            "npu_moe_finalize_routing", expanded_permuted_rows, skip1, skip2, bias, scales,
+            expanded_src_to_dst_row, export_for_source_row, drop_pad_mode, k,
+        )  # fmt: skip
+    tokens, chosen = scales.shape
+    place = expanded_src_to_dst_row.long()
+    by_token = drop_pad_mode == _BY_TOKENS
+    place = place.view(tokens, chosen) if by_token else place.view(chosen, tokens).t()
+    return weighted_sum(expanded_permuted_rows, place, scales)
+
+
+def _is_plain(x, weight, group_list, others) -> bool:
+    """Whether a product has one x, matrices of its dtype, and no scale, bias or activation."""
+    more = {name for name, value in others.items() if value not in (None, [], 0)} - _PLAIN
+    same = len(x) == 1 and all(w.dtype is x[0].dtype for w in weight)
+    dims = {w.dim() for w in weight} == ({3} if len(weight) == 1 else {2})
+    return not more and same and dims and group_list is not None and x[0].dtype in _DTYPES
+
+
+def _matrices(weight) -> torch.Tensor:
+    """`[G, N, K]` of what torch_npu takes: one `[G, K, N]`, or G of `[K, N]`.
+
+    Raises:
+        ValueError: one has a format of the vendor's.
+    """
+    matrices = [with_rows("weight", each).transpose(-2, -1) for each in weight]
+    return matrices[0] if len(matrices) == 1 else torch.stack(matrices)
+
+
+OPERATORS_OF_TORCH_NPU = {"npu_moe_token_unpermute": npu_moe_token_unpermute}
+# Some calls of these stay torch_npu's.
+SHARED_WITH_TORCH_NPU = {
+    function.__name__: function for function in (npu_grouped_matmul, npu_moe_finalize_routing)
+}

@@ -1,0 +1,114 @@
+"""With NPU_OPS_CONSISTENT, Megatron chooses and computes experts as transformers and a server do.
+
+The router's product does not depend on the number of tokens, and a share is the softmax over all
+experts, divided by the sum of those that are chosen. A token's results are rounded before they are
+weighted, and added in the order of the experts' numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+
+from npu_ops.consistent.experts import order_of, weighted_sum
+from npu_ops.core import env
+from npu_ops_adapters.patching import Names, Patch
+
+_HOME = "megatron.core.transformer.moe"
+_ROUTING = (
+    "logits", "topk", "use_pre_softmax", "num_groups", "group_topk", "scaling_factor",
+    "score_function", "expert_bias", "fused",
+)  # fmt: skip
+_ALSO = "router_replay", "dense_output", "precomputed_indices"  # from 0.16, 0.18 and 0.19 on
+_UNPERMUTE = (
+    "permuted_tokens", "sorted_indices", "restore_shape", "probs", "routing_map", "fused",
+    "drop_and_pad",
+)  # fmt: skip
+_EXPERTS = "self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"
+
+
+def patches() -> Iterable[Patch]:
+    """Where the same numbers as in a server are asked for."""
+    if not env.settings.consistent:
+        return
+    yield _patch(
+        "moe_utils:router_gating_linear", _gate, "its bits depend on the number of tokens",
+        ("inp", "weight", "router_dtype"), ("inp", "weight", "bias", "router_dtype"),
+    )  # fmt: skip
+    yield _patch(
+        "moe_utils:topk_routing_with_score_function", _choose, "its softmax is over the chosen",
+        *(_ROUTING + _ALSO[:known] for known in range(4)),
+    )  # fmt: skip
+    yield _patch(
+        "moe_utils:unpermute", _add, "it rounds the sum after each expert",
+        _UNPERMUTE, (*_UNPERMUTE, "pad_offsets"),
+    )  # fmt: skip
+    for kind in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP"):
+        why = "it weights what goes into the second product"
+        yield _patch(f"experts:{kind}.forward", _compute, why, _EXPERTS, optional=True)
+
+
+def _patch(target: str, make: Callable, why: str, *signatures: Names, **changes) -> Patch:
+    return Patch(
+        target=f"{_HOME}.{target}", op="grouped_linear", make=make, why=why, signatures=signatures,
+        versions="Megatron-Core 0.14 to 0.19",
+        remove_when="Megatron-Core lets one ask for the roundings of transformers", **changes,
+    )  # fmt: skip
+
+
+def _gate(original: Callable) -> Callable:
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_gate(inp, weight, *more):
+        *bias, router_dtype = more
+        return torch.nn.functional.linear(inp, weight.to(inp.dtype), *bias).to(router_dtype)
+
+    return npu_ops_gate
+
+
+def _choose(original: Callable) -> Callable:
+    """`softmax` alone: Megatron's shares are then those before it divides by their sum."""
+
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_routing(logits, topk, use_pre_softmax=False, *more, **named):
+        given = dict(zip(_ROUTING[3:], more, strict=False)) | named
+        if given.get("score_function", "softmax") != "softmax":
+            return original(logits, topk, use_pre_softmax, **given)
+        shares, chosen = original(logits.float(), topk, True, **given)
+        if not use_pre_softmax:
+            shares = shares / shares.topk(topk, -1).values.sum(-1, keepdim=True)
+        return shares.to(logits.dtype), chosen
+
+    return npu_ops_routing
+
+
+def _add(original: Callable) -> Callable:
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_unpermute(permuted_tokens, sorted_indices, restore_shape, *more, **named):
+        given = dict(zip(_UNPERMUTE[3:], more, strict=False)) | named
+        tokens = restore_shape[0]
+        for name in ("probs", "drop_and_pad"):
+            if (given.get(name) is not None) and given[name] is not False:
+                raise ValueError(f"{name}: got one, needs none with NPU_OPS_CONSISTENT")
+        if len(permuted_tokens) % max(tokens, 1):
+            raise ValueError(
+                f"permuted_tokens: got {len(permuted_tokens)} rows for {tokens} tokens, needs as"
+                " many for each with NPU_OPS_CONSISTENT: --moe-token-dispatcher-type alltoall"
+            )
+        if not permuted_tokens.numel():
+            return permuted_tokens.new_zeros(restore_shape)
+        place = order_of(sorted_indices).view(tokens, -1)
+        return weighted_sum(permuted_tokens, place)
+
+    return npu_ops_unpermute
+
+
+def _compute(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs):
+        alone = torch.ones_like(permuted_probs)
+        out, bias = original(self, permuted_local_hidden_states, tokens_per_expert, alone)
+        return out * permuted_probs.to(out.dtype)[:, None], bias
+
+    return forward
