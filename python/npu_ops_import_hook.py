@@ -49,6 +49,8 @@ WATCHED = frozenset(
         "mindspeed.core.fusions.fused_rms_norm",
         "mindspeed.core.ssm.gated_delta_net",
         "mindspeed.core.ssm.gdn_backend",
+        "mindspeed.core.transformer.moe.grouped_gemm_util",
+        "mindspeed.core.transformer.moe.moe_feature.gmm.experts",
         "mindspeed.features_manager.features_manager",
         "mindspeed.features_manager.functional.profile",
         "mindspeed.features_manager.fusions.fused_rope",

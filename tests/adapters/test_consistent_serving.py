@@ -9,6 +9,7 @@ import npu_ops_adapters
 import pytest
 import torch
 from npu_ops_adapters.megatron import experts as megatron_experts
+from npu_ops_adapters.mindspeed import experts as mindspeed_experts
 from npu_ops_adapters.sglang import experts as sglang_experts
 from npu_ops_adapters.sglang import roundings, vision_rope
 from npu_ops_adapters.sglang.experts import experts
@@ -125,6 +126,7 @@ def test_megatrons_sum_is_the_sum_with_its_gradient():
     [
         ({}, "got 210 rows for 69 tokens"),
         ({"probs": torch.ones(70, EXPERTS)}, "probs: got one, needs none"),
+        ({"fused": True}, "fused: got one, needs none"),
         ({"drop_and_pad": True}, "drop_and_pad: got one, needs none"),
     ],
 )
@@ -132,6 +134,25 @@ def test_another_sum_of_megatrons_is_refused(more, says):
     rows, tokens = permuted()
     with pytest.raises(ValueError, match=says):
         megatron_experts._add(None)(rows, tokens, (70 if more else 69, HIDDEN), **more)
+
+
+def test_mindspeeds_experts_are_these():
+    """As its layer of grouped experts computes them, by its product."""
+    x, gate_up, down, index, weights = drawn(torch.bfloat16)
+    by_expert, order = index.reshape(-1).sort(stable=True)
+    counts = torch.bincount(by_expert, minlength=EXPERTS)
+
+    def forward(self, rows, counts, shares):
+        gate, up = mindspeed_experts.gmm(rows, gate_up.transpose(1, 2), counts).chunk(2, -1)
+        opened = (torch.nn.functional.silu(gate) * up * shares[:, None]).to(x.dtype)
+        return mindspeed_experts.gmm(opened, down.transpose(1, 2), counts), None
+
+    layer, shares = megatron_experts.computed(forward), weights.reshape(-1)[order]
+    rows, _ = layer(None, x[order // CHOSEN], counts, shares)
+    found = megatron_experts._add(None)(rows, order // CHOSEN, x.shape)
+    assert torch.equal(found, experts(x, gate_up, down, index, weights))
+    with pytest.raises(ValueError, match="gemm_fusion: got True, needs False"):
+        mindspeed_experts.gmm(x, gate_up, counts, gemm_fusion=True)
 
 
 def of_sglang(gate_up, down, **changes):

@@ -26,7 +26,7 @@ _UNPERMUTE = (
     "permuted_tokens", "sorted_indices", "restore_shape", "probs", "routing_map", "fused",
     "drop_and_pad",
 )  # fmt: skip
-_EXPERTS = "self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"
+PARAMETERS = "self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"
 
 
 def patches() -> Iterable[Patch]:
@@ -41,13 +41,18 @@ def patches() -> Iterable[Patch]:
         "moe_utils:topk_routing_with_score_function", _choose, "its softmax is over the chosen",
         *(_ROUTING + _ALSO[:known] for known in range(4)),
     )  # fmt: skip
-    yield _patch(
+    yield unpermute()
+    for kind in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP"):
+        why = "it weights what goes into the second product"
+        yield _patch(f"experts:{kind}.forward", computed, why, PARAMETERS, optional=True)
+
+
+def unpermute() -> Patch:
+    """The function that brings results back to their tokens; MindSpeed has one of its own."""
+    return _patch(
         "moe_utils:unpermute", _add, "it rounds the sum after each expert",
         _UNPERMUTE, (*_UNPERMUTE, "pad_offsets"),
     )  # fmt: skip
-    for kind in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP"):
-        why = "it weights what goes into the second product"
-        yield _patch(f"experts:{kind}.forward", _compute, why, _EXPERTS, optional=True)
 
 
 def _patch(target: str, make: Callable, why: str, *signatures: Names, **changes) -> Patch:
@@ -88,7 +93,7 @@ def _add(original: Callable) -> Callable:
     def npu_ops_unpermute(permuted_tokens, sorted_indices, restore_shape, *more, **named):
         given = dict(zip(_UNPERMUTE[3:], more, strict=False)) | named
         tokens = restore_shape[0]
-        for name in ("probs", "drop_and_pad"):
+        for name in ("probs", "fused", "drop_and_pad"):
             if (given.get(name) is not None) and given[name] is not False:
                 raise ValueError(f"{name}: got one, needs none with NPU_OPS_CONSISTENT")
         if len(permuted_tokens) % max(tokens, 1):
@@ -104,7 +109,7 @@ def _add(original: Callable) -> Callable:
     return npu_ops_unpermute
 
 
-def _compute(original: Callable) -> Callable:
+def computed(original: Callable) -> Callable:
     @functools.wraps(original)
     def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs):
         alone = torch.ones_like(permuted_probs)

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import npu_ops_adapters
-from npu_ops.core import log
+from npu_ops.core import env, log
 from npu_ops_adapters import patching
 from npu_ops_adapters.megatron import attention as megatron_attention
 from npu_ops_adapters.megatron import bias_dropout_add
+from npu_ops_adapters.megatron import experts as megatron_experts
 from npu_ops_adapters.megatron import mrope as megatron_mrope
 from npu_ops_adapters.megatron import rope as megatron_rope
 from npu_ops_adapters.mindspeed import VERSIONS, arguments, attention, rope
@@ -76,7 +77,8 @@ def covered() -> list[Patch]:
     """
     modules = (megatron_attention, bias_dropout_add, megatron_mrope, megatron_rope)
     found = [patch for module in modules for patch in module.patches() if patch.rebind]
-    return [*map(rope.scaled, found), attention.forward(), rope.dispatcher()]
+    sums = [megatron_experts.unpermute()] if env.settings.consistent else []
+    return [*map(rope.scaled, found), attention.forward(), rope.dispatcher(), *sums]
 
 
 def _patch(target: str, make: Callable, why: str, **changes) -> Patch:

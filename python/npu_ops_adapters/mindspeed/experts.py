@@ -1,0 +1,50 @@
+"""With NPU_OPS_CONSISTENT, MindSpeed's grouped experts are computed as Megatron's are.
+
+Those of Transformer Engine's name call torch_npu's product, which `npu_ops.consistent` replaces.
+The older ones call an operator that MindSpeed compiles itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from npu_ops.core import env
+from npu_ops.ops.grouped_linear import grouped_linear
+from npu_ops_adapters.megatron import experts
+from npu_ops_adapters.mindspeed import VERSIONS
+from npu_ops_adapters.patching import Patch
+
+_HOME = "mindspeed.core.transformer.moe"
+
+
+def patches() -> Iterable[Patch]:
+    """The layer, and its product, where the same numbers as in a server are asked for."""
+    if not env.settings.consistent:
+        return
+    settings = {
+        "op": "grouped_linear",
+        "versions": VERSIONS,
+        "remove_when": "MindSpeed's experts are Transformer Engine's alone",
+    }
+    yield Patch(
+        target=f"{_HOME}.moe_feature.gmm.experts:GmmExpertsImpl.forward",
+        make=experts.computed,
+        why="it weights what goes into the second product",
+        signatures=(experts.PARAMETERS,),
+        **settings,
+    )
+    yield Patch(
+        target=f"{_HOME}.grouped_gemm_util:Ops.gmm",
+        make=lambda original: staticmethod(gmm),
+        why="its bits depend on the number of tokens",
+        signatures=(),  # a static method
+        **settings,
+    )
+
+
+def gmm(a, b, batch_sizes, trans_b=False, gemm_fusion=False, original_weight=None):
+    """MindSpeed's function: a: `[T, K]`, b: `[E, K, N]`, batch_sizes: rows of each expert."""
+    for name, value in (("trans_b", trans_b), ("gemm_fusion", gemm_fusion)):
+        if value:
+            raise ValueError(f"{name}: got {value}, needs False with NPU_OPS_CONSISTENT")
+    return grouped_linear(a, b.transpose(1, 2), batch_sizes.cumsum(0).to(a.device))
