@@ -13,7 +13,7 @@ import sglang_process
 import torch
 from safetensors.torch import load_file, save_file
 from sglang_cpu.checks import CHECKS
-from sglang_cpu.engine import SETTINGS
+from sglang_cpu.engine import ON_NPU, SETTINGS
 from sglang_cpu.tiny import PICTURED
 
 pytestmark = pytest.mark.xdist_group("sglang")  # one folder of models, one process of checks
@@ -72,18 +72,15 @@ def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, mode
         assert "SGLang's own" not in said  # nothing fell back
 
 
-ON_NPU = OPS
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ON_NPU)
+@pytest.mark.parametrize("model", OPS)
 def test_sglangs_own_platform_for_npus_on_the_emulated_one(tiny, tmp_path, model):
     """Our kernels compiled by the vendor's compiler, and torch_npu's operators, emulated."""
     settings = {"ASCEND_USE_FIA": "0" if model == "qwen3" else "1"}
     ((_, tokens, said),) = serve(tiny, model, **sglang_process.on_npu(tmp_path) | settings)
     assert tokens == expected(tiny / model)
     calls = sglang_process.calls(said)
-    assert {op for op, _ in calls} == ON_NPU[model], calls
+    assert {op for op, _ in calls} == OPS[model], calls
     assert {implementation for _, implementation in calls} <= {"triton_ascend", "aclnn"}, calls
     assert "is not in force" not in said and "SGLang's own" not in said
 
@@ -95,27 +92,39 @@ def test_disabled_the_engine_runs_its_own(tiny):
     assert tokens == expected(tiny / "qwen3")
 
 
-def rollout(model, dtype, mode, most) -> list[dict]:
-    """`npu-ops parity --rollout`: prompts that are cut, half of them with a cached beginning."""
-    changes = {"chunked_prefill_size": 50, "disable_radix_cache": False, "dtype": dtype}
+CACHED = {"cpu": [0, 0, 0, 0, 7, 70, 150, 333], "npu": [0, 0, 0, 0, 0, 0, 128, 256]}  # by pages
+CACHED_PICTURES = {"cpu": [0, 95], "npu": [0, 0]}
+
+
+def rollout(model, dtype, mode, most, work=None) -> list[dict]:
+    """`npu-ops parity --rollout`: prompts that are cut, half of them with a cached beginning.
+
+    work: an empty folder, to run by SGLang's own platform for NPUs on the emulated one.
+    """
+    device = "npu" if work else "cpu"
+    platform = sglang_process.on_npu(work) if work else {"TRITON_INTERPRET": "1"}
+    first, command = platform.pop("first", ()), platform.pop("command", (sys.executable,))
+    if model.name == "qwen3":
+        platform["ASCEND_USE_FIA"] = "0"
+    changes = ON_NPU if work else {"chunked_prefill_size": 50}
     tower = dict(setting.split("=") for setting in MORE.get(model.name, ()))
-    settings = SETTINGS | changes | tower
+    settings = SETTINGS | changes | tower | {"disable_radix_cache": False, "dtype": dtype}
     engine = [
         part for name, x in settings.items() for part in ("--engine", f"{name}={json.dumps(x)}")
     ]
-    told = ["--rollout", str(model), "--dtype", dtype, "--tokens", "5", "--json"]
+    told = ["--rollout", str(model), "--dtype", dtype, "--device", device, "--tokens", "5"]
     done = subprocess.run(
-        [sys.executable, "-m", "npu_ops_tools", "parity", *told, *engine, "--most", str(most)],
+        [*command, "-m", "npu_ops_tools", "parity", *told, "--json", *engine, "--most", str(most)],
         env=sglang_process.environment(
-            NPU_OPS_CONSISTENT=mode, TRITON_INTERPRET="1", SGLANG_MAMBA_CONV_DTYPE=dtype
+            *first, **platform | {"NPU_OPS_CONSISTENT": mode, "SGLANG_MAMBA_CONV_DTYPE": dtype}
         ),
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     rows = json.loads(done.stdout[done.stdout.index("[\n {") :])
     pictured = [row["cached"] for row in rows if row["picture"]]
-    assert [row["cached"] for row in rows[:8]] == [0, 0, 0, 0, 7, 70, 150, 333], rows
-    assert pictured == ([0, 95] if model.name in PICTURED else []), rows
+    assert [row["cached"] for row in rows[:8]] == CACHED[device], rows
+    assert pictured == (CACHED_PICTURES[device] if model.name in PICTURED else []), rows
     assert all(row["sampled"] == 5 for row in rows)
     return rows
 
@@ -137,14 +146,27 @@ def test_log_probabilities_of_a_rollout_are_near_a_trainers(tiny, mode):
     ],
 )
 def test_log_probabilities_of_a_rollout_are_a_trainers_bit_for_bit(tiny, tmp_path, model, dtype):
-    """From a checkpoint in the dtype that is trained: a server may keep A_log in fp32."""
-    folder = tmp_path / model
-    shutil.copytree(tiny / model, folder)
-    file = folder / "model.safetensors"
+    rows = rollout(in_dtype(tiny / model, dtype, tmp_path), dtype, "1", 0.0)
+    assert all(row["largest"] == 0 and row["equal"] == 1 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", OPS)
+def test_on_the_emulated_npu_they_are_too(tiny, tmp_path, model):
+    """By SGLang's own stack for NPUs: its attention backend, torch_npu's operators of experts."""
+    folder, work = in_dtype(tiny / model, "bfloat16", tmp_path), tmp_path / "work"
+    work.mkdir()
+    rows = rollout(folder, "bfloat16", "1", 0.0, work)
+    assert all(row["largest"] == 0 and row["equal"] == 1 for row in rows)
+
+
+def in_dtype(model, dtype, into):
+    """A checkpoint in the dtype that is trained: a server may keep A_log in fp32."""
+    shutil.copytree(model, into / model.name)
+    file = into / model.name / "model.safetensors"
     weights = {n: x.to(getattr(torch, dtype)) for n, x in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
-    rows = rollout(folder, dtype, "1", 0.0)
-    assert all(row["largest"] == 0 and row["equal"] == 1 for row in rows)
+    return into / model.name
 
 
 @pytest.fixture(scope="module")
