@@ -9,6 +9,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import forced, implementations, named, on_device
 from test_lengths import NAMES, PACKED, alone, rows_of, starts
 
@@ -129,6 +131,26 @@ def test_a_packed_sequence_is_as_alone(packed, implementation, device, dtype):
                 if length:
                     assert_same_bits(rows_of(packed, i, few[i]), part, f"sequence {n} alone")
             at += length
+
+
+@every_sequence
+@given(lengths=st.lists(st.integers(0, 140), min_size=2, max_size=5))
+@settings(max_examples=5, deadline=None, derandomize=True)
+def test_a_sequence_is_as_alone_whatever_lengths_are_beside_it(
+    packed, implementation, device, lengths
+):
+    lengths = tuple(lengths)
+    call = narrow(packed.call(sum(lengths), lengths), torch.bfloat16)
+    with torch.no_grad(), forced(implementation, packed.op):
+        whole = outputs_of(packed.function, call, device)
+        for n, length in enumerate(lengths):
+            if not length:
+                continue
+            begin = sum(lengths[:n])
+            one = alone(packed, call, n, begin, length, lengths)
+            for i, x in enumerate(outputs_of(packed.function, one, device)):
+                part = rows_of(packed, i, whole[i])[begin : begin + length]
+                assert_same_bits(rows_of(packed, i, x), part, f"sequence {n} alone")
 
 
 # Rows
