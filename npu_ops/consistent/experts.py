@@ -14,11 +14,11 @@ from npu_ops.consistent.products import with_rows
 from npu_ops.core.library import call_torch_npu
 from npu_ops.ops.grouped_linear import grouped_linear
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # as an int argument has them
 _BY_ROWS = 0  # group_type: groups divide the rows of x
 _ENDS, _COUNTS = 0, 1  # group_list_type: what group_list has of each group
 _BY_COLUMNS, _BY_TOKENS = 0, 2  # drop_pad_mode: where a token's rows are named
-_PLAIN = {"split_item", "group_list", "group_type", "group_list_type", "output_dtype"}
+_PLAIN = {"split_item", "output_dtype"}
 
 
 def weighted_sum(rows, place, weights=None) -> torch.Tensor:
@@ -78,11 +78,15 @@ def npu_moe_finalize_routing(
 
 
 def _is_plain(x, weight, group_list, others) -> bool:
-    """Whether a product has one x, matrices of its dtype, and no scale, bias or activation."""
+    """Whether a product has one x, matrices of its dtype, a result of it, and no scale, bias or
+    activation."""
+    if len(x) != 1 or group_list is None or x[0].dtype not in _DTYPES:
+        return False
+    dtype = x[0].dtype
     more = {name for name, value in others.items() if value not in (None, [], 0)} - _PLAIN
-    same = len(x) == 1 and all(w.dtype is x[0].dtype for w in weight)
+    narrow = others.get("output_dtype") in (None, dtype, _DTYPES[dtype])
     dims = {w.dim() for w in weight} == ({3} if len(weight) == 1 else {2})
-    return not more and same and dims and group_list is not None and x[0].dtype in _DTYPES
+    return not more and narrow and dims and all(w.dtype is dtype for w in weight)
 
 
 def _matrices(weight) -> torch.Tensor:

@@ -121,6 +121,12 @@ def test_megatrons_sum_is_the_sum_with_its_gradient():
     assert none.shape == (0, HIDDEN)
 
 
+def test_tokens_that_lack_an_expert_are_nan():
+    rows, tokens = permuted()
+    moved = torch.where(tokens == 3, 4, tokens)
+    assert megatron_experts._add(None)(rows, moved, (70, HIDDEN)).isnan().all()
+
+
 @pytest.mark.parametrize(
     "more, says",
     [

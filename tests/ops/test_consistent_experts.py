@@ -115,6 +115,19 @@ if "npu" in devices():
         assert own[0].abs().sum() > 0
 
     @on_npu
+    def test_a_result_of_another_dtype_is_left_to_torch_npu(device):
+        x, gate_up, *_ = drawn(device)
+        given = {"group_list": torch.tensor([0, 4, 4, 9, 20, 23], device=device), "group_type": 0}
+        given |= {"split_item": 2}
+
+        def product(dtype):
+            weight = [gate_up.transpose(1, 2)]
+            return torch.ops.npu.npu_grouped_matmul([x], weight, output_dtype=dtype, **given)[0]
+
+        assert torch.equal(product(torch.bfloat16), product(None))
+        assert product(torch.float32).dtype is torch.float32
+
+    @on_npu
     def test_a_bias_is_left_to_torch_npu(device):
         x, gate_up, *_ = drawn(device)
         ends = torch.tensor([0, 4, 4, 9, 20, 23], device=device)

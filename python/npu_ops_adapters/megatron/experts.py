@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from npu_ops.consistent.experts import order_of, weighted_sum
-from npu_ops.core import env
+from npu_ops.core import env, make
 from npu_ops_adapters.patching import Names, Patch
 
 _HOME = "megatron.core.transformer.moe"
@@ -55,10 +55,10 @@ def unpermute() -> Patch:
     )  # fmt: skip
 
 
-def _patch(target: str, make: Callable, why: str, *signatures: Names, **changes) -> Patch:
+def _patch(target: str, replace: Callable, why: str, *signatures: Names, **changes) -> Patch:
     return Patch(
-        target=f"{_HOME}.{target}", op="grouped_linear", make=make, why=why, signatures=signatures,
-        versions="Megatron-Core 0.14 to 0.19",
+        target=f"{_HOME}.{target}", op="grouped_linear", make=replace, why=why,
+        signatures=signatures, versions="Megatron-Core 0.14 to 0.19",
         remove_when="Megatron-Core lets one ask for the roundings of transformers", **changes,
     )  # fmt: skip
 
@@ -96,7 +96,7 @@ def _add(original: Callable) -> Callable:
         for name in ("probs", "fused", "drop_and_pad"):
             if (given.get(name) is not None) and given[name] is not False:
                 raise ValueError(f"{name}: got one, needs none with NPU_OPS_CONSISTENT")
-        if len(permuted_tokens) % max(tokens, 1):
+        if len(permuted_tokens) % max(tokens, 1):  # else NaN says so, on the device
             raise ValueError(
                 f"permuted_tokens: got {len(permuted_tokens)} rows for {tokens} tokens, needs as"
                 " many for each with NPU_OPS_CONSISTENT: --moe-token-dispatcher-type alltoall"
@@ -104,7 +104,9 @@ def _add(original: Callable) -> Callable:
         if not permuted_tokens.numel():
             return permuted_tokens.new_zeros(restore_shape)
         place = order_of(sorted_indices).view(tokens, -1)
-        return weighted_sum(permuted_tokens, place)
+        own = make.counted(tokens, device=place.device)[:, None]
+        other = (sorted_indices[place] != own).any()  # tokens have different numbers of rows
+        return weighted_sum(permuted_tokens, place).masked_fill(other, torch.nan)
 
     return npu_ops_unpermute
 
