@@ -63,14 +63,24 @@ def doctor(
         list[str] | None,
         typer.Option("--import", help="Import this too, for what it does to our patches."),
     ] = None,
+    trainer: Annotated[
+        str | None,
+        typer.Option(help="slime, relax or verl: what would stop this trainer here."),
+    ] = None,
 ) -> None:
     """What this machine has, what each op takes and why, what is patched, what is amiss.
 
-    The exit status is 1 when something that was asked for is not in force.
+    The exit status is 1 when something that was asked for is not in force, or would stop a trainer.
     """
     from npu_ops.core import preferences
-    from npu_ops_tools import doctor
+    from npu_ops_tools import doctor, trainers
 
+    if trainer:
+        if trainer not in trainers.TRAINERS:
+            fail(f"--trainer: got {trainer!r}, needs {', '.join(trainers.TRAINERS)}")
+        found = trainers.collect(trainer)
+        print_json(found) if as_json else print(trainers.text(found))
+        raise typer.Exit(1 if found["stops"] else 0)
     try:
         for device in doctor.devices():
             preferences.of(device)  # without its table, no op of a device can be explained

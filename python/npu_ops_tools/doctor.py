@@ -47,8 +47,8 @@ class Missing(str, enum.Enum):
     __str__ = str.__str__
 
 
-_ABSENT = (State.WAITING, Missing.PACKAGE, Missing.MODULE)
-_AT_REST = (State.APPLIED, State.DISABLED, State.KEPT, *_ABSENT)
+ABSENT = (State.WAITING, Missing.PACKAGE, Missing.MODULE)
+AT_REST = (State.APPLIED, State.DISABLED, State.KEPT, *ABSENT)
 _REMOVABLE = (State.APPLIED, State.CAPTURED)
 _NOT_REGISTERED = "the adapters were not registered (TORCH_DEVICE_BACKEND_AUTOLOAD=0?)"
 
@@ -184,7 +184,7 @@ def not_in_force(found: dict) -> Iterator[str]:
     if built and here and built != os.path.realpath(here):
         yield f"AscendC kernels: built with {built}, and the CANN here is {os.path.realpath(here)}"
     for (package, reason), rows in by_reason(found["patches"]).items():
-        if rows[0]["state"] not in _AT_REST:
+        if rows[0]["state"] not in AT_REST:
             names = ", ".join(dict.fromkeys(row["op"] for row in rows))
             what = f"{package}, {len(rows)} patches" if len(rows) > 1 else rows[0]["target"]
             yield f"{what} ({names}): {reason}"
@@ -277,14 +277,14 @@ def _machine(found: dict) -> Iterator[str]:
     facts["native kernels"] = found["build"]["why_not"] or f"built by {found['build']['compiler']}"
     facts |= {name: value for name, value in found["switches"].items() if value}
     for name, value in facts.items():
-        yield from _line(f"  {name:20}", value)
+        yield from line(f"  {name:20}", value)
     here = [f"{name} {version}" for name, version in found["packages"].items() if version]
     absent = [name for name, version in found["packages"].items() if not version]
-    yield from _line(f"  {'packages':20}", ", ".join(here))
-    yield from _line(f"  {'not installed':20}", ", ".join(absent))
-    yield from _line(f"  {'support':20}", found["support"])
+    yield from line(f"  {'packages':20}", ", ".join(here))
+    yield from line(f"  {'not installed':20}", ", ".join(absent))
+    yield from line(f"  {'support':20}", found["support"])
     if found.get("torch_npu"):
-        yield from _line(f"  {'for NPUs':20}", found["torch_npu"])
+        yield from line(f"  {'for NPUs':20}", found["torch_npu"])
 
 
 def _ops(rows: list[dict]) -> Iterator[str]:
@@ -302,12 +302,12 @@ def _ops(rows: list[dict]) -> Iterator[str]:
             group = row["implementation"], row["device"], row["why_not"]
             declined.setdefault(group, []).append(row["op"])
     for (implementation, device, why_not), names in declined.items():
-        yield from _line(f"  not {implementation} on {device}: ", f"{', '.join(names)}: {why_not}")
+        yield from line(f"  not {implementation} on {device}: ", f"{', '.join(names)}: {why_not}")
 
 
 def _tuned(tables: list[dict]) -> Iterator[str]:
     for table in tables:
-        yield from _line(
+        yield from line(
             f"  tuned for {table['device']}: ",
             f"{table['changed']} of {table['classes']} classes of calls by another implementation, "
             f"{table['path']} ({table['fingerprint']})",
@@ -323,11 +323,11 @@ def _patches(rows: list[dict]) -> Iterator[str]:
     yield "replaced in frameworks"
     for (package, reason), members in by_reason(rows).items():
         count = "1 patch" if len(members) == 1 else f"{len(members)} patches"
-        amiss = "" if members[0]["state"] in _AT_REST else "NOT IN FORCE: "
-        yield from _line("  ", f"{package}, {count}: {amiss}{reason}")
-        if members[0]["state"] not in _ABSENT:
+        amiss = "" if members[0]["state"] in AT_REST else "NOT IN FORCE: "
+        yield from line("  ", f"{package}, {count}: {amiss}{reason}")
+        if members[0]["state"] not in ABSENT:
             for op in dict.fromkeys(row["op"] for row in members):
-                yield from _line(f"    {op}: ", _functions([r for r in members if r["op"] == op]))
+                yield from line(f"    {op}: ", _functions([r for r in members if r["op"] == op]))
     removable = sum(row["removable"] for row in rows)
     yield f"  {removable} can be undone: npu_ops_adapters.revert()"
 
@@ -344,17 +344,17 @@ def _functions(rows: list[dict]) -> str:
 
 def _verdict(found: dict) -> Iterator[str]:
     for problem in found["known bad"]:
-        yield from _line("KNOWN BAD: ", problem["what"])
-        yield from _line("      fix: ", problem["fix"])
-        yield from _line("      see: ", problem["source"])
+        yield from line("KNOWN BAD: ", problem["what"])
+        yield from line("      fix: ", problem["fix"])
+        yield from line("      see: ", problem["source"])
     for sentence in found["not in force"]:
-        yield from _line("NOT IN FORCE: ", sentence)
+        yield from line("NOT IN FORCE: ", sentence)
     always = [problem for problem in found["known bad"] if not problem.get("when")]
     if not always and not found["not in force"]:
         yield "nothing amiss besides" if found["known bad"] else "nothing amiss"
 
 
-def _line(head: str, value) -> list[str]:
+def line(head: str, value) -> list[str]:
     """`head` and a text that goes on below itself."""
     deeper = len(head) - len(head.lstrip()) + 4 if head.endswith(": ") else len(head)
     return textwrap.wrap(

@@ -357,6 +357,8 @@ def test_what_is_patched_is_watched(monkeypatch):
     for version in ("0.5.9", "0.5.10", "0.5.23"):
         monkeypatch.setattr(functions, "version", lambda version=version: Version(version))
         watched |= {patch.module for patch in npu_ops_adapters.patches()}
+    with env.override(consistent="tokens"):
+        watched |= {patch.module for patch in npu_ops_adapters.patches() if ".npu." in patch.module}
     monkeypatch.setattr(hardware, "is_npu", lambda: True)
     for name in npu_ops_import_hook.WATCHED:
         with monkeypatch.context() as context:

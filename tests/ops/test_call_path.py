@@ -105,7 +105,7 @@ def test_no_tensor_outlives_its_call(op, by):
 
 def in_turn(op):
     """To compile takes 10 s each: one op in four; `make test-all` takes all."""
-    return pytest.param(op, marks=[] if ops().index(op) % 4 == 0 else pytest.mark.slow)
+    return pytest.param(op, marks=[] if list(ops()).index(op) % 4 == 0 else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("op", [in_turn(op) for op in ops()])

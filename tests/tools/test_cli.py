@@ -109,7 +109,7 @@ def test_doctor_says_what_takes_each_op_and_what_is_patched():
     adapted = [op for op in where.ops() if (adapters / f"{op}.py").exists()]
     patches = of_megatron(found)
     assert {row["state"] for row in patches} == {"applied"}
-    others = {"jit_fuser", "gated_delta_net", "checkpoint"}
+    others = {"jit_fuser", "gated_delta_net", "gdn_decay", "checkpoint"}
     # The gates are inline in this version, and it does not decode by fla's functions.
     of_later = {"gdn_gate", "causal_conv1d_update", "fused_recurrent_gated_delta_rule"}
     expected = {*adapted, *others} - of_later

@@ -258,11 +258,11 @@ def test_patches_are_grouped_by_reason(state, detail, said):
     rows = [in_state(state, detail, name) for name in "xyz"]
     text = shown(rows)
     assert text.count(said) == 1, text
-    at_rest = state in doctor._AT_REST
+    at_rest = state in doctor.AT_REST
     assert list(doctor.not_in_force(found_with(patches=rows))) == (
         [] if at_rest else [f"host, 3 patches (rope): {doctor._reason(rows[0])}"]
     )
-    assert text.count(f"rope: {'long' * 14} of x, y, z") == (state not in doctor._ABSENT)
+    assert text.count(f"rope: {'long' * 14} of x, y, z") == (state not in doctor.ABSENT)
 
 
 def test_two_reasons_are_two_groups():

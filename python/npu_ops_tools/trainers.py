@@ -1,0 +1,100 @@
+"""`npu-ops doctor --trainer NAME`: what a trainer finds here, what npu-ops does for it, and what
+would stop it, in the order in which it would."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from npu_ops_tools import doctor
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """needs: packages, in the order in which a run imports them. engines: of these it samples by
+    one. patched: the modules that npu-ops changes for it, by the beginning of their names."""
+
+    needs: tuple[str, ...]
+    engines: tuple[str, ...]
+    patched: tuple[str, ...]
+
+
+_MEGATRON = ("torch_npu", "ray", "megatron-core", "mindspeed", "transformers")
+_PATCHED = ("megatron", "mindspeed", "transformers", "sglang")
+TRAINERS = {
+    "slime": Trainer((*_MEGATRON, "slime"), ("sglang",), ("slime", *_PATCHED)),
+    "relax": Trainer((*_MEGATRON, "relax"), ("sglang",), ("relax", "mindspeed_bridge", *_PATCHED)),
+    "verl": Trainer(
+        ("torch_npu", "ray", "transformers", "verl"),
+        ("vllm-ascend", "sglang"),
+        ("verl", "transformers", "vllm", "vllm_ascend", "sglang", "megatron", "mindspeed"),
+    ),
+}
+
+
+def collect(name: str) -> dict:
+    """What `npu-ops doctor --trainer` shows, as plain data."""
+    found = doctor.collect()
+    trainer = TRAINERS[name]
+    rows = [row for row in found["patches"] if _is_for(trainer, row)]
+    packages = {p: found["packages"][p] for p in (*trainer.needs, *trainer.engines)}
+    return {
+        "trainer": name,
+        "packages": packages,
+        "patches": [row for row in rows if row["state"] not in doctor.ABSENT],
+        "stops": list(stops(trainer, found, rows)),
+    }
+
+
+def stops(trainer: Trainer, found: dict, rows: list[dict]) -> Iterator[str]:
+    """A sentence for each thing that a run would end with.
+
+    found: of `doctor.collect`. rows: the patches of this trainer among its.
+    """
+    first, *others = trainer.needs
+    if not found["packages"][first]:
+        yield f"{first} is not installed: {found['torch_npu']}"
+    elif not found["machine"]["npu devices"]:
+        yield f"torch finds no NPU: {found['machine']['no npu because'] or 'there is none'}"
+    for problem in found["known bad"]:
+        if not problem.get("when"):  # what only some programs meet
+            yield f"{problem['what']}: {problem['fix']}"
+    for package in others:
+        if not found["packages"][package]:
+            yield f"{package} is not installed"
+    if not any(found["packages"][engine] for engine in trainer.engines):
+        yield f"no rollout engine is installed: {' or '.join(trainer.engines)}"
+    for (package, reason), members in doctor.by_reason(rows).items():
+        if members[0]["state"] not in doctor.AT_REST:
+            yield f"{package} is not changed as this trainer needs it: {reason}"
+
+
+def text(found: dict) -> str:
+    """Format what `collect` returned, in 80 columns at most."""
+    return "\n".join((*_installed(found), "", *_done(found), "", *_stopped(found)))
+
+
+def _installed(found: dict) -> Iterator[str]:
+    yield f"{found['trainer']}, and what it needs"
+    for package, version in found["packages"].items():
+        yield f"  {package:20}{version or 'not installed'}"
+
+
+def _done(found: dict) -> Iterator[str]:
+    yield f"what npu-ops changes for it: {len(found['patches'])} functions"
+    for (package, reason), members in doctor.by_reason(found["patches"]).items():
+        names = ", ".join(dict.fromkeys(row["op"] for row in members))
+        yield from doctor.line("  ", f"{package}, {len(members)} ({reason}): {names}")
+
+
+def _stopped(found: dict) -> Iterator[str]:
+    if not found["stops"]:
+        yield "nothing that npu-ops knows of would stop it here"
+        return
+    yield "what would stop it here, the first first"
+    for number, sentence in enumerate(found["stops"], 1):
+        yield from doctor.line(f"  {number}. ", sentence)
+
+
+def _is_for(trainer: Trainer, row: dict) -> bool:
+    return row["target"].partition(".")[0].partition(":")[0] in trainer.patched
