@@ -83,7 +83,7 @@ def version(package: str, module: str | None) -> str | None:
     "unknown" for a checkout that says none, or was not imported.
     """
     installed = known_bad.version(package)
-    if installed or module is None or not _is_there(module):
+    if installed or module is None or not is_there(module):
         return installed
     return str(getattr(sys.modules.get(module), "__version__", "unknown"))
 
@@ -101,7 +101,7 @@ def machine() -> dict:
         "threads": torch.get_num_threads(),
         "cuda devices": torch.cuda.device_count() or None,
         "npu devices": hardware.npu_count() or None,
-        "no npu because": why_not if _is_there("torch_npu") or hasattr(torch, "npu") else None,
+        "no npu because": why_not if is_there("torch_npu") or hasattr(torch, "npu") else None,
         "SoC": hardware.npu_name(),
         "emulated": "these NPUs are software" if npu_ops_emulator.installed() else None,
         "CANN": _cann(),
@@ -215,7 +215,7 @@ def _import_frameworks(modules: Iterable[str]) -> dict[str, tuple[Missing, str]]
     """Import the modules that can be patched; what went wrong with each that did not import."""
     failures = {}
     for name in sorted(modules):
-        if not _is_there(_package(name)):
+        if not is_there(_package(name)):
             failures[name] = Missing.PACKAGE, ""
             continue
         try:
@@ -236,7 +236,7 @@ def _package(module: str) -> str:
     return ".".join(parts[: 2 if parts[0] in NAMESPACES else 1])
 
 
-def _is_there(module: str) -> bool:
+def is_there(module: str) -> bool:
     """Whether a module is installed, or a checkout of it on the path."""
     try:
         return importlib.util.find_spec(module) is not None

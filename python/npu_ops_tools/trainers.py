@@ -4,8 +4,10 @@ would stop it, in the order in which it would."""
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Iterator
 
+from npu_ops.core.hardware import first_line
 from npu_ops_tools import doctor
 
 
@@ -34,22 +36,26 @@ TRAINERS = {
 
 def collect(name: str) -> dict:
     """What `npu-ops doctor --trainer` shows, as plain data."""
-    found = doctor.collect()
     trainer = TRAINERS[name]
+    broken = _import_mindspeed() if "mindspeed" in trainer.needs else None
+    found = doctor.collect()
     rows = [row for row in found["patches"] if _is_for(trainer, row)]
     packages = {p: found["packages"][p] for p in (*trainer.needs, *trainer.engines)}
     return {
         "trainer": name,
         "packages": packages,
         "patches": [row for row in rows if row["state"] not in doctor.ABSENT],
-        "stops": list(stops(trainer, found, rows)),
+        "stops": list(stops(trainer, found, rows, broken)),
     }
 
 
-def stops(trainer: Trainer, found: dict, rows: list[dict]) -> Iterator[str]:
+def stops(
+    trainer: Trainer, found: dict, rows: list[dict], broken: str | None = None
+) -> Iterator[str]:
     """A sentence for each thing that a run would end with.
 
-    found: of `doctor.collect`. rows: the patches of this trainer among its.
+    found: of `doctor.collect`. rows: the patches of this trainer among its. broken: why MindSpeed
+    does not import; then nothing of Megatron is as it is in a run.
     """
     first, *others = trainer.needs
     if not found["packages"][first]:
@@ -64,9 +70,24 @@ def stops(trainer: Trainer, found: dict, rows: list[dict]) -> Iterator[str]:
             yield f"{package} is not installed"
     if not any(found["packages"][engine] for engine in trainer.engines):
         yield f"no rollout engine is installed: {' or '.join(trainer.engines)}"
+    if broken:
+        yield broken
+        return
     for (package, reason), members in doctor.by_reason(rows).items():
         if members[0]["state"] not in doctor.AT_REST:
             yield f"{package} is not changed as this trainer needs it: {reason}"
+
+
+def _import_mindspeed() -> str | None:
+    """Import it as a run does, before Megatron: it stands in for Transformer Engine. Why it does
+    not import, in a sentence."""
+    if not doctor.is_there("mindspeed"):
+        return None
+    try:
+        importlib.import_module("mindspeed.megatron_adaptor")
+    except Exception as error:  # whatever a package that is not whole raises
+        return f"mindspeed does not import: {type(error).__name__}: {first_line(error)}"
+    return None
 
 
 def text(found: dict) -> str:
@@ -91,7 +112,7 @@ def _stopped(found: dict) -> Iterator[str]:
     if not found["stops"]:
         yield "nothing that npu-ops knows of would stop it here"
         return
-    yield "what would stop it here, the first first"
+    yield "what would stop it here, in the order of a run"
     for number, sentence in enumerate(found["stops"], 1):
         yield from doctor.line(f"  {number}. ", sentence)
 

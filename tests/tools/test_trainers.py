@@ -54,6 +54,12 @@ def test_one_engine_is_enough():
     ]
 
 
+def test_where_mindspeed_does_not_import_no_more_is_said_of_patches():
+    rows, broken = [row("megatron.a:f", State.REFUSED)], "mindspeed does not import: KeyError: 'x'"
+    given = trainers.TRAINERS["slime"], found(), rows
+    assert list(trainers.stops(*given, broken)) == [broken]
+
+
 def test_torch_npu_is_asked_for_by_its_command():
     assert stops("relax", "torch_npu") == ["torch_npu is not installed: pip install torch_npu"]
 
