@@ -50,7 +50,13 @@ def test_without_the_setting_they_do_not():
 def test_megatrons_packed_sequences_are_transformers_in_every_bit(model, device, release):
     """On an NPU by torch_npu's norm and activation, which are not transformers'."""
     script = "consistent_megatron.py", fetch_megatron.tree(release), model, "bfloat16"
-    assert numbers(device, "1", *script) == [0, 100 * 96]
+    assert numbers(device, "1", *script) == [0, 100 * 96, 0]
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "qwen3_moe"])
+def test_megatrons_gradients_are_transformers(model):
+    script = "consistent_megatron.py", fetch_megatron.tree("0.19.2"), model, "float32"
+    assert numbers("cpu", "1", *script) == [0, 100 * 96, 0]
 
 
 def test_megatrons_are_not_without_the_setting():
