@@ -112,6 +112,22 @@ def test_older_versions(version):
     assert dict(lines) == expected, done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("version", OLDER)
+def test_nothing_of_an_older_version_is_refused(version):
+    """All of its models are imported by the doctor."""
+    done = subprocess.run(
+        [sys.executable, "-m", "npu_ops_tools", "doctor", "--json"],
+        env=environment(HERE, fetch_frameworks.tree(f"transformers-{version}")),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    rows = json.loads(done.stdout)["patches"]
+    theirs = [row for row in rows if row["target"].startswith("transformers.")]
+    assert {row["state"] for row in theirs} <= {"applied", "not in this version"}, theirs
+    assert {row["op"] for row in theirs if row["state"] == "applied"} >= {"rope", "rms_norm"}
+    if version == "5.10.4":
+        assert any("conv1d_update" in row["target"] for row in theirs)
+
+
 def test_packed_sequences_need_no_fla(applied):
     """transformers refuses them without it; a convolution does not look across either."""
     model, call = transformers_models.compare_packed("qwen3_next")

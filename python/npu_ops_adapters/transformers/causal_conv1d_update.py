@@ -24,7 +24,9 @@ def patches() -> Iterable[Patch]:
     older = models.having(linear, _NAME_4)
     newer = tuple(model for model in linear if model not in older)
     for having, name in ((newer, _NAME), (older, _NAME_4)):
-        yield from models.compared(having, name, _NAME, (Variant(ours, _calls),))
+        yield from models.compared(
+            having, name, _NAME, (Variant(ours, _calls), Variant(always_silu, _calls))
+        )
 
 
 def _calls(function) -> list[tuple]:
@@ -52,6 +54,11 @@ def ours(hidden_states, conv_state, weight, bias=None, activation=None) -> Calla
     if state.shape not in ((*x.shape[:2], width), (*x.shape[:2], width - 1)):
         raise check.shape("conv_state", state, f"[B, D, {width}]")
     return functools.partial(_step, x, state, weight, bias, activation)
+
+
+def always_silu(hidden_states, conv_state, weight, bias=None, activation=None) -> Callable:
+    """`ours` for the function of version 5.10 and older, which does not ask for the activation."""
+    return ours(hidden_states, conv_state, weight, bias, "silu")
 
 
 @torch.no_grad()
