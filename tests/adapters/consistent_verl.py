@@ -1,5 +1,6 @@
-"""On the emulated NPU with NPU_OPS_CONSISTENT=1: a tiny Qwen3 with experts, and the same model under
-verl's own patches for NPUs, which compute experts and SwiGLU by torch_npu.
+"""A tiny Qwen3 with experts on the emulated NPU, and under verl's own patches for NPUs.
+
+By those experts and SwiGLU are torch_npu's operators; NPU_OPS_CONSISTENT=1 replaces them.
 
 python consistent_verl.py DTYPE DEVICE
 

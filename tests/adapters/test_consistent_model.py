@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import fetch_megatron
+import fetch_verl
 import pytest
 from processes import HERE, environment
 
@@ -18,10 +19,10 @@ def different(device, dtype, mode) -> list[int]:
     return numbers(device, mode, "consistent_model.py", dtype)
 
 
-def numbers(device, mode, script, *arguments) -> list[int]:
+def numbers(device, mode, script, *arguments, path=()) -> list[int]:
     done = subprocess.run(
         [*ON[device], str(HERE / script), *map(str, arguments), device],
-        env=environment(HERE, NPU_OPS_CONSISTENT=mode, OMP_NUM_THREADS="1"),
+        env=environment(HERE, *path, NPU_OPS_CONSISTENT=mode, OMP_NUM_THREADS="1"),
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -62,3 +63,9 @@ def test_megatrons_gradients_are_transformers(model):
 def test_megatrons_are_not_without_the_setting():
     script = "consistent_megatron.py", fetch_megatron.tree("0.16.1"), "qwen3_5", "bfloat16"
     assert numbers("cpu", "0", *script)[0] > 1000
+
+
+def test_verls_patches_for_npus_give_experts_the_same_bits():
+    """Without the setting 6321 logits differ."""
+    found = numbers("npu", "1", "consistent_verl.py", "bfloat16", path=fetch_verl.path())
+    assert found == [0, 100 * 96, 0]

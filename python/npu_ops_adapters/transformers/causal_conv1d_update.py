@@ -23,10 +23,9 @@ def patches() -> Iterable[Patch]:
     linear = models.linear()
     older = models.having(linear, _NAME_4)
     newer = tuple(model for model in linear if model not in older)
+    variants = Variant(ours, _calls), Variant(always_silu, _calls)
     for having, name in ((newer, _NAME), (older, _NAME_4)):
-        yield from models.compared(
-            having, name, _NAME, (Variant(ours, _calls), Variant(always_silu, _calls))
-        )
+        yield from models.compared(having, name, _NAME, variants)
 
 
 def _calls(function) -> list[tuple]:
