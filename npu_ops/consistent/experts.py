@@ -1,9 +1,9 @@
 """Experts of a mixture: torch_npu's grouped product and its sums over a token's experts.
 
-vllm-ascend, SGLang and MindSpeed call them. A product is `npu_ops.grouped_linear`. A token's
-results are weighted, rounded, and added in the order of the experts' numbers, for each framework
-names them in another order. Quantised products, those with a bias, and gradients of weights stay
-torch_npu's.
+vllm-ascend, SGLang, MindSpeed and verl call them. `npu_ops.grouped_linear` computes the product.
+The sum multiplies each expert's result by its routing weight, rounds it, and adds in order of
+expert id, for frameworks list a token's experts in different orders. torch_npu still computes
+products that are quantised or have a bias, and the gradients of weights.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PLAIN = {"split_item", "output_dtype"}
 
 
 def weighted_sum(rows, place, weights=None) -> torch.Tensor:
-    """`[T, H]`: the sum of each token's rows, which are weighted and rounded before.
+    """Multiply each token's rows by its weights, round, and add them by expert id: `[T, H]`.
 
-    rows: `[S, H]`, those of expert 0 first. place: `[T, K]`, the rows of each token. weights:
-    `[T, K]`, which are rounded to the dtype of rows.
+    rows: `[S, H]`, sorted by expert id. place: `[T, K]`, which rows are a token's. weights:
+    `[T, K]`, which are rounded to the dtype of rows; None: all are 1.
     """
     order = order_of(place)
     found = rows[place.gather(-1, order)]
@@ -35,9 +35,10 @@ def weighted_sum(rows, place, weights=None) -> torch.Tensor:
 
 
 def order_of(numbers) -> torch.Tensor:
-    """int64: where the least of the last dimension is, and so on; of equal ones the first first.
+    """A stable argsort of the last dimension, int64.
 
-    numbers: integers below 2**24, which fp32 holds: an NPU sorts integers on its CPU.
+    numbers: integers below 2**24, which fp32 represents exactly. An NPU sorts fp32 on its cores,
+    but integers on its AI CPU.
     """
     return numbers.float().argsort(dim=-1, stable=True)
 

@@ -198,6 +198,11 @@ def not_in_force(found: dict) -> Iterator[str]:
             yield f"NPU_OPS_IMPL={op}={name}: there is no such op"
 
 
+def always_bad(found: dict) -> Iterator[dict]:
+    """The known faults that every program meets, not only those that do a certain thing."""
+    return (problem for problem in found["known bad"] if not problem.get("when"))
+
+
 def by_reason(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
     """The patches of each package that are where they are for one reason."""
     groups = {}
@@ -349,8 +354,7 @@ def _verdict(found: dict) -> Iterator[str]:
         yield from line("      see: ", problem["source"])
     for sentence in found["not in force"]:
         yield from line("NOT IN FORCE: ", sentence)
-    always = [problem for problem in found["known bad"] if not problem.get("when")]
-    if not always and not found["not in force"]:
+    if not list(always_bad(found)) and not found["not in force"]:
         yield "nothing amiss besides" if found["known bad"] else "nothing amiss"
 
 

@@ -1,5 +1,5 @@
-"""`npu-ops doctor --trainer NAME`: what a trainer finds here, what npu-ops does for it, and what
-would stop it, in the order in which it would."""
+"""`npu-ops doctor --trainer NAME`: which packages of a trainer are installed, what npu-ops changes
+for it, and what would stop a run, in the order of the run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from npu_ops_tools import doctor
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """needs: packages, in the order in which a run imports them. engines: of these it samples by
-    one. patched: the modules that npu-ops changes for it, by the beginning of their names."""
+    """needs: packages, in the order in which a run imports them. engines: packages for the rollout,
+    of which it needs one. patched: top-level modules that npu-ops patches for it."""
 
     needs: tuple[str, ...]
     engines: tuple[str, ...]
@@ -62,9 +62,8 @@ def stops(
         yield f"{first} is not installed: {found['torch_npu']}"
     elif not found["machine"]["npu devices"]:
         yield f"torch finds no NPU: {found['machine']['no npu because'] or 'there is none'}"
-    for problem in found["known bad"]:
-        if not problem.get("when"):  # what only some programs meet
-            yield f"{problem['what']}: {problem['fix']}"
+    for problem in doctor.always_bad(found):
+        yield f"{problem['what']}: {problem['fix']}"
     for package in others:
         if not found["packages"][package]:
             yield f"{package} is not installed"
@@ -91,7 +90,7 @@ def _import_mindspeed() -> str | None:
 
 
 def text(found: dict) -> str:
-    """Format what `collect` returned, in 80 columns at most."""
+    """What `collect` returned as text, at most 80 columns wide."""
     return "\n".join((*_installed(found), "", *_done(found), "", *_stopped(found)))
 
 

@@ -109,8 +109,11 @@ def megatrons(kind: str, weights: dict, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def renamed(kind: str, weights: dict, one: int = 1) -> dict:
-    """transformers' weights by Megatron's names, with the 1 that Megatron's norms do not add; of
-    gradients it is 0."""
+    """transformers' weights, or their gradients, by Megatron's names.
+
+    one: is added to the weights of norms that multiply by 1 + weight in transformers, because
+    Megatron's multiply by the weight; 0 for gradients.
+    """
     weights = {n: w + one * is_less_one(kind, n) if "norm" in n else w for n, w in weights.items()}
     names = {
         "model.embed_tokens": "embedding.word_embeddings",

@@ -97,7 +97,7 @@ CACHED_PICTURES = {"cpu": [0, 95], "npu": [0, 0]}
 
 
 def rollout(model, dtype, mode, most, work=None) -> list[dict]:
-    """`npu-ops parity --rollout`: prompts that are cut, half of them with a cached beginning.
+    """Run `npu-ops parity --rollout` with chunked prefill and a prefix cache.
 
     work: an empty folder, to run by SGLang's own platform for NPUs on the emulated one.
     """

@@ -104,7 +104,7 @@ def test_no_tensor_outlives_its_call(op, by):
 
 
 def in_turn(op):
-    """To compile takes 10 s each: one op in four; `make test-all` takes all."""
+    """Compiling an op takes 10 s: `make test` takes every fourth, `make test-all` all."""
     return pytest.param(op, marks=[] if list(ops()).index(op) % 4 == 0 else pytest.mark.slow)
 
 

@@ -1,8 +1,8 @@
-"""With NPU_OPS_CONSISTENT, Megatron chooses and computes experts as transformers and a server do.
+"""With NPU_OPS_CONSISTENT, Megatron routes tokens and computes experts as transformers does.
 
-The router's product does not depend on the number of tokens, and a share is the softmax over all
-experts, divided by the sum of those that are chosen. A token's results are rounded before they are
-weighted, and added in the order of the experts' numbers.
+The router's logits do not depend on the number of tokens. A routing weight is a softmax over all
+experts, divided by the sum over the chosen ones. Each expert's result is rounded, multiplied by its
+routing weight, rounded, and added in order of expert id.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from npu_ops.consistent.experts import order_of, weighted_sum
+from npu_ops.consistent.experts import order_of
 from npu_ops.core import env, make
 from npu_ops_adapters.patching import Names, Patch
 
@@ -30,7 +30,7 @@ PARAMETERS = "self", "permuted_local_hidden_states", "tokens_per_expert", "permu
 
 
 def patches() -> Iterable[Patch]:
-    """Where the same numbers as in a server are asked for."""
+    """None without NPU_OPS_CONSISTENT."""
     if not env.settings.consistent:
         return
     yield _patch(
@@ -48,7 +48,7 @@ def patches() -> Iterable[Patch]:
 
 
 def unpermute() -> Patch:
-    """The function that brings results back to their tokens; MindSpeed has one of its own."""
+    """The function that adds experts' results for each token; MindSpeed replaces it, too."""
     return _patch(
         "moe_utils:unpermute", _add, "it rounds the sum after each expert",
         _UNPERMUTE, (*_UNPERMUTE, "pad_offsets"),
@@ -73,17 +73,18 @@ def _gate(original: Callable) -> Callable:
 
 
 def _choose(original: Callable) -> Callable:
-    """`softmax` alone: Megatron's shares are then those before it divides by their sum."""
+    """Only softmax routing. With use_pre_softmax Megatron's function returns the softmax over all
+    experts; where it would not be asked for, the chosen ones are divided by their sum here."""
 
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_routing(logits, topk, use_pre_softmax=False, *more, **named):
         given = dict(zip(_ROUTING[3:], more, strict=False)) | named
         if given.get("score_function", "softmax") != "softmax":
             return original(logits, topk, use_pre_softmax, **given)
-        shares, chosen = original(logits.float(), topk, True, **given)
+        weights, chosen = original(logits.float(), topk, True, **given)
         if not use_pre_softmax:
-            shares = shares / shares.topk(topk, -1).values.sum(-1, keepdim=True)
-        return shares.to(logits.dtype), chosen
+            weights = weights / weights.topk(topk, -1).values.sum(-1, keepdim=True)
+        return weights.to(logits.dtype), chosen
 
     return npu_ops_routing
 
@@ -94,7 +95,7 @@ def _add(original: Callable) -> Callable:
         given = dict(zip(_UNPERMUTE[3:], more, strict=False)) | named
         tokens = restore_shape[0]
         for name in ("probs", "fused", "drop_and_pad"):
-            if (given.get(name) is not None) and given[name] is not False:
+            if given.get(name) is not None and given[name] is not False:
                 raise ValueError(f"{name}: got one, needs none with NPU_OPS_CONSISTENT")
         if len(permuted_tokens) % max(tokens, 1):  # else NaN says so, on the device
             raise ValueError(
@@ -106,7 +107,7 @@ def _add(original: Callable) -> Callable:
         place = order_of(sorted_indices).view(tokens, -1)
         own = make.counted(tokens, device=place.device)[:, None]
         other = (sorted_indices[place] != own).any()  # tokens have different numbers of rows
-        return weighted_sum(permuted_tokens, place).masked_fill(other, torch.nan)
+        return permuted_tokens[place].sum(1).masked_fill(other, torch.nan)
 
     return npu_ops_unpermute
 

@@ -1,7 +1,7 @@
-"""In Megatron-Core 0.16 and 0.17 exp(A_log) of Gated Delta Net's decay is computed in fp32.
+"""Megatron-Core 0.16 and 0.17 round exp(A_log) of Gated Delta Net; npu-ops computes it in fp32.
 
-Megatron rounds it to the parameter's dtype: a trainer in bf16 then has another decay than
-transformers and every server. From 0.18 on it is a method, which `gdn_gate` replaces.
+They round it to the parameter's dtype: a trainer in bf16 then has another decay than transformers
+and every server. From 0.18 on a method computes the gates, which `gdn_gate` replaces.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _HOME = "megatron.core.transformer.attention"
 
 
 def patches() -> Iterable[Patch]:
-    """The method, where the same numbers as in a server are asked for."""
+    """The method; None without NPU_OPS_CONSISTENT."""
     owner = getattr(sys.modules.get(_HOME), "Attention", None)
     if env.settings.consistent and hasattr(owner, "_apply_output_gate"):  # from 0.16 on
         yield Patch(

@@ -18,7 +18,7 @@ _HOME = "mindspeed.core.transformer.moe"
 
 
 def patches() -> Iterable[Patch]:
-    """The layer, and its product, where the same numbers as in a server are asked for."""
+    """The layer and its product; none without NPU_OPS_CONSISTENT."""
     if not env.settings.consistent:
         return
     settings = {

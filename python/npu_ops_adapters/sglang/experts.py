@@ -1,7 +1,7 @@
-"""With NPU_OPS_CONSISTENT, SGLang's experts are chosen and computed as in training.
+"""With NPU_OPS_CONSISTENT, SGLang routes tokens and computes experts as a trainer does.
 
-A token's results are rounded, weighted, rounded, and added in the order of the experts' numbers. On
-NPUs SGLang calls torch_npu's operators for that, which `npu_ops.consistent` replaces.
+Each expert's result is rounded, multiplied by its routing weight, rounded, and added in order of
+expert id. On NPUs SGLang calls torch_npu's operators for that, which `npu_ops.consistent` replaces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WHY = "it adds the experts of a token in other roundings than training"
 
 
 def patches() -> Iterable[Patch]:
-    """Where the same numbers as in training are asked for."""
+    """None without NPU_OPS_CONSISTENT."""
     if not env.settings.consistent:
         return
     if functions.on_npu():
@@ -40,7 +40,7 @@ def choose(
     hidden_states, router_logits, topk_config, num_token_non_padded=None,
     expert_location_dispatch_info=None, layer_id=None,
 ):  # fmt: skip
-    """SGLang's function: by its own in PyTorch, which chooses on CPUs too."""
+    """SGLang's function, by SGLang's PyTorch code for routing, which it also runs on CPUs."""
     from sglang.srt.layers.moe.topk import select_experts
 
     return select_experts(

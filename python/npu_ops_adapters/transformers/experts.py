@@ -3,7 +3,7 @@
 torch_npu of torch 2.7 to 2.13 has none. PyTorch's function fails there, or waits for the end of
 each group and makes a product of it, as transformers' own does. With NPU_OPS_CONSISTENT all of
 transformers' ways to compute them are the one with grouped products, and it adds a token's experts
-in the order of their numbers, which every framework knows.
+in order of expert id, which every framework knows.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ def always_grouped(original: Callable) -> Callable:
     @functools.wraps(original)
     def get_interface(self, experts_implementation, default):
         if experts_implementation in (None, "eager", "batched_mm", "grouped_mm"):
-            return in_the_order_of_numbers(original(self, "grouped_mm", default))
+            return in_order_of_id(original(self, "grouped_mm", default))
         return original(self, experts_implementation, default)
 
     return get_interface
 
 
 @functools.cache
-def in_the_order_of_numbers(compute: Callable) -> Callable:
-    """transformers' function of grouped products, which adds experts as they are named to it."""
+def in_order_of_id(compute: Callable) -> Callable:
+    """transformers' function of grouped products, which adds experts in the order it gets them."""
 
     @functools.wraps(compute)
     def experts(self, hidden_states, top_k_index, top_k_weights):
