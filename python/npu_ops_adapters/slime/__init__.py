@@ -4,6 +4,7 @@
     mindspeed       MindSpeed before Megatron-LM, and its features by the arguments of the run
     resources       NPUs where slime asks Ray for GPUs
     process_groups  collectives that newer torch calls by new names
+    log_probs       with NPU_OPS_CONSISTENT, a server's log-probabilities
     provider        arguments for Megatron-Bridge's models
     qwen3_next      Qwen3-Next's packed sequences and gradients, up to v0.2.2
     qwen3_5_vl      Qwen3.5 with pictures
@@ -23,6 +24,7 @@ from npu_ops.core import hardware
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.slime import (
     accelerator,
+    log_probs,
     mindspeed,
     process_groups,
     provider,
@@ -31,7 +33,9 @@ from npu_ops_adapters.slime import (
     resources,
 )
 
-_ON_NPUS = (accelerator, mindspeed, process_groups, provider, qwen3_5_vl, qwen3_next)
+_ON_NPUS = (
+    accelerator, log_probs, mindspeed, process_groups, provider, qwen3_5_vl, qwen3_next,
+)  # fmt: skip
 
 
 def awaited(module: str) -> None:

@@ -2,6 +2,7 @@
 
 - `npu_patches`: verl's own NPU patches leave functions alone that npu-ops has replaced.
 - `ulysses`: layers learn that Ulysses splits a sequence over ranks.
+- `log_probs`: log-probabilities are in fp32.
 - `gated_delta_net`: packed sequences are one call of Gated Delta Net, also with Ulysses.
 """
 
@@ -10,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from npu_ops_adapters.patching import Patch
-from npu_ops_adapters.verl import gated_delta_net, npu_patches
+from npu_ops_adapters.verl import gated_delta_net, log_probs, npu_patches
 
 
 def patches() -> Iterable[Patch]:
     """All of them."""
     yield from gated_delta_net.patches()
+    yield from log_probs.patches()
     yield from npu_patches.patches()

@@ -1,0 +1,86 @@
+"""Shared by megatron, slime, verl: log-probabilities of labels, as servers compute them.
+
+SGLang and vLLM take log_softmax of logits in fp32. So does this, a block of rows at a time: beside
+the logits and their gradient it needs `BLOCK` bytes, and an fp32 number for each row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core.collective import all_gather
+
+BLOCK = 1 << 28  # bytes of logits in fp32
+
+
+def log_probs(logits: torch.Tensor, labels: torch.Tensor, group=None) -> torch.Tensor:
+    """log_softmax(logits)[..., labels] in fp32 (fp64 for fp64), differentiable by logits.
+
+    Args:
+        logits: [..., V]. With a group, each rank has V of the vocabulary's V * ranks columns, in
+            the order of ranks.
+        labels: [...], int64, of the whole vocabulary.
+        group: the ranks that share the vocabulary; None or a group of one: this process alone.
+
+    Returns:
+        [...].
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    if group is not None and group.size() == 1:
+        group = None
+    return _LogProbs.apply(rows, labels.reshape(-1), group).view(labels.shape)
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, group):
+        """logits: [N, V]. labels: [N]."""
+        found = [
+            _of_rows(*block, group, ctx.needs_input_grad[0]) for block in _blocks(logits, labels)
+        ]
+        empty = [logits.new_empty(0, dtype=_wide(logits.dtype))]  # no row: no block
+        chosen, totals = (
+            (torch.cat(parts) for parts in zip(*found, strict=True)) if found else empty * 2
+        )
+        ctx.group = group
+        ctx.save_for_backward(logits, labels, totals)
+        return chosen
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        logits, labels, totals = ctx.saved_tensors
+        found = torch.empty_like(logits)
+        for out, *block in _blocks(found, logits, labels, totals, grad):
+            out.copy_(_gradient(*block, ctx.group))
+        return found, None, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _blocks(first, *others):
+    """Blocks of rows of tensors with equal numbers of them; the first has the columns."""
+    count = max(1, BLOCK // (4 * max(1, first.shape[1])))
+    return zip(*(x.split(count) for x in (first, *others)), strict=True) if len(first) else ()
+
+
+def _of_rows(logits, labels, group, with_totals: bool):
+    """The log-probabilities of a block, and the logarithm of each row's sum of exponentials."""
+    wide = logits.to(_wide(logits.dtype))
+    if group is not None:
+        wide = all_gather(wide, group).transpose(0, 1).flatten(1)
+    chosen = torch.log_softmax(wide, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return chosen, torch.logsumexp(wide, -1) if with_totals else chosen[:0]
+
+
+def _gradient(logits, labels, totals, grad, group):
+    """grad * (1 at the label - softmax), of this rank's columns."""
+    columns = logits.shape[1]
+    grad = grad.to(totals.dtype).unsqueeze(-1)
+    found = (logits.to(totals.dtype) - totals.unsqueeze(-1)).exp_().mul_(-grad)
+    local = labels - (0 if group is None else group.rank() * columns)
+    here = (local >= 0) & (local < columns)
+    at_label = torch.where(here.unsqueeze(-1), grad, 0)
+    return found.scatter_add_(-1, local.clamp(0, columns - 1).unsqueeze(-1), at_label)

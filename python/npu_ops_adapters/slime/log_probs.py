@@ -1,0 +1,52 @@
+"""With NPU_OPS_CONSISTENT, log-probabilities of slime of 2026 are those of servers.
+
+Older slime and Relax take them of Megatron's cross entropy (`npu_ops_adapters.megatron.log_probs`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+
+from npu_ops.core import env
+from npu_ops_adapters.log_probs import log_probs
+from npu_ops_adapters.patching import Patch
+
+_HOME, _NAME = "slime.utils.ppo_utils", "_calculate_log_probs_and_entropy_chunk"
+
+
+def patches() -> Iterable[Patch]:
+    """The function; None without NPU_OPS_CONSISTENT, or in slime that has none."""
+    if env.settings.consistent and hasattr(sys.modules.get(_HOME), _NAME):
+        yield Patch(
+            target=f"{_HOME}:{_NAME}",
+            op="slime_log_probs",
+            make=_replace,
+            why="it adds exponentials in another order than a server",
+            signatures=(
+                (
+                    "logits", "tokens", "tp_group", "with_entropy", "with_entropy_grad",
+                    "log_prob_keep_mask",
+                ),
+            ),
+            versions="slime of August 2026",
+            remove_when="slime takes log_softmax",
+        )  # fmt: skip
+
+
+def _replace(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original, assigned=(), updated=())
+    def npu_ops_log_probs(*args, **kwargs):
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        if given["log_prob_keep_mask"] is not None:  # top-p sampling: of part of the vocabulary
+            return original(*args, **kwargs)
+        found = log_probs(given["logits"], given["tokens"], given["tp_group"]).unsqueeze(-1)
+        return found, original(*args, **kwargs)[1] if given["with_entropy"] else None
+
+    return npu_ops_log_probs
