@@ -205,6 +205,43 @@ class _Case:
                 found[f"gradient of {name}"] = grad, None
         return found
 
+    # Bits
+
+    def promises_bits(self) -> bool:
+        """Whether docs/invariance.md does, of packed sequences: not of the reference, and on CPUs
+        not of PyTorch's sigmoid of raw betas."""
+        arguments = self.arguments()
+        if arguments.get("cu_seqlens") is None or self.writes or not self.target.tokens:
+            return False
+        if arguments.get("use_beta_sigmoid_in_kernel") or arguments.get("cp_group"):
+            return False
+        rows = npu_ops.explain(self.case["function"], **arguments)
+        chosen = [row.implementation for row in rows if row.why_not is None]
+        return chosen != ["reference"] and not self.case["settings"].get("before")
+
+    def compare_with_alone(self, actual: dict) -> None:
+        """A sequence's outputs and its state are those of a call with it alone, in every bit."""
+        arguments = {
+            n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in self.arguments().items()
+        }
+        outputs = [actual[name] for name in sorted(actual) if name.startswith("output")]
+        starts = arguments["cu_seqlens"].tolist()
+        for n, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+            if begin == end:
+                continue
+            few = arguments | {"cu_seqlens": None}
+            for name in self.target.tokens:
+                few[name] = few.get(name) if few.get(name) is None else few[name][:, begin:end]
+            for name in self.target.states:
+                few[name] = few.get(name) if few.get(name) is None else few[name][n : n + 1]
+            for i, out in enumerate(ways.listed(self.function(**few))):
+                if out is None:
+                    continue
+                state = arguments["output_final_state"] and i == len(outputs) - 1
+                whole = outputs[i][n : n + 1] if state else outputs[i][:, begin:end]
+                if not torch.equal(memory.bits(out), memory.bits(whole.detach())):
+                    raise Wrong(f"output {i} of sequence {n} has other bits alone")
+
     # The call
 
     def call(self) -> None:
@@ -228,6 +265,8 @@ class _Case:
         self.check_memory(self.writes)
         if refusal is None:
             self.compare(actual, seeds)
+        if not may_raise and case["way"] == "alone" and self.promises_bits():
+            self.compare_with_alone(actual)
 
     def follows_none(self, actual: dict) -> bool:
         """Whether wrong indices do not matter: nothing comes out but what was in."""

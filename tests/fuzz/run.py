@@ -26,7 +26,7 @@ SIMPLEST = {
 # How often each way is drawn: compiling takes a second, the others milliseconds.
 WAYS = (
     *["eager"] * 14, *["watched"] * 3, "inference", "checkpoint", "explained", "preferred",
-    *TRANSFORMS, *["compiled"] * 2,
+    *["alone"] * 3, *TRANSFORMS, *["compiled"] * 2,
 )  # fmt: skip
 
 

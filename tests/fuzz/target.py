@@ -42,6 +42,8 @@ class Target:
         are those of the inputs' dtype, else of fp32.
     met: (arguments) -> the largest number that gradients meet, where such numbers cancel, and in
         the formula do so exactly.
+    tokens: arguments with a row for each token, [1, T, ...]; states: with one for each sequence.
+        A packed sequence then has the bits that it has alone, see `judge`.
     drops: (arguments, outputs) -> which elements dropout kept, in the formula's argument `keep`.
     """
 
@@ -56,6 +58,8 @@ class Target:
     roundings: int = 32
     loose: bool = False
     met: Callable[[dict], float] = lambda arguments: 1.0
+    tokens: tuple[str, ...] = ()
+    states: tuple[str, ...] = ("initial_state",)
     drops: Callable[[dict, list], object] | None = None
 
     @property

@@ -141,6 +141,20 @@ def test_it_finds_wrong_indices_that_are_accepted(monkeypatch):
     assert judge(wrong) == "accepted, though cu_seqlens has no meaning"
 
 
+def test_it_finds_a_last_bit_that_depends_on_other_sequences(monkeypatch):
+    settings = {"shape": [], "lengths": [2, 3]}
+    packed = run.complete({"function": "causal_conv1d", "settings": settings, "way": "alone"})
+    assert judge(packed) is None
+    right = npu_ops.causal_conv1d
+
+    def depends(x, *args, cu_seqlens, **settings):
+        y, state = right(x, *args, cu_seqlens=cu_seqlens, **settings)
+        return (y if cu_seqlens is None else y * (1 + 2.0**-23)), state
+
+    monkeypatch.setattr(npu_ops, "causal_conv1d", depends)
+    assert judge(packed) == "output 0 of sequence 0 has other bits alone"
+
+
 def test_it_finds_what_is_taken_for_a_table(monkeypatch):
     """A file of preferences that nobody checks."""
     seeds = [seed for seed in range(12) if judge(case(way="preferred", seed=seed)) is None]

@@ -12,7 +12,7 @@ import npu_ops
 from fuzz import files
 
 WAYS = (
-    "eager", "watched", "compiled", "inference", "checkpoint", "explained", "preferred"
+    "eager", "watched", "compiled", "inference", "checkpoint", "explained", "preferred", "alone"
 )  # fmt: skip
 TRANSFORMS = ("func.grad", "func.jvp", "forward AD", "func.vmap", "twice")
 

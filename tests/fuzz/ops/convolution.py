@@ -294,7 +294,7 @@ TARGETS = {
         ),
         make_causal_conv1d, ("x", "weight", "bias", "residual", "initial_state"),
         writes=lambda s: ("conv_state",), indices=("cu_seqlens", "conv_state_indices"),
-        inference=lambda s: s["pool"],
+        inference=lambda s: s["pool"], tokens=("x", "residual"),
     ),
     "causal_conv1d_qkv": Target(
         causal_conv1d_qkv,
@@ -303,6 +303,7 @@ TARGETS = {
             eps=(1e-6, 1e-3), norm=YES, activation=("silu", None), **CONV,
         ),
         make_causal_conv1d_qkv, ("x", "weight", "bias", "initial_state"), indices=("cu_seqlens",),
+        tokens=("x",),
     ),
     "causal_conv1d_update": Target(
         causal_conv1d_update,

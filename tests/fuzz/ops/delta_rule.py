@@ -346,6 +346,7 @@ TARGETS = {
         dict(chunk=(64, 16, 32), long=NO, before=NO, ranks=RANKS, **RULE), make_chunk,
         ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"),
         indices=("cu_seqlens",), roundings=256, loose=True, inference=lambda s: s["before"],
+        tokens=("q", "k", "v", "g", "beta"),
     ),
     "fused_recurrent_gated_delta_rule": Target(
         fused_recurrent_gated_delta_rule,
@@ -354,7 +355,7 @@ TARGETS = {
         ),
         make_recurrent,
         ("q", "k", "v", "g", "gk", "gv", "beta", "initial_state", "A_log", "dt_bias"),
-        indices=("cu_seqlens",), roundings=256,
+        indices=("cu_seqlens",), roundings=256, tokens=("q", "k", "v", "g", "gk", "gv", "beta"),
     ),
     "gated_delta_rule_update": Target(
         gated_delta_rule_update,
