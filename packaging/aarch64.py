@@ -2,29 +2,33 @@
 
     python packaging/wheels.py aarch64
     dpkg --add-architecture arm64 && apt-get update && apt-get install qemu-user-static
-    python packaging/aarch64.py [pytest's arguments]
+    python packaging/aarch64.py [--torch 2.9.1] [pytest's arguments]
 
-Python and the C libraries come from Debian's packages, torch 2.10 (the oldest that the library is
-for, and a build for CPUs) and the rest from pip. All of it lies in .cache/aarch64. By default every
-op's cases run in bf16, forward and backward.
+Python and the C libraries come from Debian's packages, torch and the rest from pip: 2.10.0 for the
+library of torch 2.10 and newer, an older one for the library that is its own. All of it lies in
+.cache/aarch64. By default every op's cases run in bf16, forward and backward.
 """
 
+import argparse
 import os
 import pathlib
 import subprocess
 import sys
 import zipfile
 
+import wheels
+
 ROOT = pathlib.Path(__file__).parents[1]
 HERE = ROOT / ".cache" / "aarch64"
-SYSTEM, SITE = HERE / "system", HERE / "site"
+SYSTEM = HERE / "system"
+TORCH = ("2.10.0", *wheels.OLDER_TORCH)
 DEBIAN = (
     "python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libc6", "libstdc++6",
     "libgcc-s1", "zlib1g", "libexpat1", "libssl3", "libffi8", "libbz2-1.0", "liblzma5",
     "libsqlite3-0", "libuuid1", "libcrypt1", "libgomp1",
 )  # fmt: skip
 PYTHON = (
-    "torch==2.10.0", "numpy<2.4", "typing_extensions", "sympy", "mpmath", "networkx", "jinja2",
+    "numpy<2.4", "typing_extensions", "sympy", "mpmath", "networkx", "jinja2",
     "markupsafe", "fsspec", "filelock", "packaging", "pytest", "pluggy", "iniconfig",
     "pygments", "pytest-timeout", "pytest-xdist", "execnet",
 )  # fmt: skip
@@ -46,38 +50,39 @@ def system():
         subprocess.run(["dpkg", "-x", package, SYSTEM], check=True)
 
 
-def site():
+def site(torch: str, folder: pathlib.Path):
     """Wheels of aarch64, and of any architecture, unpacked."""
-    wheels = HERE / "wheels"
+    downloads = HERE / f"wheels-{torch}"
     platforms = ("manylinux_2_28_aarch64", "manylinux2014_aarch64")
     subprocess.run(
         [
             sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--python-version",
             "3.11", "--only-binary=:all:", *(f"--platform={p}" for p in platforms), "--dest",
-            str(wheels), *PYTHON,
+            str(downloads), f"torch=={torch}", *PYTHON,
         ],
         check=True,
     )  # fmt: skip
-    for wheel in wheels.glob("*.whl"):
-        unpack(wheel)
+    for wheel in downloads.glob("*.whl"):
+        unpack(wheel, folder)
 
 
-def unpack(wheel):
+def unpack(wheel: pathlib.Path, folder: pathlib.Path):
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(SITE)
+        archive.extractall(folder)
 
 
-def main(arguments):
+def main(torch: str, arguments: list[str]):
     ours = sorted(ROOT.glob("dist/npu_ops-*_aarch64.whl"))
     if not ours:
         raise SystemExit("aarch64: dist has no wheel; run python packaging/wheels.py aarch64")
+    folder = HERE / f"site-{torch}"
     if not SYSTEM.exists():
         system()
-    if not SITE.exists():
-        site()
-    unpack(ours[-1])
+    if not folder.exists():
+        site(torch, folder)
+    unpack(ours[-1], folder)
     command = ["qemu-aarch64-static", "-L", SYSTEM, SYSTEM / "usr/bin/python3.11", "-P", "-B"]
-    variables = {"PYTHONPATH": str(SITE), "OMP_NUM_THREADS": "1"}
+    variables = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "-m", "pytest", "-p", "no:cacheprovider", *(arguments or TESTS)],
         cwd=ROOT, env=os.environ | variables,
@@ -86,4 +91,7 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--torch", choices=TORCH, default=TORCH[0])
+    known, others = parser.parse_known_args()
+    main(known.torch, others)

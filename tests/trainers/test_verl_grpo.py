@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 
+import fetch_sglang
 import pytest
 import verl_grpo_runs
 import verl_runs
@@ -116,3 +118,27 @@ def test_sglang_as_rollout(tmp_path):
     assert min(found.metrics["actor/grad_norm"]) > 0.1
     (calls,) = found.calls
     assert calls["attention"] == calls["apply_rotary_pos_emb"] == 96
+
+
+def sampled_in_bf16(folder, **changes) -> tuple[float, ...]:
+    """Of each step, the largest difference of a token's probability: verl's actor, as it comes, and
+    SGLang's engine, both on the CPU in bf16."""
+    verl_runs.write_models(folder, ("qwen3",))
+    lines = RUNS["qwen3"].lines(folder, "npu_ops") + verl_grpo_runs.with_sglang()
+    lines = [line.replace("param_dtype:fp32", "param_dtype:bf16") for line in lines]
+    lines = [line.replace("dtype=float32", "dtype=bfloat16") for line in lines]
+    path = os.pathsep.join([verl_runs.variables()["PYTHONPATH"], str(fetch_sglang.tree())])
+    changes |= {"PYTHONPATH": path, "SGLANG_PLATFORM": "sglang_cpu", "NPU_OPS_DISABLE": "",
+                "CPU_VISIBLE_DEVICES": "0"}  # fmt: skip
+    found = verl_grpo_runs.run(folder, "truth", "sglang", lines, "none", 1, **changes)
+    assert len(found.sampled) == 3 and min(found.metrics["actor/grad_norm"]) > 0.1
+    return found.sampled
+
+
+def test_with_the_setting_the_actor_has_sglangs_probabilities(tmp_path):
+    """SGLang on CPUs takes the logarithm of the softmax: the last bit of fp32 may be another."""
+    assert max(sampled_in_bf16(tmp_path, NPU_OPS_CONSISTENT="1")) < 2e-7
+
+
+def test_without_the_setting_it_does_not(tmp_path):
+    assert max(sampled_in_bf16(tmp_path)) > 1e-5

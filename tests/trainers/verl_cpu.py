@@ -33,7 +33,7 @@ def register() -> None:
         "current_device": torch.device("cpu"), "communication_backend_name": "gloo",
         "visible_devices_envvar": "CPU_VISIBLE_DEVICES",
         "ray_resource_name": "NPU",  # verl's trainer counts those, or GPUs
-        "get_device_capability": (None, None),
+        "get_device_capability": (None, None), "ray_noset_envvars": (), "rollout_env_vars": {},
     }  # fmt: skip
     body |= {
         name: lambda self, *args, value=value, **kwargs: value for name, value in answers.items()

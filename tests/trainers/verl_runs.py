@@ -82,7 +82,7 @@ def run(
 def finish_as(who: str, devices: int, command: list[str], **changes: str) -> None:
     """As verl_sft.py calls them: the truth on the CPU, the others on so many emulated NPUs."""
     if who != "npu_ops":
-        changes["NPU_OPS_DISABLE"] = "all"
+        changes = {"NPU_OPS_DISABLE": "all"} | changes
     if who == "truth":
         changes |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
         changes["VERL_USE_EXTERNAL_MODULES"] = "verl_cpu"

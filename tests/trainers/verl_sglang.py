@@ -15,6 +15,7 @@ import types
 
 import torch
 import verl_worker
+from sglang.srt.utils import patch_torch
 from verl.plugin.platform import get_platform
 from verl.workers.rollout import base
 from verl.workers.rollout.sglang_rollout import async_sglang_server, sglang_rollout
@@ -54,6 +55,7 @@ def begin() -> None:
     with_sessions(sglang_rollout.AsyncHttpServerAdapter)
     base._ROLLOUT_REGISTRY["sglang", "async"] = f"{__name__}.Weights"
     sglang_rollout._to_ipc_device = torch.Tensor.cpu
+    patch_torch.monkey_patch_torch_reductions = lambda: None  # for the numbers of GPUs
     torch.multiprocessing.set_sharing_strategy("file_system")  # its server is not a child
     # It asks whether weights may be kept in memory while they sleep: they do not.
     async_sglang_server.dataclasses = types.SimpleNamespace(fields=lambda arguments: ())
