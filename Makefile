@@ -162,9 +162,9 @@ release: $(VENV)/ready
 	$(BIN)/twine check --strict dist/*
 	@$(BIN)/python packaging/release.py
 
-# The wheel's kernels under qemu-user; see the script for what it needs.
+# The wheel's kernels under qemu-user, by each of its libraries; see the script for what it needs.
 test-aarch64: wheels
-	$(BIN)/python packaging/aarch64.py
+	for torch in 2.7.1 2.8.0 2.9.1 2.10.0; do $(BIN)/python packaging/aarch64.py --torch $$torch || exit 1; done
 
 # The wheels beside every torch and Python that they are for: a line each, minutes for each.
 test-versions: $(VENV)/ready

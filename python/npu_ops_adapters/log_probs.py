@@ -35,16 +35,14 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, group):
         """logits: [N, V]. labels: [N]."""
-        found = [
-            _of_rows(*block, group, ctx.needs_input_grad[0]) for block in _blocks(logits, labels)
-        ]
-        empty = [logits.new_empty(0, dtype=_wide(logits.dtype))]  # no row: no block
-        chosen, totals = (
-            (torch.cat(parts) for parts in zip(*found, strict=True)) if found else empty * 2
-        )
+        wide = torch.float64 if logits.dtype is torch.float64 else torch.float32
+        found = logits.new_empty(len(labels), dtype=wide)
+        totals = torch.empty_like(found)  # the logarithm of each row's sum of exponentials
+        for block in _blocks(logits, labels, found, totals):
+            _of_rows(*block, group)
         ctx.group = group
         ctx.save_for_backward(logits, labels, totals)
-        return chosen
+        return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -56,23 +54,20 @@ class _LogProbs(torch.autograd.Function):
         return found, None, None
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 def _blocks(first, *others):
     """Blocks of rows of tensors with equal numbers of them; the first has the columns."""
     count = max(1, BLOCK // (4 * max(1, first.shape[1])))
-    return zip(*(x.split(count) for x in (first, *others)), strict=True) if len(first) else ()
+    return zip(*(x.split(count) for x in (first, *others)), strict=True)
 
 
-def _of_rows(logits, labels, group, with_totals: bool):
-    """The log-probabilities of a block, and the logarithm of each row's sum of exponentials."""
-    wide = logits.to(_wide(logits.dtype))
+def _of_rows(logits, labels, found, totals, group) -> None:
+    """Write the log-probabilities of a block, and the totals."""
+    logits = logits.to(found.dtype)
     if group is not None:
-        wide = all_gather(wide, group).transpose(0, 1).flatten(1)
-    chosen = torch.log_softmax(wide, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    return chosen, torch.logsumexp(wide, -1) if with_totals else chosen[:0]
+        logits = all_gather(logits, group).transpose(0, 1).flatten(1)
+    at = labels.unsqueeze(-1)
+    found.copy_(torch.log_softmax(logits, -1).gather(-1, at).squeeze(-1))
+    torch.sub(logits.gather(-1, at).squeeze(-1), found, out=totals)
 
 
 def _gradient(logits, labels, totals, grad, group):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 import transformers_models
+from transformers.models.glm5_next import modeling_glm5_next as glm5_next
 from transformers.models.inkling2 import modeling_inkling2 as inkling2
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid as olmo_hybrid
@@ -224,6 +225,11 @@ def test_a_vision_tower_with_another_rotation_is_refused(applied):
 def test_the_rule_by_channel_is_kept_with_its_reason(applied):
     state = states(kimi_linear)["chunk_kimi_delta_attention"]
     assert state.startswith("kept: its state decays by key channel (Kimi Delta Attention)")
+
+
+def test_a_norm_without_a_weight_is_kept_with_its_reason(applied):
+    state = states(glm5_next)["Glm5NextTextUnweightedRMSNorm.forward"]
+    assert state.endswith("ValueError: weight: got none, needs one for each element")
 
 
 def test_a_step_by_channel_has_no_bits_of_training(applied):
