@@ -1,9 +1,9 @@
-"""Stand-ins with which a CUDA build of torch loads here, and torch_npu beside it.
+"""Stand-ins for CUDA's libraries: a CUDA build of torch loads here, and torch_npu beside it.
 
-Libraries with the names of CUDA's and nothing in them, so that a CUDA build of torch loads.
+Their functions only return cudaErrorNoDevice.
 
 Only torch 2.13 has a build for CPUs in every registry. CUDA's libraries are several GB,
-and a machine without a GPU calls none of them. Every function here fails as without a device.
+and a machine without a GPU needs none of them.
 """
 
 import collections

@@ -52,7 +52,7 @@ class Rows {
     pipe_.InitBuffer(queue, 2, tiling_.elements * bytes_of(type(tensor)));
   }
 
-  // For several tensors, one after the other.
+  // Room for fp32: tensors of any dtype take turns in the queue.
   template <class Queue>
   __aicore__ inline void make(Queue& queue) {
     pipe_.InitBuffer(queue, 2, tiling_.elements * sizeof(float));

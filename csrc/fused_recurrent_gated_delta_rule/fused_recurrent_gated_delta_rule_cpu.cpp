@@ -147,7 +147,7 @@ class Reader {
   std::vector<float> keys_, values_;
 };
 
-// The state of a block before the first token.
+// Loads one block of values of a state, or of its gradient; zeros if there is none.
 void first_state(const std::optional<Tensor>& states, const Inputs& in, int64_t place,
                  int64_t block, float* state) {
   if (states)

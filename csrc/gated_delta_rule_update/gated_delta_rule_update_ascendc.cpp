@@ -328,7 +328,7 @@ class Update {
     Gather(to, wide_, lanes, 0, static_cast<uint32_t>(kLanes));
   }
 
-  // rows *= scale / sqrt(sum of squares + 1e-6). Not Rsqrt: an estimate.
+  // rows *= scale / sqrt(sum of squares + 1e-6). Rsqrt is inexact.
   __aicore__ inline void Normalize(Floats rows, int32_t count, float scale) {
     const auto apart = static_cast<uint8_t>(key_stride_ / 8);
     SumOfProducts(norm_, rows, rows, count, key_stride_, key_stride_);

@@ -62,7 +62,7 @@ class L2Norm {
     rows_.add_products(slopes_, product_, tile);
   }
 
-  // rstd = 1 / sqrt(sum(x^2) + eps); along = rstd^2 * sum(grad * x). Not Rsqrt: an estimate.
+  // rstd = 1 / sqrt(sum(x^2) + eps); along = rstd^2 * sum(grad * x). Rsqrt is inexact.
   __aicore__ inline void Finish(RowTile tile) {
     rows_.finish_sums(rstd_, squares_, tile);
     Adds(rstd_, rstd_, tiling_.eps, tile.rows);

@@ -11,8 +11,8 @@ struct L2NormTiling {
   float eps;
 };
 
-// Bytes of the unified buffer. An element: two tiles of each tensor, and floats: two tiles, in
-// backward three. A row: two partial sums of 64, eight floats to spread a factor, four numbers.
+// Unified buffer, beside two tiles of each tensor: tiles of fp32 (Floats); bytes of a row (two
+// partial sums of 64 floats, eight floats to spread a factor, four floats); and fixed bytes.
 constexpr int64_t kL2NormFloats = 2, kL2NormBackwardFloats = 3;
 constexpr int64_t kL2NormRowBytes = 4 * (2 * 64 + 8 + 4), kL2NormFixedBytes = 4 * 64;
 

@@ -84,7 +84,7 @@ class QkNorm {
     if (tiling_.zero_centered) Adds(multiplier_[kind], multiplier_[kind], 1.0f, tiling_.rows.width);
   }
 
-  // r = 1 / sqrt(mean(x^2) + eps). Not Rsqrt: an estimate.
+  // r = 1 / sqrt(mean(x^2) + eps). Rsqrt is inexact.
   __aicore__ inline void ReciprocalRms(RowTile tile) {
     Mul(scratch_, x_, x_, rows_.count(tile));
     rows_.add_products(squares_, scratch_, tile);

@@ -81,7 +81,7 @@ class Gated {
     if (tiling_.silu) Mul(gate_, gate_, wide_z_, rows_.count(tile));
   }
 
-  // r = 1 / sqrt(mean(u^2) + eps). Not Rsqrt: an estimate.
+  // r = 1 / sqrt(mean(u^2) + eps). Rsqrt is inexact.
   __aicore__ inline void Finish(RowTile tile) {
     rows_.finish_sums(r_, squares_, tile);
     Muls(r_, r_, 1.0f / static_cast<float>(tiling_.rows.width), tile.rows);

@@ -41,7 +41,7 @@ class Rotary {
     return {0, heads.head, heads.head, tiling_.type};
   }
 
-  // Heads of a token.
+  // Rotates a tile of a token's heads.
   __aicore__ inline void Rotate(GM_ADDR from, GM_ADDR to, const HeadTensor& x,
                                 const HeadTensor& out, int64_t token, RowTile tile) {
     if (tile.rows <= 0) return;

@@ -22,7 +22,7 @@ void accumulate(char* to, const char* from, size_t bytes) {
   }
 }
 
-// 6.5.2: what reaches global memory is added where atomic accumulation is on.
+// 6.5.2: with atomics on, stores to global memory add, or take the largest or smallest.
 inline void store(char* to, const char* from, size_t bytes) {
   if (registers().atomic == Atomic::kNone) {
     std::memcpy(to, from, bytes);

@@ -21,16 +21,16 @@ def rms_norm(input, normalized_shape, weight=None, eps=None):
 
 
 def npu_rms_norm(input, gamma, epsilon=1e-6):
-    return norm.rms_norm(input, gamma, epsilon), _scale(input, epsilon)
+    return norm.rms_norm(input, gamma, epsilon), _rstd(input, epsilon)
 
 
 def npu_gemma_rms_norm(input, gamma, epsilon=1e-6):
-    return norm.rms_norm(input, gamma, epsilon, zero_centered=True), _scale(input, epsilon)
+    return norm.rms_norm(input, gamma, epsilon, zero_centered=True), _rstd(input, epsilon)
 
 
 def npu_add_rms_norm(x1, x2, gamma, epsilon=1e-6):
     out, total = norm.add_rms_norm(x1, x2, gamma, epsilon)
-    return out, _scale(total, epsilon), total
+    return out, _rstd(total, epsilon), total
 
 
 def npu_swiglu(input, dim=-1):
@@ -41,8 +41,8 @@ def npu_swiglu(input, dim=-1):
 
 
 @torch.no_grad()
-def _scale(x: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """fp32 `[..., 1]`: what the vendor's norms return for their backward."""
+def _rstd(x: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """rstd, fp32 `[..., 1]`, which the vendor's norms return for their backward."""
     return x.float().square().mean(-1, keepdim=True).add(epsilon).rsqrt()
 
 

@@ -1,7 +1,7 @@
 """Products with a matrix: all are `npu_ops.linear`.
 
-PyTorch's choose how they sum by the number of rows, so that a model gives a decoded token other
-bits than in training. Replaced are `linear` and `matmul`, and `conv3d` where it embeds patches of
+PyTorch's order of summation depends on the number of rows, so that a decoded token has other bits
+than in training. npu-ops replaces `linear`, `matmul`, and `conv3d` where it embeds patches of
 pictures, which is a product. Their gradients, `mm`, `bmm` and everything that is not in fp32, bf16
 or fp16 stay PyTorch's.
 """

@@ -50,11 +50,11 @@ def check_device(x: torch.Tensor) -> None:
 
 
 def token_by_token(*, gk=None, gv=None, **call):
-    """The gated delta rule of decoding. With NPU_OPS_CONSISTENT=1 it is that of training, which
-    then goes token by token too, and by the same kernel.
+    """Run the recurrent rule. With NPU_OPS_CONSISTENT=1, and neither gk nor gv, that is the call of
+    training, `chunk_gated_delta_rule`, which then goes token by token.
 
     Raises:
-        RuntimeError: with NPU_OPS_CONSISTENT=chunks. These states carry no unfinished chunk.
+        RuntimeError: with NPU_OPS_CONSISTENT=chunks: the states lack the unfinished chunk.
     """
     if env.settings.consistent and gk is gv is None:
         if env.settings.consistent == "chunks":

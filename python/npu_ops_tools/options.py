@@ -54,7 +54,7 @@ def check_device(device: str) -> None:
 
 
 def fail(error: Exception | str) -> NoReturn:
-    """Say on stderr what is wrong, and end with 2."""
+    """Print the error to stderr, and exit with code 2."""
     print(f"npu-ops: {error}", file=sys.stderr)
     raise typer.Exit(2)
 

@@ -229,7 +229,7 @@ def test_everything_in_the_kernel(layers):
     assert o.equal(expected[0]) and state.equal(expected[1])
 
 
-# Functions
+# Other functions
 
 
 def test_the_recurrent_rule(layers):

@@ -140,6 +140,7 @@ def test_log_probabilities_of_a_rollout_are_near_a_trainers(tiny, mode):
     "model, dtype",
     [
         ("qwen3_5", "bfloat16"),
+        ("qwen3_5moe", "bfloat16"),
         ("qwen3", "float32"),
         ("qwen3next", "bfloat16"),
         ("qwen3vl", "bfloat16"),

@@ -81,8 +81,8 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize("by", ["eager", "checkpointed"])
 @pytest.mark.parametrize("op", ops())
 def test_no_tensor_outlives_its_call(op, by):
-    """40 shapes, as variable lengths in training have, or fewer of large weights: 128 MiB of
-    inputs. In bytes too: what only C++ holds, Python's garbage collector does not see."""
+    """40 shapes, as variable lengths give, or fewer: up to 128 MiB of inputs. Resident bytes are
+    compared, too: Python's garbage collector does not see tensors that only C++ holds."""
 
     def steps(lengths):
         drawn = 0

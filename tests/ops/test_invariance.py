@@ -69,8 +69,8 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=named)
 # Packed sequences
 
 
-# Rope's rows are below. Raw betas get PyTorch's sigmoid, which on CPUs has other bits for what is
-# left of a vector.
+# Rope's rows are below. Raw betas get PyTorch's sigmoid, which on CPUs rounds the
+# elements past the last whole vector otherwise.
 SEQUENCES = [
     packed
     for packed in PACKED
@@ -205,7 +205,7 @@ def test_a_row_is_as_alone(name, implementation, device, dtype):
             assert_same_bits(x[::2], whole[i][order], "beside NaN")
 
 
-# Multimodal rotary embedding has tables of three axes before the tokens
+# Multimodal rotary embedding: cos and sin are [3, T, D], tokens second
 
 
 @pytest.mark.parametrize("implementation, device", implementations(Table.tables["mrope"]))
@@ -383,7 +383,7 @@ def test_a_sequence_decodes_as_alone(name, implementation, device, pool_dtype):
 def layer(tokens, lengths, dtype):
     """What a Gated Delta Net layer hands its rule, in training: raw gates, and packed sequences.
 
-    32 value heads: on CPUs PyTorch's exp has other bits for what is left of two vectors.
+    32 value heads: on CPUs PyTorch's exp rounds elements past the last two vectors otherwise.
     """
     draw = torch.Generator().manual_seed(0)
 

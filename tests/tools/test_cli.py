@@ -26,7 +26,7 @@ def call(*arguments, code=0):
 
 
 def command(*arguments, code=0, **changes):
-    """In a process of its own, for what changes a process."""
+    """Run npu-ops in a subprocess, whose environment has `changes`."""
     done = subprocess.run(
         [sys.executable, "-m", "npu_ops_tools", *map(str, arguments)],
         env=os.environ | changes,

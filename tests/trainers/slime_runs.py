@@ -170,10 +170,10 @@ def run(
     rollouts: str | None = None,
     samples: str | None = None,
 ) -> Run:
-    """On the CPU for "truth"; tensors are parallel over the devices.
+    """Train, on the CPU for "truth", with tensor parallelism over `devices`.
 
-    rollouts: which are read, the model's data if it is not said. samples: for "engine", SGLang's
-    answers, on one device more, and these rollouts are written.
+    rollouts: stem of the files to read; None: the model's data. samples: for "engine", stem of the
+    files for the rollouts that SGLang generates on one more device.
     """
     model = MODELS[name]
     results = folder / f"{who}-{name}-{devices}-{samples or rollouts}"

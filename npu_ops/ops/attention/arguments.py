@@ -88,7 +88,7 @@ def last_seen(q: torch.Tensor, k: torch.Tensor, rule: Rule) -> int:
     return rule.window_right + (k.shape[2] - q.shape[2] if rule.bottom_right else 0)
 
 
-# Layouts with tokens before heads. One transpose costs less host time than a permute of all axes.
+# BNSD with S and N swapped: one transpose costs less host time than a permute of all axes.
 _SWAPPED = ("BSND", "TND")
 
 

@@ -377,7 +377,7 @@ def _checkered(*shape):
 
 _EQUAL = {"q": shaped(4, 4, 4, 8), "k": shaped(4, 4, 4, 8), "v": shaped(4, 4, 4, 8), "bias": None}
 
-# What options change.
+# Options to vary.
 OPTIONS = [
     *options("attention", {"is_causal": True}, {"window": (1, 1)}, {"window": (2, -1)},
              {"window": (-1, 0)}, {"scale": 0.5}, {"softcap": 2.0}, {"return_lse": False},

@@ -80,7 +80,7 @@ _EVERYTHING = ("bias", "softcap", "sinks", "dropout", "nonpositive_scale", "lse 
 
 # vllm-ascend #9632: the tiling of packed queries knows these and no others.
 _PACKED_DIMS = ((64, 64), (128, 128), (192, 192), (192, 128))
-# Dense masks and biases: vllm-ascend #15503, masks of one row are read wrong past key 512.
+# No dense mask or bias: past key 512 masks of one row are read wrong (vllm-ascend #15503).
 _INFERENCE_MASKS = ("none", *list(MASKS)[2:])
 
 _FUSED_INFER = Operator(

@@ -145,7 +145,7 @@ WRONG = [
         ("inplace: got True, needs False because", {"residual": torch.Tensor.requires_grad_}),
         in_place=True),
 ]  # fmt: skip
-# What options change.
+# Options to vary.
 OPTIONS = [
     *options("bias_dropout_add", {"p": 0.25}, {"p": 0}, {"training": False}, {"bias": None}),
     *options("bias_dropout_add", {"dtype": torch.bfloat16}, {"bias": shaped(6, 8)}),

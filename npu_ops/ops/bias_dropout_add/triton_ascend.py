@@ -15,8 +15,8 @@ import triton.language as tl
 from npu_ops.core import rng
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 
-# Bytes that an element needs on chip at the most (fp32, drawing its mask), by the plan of the
-# vendor's compiler.
+# Elements in a tile, by the bytes on chip that the vendor's compiler plans for each
+# (fp32, with a drawn mask).
 TILE = tile_elements(96)
 WIDEST = 512  # columns: 1 KiB of bf16 in one piece is enough for the data mover
 # Pieces that the rows are cut into where their sums are wanted.

@@ -188,7 +188,7 @@ WRONG = [
         ("has_initial_state: got list, needs a tensor", {"has_initial_state": [True, False]}),
         given=_OF_A_POOL),
 ]  # fmt: skip
-# What options change.
+# Options to vary.
 OPTIONS = [
     *options("causal_conv1d", {"bias": None}, {"residual": None}, {"activation": None},
              {"output_final_state": False}, {"initial_state": None},

@@ -20,8 +20,8 @@ from npu_ops.ops.causal_conv1d import wide_triton_ascend as wide
 from npu_ops.ops.causal_conv1d.starts_triton_ascend import bounds_of, piece_of
 from npu_ops.ops.l2norm.triton_ascend import normalise, normalise_backward
 
-# Bytes that a channel needs on chip at the most (fp32, W = 4), by the plan of the vendor's
-# compiler: the filter, the rows before, the row itself; backward also sums and gradients.
+# Channels in a block, by the bytes on chip that the vendor's compiler plans for each
+# (fp32, W = 4): filter, rows before, the row itself; backward also sums and gradients.
 BLOCK = tile_elements(96)
 BACKWARD_BLOCK = tile_elements(192)
 # Tokens of a piece at the least: it reads W - 1 rows that are not its own.

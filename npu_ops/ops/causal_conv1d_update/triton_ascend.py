@@ -13,8 +13,8 @@ from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.core.lengths_triton_ascend import STARTS, int32_starts, looked_at, span_of
 from npu_ops.ops.causal_conv1d.triton_ascend import convolve, load_row, load_taps, taps_first
 
-# Bytes that a channel needs on chip at the most (fp32, W = 4, windows), by the plan of the vendor's
-# compiler. Blocks are not wider than it, so that few sequences still keep many cores busy.
+# Channels in a block, by the bytes on chip that the vendor's compiler plans for each
+# (fp32, W = 4, windows). Blocks are not wider, so that few sequences still keep many cores busy.
 BLOCK = tile_elements(192)
 # Where the channels of states lie apart, each takes 32 bytes of its own in every row.
 APART_BLOCK = tile_elements(768)

@@ -132,7 +132,7 @@ WRONG = [
         given=given, reads=True)),
     *wrong("chunk_gated_delta_rule", ValueError, *delta.WRONG_GATES, given=delta.GATED),
 ]  # fmt: skip
-# What options change.
+# Options to vary.
 OPTIONS = [
     *options("chunk_gated_delta_rule", *delta.CHANGES,
              {"cu_seqlens": make.indices([0, 9, 20])}),

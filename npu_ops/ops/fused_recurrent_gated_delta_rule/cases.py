@@ -243,7 +243,7 @@ CHANGES = (
     GATED,
 )  # fmt: skip
 
-# What options change.
+# Options to vary.
 OPTIONS = [
     *options("fused_recurrent_gated_delta_rule", *CHANGES, {"beta": None}, {"g": None},
              {"gk": shaped(2, 5, 4, 8)}, {"gv": shaped(2, 5, 4, 8)},

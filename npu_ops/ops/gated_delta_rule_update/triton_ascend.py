@@ -27,7 +27,7 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
 from npu_ops.ops.gdn_gate.softplus import is_plain
 from npu_ops.ops.gdn_gate.triton_ascend import rate_of
 
-# Bytes that a state element needs on chip at the most, by the plan of the vendor's compiler.
+# State elements in a tile, by the bytes on chip that the vendor's compiler plans for each.
 TILE = tile_elements(40)
 DECODE_TILE = tile_elements(20)
 # Heads in a tile of `_decode_kernel`: what a head has one of is a vector of so many.

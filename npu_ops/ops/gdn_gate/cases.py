@@ -97,7 +97,7 @@ WRONG = [
         *values("softplus_threshold", "0 or more", "1"),
     ),
 ]  # fmt: skip
-# What options change.
+# Options to vary.
 OPTIONS = [
     *options("gdn_gate", {"allow_neg_eigval": True}, {"dt_bias": None}, {"b": None}),
     *options("gdn_gate", {"softplus_beta": 2.0}, {"softplus_threshold": 0.5}),

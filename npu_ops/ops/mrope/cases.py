@@ -234,7 +234,7 @@ WRONG = [
         ("inplace: got True, needs False because k requires", {"k": torch.Tensor.requires_grad_}),
         in_place=True),
 ]  # fmt: skip
-# What options change.
+# Options to vary.
 OPTIONS = [
     *options("mrope", {"k": None}, {"pair_layout": "interleaved"}, {"inverse": True},
              {"section_layout": "chunked"}, {"mrope_section": [4, 0, 0]},

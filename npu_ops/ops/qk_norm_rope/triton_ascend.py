@@ -16,8 +16,8 @@ from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.mrope.triton_ascend import load_axis, load_merged
 from npu_ops.ops.rope.triton_ascend import NARROWEST, TABLE_PAIRS, with_direction
 
-# Bytes that an element of a head needs on chip at the most (fp32), by the plan of the vendor's
-# compiler, by whether pairs are interleaved: splitting those takes more room.
+# Elements of heads in a tile, by the bytes on chip that the vendor's compiler plans for each
+# (fp32), by whether pairs are interleaved: splitting those takes more room.
 TILE = {False: tile_elements(48), True: tile_elements(96)}
 BACKWARD_TILE = {False: tile_elements(96), True: tile_elements(192)}
 # Tokens in a tile at the most: their coefficients lie on chip too, those of three axes. With more

@@ -110,7 +110,7 @@ WRONG = [
         *values("group_size", "a divisor of 8", 0, -4, 3, 16, 4.0, "4"),
     ),
 ]  # fmt: skip
-# What options change.
+# Options to vary.
 OPTIONS = [
     *options("rms_norm_gated", {"eps": 0.5}, {"activation": "sigmoid"},
              {"norm_before_gate": False}),

@@ -312,7 +312,7 @@ WRONG = [
         ("cu_seqlens: got int16, needs int32 or int64", {"cu_seqlens": torch.Tensor.short}),
         given=_OF_A_RANK),
 ]  # fmt: skip
-# What options change.
+# Options to vary.
 OPTIONS = [
     *options("rope", {"k": None}, {"pair_layout": "interleaved"}, {"inverse": True}),
     *options("rope", cos_sin(2, 5, 6), {"rotary_dim": 8} | cos_sin(2, 5, 4)),

@@ -14,8 +14,8 @@ from npu_ops.core import hardware, socs
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.rope.packing import NOBODY
 
-# Bytes that a pair needs on chip at the most (fp32, with a tail to copy), by the plan of the
-# vendor's compiler, by whether pairs are interleaved: splitting those takes twice the room.
+# Pairs in a tile, by the bytes on chip that the vendor's compiler plans for each (fp32, with a
+# tail to copy), by whether pairs are interleaved: splitting those takes twice the room.
 TILE = {False: tile_elements(96), True: tile_elements(192)}
 # Pairs of a full-width interleaved table in a tile: on chip each lies in 32 bytes of its own, in
 # four tables, double-buffered.

@@ -48,7 +48,7 @@ def whose(value: Any) -> str:
 
 
 def is_ours(value: Any) -> bool:
-    """Whether an adapter made it: MindSpeed puts operators that it got from us where ours were."""
+    """Whether an adapter made `value`. MindSpeed may put another of our functions in a place."""
     return (getattr(value, "__module__", None) or "").startswith("npu_ops_adapters.")
 
 

@@ -29,7 +29,7 @@ _STAYS = f"; in graphs its own {_UPDATED}, where the plan chooses that"
 
 
 def patches() -> Iterable[Patch]:
-    """Its methods, where there is an NPU."""
+    """Patches of the backend's methods, on NPUs."""
     if not functions.on_npu():
         return
     for name, ours, note, signatures in (

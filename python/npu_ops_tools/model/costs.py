@@ -68,7 +68,7 @@ class Costs:
     vector: dict[str, Vector]
 
     def read(self, cores: int) -> float:
-        """Of one core while `cores` read."""
+        """The rate of one core while `cores` read."""
         return self.read_by_cores[min(cores, len(self.read_by_cores)) - 1]
 
     def write(self, cores: int) -> float:

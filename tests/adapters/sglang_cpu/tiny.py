@@ -48,7 +48,7 @@ def qwen3():
 def qwen3next():
     """Three layers of Gated Delta Net, with grouped value heads, one of attention, and experts.
 
-    32 value heads: on CPUs PyTorch's exp has other bits for what is left of two vectors.
+    32 value heads: on CPUs PyTorch's exp rounds elements past the last two vectors otherwise.
     """
     config = transformers.Qwen3NextConfig(
         **TEXT, head_dim=64, num_hidden_layers=4, linear_num_key_heads=8,
@@ -71,8 +71,8 @@ def qwen3vl():
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
-def qwen3_5():
-    """Three layers of Gated Delta Net and one of attention, without experts, and a tower."""
+def qwen3_5(config=transformers.Qwen3_5Config, **experts):
+    """Three layers of Gated Delta Net and one of attention, and a tower."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True,
             "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}  # fmt: skip
     text = {
@@ -80,15 +80,23 @@ def qwen3_5():
         "partial_rotary_factor": 0.25, "linear_num_key_heads": 8, "linear_num_value_heads": 32,
         "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
     }  # fmt: skip
-    config = transformers.Qwen3_5Config(
-        text_config=TEXT | text, vision_config=TOWER, **TOKENS, tie_word_embeddings=False
+    made = config(
+        text_config=TEXT | text | experts, vision_config=TOWER, **TOKENS, tie_word_embeddings=False
     )
-    return transformers.Qwen3_5ForConditionalGeneration(config)
+    return transformers.AutoModelForImageTextToText.from_config(made)
 
 
-MODELS = {"qwen3": qwen3, "qwen3next": qwen3next, "qwen3vl": qwen3vl, "qwen3_5": qwen3_5}
+def qwen3_5moe():
+    return qwen3_5(
+        transformers.Qwen3_5MoeConfig, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=64, shared_expert_intermediate_size=64,
+    )  # fmt: skip
+
+
+MODELS = {"qwen3": qwen3, "qwen3next": qwen3next, "qwen3vl": qwen3vl, "qwen3_5": qwen3_5,
+          "qwen3_5moe": qwen3_5moe}  # fmt: skip
 PROMPTS = {"short": [1, 2, 3, 4, 5, 6, 7], "three chunks": [7 * i % 580 + 1 for i in range(150)]}
-PICTURED, HYBRID = ("qwen3vl", "qwen3_5"), ("qwen3next", "qwen3_5")
+PICTURED, HYBRID = ("qwen3vl", "qwen3_5", "qwen3_5moe"), ("qwen3next", "qwen3_5", "qwen3_5moe")
 PICTURE = [1, 2, 592, *[IMAGE] * 6, 593, 3, 4, 5]
 
 

@@ -358,7 +358,7 @@ def a_rollout_that_must_be_consistent_says_why_it_is_not():
 
 @check
 def consistent_tokens_have_the_same_bits_prompted_and_decoded():
-    """Of 32 value heads: on CPUs PyTorch's `exp` has other bits for what is left of two vectors."""
+    """32 value heads: on CPUs PyTorch's exp rounds elements past the last two vectors otherwise."""
     cls, outs = pkgutil.resolve_name(CORES[0]), []
     sizes = {"VALUE_HEADS": 32, "CHANNELS": (2 * HEADS + 32) * DIM}
     with env.override(consistent="tokens"), mock.patch.multiple("vllm_cpu.layers", **sizes):

@@ -25,7 +25,7 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
     within,
 )
 
-# Bytes that a state element needs on chip at the most, by the plan of the vendor's compiler.
+# State elements in a tile, by the bytes on chip that the vendor's compiler plans for each.
 TILE = tile_elements(40)
 TILE_BACKWARD = tile_elements(80)
 # Tokens between two states that the backward keeps. It computes the ones between again for each
