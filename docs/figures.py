@@ -280,6 +280,19 @@ def chunk_gated_delta_rule():
     return sheet
 
 
+def chunk_kda():
+    sheet = Sheet(25, 6.4)
+    for level, half in enumerate((4, 2, 1)):
+        for block in range(4 // half):
+            x, y = 0.8 + 2 * half * block * 1.5, 0.5 + 1.4 * level
+            sheet.cell(x, y, "j" if half == 1 else f"{half} j", BLUE, 1.5 * half)
+            sheet.cell(x + 1.5 * half, y, "i" if half == 1 else f"{half} i", GREEN, 1.5 * half)
+        sheet.say(13.6, y + 0.5, f"level {half}: in a block of {2 * half} each i meets each j")
+    sheet.say(0.8, 5, "r: the first row of a block's second half, j < r <= i")
+    sheet.say(0.8, 5.8, "exp(G_i - G_j) = exp(G_i - G_r) exp(G_r - G_j): two decays, for each key")
+    return sheet
+
+
 def fused_recurrent_gated_delta_rule():
     sheet = Sheet(25, 5.5)
     for t in range(4):
@@ -312,7 +325,7 @@ FIGURES = {
     for draw in (
         bias_dropout_add, rope, mrope, qk_norm_rope, attention, gdn_gate, l2norm, linear,
         grouped_linear, rms_norm, rms_norm_gated, causal_conv1d, causal_conv1d_qkv,
-        causal_conv1d_update, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule,
+        causal_conv1d_update, chunk_gated_delta_rule, chunk_kda, fused_recurrent_gated_delta_rule,
         gated_delta_rule_update,
     )
 }  # fmt: skip

@@ -324,7 +324,7 @@ DELTA_RULES = (
 )  # fmt: skip
 # Parts of an op that others import: the module, and who. Its first line names all of them, or the
 # group that they are.
-GROUPS = {"all gated delta rules": set(DELTA_RULES)}
+GROUPS = {"all gated delta rules": {*DELTA_RULES, "chunk_kda"}}
 SHARED = {
     "gated_delta_rule_update.triton_ascend": {"chunk_gated_delta_rule"},
     "bias_dropout_add.triton_ascend": {"attention"},
@@ -332,15 +332,27 @@ SHARED = {
     "causal_conv1d.layout": {"causal_conv1d_qkv"},
     "causal_conv1d.reference": {"causal_conv1d_qkv", "causal_conv1d_update"},
     "causal_conv1d.triton_ascend": {"causal_conv1d_qkv", "causal_conv1d_update"},
-    "fused_recurrent_gated_delta_rule.arguments": set(DELTA_RULES[1:]),
-    "fused_recurrent_gated_delta_rule.reference": set(DELTA_RULES[1:]),
-    "fused_recurrent_gated_delta_rule.states": {"chunk_gated_delta_rule"},
+    **{
+        f"chunk_gated_delta_rule.{part}": {"chunk_kda"}
+        for part in (
+            "arguments",
+            "conversion",
+            "limits",
+            "reference",
+            "sequences_cpu",
+            "token_by_token",
+        )
+    },
+    "fused_recurrent_gated_delta_rule.arguments": {*DELTA_RULES[1:], "chunk_kda"},
+    "fused_recurrent_gated_delta_rule.reference": {*DELTA_RULES[1:], "chunk_kda"},
+    "fused_recurrent_gated_delta_rule.states": {"chunk_gated_delta_rule", "chunk_kda"},
+    "fused_recurrent_gated_delta_rule.triton_ascend": {"chunk_kda"},
     "fused_recurrent_gated_delta_rule.triton_ascend.states": {"gated_delta_rule_update"},
     "gdn_gate.reference": {"gated_delta_rule_update"},
     "gdn_gate.triton_ascend": {"gated_delta_rule_update"},
     "l2norm.reference": {"causal_conv1d_qkv", "chunk_gated_delta_rule", "gated_delta_rule_update"},
     "gdn_gate.softplus": {"gated_delta_rule_update"},
-    "l2norm.triton_ascend": {"causal_conv1d", "chunk_gated_delta_rule"},
+    "l2norm.triton_ascend": {"causal_conv1d", "chunk_gated_delta_rule", "chunk_kda"},
     "linear.formats": {"grouped_linear"},
     "linear.reference": {"grouped_linear"},
     "linear.triton_ascend": {"grouped_linear"},
@@ -355,7 +367,8 @@ SHARED = {
 }
 # Ops that call another one, as a user would: its public function.
 CALLED = {
-    **dict.fromkeys(("gdn_gate", "l2norm"), set(DELTA_RULES)),
+    "gdn_gate": {*DELTA_RULES, "chunk_kda"},
+    "l2norm": set(DELTA_RULES),
     **dict.fromkeys(("rms_norm", "rope"), {"qk_norm_rope"}),
     "linear": {"grouped_linear"},
 }

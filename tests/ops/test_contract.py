@@ -27,7 +27,7 @@ from npu_ops.core.registry import Table, launched_by
 COMPARES_ITSELF = {"attention"}
 OURS = [op for op in ops() if op not in COMPARES_ITSELF]
 # The reference goes token by token: at 4096 it is compared with transformers' chunks.
-LARGE_BY_ITSELF = {"attention", "chunk_gated_delta_rule"}
+LARGE_BY_ITSELF = {"attention", "chunk_gated_delta_rule", "chunk_kda"}
 TRAINING = [call for call in CALLS.values() if differentiable(call)]
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=str)
 every_way = pytest.mark.parametrize(  # in place too, where a call can be
@@ -187,7 +187,7 @@ def same_results(some, others):
 
 
 # The dtype of their `initial_state` is fixed.
-FP32_STATES = {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"}
+FP32_STATES = {"chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule"}
 # One of its results is rounded before the other is computed from it: test_rms_norm.py.
 ROUNDS_BETWEEN = {"add_rms_norm"}
 

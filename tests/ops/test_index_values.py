@@ -186,6 +186,10 @@ def chunk_gated_delta_rule():
     }  # fmt: skip
 
 
+def chunk_kda():
+    return chunk_gated_delta_rule() | {"g": -draw(1, 20, 4, 16).abs()}
+
+
 def fused_recurrent_gated_delta_rule():
     inputs = chunk_gated_delta_rule()
     del inputs["chunk_size"]
@@ -233,6 +237,7 @@ INDICES = [
     Index("intermediate_state_indices", _CONV, causal_conv1d_update, between(-1, 2)),
     Index("query_start_loc", _CONV, packed_causal_conv1d_update, wrong_starts),
     Index("cu_seqlens", npu_ops.chunk_gated_delta_rule, chunk_gated_delta_rule, wrong_starts, True),
+    Index("cu_seqlens", npu_ops.chunk_kda, chunk_kda, wrong_starts, True),
     Index(
         "cu_seqlens",
         npu_ops.fused_recurrent_gated_delta_rule,

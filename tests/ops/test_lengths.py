@@ -91,6 +91,19 @@ def chunk_gated_delta_rule(draw, t, n):
     }  # fmt: skip
 
 
+def chunk_kda(draw, t, n):
+    call = chunk_gated_delta_rule(draw, t, n)
+    return call | {"g": -draw(1, t, 4, 16).abs()}
+
+
+def raw_chunk_kda(draw, t, n):
+    """Norms, gates and betas are made in the function, forward and backward."""
+    return chunk_kda(draw, t, n) | {
+        "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+        "use_gate_in_kernel": True, "A_log": draw(4), "dt_bias": draw(64),
+    }  # fmt: skip
+
+
 def chunks_of_one_token(draw, t, n):
     return chunk_gated_delta_rule(draw, t, n) | {"chunk_size": 1}
 
@@ -199,6 +212,11 @@ PACKED = [
     Packed(
         "chunk_gated_delta_rule", npu_ops.chunk_gated_delta_rule, wide_chunks_of_raw_inputs, _RULE,
         (), ("initial_state", "A_log", "dt_bias"),
+    ),
+    Packed("chunk_kda", npu_ops.chunk_kda, chunk_kda, _RULE, (), ("initial_state",)),
+    Packed(
+        "chunk_kda", npu_ops.chunk_kda, raw_chunk_kda, _RULE, (),
+        ("initial_state", "A_log", "dt_bias"),
     ),
     Packed(
         "fused_recurrent_gated_delta_rule", npu_ops.fused_recurrent_gated_delta_rule,

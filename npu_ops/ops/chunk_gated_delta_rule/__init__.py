@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from npu_ops.core import env, lengths, library, log
+from npu_ops.core import lengths, library, log
 from npu_ops.core.registry import explains
 from npu_ops.core.signature import call_of
-from npu_ops.ops.chunk_gated_delta_rule import context_parallel, op, unfinished
-from npu_ops.ops.chunk_gated_delta_rule.arguments import (
-    TOKEN,
-    check_call,
-    check_consistent,
-    unfinished_rows,
-)
+from npu_ops.ops.chunk_gated_delta_rule import context_parallel, conversion, op, unfinished
+from npu_ops.ops.chunk_gated_delta_rule.arguments import check_call, unfinished_rows
 from npu_ops.ops.chunk_gated_delta_rule.reference import compute_dtype
 from npu_ops.ops.gdn_gate import gdn_gate
-from npu_ops.ops.l2norm import l2norm
 
 __all__ = ["chunk_gated_delta_rule", "unfinished_rows"]
 
@@ -135,17 +129,7 @@ def _inputs(*args, **kwargs):
     """The operator's inputs, from the public function's arguments."""
     call = _Call(*args, **kwargs)
     check_call(call)
-    return _converted(_consistent(call) if env.settings.consistent else call)
-
-
-def _consistent(call):
-    """What NPU_OPS_CONSISTENT makes of a checked call: `l2norm` normalises q and k, and by "tokens"
-    the rule goes token by token."""
-    check_consistent(call)
-    if call.use_qk_l2norm_in_kernel:
-        call = lengths.before_conversion(call, q=True, k=True)
-        call = call._replace(q=l2norm(call.q), k=l2norm(call.k), use_qk_l2norm_in_kernel=False)
-    return call._replace(chunk_size=TOKEN) if env.settings.consistent == "tokens" else call
+    return _converted(conversion.consistent(call))
 
 
 def _converted(call):
@@ -153,20 +137,17 @@ def _converted(call):
     call = lengths.before_conversion(
         call, g=call.use_gate_in_kernel, beta=call.use_beta_sigmoid_in_kernel
     )
-    g, beta, wide = call.g, call.beta, compute_dtype(call.q)
+    g, wide = call.g, compute_dtype(call.q)
     if call.use_gate_in_kernel:
         g = gdn_gate(g, call.A_log, call.dt_bias)
     else:
         _warn_of_growth(g)
-    beta = beta.to(wide)
-    if call.use_beta_sigmoid_in_kernel:
-        beta = beta.sigmoid() * (2 if call.allow_neg_eigval else 1)
     return op.forward.Inputs(
         q=call.q,
         k=call.k,
         v=call.v,
         g=g.to(wide),
-        beta=beta,
+        beta=conversion.beta(call, wide),
         initial_state=call.initial_state,
         cu_seqlens=call.cu_seqlens,
         scale=call.q.shape[3] ** -0.5 if call.scale is None else float(call.scale),

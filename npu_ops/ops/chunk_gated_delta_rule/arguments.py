@@ -1,4 +1,7 @@
-"""The checks of calls of chunk_gated_delta_rule. A call has its arguments by name."""
+"""Shared by chunk_gated_delta_rule and chunk_kda: the checks of their calls.
+
+A call has its arguments by name.
+"""
 
 from __future__ import annotations
 
@@ -84,12 +87,12 @@ def _check_carried(call) -> None:
 def check_consistent(call) -> None:
     """Refuse what does not go with NPU_OPS_CONSISTENT, which is set."""
     mode = f"with NPU_OPS_CONSISTENT={env.settings.consistent_as_set}"
-    if call.cp_group is not None:
+    if getattr(call, "cp_group", None) is not None:
         raise ValueError(f"cp_group: got a group {mode}, needs None")
     if env.settings.consistent == "chunks":
         if call.chunk_size != CHUNK:
             raise ValueError(f"chunk_size: got {call.chunk_size} {mode}, needs {CHUNK}")
         return
     for name in ("return_intermediate_states", "carry_unfinished"):
-        if getattr(call, name):
+        if getattr(call, name, False):
             raise ValueError(f"{name}: got True {mode}, needs False")

@@ -96,6 +96,11 @@ CARRIED = {"carry_unfinished": True, "state_v_first": True, "chunk_size": 64,
            "initial_state": None}  # fmt: skip
 
 # Wrong calls, and how each is refused.
+WRONG_STARTS = [
+    ("cu_seqlens: got 0 first and 21 last, needs 0 and", {"cu_seqlens": replaced(2, to=21)}),
+    ("cu_seqlens: got 1 first and 20 last, needs 0 and", {"cu_seqlens": replaced(0, to=1)}),
+    ("cu_seqlens: got a negative length, needs starts", {"cu_seqlens": replaced(1, to=21)}),
+]
 WRONG = [
     *wrong("chunk_gated_delta_rule", TypeError,
         *delta.WRONG_DTYPES,
@@ -125,11 +130,8 @@ WRONG = [
         ("v: got shape [1, 20, 4, 272], needs [B, T", {"v": lambda x: x.repeat(1, 1, 1, 17)}),
     ),
     *(one for given in ({}, CARRIED)
-      for one in wrong("chunk_gated_delta_rule", ValueError,
-        ("cu_seqlens: got 0 first and 21 last, needs 0 and", {"cu_seqlens": replaced(2, to=21)}),
-        ("cu_seqlens: got 1 first and 20 last, needs 0 and", {"cu_seqlens": replaced(0, to=1)}),
-        ("cu_seqlens: got a negative length, needs starts", {"cu_seqlens": replaced(1, to=21)}),
-        given=given, reads=True)),
+      for one in wrong("chunk_gated_delta_rule", ValueError, *WRONG_STARTS, given=given,
+                       reads=True)),
     *wrong("chunk_gated_delta_rule", ValueError, *delta.WRONG_GATES, given=delta.GATED),
 ]  # fmt: skip
 # Options to vary.

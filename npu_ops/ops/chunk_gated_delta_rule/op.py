@@ -6,11 +6,9 @@ from npu_ops.core import library
 from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Backward, Operator
 from npu_ops.ops.chunk_gated_delta_rule import aclnn, fla_npu, reference
-from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK_SIZES, TOKEN
+from npu_ops.ops.chunk_gated_delta_rule.limits import triton_why_not
 from npu_ops.ops.fused_recurrent_gated_delta_rule import states
 
-_TRITON_WIDEST = 256  # K and V of the Triton kernels
-_TRITON_TOKENS = 1 << 22  # packed tokens, which its kernel counts in fp32
 # g, beta and the states are fp32 (fp64 where q is). normalize: q and k are divided by their norms.
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
@@ -18,26 +16,14 @@ _INPUTS = (
 )
 
 
-def _triton_why_not(arguments) -> str | None:
-    for name, x in (("K", arguments.q), ("V", arguments.v)):
-        if x.shape[-1] > _TRITON_WIDEST:
-            return f"{name} is {x.shape[-1]}, above {_TRITON_WIDEST}"
-    if arguments.chunk_size not in (TOKEN, *CHUNK_SIZES):
-        return f"it has no kernel for chunks of {arguments.chunk_size}"
-    tokens = arguments.q.shape[1]
-    if arguments.cu_seqlens is not None and tokens >= _TRITON_TOKENS:
-        return f"it counts packed tokens below {_TRITON_TOKENS}, not {tokens}"
-    return None
-
-
 def _triton_keeps_no_states(arguments) -> str | None:
     """Where its chunks are longer than what is asked for."""
     if arguments.chunk_size < 32:
         return f"it keeps states before chunks of 32 tokens and more, not {arguments.chunk_size}"
-    return _triton_why_not(arguments)
+    return triton_why_not(arguments)
 
 
-_WHY_NOT = {"triton_ascend": _triton_why_not, "cpu": lambda _: library.native_why_not()}
+_WHY_NOT = {"triton_ascend": triton_why_not, "cpu": lambda _: library.native_why_not()}
 
 
 def _outputs(x):

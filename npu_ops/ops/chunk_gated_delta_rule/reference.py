@@ -1,6 +1,7 @@
-"""The definition of the chunked gated delta rule: the recurrence, whatever the chunk_size is.
+"""Shared by chunk_gated_delta_rule and chunk_kda: their definition is the recurrence.
 
-That of `fused_recurrent_gated_delta_rule`, with one decay for a whole state.
+Whatever the chunk_size is: that of `fused_recurrent_gated_delta_rule`. A whole state has one decay
+in `chunk_gated_delta_rule`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from npu_ops.ops.l2norm import reference as norm
 
 compute_dtype = recurrent.compute_dtype
 EPS = 1e-6  # of the norm
+_NO_DECAY = {"g": None, "gk": None, "gv": None}
 
 
 def chunk_gated_delta_rule(
@@ -22,10 +24,18 @@ def chunk_gated_delta_rule(
 
     normalize: q and k are divided by their norms first (`l2norm`), in fp32 too.
     """
+    tokens = q, k, v, {"g": g}, beta
+    return forward(*tokens, initial_state, cu_seqlens, scale, state_v_first, normalize)
+
+
+def forward(q, k, v, decay, beta, initial_state, cu_seqlens, scale, state_v_first, normalize):
+    """What `chunk_gated_delta_rule` returns; decay: {name: tensor} of the recurrence's gates."""
     if normalize:
         q, k = (norm.l2norm(x, EPS) for x in (q, k))
-    inputs = q, k, v, g, None, None, beta[..., None], initial_state, cu_seqlens
-    return recurrent.fused_recurrent_gated_delta_rule(*inputs, scale, state_v_first)
+    inputs = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "scale": scale}
+    return recurrent.fused_recurrent_gated_delta_rule(
+        q, k, v, **_NO_DECAY | decay, beta=beta[..., None], state_v_first=state_v_first, **inputs
+    )
 
 
 def chunk_gated_delta_rule_prefill(
@@ -60,15 +70,28 @@ def chunk_gated_delta_rule_backward(
     state_v_first, normalize,
 ):  # fmt: skip
     """The gradients of q, k, v, g, beta and initial_state, fp32 or fp64; the last also if None."""
-    given = q, k
+    tokens = q, k, v, {"g": g}, beta
+    return backward(
+        grad_o, grad_final_state, *tokens, initial_state, cu_seqlens, scale, state_v_first,
+        normalize,
+    )  # fmt: skip
+
+
+def backward(
+    grad_o, grad_final_state, q, k, v, decay, beta, initial_state, cu_seqlens, scale,
+    state_v_first, normalize,
+):  # fmt: skip
+    """The gradients of q, k, v, the one gate in `decay`, beta and initial_state."""
+    given, gates = (q, k), _NO_DECAY | decay
     if normalize:
         q, k = (norm.l2norm(x, EPS) for x in given)
-    inputs = q, k, v, g, None, None, beta[..., None], initial_state, cu_seqlens
-    grad_q, grad_k, grad_v, grad_g, _, _, grad_beta, grad_initial_state = (
+    grad_q, grad_k, grad_v, *of_gates, grad_beta, grad_initial_state = (
         recurrent.fused_recurrent_gated_delta_rule_backward(
-            grad_o, grad_final_state, *inputs, scale, state_v_first
+            grad_o, grad_final_state, q, k, v, *gates.values(), beta[..., None], initial_state,
+            cu_seqlens, scale, state_v_first,
         )
-    )
+    )  # fmt: skip
+    (grad_g,) = (x for x, name in zip(of_gates, gates, strict=True) if name in decay)
     if normalize:
         grad_q, grad_k = (
             norm.l2norm_backward(grad, x, EPS)

@@ -1,6 +1,7 @@
-"""The rule token by token, by the decoding step's kernel: chunk_size 1.
+"""Shared by chunk_gated_delta_rule and chunk_kda: the rule token by token, where chunk_size is 1.
 
-A token has the same bits whichever call brings it: a prompt, a part of one, or a decoding step.
+By the decoding step's kernel. A token has the same bits whichever call brings it: a prompt, a part
+of one, or a decoding step.
 """
 
 from __future__ import annotations

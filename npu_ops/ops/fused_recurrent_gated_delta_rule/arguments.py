@@ -21,15 +21,16 @@ def check_call(call) -> None:
     check_like("beta", call.beta, call.v, tokens, (*tokens, values))
 
 
-def check_common(call, more_rows=None) -> None:
-    """Check what both functions take, apart from the shapes of gates and beta.
+def check_common(call, more_rows=None, bias_by_key: bool = False) -> None:
+    """Check what all functions take, apart from the shapes of gates and beta.
 
     more_rows: None, or a function of K and V: how many rows a state has besides its own.
+    bias_by_key: whether dt_bias has an element for each key of a value head.
     """
     names = ("initial_state", "A_log", "dt_bias", "cu_seqlens", "cu_seqlens_cpu", "chunk_indices")
     check.optional_tensors(**{n: getattr(call, n, None) for n in names})
     _check_heads(call.q, call.k, call.v)
-    _check_flags(call)
+    _check_flags(call, bias_by_key)
     check.scale("scale", call.scale)
     if call.cu_seqlens is not None:
         shared = getattr(call, "cp_group", None) is not None
@@ -65,15 +66,17 @@ def _check_heads(q, k, v) -> None:
         raise check.shape("v", v, f"[{batch}, {length}, HV, V], HV a multiple of {heads}")
 
 
-def _check_flags(call) -> None:
+def _check_flags(call, bias_by_key: bool) -> None:
     """The flags have what they need, and nothing is given that none of them reads."""
+    unbounded = getattr(call, "lower_bound", None) is None
     for name, x in (("g", call.g), ("A_log", call.A_log)):
-        if call.use_gate_in_kernel and x is None:
+        if call.use_gate_in_kernel and x is None and (name == "g" or unbounded):
             raise ValueError(f"{name}: got None, needs a tensor for use_gate_in_kernel=True")
-    for name, x in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
+    keys = call.q.shape[3] if bias_by_key else 1
+    for name, x, each in (("A_log", call.A_log, 1), ("dt_bias", call.dt_bias, keys)):
         if x is not None and not call.use_gate_in_kernel:
             raise ValueError(f"{name}: got a tensor, needs use_gate_in_kernel=True")
-        check_like(name, x, call.v, call.v.shape[2:3])
+        check_like(name, x, call.v, (call.v.shape[2] * each,))
     if call.allow_neg_eigval and not call.use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: got True, needs use_beta_sigmoid_in_kernel=True")
     if call.use_beta_sigmoid_in_kernel and call.beta is None:

@@ -1,4 +1,4 @@
-"""Shared by fused_recurrent_gated_delta_rule and chunk_gated_delta_rule: states of sequences.
+"""Shared by fused_recurrent_gated_delta_rule, chunk_gated_delta_rule and chunk_kda: states.
 
 A state belongs to a sequence and a value head: `[N, HV, K, V]`, or `[N, HV, V, K]`.
 """

@@ -11,8 +11,8 @@ from npu_ops_tools import where
 
 FETCHED = (where.find_clone() or where.ROOT) / ".cache"
 MEGATRON = FETCHED / "megatron" / "0.16.1"
-# fla's package asks for a GPU as it is imported; this file of it does not.
-FLA_NAIVE = FETCHED / "frameworks/fla-core-0.6.0/fla/ops/gated_delta_rule/naive.py"
+# fla's package asks for a GPU as it is imported; the files naive.py of it do not.
+FLA_OPS = FETCHED / "frameworks/fla-core-0.6.0/fla/ops"
 
 
 class Absent(Exception):
@@ -35,15 +35,16 @@ def megatron(module: str, name: str):
         raise Absent(f"this megatron-core has no {module}.{name}: {error}") from error
 
 
-def fla_naive(name: str):
-    """A function in PyTorch by which flash-linear-attention defines its kernels.
+def fla_naive(name: str, op: str = "gated_delta_rule"):
+    """A function in PyTorch by which flash-linear-attention defines its kernels of `op`.
 
     Raises:
         Absent: it was not fetched.
     """
-    if not FLA_NAIVE.exists():
+    path = FLA_OPS / op / "naive.py"
+    if not path.exists():
         raise Absent("not there; python tests/adapters/fetch_frameworks.py fla-core-0.6.0")
-    spec = importlib.util.spec_from_file_location("fla_naive", FLA_NAIVE)
+    spec = importlib.util.spec_from_file_location("fla_naive", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, name)

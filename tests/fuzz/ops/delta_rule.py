@@ -111,6 +111,26 @@ def chunk_gated_delta_rule(
     )  # fmt: skip
 
 
+def chunk_kda(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False, lower_bound=None, state_v_first=False, cu_seqlens=None, A_log=None,
+    dt_bias=None, chunk_size=64,
+):  # fmt: skip
+    if use_gate_in_kernel:
+        raw = g if dt_bias is None else g + dt_bias.view(g.shape[2:])
+        rate = 1.0 if A_log is None else torch.exp(A_log)[:, None]
+        if lower_bound is None:
+            g = -rate * softplus(raw, 1.0, 20.0)
+        else:
+            g = lower_bound * sigmoid(rate * raw)
+    return gated_delta_rule(
+        q, k, v, None, g, None, beta, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, False, None, None, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        state_v_first, cu_seqlens,
+    )  # fmt: skip
+
+
 def gated_delta_rule_update(
     qkv, a, b, A_log, dt_bias, state, state_indices, state_v_first, cu_seqlens=None,
     num_accepted_tokens=None, intermediate_states=None, intermediate_state_indices=None,
@@ -251,6 +271,22 @@ def make_chunk(s, draw):
     return rule_arguments(s, draw) | chosen | ranks(s)
 
 
+def make_kda(s, draw):
+    if s["long"] and s["lengths"] is None:
+        s = s | {"tokens": 60 + s["tokens"]}
+    arguments = rule_arguments(s, draw)
+    shape, dtype = (*arguments["g"].shape, s["keys"]), str(arguments["g"].dtype)[6:]
+    if s["gate"]:
+        arguments["g"] = draw.normal(*shape, dtype=dtype)
+        arguments["lower_bound"] = s["bound"]
+        if s["bias"]:
+            wide = "float64" if s["dtype"] == "float64" else "float32"
+            arguments["dt_bias"] = draw.normal(shape[2] * shape[3], dtype=wide)
+    else:
+        arguments["g"] = -draw.uniform(0, s["strong"], *shape, dtype=dtype)
+    return arguments | {"chunk_size": s["chunk"]}
+
+
 def make_recurrent(s, draw):
     arguments = rule_arguments(s, draw)
     shape = arguments["v"].shape
@@ -347,6 +383,15 @@ TARGETS = {
         ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"),
         indices=("cu_seqlens",), roundings=256, loose=True, inference=lambda s: s["before"],
         tokens=("q", "k", "v", "g", "beta"),
+    ),
+    "chunk_kda": Target(
+        chunk_kda,
+        dict(
+            chunk=(64, 16, 32, 1), long=NO, strong=(1, 30), bound=(None, -5.0), **RULE
+        ),
+        make_kda,
+        ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"),
+        indices=("cu_seqlens",), roundings=256, loose=True,
     ),
     "fused_recurrent_gated_delta_rule": Target(
         fused_recurrent_gated_delta_rule,

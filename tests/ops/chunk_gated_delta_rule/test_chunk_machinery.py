@@ -18,7 +18,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 import npu_ops
 from npu_ops.core import env
 from npu_ops.core.compare import Tolerance, assert_close
-from npu_ops.ops.chunk_gated_delta_rule import cpu, op
+from npu_ops.ops.chunk_gated_delta_rule import op, sequences_cpu
 
 # As a torch operator
 
@@ -163,7 +163,7 @@ def test_what_the_triton_kernels_decline(changes, why_not, keeps_no_states):
 
 def test_scratch_memory_is_kept():
     """In host memory, whatever the default device is when it is first asked for."""
-    scratch = cpu._Scratch()
+    scratch = sequences_cpu.Scratch()
     with torch.device("meta"):
         first = scratch("a", 2, 3)
     assert first.device.type == "cpu" and first.shape == (2, 3)

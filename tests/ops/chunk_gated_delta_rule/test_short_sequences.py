@@ -8,7 +8,7 @@ from support import assert_all_close, evaluate, floats, forced
 
 import npu_ops
 from npu_ops.ops.chunk_gated_delta_rule.cases import TOLERANCES
-from npu_ops.ops.chunk_gated_delta_rule.cpu import SHORT
+from npu_ops.ops.chunk_gated_delta_rule.sequences_cpu import SHORT
 
 OPS = "chunk_gated_delta_rule", "chunk_gated_delta_rule_backward"
 LENGTHS = [1, 0, SHORT, SHORT + 1, 2, 40, 1, 1]

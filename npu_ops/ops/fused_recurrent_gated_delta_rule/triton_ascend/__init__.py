@@ -1,4 +1,6 @@
-"""The recurrent gated delta rule in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""Shared by fused_recurrent_gated_delta_rule and chunk_kda: token by token, in Triton.
+
+For Ascend and NVIDIA. Definition: reference.py
 
 A program keeps BV value columns of one head's state on chip. The state is fp32, in the layout that
 it has in memory. The program walks over the tokens, by vector instructions alone. No column depends

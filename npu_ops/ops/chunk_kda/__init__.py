@@ -1,0 +1,129 @@
+"""Kimi Delta Attention (KDA), by chunks: training and prefill."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_ops.core import lengths
+from npu_ops.core.registry import explains
+from npu_ops.core.signature import call_of
+from npu_ops.ops.chunk_gated_delta_rule import conversion
+from npu_ops.ops.chunk_kda import op
+from npu_ops.ops.chunk_kda.arguments import check_call
+from npu_ops.ops.chunk_kda.gate import log_decay
+from npu_ops.ops.fused_recurrent_gated_delta_rule.reference import compute_dtype
+
+__all__ = ["chunk_kda"]
+
+
+def chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute Kimi Delta Attention: a gated delta rule with a decay for each key channel.
+
+    For every value head, with a state S of K keys by V values, token by token:
+    `S = diag(exp(g)) S`, `S = S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. Computed a chunk of
+    tokens at a time, by matrix products; the state is fp32. The backward keeps the inputs alone
+    and computes the rest again. Any decay is safe: no exponent is a difference of gates that could
+    be positive and large.
+
+    Args:
+        q, k: `[B, T, H, K]`, K up to 256. v: `[B, T, HV, V]`, V up to 256, in q's dtype. HV is a
+            multiple of H: value head i reads with head `i // (HV // H)`.
+        g: `[B, T, HV, K]`, the logarithm of the decay of each key channel, of any float dtype.
+            Kernels for NPUs take less than -63 as -63.
+        beta: `[B, T, HV]`, of any float dtype. g and beta are computed with in fp32.
+        scale: of q; None: `K ** -0.5`.
+        initial_state: fp32 `[N, HV, K, V]` for N sequences; None is 0.
+        output_final_state: whether to return the states after the last tokens.
+        use_qk_l2norm_in_kernel: q and k are divided by `sqrt(sum(x^2) + 1e-6)` first, in fp32.
+        use_gate_in_kernel: g is raw and becomes `-exp(A_log) softplus(g + dt_bias)`, or with
+            lower_bound `lower_bound sigmoid(exp(A_log) (g + dt_bias))`.
+        use_beta_sigmoid_in_kernel: beta is raw and becomes its sigmoid, in fp32.
+        allow_neg_eigval: that sigmoid is doubled.
+        safe_gate: fla's hint that gates are bounded. Kernels here need no bound.
+        lower_bound: below 0, for `use_gate_in_kernel` alone; None is fla's first gate.
+        state_v_first: states are `[N, HV, V, K]`.
+        cu_seqlens: int32 or int64 `[N + 1]`, with B = 1: the starts of N sequences and their end,
+            as in `chunk_gated_delta_rule`.
+        cu_seqlens_cpu: fla's, for its launches. Not read.
+        A_log: `[HV]`, for `use_gate_in_kernel` alone; with lower_bound it may be None, which is 0.
+        dt_bias: `[HV * K]`, for `use_gate_in_kernel` alone; None is 0.
+        chunk_size: 16, 32 or 64 tokens. 1, as always with `NPU_OPS_CONSISTENT=1`: token by token,
+            as `fused_recurrent_gated_delta_rule` with `gk`, whose bits the forward has.
+
+    Returns:
+        o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable, once,
+        in every floating argument.
+
+    Raises:
+        TypeError: a dtype, also of the state, which is never converted. ValueError: a shape, a
+        device, flags that do not go together, wrong lengths (on the CPU; on a device o, states, and
+        gradients of both are NaN).
+
+    Source: fla `chunk_kda`; Kimi Linear, arXiv:2510.26692.
+    """
+    inputs = _inputs(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, safe_gate, lower_bound,
+        state_v_first, cu_seqlens, cu_seqlens_cpu, A_log, dt_bias, chunk_size,
+    )  # fmt: skip
+    o, final_state = op.forward(*inputs)
+    return o, final_state if output_final_state else None
+
+
+_Call = call_of(chunk_kda)
+
+
+def _inputs(*args, **kwargs):
+    """The operator's inputs, from the public function's arguments."""
+    call = _Call(*args, **kwargs)
+    check_call(call)
+    return _converted(conversion.consistent(call))
+
+
+def _converted(call):
+    """A call that was checked, as the operator takes it."""
+    call = lengths.before_conversion(
+        call, g=call.use_gate_in_kernel, beta=call.use_beta_sigmoid_in_kernel
+    )
+    g, wide = call.g, compute_dtype(call.q)
+    if call.use_gate_in_kernel:
+        g = log_decay(g, call.A_log, call.dt_bias, call.lower_bound)
+    return op.forward.Inputs(
+        q=call.q,
+        k=call.k,
+        v=call.v,
+        g=g.to(wide),
+        beta=conversion.beta(call, wide),
+        initial_state=call.initial_state,
+        cu_seqlens=call.cu_seqlens,
+        scale=call.q.shape[3] ** -0.5 if call.scale is None else float(call.scale),
+        chunk_size=int(call.chunk_size),
+        state_v_first=bool(call.state_v_first),
+        normalize=bool(call.use_qk_l2norm_in_kernel),
+        output_final_state=bool(call.output_final_state),
+    )
+
+
+explains("chunk_kda", op.forward, _inputs)
