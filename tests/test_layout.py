@@ -341,6 +341,10 @@ SHARED = {
             "reference",
             "sequences_cpu",
             "token_by_token",
+            "triton_ascend.chunks",
+            "triton_ascend.forward",
+            "triton_ascend.intra",
+            "triton_ascend.plan",
         )
     },
     "fused_recurrent_gated_delta_rule.arguments": {*DELTA_RULES[1:], "chunk_kda"},

@@ -8,14 +8,11 @@ them, stay on the chip (forward.py), in segments side by side where sequences ar
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from npu_ops.core import env, hardware
-from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
+from npu_ops.core.grid import cdiv, vector_grid
 from npu_ops.core.lengths_triton_ascend import finish, int32_starts
-from npu_ops.core.room import Room
 from npu_ops.ops.chunk_gated_delta_rule import token_by_token
 from npu_ops.ops.chunk_gated_delta_rule.arguments import TOKEN
 from npu_ops.ops.chunk_gated_delta_rule.reference import EPS
@@ -24,19 +21,13 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend import (
     chunks,
     forward,
     intra,
+    plan,
     segments,
 )
+from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.plan import ROOM
 from npu_ops.ops.gated_delta_rule_update.triton_ascend import gated_delta_rule_update
 from npu_ops.ops.l2norm import triton_ascend as norm
 
-# For each vector core that shares a tile. Its unified buffer holds the state in fp32 and what is
-# added to it, beside a chunk's rows.
-STATE_BYTES = 32 * 1024
-# Columns of a state that a program takes at the least where there are cores without any: below, a
-# step waits as long as with these (docs/npu-model.md).
-FEWEST_COLUMNS = 32
-# Chunks of a sequence, on average, from which on a second launch is worth its time.
-LONG = 8
 # Segments of a sequence, from which on it is worth walking them all twice, and the chunks of each
 # from which on two launches more are (docs/npu-model.md).
 FEWEST_SEGMENTS = 4
@@ -48,10 +39,6 @@ WIDEST_MOVE = 128
 PRODUCT_BYTES = 16 * 1024
 # Rows of two states that are multiplied at a time.
 ROWS = 32
-# The shortest side of what is multiplied, by the vector cores that share it. The compiler for
-# Ascend950, which has one, stops at an assertion of its own where a side is 16.
-NARROWEST = {1: 32, 2: 16}
-ROOM = Room("chunk_gated_delta_rule")
 
 
 @ROOM.found_for
@@ -65,7 +52,8 @@ def chunk_gated_delta_rule(
         inputs = q, k, v, g, beta, initial_state, cu_seqlens, scale, state_v_first, normalize
         token_by_token.forward(step, *inputs, o, final_state)
         return finish(int32_starts(cu_seqlens), o, states=(final_state,))
-    wanted, chunk_size = chunk_size, _chunk_size(q, v, chunk_size)  # states are kept before those
+    wanted = chunk_size  # states are kept before chunks of that size
+    chunk_size = plan.chunk_size_of(q, v, chunk_size)
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
     solved, scores, *norms = _within_chunks(q, k, gates, spans, scale, normalize, weighed=True)
@@ -79,14 +67,14 @@ def chunk_gated_delta_rule(
         kept = None if kept is None else segments.cut(kept, number, wanted, unit)
         initial_state = segments.states_before(
             k, v, gates[0], None, solved, norms[1], initial_state, spans, number, whole,
-            FEWEST_COLUMNS,
+            plan.FEWEST_COLUMNS,
         )  # fmt: skip
         last = None if final_state is None else torch.empty_like(initial_state)
-    for walk in _walks(q, v, spans.sequences, state_v_first, chunk_size):
+    for walk in plan.walks_of(q, v, spans.sequences, state_v_first, chunk_size):
         forward.forward_kernel[walk.grid](
             q, k, v, gates[0], solved, scores, *norms, initial_state, spans.starts, spans.firsts, o,
-            last, chunk_states, None if kept is None else kept.firsts, scale, walk.piece, walk.end,
-            KEEP=wanted, **walk.constants,
+            last, chunk_states, None if kept is None else kept.firsts, None, None, scale,
+            walk.piece, walk.end, KEEP=wanted, **walk.constants,
         )  # fmt: skip
     if last is not final_state:
         final_state.copy_(last[number - 1 :: number])
@@ -102,7 +90,7 @@ def chunk_gated_delta_rule_backward(
     state_v_first, normalize, grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial_state,
 ):  # fmt: skip
     """Write the gradients; grad_initial_state may be None. The arguments are the operator's."""
-    chunk_size = _chunk_size(q, v, token_by_token.chunk_size_of_backward(chunk_size))
+    chunk_size = plan.chunk_size_of(q, v, token_by_token.chunk_size_of_backward(chunk_size))
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
     solved, scores, *norms = _within_chunks(q, k, gates, spans, scale, normalize, weighed=False)
@@ -111,14 +99,14 @@ def chunk_gated_delta_rule_backward(
         whole = _whole(q, v, state_v_first, chunk_size)
         spans = segments.cut(spans, number, chunk_size, chunk_size)
         initial_state = segments.states_before(
-            k, v, *gates, solved, norms[1], initial_state, spans, number, whole, FEWEST_COLUMNS
+            k, v, *gates, solved, norms[1], initial_state, spans, number, whole, plan.FEWEST_COLUMNS
         )
         grad_final_state = segments.gradients_after(
             grad_o, grad_final_state, q, k, gates, solved, scores, norms, spans, number, scale,
-            whole, FEWEST_COLUMNS,
+            whole, plan.FEWEST_COLUMNS,
         )  # fmt: skip
         first = None if first is None else torch.empty_like(initial_state)
-    walks = _walks(q, v, spans.sequences, state_v_first, chunk_size)
+    walks = plan.walks_of(q, v, spans.sequences, state_v_first, chunk_size)
     per_chunk = (spans.number, v.shape[2], q.shape[3], v.shape[3])
     states, grad_states = solved.new_empty(per_chunk), solved.new_empty(per_chunk)
     written, grad_wanted = (torch.empty_like(v, dtype=solved.dtype) for _ in range(2))
@@ -157,19 +145,19 @@ def _gradients(
     scale, chunk_size,
 ):  # fmt: skip
     """Write grad_q and grad_k; return grad_g_sums, kept_sums and grad_betas, [chunks, HV, C]."""
-    values = _width(v.shape[3], q.device)
+    values = plan.width_of(v.shape[3], q.device)
     room = ROOM.of(PRODUCT_BYTES) * hardware.cores_of_a_tile(q.device)
     if values * states.element_size() > 256:
         room //= 2
     keys = min(
-        _width(q.shape[3], q.device),
-        max(_narrowest(q.device), room // (states.element_size() * values)),
+        plan.width_of(q.shape[3], q.device),
+        max(plan.narrowest(q.device), room // (states.element_size() * values)),
     )
     blocks = cdiv(q.shape[3], keys)
     grad_g_sums, kept_sums, grad_betas = (
         gates[0].new_empty((blocks, *gates[0].shape)) for _ in range(3)
     )
-    grid = _cube_grid(spans.number * q.shape[2] * blocks, q.device)
+    grid = plan.cube_grid(spans.number * q.shape[2] * blocks, q.device)
     kernel = backward.gradients_kernel
     kernel[grid](
         grad_o, q, k, *gates, *norms, spans.spans, states, written, grad_states, grad_wanted,
@@ -197,16 +185,9 @@ def _inner_products(states, grad_states, g_sums):
     totals = g_sums.new_empty((number, value_heads))
     backward.inner_products_kernel[vector_grid(totals.numel(), states.device)](
         states, grad_states, g_sums, totals, number, HV=value_heads, K=keys, V=values,
-        C=g_sums.shape[2], ROWS=ROWS, BV=_width(values, states.device),
+        C=g_sums.shape[2], ROWS=ROWS, BV=plan.width_of(values, states.device),
     )  # fmt: skip
     return totals
-
-
-def _chunk_size(q, v, size: int) -> int:
-    """Tokens in a chunk. Rows of more than 128 fp32 leave room for 32, and those of bf16 where an
-    older compiler keeps more beside them. The result is the same."""
-    wide = (q.dtype != torch.bfloat16 or ROOM.halvings) and max(q.shape[3], v.shape[3]) > 128
-    return max(_narrowest(q.device), min(size, 32) if wide else size)
 
 
 def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
@@ -226,8 +207,8 @@ def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
     if normalize:
         norms = [gates[0].new_empty((number, heads, size)) for _ in range(2)]
     qk, kk = (gates[0].new_empty((number, heads, size, size)) for _ in range(2))
-    intra.products_kernel[_cube_grid(number * heads, q.device)](
-        q, k, spans.spans, qk, kk, number, H=heads, K=keys, BK=_width(keys, q.device), C=size
+    intra.products_kernel[plan.cube_grid(number * heads, q.device)](
+        q, k, spans.spans, qk, kk, number, H=heads, K=keys, BK=plan.width_of(keys, q.device), C=size
     )
     kernel = intra.intra_kernel
     kernel[vector_grid(number * heads, q.device)](
@@ -238,42 +219,6 @@ def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
     return solved, scores, *norms
 
 
-@dataclasses.dataclass(frozen=True)
-class Walk:
-    """One launch of the kernel that goes through sequences chunk by chunk: its share of the work.
-
-    piece, end: its first work item, and the one behind its last. A work item is one head's state of
-    one sequence, or BV of its columns; BV is in `constants`.
-    """
-
-    piece: int
-    end: int
-    grid: tuple[int]
-    constants: dict
-
-
-def _walks(q, v, sequences: int, state_v_first: bool, size: int) -> list[Walk]:
-    """Plan the launches that walk all heads through their sequences.
-
-    If heads would leave cores idle, they are split into columns: when there are few heads, and for
-    the heads that remain for a last round.
-    """
-    constants = _constants(q, v, state_v_first, size)
-
-    def walk(first: int, end: int, columns: int) -> Walk:
-        blocks = cdiv(v.shape[3], columns)
-        grid = _cube_grid((end - first) * blocks, v.device)
-        return Walk(first * blocks, end * blocks, grid, constants | {"BV": columns})
-
-    most, heads = _most_columns(q, v), sequences * v.shape[2]
-    blocks, cores = cdiv(v.shape[3], most), hardware.num_cube_cores(v.device)
-    last = heads - heads * blocks // cores * cores // blocks
-    columns = _columns(v, last, most) if last else most
-    if columns == most or last == heads or q.shape[0] * q.shape[1] < LONG * sequences * size:
-        return [walk(0, heads, _columns(v, heads, most))]
-    return [walk(0, heads - last, most), walk(heads - last, heads, columns)]
-
-
 def _segments(q, v, sequences: int, size: int) -> int:
     """Into how many segments sequences are cut, by what all cores find out about at once; or 1.
 
@@ -282,7 +227,7 @@ def _segments(q, v, sequences: int, size: int) -> int:
     """
     if env.settings.consistent or v.device.type == "cuda" or q.shape[3] > WIDEST_MOVE:
         return 1
-    most = _most_columns(q, v)
+    most = plan.most_columns(q, v)
     own, moves = cdiv(v.shape[3], most), cdiv(q.shape[3], most)
     a_head = hardware.num_cube_cores(v.device) // (sequences * v.shape[2])  # cores for it
     chunks_of_each = q.shape[0] * q.shape[1] // (sequences * size)
@@ -290,43 +235,6 @@ def _segments(q, v, sequences: int, size: int) -> int:
     return number if number >= FEWEST_SEGMENTS else 1
 
 
-def _constants(q, v, state_v_first: bool, size: int) -> dict:
-    """Of all walks."""
-    return {
-        "H": q.shape[2], "HV": v.shape[2], "K": q.shape[3], "V": v.shape[3],
-        "V_FIRST": state_v_first, "BK": _width(q.shape[3], q.device), "C": size,
-    }  # fmt: skip
-
-
 def _whole(q, v, state_v_first: bool, size: int) -> dict:
     """Of walks that find what segments do, with as many columns as there is room for."""
-    return _constants(q, v, state_v_first, size) | {"BV": _most_columns(q, v)}
-
-
-def _most_columns(q, v) -> int:
-    """How many columns of a state there is room for."""
-    room = ROOM.of(STATE_BYTES) * hardware.cores_of_a_tile(q.device)
-    fits = room // (4 if q.dtype == torch.bfloat16 else 8) // _width(q.shape[3], q.device)
-    return min(_width(v.shape[3], v.device), fits)
-
-
-def _columns(v, heads: int, most: int) -> int:
-    """How many columns of a state a program takes: all pieces of these heads run at once, or
-    the most."""
-    cores = hardware.num_cube_cores(v.device)
-    while most > FEWEST_COLUMNS and heads * cdiv(v.shape[3], most // 2) <= cores:
-        most //= 2
-    return most
-
-
-def _width(elements: int, device) -> int:
-    """The width of a tile that holds so many elements in a row."""
-    return max(_narrowest(device), next_power_of_2(elements))
-
-
-def _narrowest(device) -> int:
-    return NARROWEST[hardware.cores_of_a_tile(device)]
-
-
-def _cube_grid(items: int, device) -> tuple[int]:
-    return (min(items, hardware.num_cube_cores(device)),)
+    return plan.constants_of(q, v, state_v_first, size) | {"BV": plan.most_columns(q, v)}

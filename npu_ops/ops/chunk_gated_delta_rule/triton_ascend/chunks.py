@@ -1,4 +1,6 @@
-"""Where the chunks are, found on the device. Gates and betas by chunk, their gradients by token.
+"""Shared by chunk_gated_delta_rule and chunk_kda: where the chunks are, found on the device.
+
+Gates and betas by chunk, their gradients by token.
 
 Gates come as [tokens, heads]. The kernels of a chunk want the tokens of one head in one piece. So
 gates are laid out as [chunks, heads, C] once, and summed up on the way.
@@ -150,10 +152,11 @@ def _gather_kernel(g, beta, spans, g_sums, betas, number, HV: tl.constexpr, BH: 
         mask = (row < rows)[:, None] & (head < HV)[None, :]
         to = tl.cast(chunk, tl.int64) * (HV * C) + head[:, None] * C + row[None, :]
         exists = (head < HV)[:, None] & (row < C)[None, :]
-        # A decay to 4e-28 is one to nothing. A smaller gate would only take digits from the sums,
-        # whose differences are the decays of later tokens.
-        sums = tl.cumsum(tl.maximum(tl.load(g + at, mask=mask, other=0.0), -63.0), 0)
-        tl.store(g_sums + to, tl.trans(sums), mask=exists)
+        if g is not None:
+            # A decay to 4e-28 is one to nothing. A smaller gate would only take digits from the
+            # sums, whose differences are the decays of later tokens.
+            sums = tl.cumsum(tl.maximum(tl.load(g + at, mask=mask, other=0.0), -63.0), 0)
+            tl.store(g_sums + to, tl.trans(sums), mask=exists)
         tl.store(betas + to, tl.trans(tl.load(beta + at, mask=mask, other=0.0)), mask=exists)
 
 
@@ -183,10 +186,10 @@ def _scatter_kernel(grad_g_sums, kept_sums, totals, grad_betas, spans, grad_g, g
 
 
 def gather(g, beta, chunks: Chunks, size: int):
-    """The sums of g within each chunk and beta, fp32 [chunks, HV, C]."""
-    heads = g.shape[-1]
-    sums = g.new_empty((chunks.number, heads, size))
-    betas = torch.empty_like(sums)
+    """The sums of g within each chunk and beta, fp32 [chunks, HV, C]. No g, no sums."""
+    heads = beta.shape[-1]
+    betas = beta.new_empty((chunks.number, heads, size))
+    sums = None if g is None else torch.empty_like(betas)
     _launch(_gather_kernel, (g, beta, chunks.spans, sums, betas), chunks, heads, size)
     return sums, betas
 
@@ -199,5 +202,5 @@ def scatter(grad_g_sums, kept_sums, totals, grad_betas, chunks: Chunks, grad_g, 
 
 def _launch(kernel, tensors, chunks: Chunks, heads: int, size: int) -> None:
     width = max(NARROWEST, next_power_of_2(heads))
-    grid = vector_grid(chunks.number, tensors[0].device)
+    grid = vector_grid(chunks.number, chunks.spans.device)
     kernel[grid](*tensors, chunks.number, HV=heads, BH=width, C=size)

@@ -1,4 +1,7 @@
-"""Through the chunks of a sequence: the state, and what each token reads from it."""
+"""Shared by chunk_gated_delta_rule and chunk_kda: through the chunks of a sequence, in Triton.
+
+The state, and what each token reads from it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
     load_over_norms,
     load_rows,
     load_square,
+    load_tile,
     store_rows,
 )
 
@@ -86,9 +90,13 @@ def dot_in_two(x, y, product, TURNED: tl.constexpr = False):
 def written_to(state, solved, k, v, decay_k, C: tl.constexpr, BV: tl.constexpr):
     """What a chunk's tokens write to a state: solved (v - decay_k k S), in the dtype of k and v.
 
-    state: in that dtype. k S never leaves the matrix unit. solved may be in fp32.
+    state: in that dtype. k S never leaves the matrix unit. solved may be in fp32. decay_k: None
+    where k has it.
     """
-    forgets = solved.to(tl.float32) * (0.0 - decay_k)[None, :]
+    if decay_k is None:
+        forgets = 0.0 - solved
+    else:
+        forgets = solved.to(tl.float32) * (0.0 - decay_k)[None, :]
     recalled = tl.dot(k, state, input_precision="ieee").to(k.dtype)
     written = dot_in_two(solved, v, tl.zeros((C, BV), tl.float32))
     return dot_in_two(forgets, recalled, written).to(k.dtype)
@@ -129,12 +137,35 @@ def written_and_added(
     return written, dot_in_two(kept, written, tl.zeros((BK, BV), tl.float32), True)
 
 
+@triton.jit
+def written_and_added_by_key(
+    operand, recalled, kept, v, solved, place, first, rows, head, column, HV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """`written_and_added` where each key has a decay of its own.
+
+    recalled, kept: k times the decays from the chunk's start, and times those to its end,
+    [chunks, HV, C, K].
+    """
+    b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(operand.dtype)
+    written = written_to(operand, solved, load_tile(recalled, place, C, K, BK), b_v, None, C, BV)
+    b_kept = load_tile(kept, place, C, K, BK)
+    return written, dot_in_two(b_kept, written, tl.zeros((BK, BV), tl.float32), True)
+
+
+@triton.jit
+def load_decays(decays, place, K: tl.constexpr, BK: tl.constexpr):
+    """The decays of a state's keys over a chunk, [BK, 1], of fp32 [chunks, HV, K]."""
+    key = tl.arange(0, BK)
+    return tl.load(decays + place * K + key, mask=key < K, other=0.0)[:, None]
+
+
 @triton.jit(do_not_specialize=["piece", "end", "scale"])
 def forward_kernel(
     q, k, v, g_sums, solved, scores, over_q, over_k, initial_state, starts, firsts, o, final_state,
-    chunk_states, states_firsts, scale, piece, end, KEEP: tl.constexpr, H: tl.constexpr,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, C: tl.constexpr,
+    chunk_states, states_firsts, kept, decays, scale, piece, end, KEEP: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A program takes BV columns of one head's state through a sequence.
 
@@ -142,6 +173,9 @@ def forward_kernel(
     multiplied by betas. q, k and v are as they were given: where 1 over their norms weighs on q and
     k, over_q and over_k, it is multiplied with what multiplies their rows. chunk_states, unless it
     is None, gets the state before every KEEP tokens, of sequence n from row states_firsts[n] on.
+
+    kept, decays: None, or each key has a decay of its own; q, k and kept are then what chunk_kda's
+    `pairs_kernel` writes, and decays [chunks, HV, K].
     """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
@@ -153,24 +187,34 @@ def forward_kernel(
             rows = stop - first
             index = tl.cast(chunk + (first - begin) // C, tl.int64)
             if chunk_states is not None:
-                kept = tl.load(states_firsts + n) + (first - begin) // KEEP
+                before = tl.load(states_firsts + n) + (first - begin) // KEEP
                 if KEEP == C or (first - begin) % KEEP == 0:
-                    store_state(chunk_states, state, tl.cast(kept, tl.int64) * HV + head, value,
+                    store_state(chunk_states, state, tl.cast(before, tl.int64) * HV + head, value,
                                 K, V, BK, BV, V_FIRST)  # fmt: skip
             place, shared = index * HV + head, index * H + head // (HV // H)
-            b_g, last = tl.load(g_sums + place * C + row), tl.load(g_sums + place * C + C - 1)
-            gamma = tl.exp(b_g)
-            of_q, of_k = load_over_norms(over_q, shared, C), load_over_norms(over_k, shared, C)
-            b_q = load_rows(q, first, rows, H, head // (HV // H), K, BK, C).to(wide)
             operand = state.to(wide)
-            written, added = written_and_added(
-                operand, k, v, load_square(solved, place, C), b_g, last, of_k, first, rows, head,
-                column, H, HV, K, V, BK, BV, C,
-            )  # fmt: skip
-            # After what the next chunk waits for.
-            asked = (b_q.to(tl.float32) * (gamma * scale * of_q)[:, None]).to(wide)
+            b_solved = load_square(solved, place, C)
+            if decays is None:
+                b_g, last = tl.load(g_sums + place * C + row), tl.load(g_sums + place * C + C - 1)
+                gamma = tl.exp(b_g)
+                of_q, of_k = load_over_norms(over_q, shared, C), load_over_norms(over_k, shared, C)
+                b_q = load_rows(q, first, rows, H, head // (HV // H), K, BK, C).to(wide)
+                written, added = written_and_added(
+                    operand, k, v, b_solved, b_g, last, of_k, first, rows, head, column, H, HV, K,
+                    V, BK, BV, C,
+                )  # fmt: skip
+                # After what the next chunk waits for.
+                asked = (b_q.to(tl.float32) * (gamma * scale * of_q)[:, None]).to(wide)
+                decay = tl.exp(last)
+            else:
+                written, added = written_and_added_by_key(
+                    operand, k, kept, v, b_solved, place, first, rows, head, column, HV, K, V, BK,
+                    BV, C,
+                )  # fmt: skip
+                asked = load_tile(q, place, C, K, BK)
+                decay = load_decays(decays, place, K, BK)
             read = tl.dot(asked, operand, input_precision="ieee")
             read = tl.dot(load_square(scores, place, C), written, read, input_precision="ieee")
             store_rows(o, read, first, rows, HV, head, V, BV, C, column)
-            state = state * tl.exp(last) + added
+            state = state * decay + added
         store_state(final_state, state, here, value, K, V, BK, BV, V_FIRST)

@@ -1,4 +1,7 @@
-"""Within a chunk, before any state is known: how its tokens act on each other."""
+"""Shared by chunk_gated_delta_rule and chunk_kda: within a chunk, before any state is known.
+
+How its tokens act on each other.
+"""
 
 from __future__ import annotations
 
@@ -95,6 +98,29 @@ def load_over_norms(stored, place, C: tl.constexpr):
 
 
 @triton.jit
+def load_tile(x, place, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, column=0):
+    """BK columns of a [C, K] of [places, C, K], 0 beyond it."""
+    row, key = tl.arange(0, C), column + tl.arange(0, BK)
+    at = place * (C * K) + row[:, None] * K + key[None, :]
+    if K % BK == 0:
+        return tl.load(x + at)
+    else:
+        return tl.load(x + at, mask=(row < C)[:, None] & (key < K)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(x, value, place, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, column=0):
+    """The inverse of `load_tile`."""
+    row, key = tl.arange(0, C), column + tl.arange(0, BK)
+    at = place * (C * K) + row[:, None] * K + key[None, :]
+    value = value.to(x.dtype.element_ty)
+    if K % BK == 0:
+        tl.store(x + at, value)
+    else:
+        tl.store(x + at, value, mask=(row < C)[:, None] & (key < K)[None, :])
+
+
+@triton.jit
 def load_square(squares, place, C: tl.constexpr):
     """A [C, C] of [places, C, C]."""
     row = tl.arange(0, C)
@@ -135,6 +161,7 @@ def intra_kernel(
     """solved: (1 + tril(beta k k^T decay, -1))^-1; scores: tril(scale q k^T decay); [.., C, C].
 
     WEIGHED: the columns of solved are multiplied by betas.
+    g_sums: None where qk and kk have the decays and the scale, with zeros above the diagonal.
     over_q, over_k: None, or 1 over the norms of q and k [chunks, H, C], written and multiplied.
     """
     row = tl.arange(0, C)
@@ -152,10 +179,14 @@ def intra_kernel(
             b_kk = b_kk * of_k[:, None] * of_k[None, :]
         for value_head in range(head * (HV // H), (head + 1) * (HV // H)):
             place = tl.cast(chunk * HV + value_head, tl.int64)
-            b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
-            decay = decays(b_g, C)
-            store_square(scores, place, b_qk * decay * scale, C)
-            weighed = b_kk * decay * b_beta[:, None]
+            b_beta = tl.load(betas + place * C + row)
+            if g_sums is None:
+                store_square(scores, place, b_qk, C)
+                weighed = b_kk * b_beta[:, None]
+            else:
+                decay = decays(tl.load(g_sums + place * C + row), C)
+                store_square(scores, place, b_qk * decay * scale, C)
+                weighed = b_kk * decay * b_beta[:, None]
             lower = tl.where(row[:, None] > row[None, :], weighed, 0.0)
             weights = b_beta[None, :] if WEIGHED else 1.0
             if SLICES:
