@@ -341,6 +341,7 @@ SHARED = {
             "reference",
             "sequences_cpu",
             "token_by_token",
+            "triton_ascend.backward",
             "triton_ascend.chunks",
             "triton_ascend.forward",
             "triton_ascend.intra",

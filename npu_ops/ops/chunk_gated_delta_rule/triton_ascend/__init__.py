@@ -113,7 +113,7 @@ def chunk_gated_delta_rule_backward(
     for walk in walks:
         backward.states_kernel[walk.grid](
             k, v, *gates, solved, norms[1], initial_state, spans.starts, spans.firsts, states,
-            written, 1.0, walk.piece, walk.end, **walk.constants,
+            written, None, None, 1.0, walk.piece, walk.end, **walk.constants,
         )  # fmt: skip
     blocks = max(cdiv(v.shape[3], walk.constants["BV"]) for walk in walks)
     new = gates[0].new_empty if len(walks) == 1 else gates[0].new_zeros  # not all have all blocks
@@ -121,8 +121,8 @@ def chunk_gated_delta_rule_backward(
     for walk in walks:
         backward.state_gradients_kernel[walk.grid](
             grad_o, grad_final_state, q, k, v, *gates, solved, scores, *norms, spans.starts,
-            spans.firsts, grad_states, grad_wanted, grad_v, of_values, first, scale, spans.number,
-            walk.piece, walk.end, **walk.constants,
+            spans.firsts, grad_states, grad_wanted, grad_v, of_values, first, None, None, scale,
+            spans.number, walk.piece, walk.end, **walk.constants,
         )  # fmt: skip
     if first is not grad_initial_state:
         grad_initial_state.copy_(first[::number])
@@ -132,7 +132,7 @@ def chunk_gated_delta_rule_backward(
         grad_k, scale, chunk_size,
     )  # fmt: skip
     totals = _inner_products(states, grad_states, gates[0])
-    grad_betas = grad_betas + _sum(of_values)
+    grad_betas = grad_betas + chunks.summed(of_values)
     chunks.scatter(grad_g_sums, kept_sums, totals, grad_betas, spans, grad_g, grad_beta)
     finish(
         int32_starts(cu_seqlens), grad_q, grad_k, grad_v, grad_g, grad_beta,
@@ -172,11 +172,7 @@ def _gradients(
         for gradient, x in ((grad_q, q), (grad_k, k)):
             rows = gradient.flatten(0, 1)
             norm.l2norm_backward(rows, x.flatten(0, 1), EPS, rows)
-    return _sum(grad_g_sums), _sum(kept_sums), _sum(grad_betas)
-
-
-def _sum(parts):
-    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
+    return tuple(map(chunks.summed, (grad_g_sums, kept_sums, grad_betas)))
 
 
 def _inner_products(states, grad_states, g_sums):

@@ -1,4 +1,6 @@
-"""Gradients in three steps: states once more, their gradients backwards, then all chunks at once.
+"""Shared by chunk_gated_delta_rule and chunk_kda: gradients in three steps, in Triton.
+
+States once more, their gradients backwards, then all chunks at once.
 
 With R = beta (v - gamma k S) and A the inverse, a token writes A R. So the gradient of what was
 solved is -(A^T grad_written) written^T: nothing of the inverse has to be differentiated.
@@ -15,15 +17,18 @@ import triton.language as tl
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.forward import (
     columns_of,
     dot_in_two,
+    load_decays,
     load_state,
     store_state,
     written_and_added,
+    written_and_added_by_key,
 )
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
     decays,
     load_over_norms,
     load_rows,
     load_square,
+    load_tile,
     store_rows,
 )
 
@@ -41,13 +46,13 @@ def store_product(x, product, one, first, rows, heads, head, D: tl.constexpr, BD
 
 @triton.jit(do_not_specialize=["piece", "end", "one"])
 def states_kernel(
-    k, v, g_sums, betas, solved, over_k, initial_state, starts, firsts, states, written, one,
-    piece, end,
+    k, v, g_sums, betas, solved, over_k, initial_state, starts, firsts, states, written, kept,
+    decays, one, piece, end,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """states: the state before each chunk, [chunks, HV, K, V]. written: what each token adds to it,
-    like v.
+    like v. kept, decays: as in `forward_kernel`.
     """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
@@ -59,25 +64,34 @@ def states_kernel(
             rows = stop - first
             index = tl.cast(chunk + (first - begin) // C, tl.int64)
             place = index * HV + head
-            of_k = load_over_norms(over_k, index * H + head // (HV // H), C)
             operand = state.to(wide)
             store_state(states, operand, place, value, K, V, BK, BV, False)
-            b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
-            last = tl.load(g_sums + place * C + C - 1)
-            b_solved = load_square(solved, place, C).to(tl.float32) * b_beta[None, :]
-            b_written, added = written_and_added(
-                operand, k, v, b_solved, b_g, last, of_k, first, rows, head, column, H, HV, K, V,
-                BK, BV, C,
-            )  # fmt: skip
+            b_beta = tl.load(betas + place * C + row)
+            if decays is None:
+                of_k = load_over_norms(over_k, index * H + head // (HV // H), C)
+                b_g, last = tl.load(g_sums + place * C + row), tl.load(g_sums + place * C + C - 1)
+                b_solved = load_square(solved, place, C).to(tl.float32) * b_beta[None, :]
+                b_written, added = written_and_added(
+                    operand, k, v, b_solved, b_g, last, of_k, first, rows, head, column, H, HV, K,
+                    V, BK, BV, C,
+                )  # fmt: skip
+                decay = tl.exp(last)
+            else:
+                b_solved = load_square(solved, place, C).to(tl.float32) * b_beta[None, :]
+                b_written, added = written_and_added_by_key(
+                    operand, k, kept, v, b_solved, place, first, rows, head, column, HV, K, V, BK,
+                    BV, C,
+                )  # fmt: skip
+                decay = load_decays(decays, place, K, BK)
             store_product(written, b_written, one, first, rows, HV, head, V, BV, C, column)
-            state = state * tl.exp(last) + added
+            state = state * decay + added
 
 
 @triton.jit(do_not_specialize=["piece", "end", "scale", "number"])
 def state_gradients_kernel(
     grad_o, grad_final_state, q, k, v, g_sums, betas, solved, scores, over_q, over_k, starts,
-    firsts, grad_states, grad_wanted, grad_v, grad_betas, grad_initial_state, scale, number,
-    piece, end, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    firsts, grad_states, grad_wanted, grad_v, grad_betas, grad_initial_state, kept, decays, scale,
+    number, piece, end, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """From the last chunk of a sequence to the first.
@@ -88,6 +102,7 @@ def state_gradients_kernel(
         `number` chunks.
 
     Gates multiply rows of A, grad_o and grad_wanted. Rows of q and k are as they were given.
+    kept, decays: as in `forward_kernel`; q and k then have the gates.
     """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
@@ -103,34 +118,48 @@ def state_gradients_kernel(
             rows = stop - first
             place = tl.cast(chunk + index, tl.int64) * HV + head
             shared = tl.cast(chunk + index, tl.int64) * H + head // (HV // H)
-            of_q, of_k = load_over_norms(over_q, shared, C), load_over_norms(over_k, shared, C)
             operand = grad_state.to(wide)
             store_state(grad_states, operand, place, value, K, V, BK, BV, False)
-            b_g, b_beta = tl.load(g_sums + place * C + row), tl.load(betas + place * C + row)
-            last = tl.load(g_sums + place * C + C - 1)
-            b_q = load_rows(q, first, rows, H, head // (HV // H), K, BK, C).to(wide)
-            b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
+            b_beta = tl.load(betas + place * C + row)
             b_v = load_rows(v, first, rows, HV, head, V, BV, C, column).to(tl.float32)
             b_grad_o = load_rows(grad_o, first, rows, HV, head, V, BV, C, column).to(wide)
             b_solved = load_square(solved, place, C)
-            of_scores = tl.dot(tl.trans(load_square(scores, place, C)), b_grad_o,
-                               input_precision="ieee").to(wide)  # fmt: skip
-            of_state = tl.dot(b_k, operand, input_precision="ieee").to(wide)
-            faded = b_solved.to(tl.float32) * (tl.exp(last - b_g) * of_k)[:, None]
-            b_grad_wanted = tl.dot(tl.trans(b_solved), of_scores, input_precision="ieee")
-            b_grad_wanted = dot_in_two(faded, of_state, b_grad_wanted, True)
-            b_grad_v = b_grad_wanted * b_beta[:, None]
-            gamma = tl.exp(b_g)
-            asked = b_grad_o.to(tl.float32) * (gamma * of_q)[:, None] * scale
-            recalled = (b_grad_v * (0.0 - gamma * of_k)[:, None]).to(wide)
-            more = tl.dot(tl.trans(b_k), recalled, input_precision="ieee")
-            more = dot_in_two(tl.trans(b_q), asked, more)
+            b_scores = tl.trans(load_square(scores, place, C))
+            if decays is None:
+                of_q, of_k = load_over_norms(over_q, shared, C), load_over_norms(over_k, shared, C)
+                b_g, last = tl.load(g_sums + place * C + row), tl.load(g_sums + place * C + C - 1)
+                b_q = load_rows(q, first, rows, H, head // (HV // H), K, BK, C).to(wide)
+                b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
+                of_scores = tl.dot(b_scores, b_grad_o, input_precision="ieee").to(wide)
+                of_state = tl.dot(b_k, operand, input_precision="ieee").to(wide)
+                faded = b_solved.to(tl.float32) * (tl.exp(last - b_g) * of_k)[:, None]
+                b_grad_wanted = tl.dot(tl.trans(b_solved), of_scores, input_precision="ieee")
+                b_grad_wanted = dot_in_two(faded, of_state, b_grad_wanted, True)
+                b_grad_v = b_grad_wanted * b_beta[:, None]
+                gamma = tl.exp(b_g)
+                asked = b_grad_o.to(tl.float32) * (gamma * of_q)[:, None] * scale
+                recalled = (b_grad_v * (0.0 - gamma * of_k)[:, None]).to(wide)
+                more = tl.dot(tl.trans(b_k), recalled, input_precision="ieee")
+                more = dot_in_two(tl.trans(b_q), asked, more)
+                decay = tl.exp(last)
+            else:
+                b_kept = load_tile(kept, place, C, K, BK)
+                of_solved = tl.dot(b_scores, b_grad_o, input_precision="ieee")
+                of_solved = tl.dot(b_kept, operand, of_solved, input_precision="ieee").to(wide)
+                b_grad_wanted = tl.dot(tl.trans(b_solved), of_solved, input_precision="ieee")
+                b_grad_v = b_grad_wanted * b_beta[:, None]
+                recalled = (0.0 - b_grad_v).to(wide)
+                b_k = load_tile(k, place, C, K, BK)
+                more = tl.dot(tl.trans(b_k), recalled, input_precision="ieee")
+                b_q = load_tile(q, place, C, K, BK)
+                more = tl.dot(tl.trans(b_q), b_grad_o, more, input_precision="ieee")
+                decay = load_decays(decays, place, K, BK)
             # After what the chunk before waits for.
             store_rows(grad_wanted, b_grad_wanted, first, rows, HV, head, V, BV, C, column)
             part = tl.cast(item % blocks, tl.int64) * number * HV + place
             tl.store(grad_betas + part * C + row, tl.sum(b_grad_wanted * b_v, 1))
             store_rows(grad_v, b_grad_v, first, rows, HV, head, V, BV, C, column)
-            grad_state = grad_state * tl.exp(last) + more
+            grad_state = grad_state * decay + more
         store_state(grad_initial_state, grad_state, here, value, K, V, BK, BV, V_FIRST)
 
 

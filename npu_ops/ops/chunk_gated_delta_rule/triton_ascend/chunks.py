@@ -175,12 +175,15 @@ def _scatter_kernel(grad_g_sums, kept_sums, totals, grad_betas, spans, grad_g, g
         mask = (row < rows)[:, None] & (head < HV)[None, :]
         place = tl.cast(chunk, tl.int64) * (HV * C) + head[:, None] * C + row[None, :]
         exists = (head < HV)[:, None] & (row < C)[None, :]
-        own = tl.trans(tl.load(grad_g_sums + place, mask=exists, other=0.0))
-        kept = tl.trans(tl.load(kept_sums + place, mask=exists, other=0.0))
-        whole = tl.load(totals + tl.cast(chunk, tl.int64) * HV + head, mask=head < HV, other=0.0)
-        whole += tl.sum(own, 0)
-        b_grad_g = own - kept - tl.cumsum(own - kept, 0) + whole[None, :]
-        tl.store(grad_g + at, b_grad_g, mask=mask)
+        if grad_g is not None:
+            own = tl.trans(tl.load(grad_g_sums + place, mask=exists, other=0.0))
+            kept = tl.trans(tl.load(kept_sums + place, mask=exists, other=0.0))
+            whole = tl.load(
+                totals + tl.cast(chunk, tl.int64) * HV + head, mask=head < HV, other=0.0
+            )
+            whole += tl.sum(own, 0)
+            b_grad_g = own - kept - tl.cumsum(own - kept, 0) + whole[None, :]
+            tl.store(grad_g + at, b_grad_g, mask=mask)
         b_grad_beta = tl.trans(tl.load(grad_betas + place, mask=exists, other=0.0))
         tl.store(grad_beta + at, b_grad_beta, mask=mask)
 
@@ -194,10 +197,18 @@ def gather(g, beta, chunks: Chunks, size: int):
     return sums, betas
 
 
+def summed(parts):
+    """The sum of parts `[blocks, ...]`, as programs wrote them."""
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
+
+
 def scatter(grad_g_sums, kept_sums, totals, grad_betas, chunks: Chunks, grad_g, grad_beta) -> None:
-    """Write the gradients of g and beta, fp32 [tokens, HV], from those of what `gather` made."""
+    """Write the gradients of g and beta, fp32 [tokens, HV], from those of what `gather` made.
+
+    grad_g: None where g was. The first three are then, too.
+    """
     tensors = grad_g_sums, kept_sums, totals, grad_betas, chunks.spans, grad_g, grad_beta
-    _launch(_scatter_kernel, tensors, chunks, *grad_g_sums.shape[1:])
+    _launch(_scatter_kernel, tensors, chunks, *grad_betas.shape[1:])
 
 
 def _launch(kernel, tensors, chunks: Chunks, heads: int, size: int) -> None:

@@ -94,7 +94,7 @@ def written_to(state, solved, k, v, decay_k, C: tl.constexpr, BV: tl.constexpr):
     where k has it.
     """
     if decay_k is None:
-        forgets = 0.0 - solved
+        forgets = (0.0 - solved.to(tl.float32)).to(solved.dtype)
     else:
         forgets = solved.to(tl.float32) * (0.0 - decay_k)[None, :]
     recalled = tl.dot(k, state, input_precision="ieee").to(k.dtype)

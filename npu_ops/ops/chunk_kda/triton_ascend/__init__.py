@@ -2,7 +2,7 @@
 
 Forward: what needs a decay of each key is computed for each chunk by itself (intra.py). The inverse
 of a chunk's triangular matrix and the walk through the chunks of a sequence are the gated delta
-rule's kernels. The backward goes token by token, by the recurrent rule's kernels.
+rule's kernels. So are the walks of the backward (backward.py has the rest).
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ import dataclasses
 import torch
 
 from npu_ops.core import hardware
-from npu_ops.core.grid import vector_grid
+from npu_ops.core.grid import cdiv, vector_grid
 from npu_ops.core.lengths_triton_ascend import finish, int32_starts
+from npu_ops.ops.chunk_gated_delta_rule import token_by_token
 from npu_ops.ops.chunk_gated_delta_rule.arguments import TOKEN
 from npu_ops.ops.chunk_gated_delta_rule.reference import EPS
+from npu_ops.ops.chunk_gated_delta_rule.triton_ascend import backward as shared
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend import chunks, forward, plan
 from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import intra_kernel
-from npu_ops.ops.chunk_kda.triton_ascend import intra
+from npu_ops.ops.chunk_kda.triton_ascend import backward, intra
 from npu_ops.ops.fused_recurrent_gated_delta_rule import triton_ascend as recurrent
 from npu_ops.ops.l2norm import triton_ascend as norm
 
-# Keys of which pairs_kernel takes the decays at a time.
-KEYS = 128
+# Keys of which kernels take the decays at a time.
+KEYS, KEYS_BACKWARD = 128, 64
+# Rows of two states that are multiplied at a time.
+ROWS = 32
 
 
 @plan.ROOM.found_for
@@ -41,7 +45,7 @@ def chunk_kda(
         )  # fmt: skip
     size = plan.chunk_size_of(q, v, chunk_size)
     spans = chunks.chunks_of(q, cu_seqlens, size)
-    tiles, solved, scores = _within_chunks(q, k, g, beta, spans, size, scale, normalize, True)
+    tiles, solved, scores = _within_chunks(q, k, g, beta, spans, size, scale, normalize, True)[:3]
     for walk in plan.walks_of(q, v, spans.sequences, state_v_first, size):
         forward.forward_kernel[walk.grid](
             tiles.asked, tiles.recalled, v, None, solved, scores, None, None, initial_state,
@@ -65,7 +69,8 @@ def _within_chunks(q, k, g, beta, spans, size: int, scale, normalize: bool, weig
     """What tokens of one chunk do to each other and to a state.
 
     Returns:
-        Tiles; then solved and scores `[chunks, HV, C, C]`. weighed: the columns of solved are
+        Tiles; solved, scores and the products of keys, `[chunks, HV, C, C]`; betas `[chunks, HV,
+        C]`; then 1 over the norms of q and of k, or None twice. weighed: the columns of solved are
         multiplied by betas.
     """
     _, betas = chunks.gather(None, beta, spans, size)
@@ -91,29 +96,74 @@ def _within_chunks(q, k, g, beta, spans, size: int, scale, normalize: bool, weig
         H=heads, HV=heads, K=keys, C=size, WEIGHED=weighed,
         **hardware.ascend_options(intra_kernel, q.device, SLICES=True),
     )  # fmt: skip
-    return tiles, solved, scores
+    return tiles, solved, scores, kk, betas, *norms
 
 
+@plan.ROOM.found_for
 def chunk_kda_backward(
     grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size,
     state_v_first, normalize, grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial_state,
 ):  # fmt: skip
     """Write the gradients; grad_initial_state may be None. The arguments are the operator's."""
-    given = q, k
-    if normalize:
-        q, k = _normalized(q), _normalized(k)
-    of_rows = [torch.empty_like(x, dtype=torch.float32) for x in (q, k)]
-    recurrent.fused_recurrent_gated_delta_rule_backward(
-        grad_o, grad_final_state, q, k, v, None, g, None, beta[..., None], initial_state,
-        cu_seqlens, scale, state_v_first, *of_rows, grad_v, None, grad_g, None,
-        grad_beta[..., None], grad_initial_state,
+    size = plan.chunk_size_of(q, v, token_by_token.chunk_size_of_backward(chunk_size))
+    spans = chunks.chunks_of(q, cu_seqlens, size)
+    tiles, solved, scores, kk, betas, *norms = _within_chunks(
+        q, k, g, beta, spans, size, scale, normalize, weighed=False
+    )
+    by_key = tiles.kept, tiles.decays
+    walks = plan.walks_of(q, v, spans.sequences, state_v_first, size)
+    per_chunk = (spans.number, v.shape[2], q.shape[3], v.shape[3])
+    states, grad_states = solved.new_empty(per_chunk), solved.new_empty(per_chunk)
+    written, grad_wanted = (torch.empty_like(v, dtype=solved.dtype) for _ in range(2))
+    for walk in walks:
+        shared.states_kernel[walk.grid](
+            tiles.recalled, v, None, betas, solved, None, initial_state, spans.starts, spans.firsts,
+            states, written, *by_key, 1.0, walk.piece, walk.end, **walk.constants,
+        )  # fmt: skip
+    blocks = max(cdiv(v.shape[3], walk.constants["BV"]) for walk in walks)
+    new = betas.new_empty if len(walks) == 1 else betas.new_zeros  # not all have all blocks
+    of_values = new((blocks, *betas.shape))
+    for walk in walks:
+        shared.state_gradients_kernel[walk.grid](
+            grad_o, grad_final_state, tiles.asked, tiles.recalled, v, None, betas, solved, scores,
+            None, None, spans.starts, spans.firsts, grad_states, grad_wanted, grad_v, of_values,
+            grad_initial_state, *by_key, 1.0, spans.number, walk.piece, walk.end, **walk.constants,
+        )  # fmt: skip
+    of_keys = _gradients(
+        grad_o, q, k, g, betas, kk, norms, spans, states, written, grad_states, grad_wanted,
+        tiles.decays, grad_q, grad_k, grad_g, scale, size,
     )  # fmt: skip
-    for gradient, found, x in zip((grad_q, grad_k), of_rows, given, strict=True):
-        if normalize:
-            norm.l2norm_backward(found.flatten(0, 1), x.flatten(0, 1), EPS, gradient.flatten(0, 1))
-        else:
-            gradient.copy_(found)
-    finish(int32_starts(cu_seqlens), grad_q, grad_k)  # rows of nobody: 0, whatever x is there
+    chunks.scatter(None, None, None, of_keys + chunks.summed(of_values), spans, None, grad_beta)
+    finish(
+        int32_starts(cu_seqlens), grad_q, grad_k, grad_v, grad_g, grad_beta,
+        states=(grad_initial_state,),
+    )  # fmt: skip
+
+
+def _gradients(
+    grad_o, q, k, g, betas, kk, norms, spans, states, written, grad_states, grad_wanted, decays,
+    grad_q, grad_k, grad_g, scale, size: int,
+):  # fmt: skip
+    """Write grad_q, grad_k and grad_g; return what keys add to the gradient of betas."""
+    number, heads, keys, values = states.shape
+    of_heads = {"HV": heads, "K": keys, "V": values, "BV": plan.width_of(values, q.device)}
+    totals = torch.empty_like(decays)
+    backward.inner_products_kernel[vector_grid(number * heads, q.device)](
+        states, grad_states, decays, totals, number, BK=ROWS, **of_heads
+    )
+    width = min(KEYS_BACKWARD, plan.width_of(keys, q.device))
+    blocks = cdiv(keys, width)
+    of_keys = betas.new_empty((blocks, *betas.shape))
+    backward.gradients_kernel[plan.cube_grid(number * q.shape[2] * blocks, q.device)](
+        grad_o, q, k, g, betas, kk, *norms, spans.spans, states, written, grad_states, grad_wanted,
+        totals, grad_q, grad_k, grad_g, of_keys, scale, number, H=q.shape[2], BK=width, C=size,
+        LEVELS=size.bit_length() - 1, **of_heads,
+    )  # fmt: skip
+    if norms[0] is not None and blocks > 1:
+        for gradient, x in ((grad_q, q), (grad_k, k)):
+            rows = gradient.flatten(0, 1)
+            norm.l2norm_backward(rows, x.flatten(0, 1), EPS, rows)
+    return chunks.summed(of_keys)
 
 
 def _normalized(x):
