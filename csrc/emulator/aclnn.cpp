@@ -6,6 +6,8 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
 
+#include "graph.h"
+
 namespace npu_ops::emulator {
 
 // No gradients are recorded. The task queue's thread may write tensors that the caller's thread
@@ -29,16 +31,17 @@ int plan(const char* name, uint64_t* workspace, aclOpExecutor** executor,
 }
 
 int execute(aclOpExecutor* executor) {
-  const std::unique_ptr<aclOpExecutor> owned(executor);
-  const Unrecorded mode;
-  try {
-    executor->run();
-    return 0;
-  } catch (const Rejected& rejected) {
-    return fail(rejected.code, executor->name + ": " + rejected.sentence);
-  } catch (const std::exception& error) {
-    return fail(kRuntimeFailed, executor->name + ": " + error.what());
-  }
+  return submit([owned = std::shared_ptr<aclOpExecutor>(executor)] {
+    const Unrecorded mode;
+    try {
+      owned->run();
+      return 0;
+    } catch (const Rejected& rejected) {
+      return fail(rejected.code, owned->name + ": " + rejected.sentence);
+    } catch (const std::exception& error) {
+      return fail(kRuntimeFailed, owned->name + ": " + error.what());
+    }
+  });
 }
 
 at::ScalarType scalar_type(aclDataType dtype) {
@@ -97,6 +100,13 @@ at::Scalar read_scalar(const void* value, aclDataType dtype) {
 
 void nothing() {}
 
+// A graph's work reads its arguments in every replay.
+template <class Object>
+int destroy(const Object* object) {
+  release_later([object] { delete object; });
+  return 0;
+}
+
 }  // namespace
 }  // namespace npu_ops::emulator
 
@@ -137,18 +147,18 @@ aclTensorList* aclCreateTensorList(const aclTensor* const* values, uint64_t coun
 aclScalarList* aclCreateScalarList(const aclScalar* const* values, uint64_t count) {
   return new aclScalarList{{values, values + count}};
 }
-int aclDestroyTensor(const aclTensor* object) { return delete object, 0; }
-int aclDestroyScalar(const aclScalar* object) { return delete object, 0; }
-int aclDestroyIntArray(const aclIntArray* object) { return delete object, 0; }
-int aclDestroyFloatArray(const aclFloatArray* object) { return delete object, 0; }
-int aclDestroyBoolArray(const aclBoolArray* object) { return delete object, 0; }
+int aclDestroyTensor(const aclTensor* object) { return destroy(object); }
+int aclDestroyScalar(const aclScalar* object) { return destroy(object); }
+int aclDestroyIntArray(const aclIntArray* object) { return destroy(object); }
+int aclDestroyFloatArray(const aclFloatArray* object) { return destroy(object); }
+int aclDestroyBoolArray(const aclBoolArray* object) { return destroy(object); }
 int aclDestroyTensorList(const aclTensorList* list) {
-  for (const aclTensor* tensor : list->value) delete tensor;
-  return delete list, 0;
+  for (const aclTensor* tensor : list->value) destroy(tensor);
+  return destroy(list);
 }
 int aclDestroyScalarList(const aclScalarList* list) {
-  for (const aclScalar* scalar : list->value) delete scalar;
-  return delete list, 0;
+  for (const aclScalar* scalar : list->value) destroy(scalar);
+  return destroy(list);
 }
 int aclDestroyAclOpExecutor(aclOpExecutor* executor) { return delete executor, 0; }
 }

@@ -20,6 +20,7 @@
 #include <optional>
 #include <unordered_set>
 
+#include "graph.h"
 #include "runtime.h"
 
 namespace npu_ops::emulator {
@@ -117,9 +118,11 @@ class Call {
     if (device_) {
       guard.reset_device(*device_);
       // What torch_npu has queued may write what is about to be read.
+      const Waiting waiting;
       c10::impl::VirtualGuardImpl(kNpu).synchronizeDevice(device_->index());
     }
     for (size_t i = 0; i < count; ++i) (*stack_)[first + i] = to_cpu(arguments_[i], i);
+    const torch::jit::Stack given(stack_->begin() + first, stack_->end());
     {
       Seeded seeded(*this, first);
       op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
@@ -127,9 +130,39 @@ class Call {
     write_back();
     const size_t results = schema_.returns().size(), begin = stack_->size() - results;
     for (size_t i = 0; i < results; ++i) (*stack_)[begin + i] = to_npu((*stack_)[begin + i]);
+    if (device_ && capturing()) record(given);
   }
 
  private:
+  // The same call for a graph, which writes new results to where those of the capture are.
+  void record(const torch::jit::Stack& given) {
+    const size_t results = schema_.returns().size();
+    std::vector<at::Tensor> written;  // by result; undefined: it is an argument, or none
+    for (size_t i = 0; i < results; ++i) {
+      const c10::IValue& value = (*stack_)[stack_->size() - results + i];
+      const bool made = value.isTensor() && !is_argument(value.toTensor());
+      written.push_back(made ? alias(value.toTensor()) : at::Tensor());
+      TORCH_CHECK(!value.isTensorList() || value.toTensorList().empty(), "aten::", name_,
+                  ": a list of results is not captured by the emulated NPU");
+    }
+    record_only([op = op_, given, written] {
+      torch::jit::Stack stack(given);
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+      for (size_t i = 0; i < written.size(); ++i)
+        if (written[i].defined())
+          written[i].copy_(stack[stack.size() - written.size() + i].toTensor());
+      return 0;
+    });
+  }
+
+  // Also a view of one.
+  bool is_argument(const at::Tensor& result) const {
+    if (!result.defined() || result.device().type() != kNpu) return true;
+    for (const Alias& it : aliases_)
+      if (it.npu.is_alias_of(result)) return true;
+    return false;
+  }
+
   // Random numbers come from the NPU's generator: its seed and offset seed a CPU generator for one
   // operator, and the offset moves on. So torch.npu.manual_seed, fork_rng and recomputation hold.
   class Seeded {
@@ -142,6 +175,8 @@ class Call {
         if (type.str().find("Generator") != std::string::npos) argument = i;
       }
       if (!call.device_ || !(tagged || argument)) return;
+      TORCH_CHECK(!capturing(), "aten::", call.name_,
+                  ": random numbers are not captured by the emulated NPU");
       at::Generator source;
       if (argument && !call.arguments_[*argument].isNone()) {
         source = call.arguments_[*argument].toGenerator();

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "graph.h"
 #include "runtime.h"
 
 namespace npu_ops::emulator {
@@ -67,6 +68,18 @@ std::string errors_in(const std::string& findings, const std::string& kernel) {
   return errors;
 }
 
+int launch(const Function& function, uint32_t blocks, const Tensors& tensors,
+           const void* arguments) {
+  std::vector<const char*> names;
+  for (const std::string& name : tensors.names) names.push_back(name.c_str());
+  function.regions(names.data(), tensors.addresses.data(), tensors.bytes.data(),
+                   static_cast<int64_t>(names.size()));
+  function.launch(function.kernel, blocks, arguments, 0, 0);
+  const std::string errors = errors_in(function.findings(), function.name);
+  if (errors.empty()) return ACL_SUCCESS;
+  return fail(ACL_ERROR_RT_AICORE_EXCEPTION, "the AscendC kernel is wrong:" + errors);
+}
+
 }  // namespace
 }  // namespace npu_ops::emulator
 
@@ -110,21 +123,18 @@ aclError launch_with_host_args(aclrtFuncHandle, uint32_t, aclrtStream, aclrtLaun
                                size_t, void*, size_t) __asm__("aclrtLaunchKernelWithHostArgs");
 
 aclError launch_with_host_args(aclrtFuncHandle handle, uint32_t blocks, aclrtStream,
-                               aclrtLaunchKernelCfg*, void* arguments, size_t,
+                               aclrtLaunchKernelCfg*, void* arguments, size_t bytes,
                                void* /*placeholders*/, size_t) {
   const auto& function = *static_cast<Function*>(handle);
   if (blocks == 0 || blocks > 65535)
     return fail(ACL_ERROR_RT_PARAM_INVALID,
                 function.name + ": got " + std::to_string(blocks) + " blocks, needs 1 to 65535");
   trace("AscendC kernel " + function.name + ", " + std::to_string(blocks) + " blocks");
-  std::vector<const char*> names;
-  for (const std::string& name : announced.names) names.push_back(name.c_str());
-  function.regions(names.data(), announced.addresses.data(), announced.bytes.data(),
-                   static_cast<int64_t>(names.size()));
-  function.launch(function.kernel, blocks, arguments, 0, 0);
-  const std::string errors = errors_in(function.findings(), function.name);
-  if (errors.empty()) return ACL_SUCCESS;
-  return fail(ACL_ERROR_RT_AICORE_EXCEPTION, "the AscendC kernel is wrong:" + errors);
+  const auto* first = static_cast<const char*>(arguments);
+  return submit(
+      [&function, blocks, tensors = announced, copied = std::vector(first, first + bytes)] {
+        return launch(function, blocks, tensors, copied.data());
+      });
 }
 
 aclError aclrtBinaryLoadFromData(const void*, size_t, const aclrtBinaryLoadOptions*,

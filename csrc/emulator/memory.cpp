@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 
+#include "graph.h"
 #include "runtime.h"
 
 namespace npu_ops::emulator {
@@ -89,6 +90,37 @@ Allocation find_allocation(const void* address) {
 }
 
 }  // namespace
+
+struct Snapshot::Bytes {
+  Allocation of;
+  std::vector<char> value;
+};
+
+Snapshot::Snapshot() {
+  std::lock_guard lock(pool().mutex);
+  for (const auto& [begin, allocation] : pool().allocations) {
+    const auto* first = reinterpret_cast<const char*>(begin);
+    before_.push_back({allocation, {first, first + allocation.size}});
+  }
+}
+
+void Snapshot::restore() const {
+  std::lock_guard lock(pool().mutex);
+  std::map<uintptr_t, const Bytes*> known;
+  for (const Bytes& bytes : before_) known[bytes.of.begin] = &bytes;
+  for (const auto& [begin, allocation] : pool().allocations) {
+    const auto found = known.find(begin);
+    auto* memory = reinterpret_cast<char*>(begin);
+    if (found != known.end() && found->second->of.size == allocation.size)
+      std::memcpy(memory, found->second->value.data(), allocation.size);
+    else
+      std::memset(memory, 0xFF, allocation.size);
+  }
+}
+
+Snapshot::Snapshot(const Snapshot&) = default;
+Snapshot::~Snapshot() = default;
+
 }  // namespace npu_ops::emulator
 
 using namespace npu_ops::emulator;
@@ -144,21 +176,23 @@ aclError aclrtHostUnregister(void*) { return ACL_SUCCESS; }
 
 // Copies and fills. A stream runs its work at once, so the asynchronous ones are the same.
 aclError aclrtMemcpy(void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind) {
-  return copy(to, room, from, bytes);
+  const int code = check_not_captured("aclrtMemcpy");
+  return code ? code : copy(to, room, from, bytes);
 }
 aclError aclrtMemcpyAsync(void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind,
                           aclrtStream) {
-  return copy(to, room, from, bytes);
+  return submit([=] { return copy(to, room, from, bytes); });
 }
 aclError aclrtMemcpyAsyncWithCondition(void* to, size_t room, const void* from, size_t bytes,
                                        aclrtMemcpyKind, aclrtStream) {
-  return copy(to, room, from, bytes);
+  return submit([=] { return copy(to, room, from, bytes); });
 }
 aclError aclrtMemset(void* to, size_t room, int32_t value, size_t bytes) {
-  return fill(to, room, value, bytes);
+  const int code = check_not_captured("aclrtMemset");
+  return code ? code : fill(to, room, value, bytes);
 }
 aclError aclrtMemsetAsync(void* to, size_t room, int32_t value, size_t bytes, aclrtStream) {
-  return fill(to, room, value, bytes);
+  return submit([=] { return fill(to, room, value, bytes); });
 }
 
 // Virtual addresses with memory mapped in later (PYTORCH_NPU_ALLOC_CONF=expandable_segments).

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <thread>
 
+#include "graph.h"
 #include "runtime.h"
 
 namespace npu_ops::emulator {
@@ -57,10 +58,12 @@ aclError aclrtStreamQuery(aclrtStream, aclrtStreamStatus* status) {
   *status = ACL_STREAM_STATUS_COMPLETE;
   return ACL_SUCCESS;
 }
-aclError aclrtSynchronizeStream(aclrtStream) { return ACL_SUCCESS; }
-aclError aclrtSynchronizeStreamWithTimeout(aclrtStream, int32_t) { return ACL_SUCCESS; }
-aclError aclrtSynchronizeDevice() { return ACL_SUCCESS; }
-aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return ACL_SUCCESS; }
+aclError aclrtSynchronizeStream(aclrtStream) { return check_not_captured(__func__); }
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream, int32_t) {
+  return check_not_captured(__func__);
+}
+aclError aclrtSynchronizeDevice() { return check_not_captured(__func__); }
+aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return check_not_captured(__func__); }
 aclError aclrtStreamWaitEvent(aclrtStream, aclrtEvent) { return ACL_SUCCESS; }
 aclError aclrtSetStreamFailureMode(aclrtStream, uint64_t) { return ACL_SUCCESS; }
 aclError aclrtSetStreamAttribute(aclrtStream, aclrtStreamAttr, aclrtStreamAttrValue*) {
@@ -114,11 +117,9 @@ aclError aclrtProcessReport(int32_t) {
 }
 aclError aclrtLaunchCallback(aclrtCallback function, void* data, aclrtCallbackBlockType,
                              aclrtStream) {
-  function(data);
-  return ACL_SUCCESS;
+  return submit([=] { return function(data), ACL_SUCCESS; });
 }
 aclError aclrtLaunchHostFunc(aclrtStream, aclrtHostFunc function, void* data) {
-  function(data);
-  return ACL_SUCCESS;
+  return submit([=] { return function(data), ACL_SUCCESS; });
 }
 }

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import warnings
 
-from npu_ops_emulator import build
+from npu_ops_emulator import build, graph
 from npu_ops_emulator import triton_lowering as lowering
 
 GRID_LIMIT = 65535
@@ -163,26 +163,32 @@ class Launcher:
         if enter is not None:
             enter(launch_metadata)
         table = (_Argument * max(1, len(self.pointers)))(*map(_extent, tensors.values()))
-        fault = _Fault()
-        faults = runtime().npu_ops_launch(
-            loaded.program,
-            self._slots(arguments),
-            (ctypes.c_int32 * 3)(gx, gy, gz),
-            table,
-            len(self.pointers),
-            check_bounds,
-            1 if loaded.sequential else threads(),
-            ctypes.byref(fault),
-        )
-        if faults:
+        slots, fault = self._slots(arguments), _Fault()
+
+        def run() -> int:
+            faults = runtime().npu_ops_launch(
+                loaded.program,
+                slots,
+                (ctypes.c_int32 * 3)(gx, gy, gz),
+                table,
+                len(self.pointers),
+                check_bounds,
+                1 if loaded.sequential else threads(),
+                ctypes.byref(fault),
+            )
+            moved = {
+                name: (a.loaded, a.stored)
+                for (_, name), a in zip(self.pointers, table, strict=False)
+            }
+            with _lock:
+                kernels.setdefault(self.name, Statistics()).add(programs, moved)
+            return faults
+
+        if run():
             _, name = self.pointers[fault.argument]
             tensor = tensors[self.pointers[fault.argument][0]]
             raise OutOfBounds(self._fault_text(fault, name, tensor, (gx, gy, gz)))
-        moved = {
-            name: (a.loaded, a.stored) for (_, name), a in zip(self.pointers, table, strict=False)
-        }
-        with _lock:
-            kernels.setdefault(self.name, Statistics()).add(programs, moved)
+        graph.record(run)
         if check_bounds and loaded.unwatched:
             _warn_once(f"kernel {self.name}: {loaded.unwatched} is not watched by check_bounds")
         if leave is not None:
@@ -201,7 +207,8 @@ class Launcher:
                     f"kernel {self.name}: argument {name!r} is on {device}, the launch on "
                     f"npu:{here}; a kernel reaches the memory of its own NPU alone"
                 )
-        npu.synchronize()
+        with graph.waiting():
+            npu.synchronize()
 
     def _slots(self, arguments):
         """The arguments, eight bytes each, after two null pointers: the lock, the workspace."""
