@@ -1,0 +1,85 @@
+"""Graphs of an NPU: a captured call, replayed with other numbers, is the call.
+
+A capture fails where the host reads, copies or waits. Servers decode by graphs, so decoding must
+not; training and prompts may need lengths on the host.
+"""
+
+import pytest
+import torch
+from npu_ops_tools.where import ops
+from support import forced, implementations, on_npu
+
+from npu_ops.core import cases
+from npu_ops.core.registry import Table
+
+
+def captured(function, inputs):
+    """A graph of a call, and its outputs, which are nothing yet."""
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        outputs = function(**inputs)
+    return graph, listed(outputs)
+
+
+def listed(outputs) -> list:
+    return [x for x in (outputs if isinstance(outputs, tuple) else [outputs]) if x is not None]
+
+
+def tensors(inputs) -> dict:
+    return {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+
+
+def chosen():
+    """(op, case, implementation, device), of NPUs; without dropout, whose seeds the host draws, and
+    without the vendor's attention, which takes few of these calls."""
+    for op in ops():
+        for case in cases.of(op).CASES:
+            if case.name not in cases.of(op).REPRESENTATIVE or case.name == "dropout":
+                continue
+            for one in implementations(Table.tables[op]):
+                name = f"{op}-{case.name}-{'-'.join(one.values)}"
+                if one.values[1] == "npu" and one.values[0] != "aclnn":
+                    yield pytest.param(op, case, *one.values, id=name, marks=one.marks)
+
+
+@pytest.mark.parametrize("op, case, implementation, device", chosen())
+def test_a_replay_is_the_call(op, case, implementation, device):
+    function, dtype = cases.function(op, case), torch.bfloat16
+
+    def drawn(seed):
+        inputs = case.inputs(dtype, device, seed)
+        return inputs | ({"training": False} if "training" in inputs else {})
+
+    with torch.no_grad(), forced(implementation, op):
+        function(**drawn(0))  # kernels are compiled, and tables made
+        given, other, expected = drawn(0), drawn(1), drawn(1)
+        results = listed(function(**expected))
+        graph, outputs = captured(function, given)
+        for name, x in tensors(given).items():
+            x.copy_(other[name])
+        graph.replay()
+    for found, right in zip(outputs, results, strict=True):
+        assert torch.equal(found, right)
+    for name, x in tensors(given).items():  # what it writes in place, too
+        assert torch.equal(x, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    "of_host",
+    [
+        lambda x: x.sum().item(), lambda x: x.cpu(), lambda x: torch.npu.synchronize(),
+        lambda x: torch.tensor([1.0, 2.0], device="npu"),
+    ],
+    ids=["a read", "a copy", "a wait", "a new tensor of numbers"],
+)  # fmt: skip
+def a_capture_refuses(of_host, device):
+    x = torch.zeros(3, device=device)
+    with pytest.raises(RuntimeError, match="a stream is being captured"):
+        captured(of_host, {"x": x})
+    graph, (y,) = captured(lambda x: x + 1, {"x": x})  # and the next one is as ever
+    x.fill_(4)
+    graph.replay()
+    assert y.tolist() == [5, 5, 5]
+
+
+test_a_capture_refuses = on_npu(a_capture_refuses)
