@@ -24,6 +24,7 @@
 #include <thread>
 #include <vector>
 
+#include "graph.h"
 #include "runtime.h"
 
 namespace npu_ops::emulator {
@@ -353,6 +354,8 @@ template <class Body>
 HcclResult guarded(const char* name, const Body& body) {
   trace(name);
   try {
+    if (capturing())
+      throw Failure{HCCL_E_NOT_SUPPORT, "collectives are not captured by the emulated NPU"};
     body();
     return HCCL_SUCCESS;
   } catch (const Failure& failure) {

@@ -81,7 +81,7 @@ def main(arguments: list[str]):
     for argument in arguments:
         if "=" in argument:
             name, _, value = argument.partition("=")
-            jobs[-1][1].append((name, int(value) if value.isdecimal() else value))
+            jobs[-1][1].append((name, json.loads(value) if value[:1] in "{[0123456789" else value))
         else:
             jobs.append((pathlib.Path(argument), []))
     for folder, changes in jobs:
