@@ -242,6 +242,11 @@ def delta_call(tokens, dtype, function):
     return function, call, ("q", "k", "v", "g", "beta"), 1
 
 
+def kda_call(tokens, dtype, function):
+    function, call, *rest = delta_call(tokens, dtype, function)
+    return function, call | {"g": call["g"][..., None] * torch.linspace(0.1, 2, 64)}, *rest
+
+
 def conv_call(tokens, dtype, function, **more):
     draw = torch.Generator().manual_seed(0)
     channels = 2 * 2 * 16 + 2 * 16
@@ -257,6 +262,7 @@ _HEADS = {"num_k_heads": 2, "num_v_heads": 2, "head_k_dim": 16, "head_v_dim": 16
 CUT = {
     "fused_recurrent_gated_delta_rule": (delta_call, {}, range(1, 200, 33)),
     "chunk_gated_delta_rule": (delta_call, {}, (64, 128, 192)),
+    "chunk_kda": (kda_call, {}, (64, 128, 192)),
     "causal_conv1d": (conv_call, {}, (1, 2, 3, 64, 100)),
     "causal_conv1d_qkv": (conv_call, _HEADS, (1, 2, 3, 64, 100)),
 }

@@ -51,7 +51,6 @@ def chunk_kda(
         q, k: `[B, T, H, K]`, K up to 256. v: `[B, T, HV, V]`, V up to 256, in q's dtype. HV is a
             multiple of H: value head i reads with head `i // (HV // H)`.
         g: `[B, T, HV, K]`, the logarithm of the decay of each key channel, of any float dtype.
-            Kernels for NPUs take less than -63 as -63.
         beta: `[B, T, HV]`, of any float dtype. g and beta are computed with in fp32.
         scale: of q; None: `K ** -0.5`.
         initial_state: fp32 `[N, HV, K, V]` for N sequences; None is 0.
