@@ -15,7 +15,7 @@ DEVICES = ("cpu", "npu")
 
 
 # With NPU_OPS_CONSISTENT no other function computes these: it has other bits.
-RULES = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+RULES = ("chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule")
 
 
 def falling_through(ours: Callable, original: Callable, op: str = "") -> Callable:

@@ -157,6 +157,20 @@ _SIGNATURES = {
         "state_v_first=False, cu_seqlens=None, **kwargs"
     ),
     "fused_gdn_gate": "g, A_log, dt_bias=None, output_dtype=None",
+    "chunk_kda": (
+        "q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, "
+        "use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, "
+        "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False, "
+        "lower_bound=None, disable_recompute=False, return_intermediate_states=False, "
+        "state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None{graph}, "
+        "**kwargs"
+    ),
+    "fused_recurrent_kda": (
+        "q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None, "
+        "output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, "
+        "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, lower_bound=None, "
+        "state_v_first=False, cu_seqlens=None, **kwargs"
+    ),
     "chunk_gated_delta_product": (
         "q, k, v, g, beta, num_householder, scale=None, initial_state=None, "
         "output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None, "
@@ -181,6 +195,8 @@ MODULES = {  # of each function
         "fused_recurrent_gated_delta_rule": f"{_GDR}.fused_recurrent",
         "fused_gdn_gate": f"{_GDR}.gate",
         "chunk_gated_delta_product": "fla.ops.gated_delta_product.chunk",
+        "chunk_kda": "fla.ops.kda.chunk",
+        "fused_recurrent_kda": "fla.ops.kda.fused_recurrent",
         "l2norm": "fla.modules.l2norm",
         "rms_norm_gated": "fla.modules.fused_norm_gate",
         "rmsnorm_fn": "fla.modules.layernorm_gated",
@@ -191,6 +207,8 @@ MODULES = {  # of each function
         "fused_recurrent_gated_delta_rule": f"{_GDR}.fused_recurrent",
         "fused_gdn_gate": f"{_GDR}.gate",
         "chunk_gated_delta_product": "fla.ops.gated_delta_product.chunk",
+        "chunk_kda": "fla.ops.kda.chunk",
+        "fused_recurrent_kda": "fla.ops.kda.fused_recurrent",
         "l2norm": "fla.modules.norm.l2norm",
         "rms_norm_gated": "fla.modules.norm.fused_norm_gate",
         "rmsnorm_fn": "fla.modules.norm.layernorm_gated",
@@ -198,6 +216,7 @@ MODULES = {  # of each function
         "causal_conv1d_update": "fla.modules.causal_conv1d.ops",
     },
 }
+_GRAPH = {"main": "", "0.6": ", use_graph=False, max_num_seqs=None"}
 REGISTRY = {"main": "fla.ops.backends", "0.6": "fla.backends"}
 
 
@@ -209,7 +228,8 @@ def write(folder: pathlib.Path, form: str) -> None:
         "fla.layers": "",
     }
     for function, module in MODULES[form].items():
-        source = f"def {function}({_SIGNATURES[function]}):\n    return 'theirs', '{function}'\n"
+        takes = _SIGNATURES[function].replace("{graph}", _GRAPH[form])
+        source = f"def {function}({takes}):\n    return 'theirs', '{function}'\n"
         modules[module] = modules.get(module, "") + source
         modules["fla.layers"] += f"from {module} import {function}\n"  # by value, as layers do
     modules["fla.layers"] += f"from {_GDR}.chunk import chunk_gated_delta_rule, chunk_gdn\n"

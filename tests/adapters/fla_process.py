@@ -78,6 +78,20 @@ def product(errors: dict[str, float]) -> None:
             errors[f"product {form} {of}"] = error(actual[of].flatten(), x.flatten())
 
 
+def kimi(errors: dict[str, float]) -> None:
+    """Kimi Delta Attention, by chunks and token by token, against fla's naive function."""
+    from fla.ops import kda as theirs
+    from fla.ops.kda import naive
+
+    given = inputs()
+    keys = torch.rand(given["q"].shape[-1], generator=torch.Generator().manual_seed(2))
+    given["g"] = given["g"][..., None] * keys
+    expected = evaluate(naive.naive_recurrent_kda, given)
+    for form in ("chunk", "fused_recurrent"):
+        actual = evaluate(getattr(theirs, f"{form}_kda"), given)
+        errors |= {f"kda {form} {of}": error(actual[of], expected[of]) for of in expected}
+
+
 def error(actual, expected) -> float:
     return float((actual - expected).detach().norm() / expected.detach().norm())
 
@@ -96,6 +110,7 @@ def main() -> None:
         expected = evaluate(plain, inputs())
         errors |= {f"{name} {of}": error(actual[of], expected[of]) for of in expected}
     product(errors)
+    kimi(errors)
     states = {row.target: row.sentence for row in npu_ops_adapters.verify()}
     reverted = {row.target: row.sentence for row in npu_ops_adapters.revert()}
     print(json.dumps([calls, errors, states, reverted]))

@@ -74,7 +74,7 @@ def test_every_patch_is_applied_verified_and_undone(layers, form):
     assert state is None and o.equal(expected)
     assert set(fla_rows(npu_ops_adapters.plan()).values()) == {"applied"}
     verified = fla_rows(npu_ops_adapters.verify())
-    assert set(verified.values()) == {"applied"} and len(verified) == 9
+    assert set(verified.values()) == {"applied"} and len(verified) == 11
     assert set(fla_rows(npu_ops_adapters.revert()).values()) == {"reverted"}
     assert layers.chunk_gated_delta_rule(*arguments) == ("theirs", "chunk_gated_delta_rule")
     assert list(registry(form)._backends) == ["triton_ascend"]
@@ -247,6 +247,30 @@ def test_the_recurrent_rule(layers):
     name = "fused_recurrent_gated_delta_rule"
     assert layers.fused_recurrent_gated_delta_rule(q, k, v, g, other=1) == ("theirs", name)
     assert layers.fused_recurrent_gated_delta_rule(q, k[..., :4], v, g) == ("theirs", name)
+
+
+def test_kimi_delta_attention(layers):
+    """By chunks and token by token; A_log as Kimi Linear's layers have it."""
+    q, k, v, g, beta = heads(queries=4)
+    g = g[..., None] * torch.rand(16)
+    flags = {
+        "use_gate_in_kernel": True, "A_log": torch.randn(1, 1, 4, 1), "dt_bias": torch.randn(64),
+        "lower_bound": -5.0, "use_qk_l2norm_in_kernel": True, "output_final_state": True,
+    }  # fmt: skip
+    plain = flags | {"A_log": flags["A_log"].flatten()}
+    by_chunks = npu_ops.chunk_kda(q, k, v, g, beta, **plain)
+    by_token = npu_ops.chunk_kda(q, k, v, g, beta, chunk_size=1, **plain)
+    more = {"safe_gate": True, "disable_recompute": True, "cu_seqlens_cpu": torch.tensor([0, 5])}
+    found = layers.chunk_kda(q, k, v, g, beta, **flags, **more)
+    recurrent = layers.fused_recurrent_kda(q, k, v, g, beta, **flags)
+    for one, other in zip((*found, *recurrent), (*by_chunks, *by_token), strict=True):
+        assert one.equal(other)
+    values = layers.chunk_kda(q, k, v, g, beta, state_v_first=True, output_final_state=True)[1]
+    assert values.shape == (1, 4, 16, 16)
+    for left in ({"return_intermediate_states": True}, {"cp_context": object()}, {"unknown": 1}):
+        assert layers.chunk_kda(q, k, v, g, beta, **left) == ("theirs", "chunk_kda")
+    with env.override(consistent="tokens"), pytest.raises(RuntimeError, match="call of chunk_kda"):
+        layers.chunk_kda(q, k, v, g, beta, cp_context=object())
 
 
 def test_l2norm_and_the_gate(layers):
