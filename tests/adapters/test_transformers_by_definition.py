@@ -25,7 +25,7 @@ from npu_ops.core.compare import Tolerance, assert_close
 
 # Of one layer of linear attention, with its norms, and one of attention.
 RULE = {"causal_conv1d": 1, "chunk_gated_delta_rule": 1, "rms_norm_gated": 1}
-CHANNELS = {"causal_conv1d": 1, "rms_norm_gated": 1}  # the rule by chunks is transformers'
+CHANNELS = {"causal_conv1d": 1, "chunk_kda": 1, "rms_norm_gated": 1}
 CALLS = {
     "qwen4_exp": RULE | {"rms_norm": 59, "rope": 2},  # those of its indexer, too
     "qwen4_exp_silu": RULE | {"rms_norm": 65, "rope": 2},
@@ -222,21 +222,24 @@ def test_a_vision_tower_with_another_rotation_is_refused(applied):
     assert inkling2.apply_rotary_pos_emb_vision.__module__ == inkling2.__name__
 
 
-def test_the_rule_by_channel_is_kept_with_its_reason(applied):
-    state = states(kimi_linear)["chunk_kimi_delta_attention"]
-    assert state.startswith("kept: its state decays by key channel (Kimi Delta Attention)")
-
-
 def test_a_norm_without_a_weight_is_kept_with_its_reason(applied):
     state = states(glm5_next)["Glm5NextTextUnweightedRMSNorm.forward"]
     assert state.endswith("ValueError: weight: got none, needs one for each element")
 
 
-def test_a_step_by_channel_has_no_bits_of_training(applied):
-    """With NPU_OPS_CONSISTENT it is an error, as no rule by chunks is ours."""
-    x, g = torch.randn(1, 1, 2, 8), -torch.rand(1, 1, 2, 8)
-    with env.override(consistent="tokens"), pytest.raises(RuntimeError, match="NPU_OPS_CONSISTENT"):
-        kimi_linear.recurrent_kimi_delta_attention(x, x, x, g, g[..., 0], None, True)
+def test_a_step_by_channel_has_the_bits_of_training(applied):
+    """With NPU_OPS_CONSISTENT=1, and a prompt cut anywhere."""
+    x, g = torch.randn(1, 70, 2, 8), -torch.rand(1, 70, 2, 8)
+    tokens = x, x, x, g, g[..., 0].exp()
+    with env.override(consistent="tokens"):
+        whole, _ = kimi_linear.chunk_kimi_delta_attention(*tokens, use_qk_l2norm_in_kernel=True)
+        first, state = kimi_linear.chunk_kimi_delta_attention(
+            *(t[:, :69] for t in tokens), 64, None, True, True
+        )
+        last, _ = kimi_linear.recurrent_kimi_delta_attention(
+            *(t[:, 69:] for t in tokens), state, True, True
+        )
+    assert torch.equal(torch.cat([first, last], 1), whole)
 
 
 def test_heads_under_autocast_keep_their_dtype(applied):

@@ -23,31 +23,18 @@ from npu_ops_adapters.verl import ulysses
 _HEAD = ("query", "key", "value", "g", "beta")
 _Call = call_of(npu_ops.chunk_gated_delta_rule)
 _STATE = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-_BY_CHANNEL = (
-    "its state decays by key channel (Kimi Delta Attention), and npu-ops has that token by token "
-    "alone"
-)
 
 
 def patches() -> Iterable[Patch]:
     """`torch_chunk_gated_delta_rule`, which calls fla's where that is installed."""
-    linear = models.linear()
     yield from models.compared(
-        linear,
+        models.linear(),
         models.RULE,
         "chunk_gated_delta_rule",
         (Variant(ours, _calls),),
         (*_HEAD, "chunk_size", *_STATE, "kwargs"),
         (*_HEAD, "chunk_size", *_STATE),  # 4
     )
-    for model in models.having(linear, models.RULE_BY_CHANNEL):
-        yield models.patch(
-            f"{models.home(model)}:{models.RULE_BY_CHANNEL}",
-            "chunk_gated_delta_rule",
-            lambda original: original,
-            (),
-            why_not=lambda original: _BY_CHANNEL,
-        )
 
 
 def _calls(function) -> list[tuple]:

@@ -13,6 +13,7 @@ from npu_ops_adapters.calls import check_device, token_by_token
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
 from npu_ops_adapters.transformers.chunk_gated_delta_rule import checked, delta_rule_arguments
+from npu_ops_adapters.transformers.chunk_kda import ours as by_chunks
 from npu_ops_adapters.transformers.equivalence import Variant
 
 _Call = call_of(npu_ops.fused_recurrent_gated_delta_rule)
@@ -59,10 +60,14 @@ def ours_by_channel(
     query, key, value, g, beta, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **unread,
 ) -> Callable:  # fmt: skip
-    """The same for g `[B, T, HV, K]`. With NPU_OPS_CONSISTENT it is not ours: the rule by chunks is
-    transformers'."""
+    """The same for g `[B, T, HV, K]`. With NPU_OPS_CONSISTENT=1 it is the rule of training."""
+    if env.settings.consistent == "chunks":
+        raise ValueError("g: got a decay by key channel, whose states carry no unfinished chunk")
     if env.settings.consistent:
-        raise ValueError("g: got a decay by key channel, needs one of the whole state")
+        return by_chunks(
+            query, key, value, g, beta, 64, initial_state, output_final_state,
+            use_qk_l2norm_in_kernel, cu_seqlens,
+        )  # fmt: skip
     call = _Call(
         q=query, k=key, v=value, gk=g, beta=beta, initial_state=initial_state,
         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
