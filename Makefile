@@ -47,7 +47,7 @@ $(VENV)/ready: $(VENV)/torch pyproject.toml setup.py $(SOURCES)
 	$(BIN)/python tests/adapters/fetch_sglang.py
 	@touch $@
 
-.cache/vllm/ready: $(VENV)/ready tests/adapters/fetch_vllm.py tests/adapters/vllm_cpu/requirements.txt
+.cache/vllm/ready: $(VENV)/ready tests/adapters/fetch_vllm.py $(wildcard tests/adapters/vllm_*/requirements.txt)
 	$(BIN)/python tests/adapters/fetch_vllm.py
 	@touch $@
 

@@ -21,12 +21,19 @@ FOLDER = fetching.CACHE / "vllm"
 VERSION = "0.18.0"
 READ = "0.23.0"
 BUILDS = FOLDER / "setuptools-scm-8.3.1"  # for vLLM's setup.py
-REQUIREMENTS = pathlib.Path(__file__).parent / "vllm_cpu" / "requirements.txt"
+HERE = pathlib.Path(__file__).parent
+REQUIREMENTS = HERE / "vllm_cpu" / "requirements.txt"
+ENGINE = HERE / "vllm_npu" / "requirements.txt"
 
 
 def tree() -> pathlib.Path:
     """The folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
     return fetching.tree(FOLDER / VERSION, "tests/adapters/fetch_vllm.py")
+
+
+def engine() -> pathlib.Path:
+    """What goes before `tree` on PYTHONPATH for vLLM's engine."""
+    return fetching.tree(FOLDER / f"engine-{VERSION}", "tests/adapters/fetch_vllm.py")
 
 
 def ascend() -> pathlib.Path:
@@ -38,6 +45,7 @@ def fetch() -> None:
     """Download it all, unless it is there."""
     fetching.install(FOLDER / f"ascend-{READ}", f"vllm-ascend=={READ}")
     fetching.install(BUILDS, "setuptools-scm==8.3.1")
+    fetching.install(FOLDER / f"engine-{VERSION}", "--no-compile", "--requirement", str(ENGINE))
     if (FOLDER / VERSION).exists():
         return
     print("0.2 GB, a minute", flush=True)

@@ -1,0 +1,53 @@
+"""vLLM's engine with vllm-ascend on the emulated NPU, in processes: see vllm_npu/."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import vllm_process
+from sglang_process import calls
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+GEMMA_NORMS = {"rms_norm", "add_rms_norm"}
+GATED_DELTA_NET = {
+    *("causal_conv1d", "causal_conv1d_update", "gdn_gate", "rms_norm_gated"),
+    *("chunk_gated_delta_rule", "gated_delta_rule_update"),
+}
+OPS = {
+    "qwen3": {"rope"},
+    "qwen3next": {"qk_norm_rope"} | GEMMA_NORMS | GATED_DELTA_NET,
+    "qwen3vl": {"qk_norm_rope"},
+    "qwen3_5": {"qk_norm_rope"} | GEMMA_NORMS | GATED_DELTA_NET,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A folder of models; by transformers' own functions, not ours in their place."""
+    folder = tmp_path_factory.mktemp("tiny")
+    vllm_process.run("pictures", folder, NPU_OPS_DISABLE="all")
+    vllm_process.run("tiny", folder, in_vllm=False, NPU_OPS_DISABLE="all")
+    return folder
+
+
+def served(folder, *settings, **variables):
+    """Check that the engine's tokens are transformers'; return what was said."""
+    rows, said = vllm_process.run(
+        "engine", folder, *settings, command=vllm_process.EMULATED, NPU_OPS_LOG="calls", **variables
+    )
+    expected = json.loads((folder / "expected.json").read_text())
+    right = [[prompt, following] for prompt, (_, following) in expected.items()]
+    for how in ("alone", "together"):
+        assert [row for served_how, *row in rows if served_how == how] == right, how
+    return said
+
+
+@pytest.mark.parametrize("model", OPS)
+def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, model):
+    """Chunked prefill, decoding, and both in one step, by vllm-ascend's own worker and runner."""
+    said = served(tiny / model)
+    found = calls(said)
+    assert {op for op, _ in found} == OPS[model], found
+    assert {implementation for _, implementation in found} <= {"triton_ascend", "aclnn"}, found
+    assert "vllm-ascend's own" not in said  # nothing fell back

@@ -1,0 +1,74 @@
+"""vLLM's engine on a model of `tiny`: a line of JSON for each prompt.
+
+python -m vllm_npu.engine FOLDER [KEY=VALUE...]
+
+A line is [how, prompt, tokens]. Each prompt is served alone, then all are served together: some
+decode while others are prefilled, and where vLLM caches prefixes they are in its cache. Values are
+JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+from sglang_cpu.tiny import HYBRID, IMAGE, PICTURED
+
+from vllm_npu import stand_ins
+
+SETTINGS = {
+    "dtype": "float16",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 128,  # the second part of the long prompt reads the first's cache
+    "max_num_seqs": 4,
+    "block_size": 128,
+    "num_gpu_blocks_override": 16,
+    "async_scheduling": False,
+}
+
+
+def start(folder: pathlib.Path, **changes):
+    """vLLM's engine, in this process."""
+    stand_ins.install()
+    import vllm
+
+    # A processor of pictures has a tokenizer; a model of text has none.
+    settings = SETTINGS | {"skip_tokenizer_init": folder.name not in PICTURED}
+    if folder.name in HYBRID:
+        settings["mamba_ssm_cache_dtype"] = "float32"
+    return vllm.LLM(model=str(folder), **settings | changes)
+
+
+def prompt_of(folder: pathlib.Path, tokens: list[int]) -> dict:
+    """What vLLM takes. It repeats the token of a picture itself."""
+    once = [token for i, token in enumerate(tokens) if token != IMAGE or tokens[i - 1] != IMAGE]
+    prompt = {"prompt_token_ids": once}
+    if IMAGE in tokens:
+        from PIL import Image
+
+        prompt["multi_modal_data"] = {"image": Image.open(folder / "picture.png")}
+    return prompt
+
+
+def main(folder: pathlib.Path, **changes) -> None:
+    engine = start(folder, **changes)
+    import vllm
+
+    expected = json.loads((folder / "expected.json").read_text())
+    asked = {name: prompt_of(folder, tokens) for name, (tokens, _) in expected.items()}
+    (count,) = {len(following) for _, following in expected.values()}
+    sampling = vllm.SamplingParams(
+        temperature=0, max_tokens=count, ignore_eos=True, detokenize=False
+    )
+    rounds = [("alone", {name: prompt}) for name, prompt in asked.items()]
+    for how, prompts in [*rounds, ("together", asked)]:
+        found = engine.generate(list(prompts.values()), sampling, use_tqdm=False)
+        for name, out in zip(prompts, found, strict=True):
+            print(json.dumps([how, name, list(out.outputs[0].token_ids)]), flush=True)
+
+
+if __name__ == "__main__":
+    given = (argument.partition("=") for argument in sys.argv[2:])
+    main(pathlib.Path(sys.argv[1]), **{name: json.loads(value) for name, _, value in given})

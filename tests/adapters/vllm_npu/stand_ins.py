@@ -1,0 +1,45 @@
+"""What vllm-ascend 0.18.0 asks of CANN and of its native module, which the emulated NPU lacks.
+
+Everything else is the published source and the real torch_npu. Stand-ins:
+
+- `acl`, of which one function is named: `doubles/acl`;
+- `vllm_ascend_C`, three operators in PyTorch: `doubles/vllm_ascend_C.py`;
+- `meta_registration`, empty: shapes of operators that a Qwen model does not call;
+- ATB's `_npu_reshape_and_cache` and `_npu_matmul_add_fp32`, below, in PyTorch;
+- vllm-ascend's patch of torchair, which needs CANN's graph engine and is used by compiled models.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import sys
+import types
+
+ABSENT = (
+    "vllm_ascend.patch.worker.patch_npugraph_ex_triton",
+    "vllm_ascend.meta_registration",
+)
+
+
+def install() -> None:
+    """Put all of them in place, before vLLM is imported."""
+    sys.path.insert(0, str(pathlib.Path(__file__).parent / "doubles"))
+    sys.modules.update({name: types.ModuleType(name) for name in ABSENT})
+    sys.modules["vllm_ascend.vllm_ascend_C"] = importlib.import_module("vllm_ascend_C")
+    import torch_npu
+
+    atb = importlib.import_module("torch_npu.op_plugin.atb._atb_ops")
+    atb._register_atb_extensions = lambda: None  # ATB's library is not there
+    for function in (_npu_reshape_and_cache, _npu_matmul_add_fp32):
+        setattr(torch_npu, function.__name__, function)
+
+
+def _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_indices):
+    slots = slot_indices.long()
+    for cache, rows in ((key_cache, key), (value_cache, value)):
+        cache.view(-1, *cache.shape[2:])[slots] = rows.view(-1, *cache.shape[2:])
+
+
+def _npu_matmul_add_fp32(x, weight, c):
+    c += x.float().t() @ weight.float()

@@ -1,0 +1,41 @@
+"""Runs a module of vllm_npu in a process of its own, on the emulated NPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import fetch_vllm
+from fetch_vllm import HERE
+from processes import environment
+
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",  # for which vLLM keeps a Triton that has no device yet
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+EMULATED = (sys.executable, "-m", "npu_ops_tools", "emulate", "--", "python")
+
+
+def run(module: str, *arguments, command=(sys.executable,), in_vllm=True, **changes):
+    """The lines of JSON that it prints, and all that it says.
+
+    in_vllm: with vLLM and the transformers that it needs, else with this environment's.
+
+    Raises:
+        RuntimeError: it failed; the end of what it said.
+    """
+    folders = (fetch_vllm.engine(), fetch_vllm.tree()) if in_vllm else ()
+    done = subprocess.run(
+        [*command, "-m", f"vllm_npu.{module}", *map(str, arguments)],
+        env=environment(*folders, HERE, HERE.parent, **SETTINGS | changes),
+        capture_output=True,
+        text=True,
+    )
+    said = done.stdout + done.stderr
+    if done.returncode:
+        raise RuntimeError(f"vllm_npu.{module} ended with {done.returncode}:\n{said[-6000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')], said
