@@ -372,6 +372,15 @@ bool runs_on_cpu(const c10::OperatorHandle& op, const std::string& name) {
           op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd));
 }
 
+// A kernel that a Python library has registered for NPUs, before the first use of a device. It is
+// the program's own, which torch_npu's would not replace either.
+bool registered_in_python(const c10::OperatorHandle& op) {
+  const std::string state = "\n" + op.dumpState();
+  const size_t line = state.find("\nPrivateUse1: ");
+  return line != std::string::npos &&
+         state.substr(line, state.find('\n', line + 1) - line).find(".py:") != std::string::npos;
+}
+
 // Every override would warn that it is one.
 class Quiet : public c10::WarningHandler {
  public:
@@ -392,7 +401,7 @@ void install_aten_fallback() {
     if (name.name.rfind("aten::", 0) != 0 || kept().count(name.name.substr(6))) continue;
     const auto op = dispatcher.findOp(name);
     if (!op || !op->hasSchema()) continue;
-    if (!runs_on_cpu(*op, name.name.substr(6))) continue;
+    if (!runs_on_cpu(*op, name.name.substr(6)) || registered_in_python(*op)) continue;
     const std::string overload = name.overload_name.empty() ? "" : "." + name.overload_name;
     library.impl((name.name.substr(6) + overload).c_str(),
                  torch::CppFunction::makeFromBoxedFunction<&fallback>());

@@ -1,6 +1,8 @@
 """aten on an NPU tensor: the same numbers, errors and random streams as PyTorch promises."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -192,3 +194,18 @@ def test_save_and_load(tmp_path):
     torch.save({"x": torch.arange(3, device=NPU)}, tmp_path / "x.pt")
     loaded = torch.load(tmp_path / "x.pt", map_location="npu:1")["x"]
     assert loaded.device == torch.device("npu:1") and loaded.tolist() == [0, 1, 2]
+
+
+EARLY = """
+import torch, torch_npu
+library = torch.library.Library("aten", "IMPL")
+library.impl("linear", lambda x, weight, bias=None: x + 1, "PrivateUse1")
+x = torch.ones(2, 2, device="npu")
+with torch.inference_mode():
+    assert torch.nn.functional.linear(x, x).tolist() == [[2, 2], [2, 2]]
+"""
+
+
+def test_a_kernel_registered_before_the_first_use_of_a_device_stays():
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
