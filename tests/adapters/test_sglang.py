@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
 import sglang_process
-import torch
-from safetensors.torch import load_file, save_file
+from checkpoints import in_dtype
 from sglang_cpu.checks import CHECKS
 from sglang_cpu.engine import ON_NPU, SETTINGS
 from sglang_cpu.tiny import PICTURED
@@ -159,15 +157,6 @@ def test_on_the_emulated_npu_they_are_too(tiny, tmp_path, model):
     work.mkdir()
     rows = rollout(folder, "bfloat16", "1", 0.0, work)
     assert all(row["largest"] == 0 and row["equal"] == 1 for row in rows)
-
-
-def in_dtype(model, dtype, into):
-    """A checkpoint in the dtype that is trained: a server may keep A_log in fp32."""
-    shutil.copytree(model, into / model.name)
-    file = into / model.name / "model.safetensors"
-    weights = {n: x.to(getattr(torch, dtype)) for n, x in load_file(file).items()}
-    save_file(weights, file, metadata={"format": "pt"})
-    return into / model.name
 
 
 @pytest.fixture(scope="module")

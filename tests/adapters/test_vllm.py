@@ -122,7 +122,7 @@ def test_the_patches_know_the_source_of_0_23_0():
     assert known == {
         *("causal_conv1d_update", "chunk_gated_delta_rule", "gated_delta_net", "qk_norm_rope"),
         *("gated_delta_rule_update", "gdn_gate", "l2norm", "mrope", "rms_norm", "rms_norm_gated"),
-        *("rope", "grouped_linear"),
+        *("rope", "grouped_linear", "attention"),
     }
 
 

@@ -6,7 +6,10 @@ import json
 
 import pytest
 import vllm_process
+from checkpoints import in_dtype
+from sglang_cpu.tiny import HYBRID, PICTURE, PICTURED
 from sglang_process import calls
+from vllm_npu.rollout import MORE
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 GEMMA_NORMS = {"rms_norm", "add_rms_norm"}
@@ -51,3 +54,22 @@ def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, mode
     assert {op for op, _ in found} == OPS[model], found
     assert {implementation for _, implementation in found} <= {"triton_ascend", "aclnn"}, found
     assert "vllm-ascend's own" not in said  # nothing fell back
+
+
+@pytest.mark.parametrize("model", OPS)
+def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(tiny, tmp_path, model):
+    """Sampled tokens, prompts in parts and beside each other, beginnings in the cache."""
+    folder, mode = in_dtype(tiny / model, "bfloat16", tmp_path), {"NPU_OPS_CONSISTENT": "1"}
+    told = {"command": vllm_process.EMULATED} | mode | {"VLLM_ASCEND_ENABLE_NZ": "0"}
+    served, _ = vllm_process.run("rollout", folder, 'dtype="bfloat16"', **told)
+    (tmp_path / "served.json").write_text(json.dumps([row for _, *row in served]))
+    compared, _ = vllm_process.run(
+        "rollout", folder, "bfloat16", tmp_path / "served.json", in_vllm=False, **told
+    )
+    pictures = [row for row in compared if row[1] in (len(PICTURE), len(PICTURE + MORE))]
+    text = [row for row in compared if row not in pictures]
+    caches = [0] * 8 if model in HYBRID else [0] * 6 + [128, 256]  # whole blocks of 128
+    assert [cached for _, _, cached, *_ in text] == caches
+    assert all(sampled == equal == 5 and most == 0 for *_, sampled, most, equal in text)
+    assert len(pictures) == 2 * (model in PICTURED)
+    assert all(most < 1e-2 for *_, most, _ in pictures)  # towers are vllm-ascend's

@@ -145,6 +145,10 @@ def _layer(module, context, form: Form, x) -> _Layer:
     if not isinstance(cache[0], torch.Tensor):  # 0.18.0 has one for each of vLLM's engines
         cache = cache[getattr(context, "virtual_engine", 0)]
     conv, states = cache
+    v_first = form.v_first
+    if env.settings.consistent and not v_first:
+        # Training has values first. vllm-ascend's method, which would read the pool, is an error.
+        states, v_first = states.view(*states.shape[:2], *states.shape[:1:-1]), True
     keys = module.key_dim // module.tp_size
     layer = _Layer(
         weight=module.conv1d.weight.flatten(1),
@@ -156,9 +160,9 @@ def _layer(module, context, form: Form, x) -> _Layer:
         heads=(module.head_k_dim, module.head_v_dim),
         conv=conv.transpose(1, 2),
         states=states,
-        v_first=form.v_first,
+        v_first=v_first,
     )
-    matrix = layer.heads[::-1] if form.v_first else layer.heads
+    matrix = layer.heads[::-1] if layer.v_first else layer.heads
     if conv.shape[2] != x.shape[1] or conv.dtype != x.dtype:
         needs = f"[slots, L, {x.shape[1]}] of {check.short(x.dtype)}"
         raise ValueError(f"conv_state: got {_shown(conv)}, needs {needs}")
@@ -178,11 +182,10 @@ def _check_consistent(layer: _Layer) -> None:
     """Raise ValueError where a token would not get the bits of training."""
     if env.settings.consistent == "chunks":
         raise ValueError("ssm_state: got states without their unfinished chunks")
-    if not layer.v_first or layer.states.dtype != torch.float32:
+    if layer.states.dtype != torch.float32:
         raise ValueError(
-            f"ssm_state: got {check.short(layer.states.dtype)}, values "
-            f"{'first' if layer.v_first else 'last'}, needs float32 (--mamba-ssm-cache-dtype "
-            "float32), values first"
+            f"ssm_state: got {check.short(layer.states.dtype)}, needs float32 "
+            "(--mamba-ssm-cache-dtype float32)"
         )
 
 

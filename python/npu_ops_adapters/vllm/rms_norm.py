@@ -1,18 +1,23 @@
 """GemmaRMSNorm of Qwen3-Next and Qwen3.5, which multiplies by 1 + weight.
 
 vllm-ascend computes 1 + weight in the weight's dtype. In bf16 that rounds the sum, so the server's
-norm differs from the trainer's. Plain RMSNorm stays with torch_npu's fused operator.
+norm differs from the trainer's. Plain RMSNorm stays with torch_npu's fused operator, and with
+vllm-ascend's own behind a sum; with NPU_OPS_CONSISTENT `npu_ops.consistent` replaces the former,
+and this the latter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import functools as tools
+from collections.abc import Callable, Iterable
 
 import torch
 
 import npu_ops
+from npu_ops.core import env
 from npu_ops_adapters.patching import Patch
-from npu_ops_adapters.serving import check_device
+from npu_ops_adapters.serving import check_device, refuse
 from npu_ops_adapters.vllm import functions
 
 
@@ -24,6 +29,34 @@ def patches() -> Iterable[Patch]:
         ours,
         "1 + weight is rounded, which it is not in training",
     )
+    if env.settings.consistent:
+        target = "vllm_ascend.ops.layernorm:AscendRMSNorm.forward_oot"
+        patch = functions.replaced(
+            target,
+            "rms_norm",
+            added,
+            "behind a sum it has other roundings than training",
+        )
+        yield dataclasses.replace(patch, make=tools.partial(_made, target))
+
+
+def _made(target: str, original: Callable) -> Callable:
+    """`added` behind a sum; without one, the original calls an operator that is ours."""
+    ours_behind_a_sum = functions.made(added, target, original)
+
+    @tools.wraps(original, assigned=(), updated=())
+    def npu_ops_forward(self, x, residual=None):
+        return original(self, x) if residual is None else ours_behind_a_sum(self, x, residual)
+
+    return npu_ops_forward
+
+
+def added(self, x, residual=None):
+    """The norm of the sum, and the sum."""
+    check_device(x)
+    refuse(bias=self.bias)
+    residual = torch.ops.vllm.maybe_chunk_residual(x, residual)
+    return npu_ops.add_rms_norm(x, residual, self.weight, eps=self.variance_epsilon)
 
 
 def ours(self, x, residual=None):

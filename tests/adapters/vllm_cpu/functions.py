@@ -346,10 +346,10 @@ def disabled_it_is_theirs():
 @check
 def a_rollout_that_must_be_consistent_says_why_it_is_not():
     cls, step = pkgutil.resolve_name(CORES[1]), metadata([1], [9], [3])
-    for mode, why in (("chunks", "unfinished chunks"), ("tokens", "values last, needs float32")):
+    for mode, why in (("chunks", "unfinished chunks"), ("tokens", "got bfloat16, needs float32")):
         with env.override(consistent=mode):
             try:
-                run(cls._forward_core, cls, Pools.make([3]), step)
+                run(cls._forward_core, cls, Pools.make([3], torch.bfloat16), step)
             except RuntimeError as error:
                 assert why in str(error), error
             else:
@@ -359,7 +359,12 @@ def a_rollout_that_must_be_consistent_says_why_it_is_not():
 @check
 def consistent_tokens_have_the_same_bits_prompted_and_decoded():
     """32 value heads: on CPUs PyTorch's exp rounds elements past the last two vectors otherwise."""
-    cls, outs = pkgutil.resolve_name(CORES[0]), []
+    for dotted in CORES:  # in this mode states of both have values first
+        same_bits(pkgutil.resolve_name(dotted))
+
+
+def same_bits(cls):
+    outs = []
     sizes = {"VALUE_HEADS": 32, "CHANNELS": (2 * HEADS + 32) * DIM}
     with env.override(consistent="tokens"), mock.patch.multiple("vllm_cpu.layers", **sizes):
         for cuts in ((70,), (40, 27, 1, 1, 1)):
