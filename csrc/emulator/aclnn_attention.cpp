@@ -600,6 +600,13 @@ ACLNN_KEEP(FusedInferAttentionScoreV4,
             INFER_NUMBERS, int64_t, Tensor out, Tensor lse),
            (=, call = INFER), (REFUSE, refuse_quantised(e16, e17, sink), INFER.check()),
            call.run(out, lse))
+// How much room the call may need with any lengths, which is asked before a graph is captured: the
+// same plan.
+#define MAX_WORKSPACE(NAME)                                            \
+  __asm__(".globl aclnn" #NAME "GetMaxWorkspaceSize\n.set aclnn" #NAME \
+          "GetMaxWorkspaceSize, aclnn" #NAME "GetWorkspaceSize")
+MAX_WORKSPACE(FusedInferAttentionScoreV3);
+MAX_WORKSPACE(FusedInferAttentionScoreV4);
 ACLNN_KEEP(PromptFlashAttentionV3,
            (QKV, Tensor pse, Tensor mask, Ints q_lengths, Ints k_lengths, Tensor e1, Tensor e2,
             Tensor e3, Tensor e4, Tensor e5, int64_t heads, double scale, int64_t pre, int64_t next,
