@@ -12,11 +12,13 @@ import types
 
 import fetch_vllm
 import pytest
+import torch
 from npu_ops_adapters import vllm
-from npu_ops_adapters.vllm import gated_delta_net, qk_norm_rope
+from npu_ops_adapters.vllm import attention, gated_delta_net, qk_norm_rope
 from processes import environment
 from vllm_cpu import checks, functions, rotary
 
+import npu_ops
 from npu_ops.core import env
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -139,3 +141,57 @@ def test_a_later_vllm_ascend_gives_its_method_to_two_classes(monkeypatch):
     patch_module = (fetch_vllm.ascend() / f"{module.__name__.replace('.', '/')}.py").read_text()
     for name in ("_GDN_PATCH_TARGET", "AscendGatedDeltaNetAttention"):
         assert name in patch_module
+
+
+HEADS, KV_HEADS, WIDE, BLOCK = 4, 2, 64, 128
+
+
+def attention_layer(**changes):
+    """As much of vllm-ascend's layer as the method asks, with a cache of four blocks."""
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 4, BLOCK, KV_HEADS, WIDE).bfloat16()
+    given = {"key_cache": keys, "value_cache": values, "scale": WIDE**-0.5, "attn_type": "decoder"}
+    given |= {"alibi_slopes": None, "sliding_window": None, "sinks": None}
+    return types.SimpleNamespace(**given | changes)
+
+
+def attention_step():
+    """Of 200 tokens the last 60, and one token of a sequence that has 9; three are padding."""
+    return types.SimpleNamespace(
+        query_start_loc=torch.tensor([0, 60, 61], dtype=torch.int32), causal=True,
+        seq_lens=torch.tensor([200, 9], dtype=torch.int32), seq_lens_list=[200, 9],
+        actual_seq_lengths_q=[60, 61], max_query_len=60,
+        block_tables=torch.tensor([[2, 0], [3, 3]], dtype=torch.int32),
+    )  # fmt: skip
+
+
+def test_consistent_attention_over_the_cache_is_that_of_whole_sequences():
+    layer, q = attention_layer(), torch.randn(64, HEADS, WIDE).bfloat16()
+    out = torch.full_like(q, torch.nan)
+    with env.override(consistent="tokens"):
+        attention.ours(layer, q, None, None, None, attention_step(), out)
+        for rows, blocks, length in ((slice(0, 60), [2, 0], 200), (slice(60, 61), [3], 9)):
+            k, v = (x[blocks].flatten(0, 1)[:length] for x in (layer.key_cache, layer.value_cache))
+            whole = npu_ops.attention(q[None, rows], k[None], v[None], is_causal=True)
+            assert out[rows].equal(whole[0])
+    assert out[61:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 64},
+        {"sinks": torch.zeros(HEADS)},
+        {"alibi_slopes": torch.zeros(HEADS)},
+        {"attn_type": "encoder"},
+        {"key_cache": None},
+        {"dcp_size": 2},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_attention_that_cannot_be_consistent_is_an_error(changes):
+    target = f"vllm_ascend.attention.{attention._IMPLEMENTATIONS[0]}.forward_impl"
+    made = vllm.functions.made(attention.ours, target, lambda *call: pytest.fail("it ran"))
+    q = torch.randn(64, HEADS, WIDE).bfloat16()
+    with env.override(consistent="tokens"), pytest.raises(RuntimeError, match="got"):
+        made(attention_layer(**changes), q, None, None, None, attention_step(), q.clone())

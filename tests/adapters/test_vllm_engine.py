@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import vllm_process
@@ -54,6 +55,17 @@ def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, mode
     assert {op for op, _ in found} == OPS[model], found
     assert {implementation for _, implementation in found} <= {"triton_ascend", "aclnn"}, found
     assert "vllm-ascend's own" not in said  # nothing fell back
+
+
+DRAFTS = {"num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+VERIFIED = re.compile(r"gated_delta_rule_update\(.*int32\[\d+, 3\]@npu")  # slots of two drafts
+
+
+def test_drafts_are_verified(tiny):
+    """Tokens that vLLM finds in the prompt: states of rejected ones are given up."""
+    drafts = json.dumps({"method": "ngram"} | DRAFTS)
+    said = served(tiny / "qwen3next", f"speculative_config={drafts}")
+    assert VERIFIED.search(said) and "vllm-ascend's own" not in said
 
 
 @pytest.mark.parametrize("model", OPS)
