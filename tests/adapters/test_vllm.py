@@ -156,12 +156,13 @@ def attention_layer(**changes):
 
 
 def attention_step():
-    """Of 200 tokens the last 60, and one token of a sequence that has 9; three are padding."""
+    """Of 200 tokens the last 60, and one token of a sequence that has 9; three are padding, of
+    which 0.23.0 makes a sequence."""
     return types.SimpleNamespace(
         query_start_loc=torch.tensor([0, 60, 61], dtype=torch.int32), causal=True,
-        seq_lens=torch.tensor([200, 9], dtype=torch.int32), seq_lens_list=[200, 9],
-        actual_seq_lengths_q=[60, 61], max_query_len=60,
-        block_tables=torch.tensor([[2, 0], [3, 3]], dtype=torch.int32),
+        seq_lens=torch.tensor([200, 9, 1], dtype=torch.int32), seq_lens_list=[200, 9, 1],
+        actual_seq_lengths_q=[60, 61, 64], max_query_len=60,
+        block_tables=torch.tensor([[2, 0], [3, 3], [0, 0]], dtype=torch.int32),
     )  # fmt: skip
 
 

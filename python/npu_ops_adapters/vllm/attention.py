@@ -42,8 +42,9 @@ def ours(self, query, key, value, kv_cache, attn_metadata, output):
     """Write output `[T, heads, D]`, of which rows behind the last sequence are padding."""
     check_device(query)
     _check(self, query)
-    starts, keys = attn_metadata.query_start_loc, attn_metadata.seq_lens
-    count, tokens = keys.shape[0], attn_metadata.actual_seq_lengths_q[-1]
+    starts, ends = attn_metadata.query_start_loc, attn_metadata.actual_seq_lengths_q
+    count = min(starts.shape[0] - 1, len(ends))  # 0.23.0 may append a sequence of padding to `ends`
+    keys, tokens = attn_metadata.seq_lens[:count], ends[count - 1]
     output[:tokens] = npu_ops.attention(
         query[:tokens],
         self.key_cache,
@@ -55,8 +56,8 @@ def ours(self, query, key, value, kv_cache, attn_metadata, output):
         seqlens_k=_on_device(attn_metadata, keys, query.device),
         block_table=attn_metadata.block_tables[:count].to(torch.int32),
         scale=self.scale,
-        cu_seqlens_cpu=[0, *attn_metadata.actual_seq_lengths_q],
-        seqlens_k_cpu=attn_metadata.seq_lens_list,
+        cu_seqlens_cpu=[0, *ends[:count]],
+        seqlens_k_cpu=attn_metadata.seq_lens_list[:count],
     )
     return output
 
