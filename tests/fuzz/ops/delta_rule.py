@@ -391,7 +391,7 @@ TARGETS = {
         ),
         make_kda,
         ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"),
-        indices=("cu_seqlens",), roundings=256, loose=True,
+        indices=("cu_seqlens",), roundings=256, loose=True, tokens=("q", "k", "v", "g", "beta"),
     ),
     "fused_recurrent_gated_delta_rule": Target(
         fused_recurrent_gated_delta_rule,
