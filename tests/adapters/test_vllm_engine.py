@@ -58,22 +58,24 @@ def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, mode
 
 
 DRAFTS = {"num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+WITH_DRAFTS = f"speculative_config={json.dumps({'method': 'ngram'} | DRAFTS)}"
 VERIFIED = re.compile(r"gated_delta_rule_update\(.*int32\[\d+, 3\]@npu")  # slots of two drafts
 
 
 def test_drafts_are_verified(tiny):
     """Tokens that vLLM finds in the prompt: states of rejected ones are given up."""
-    drafts = json.dumps({"method": "ngram"} | DRAFTS)
-    said = served(tiny / "qwen3next", f"speculative_config={drafts}")
+    said = served(tiny / "qwen3next", WITH_DRAFTS)
     assert VERIFIED.search(said) and "vllm-ascend's own" not in said
 
 
-@pytest.mark.parametrize("model", OPS)
-def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(tiny, tmp_path, model):
-    """Sampled tokens, prompts in parts and beside each other, beginnings in the cache."""
+@pytest.mark.parametrize(
+    "model, more", [*((model, ()) for model in OPS), ("qwen3next", (WITH_DRAFTS,))]
+)
+def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(tiny, tmp_path, model, more):
+    """Sampled tokens, prompts in parts and beside each other, beginnings in the cache, drafts."""
     folder, mode = in_dtype(tiny / model, "bfloat16", tmp_path), {"NPU_OPS_CONSISTENT": "1"}
     told = {"command": vllm_process.EMULATED} | mode | {"VLLM_ASCEND_ENABLE_NZ": "0"}
-    served, _ = vllm_process.run("rollout", folder, 'dtype="bfloat16"', **told)
+    served, _ = vllm_process.run("rollout", folder, 'dtype="bfloat16"', *more, **told)
     (tmp_path / "served.json").write_text(json.dumps([row for _, *row in served]))
     compared, _ = vllm_process.run(
         "rollout", folder, "bfloat16", tmp_path / "served.json", in_vllm=False, **told
