@@ -19,7 +19,8 @@ _HOME, _NAME = "slime.utils.ppo_utils", "_calculate_log_probs_and_entropy_chunk"
 
 def patches() -> Iterable[Patch]:
     """The function; None without NPU_OPS_CONSISTENT, or in slime that has none."""
-    if env.settings.consistent and hasattr(sys.modules.get(_HOME), _NAME):
+    home = sys.modules.get(_HOME)  # of older slime it has no such function
+    if env.settings.consistent and (home is None or hasattr(home, _NAME)):
         yield Patch(
             target=f"{_HOME}:{_NAME}",
             op="slime_log_probs",

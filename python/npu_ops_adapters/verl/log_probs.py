@@ -32,7 +32,8 @@ def patches() -> Iterable[Patch]:
         versions="verl 0.9.1",
         remove_when="verl's log-probabilities on NPUs are in fp32",
     )
-    if env.settings.consistent and hasattr(sys.modules.get(_ENGINE), _SCALE):
+    engine = sys.modules.get(_ENGINE)  # of older verl it has no such function
+    if env.settings.consistent and (engine is None or hasattr(engine, _SCALE)):
         yield Patch(
             target=f"{_ENGINE}:{_SCALE}",
             op="verl_log_probs",

@@ -114,8 +114,8 @@ def chunk_gated_delta_rule(
 def chunk_kda(
     q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False,
-    allow_neg_eigval=False, lower_bound=None, state_v_first=False, cu_seqlens=None, A_log=None,
-    dt_bias=None, chunk_size=64,
+    allow_neg_eigval=False, safe_gate=False, lower_bound=None, state_v_first=False, cu_seqlens=None,
+    A_log=None, dt_bias=None, chunk_size=64,
 ):  # fmt: skip
     if use_gate_in_kernel:
         raw = g if dt_bias is None else g + dt_bias.view(g.shape[2:])
@@ -284,7 +284,8 @@ def make_kda(s, draw):
             arguments["dt_bias"] = draw.normal(shape[2] * shape[3], dtype=wide)
     else:
         arguments["g"] = -draw.uniform(0, s["strong"], *shape, dtype=dtype)
-    return arguments | {"chunk_size": s["chunk"]}
+    is_safe = s["safe"] and (s["bound"] is not None or not s["gate"])
+    return arguments | {"chunk_size": s["chunk"], "safe_gate": is_safe}
 
 
 def make_recurrent(s, draw):
@@ -387,7 +388,7 @@ TARGETS = {
     "chunk_kda": Target(
         chunk_kda,
         dict(
-            chunk=(64, 16, 32, 1), long=NO, strong=(1, 30), bound=(None, -5.0), **RULE
+            chunk=(64, 16, 32, 1), long=NO, strong=(1, 30), bound=(None, -5.0), safe=NO, **RULE
         ),
         make_kda,
         ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"),

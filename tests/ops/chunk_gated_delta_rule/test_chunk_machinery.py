@@ -156,7 +156,7 @@ def test_what_the_triton_kernels_decline(changes, why_not, keeps_no_states):
     q, v = (torch.empty(1, call["tokens"], 1, call[n], device="meta") for n in ("keys", "values"))
     starts = torch.zeros(2, dtype=torch.int32) if call["packed"] else None
     arguments = types.SimpleNamespace(q=q, v=v, cu_seqlens=starts, chunk_size=call["chunk_size"])
-    said = op._triton_why_not(arguments), op._triton_keeps_no_states(arguments)
+    said = op.triton_why_not(arguments), op._triton_keeps_no_states(arguments)
     for one, expected in zip(said, (why_not, keeps_no_states), strict=True):
         assert one == expected or one.startswith(expected)
 
