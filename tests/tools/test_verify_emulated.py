@@ -56,8 +56,8 @@ def test_what_is_right_is_right_and_has_no_times(found):
     ]
     assert not any(r.get("times") for r in found["results"])
     checks = {name: check["verdict"] for name, check in others[0]["checks"].items()}
-    here = ("bounds", "values", "determinism", "streams", "graphs")
-    assert checks == dict.fromkeys(here, "right")
+    here = ("bounds", "values", "determinism", "streams")
+    assert checks == dict.fromkeys(here, "right") | {"graphs": "not here"}
 
 
 def test_the_page_says_what_it_is_of(found):
