@@ -122,7 +122,9 @@ class Call {
       c10::impl::VirtualGuardImpl(kNpu).synchronizeDevice(device_->index());
     }
     for (size_t i = 0; i < count; ++i) (*stack_)[first + i] = to_cpu(arguments_[i], i);
-    const torch::jit::Stack given(stack_->begin() + first, stack_->end());
+    const bool recorded = device_ && capturing();
+    torch::jit::Stack given;
+    if (recorded) given.assign(stack_->begin() + first, stack_->end());
     {
       Seeded seeded(*this, first);
       op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
@@ -130,7 +132,7 @@ class Call {
     write_back();
     const size_t results = schema_.returns().size(), begin = stack_->size() - results;
     for (size_t i = 0; i < results; ++i) (*stack_)[begin + i] = to_npu((*stack_)[begin + i]);
-    if (device_ && capturing()) record(given);
+    if (recorded) record(given);
   }
 
  private:

@@ -20,7 +20,7 @@ namespace {
 
 using Work = std::function<int()>;
 
-// Of vendor's codes: rt_error_codes.h.
+// The vendor's error codes, as in rt_error_codes.h.
 constexpr int kCaptured = 107027, kNotCaptured = 107029, kNotInACapture = 107030;
 
 struct Graph {
@@ -55,6 +55,11 @@ std::optional<Update> update;
 size_t group_begin = 0;
 thread_local int waiting = 0;
 
+// Where work is recorded; null where it is not.
+std::vector<Work>* record_of_work() {
+  return update ? &update->work : capture ? &capture->graph->work : nullptr;
+}
+
 int run(const std::vector<Work>& all) {
   for (const Work& work : all)
     if (const int code = work()) return code;
@@ -74,19 +79,15 @@ bool capturing() {
 int submit(Work work) {
   {
     std::lock_guard lock(mutex);
-    if (update) {
-      update->work.push_back(std::move(work));
-      return 0;
-    }
-    if (capture) capture->graph->work.push_back(work);
+    if (auto* record = record_of_work()) record->push_back(work);
+    if (update) return 0;
   }
   return work();
 }
 
 void record_only(Work work) {
   std::lock_guard lock(mutex);
-  if (update) update->work.push_back(std::move(work));
-  if (capture) capture->graph->work.push_back(std::move(work));
+  if (auto* record = record_of_work()) record->push_back(std::move(work));
 }
 
 void release_later(std::function<void()> release) {

@@ -1,7 +1,9 @@
 // Work of a stream, which a graph may record.
 #pragma once
 
+#include <cstdint>
 #include <functional>
+#include <map>
 #include <vector>
 
 namespace npu_ops::emulator {
@@ -13,13 +15,13 @@ bool capturing();
 // Returns what the work does: 0, or an error.
 int submit(std::function<int()> work);
 
-// In a capture: records work that has run already, in another way.
+// In a capture, records work that the caller has run already, in a form that can be repeated.
 void record_only(std::function<int()> work);
 
 // In a capture, calls `release` when the graph is destroyed; otherwise now.
 void release_later(std::function<void()> release);
 
-// 0, or outside of a capture's rules an error: the host must not wait, nor copy by itself.
+// Returns 0, or in a capture an error: there the host must neither wait nor copy by itself.
 int check_not_captured(const char* call);
 
 // While one exists, the emulator itself may wait for this thread's work.
@@ -33,13 +35,10 @@ class Waiting {
 class Snapshot {
  public:
   Snapshot();
-  Snapshot(const Snapshot&);
-  ~Snapshot();
   void restore() const;
 
  private:
-  struct Bytes;
-  std::vector<Bytes> before_;
+  std::map<uintptr_t, std::vector<char>> before_;  // by the address of an allocation
 };
 
 }  // namespace npu_ops::emulator

@@ -91,35 +91,25 @@ Allocation find_allocation(const void* address) {
 
 }  // namespace
 
-struct Snapshot::Bytes {
-  Allocation of;
-  std::vector<char> value;
-};
-
 Snapshot::Snapshot() {
   std::lock_guard lock(pool().mutex);
   for (const auto& [begin, allocation] : pool().allocations) {
     const auto* first = reinterpret_cast<const char*>(begin);
-    before_.push_back({allocation, {first, first + allocation.size}});
+    before_.try_emplace(begin, first, first + allocation.size);
   }
 }
 
 void Snapshot::restore() const {
   std::lock_guard lock(pool().mutex);
-  std::map<uintptr_t, const Bytes*> known;
-  for (const Bytes& bytes : before_) known[bytes.of.begin] = &bytes;
   for (const auto& [begin, allocation] : pool().allocations) {
-    const auto found = known.find(begin);
+    const auto found = before_.find(begin);
     auto* memory = reinterpret_cast<char*>(begin);
-    if (found != known.end() && found->second->of.size == allocation.size)
-      std::memcpy(memory, found->second->value.data(), allocation.size);
+    if (found != before_.end() && found->second.size() == allocation.size)
+      std::memcpy(memory, found->second.data(), allocation.size);
     else
       std::memset(memory, 0xFF, allocation.size);
   }
 }
-
-Snapshot::Snapshot(const Snapshot&) = default;
-Snapshot::~Snapshot() = default;
 
 }  // namespace npu_ops::emulator
 

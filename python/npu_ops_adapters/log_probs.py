@@ -37,19 +37,19 @@ class _LogProbs(torch.autograd.Function):
         """logits: [N, V]. labels: [N]."""
         wide = torch.float64 if logits.dtype is torch.float64 else torch.float32
         found = logits.new_empty(len(labels), dtype=wide)
-        totals = torch.empty_like(found)  # the logarithm of each row's sum of exponentials
-        for block in _blocks(logits, labels, found, totals):
+        logsumexp = torch.empty_like(found)  # of each row
+        for block in _blocks(logits, labels, found, logsumexp):
             _of_rows(*block, group)
         ctx.group = group
-        ctx.save_for_backward(logits, labels, totals)
+        ctx.save_for_backward(logits, labels, logsumexp)
         return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        logits, labels, totals = ctx.saved_tensors
+        logits, labels, logsumexp = ctx.saved_tensors
         found = torch.empty_like(logits)
-        for out, *block in _blocks(found, logits, labels, totals, grad):
+        for out, *block in _blocks(found, logits, labels, logsumexp, grad):
             out.copy_(_gradient(*block, ctx.group))
         return found, None, None
 
@@ -60,21 +60,21 @@ def _blocks(first, *others):
     return zip(*(x.split(count) for x in (first, *others)), strict=True)
 
 
-def _of_rows(logits, labels, found, totals, group) -> None:
-    """Write the log-probabilities of a block, and the totals."""
+def _of_rows(logits, labels, found, logsumexp, group) -> None:
+    """Write the log-probabilities and the logsumexp of a block."""
     logits = logits.to(found.dtype)
     if group is not None:
         logits = all_gather(logits, group).transpose(0, 1).flatten(1)
     at = labels.unsqueeze(-1)
     found.copy_(torch.log_softmax(logits, -1).gather(-1, at).squeeze(-1))
-    torch.sub(logits.gather(-1, at).squeeze(-1), found, out=totals)
+    torch.sub(logits.gather(-1, at).squeeze(-1), found, out=logsumexp)
 
 
-def _gradient(logits, labels, totals, grad, group):
+def _gradient(logits, labels, logsumexp, grad, group):
     """grad * (1 at the label - softmax), of this rank's columns."""
     columns = logits.shape[1]
-    grad = grad.to(totals.dtype).unsqueeze(-1)
-    found = (logits.to(totals.dtype) - totals.unsqueeze(-1)).exp_().mul_(-grad)
+    grad = grad.to(logsumexp.dtype).unsqueeze(-1)
+    found = (logits.to(logsumexp.dtype) - logsumexp.unsqueeze(-1)).exp_().mul_(-grad)
     local = labels - (0 if group is None else group.rank() * columns)
     here = (local >= 0) & (local < columns)
     at_label = torch.where(here.unsqueeze(-1), grad, 0)

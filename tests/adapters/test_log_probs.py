@@ -1,4 +1,4 @@
-"""Log-probabilities of trainers are log_softmax's in fp32, as a server's, and so are gradients."""
+"""Trainers' log-probabilities and their gradients are log_softmax's in fp32, as in servers."""
 
 import subprocess
 import sys
@@ -56,7 +56,7 @@ def test_shapes():
 
 
 def shared(rank: int, store: str) -> None:
-    """One of two ranks with half of the words each: its share of the gradient is right, too."""
+    """Run one of two ranks, each with half of the vocabulary; check its results and gradient."""
     distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
     torch.set_num_threads(1)
     logits, labels, seeds = drawn()

@@ -208,8 +208,8 @@ class _Case:
     # Bits
 
     def promises_bits(self) -> bool:
-        """Whether docs/invariance.md does, of packed sequences: not of the reference, and on CPUs
-        not of PyTorch's sigmoid of raw betas."""
+        """Whether docs/invariance.md promises the same bits for this call: it packs sequences, no
+        reference computes it, and no raw beta gets PyTorch's sigmoid, which on CPUs varies."""
         arguments = self.arguments()
         if arguments.get("cu_seqlens") is None or self.writes or not self.target.tokens:
             return False

@@ -24,7 +24,7 @@ def chunk_kda_backward(
     grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size,
     state_v_first, normalize,
 ):  # fmt: skip
-    """The gradients of q, k, v, g, beta and initial_state, fp32 or fp64; the last also if None."""
+    """The gradients of q, k, v, g, beta and initial_state (also where it is None), fp32 or fp64."""
     tokens = q, k, v, {"gk": g}, beta
     return by_chunks.backward(
         grad_o, grad_final_state, *tokens, initial_state, cu_seqlens, scale, state_v_first,

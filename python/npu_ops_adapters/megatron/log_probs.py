@@ -43,12 +43,10 @@ def patches() -> Iterable[Patch]:
 
 def _smoothed(original: Callable) -> Callable:
     @functools.wraps(original, assigned=(), updated=())
-    def npu_ops_cross_entropy(
-        vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None, **settings
-    ):
-        if label_smoothing or settings:
-            settings |= {} if tp_group is None else {"tp_group": tp_group}
-            return original(vocab_parallel_logits, target, label_smoothing, **settings)
+    def npu_ops_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None):
+        if label_smoothing:
+            group = () if tp_group is None else (tp_group,)  # older Megatron-Core takes none
+            return original(vocab_parallel_logits, target, label_smoothing, *group)
         return _cross_entropy(vocab_parallel_logits, target, tp_group)
 
     return npu_ops_cross_entropy
@@ -67,6 +65,6 @@ def _cross_entropy(logits, target, group):
         from megatron.core import parallel_state
 
         group = parallel_state.get_tensor_model_parallel_group()
-    words = logits.shape[-1] * group.size()
-    # Megatron computes something for labels outside, too: a loss mask drops these tokens.
-    return -log_probs(logits, target.clamp(0, words - 1), group)
+    vocabulary = logits.shape[-1] * group.size()
+    # Megatron accepts labels outside of the vocabulary: a loss mask drops these tokens.
+    return -log_probs(logits, target.clamp(0, vocabulary - 1), group)

@@ -6,7 +6,6 @@ Older slime and Relax take them of Megatron's cross entropy (`npu_ops_adapters.m
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterable
 
@@ -38,16 +37,19 @@ def patches() -> Iterable[Patch]:
 
 
 def _replace(original: Callable) -> Callable:
-    signature = inspect.signature(original)
-
     @functools.wraps(original, assigned=(), updated=())
-    def npu_ops_log_probs(*args, **kwargs):
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        given = call.arguments
-        if given["log_prob_keep_mask"] is not None:  # top-p sampling: of part of the vocabulary
-            return original(*args, **kwargs)
-        found = log_probs(given["logits"], given["tokens"], given["tp_group"]).unsqueeze(-1)
-        return found, original(*args, **kwargs)[1] if given["with_entropy"] else None
+    def npu_ops_log_probs(
+        logits, tokens, tp_group, *, with_entropy, with_entropy_grad=True, log_prob_keep_mask
+    ):
+        def theirs():
+            return original(
+                logits, tokens, tp_group, with_entropy=with_entropy,
+                with_entropy_grad=with_entropy_grad, log_prob_keep_mask=log_prob_keep_mask,
+            )  # fmt: skip
+
+        if log_prob_keep_mask is not None:  # top-p sampling: of part of the vocabulary
+            return theirs()
+        found = log_probs(logits, tokens, tp_group).unsqueeze(-1)
+        return found, theirs()[1] if with_entropy else None
 
     return npu_ops_log_probs

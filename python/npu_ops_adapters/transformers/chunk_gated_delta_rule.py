@@ -66,11 +66,7 @@ def ours(
         RuntimeError: verl has spread the sequence over ranks, and whoever calls does not know it:
             the states would start anew on each.
     """
-    if ulysses.size() > 1:
-        raise RuntimeError(
-            f"query: got 1 of {ulysses.size()} spans of a sequence (verl's Ulysses), needs all of "
-            "it: verl has Gated Delta Net over several ranks for Qwen3.5 alone"
-        )
+    check_whole("verl has Gated Delta Net over several ranks for Qwen3.5 alone")
     check.one_of("chunk_size", chunk_size, CHUNK_SIZES)
     arguments = checked(query, key, value, g, beta, initial_state, cu_seqlens)
     return functools.partial(
@@ -79,16 +75,33 @@ def ours(
     )  # fmt: skip
 
 
+def check_whole(why: str) -> None:
+    """Raise RuntimeError where verl's Ulysses has spread the sequence over ranks."""
+    if ulysses.size() > 1:
+        raise RuntimeError(
+            f"query: got 1 of {ulysses.size()} spans of a sequence (verl's Ulysses), needs all of "
+            f"it: {why}"
+        )
+
+
 def checked(q, k, v, g, beta, initial_state, cu_seqlens) -> dict:
-    """The arguments by our names; a state that was kept in half precision in fp32, as theirs."""
+    """The arguments by our names, see `checked_by`."""
+    return checked_by(
+        _Call, check_call, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+
+
+def checked_by(call: Callable, check_call: Callable, *, initial_state, **given) -> dict:
+    """The arguments `given`, checked. A state that was kept in half precision is fp32, as theirs.
+
+    call: makes a call of the public function of arguments by name, which `check_call` checks.
+    """
     if initial_state is not None:
         check.floating("initial_state", initial_state)
         initial_state = initial_state.to(torch.float32)
-    given = {
-        "q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state,
-        "cu_seqlens": cu_seqlens,
-    }  # fmt: skip
-    check_call(_Call(**given))
-    check_device(q)
-    check.one_of("q's dtype", q.dtype, check.FLOATS[:3])  # theirs computes fp64 in fp32
+    given["initial_state"] = initial_state
+    check_call(call(**given))
+    check_device(given["q"])
+    check.one_of("q's dtype", given["q"].dtype, check.FLOATS[:3])  # theirs computes fp64 in fp32
     return given

@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 
-import torch
-
 import npu_ops
 from npu_ops.core import check
 from npu_ops.core.signature import call_of
 from npu_ops.ops.chunk_kda.arguments import CHUNK_SIZES, check_call
-from npu_ops_adapters.calls import check_device
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.transformers import models
-from npu_ops_adapters.transformers.chunk_gated_delta_rule import delta_rule_arguments
+from npu_ops_adapters.transformers.chunk_gated_delta_rule import (
+    check_whole,
+    checked_by,
+    delta_rule_arguments,
+)
 from npu_ops_adapters.transformers.equivalence import Variant
-from npu_ops_adapters.verl import ulysses
 
 _Call = call_of(npu_ops.chunk_kda)
 _HEAD = ("query", "key", "value", "g", "beta", "chunk_size")
@@ -49,20 +49,11 @@ def ours(
     Raises:
         RuntimeError: verl has spread the sequence over ranks: the states would start anew on each.
     """
-    if ulysses.size() > 1:
-        raise RuntimeError(
-            f"query: got 1 of {ulysses.size()} spans of a sequence (Ulysses), needs all of it"
-        )
+    check_whole("verl has no Kimi Delta Attention over several ranks")
     check.one_of("chunk_size", chunk_size, CHUNK_SIZES)
-    if initial_state is not None:
-        check.floating("initial_state", initial_state)
-        initial_state = initial_state.to(torch.float32)
-    call = _Call(
-        q=query, k=key, v=value, g=g, beta=beta, initial_state=initial_state,
+    arguments = checked_by(
+        _Call, check_call, q=query, k=key, v=value, g=g, beta=beta, initial_state=initial_state,
         output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens, chunk_size=chunk_size,
     )  # fmt: skip
-    check_call(call)
-    check_device(query)
-    check.one_of("q's dtype", query.dtype, check.FLOATS[:3])  # theirs computes fp64 in fp32
-    return functools.partial(npu_ops.chunk_kda, **call._asdict())
+    return functools.partial(npu_ops.chunk_kda, **arguments)

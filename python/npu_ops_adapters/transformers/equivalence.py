@@ -40,7 +40,7 @@ class Variant(NamedTuple):
     reads: Names = ()
 
     def on(self, subject: Any) -> Callable:
-        """`ours`, which raises ValueError for a module with other settings than those compared."""
+        """`ours`; it raises ValueError for a module with other settings than those compared."""
         if self.build is None:
             return self.ours
         with _undisturbed():

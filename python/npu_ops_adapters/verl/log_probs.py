@@ -1,8 +1,8 @@
-"""verl's log-probabilities are in fp32, as those of a server.
+"""verl's log-probabilities are computed in fp32, as a server's.
 
-On NPUs verl takes them of torch_npu's cross entropy, whose result has the dtype of the logits: with
-an FSDP actor in bf16 a log-probability of 5 is off by up to 0.016. With NPU_OPS_CONSISTENT they are
-log_softmax's on every device, and logits are divided by a temperature in fp32.
+On NPUs verl calls torch_npu's cross entropy, whose result has the dtype of the logits: with an FSDP
+actor in bf16 a log-probability of -5 is off by up to 0.016. With NPU_OPS_CONSISTENT npu-ops takes
+log_softmax on every device, and divides logits by the temperature in fp32.
 """
 
 from __future__ import annotations

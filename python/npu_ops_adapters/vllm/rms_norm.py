@@ -9,7 +9,7 @@ and this the latter.
 from __future__ import annotations
 
 import dataclasses
-import functools as tools
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -37,14 +37,14 @@ def patches() -> Iterable[Patch]:
             added,
             "behind a sum it has other roundings than training",
         )
-        yield dataclasses.replace(patch, make=tools.partial(_made, target))
+        yield dataclasses.replace(patch, make=functools.partial(_made, target))
 
 
 def _made(target: str, original: Callable) -> Callable:
     """`added` behind a sum; without one, the original calls an operator that is ours."""
     ours_behind_a_sum = functions.made(added, target, original)
 
-    @tools.wraps(original, assigned=(), updated=())
+    @functools.wraps(original, assigned=(), updated=())
     def npu_ops_forward(self, x, residual=None):
         return original(self, x) if residual is None else ours_behind_a_sum(self, x, residual)
 

@@ -6,7 +6,7 @@ Everything else is the published source and the real torch_npu. Stand-ins:
 - `vllm_ascend_C`, three operators: `doubles/vllm_ascend_C.py`;
 - `meta_registration`, empty: shapes of operators that a Qwen model does not call;
 - ATB's `_npu_reshape_and_cache` and `_npu_matmul_add_fp32`, below, in PyTorch;
-- vllm-ascend's patch of torchair, which needs CANN's graph engine and is used by compiled models.
+- vllm-ascend's patch of torchair, empty: it needs CANN's graph engine, for compiled models alone.
 """
 
 from __future__ import annotations
