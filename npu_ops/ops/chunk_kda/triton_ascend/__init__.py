@@ -14,6 +14,7 @@ import torch
 from npu_ops.core import hardware
 from npu_ops.core.grid import cdiv, vector_grid
 from npu_ops.core.lengths_triton_ascend import finish, int32_starts
+from npu_ops.core.room import Room
 from npu_ops.ops.chunk_gated_delta_rule import token_by_token
 from npu_ops.ops.chunk_gated_delta_rule.arguments import TOKEN
 from npu_ops.ops.chunk_gated_delta_rule.reference import EPS
@@ -24,10 +25,11 @@ from npu_ops.ops.chunk_kda.triton_ascend import backward, intra
 from npu_ops.ops.fused_recurrent_gated_delta_rule import triton_ascend as recurrent
 from npu_ops.ops.l2norm import triton_ascend as norm
 
-# Keys of which kernels take the decays at a time.
+# Keys of which kernels take the decays at a time. ascendnpu-ir 1.1 has room for 32 in the backward.
 KEYS, KEYS_BACKWARD = 128, 64
 # Rows of two states that are multiplied at a time.
 ROWS = 32
+ROOM = Room("chunk_kda")
 
 
 @plan.ROOM.found_for
@@ -140,6 +142,7 @@ def chunk_kda_backward(
     )  # fmt: skip
 
 
+@ROOM.found_for
 def _gradients(
     grad_o, q, k, g, betas, kk, norms, spans, states, written, grad_states, grad_wanted, decays,
     grad_q, grad_k, grad_g, scale, size: int,
@@ -151,7 +154,8 @@ def _gradients(
     backward.inner_products_kernel[vector_grid(number * heads, q.device)](
         states, grad_states, decays, totals, number, BK=ROWS, **of_heads
     )
-    width = min(KEYS_BACKWARD, plan.width_of(keys, q.device))
+    fits = max(plan.narrowest(q.device), ROOM.of(KEYS_BACKWARD))
+    width = min(fits, plan.width_of(keys, q.device))
     blocks = cdiv(keys, width)
     of_keys = betas.new_empty((blocks, *betas.shape))
     backward.gradients_kernel[plan.cube_grid(number * q.shape[2] * blocks, q.device)](
