@@ -30,8 +30,8 @@ int plan(const char* name, uint64_t* workspace, aclOpExecutor** executor,
   return 0;
 }
 
-int execute(aclOpExecutor* executor) {
-  return submit([owned = std::shared_ptr<aclOpExecutor>(executor)] {
+int execute(aclOpExecutor* executor, const void* stream) {
+  return submit(stream, [owned = std::shared_ptr<aclOpExecutor>(executor)] {
     const Unrecorded mode;
     try {
       owned->run();

@@ -124,7 +124,7 @@ static_assert(sizeof(Tensor) == sizeof(void*) && std::is_trivially_copyable_v<Te
 
 int plan(const char* name, uint64_t* workspace, aclOpExecutor** executor,
          const std::function<void()>& check, std::function<void()> run);
-int execute(aclOpExecutor* executor);
+int execute(aclOpExecutor* executor, const void* stream);
 
 at::ScalarType scalar_type(aclDataType dtype);
 
@@ -153,6 +153,6 @@ inline bool is_float(const at::Tensor& tensor) {
         "aclnn" #NAME, workspace_, executor_, [&] { CHECK; },                                   \
         [NPU_OPS_UNPACK CAPTURES] { __VA_ARGS__; });                                            \
   }                                                                                             \
-  extern "C" int aclnn##NAME(void*, uint64_t, aclOpExecutor* executor, const void*) {           \
-    return npu_ops::emulator::execute(executor);                                                \
+  extern "C" int aclnn##NAME(void*, uint64_t, aclOpExecutor* executor, const void* stream) {    \
+    return npu_ops::emulator::execute(executor, stream);                                        \
   }

@@ -488,7 +488,8 @@ struct Inference {
             all[0].select(0, table->select(0, b).select(0, at / block).item<int64_t>());
         parts.push_back(one.dim() == 3 ? one : one.unflatten(-1, {kv_heads, -1}).transpose(0, 1));
       }
-      if (parts.empty()) return all[0].new_zeros({kv_heads, 0, q.size(-1)});
+      if (parts.empty())
+        return all[0].new_zeros({kv_heads, 0, shape_of(q, layout_in(), heads).dim});
       return at::cat(parts, 1).narrow(1, 0, length);
     }
     const std::string in = layout_in();

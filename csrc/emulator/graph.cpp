@@ -6,10 +6,13 @@
 // because headers of torch_npu 2.7 lack the types.
 #include "graph.h"
 
+#include <chrono>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -41,23 +44,48 @@ struct Capture {
   void* stream;
   std::unique_ptr<Graph> graph;
   Snapshot before;
+  std::vector<uint64_t*> awaited;  // what replays wait for, 0 until it is written
 };
 
-// New work for a group, recorded and not run.
+// New work for a group, recorded and not run. Other streams and threads work on meanwhile: a server
+// updates the graph that it replays.
 struct Update {
+  const void* stream;
+  std::thread::id thread;
   Group* group;
   std::vector<Work> work;
 };
 
-std::mutex mutex;
+constexpr std::chrono::seconds kPatience{120};
+constexpr int kTimeout = 107019;
+constexpr uint32_t kEqual = 1;  // how torch_npu waits
+
+std::mutex mutex, mutex_of_values;
+std::condition_variable written;
 std::optional<Capture> capture;
 std::optional<Update> update;
 size_t group_begin = 0;
 thread_local int waiting = 0;
 
-// Where work is recorded; null where it is not.
-std::vector<Work>* record_of_work() {
-  return update ? &update->work : capture ? &capture->graph->work : nullptr;
+// The graph that is being captured; null where none is.
+Graph* captured() { return capture ? capture->graph.get() : nullptr; }
+
+// Waits for what another thread writes, as NPUGraph.update does in a replay.
+int wait_for(const uint64_t* value, uint64_t expected) {
+  std::unique_lock lock(mutex_of_values);
+  if (written.wait_for(lock, kPatience, [=] { return *value == expected; })) return 0;
+  return fail(kTimeout,
+              "a stream waits for an external event that nobody records: call NPUGraph.update for "
+              "each replay");
+}
+
+int write(uint64_t* to, uint64_t value) {
+  {
+    std::lock_guard lock(mutex_of_values);
+    *to = value;
+  }
+  written.notify_all();
+  return 0;
 }
 
 int run(const std::vector<Work>& all) {
@@ -76,24 +104,30 @@ bool capturing() {
   return capture.has_value();
 }
 
-int submit(Work work) {
+int submit(const void* stream, Work work) {
   {
     std::lock_guard lock(mutex);
-    if (auto* record = record_of_work()) record->push_back(work);
-    if (update) return 0;
+    if (update && update->stream == stream) {
+      update->work.push_back(std::move(work));
+      return 0;
+    }
+    if (Graph* graph = captured()) graph->work.push_back(work);
   }
   return work();
 }
 
 void record_only(Work work) {
   std::lock_guard lock(mutex);
-  if (auto* record = record_of_work()) record->push_back(std::move(work));
+  if (update && update->thread == std::this_thread::get_id())
+    update->work.push_back(std::move(work));
+  else if (Graph* graph = captured())
+    graph->work.push_back(std::move(work));
 }
 
 void release_later(std::function<void()> release) {
   {
     std::lock_guard lock(mutex);
-    Graph* graph = capture ? capture->graph.get() : update ? update->group->graph : nullptr;
+    Graph* graph = update ? update->group->graph : captured();
     if (graph) {
       graph->releases.push_back(std::move(release));
       return;
@@ -132,6 +166,7 @@ int aclmdlRICaptureEnd(void*, void** graph) {
   std::lock_guard lock(mutex);
   if (!capture) return fail(kNotCaptured, "a capture ends that did not begin");
   capture->before.restore();
+  for (uint64_t* value : capture->awaited) *value = 0;
   *graph = capture->graph.release();
   capture.reset();
   return 0;
@@ -146,6 +181,25 @@ int aclmdlRICaptureGetInfo(void* stream, int* status, void** graph) {
 }
 
 int aclmdlRICaptureThreadExchangeMode(int*) { return 0; }
+
+// External events are values in device memory.
+int aclrtValueWait(void* address, uint64_t value, uint32_t flag, void*) {
+  if (flag != kEqual) return fail(kNotInACapture, "aclrtValueWait: waits for equality alone");
+  auto* awaited = static_cast<uint64_t*>(address);
+  {
+    std::lock_guard lock(mutex);
+    if (capture) {
+      capture->awaited.push_back(awaited);
+      capture->graph->work.push_back([=] { return wait_for(awaited, value); });
+      return 0;
+    }
+  }
+  return wait_for(awaited, value);
+}
+
+int aclrtValueWrite(void* address, uint64_t value, uint32_t, void* stream) {
+  return submit(stream, [=] { return write(static_cast<uint64_t*>(address), value); });
+}
 
 int aclmdlRIExecuteAsync(void* graph, void*) { return run(static_cast<Graph*>(graph)->work); }
 
@@ -174,15 +228,15 @@ int aclmdlRICaptureTaskGrpEnd(void*, void** group) {
   return 0;
 }
 
-int aclmdlRICaptureTaskUpdateBegin(void*, void* group) {
+int aclmdlRICaptureTaskUpdateBegin(void* stream, void* group) {
   std::lock_guard lock(mutex);
-  update.emplace(Update{static_cast<Group*>(group), {}});
+  update.emplace(Update{stream, std::this_thread::get_id(), static_cast<Group*>(group), {}});
   return 0;
 }
 
 int aclmdlRICaptureTaskUpdateEnd(void*) {
   std::lock_guard lock(mutex);
-  const auto [group, work] = *std::exchange(update, std::nullopt);
+  const auto [stream, thread, group, work] = *std::exchange(update, std::nullopt);
   if (work.size() != group->end - group->begin)
     return fail(kNotInACapture, "an update has " + std::to_string(work.size()) +
                                     " tasks, its group " +

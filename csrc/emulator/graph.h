@@ -11,9 +11,10 @@ namespace npu_ops::emulator {
 // Whether a stream is being captured.
 bool capturing();
 
-// Runs work now. In a capture it is recorded too, and what it wrote is undone at the capture's end.
-// Returns what the work does: 0, or an error.
-int submit(std::function<int()> work);
+// Runs work of a stream now. In a capture it is recorded too, and what it wrote is undone at the
+// capture's end; in an update on this stream it is recorded alone. Returns what the work does: 0,
+// or an error.
+int submit(const void* stream, std::function<int()> work);
 
 // In a capture, records work that the caller has run already, in a form that can be repeated.
 void record_only(std::function<int()> work);

@@ -122,7 +122,7 @@ aclError aclrtBinaryGetFunction(const aclrtBinHandle binary, const char* name,
 aclError launch_with_host_args(aclrtFuncHandle, uint32_t, aclrtStream, aclrtLaunchKernelCfg*, void*,
                                size_t, void*, size_t) __asm__("aclrtLaunchKernelWithHostArgs");
 
-aclError launch_with_host_args(aclrtFuncHandle handle, uint32_t blocks, aclrtStream,
+aclError launch_with_host_args(aclrtFuncHandle handle, uint32_t blocks, aclrtStream stream,
                                aclrtLaunchKernelCfg*, void* arguments, size_t bytes,
                                void* /*placeholders*/, size_t) {
   const auto& function = *static_cast<Function*>(handle);
@@ -132,7 +132,7 @@ aclError launch_with_host_args(aclrtFuncHandle handle, uint32_t blocks, aclrtStr
   trace("AscendC kernel " + function.name + ", " + std::to_string(blocks) + " blocks");
   const auto* first = static_cast<const char*>(arguments);
   return submit(
-      [&function, blocks, tensors = announced, copied = std::vector(first, first + bytes)] {
+      stream, [&function, blocks, tensors = announced, copied = std::vector(first, first + bytes)] {
         return launch(function, blocks, tensors, copied.data());
       });
 }

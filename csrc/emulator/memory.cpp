@@ -170,19 +170,19 @@ aclError aclrtMemcpy(void* to, size_t room, const void* from, size_t bytes, aclr
   return code ? code : copy(to, room, from, bytes);
 }
 aclError aclrtMemcpyAsync(void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind,
-                          aclrtStream) {
-  return submit([=] { return copy(to, room, from, bytes); });
+                          aclrtStream stream) {
+  return submit(stream, [=] { return copy(to, room, from, bytes); });
 }
 aclError aclrtMemcpyAsyncWithCondition(void* to, size_t room, const void* from, size_t bytes,
-                                       aclrtMemcpyKind, aclrtStream) {
-  return submit([=] { return copy(to, room, from, bytes); });
+                                       aclrtMemcpyKind, aclrtStream stream) {
+  return submit(stream, [=] { return copy(to, room, from, bytes); });
 }
+// Also in a capture, where torch_npu makes external events so.
 aclError aclrtMemset(void* to, size_t room, int32_t value, size_t bytes) {
-  const int code = check_not_captured("aclrtMemset");
-  return code ? code : fill(to, room, value, bytes);
+  return fill(to, room, value, bytes);
 }
-aclError aclrtMemsetAsync(void* to, size_t room, int32_t value, size_t bytes, aclrtStream) {
-  return submit([=] { return fill(to, room, value, bytes); });
+aclError aclrtMemsetAsync(void* to, size_t room, int32_t value, size_t bytes, aclrtStream stream) {
+  return submit(stream, [=] { return fill(to, room, value, bytes); });
 }
 
 // Virtual addresses with memory mapped in later (PYTORCH_NPU_ALLOC_CONF=expandable_segments).

@@ -116,10 +116,10 @@ aclError aclrtProcessReport(int32_t) {
   return ACL_ERROR_RT_REPORT_TIMEOUT;
 }
 aclError aclrtLaunchCallback(aclrtCallback function, void* data, aclrtCallbackBlockType,
-                             aclrtStream) {
-  return submit([=] { return function(data), ACL_SUCCESS; });
+                             aclrtStream stream) {
+  return submit(stream, [=] { return function(data), ACL_SUCCESS; });
 }
-aclError aclrtLaunchHostFunc(aclrtStream, aclrtHostFunc function, void* data) {
-  return submit([=] { return function(data), ACL_SUCCESS; });
+aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void* data) {
+  return submit(stream, [=] { return function(data), ACL_SUCCESS; });
 }
 }

@@ -44,9 +44,12 @@ def expected(folder) -> dict:
     return {prompt: following for prompt, (_, following) in prompts.items()}
 
 
-def serve(tiny, *models: str, **settings):
-    """For each model its tokens after each prompt, and what was said of it."""
-    arguments = [argument for m in models for argument in (tiny / m, *MORE.get(m, ()))]
+def serve(tiny, *models: str, more=(), **settings):
+    """For each model its tokens after each prompt, and what was said of it.
+
+    more: settings of the engine, "name=value", beside those of `sglang_cpu.engine`.
+    """
+    arguments = [argument for m in models for argument in (tiny / m, *MORE.get(m, ()), *more)]
     rows, said = sglang_process.run("engine", *arguments, NPU_OPS_LOG="calls", **settings)
     parts = re.split(r"^model: (\w+)$", said, flags=re.M)
     for model, part in zip(parts[1::2], parts[2::2], strict=True):
@@ -80,6 +83,25 @@ def test_sglangs_own_platform_for_npus_on_the_emulated_one(tiny, tmp_path, model
     calls = sglang_process.calls(said)
     assert {op for op, _ in calls} == OPS[model], calls
     assert {implementation for _, implementation in calls} <= {"triton_ascend", "aclnn"}, calls
+    assert "is not in force" not in said and "SGLang's own" not in said
+
+
+# Decoding in graphs of two rows, of which the second belongs to nobody: prompts come one by one.
+IN_GRAPHS = (
+    "disable_cuda_graph=false", "decode_log_interval=1",
+    'cuda_graph_config={"decode": {"backend": "full", "bs": [2]}}',
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", OPS)
+def test_sglangs_graphs_of_decoding_on_the_emulated_npu(tiny, tmp_path, model):
+    """Its graph runner captures a whole step of a model, and updates the lengths of a replay."""
+    settings = sglang_process.on_npu(tmp_path) | {"TORCHDYNAMO_DISABLE": "1"}
+    ((_, tokens, said),) = serve(tiny, model, more=IN_GRAPHS, **settings)
+    assert tokens == expected(tiny / model)
+    by_graph = re.findall(r"Decode batch.*npu graph: (\w+)", said)
+    assert by_graph and set(by_graph) == {"True"}
     assert "is not in force" not in said and "SGLang's own" not in said
 
 

@@ -4,6 +4,9 @@ A capture fails where the host reads, copies or waits. Servers decode by graphs,
 not; training and prompts may need lengths on the host.
 """
 
+import concurrent.futures
+import time
+
 import pytest
 import torch
 from npu_ops_tools.where import ops
@@ -83,3 +86,41 @@ def a_capture_refuses(of_host, device):
 
 
 test_a_capture_refuses = on_npu(a_capture_refuses)
+
+
+def a_replay_waits_for_lengths_that_another_thread_gives(device):
+    """As servers decode: attention's lengths are the host's, and come while the graph runs."""
+    q = torch.randn(2, 1, 64, device=device, dtype=torch.float16)
+    cache = torch.randn(4, 128, 64, device=device, dtype=torch.float16)
+    settings = {
+        "num_heads": 4, "num_key_value_heads": 4, "input_layout": "BSH", "scale": 0.25,
+        "block_size": 128,
+        "block_table": torch.tensor([[1], [3]], device=device, dtype=torch.int32),
+    }  # fmt: skip
+
+    def attended(lengths):
+        return operator(q, cache, cache, actual_seq_lengths_kv=lengths, **settings)[0]
+
+    operator = torch.ops.npu.npu_fused_infer_attention_score
+    out, logs = torch.empty_like(q), q.new_empty(1)
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph, auto_dispatch_capture=True):
+        operator.out(
+            q, cache, cache, actual_seq_lengths_kv=[0, 0], **settings,
+            workspace=q.new_empty(1), out=[out, logs],
+        )  # fmt: skip
+
+    def update(lengths):
+        time.sleep(0.2)
+        graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])
+
+    for lengths in ([5, 0], [9, 100]):
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            updated = pool.submit(update, lengths)
+            graph.replay()
+            updated.result()
+        assert torch.equal(out, attended(lengths)), lengths
+    assert not out.isnan().any()
+
+
+test_a_replay_waits_for_lengths = on_npu(a_replay_waits_for_lengths_that_another_thread_gives)
