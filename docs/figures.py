@@ -175,6 +175,20 @@ def rms_norm():
     return sheet
 
 
+def swiglu():
+    sheet = Sheet(23, 4.2)
+    for y, name, color in ((0.4, "gate", BLUE), (1.6, "up", GREEN)):
+        sheet.say(0.2, y + 0.5, name)
+        sheet.row(2, y, [""] * 6, color)
+    sheet.say(8.6, 0.9, "→  gate / (1 + exp(-gate))  ×  up  →")
+    sheet.row(16.6, 0.4, [""] * 6, GREY)
+    sheet.say(8.6, 2.1, "element by element, in fp32, rounded once")
+    sheet.say(0.2, 3.5, "or")
+    sheet.row(2, 3, [""] * 12, [BLUE] * 6 + [GREEN] * 6)
+    sheet.say(14.6, 3.5, "in one: up behind the gate")
+    return sheet
+
+
 def linear():
     sheet = Sheet(24, 4.6)
     for y, name, color in ((0.4, "a row of x", BLUE), (1.6, "a row of weight", ORANGE)):
@@ -324,7 +338,7 @@ FIGURES = {
     draw.__name__: draw
     for draw in (
         bias_dropout_add, rope, mrope, qk_norm_rope, attention, gdn_gate, l2norm, linear,
-        grouped_linear, rms_norm, rms_norm_gated, causal_conv1d, causal_conv1d_qkv,
+        grouped_linear, rms_norm, rms_norm_gated, swiglu, causal_conv1d, causal_conv1d_qkv,
         causal_conv1d_update, chunk_gated_delta_rule, chunk_kda, fused_recurrent_gated_delta_rule,
         gated_delta_rule_update,
     )

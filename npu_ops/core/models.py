@@ -15,6 +15,7 @@ class Model:
     section: None without multimodal positions. vision: heads and head dimension, or None.
     linear: key heads and value heads of Gated Delta Net, `LINEAR_DIM` wide, or None.
     expert: how wide an expert is between its projections, or None without experts.
+    mlp: the same of an MLP; None where every layer has experts.
     """
 
     hidden: int
@@ -28,6 +29,7 @@ class Model:
     vision: tuple[int, int] | None = None
     linear: tuple[int, int] | None = None
     expert: int | None = None
+    mlp: int | None = None
 
     @property
     def linear_channels(self) -> int:
@@ -43,20 +45,20 @@ _QWEN3_5 = {
 
 MODELS = {
     "qwen2-vl-7b": Model(
-        3584, 28, 4, section=(16, 24, 24), section_layout="chunked", vision=(16, 80)
+        3584, 28, 4, section=(16, 24, 24), section_layout="chunked", vision=(16, 80), mlp=18944
     ),
-    "qwen3-4b": Model(2560, 32, 8),
-    "qwen3-8b": Model(4096, 32, 8),
+    "qwen3-4b": Model(2560, 32, 8, mlp=9728),
+    "qwen3-8b": Model(4096, 32, 8, mlp=12288),
     "qwen3-30b-a3b": Model(2048, 32, 4, expert=768),
-    "qwen3-vl-4b": Model(2560, 32, 8, **_QWEN3_VL | {"vision": (16, 64)}),
-    "qwen3-vl-8b": Model(4096, 32, 8, **_QWEN3_VL),
+    "qwen3-vl-4b": Model(2560, 32, 8, **_QWEN3_VL | {"vision": (16, 64)}, mlp=9728),
+    "qwen3-vl-8b": Model(4096, 32, 8, **_QWEN3_VL, mlp=12288),
     "qwen3-vl-30b-a3b": Model(2048, 32, 4, **_QWEN3_VL, expert=768),
     "qwen3-next-80b-a3b": Model(
         2048, 16, 2, head_dim=256, rotary_dim=64, theta=1e7, linear=(16, 32), expert=512
     ),
-    "qwen3.5-4b": Model(2560, 16, 4, **_QWEN3_5, linear=(16, 32)),
-    "qwen3.5-9b": Model(4096, 16, 4, **_QWEN3_5, linear=(16, 32)),
-    "qwen3.5-27b": Model(5120, 24, 4, **_QWEN3_5, linear=(16, 48)),
+    "qwen3.5-4b": Model(2560, 16, 4, **_QWEN3_5, linear=(16, 32), mlp=9216),
+    "qwen3.5-9b": Model(4096, 16, 4, **_QWEN3_5, linear=(16, 32), mlp=12288),
+    "qwen3.5-27b": Model(5120, 24, 4, **_QWEN3_5, linear=(16, 48), mlp=17408),
     "qwen3.5-35b-a3b": Model(2048, 16, 2, **_QWEN3_5, linear=(16, 32), expert=512),
 }
 
@@ -79,4 +81,5 @@ def divided(model: Model, tp: int) -> Model:
         kv_heads=max(1, model.kv_heads // tp),
         vision=model.vision and (share(model.vision[0]), model.vision[1]),
         linear=model.linear and tuple(map(share, model.linear)),
+        mlp=model.mlp and model.mlp // tp,
     )

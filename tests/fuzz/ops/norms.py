@@ -1,4 +1,4 @@
-"""Norms, gates and bias-dropout-add."""
+"""Norms, gates, swiglu and bias-dropout-add."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ def gdn_gate(
     raw = a if dt_bias is None else a + dt_bias
     g = Out(-torch.exp(A_log) * softplus(raw, softplus_beta, softplus_threshold))
     return [g] if b is None else [g, Out(sigmoid(b) * (2 if allow_neg_eigval else 1))]
+
+
+def swiglu(gate, up=None):
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    return [Out(gate * sigmoid(gate) * up)]
 
 
 def bias_dropout_add(
@@ -98,6 +103,17 @@ def make_gdn_gate(s, draw):
             "b": draw.normal(*s["shape"], heads, dtype=s["b"]), "allow_neg_eigval": s["neg"],
         }  # fmt: skip
     return arguments
+
+
+def make_swiglu(s, draw):
+    """Gates that are wide open and shut, too."""
+    shape, dtype, size = s["shape"], s["dtype"], s["size"]
+    if s["in_one"]:
+        return {"gate": draw.normal(*shape, 2 * s["dim"], dtype=dtype) * size}
+    return {
+        "gate": draw.normal(*shape, s["dim"], dtype=dtype) * size,
+        "up": draw.normal(*shape, s["dim"], dtype=dtype),
+    }
 
 
 def make_bias_dropout_add(s, draw):
@@ -166,6 +182,13 @@ TARGETS = {
             threshold=(20.0, 0.0, 2.0, 1e9),
         ),
         make_gdn_gate, ("a", "A_log", "dt_bias", "b"),
+    ),
+    "swiglu": Target(
+        swiglu,
+        dict(
+            shape=SHAPE, dim=(4, 1, 3, 8, 40, 129, 192, 0), dtype=DTYPES, in_one=NO, size=(1, 30),
+        ),
+        make_swiglu, ("gate", "up"),
     ),
     "bias_dropout_add": Target(
         bias_dropout_add,

@@ -1,0 +1,104 @@
+"""swiglu in Triton, for Ascend and NVIDIA. Definition: reference.py
+
+A program walks over tiles of BR rows by BD columns. Columns of one row are shared among programs,
+so that a few wide rows, as in decoding, occupy all cores.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
+from npu_ops.ops.swiglu.reference import halves
+
+# Elements in a tile, by the bytes on chip that the vendor's compiler plans for each (fp32).
+TILE = tile_elements(24)
+BACKWARD_TILE = tile_elements(48)
+WIDEST = 1024  # columns: fewer programs start sooner where there are few rows
+NARROWEST = 64  # columns: 128 bytes of bf16 in one piece
+
+
+@triton.jit
+def _tile(tile, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """The rows and columns of a tile, and which of them exist."""
+    across = tl.cdiv(D, BD)
+    row = (tile // across) * BR + tl.arange(0, BR)[:, None]
+    column = (tile % across) * BD + tl.arange(0, BD)[None, :]
+    return row.to(tl.int64), column, (row < rows) & (column < D)
+
+
+@triton.jit
+def _load(x, row, column, mask, step):
+    """A tile in fp32; 0 where the mask is false."""
+    return tl.load(x + row * step + column, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(x, row, column, mask, step, value):
+    tl.store(x + row * step + column, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _swiglu_kernel(
+    gate, up, out, rows, gate_step, up_step, out_step,
+    D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(rows, BR) * tl.cdiv(D, BD)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, column, mask = _tile(tile, rows, D, BR, BD)
+        z = _load(gate, row, column, mask, gate_step)
+        # exp may be infinite, for 1 is over it; 0 - z is two instructions.
+        silu = z / (1.0 + tl.exp(z * -1.0))
+        value = silu * _load(up, row, column, mask, up_step)
+        _store(out, row, column, mask, out_step, value)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _swiglu_backward_kernel(
+    grad, gate, up, grad_gate, grad_up, rows, grad_step, gate_step, up_step, to_gate_step,
+    to_up_step, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(rows, BR) * tl.cdiv(D, BD)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, column, mask = _tile(tile, rows, D, BR, BD)
+        z = _load(gate, row, column, mask, gate_step)
+        g = _load(grad, row, column, mask, grad_step)
+        sigmoid = 1.0 / (1.0 + tl.exp(z * -1.0))
+        silu = z * sigmoid
+        _store(grad_up, row, column, mask, to_up_step, g * silu)
+        # Where z is large, the difference is rounding: z times 1e-7, and the sum is 1.
+        slope = sigmoid + (silu - silu * sigmoid)
+        of_gate = g * _load(up, row, column, mask, up_step) * slope
+        _store(grad_gate, row, column, mask, to_gate_step, of_gate)
+
+
+def swiglu(gate, up, out) -> None:
+    """Write out; the arguments are the operator's, as matrices."""
+    _launch(_swiglu_kernel, (*halves(gate, up), out), TILE)
+
+
+def swiglu_backward(grad, gate, up, grad_gate, grad_up) -> None:
+    """Write the gradients; grad_up is None where up is."""
+    written = halves(grad_gate, grad_up)
+    _launch(_swiglu_backward_kernel, (grad, *halves(gate, up), *written), BACKWARD_TILE)
+
+
+def _launch(kernel, tensors, tile: int) -> None:
+    """On matrices of one shape. A tile depends on the width, never on how many rows there are."""
+    rows, width = tensors[0].shape
+    bd = _columns(width)
+    br = tile // bd
+    steps = (tensor.stride(0) for tensor in tensors)
+    kernel[vector_grid(cdiv(rows, br) * cdiv(width, bd), tensors[0].device)](
+        *tensors, rows, *steps, D=width, BR=br, BD=bd
+    )
+
+
+def _columns(width: int) -> int:
+    """Of a tile: a divisor of the width, for a tile with columns that do not exist takes three
+    times as long; where that were too narrow, a power of two all the same."""
+    whole = math.gcd(width, WIDEST)
+    return whole if whole >= NARROWEST else min(WIDEST, max(NARROWEST, next_power_of_2(width)))
