@@ -59,10 +59,17 @@ def norms(name: str) -> int:
     return 5 + (5 if name == "qwen2_5_vl" else 0)  # images have it, too
 
 
+def swiglus(name: str) -> int:
+    """In each layer, of its experts and of the shared one; Qwen2.5-VL's images have it, too."""
+    shared = name in ("qwen3_next", "qwen3_5_moe")
+    return 2 + 2 * (shared or name == "qwen2_5_vl")
+
+
 def expected_calls(name: str, attention: bool) -> dict:
     """Calls in one step: two layers of text and, where it has one, two of the vision tower."""
     linear, vision = name in DELTA_NET, 2 * (name in VISION)
     calls = {"rope": vision + (1 if linear else 2), "rms_norm": norms(name)}
+    calls["swiglu"] = swiglus(name)
     if linear:
         names = ("causal_conv1d", "chunk_gated_delta_rule", "rms_norm_gated")
         calls |= dict.fromkeys(names, 1)  # the delta rule normalises queries and keys itself
@@ -85,8 +92,13 @@ OLDER = {
 
 
 def expected_calls_of(version: str, name: str, attention: bool) -> dict:
-    """Up to 5.10 tables of three axes come to each layer of Qwen2-VL; in 4.57 images one by one."""
+    """Up to 5.10 tables of three axes come to each layer of Qwen2-VL; in 4.57 images one by one,
+    and experts, but those of Qwen3-VL, which have formulas of their own."""
     expected = expected_calls(name, attention)
+    experts = {"qwen3_moe": 8, "qwen3_next": 10, "qwen3_vl_moe": 0}
+    if version == "4.57.6" and name in experts:
+        expected["swiglu"] = experts[name]
+    expected = {op: calls for op, calls in expected.items() if calls}
     if name in models.QWEN2_VL:
         expected |= {"mrope": 2, "rope": 2}
     if attention and name in VISION and version == "4.57.6":

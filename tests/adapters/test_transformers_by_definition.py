@@ -27,12 +27,12 @@ from npu_ops.core.compare import Tolerance, assert_close
 RULE = {"causal_conv1d": 1, "chunk_gated_delta_rule": 1, "rms_norm_gated": 1}
 CHANNELS = {"causal_conv1d": 1, "chunk_kda": 1, "rms_norm_gated": 1}
 CALLS = {
-    "qwen4_exp": RULE | {"rms_norm": 59, "rope": 2},  # those of its indexer, too
-    "qwen4_exp_silu": RULE | {"rms_norm": 65, "rope": 2},
-    "qwen4_exp_images": RULE | {"rms_norm": 91, "rope": 4},
-    "olmo_hybrid": RULE | {"rms_norm": 7, "rope": 1},
-    "kimi_linear": CHANNELS | {"rms_norm": 6},
-    "bailing_hybrid": CHANNELS | {"rms_norm": 6},
+    "qwen4_exp": RULE | {"rms_norm": 59, "rope": 2, "swiglu": 4},  # those of its indexer, too
+    "qwen4_exp_silu": RULE | {"rms_norm": 65, "rope": 2, "swiglu": 4},
+    "qwen4_exp_images": RULE | {"rms_norm": 91, "rope": 4, "swiglu": 4},
+    "olmo_hybrid": RULE | {"rms_norm": 7, "rope": 1, "swiglu": 2},
+    "kimi_linear": CHANNELS | {"rms_norm": 6, "swiglu": 3},
+    "bailing_hybrid": CHANNELS | {"rms_norm": 6, "swiglu": 3},
     "glm5_next": CHANNELS | {"rms_norm": 16, "rope": 2},
 }
 ATTENTION = dict.fromkeys(CALLS, 1) | {"qwen4_exp_images": 3, "glm5_next": 3}  # images are one call
@@ -112,6 +112,7 @@ PATCHED = {
     "causal_conv1d_fn", "causal_conv1d_update", "torch_chunk_gated_delta_rule",
     "torch_recurrent_gated_delta_rule", "NextModelGatedDeltaNet.forward",
     "NextModelRMSNorm.forward", "NextModelRMSNormGated.forward", "apply_rotary_pos_emb",
+    "NextModelMLP.forward",
 }  # fmt: skip
 
 
@@ -141,6 +142,10 @@ FORMULAS = {
     "another gate": (
         "ACT2FN[self.activation](gate.to(torch.float32))", "torch.tanh(gate.to(torch.float32))",
         {"NextModelRMSNormGated.forward"},
+    ),
+    "up before it is opened": (
+        "self.act_fn(self.gate_proj(x)) * self.up_proj(x)",
+        "self.gate_proj(x) * self.act_fn(self.up_proj(x))", {"NextModelMLP.forward"},
     ),
     "rotated pairs": (
         "x1 = x[..., : x.shape[-1] // 2]", "x1 = x[..., ::2]", {"apply_rotary_pos_emb"},

@@ -46,17 +46,17 @@ CONFIGURATIONS = {
 # Of each layer, and of the whole step, at the most. Qwen4-Exp's indexer goes token by token.
 MOST = {
     "olmo_hybrid": {
-        "training, forward": ([34, 22], 78), "training, backward": ([], 125),
-        "prefill": ([38, 24], 75), "decoding": ([23, 21], 59),
+        "training, forward": ([33, 21], 76), "training, backward": ([], 121),
+        "prefill": ([37, 23], 73), "decoding": ([22, 20], 57),
     },
-    "qwen4_exp": {"training, backward": ([], 371), "decoding": ([92, 132], 264)},
+    "qwen4_exp": {"training, backward": ([], 361), "decoding": ([90, 130], 260)},
     "qwen3_5": {
-        "training, forward": ([30, 23], 82), "training, backward": ([], 119),
-        "prefill": ([34, 25], 79), "decoding": ([19, 22], 63),
+        "training, forward": ([29, 22], 80), "training, backward": ([], 115),
+        "prefill": ([33, 24], 77), "decoding": ([18, 21], 61),
     },
     "qwen3": {
-        "training, forward": ([20], 44), "training, backward": ([], 51), "prefill": ([22], 37),
-        "decoding": ([19], 36),
+        "training, forward": ([19], 43), "training, backward": ([], 49), "prefill": ([21], 36),
+        "decoding": ([18], 35),
     },
 }  # fmt: skip
 

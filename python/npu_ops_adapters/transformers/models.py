@@ -68,15 +68,29 @@ def compared(
 
 
 def compared_classes(
-    models: Names, ending: str, op: str, variants: tuple[Variant, ...], *signatures: Names
+    models: Names,
+    which: str | Callable[[type], bool],
+    op: str,
+    variants: tuple[Variant, ...],
+    *signatures: Names,
 ) -> Iterable[Patch]:
-    """The same for `forward` of each class that a model defines and whose name ends so."""
+    """The same for `forward` of each of a model's `classes`."""
     for model in models:
-        for name, value in list(vars(sys.modules[home(model)]).items()):
-            own = isinstance(value, type) and value.__module__ == home(model)
-            if own and name.endswith(ending):
-                target = f"{home(model)}:{name}.forward"
-                yield _compared(target, op, variants, signatures, cls=value)
+        for name in classes(model, which):
+            target = f"{home(model)}:{name}.forward"
+            cls = vars(sys.modules[home(model)])[name]
+            yield _compared(target, op, variants, signatures, cls=cls)
+
+
+def classes(model: str, which: str | Callable[[type], bool]) -> Names:
+    """The names of the classes that an imported model defines: of those that end with `which`, or
+    for which it is true."""
+    return tuple(
+        name
+        for name, value in vars(sys.modules[home(model)]).items()
+        if isinstance(value, type) and value.__module__ == home(model)
+        if (name.endswith(which) if isinstance(which, str) else which(value))
+    )
 
 
 def _compared(
@@ -123,6 +137,11 @@ def home(model: str) -> str:
 def having(models: Names, name: str) -> Names:
     """Those of the models that are imported and have `name`, which some versions have not."""
     return tuple(model for model in models if name in vars(sys.modules.get(home(model), object)))
+
+
+def imported(models: Names) -> Names:
+    """Those of the models that are imported, each once."""
+    return tuple(model for model in dict.fromkeys(models) if home(model) in sys.modules)
 
 
 def linear() -> Names:

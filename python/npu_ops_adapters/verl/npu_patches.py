@@ -1,7 +1,7 @@
 """verl's NPU patches: the functions of transformers that verl replaces when an FSDP engine starts.
 
-verl would overwrite the rope and the norms that npu-ops has patched. The patches of npu-ops stay in
-force. verl keeps its SwiGLU and its experts, for which npu-ops has no operator.
+verl would overwrite the rope, the norms and the SwiGLU that npu-ops has patched. The patches of
+npu-ops stay in force. verl keeps its experts.
 """
 
 from __future__ import annotations

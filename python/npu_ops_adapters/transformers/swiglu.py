@@ -1,0 +1,104 @@
+"""SwiGLU: between the projections of an MLP, and of a mixture's experts.
+
+An MLP's projections are two calls, so the gate and up are two tensors. With NPU_OPS_CONSISTENT the
+models' own functions compute it: they round silu(gate), as every framework then does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+
+import npu_ops
+from npu_ops.core import check, env
+from npu_ops_adapters.calls import check_device, falling_through
+from npu_ops_adapters.patching import Patch
+from npu_ops_adapters.transformers import models
+from npu_ops_adapters.transformers.equivalence import Draw, Variant, innermost
+
+_OF_EXPERTS = "_default_apply_gate"  # of transformers.integrations.moe, from version 5 on
+_WHY = "it is two kernels, four in backward, and keeps silu(gate) for it"
+_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_SIGNATURES = ("self", "x"), ("self", "hidden_state"), ("self", "hidden_states")
+
+
+def patches() -> Iterable[Patch]:
+    """`forward` of each class that computes with these parts alone, and the gate of experts."""
+    known = models.imported((*models.BY_NAME, *models.linear()))
+    variant = Variant(ours, _calls, _small_mlp)
+    yield from models.compared_classes(known, _is_mlp, "swiglu", (variant,), *_SIGNATURES)
+    make = functools.partial(falling_through, ours_of_experts, op="swiglu")
+    for model in known:
+        for name in models.classes(model, _has_gate_of_experts):
+            target = f"{models.home(model)}:{name}._apply_gate"
+            # Not where it comes from: classes that are made later would keep ours.
+            yield models.patch(
+                target, "swiglu", make, (("self", "gate_up_out"),), why=_WHY, rebind=False
+            )
+
+
+def _is_mlp(cls: type) -> bool:
+    code = getattr(innermost(vars(cls).get("forward")), "__code__", None)
+    return code is not None and _PARTS == set(code.co_names)
+
+
+def _has_gate_of_experts(cls: type) -> bool:
+    return getattr(innermost(vars(cls).get("_apply_gate")), "__name__", "") == _OF_EXPERTS
+
+
+def _small_mlp(cls: type, factor: int) -> torch.nn.Module:
+    """A module of a model's class that has these parts alone, whatever its `__init__` asks for."""
+    module = cls.__new__(cls)
+    torch.nn.Module.__init__(module)
+    wide, narrow = 8 * factor, 4 * factor
+    module.gate_proj = torch.nn.Linear(narrow, wide)
+    module.up_proj = torch.nn.Linear(narrow, wide)
+    module.down_proj = torch.nn.Linear(wide, narrow)
+    module.act_fn = torch.nn.SiLU()
+    return Draw().fill(module)
+
+
+def _calls(cls: type) -> list[tuple]:
+    x = Draw().normal(2, 3, 4)
+    return [(_small_mlp(cls, 1), x), (_small_mlp(cls, 1).bfloat16(), x.bfloat16())]
+
+
+def ours(module, x) -> Callable:
+    """Return the npu-ops call for this call of transformers; it rounds once, theirs twice."""
+    _check(module.act_fn, "x", x)
+    return functools.partial(_project, module, x)
+
+
+def _project(module, x):
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    if _takes(gate) and _takes(up) and (gate.shape, gate.dtype) == (up.shape, up.dtype):
+        return module.down_proj(npu_ops.swiglu(gate, up))
+    return module.down_proj(module.act_fn(gate) * up)
+
+
+def ours_of_experts(module, gate_up_out) -> Callable:
+    """The same of experts, which have one projection for the gate and up."""
+    _check(module.act_fn, "gate_up_out", gate_up_out)
+    if not _takes(gate_up_out) or gate_up_out.shape[-1] % 2:
+        raise ValueError("gate_up_out: got what npu-ops has no kernel for")
+    return functools.partial(npu_ops.swiglu, gate_up_out)
+
+
+def _check(activation, name: str, x) -> None:
+    """Raise unless the activation is silu, which nobody watches, of a tensor on a known device."""
+    check.tensor(name, x)
+    check_device(x)
+    if env.settings.consistent:
+        raise ValueError("with NPU_OPS_CONSISTENT silu(gate) is rounded, too")
+    if activation is not torch.nn.functional.silu:
+        check.one_of("act_fn", type(activation).__name__, ("SiLU", "SiLUActivation"))
+        if activation._forward_hooks or activation._forward_pre_hooks:
+            raise ValueError("act_fn: got one with hooks, which ours would not call")
+
+
+def _takes(x: torch.Tensor) -> bool:
+    """Whether a projection gave a plain tensor of a dtype that kernels have: a tensor that is
+    spread over ranks has operators of its own."""
+    return type(x) is torch.Tensor and x.dtype in check.FLOATS[:3]
