@@ -33,6 +33,7 @@ WATCHED = frozenset(
         "megatron.core.distributed.finalize_model_grads",
         "megatron.core.jit",
         "megatron.core.fusions.fused_bias_dropout",
+        "megatron.core.fusions.fused_bias_swiglu",
         "megatron.core.fusions.fused_cross_entropy",
         "megatron.core.models.common.embeddings.rope_utils",
         "megatron.core.models.gpt.experimental_attention_variant_module_specs",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import sys
 
-from megatron_checks.release import BDA, CALLS, ROPE, calls_of, check, gdn, gdn_targets
+from megatron_checks.release import BDA, CALLS, ROPE, SWIGLU, calls_of, check, gdn, gdn_targets
 from megatron_checks.results import (
     angles,
     apply,
@@ -41,6 +41,57 @@ def calls_reach_npu_ops():
         assert calls_of(name, apply, t, freqs, config)[1] == 1
         assert calls_of(name, apply, t, freqs, config, mscale=1.3)[1] == 1
     assert calls_of(name, rope._apply_rotary_pos_emb_bshd, t, angles(6, 2, 3, 16))[1] == 0
+
+
+@check("early")
+def swiglu_calls_reach_npu_ops():
+    """Forward and backward, of each of Megatron's forms, with the numbers of the formula."""
+    import torch
+    from npu_ops_tools import demo_model
+
+    module, dtype = sys.modules[SWIGLU], torch.float32
+    x, bias, weights = (
+        leaf(*shape, dtype=dtype, seed=i) for i, shape in enumerate([(6, 16), (16,), (6, 1)])
+    )
+
+    def formula(x, bias, weights):
+        gate, up = (x if bias is None else x + bias).chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up * (1 if weights is None else weights)
+
+    for function, given in (
+        (module.bias_swiglu_impl, (x, None)),
+        (module.bias_swiglu_impl, (x, bias)),
+        (module.weighted_bias_swiglu_impl, (x, None, weights)),
+    ):
+        wrt = [tensor for tensor in given if tensor is not None]
+        with demo_model.Counter() as counter:
+            found = torch.autograd.grad(function(*given).square().sum(), wrt)
+        again = len(given) == 3  # the gradient of weights needs the result
+        assert counter.calls["npu_ops.swiglu.default"] == 1 + again
+        assert counter.calls["npu_ops.swiglu_backward.default"] == 1
+        expected = formula(*given, *[None][: 3 - len(given)])
+        expected = torch.autograd.grad(expected.square().sum(), wrt)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@check("early")
+def swiglu_of_other_calls_is_megatrons():
+    """Of float64; and with NPU_OPS_CONSISTENT, bit for bit."""
+    import torch
+    from npu_ops_tools import demo_model
+
+    from npu_ops.core import env
+
+    module = sys.modules[SWIGLU]
+    wide, narrow = (leaf(6, 16, dtype=t) for t in (torch.float64, torch.bfloat16))
+    for x, consistent in ((wide, ""), (narrow, "tokens")):
+        with env.override(consistent=consistent), demo_model.Counter() as counter:
+            out = module.bias_swiglu_impl(x, None)
+            (found,) = torch.autograd.grad(out.square().sum(), x)
+        gate, up = x.detach().chunk(2, -1)
+        assert torch.equal(out, torch.nn.functional.silu(gate) * up)
+        assert not [name for name in counter.calls if "swiglu" in name]
+        assert found.dtype == x.dtype
 
 
 @check("early")

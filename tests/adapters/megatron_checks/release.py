@@ -11,6 +11,7 @@ import types
 
 JIT = "megatron.core.jit"
 BDA = "megatron.core.fusions.fused_bias_dropout"
+SWIGLU = "megatron.core.fusions.fused_bias_swiglu"
 ROPE = "megatron.core.models.common.embeddings.rope_utils"
 GDN = "megatron.core.ssm.gated_delta_net"
 TRANSFORMER = "megatron.core.transformer"
@@ -21,6 +22,8 @@ TARGETS = {
     (f"{BDA}:bias_dropout_add_fused_train", "bias_dropout_add"),
     (f"{BDA}:bias_dropout_add_fused_inference", "bias_dropout_add"),
     (f"{BDA}:bias_dropout_add_unfused", "bias_dropout_add"),
+    (f"{SWIGLU}:swiglu", "swiglu"),
+    (f"{SWIGLU}:swiglu_back", "swiglu"),
     (f"{ROPE}:_apply_rotary_pos_emb_bshd", "mrope"),
     (f"{ROPE}:_apply_rotary_pos_emb_bshd", "rope"),
     (f"{ROPE}:_apply_rotary_pos_emb_thd", "rope"),
