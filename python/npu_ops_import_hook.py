@@ -91,6 +91,7 @@ WATCHED = frozenset(
         "sglang.srt.models.qwen3_next",
         "sglang.srt.models.qwen3_vl",
         "slime.backends.megatron_utils.initialize",
+        "slime.backends.sglang_utils.sglang_engine",
         "slime.ray.placement_group",
         "slime.utils.accelerator",
         "slime.utils.ppo_utils",

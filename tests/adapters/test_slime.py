@@ -197,6 +197,54 @@ def test_a_qwen3_next_that_passes_lengths_itself_is_left_alone(npu, monkeypatch)
     assert not [name for name in states() if name.startswith("Qwen3NextGatedDeltaNet")]
 
 
+ENGINE = "slime.backends.sglang_utils.sglang_engine"
+
+
+def test_arguments_of_a_newer_sglang_are_read(npu, monkeypatch):
+    names = types.SimpleNamespace(
+        record_fields=lambda kind: [types.SimpleNamespace(name=x) for x in kind.__records__]
+    )
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.arg_utils", names)
+    engine = importlib.import_module(ENGINE)
+    assert engine.names_of_arguments() == ["tp_size", "port"]
+    assert engine.dataclasses.field is dataclasses.field
+    npu_ops_adapters.revert()
+    assert engine.dataclasses is dataclasses
+    monkeypatch.delattr(names, "record_fields")
+    assert "has no record_fields" in states()["dataclasses"]
+    monkeypatch.setattr(engine, "ServerArgs", dataclasses.make_dataclass("Args", ["port"]))
+    assert "dataclasses" not in states()
+    assert engine.names_of_arguments() == ["port"]
+
+
+def test_sglang_takes_weights_within_a_session(npu):
+    engine = importlib.import_module(ENGINE).SGLangEngine()
+    for _ in range(2):
+        engine.pause_generation()
+        engine.update_weights_from_distributed([], [], [], "slime")
+        engine.update_weights_from_tensor([])
+        engine.continue_generation()
+    sent = ["begin_weight_update", "distributed", "tensor", "end_weight_update"]
+    assert engine.asked == ["pause", *sent, "continue"] * 2
+    engine.asked.clear()
+    engine.update_weights_from_disk("folder")
+    engine.continue_generation()
+    assert engine.asked == ["disk", "continue"]
+
+
+def test_an_earlier_sglang_has_no_session(npu):
+    home = importlib.import_module(ENGINE)
+    engine = home.SGLangEngine(begins=404)
+    for _ in range(2):
+        engine.update_weights_from_tensor([])
+        engine.continue_generation()
+    assert engine.asked == ["tensor", "continue"] * 2
+    failing = home.SGLangEngine(begins=503)
+    with pytest.raises(home.requests.exceptions.HTTPError):
+        failing.update_weights_from_tensor([])
+    assert failing.asked == []
+
+
 def test_a_provider_of_megatron_bridge_has_slimes_arguments(npu, monkeypatch):
     class TransformerConfig:
         recompute_granularity, hidden_size = None, 64

@@ -57,12 +57,18 @@ def write(folder: pathlib.Path) -> None:
 
     Of Qwen3-VL, which it does not load, Megatron's checkpoint by v0.2.2.
     """
-    data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "slime"]
-    verl_runs.finish([*data, "rollout", "qwen3"], variables("truth", folder))
+    data = write_text(folder)
     of_bridge = slime_runs.variables("truth", folder, "qwen3_vl")
     verl_runs.finish([*data, "pictures", "qwen3_vl"], of_bridge)
     slime_runs.convert(folder, "qwen3_vl")
     verl_runs.finish([*data, "pictures", "qwen3_5"], variables("truth", folder))
+
+
+def write_text(folder: pathlib.Path) -> list[str]:
+    """Qwen3 alone; returns the command that writes more, less their names."""
+    data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "slime"]
+    verl_runs.finish([*data, "rollout", "qwen3"], variables("truth", folder))
+    return data
 
 
 def run(folder: pathlib.Path, who: str, name: str, devices: int = 1) -> slime_runs.Run:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import slime_train
 import slime_worker
 
@@ -16,6 +18,8 @@ def record(logging_utils) -> None:
 
 
 def in_fp32(arguments) -> None:
+    if os.environ.get("SLIME_DTYPE", "float32") != "float32":
+        return
     name = "set_default_megatron_args"  # v0.2.2's
     slime_train.in_fp32(arguments, f"_{name}" if hasattr(arguments, f"_{name}") else name)
 

@@ -31,6 +31,7 @@ NO_OPS = frozenset(
         "relax_gated_delta_net",
         "relax_process_groups",
         "slime_accelerator",
+        "slime_engine",
         "slime_log_probs",
         "slime_mindspeed",
         "slime_process_groups",

@@ -2,6 +2,7 @@
 
     accelerator     the NPU among slime's accelerators
     mindspeed       MindSpeed before Megatron-LM, and its features by the arguments of the run
+    engine          SGLang newer than slime's, as rollout
     resources       NPUs where slime asks Ray for GPUs
     process_groups  collectives that newer torch calls by new names
     log_probs       with NPU_OPS_CONSISTENT, a server's log-probabilities
@@ -24,6 +25,7 @@ from npu_ops.core import hardware
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.slime import (
     accelerator,
+    engine,
     log_probs,
     mindspeed,
     process_groups,
@@ -34,7 +36,7 @@ from npu_ops_adapters.slime import (
 )
 
 _ON_NPUS = (
-    accelerator, log_probs, mindspeed, process_groups, provider, qwen3_5_vl, qwen3_next,
+    accelerator, engine, log_probs, mindspeed, process_groups, provider, qwen3_5_vl, qwen3_next,
 )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ class _Finder:
 if "SLIME_STOCK" in os.environ:
     import slime_doubles
 
-    slime_doubles.install()
+    slime_doubles.install({"wandb": {}} if "SLIME_ENGINE" in os.environ else slime_doubles.MODULES)
     slime_doubles.install({"acl": {}, "acl.rt": {}})
     acl = sys.modules["acl"]
     acl.get_soc_name = lambda: os.environ["NPU_OPS_EMULATOR_SOC"]

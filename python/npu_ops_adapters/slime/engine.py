@@ -1,0 +1,103 @@
+"""SGLang newer than the one that slime was written for, as slime's rollout; on GPUs it is the same.
+
+1. SGLang's arguments are no dataclass since 0.5.20: slime asks for their fields as of one.
+2. SGLang 0.5.23 takes new weights between two requests alone, which slime does not send.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from npu_ops_adapters.patching import Patch
+
+_HOME = "slime.backends.sglang_utils.sglang_engine"
+_ENGINE = f"{_HOME}:SGLangEngine"
+_FIELDS = "sglang.srt.arg_groups.arg_utils"
+_SESSION = "_npu_ops_session"  # of an engine: absent, "open", or "none" where SGLang has none
+_NOT_FOUND = 404
+
+
+def patches() -> Iterable[Patch]:
+    """Where slime reads SGLang's arguments, and sends weights to a server."""
+    if not _is_dataclass():
+        yield _patch(f"{_HOME}:dataclasses", _with_records, (), why_not=_why_no_records)
+    tensors = "self", "serialized_named_tensors", "load_format", "flush_cache", "weight_version"
+    parts = "self", "names", "dtypes", "shapes", "group_name", "flush_cache", "weight_version"
+    yield _patch(f"{_ENGINE}.update_weights_from_tensor", _begin_first, (tensors,))
+    yield _patch(
+        f"{_ENGINE}.update_weights_from_distributed",
+        _begin_first,
+        (parts, (*parts, "load_format")),  # v0.2.2, 624b824a
+    )
+    yield _patch(f"{_ENGINE}.continue_generation", _end_first, (("self",),))
+
+
+def _patch(target: str, make: Callable, signatures: tuple, why_not=None) -> Patch:
+    return Patch(
+        target=target,
+        op="slime_engine",
+        make=make,
+        why="slime speaks to an earlier SGLang",
+        signatures=signatures,
+        versions="slime 624b824a with SGLang 0.5.23",
+        remove_when="slime is for SGLang 0.5.23",
+        rebind=False,
+        why_not=why_not,
+    )
+
+
+def _is_dataclass() -> bool:
+    return dataclasses.is_dataclass(getattr(sys.modules.get(_HOME), "ServerArgs", None))
+
+
+def _record_fields() -> Callable | None:
+    try:
+        return getattr(importlib.import_module(_FIELDS), "record_fields", None)
+    except ImportError:
+        return None
+
+
+def _why_no_records(_) -> str | None:
+    return None if _record_fields() else f"{_FIELDS}: has no record_fields"
+
+
+def _with_records(original: Any) -> Any:
+    return types.SimpleNamespace(**vars(original) | {"fields": _record_fields()})
+
+
+def _begin_first(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def npu_ops_update(self, *args, **kwargs):
+        if not hasattr(self, _SESSION):
+            setattr(self, _SESSION, "open" if _begin(self) else "none")
+        return original(self, *args, **kwargs)
+
+    return npu_ops_update
+
+
+def _begin(engine: Any) -> bool:
+    """Whether the server has such a thing: earlier ones take weights at any time."""
+    try:
+        engine._make_request("begin_weight_update")
+    except sys.modules[_HOME].requests.exceptions.HTTPError as error:
+        if error.response.status_code != _NOT_FOUND:
+            raise
+        return False
+    return True
+
+
+def _end_first(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def npu_ops_continue(self):
+        if getattr(self, _SESSION, None) == "open":
+            self._make_request("end_weight_update")
+            delattr(self, _SESSION)
+        return original(self)
+
+    return npu_ops_continue
