@@ -108,7 +108,7 @@ test-trainers: .cache/trainers/ready .cache/frameworks/ready .cache/sglang/ready
 	$(ON_CPU) $(FOR_LONG) tests/trainers tests/adapters/test_verl.py
 	$(if $(SLIME),$(BIN)/python tests/trainers/fetch_slime.py $(SLIME) $(MEGATRON) $(MINDSPEED))
 	$(if $(SLIME),$(BIN)/python tests/trainers/fetch_slime_newest.py $(SLIME) $(MEGATRON) $(MINDSPEED))
-	$(if $(SLIME),$(BIN)/python -m pytest $(FOR_LONG) tests/trainers/upstream_slime.py tests/trainers/upstream_slime_newest.py)
+	$(if $(SLIME),$(BIN)/python -m pytest $(FOR_LONG) tests/trainers/upstream_slime.py tests/trainers/upstream_slime_newest.py tests/trainers/upstream_slime_served.py)
 	$(if $(RELAX),$(BIN)/python tests/trainers/fetch_relax.py $(RELAX) $(MEGATRON) $(MINDSPEED) $(QUEUE) $(BRIDGE))
 	$(if $(RELAX),$(BIN)/python -m pytest $(FOR_LONG) tests/trainers/upstream_relax.py)
 

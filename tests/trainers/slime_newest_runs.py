@@ -57,23 +57,22 @@ def write(folder: pathlib.Path) -> None:
 
     Of Qwen3-VL, which it does not load, Megatron's checkpoint by v0.2.2.
     """
-    data = write_text(folder)
+    data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "slime"]
+    verl_runs.finish([*data, "rollout", "qwen3"], variables("truth", folder))
     of_bridge = slime_runs.variables("truth", folder, "qwen3_vl")
     verl_runs.finish([*data, "pictures", "qwen3_vl"], of_bridge)
     slime_runs.convert(folder, "qwen3_vl")
     verl_runs.finish([*data, "pictures", "qwen3_5"], variables("truth", folder))
 
 
-def write_text(folder: pathlib.Path) -> list[str]:
-    """Qwen3 alone; returns the command that writes more, less their names."""
-    data = [sys.executable, str(HERE / "slime_data.py"), str(folder), "slime"]
-    verl_runs.finish([*data, "rollout", "qwen3"], variables("truth", folder))
-    return data
+def run(
+    folder: pathlib.Path, who: str, name: str, devices: int = 1, rollouts: str | None = None
+) -> slime_runs.Run:
+    """On the CPU for "truth"; tensors are parallel over the devices.
 
-
-def run(folder: pathlib.Path, who: str, name: str, devices: int = 1) -> slime_runs.Run:
-    """On the CPU for "truth"; tensors are parallel over the devices."""
-    results = folder / f"{who}-{name}-{devices}"
+    rollouts: stem of the files to read; None: the model's data.
+    """
+    results = folder / f"{who}-{name}-{devices}{f'-{rollouts}' if rollouts else ''}"
     results.mkdir()
     model, theirs = MODELS[name], str(folder / HF.get(name, name))
     checkpoint = f"{theirs}-megatron" if by_bridge(name) else theirs
@@ -81,7 +80,7 @@ def run(folder: pathlib.Path, who: str, name: str, devices: int = 1) -> slime_ru
         *program(who, devices), *COMMON,
         *slime_runs.TRAINING, *slime_runs.NO_ENGINE, *model.layers,
         "--ref-load", checkpoint, "--hf-checkpoint", theirs,
-        "--load-debug-rollout-data", str(folder / f"{model.data}_{{rollout_id}}.pt"),
+        "--load-debug-rollout-data", str(folder / f"{rollouts or model.data}_{{rollout_id}}.pt"),
         "--actor-num-nodes", "1", "--actor-num-gpus-per-node", str(devices),
         "--rollout-num-gpus", "1", "--tensor-model-parallel-size", str(devices),
         *(slime_runs.LOCAL + ON_CPU + model.on_cpu if who == "truth" else model.script),

@@ -149,10 +149,14 @@ def write(folder: pathlib.Path) -> None:
     verl_runs.finish([*data, EVEN], variables("truth", folder, "qwen3_vl"))
     for name in MODELS:
         convert(folder, name)
-    lines = [json.dumps({"text": prompt}) for prompt in PROMPTS]
-    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    write_prompts(folder)
     sizes = {f"sglang_{size}_parallel_size": 1 for size in SIZES}
     (folder / "sizes.yaml").write_text(json.dumps(sizes))
+
+
+def write_prompts(folder: pathlib.Path) -> None:
+    lines = [json.dumps({"text": prompt}) for prompt in PROMPTS]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
 
 
 def convert(folder: pathlib.Path, name: str) -> None:

@@ -1,14 +1,14 @@
-"""Runs slime's train.py with SGLang's engine as rollout, on two emulated NPUs; reads the results.
+"""Runs slime's train.py with SGLang's engine as rollout, on emulated NPUs; reads the results.
 
-The engine is SGLang 0.5.23's on its own platform for NPUs. Router and server are started by slime.
+slime starts SGLang's router and server itself. The server is SGLang 0.5.23's, on its own platform
+for NPUs.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
-import subprocess
+import sys
 
 import fetch_slime
 import slime_newest_runs
@@ -16,9 +16,13 @@ import slime_runs
 import verl_grpo_runs
 import verl_runs
 
+MODELS = "qwen3", "qwen3_5"
+# A step's number of slime's: how far the trainer's log-probabilities are from the engine's.
+APART = "train/train_rollout_logprob_abs_diff"
+# As tests/adapters/sglang_cpu/engine.py has them.
 ENGINE = (
-    "--input-key", "text", "--rm-type", "random",
-    "--rollout-max-response-len", "12", "--rollout-temperature", "1",
+    "--input-key", "text", "--apply-chat-template", "--custom-rm-path", "slime_engine.reward",
+    "--rollout-max-response-len", "12",
     "--sglang-device", "npu",
     "--sglang-attention-backend", "ascend", "--sglang-sampling-backend", "ascend",
     "--sglang-grammar-backend", "none", "--sglang-page-size", "128",
@@ -27,42 +31,54 @@ ENGINE = (
     "--sglang-disable-radix-cache", "--sglang-disable-overlap-schedule",
     "--sglang-disable-cuda-graph",
 )  # fmt: skip
-DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+# Engine and trainer on the same device.
+COLOCATED = (
+    "--colocate", "--no-offload-train", "--no-offload-rollout", "--num-gpus-per-node", "1",
+    "--update-weight-transport", "disk",
+)  # fmt: skip
 
 
 def write(folder: pathlib.Path) -> None:
-    slime_newest_runs.write_text(folder)
-    lines = [json.dumps({"text": prompt}) for prompt in slime_runs.PROMPTS]
-    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    """The models as Hugging Face's, and prompts."""
+    data = [sys.executable, str(slime_runs.HERE / "slime_data.py"), str(folder), "slime"]
+    verl_runs.finish([*data, "rollout", *MODELS], slime_newest_runs.variables("truth", folder))
+    slime_runs.write_prompts(folder)
 
 
-def run(folder: pathlib.Path, name: str, dtype: str, consistent: bool, *more: str):
-    results = folder / f"served-{name}-{dtype}-{int(consistent)}"
+def run(
+    folder: pathlib.Path, name: str, dtype: str, consistent: bool, colocated: bool = False
+) -> tuple[slime_runs.Run, str]:
+    """What the trainer found, and the stem of the rollouts' files, for slime_newest_runs.run."""
+    kind = f"{name}-{dtype}{'-consistent' * consistent}{'-colocated' * colocated}"
+    results = folder / f"served-{kind}"
     results.mkdir()
     model, theirs = slime_newest_runs.MODELS[name], str(folder / name)
+    devices = 1 if colocated else 2
     command = [
-        *slime_newest_runs.program("npu_ops", 2), *slime_newest_runs.COMMON,
-        *slime_runs.TRAINING, *ENGINE, *model.layers,
-        "--ref-load", theirs, "--hf-checkpoint", theirs,
+        *slime_newest_runs.program("npu_ops", devices), *slime_newest_runs.COMMON,
+        *slime_runs.TRAINING, *ENGINE, *model.layers, *model.script,
+        "--ref-load", theirs, "--hf-checkpoint", theirs, "--sglang-dtype", dtype,
         "--prompt-data", str(folder / "prompts.jsonl"),
-        "--sglang-dtype", dtype,
+        "--save-debug-rollout-data", str(folder / f"{kind}_{{rollout_id}}.pt"),
         "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1",
-        *model.script, *more,
+        *(COLOCATED if colocated else ()),
+        *(("--update-weight-disk-dir", str(results / "weights")) if colocated else ()),
     ]  # fmt: skip
-    environment = slime_newest_runs.variables("npu_ops", results)
-    environment |= beside_sglang(results / "triton", environment["PYTHONPATH"])
-    environment |= {"SLIME_DTYPE": dtype}
-    if consistent:
-        environment["NPU_OPS_CONSISTENT"] = "1"
-    log = open(results / "log", "w")
-    done = subprocess.run(verl_runs.emulated(2, command), env=environment, stdout=log, stderr=log)
-    return done.returncode, results
+    verl_runs.finish(verl_runs.emulated(devices, command), variables(results, dtype, consistent))
+    return slime_runs.read(results, 1), kind
 
 
-def beside_sglang(folder: pathlib.Path, path: str) -> dict[str, str]:
-    path = os.pathsep.join([path, str(fetch_slime.router())])
-    return verl_grpo_runs.beside_sglang(folder, path) | {
+def variables(results: pathlib.Path, dtype: str, consistent: bool) -> dict[str, str]:
+    """slime's, with SGLang's packages behind them."""
+    ours = slime_newest_runs.variables("npu_ops", results)
+    path = os.pathsep.join([ours["PYTHONPATH"], str(fetch_slime.router())])
+    changes = verl_grpo_runs.beside_sglang(results / "triton", path) | {
         "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1",  # the emulator converts no formats
+        "SLIME_DTYPE": dtype,
         "SLIME_ENGINE": "1",
         "SLIME_HOST_IP": "127.0.0.1",
+        "TORCH_NPU_DEVICE_CAPABILITY": "0.0",  # torch 2.13 asks for it at each broadcast
     }
+    if consistent:
+        changes["NPU_OPS_CONSISTENT"] = "1"
+    return ours | changes

@@ -19,7 +19,8 @@ def activate() -> str | None:
 
     _replace_torchair()
     # SGLang makes torch.cuda of it, and torch 2.13 broadcasts by what CUDA's are capable of.
-    torch_npu.npu.get_device_capability = lambda device=None: (0, 0)
+    if "TORCH_NPU_DEVICE_CAPABILITY" not in os.environ:
+        torch_npu.npu.get_device_capability = lambda device=None: (0, 0)
     return "sglang.srt.platforms.npu:NPUSRTPlatform"
 
 
