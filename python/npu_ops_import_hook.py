@@ -63,6 +63,7 @@ WATCHED = frozenset(
         "mindspeed.patch_utils",
         "mindspeed.te.pytorch.attention.dot_product_attention.dot_product_attention",
         "mindspeed.te.pytorch.module.grouped_linear",
+        "mindspeed.te.pytorch.module.layernorm_column_parallel_linear",
         "mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl.gated_delta_net",
         "mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl.rope",
         "relax.utils.reloadable_process_group",

@@ -397,15 +397,19 @@ def gated_delta_net_is_ours_over_mindspeeds():
 def one_and_a_weight_are_not_rounded():
     import torch
     from mindspeed.core.fusions.fused_rms_norm import RMSNorm
+    from mindspeed.te.pytorch.module import layernorm_column_parallel_linear as projection
 
     x, weight = torch.randn(5, 16).bfloat16(), torch.randn(16).bfloat16() / 8
     for zero_centered in (False, True):
-        config = types.SimpleNamespace(layernorm_zero_centered_gamma=zero_centered)
+        settings = {"layernorm_zero_centered_gamma": zero_centered, "layernorm_epsilon": 1e-6}
+        config = types.SimpleNamespace(**settings)
         norm = RMSNorm(16, config=config).bfloat16()
         norm.weight.data.copy_(weight)
         expected = torch.nn.functional.rms_norm(x.double(), (16,), eps=1e-6)
         expected = expected * (zero_centered + weight.double())
         assert norm(x).equal(expected.bfloat16()), zero_centered
+        part = projection.TELayerNormColumnParallelLinear(weight, config)._rmsnorm(x)
+        assert part is x if not zero_centered else part.equal(expected.bfloat16())
 
 
 @check_double
