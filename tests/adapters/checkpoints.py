@@ -9,10 +9,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 
-def in_dtype(model: pathlib.Path, dtype: str, into: pathlib.Path) -> pathlib.Path:
-    """A copy in the dtype that is trained: a server may keep A_log in fp32."""
+def in_dtype(
+    model: pathlib.Path, dtype: str, into: pathlib.Path, trained: bool = False
+) -> pathlib.Path:
+    """A copy in the dtype that is trained: a server may keep A_log in fp32.
+
+    trained: with weights of norms that are not 0 nor 1, as transformers draws them.
+    """
     shutil.copytree(model, into / model.name)
     file = into / model.name / "model.safetensors"
     weights = {n: x.to(getattr(torch, dtype)) for n, x in load_file(file).items()}
+    for name, x in weights.items():
+        if trained and name.endswith("norm.weight"):
+            x += (torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) / 8).to(x)
     save_file(weights, file, metadata={"format": "pt"})
     return into / model.name

@@ -175,9 +175,18 @@ def test_log_probabilities_of_a_rollout_are_a_trainers_bit_for_bit(tiny, tmp_pat
 @pytest.mark.parametrize("model", OPS)
 def test_on_the_emulated_npu_they_are_too(tiny, tmp_path, model):
     """By SGLang's own stack for NPUs: its attention backend, torch_npu's operators of experts."""
-    folder, work = in_dtype(tiny / model, "bfloat16", tmp_path), tmp_path / "work"
+    on_npu(in_dtype(tiny / model, "bfloat16", tmp_path), tmp_path / "work")
+
+
+@pytest.mark.slow
+def test_with_trained_norms_they_are_too(tiny, tmp_path):
+    """sgl-kernel-npu's kernel for prompts of Qwen3.5 is given 1 + weight, which was rounded."""
+    on_npu(in_dtype(tiny / "qwen3_5", "bfloat16", tmp_path, trained=True), tmp_path / "work")
+
+
+def on_npu(model, work) -> None:
     work.mkdir()
-    rows = rollout(folder, "bfloat16", "1", 0.0, work)
+    rows = rollout(model, "bfloat16", "1", 0.0, work)
     assert all(row["largest"] == 0 and row["equal"] == 1 for row in rows)
 
 

@@ -6,6 +6,7 @@ for NPUs.
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import sys
@@ -43,6 +44,15 @@ def write(folder: pathlib.Path) -> None:
     data = [sys.executable, str(slime_runs.HERE / "slime_data.py"), str(folder), "slime"]
     verl_runs.finish([*data, "rollout", *MODELS], slime_newest_runs.variables("truth", folder))
     slime_runs.write_prompts(folder)
+    same_rope(folder / "qwen3_5" / "config.json")
+
+
+def same_rope(file: pathlib.Path) -> None:
+    """SGLang reads one of the two, transformers the other, and so do slime's arguments."""
+    config = json.loads(file.read_text())
+    text = config["text_config"]
+    text["partial_rotary_factor"] = text["rope_parameters"]["partial_rotary_factor"]
+    file.write_text(json.dumps(config))
 
 
 def run(

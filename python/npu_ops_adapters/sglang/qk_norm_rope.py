@@ -3,12 +3,16 @@
 SGLang does so on CPUs. On NPUs it does so for Qwen3 before 0.5.15, for Qwen3-Next, and for Qwen3.5
 without mrope sections, but not in decoding. `split_qkv_rmsnorm_rope` and `split_gated_qkv` replace
 what sgl-kernel-npu fuses.
+
+For Qwen3.5's prompts sgl-kernel-npu is given 1 + weight, rounded to the model's dtype; decoding and
+training do not round it. With NPU_OPS_CONSISTENT prompts are prepared here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from npu_ops.core import env
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.serving_rotary import norm_and_rotate
 from npu_ops_adapters.sglang import functions, rope
@@ -26,6 +30,10 @@ def patches() -> Iterable[Patch]:
         methods += [
             ("qwen3_next:Qwen3HybridAttentionDecoderLayer.forward_prepare_native", ours_gated),
             ("qwen3_5:Qwen3_5AttentionDecoderLayer.forward_prepare_native", ours_gated_by_heads),
+        ]
+    if functions.on_npu() and functions.since("0.5.23") and env.settings.consistent:
+        methods += [
+            ("qwen3_5:Qwen3_5AttentionDecoderLayer.forward_prepare_npu_prefill", ours_gated)
         ]
     why = "two norms and a rotation, each rounding to the heads' dtype, that read and write q and k"
     for method, function in methods:
