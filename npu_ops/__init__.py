@@ -1,7 +1,7 @@
 """npu-ops: operators for Qwen3-VL, Qwen3-Next and Qwen3.5 class models on Ascend NPUs.
 
-Importing this needs torch alone; triton and torch_npu are loaded when an implementation that
-needs them is first chosen. Every folder of `npu_ops.ops` is an op; what it exports is here.
+Importing npu_ops needs only torch. triton and torch_npu are loaded when an implementation that
+needs them is first chosen. Every folder of `npu_ops.ops` is an op; its exports are available here.
 """
 
 import importlib
@@ -23,7 +23,7 @@ for _module in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
 
 
 def __dir__() -> list[str]:
-    """What completion offers: the public names, and not what this file imports for itself."""
+    """List the public names only, without this file's own imports, e.g. for completion."""
     return list(__all__)
 
 

@@ -1,9 +1,8 @@
-"""With NPU_OPS_CONSISTENT: the operators of torch and torch_npu that models and trainers call.
+"""NPU_OPS_CONSISTENT: replaces operators of torch and torch_npu that models and trainers call.
 
-Each computes some things in an order of its own: a product by the number of its rows, a norm or an
-activation with more roundings or fewer. Whoever calls them gets ours then, whatever the Python
-function is, so that a trainer and a server that use different ones have the same bits. One module a
-kind, each with the `OPERATORS` that it replaces.
+A trainer and a server often use operators that sum in another order or round at other places. With
+the replacements both get the same bits, whichever Python function they call. Each module replaces
+one kind of operator and lists them in `OPERATORS`.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ _libraries: list[torch.library.Library] = []
 
 
 def install() -> None:
-    """Replace the operators of this process, once: on NPUs, and where torch has none, on the CPU.
+    """Replace the operators in this process, once: NPU kernels, or CPU kernels if torch has no NPU.
 
     Raises:
-        RuntimeError: on a CPU, the native kernels are not there, which compute products.
+        RuntimeError: on a CPU without native kernels, which the matrix products need.
     """
     if _libraries:
         return
@@ -39,12 +38,12 @@ def install() -> None:
 
 
 def installed() -> bool:
-    """Whether operators are replaced."""
+    """Return whether the operators are replaced."""
     return bool(_libraries)
 
 
 def remove() -> None:
-    """Give PyTorch its own back."""
+    """Restore PyTorch's operators."""
     for made in _libraries:
         made._destroy()
     _libraries.clear()
@@ -52,14 +51,14 @@ def remove() -> None:
 
 
 def _operators(device: str) -> list[tuple]:
-    """Namespace, operators, and the keys of the dispatcher at which they are ours.
+    """Return (namespace, operators, dispatch keys to replace them at).
 
-    Of some operators of torch_npu only some calls are: these are ours at BackendSelect, which every
-    call passes on its way to a device.
+    For some operators of torch_npu, npu-ops takes only some calls. These are replaced at
+    BackendSelect, which every call passes before it reaches its device's kernel.
     """
     keys = device, f"Autograd{device}"
     found = [("aten", products.OPERATORS | norms.OPERATORS, *keys)]
-    if device != "CPU":  # torch_npu's are for NPUs alone
+    if device != "CPU":  # torch_npu's operators have NPU kernels only
         found += [
             ("npu", norms.OPERATORS_OF_TORCH_NPU | experts.OPERATORS_OF_TORCH_NPU, *keys),
             ("npu", experts.SHARED_WITH_TORCH_NPU, "BackendSelect"),
@@ -68,7 +67,7 @@ def _operators(device: str) -> list[tuple]:
 
 
 def _forget_what_was_traced() -> None:
-    """Make torch look up the kernels of these operators again: its dispatcher in Python keeps those
-    that it found when it first traced them."""
+    """Clear the Python dispatcher's cache of these operators, which keeps kernels it found in a
+    trace."""
     for name in products.OPERATORS | norms.OPERATORS:
         getattr(torch.ops.aten, name).default._dispatch_cache.clear()

@@ -1,8 +1,8 @@
-"""Experts of a mixture: torch_npu's grouped product and its sums over a token's experts.
+"""Mixture of experts: torch_npu's grouped product and its sum over a token's experts.
 
 vllm-ascend, SGLang, MindSpeed and verl call them. `npu_ops.grouped_linear` computes the product.
 The sum multiplies each expert's result by its routing weight, rounds it, and adds in order of
-expert id, for frameworks list a token's experts in different orders. torch_npu still computes
+expert id, because frameworks list a token's experts in different orders. torch_npu still computes
 products that are quantised or have a bias, and the gradients of weights.
 """
 
@@ -14,18 +14,22 @@ from npu_ops.consistent.products import with_rows
 from npu_ops.core.library import call_torch_npu
 from npu_ops.ops.grouped_linear import grouped_linear
 
-_DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # as an int argument has them
+_DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # numbers that output_dtype uses
 _BY_ROWS = 0  # group_type: groups divide the rows of x
-_ENDS, _COUNTS = 0, 1  # group_list_type: what group_list has of each group
-_BY_COLUMNS, _BY_TOKENS = 0, 2  # drop_pad_mode: where a token's rows are named
+_ENDS, _COUNTS = 0, 1  # group_list_type: group_list has the end, or the length, of each group
+# drop_pad_mode: row indices are ordered by expert column, or by token
+_BY_COLUMNS, _BY_TOKENS = 0, 2
 _PLAIN = {"split_item", "output_dtype"}
 
 
 def weighted_sum(rows, place, weights=None) -> torch.Tensor:
-    """Multiply each token's rows by its weights, round, and add them by expert id: `[T, H]`.
+    """Multiply each token's rows by its weights, round, and add them in order of expert id.
 
-    rows: `[S, H]`, sorted by expert id. place: `[T, K]`, which rows are a token's. weights:
-    `[T, K]`, which are rounded to the dtype of rows; None: all are 1.
+    rows: `[S, H]`, sorted by expert id.
+    place: `[T, K]`, indices of each token's rows.
+    weights: `[T, K]`, rounded to the dtype of rows; None: all are 1.
+
+    Returns `[T, H]`.
     """
     order = order_of(place)
     found = rows[place.gather(-1, order)]
@@ -79,8 +83,7 @@ def npu_moe_finalize_routing(
 
 
 def _is_plain(x, weight, group_list, others) -> bool:
-    """Whether a product has one x, matrices of its dtype, a result of it, and no scale, bias or
-    activation."""
+    """Return whether a grouped product is plain: one x, one dtype, no scale, bias or activation."""
     if len(x) != 1 or group_list is None or x[0].dtype not in _DTYPES:
         return False
     dtype = x[0].dtype
@@ -91,17 +94,17 @@ def _is_plain(x, weight, group_list, others) -> bool:
 
 
 def _matrices(weight) -> torch.Tensor:
-    """`[G, N, K]` of what torch_npu takes: one `[G, K, N]`, or G of `[K, N]`.
+    """Return torch_npu's weights, one `[G, K, N]` or G of `[K, N]`, as `[G, N, K]`.
 
     Raises:
-        ValueError: one has a format of the vendor's.
+        ValueError: a weight has a private format of the vendor.
     """
     matrices = [with_rows("weight", each).transpose(-2, -1) for each in weight]
     return matrices[0] if len(matrices) == 1 else torch.stack(matrices)
 
 
 OPERATORS_OF_TORCH_NPU = {"npu_moe_token_unpermute": npu_moe_token_unpermute}
-# Some calls of these stay torch_npu's.
+# torch_npu keeps some calls of these.
 SHARED_WITH_TORCH_NPU = {
     function.__name__: function for function in (npu_grouped_matmul, npu_moe_finalize_routing)
 }

@@ -1,8 +1,8 @@
-"""Norms round once, and SwiGLU rounds twice, as in transformers with npu-ops.
+"""Norms round once and SwiGLU rounds twice, as in transformers with npu-ops.
 
-MindSpeed, vllm-ascend and verl call torch_npu's, Megatron torch's. A norm is `npu_ops.rms_norm`,
-which is what npu-ops puts into transformers and SGLang. `npu_swiglu` rounds once; a model of
-transformers rounds the activation, too.
+MindSpeed, vllm-ascend and verl call torch_npu's norms, Megatron calls torch's. All become
+`npu_ops.rms_norm`, which npu-ops also installs in transformers and SGLang. torch_npu's `npu_swiglu`
+rounds once; a transformers model also rounds the activation, so this one does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from npu_ops.ops import rms_norm as norm
 
 
 def rms_norm(input, normalized_shape, weight=None, eps=None):
-    """PyTorch's own where it normalises several dimensions, or has no weight or another dtype's."""
+    """Call `npu_ops.rms_norm`; PyTorch's own for several dimensions, float64, eps=None, or a weight
+    that is missing or of another dtype."""
     plain = weight is not None and weight.dtype is input.dtype and eps is not None
     if not plain or len(normalized_shape) != 1 or input.dtype is torch.float64:
         return torch.ops.aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
@@ -42,7 +43,7 @@ def npu_swiglu(input, dim=-1):
 
 @torch.no_grad()
 def _rstd(x: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """rstd, fp32 `[..., 1]`, which the vendor's norms return for their backward."""
+    """Return rstd, fp32 `[..., 1]`, which the vendor's norms return for their backward."""
     return x.float().square().mean(-1, keepdim=True).add(epsilon).rsqrt()
 
 

@@ -1,9 +1,9 @@
-"""Products with a matrix: all are `npu_ops.linear`.
+"""Matrix products: each is computed by `npu_ops.linear`.
 
-PyTorch's order of summation depends on the number of rows, so that a decoded token has other bits
-than in training. npu-ops replaces `linear`, `matmul`, and `conv3d` where it embeds patches of
-pictures, which is a product. Their gradients, `mm`, `bmm` and everything that is not in fp32, bf16
-or fp16 stay PyTorch's.
+PyTorch's order of summation depends on the number of rows, so a decoded token gets other bits than
+in training. npu-ops replaces `linear`, `matmul`, and those calls of `conv3d` that embed image
+patches, which are matrix products. PyTorch keeps their gradients, `mm`, `bmm`, and all dtypes but
+fp32, bf16 and fp16.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def _ours(x, matrix, dims: int = 2) -> bool:
 
 
 def with_rows(name, x):
-    """What has rows in memory, which the kernels read.
+    """Return `x` if its memory holds plain rows, as the kernels need.
 
     Raises:
-        ValueError: it has a format of the vendor's.
+        ValueError: it has a private format of the vendor.
     """
     if why := formats.format_why_not(x):
         raise ValueError(

@@ -1,1 +1,1 @@
-"""The machinery every operator stands on: switches, registry, torch library, hardware, grid."""
+"""Code that all operators share: environment switches, registry, torch library, hardware, grids."""

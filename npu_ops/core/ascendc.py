@@ -1,8 +1,8 @@
-"""AscendC kernels: which there are, for which NPUs, and what a launch needs to know.
+"""AscendC kernels: find the built binaries and make their launchers.
 
-An object of csrc/<op>/<op>_ascendc.cpp for a family of NPUs lies in npu_ops/_ascendc/<family>: an
-installation with CANN puts it (setup.py). The emulated NPU runs twins of the kernels instead
-(python/npu_ops_emulator/ascendc.py).
+An installation with CANN (setup.py) compiles csrc/<op>/<op>_ascendc.cpp for each NPU family and
+puts the object file into npu_ops/_ascendc/<family>. The emulated NPU runs the same kernels compiled
+for the CPU instead (python/npu_ops_emulator/ascendc.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FOLDER = pathlib.Path(__file__).parent.parent / "_ascendc"
 
 
 def locate(op: str, family: str) -> pathlib.Path | str:
-    """The object of an op's kernels for a family of NPUs, or one sentence on why there is none."""
+    """Return the path of an op's kernel object for an NPU family, or why there is none."""
     path = _FOLDER / family / f"{op}.o"
     if path.exists():
         return path
@@ -30,16 +30,16 @@ def locate(op: str, family: str) -> pathlib.Path | str:
 
 
 def why_not_built(op: str, family: str) -> str | None:
-    """None, or one sentence on why there is no object of an op's kernels for a family of NPUs."""
+    """Return None, or one sentence on why an NPU family has no kernel object of this op."""
     found = locate(op, family)
     return found if isinstance(found, str) else None
 
 
 def why_not(op: str, device: torch.device) -> str | None:
-    """None, or one sentence on why an op's AscendC kernels do not run on `device`.
+    """Return None, or one sentence on why an op's AscendC kernels do not run on `device`.
 
-    Tensors elsewhere, which are asked about as if on an NPU (`registry.as_if_on`), are asked about
-    for the NPU that is here.
+    If `registry.as_if_on` asks as if CPU tensors were on an NPU, the answer is for this machine's
+    NPU.
     """
     soc = hardware.soc(device) or hardware.npu_name()
     return _missing(op, soc) if soc else f"AscendC kernels run on an NPU, not on {device.type}"
@@ -58,15 +58,15 @@ def _missing(op: str, soc: str) -> str | None:
 
 
 def launcher(op: str, name: str, arguments: str) -> Callable[[], Callable[..., None]]:
-    """A loader of the native launcher of an op's kernel; defines its schema.
+    """Define the schema of an op's native kernel launcher, and return a function that loads it.
 
-    arguments: of the operator `name`, as a torch schema writes them.
+    arguments: the arguments of the operator `name`, in torch's schema syntax.
     """
     target_schema = "str binary, int cores, int ub_bytes, int stream"
     name = library.define(f"{name}_ascendc({arguments}, {target_schema}) -> ()")
 
     def load():
-        from torch_npu._C import _npu_getCurrentRawStream  # which submits what torch_npu has queued
+        from torch_npu._C import _npu_getCurrentRawStream  # also submits torch_npu's queued work
 
         kernel = getattr(torch.ops.npu_ops, name).default
 
@@ -81,7 +81,8 @@ def launcher(op: str, name: str, arguments: str) -> Callable[[], Callable[..., N
 
 @functools.cache
 def target(op: str, device: torch.device) -> tuple[str, int, int]:
-    """What a launcher of `op` is told: its binary, the vector cores, bytes of unified buffer."""
+    """Return the launcher's last arguments: path of the binary, vector cores, bytes of unified
+    buffer."""
     soc = hardware.soc(device)
     cores = torch.npu.get_device_properties(device).vector_core_num
     return str(locate(op, socs.ascendc_family(soc))), cores, socs.ub_bytes(soc)

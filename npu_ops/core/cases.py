@@ -1,24 +1,24 @@
-"""What an op's `cases.py` offers: all that tests, benchmarks and tools know of an op.
+"""The contents of an op's `cases.py`, from which tests, benchmarks and tools learn about the op.
 
-It must have
+Required:
 
-    CASES           named shapes, see `Case`; of the first, `npu-ops doctor` says what runs it
+    CASES           named shapes, see `Case`; `npu-ops doctor` reports on the first
     TOLERANCES      dtype of a result -> `Tolerance`, against fp64 on the same inputs
     DIFFERENTIABLE  names of the arguments that have a gradient; () for none
     REPRESENTATIVE  names of the cases that together take every branch of the Triton kernels; the
                     most ordinary comes first
-    CALLS           a `Call` or more of each public function, small and in fp32
+    CALLS           at least one small fp32 `Call` of each public function
     of_model        (Model, tokens) -> cases with that model's shapes; [] if it has no such layer
 
-and may have
+Optional:
 
-    WRONG                `wrong(...)`: wrong calls, and how each is refused
+    WRONG                `wrong(...)`: invalid calls, and the error each must raise
     OPTIONS              `options(...)`: changes of a call that every implementation honours
-    DECLINED             `declined(...)`: calls that kernels for NPUs do not take, and why
-    SUM_TOLERANCES       of the gradient of a `bias` of one dimension: a sum over all rows
-    TOLERANCES_BY_INPUT  True: every result is judged by the dtype of the inputs, not by its own
+    DECLINED             `declined(...)`: calls that NPU kernels do not support, and why
+    SUM_TOLERANCES       tolerances for the gradient of a 1-D `bias`, which is a sum over all rows
+    TOLERANCES_BY_INPUT  True: choose the tolerance by the dtype of the inputs, not of the result
 
-`tests/test_layout.py` holds each op to this.
+`tests/test_layout.py` checks each op's module for this.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from npu_ops.core.compare import Tolerance
 
 
 class Case(Protocol):
-    """A frozen dataclass: the shape of a call.
+    """The shapes of one call, as a frozen dataclass.
 
-    tokens: how many rows there are; tools put smaller numbers here, with `dataclasses.replace`.
-    large: it takes seconds; for benchmarks and `make test-all`.
-    It may have `function`, the name of the public function that it is a call of, where that is not
-    the op's first; and `differentiable`, where that is not the op's DIFFERENTIABLE.
+    tokens: number of rows; tools reduce it with `dataclasses.replace`.
+    large: the case takes seconds, so only benchmarks and `make test-all` run it.
+
+    Two attributes are optional. `function` names the public function to call; the default is the
+    op's first. `differentiable` overrides the op's DIFFERENTIABLE.
     """
 
     name: str
@@ -50,16 +51,19 @@ class Case(Protocol):
     large: bool
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """The function's arguments by name: the same numbers on every device, whatever torch's
-        defaults are (`npu_ops.core.make`)."""
+        """Return the function's arguments by name.
+
+        The numbers are the same on every device and do not depend on torch's defaults
+        (`npu_ops.core.make`).
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class RowCase:
     """A `Case` of an op that works along rows.
 
-    Each tensor in `names` is `[tokens, heads, dim]`: the first columns of a projection that is
-    `behind` elements wider.
+    Each tensor in `names` is `[tokens, heads, dim]`: the first columns of a matrix with `behind`
+    more columns, so its rows are strided.
     """
 
     name: str
@@ -71,7 +75,7 @@ class RowCase:
     large: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Normal numbers, the same on every device."""
+        """Return normally distributed inputs by name; the same numbers on every device."""
         draw = torch.Generator(device="cpu").manual_seed(seed)
         width = self.heads * self.dim
         shape = self.tokens, width + self.behind
@@ -81,12 +85,15 @@ class RowCase:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A small right call of a public function, for what must hold for every one of them.
+    """A small valid call of a public function, for tests that cover every function.
 
-    function: its name in npu_ops. make: `torch.randn` with a seed -> the arguments by name, in
-    fp32. name: what tests call it, if not so. writes: arguments that it overwrites; in_place:
-    changes of the arguments that make it do so. fixed: changes that leave nothing to chance.
-    differentiable: None: the op's DIFFERENTIABLE, as far as the call has them.
+    function: name of the function in npu_ops.
+    make: called with a seeded `torch.randn`; returns the arguments by name, in fp32.
+    name: name of the call in tests; the function's name unless given.
+    writes: arguments that the in-place form overwrites.
+    in_place: changes of the arguments that select the in-place form.
+    fixed: changes of the arguments that make the call deterministic.
+    differentiable: arguments with a gradient. None: those of the op's DIFFERENTIABLE that it has.
     """
 
     function: str
@@ -101,24 +108,28 @@ class Call:
         return self.name or self.function
 
     def arguments(self, in_place: bool = False, **changes) -> dict:
-        """The same each time; `in_place`: such that they are written to."""
+        """Return the arguments by name, with the same numbers each time.
+
+        in_place: return those of the in-place form. changes: arguments to replace.
+        """
         draw = torch.Generator(device="cpu").manual_seed(0)
         made = self.make(lambda *shape: make.normal(shape, draw))
         return made | (self.in_place if in_place else {}) | changes
 
     def tensors(self) -> list[str]:
-        """The names of the arguments that are tensors."""
+        """Return the names of the arguments that are tensors."""
         return [n for n, x in self.arguments().items() if isinstance(x, torch.Tensor)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A change of a right call, which every implementation honours as the reference does.
+    """A change of a valid call that every implementation must honour as the reference does.
 
-    call: of CALLS, by what tests call it. given: changes that make of that call the right one.
-    change: arguments by name, each a value or a function of the right value. same: it is another
-    way to say what `call` says: results stay as they are, otherwise they change. trains: there is
-    a gradient.
+    call: name of a call in CALLS.
+    given: changes of that call to make first; the result is still a valid call.
+    change: the change under test: arguments by name, each a value or a function of the old value.
+    same: True if results must stay the same; False if they must differ.
+    trains: whether to compare gradients as well.
     """
 
     call: str
@@ -134,11 +145,13 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Wrong:
-    """A change of a right call, which makes it a wrong one.
+    """A change that makes a valid call invalid.
 
-    call, given, change: as of an `Option`. in_place: the right call writes to its arguments.
-    error, says: the type of what is raised, and how its message begins. reads: whether it is seen
-    by values alone, which are not read on a device.
+    call, given, change: as in `Option`.
+    error: type of the exception.
+    says: how its message begins.
+    in_place: the valid call is the in-place form.
+    reads: the error depends on values in a tensor, which are not checked on a device.
     """
 
     call: str
@@ -154,7 +167,7 @@ class Wrong:
 
 
 def options(call: str, *changes: dict, given: dict | None = None, same=False, trains=True):
-    """OPTIONS of one call, see `Option`."""
+    """Make OPTIONS of one call, see `Option`."""
     return [Option(call, given or {}, change, same, trains) for change in changes]
 
 
@@ -166,16 +179,16 @@ def wrong(
     in_place: bool = False,
     reads: bool = False,
 ) -> list[Wrong]:
-    """WRONG calls made from one right call: each row is how its message begins, and the change."""
+    """Make WRONG calls from one valid call. Each row: how the message begins, and the change."""
     common = {"given": given or {}, "in_place": in_place, "reads": reads}
     return [Wrong(call=call, change=made, error=error, says=says, **common) for says, made in rows]
 
 
 @dataclasses.dataclass(frozen=True)
 class Declined:
-    """A change of a right call that an implementation for NPUs does not take.
+    """A change of a valid call that an NPU implementation does not support.
 
-    call, given, change: as of an `Option`; without the change the implementation takes the call.
+    call, given, change: as in `Option`. The implementation supports the call without the change.
     implementation: its name. says: how its reason begins.
     """
 
@@ -190,19 +203,19 @@ class Declined:
 
 
 def declined(call: str, implementation: str, *rows: tuple[str, dict], given: dict | None = None):
-    """DECLINED calls made from one right call: how the reason begins, and the change."""
+    """Make DECLINED calls from one valid call. Each row: how the reason begins, and the change."""
     return [Declined(call, given or {}, change, implementation, says) for says, change in rows]
 
 
 def changed(arguments: dict, change: dict) -> dict:
-    """Arguments with a change: values, or functions of the values before."""
+    """Return the arguments with a change applied: new values, or functions of the old values."""
     return arguments | {
         name: to(arguments.get(name)) if callable(to) else to for name, to in change.items()
     }
 
 
 def shapes(name: str, needs: str, *wrong_shapes: tuple[int, ...]):
-    """Rows for `wrong`: an argument has each of these shapes."""
+    """Make rows for `wrong` that give an argument each of these shapes."""
     return [
         (f"{name}: got shape {list(shape)}, needs {needs}", {name: shaped(*shape)})
         for shape in wrong_shapes
@@ -210,16 +223,18 @@ def shapes(name: str, needs: str, *wrong_shapes: tuple[int, ...]):
 
 
 def values(name: str, needs: str, *wrong_values):
-    """Rows for `wrong`: an argument, no tensor, has each of these values."""
+    """Make rows for `wrong` that give a non-tensor argument each of these values."""
     return [(f"{name}: got {value!r}, needs {needs}", {name: value}) for value in wrong_values]
 
 
-# Changes of one argument.
+# Functions for `change`: each returns a function of an argument's old value.
 
 
 def shaped(*shape: int, dtype: torch.dtype | None = None, device="cpu") -> Callable:
-    """Numbers from -1 to 1 of another shape, in the dtype that the argument has, or that is given;
-    zeros where that is no floating one."""
+    """Replace a tensor by one of another shape, with numbers from -1 to 1.
+
+    The dtype is the old one unless given. A tensor that is not floating becomes zeros.
+    """
 
     def change(right):
         of = right.dtype if isinstance(right, torch.Tensor) else torch.float32
@@ -231,13 +246,15 @@ def shaped(*shape: int, dtype: torch.dtype | None = None, device="cpu") -> Calla
 
 
 def cast(dtype: torch.dtype) -> Callable:
-    """The right value in another dtype. The CPU casts: torch_npu turns float64 into float32 and
-    crashes with float8."""
+    """Cast the value to another dtype.
+
+    The cast runs on the CPU: torch_npu turns float64 into float32 and crashes with float8.
+    """
     return lambda right: right.cpu().to(dtype).to(right.device)
 
 
 def replaced(*place: int, to: int) -> Callable:
-    """One index value is another."""
+    """Set one element of an index tensor to `to`."""
 
     def change(right):
         right = right.clone()
@@ -248,30 +265,30 @@ def replaced(*place: int, to: int) -> Callable:
 
 
 def of(op: str) -> ModuleType:
-    """The `cases` module of an op."""
+    """Return the `cases` module of an op."""
     return importlib.import_module(f"npu_ops.ops.{op}.cases")
 
 
 def function(op: str, case: Case) -> Callable:
-    """The public function that a case is a call of."""
+    """Return the public function that a case calls."""
     package = importlib.import_module(f"npu_ops.ops.{op}")
     return getattr(package, getattr(case, "function", package.__all__[0]))
 
 
 def differentiable(op: str, case: Case) -> tuple[str, ...]:
-    """The arguments of a case that have a gradient; some may be None."""
+    """Return the names of a case's arguments that have a gradient; some of them may be None."""
     return getattr(case, "differentiable", of(op).DIFFERENTIABLE)
 
 
-# From so many numbers on an error ratio is an average; below, it may be that of the worst of them.
+# From this many elements on, an error ratio is an average. Below, one bad element dominates it.
 _MANY = 16
 
 
 def tolerance(op: str, name: str, result: torch.Tensor, of_inputs: torch.dtype) -> Tolerance:
-    """What an error of a result may be.
+    """Return the tolerance for one result of an op.
 
-    name: "output 0", "gradient of x", ... of_inputs: the dtype that the case's inputs were made
-    with.
+    name: "output 0", "gradient of x", ...
+    of_inputs: the dtype that the case's inputs were made with.
     """
     module = of(op)
     sums = name == "gradient of bias" and result.dim() == 1 and hasattr(module, "SUM_TOLERANCES")

@@ -1,4 +1,4 @@
-"""Argument checks with one form of message: the argument, what it got, what it needs."""
+"""Argument checks. Every message has the form "argument: got X, needs Y"."""
 
 from __future__ import annotations
 
@@ -23,22 +23,27 @@ def tensor(name: str, value) -> None:
 
 
 def optional_tensors(**given) -> None:
-    """Raise TypeError unless each is a dense tensor or None; first of all, for what is no tensor
-    has no shape, dtype or device to check."""
+    """Raise TypeError unless each argument is a dense tensor or None.
+
+    Call it first: the other checks read the shape, dtype and device of a tensor.
+    """
     for name, value in given.items():
         if value is not None:
             tensor(name, value)
 
 
 def floating(name: str, value: torch.Tensor) -> None:
-    """Raise TypeError unless `value` is a tensor of a floating dtype that the ops take."""
+    """Raise TypeError unless `value` is a tensor of float32, bfloat16, float16 or float64."""
     tensor(name, value)
     if value.dtype not in FLOATS:
         raise TypeError(f"{name}: got {short(value.dtype)}, needs {_FLOATS_TEXT}")
 
 
 def dtype(name: str, value: torch.Tensor, *allowed: torch.dtype, whose: str = "") -> None:
-    """Raise TypeError unless `value` has one of the `allowed` dtypes; `whose` says of what."""
+    """Raise TypeError unless `value` has an `allowed` dtype.
+
+    whose: prefix of the dtype in the message, e.g. "x's ".
+    """
     if value.dtype not in allowed:
         needs = " or ".join(dict.fromkeys(map(short, allowed)))
         raise TypeError(f"{name}: got {short(value.dtype)}, needs {whose}{needs}")
@@ -57,7 +62,7 @@ def indices(name: str, value) -> None:
 
 
 def float_dtype(name: str, value) -> None:
-    """Raise TypeError unless `value` is a floating dtype that the ops take."""
+    """Raise TypeError unless `value` is torch.float32, bfloat16, float16 or float64."""
     if value not in FLOATS:
         got = short(value) if isinstance(value, torch.dtype) else repr(value)
         raise TypeError(f"{name}: got {got}, needs {_FLOATS_TEXT}")
@@ -76,19 +81,19 @@ def one_of(name: str, value, allowed: tuple) -> None:
 
 
 def alone(name: str, **others) -> None:
-    """Raise ValueError unless all `others`, which do not go with `name`, are None."""
+    """Raise ValueError unless all `others` are None: they cannot be combined with `name`."""
     for other, value in others.items():
         if value is not None:
             raise ValueError(f"{other}: got one with {name}, needs None")
 
 
 def shape(name: str, value: torch.Tensor, needs: str) -> ValueError:
-    """The error for a tensor of the wrong shape; `needs` is a phrase."""
+    """Return the error for a tensor of the wrong shape. needs: a phrase for the message."""
     return ValueError(f"{name}: got shape {list(value.shape)}, needs {needs}")
 
 
 def rows(x, weight) -> None:
-    """Raise unless x is a floating tensor `[..., D]`, and weight one `[D]` on its device."""
+    """Raise unless x is a floating tensor `[..., D]` and weight a floating `[D]` on x's device."""
     floating("x", x)
     if x.dim() == 0:
         raise shape("x", x, "at least one dimension")
@@ -125,7 +130,10 @@ def scale(name: str, value) -> None:
 
 
 def inplace(written: dict[str, torch.Tensor], read: dict, elementwise: bool = False) -> None:
-    """Raise ValueError if a call cannot run in place: not `writable`, or a gradient is needed."""
+    """Raise ValueError if a call cannot run in place.
+
+    That is so if a tensor is not `writable`, or autograd needs a gradient of any tensor.
+    """
     writable(written, read, elementwise)
     if not torch.is_grad_enabled():
         return
@@ -135,7 +143,10 @@ def inplace(written: dict[str, torch.Tensor], read: dict, elementwise: bool = Fa
 
 
 def no_gradient(tensors: dict, why: str) -> None:
-    """Raise ValueError if one of the tensors requires a gradient; what is none passes."""
+    """Raise ValueError if one of the values is a tensor that requires a gradient.
+
+    why: end of the message.
+    """
     if not torch.is_grad_enabled():
         return
     for name, value in tensors.items():
@@ -145,14 +156,14 @@ def no_gradient(tensors: dict, why: str) -> None:
 
 
 def writable(written: dict, read: dict, elementwise: bool = False) -> None:
-    """Raise ValueError unless the tensors `written` may be overwritten. None is no tensor.
+    """Raise ValueError unless the tensors in `written` can be overwritten; None values are skipped.
 
-    That needs memory of its own for each of their elements, apart from all of `read`.
+    Each element needs its own memory, and none may share memory with a tensor in `read`.
 
-    elementwise: an element is read before it is written, so one of `read` may be a written tensor
-        as a whole.
+    elementwise: the kernel reads an element before it writes it, so a tensor in `read` may be the
+    same memory as a written one, element for element.
     """
-    # Of a compiler's tensors, the operator's fake kernel looks at the memory.
+    # Traced tensors have no memory yet: the operator's fake kernel does this check for them.
     traced = library.is_traced()
     for name, value in written.items():
         if value is None:
@@ -174,5 +185,5 @@ def _expanded(x: torch.Tensor) -> bool:
 
 
 def short(dtype: torch.dtype | torch.layout) -> str:
-    """A dtype as messages spell it."""
+    """Return a dtype as messages spell it, without "torch."."""
     return str(dtype).removeprefix("torch.")

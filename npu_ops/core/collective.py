@@ -1,20 +1,23 @@
-"""torch.distributed: whether it is in use, and collectives with a gradient."""
+"""torch.distributed: whether it is initialized, and an all_gather with a gradient."""
 
 from __future__ import annotations
 
 import torch
 from torch import distributed
 
-in_a_group = getattr(distributed, "is_initialized", bool)  # torch may be built without it
+in_a_group = getattr(distributed, "is_initialized", bool)  # torch may be built without distributed
 
 
 def all_gather(x: torch.Tensor, group) -> torch.Tensor:
-    """`[ranks, ...]` of every rank's `x`, which has one shape on all; each rank goes backward."""
+    """Return `[ranks, ...]`: the `x` of every rank. `x` must have one shape on all ranks.
+
+    All ranks must run the backward too: it contains an all_reduce.
+    """
     return _AllGather.apply(x, group)
 
 
 class _AllGather(torch.autograd.Function):
-    """The gradient is the sum of what all ranks have for it."""
+    """all_gather; its gradient is this rank's slice of the gradient summed over all ranks."""
 
     @staticmethod
     def forward(ctx, x, group):

@@ -1,4 +1,4 @@
-"""How far a result is from what is expected: one measure for tests, benchmarks and tools."""
+"""Error measures of results against expected values, shared by tests, benchmarks and tools."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """What may be wrong with a result.
+    """The largest error that a result may have.
 
-    ratio: RMS of the error over RMS of what is expected.
-    max_abs: the largest error of one element, where the largest element expected is about 1;
-        larger ones may be proportionally further off.
+    ratio: RMS of the error over RMS of the expected values.
+    max_abs: largest absolute error of one element, relative to max(1, largest expected element).
     """
 
     ratio: float
@@ -21,7 +20,7 @@ class Tolerance:
 
 
 def tolerances(float64, float32, float16, bfloat16) -> dict[torch.dtype, Tolerance]:
-    """By dtype; each is given as (ratio, max_abs)."""
+    """Return the tolerance of each dtype. Each argument is (ratio, max_abs)."""
     given = {
         torch.float64: float64,
         torch.float32: float32,
@@ -31,34 +30,33 @@ def tolerances(float64, float32, float16, bfloat16) -> dict[torch.dtype, Toleran
     return {dtype: Tolerance(*pair) for dtype, pair in given.items()}
 
 
-# Against fp64 on the same inputs: one rounding to the dtype, after sums over a row in fp32.
+# For results that sum a row in fp32 and round once to the dtype, against fp64 on the same inputs.
 ROUNDED_ONCE = tolerances((2e-15, 1e-14), (6e-7, 2e-6), (4e-4, 6e-4), (2.5e-3, 5e-3))
 
 
 def error_ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """RMS of the error over RMS of `expected`; 0 where both are, NaN if `actual` has one."""
+    """Return RMS of the error over RMS of `expected`: 0 if both are 0, NaN if `actual` has one."""
     return _ratio(_error(actual, expected), expected)
 
 
 def max_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest absolute error over the largest absolute element expected, which counts as 1 at
-    least."""
+    """Return the largest absolute error over max(1, largest absolute element of `expected`)."""
     return _largest(_error(actual, expected)) / max(1.0, _largest(expected))
 
 
 def assert_close(
     name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolerance
 ) -> None:
-    """Compare `actual` with `expected`, which may have a wider dtype.
+    """Raise unless `actual` is close to `expected`, which may have a wider dtype.
 
     Raises:
-        AssertionError: other shapes, an error beyond `tolerance`, or a NaN.
+        AssertionError: the shapes differ, the error exceeds `tolerance`, or there is a NaN.
     """
     if actual.shape != expected.shape:
         raise AssertionError(f"{name}: shape {list(actual.shape)}, expected {list(expected.shape)}")
     error = _error(actual, expected)
     ratio, largest = _ratio(error, expected), _largest(error) / max(1.0, _largest(expected))
-    if not (ratio <= tolerance.ratio and largest <= tolerance.max_abs):  # a NaN is not <=
+    if not (ratio <= tolerance.ratio and largest <= tolerance.max_abs):  # <= is False for a NaN
         raise AssertionError(
             f"{name}: error ratio {ratio:.3g} (at most {tolerance.ratio:.3g}), max error "
             f"{largest:.3g} (at most {tolerance.max_abs:.3g}), worst at {_worst(error)}"

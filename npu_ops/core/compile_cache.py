@@ -1,8 +1,8 @@
-"""torch's caches of compiled graphs, told which npu-ops a graph was compiled with.
+"""Adds the version of npu-ops to the keys of torch's caches of compiled graphs.
 
-torch keeps compiled graphs on disk, by the operators that they call. It does not know that
-another version of npu-ops gives the same operator another gradient: without this, an upgrade would
-call what is no longer there, or compute what a former version did.
+torch caches compiled graphs on disk by the operators they call. It does not notice that another
+version of npu-ops changed an operator or its gradient. Without this, an upgrade could run a stale
+graph, or one that calls an operator that is gone.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _PACKAGE = pathlib.Path(__file__).parent.parent
 
 
 def tell_torch(package: pathlib.Path = _PACKAGE) -> None:
-    """Add what `package` consists of to the key of torch's caches, behind a tag that is there."""
+    """Append a fingerprint of `package` to torch's cache key tag, keeping an existing tag."""
     tag = getattr(torch.compiler.config, "cache_key_tag", None)
-    if tag is None:  # a torch that knows no tags
+    if tag is None:  # this torch version has no tags
         return
     ours = f"npu_ops={fingerprint(package)}"
     if ours not in tag:
@@ -26,7 +26,7 @@ def tell_torch(package: pathlib.Path = _PACKAGE) -> None:
 
 
 def fingerprint(package: pathlib.Path) -> str:
-    """16 hexadecimal digits of what is in a package's Python files. Costs 7 ms for ours."""
+    """Return a hash of a package's Python files, 16 hexadecimal digits. Takes 7 ms for npu_ops."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         digest.update(f"{file.relative_to(package)} {file.stat().st_size} ".encode())

@@ -1,9 +1,9 @@
-"""What an operator decided for a call, kept for calls with an equal key.
+"""Cache of dispatch decisions: calls of an operator with an equal key reuse one decision.
 
 A decision is how outputs are allocated, how arguments are laid out, and which implementation runs.
-It is assumed to depend on the key alone: dtypes, shapes, strides and devices of all tensors, all
-other arguments, whether there is a process group, and the epoch. What depends on a tensor's values,
-as checks of indices do, is done in every call. Nothing here holds a tensor.
+It depends on the key alone: dtypes, shapes, strides and devices of all tensors, all other
+arguments, whether there is a process group, and the epoch. Checks of tensor values, e.g. of
+indices, run in every call. The cache holds no tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from npu_ops.core import epoch
 from npu_ops.core.collective import in_a_group
 
-MOST = 256  # keys of one operator; then all are dropped, for shapes come few or ever new
+MOST = 256  # keys per operator; beyond that, the cache is cleared: such shapes rarely repeat
 
 
 class Output(NamedTuple):
@@ -33,7 +33,11 @@ class Output(NamedTuple):
 
 
 class View(NamedTuple):
-    """An argument that is a tensor: one of inputs and outputs by number, as it is or as a view."""
+    """How to make one tensor argument of the implementation from the call's inputs and outputs.
+
+    place: index of the argument. source: index of the input or output that it comes from.
+    size, stride: of the view to take; None if it is the source itself.
+    """
 
     place: int
     source: int
@@ -42,13 +46,13 @@ class View(NamedTuple):
 
 
 class Decision:
-    """What was decided for a call.
+    """The decision for one call.
 
     Args:
-        implementation: the one that runs.
-        outputs: the call's, None for those that are not wanted.
-        arguments: what the implementation takes.
-        views: its tensors, by where they come from.
+        implementation: the implementation that runs.
+        outputs: the call's outputs; None for those that are not wanted.
+        arguments: the implementation's arguments.
+        views: how to make its tensor arguments.
     """
 
     def __init__(self, implementation, outputs: Sequence, arguments: Sequence, views: list[View]):
@@ -65,7 +69,10 @@ class Decision:
         return [None if output is None else output.new() for output in self._outputs]
 
     def arguments(self, tensors: Sequence[torch.Tensor | None]) -> tuple:
-        """Return the implementation's arguments. tensors: the call's inputs, then its outputs."""
+        """Return the implementation's arguments.
+
+        tensors: the call's input tensors, then its outputs.
+        """
         arguments = self._arguments.copy()
         for place, source in self._same:
             arguments[place] = tensors[source]
@@ -75,7 +82,7 @@ class Decision:
 
 
 class Decisions:
-    """The decisions of one operator. `tensors`: how many tensors its inputs begin with."""
+    """The decisions of one operator. tensors: number of tensors at the start of its inputs."""
 
     def __init__(self, tensors: int):
         self._tensors = tensors
@@ -93,7 +100,8 @@ class Decisions:
         return self._found.get(key)
 
     def keep(self, key: tuple, implementation, inputs, outputs, arguments) -> None:
-        """Keep a decision, or that there is none because an argument was copied."""
+        """Store a decision; store None if an argument is a copy, so that such calls are never
+        cached."""
         if key in self._found:
             return
         if len(self._found) >= MOST:
@@ -105,7 +113,7 @@ class Decisions:
 
 
 def _views(arguments: Sequence, sources: Sequence) -> list[View] | None:
-    """Where each tensor of the arguments comes from; None if one is no view of one source."""
+    """Return how to make each tensor argument; None if one is not a view of exactly one source."""
     views = []
     for place, x in enumerate(arguments):
         if isinstance(x, torch.Tensor):
@@ -120,5 +128,5 @@ def _views(arguments: Sequence, sources: Sequence) -> list[View] | None:
 
 
 def _begins(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether both begin with the same element."""
+    """Return whether both tensors have the same first element."""
     return x.data_ptr() == y.data_ptr() and x.dtype == y.dtype and bool(x.data_ptr())

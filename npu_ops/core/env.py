@@ -1,4 +1,4 @@
-"""The environment switches: every variable npu-ops reads, each read here and nowhere else.
+"""Environment variables: npu-ops reads its own settings here and nowhere else.
 
 `python npu_ops/core/env.py` prints ENVS.md.
 """
@@ -18,7 +18,7 @@ from npu_ops.core import epoch
 
 @dataclasses.dataclass(frozen=True)
 class Switch:
-    """One environment variable: how it reads, and what ENVS.md says of it."""
+    """One environment variable: its parser, default, and text for ENVS.md."""
 
     variable: str
     field: str
@@ -29,7 +29,7 @@ class Switch:
 
 
 def _implementations(text: str) -> dict[str, str]:
-    """`rope=reference,mrope=cpu` -> {"rope": "reference", "mrope": "cpu"}."""
+    """Parse `rope=reference,mrope=cpu` into {"rope": "reference", "mrope": "cpu"}."""
     chosen = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         op, separator, name = item.partition("=")
@@ -68,7 +68,7 @@ def _log_level(text: str) -> str:
 
 
 def _shadow(text: str) -> int:
-    """`shadow:100` -> 100; 0 for anything else."""
+    """Parse `shadow:100` as 100; return 0 for anything else."""
     name, _, number = text.partition(":")
     return int(number) if name == "shadow" and number.isascii() and number.isdigit() else 0
 
@@ -139,12 +139,12 @@ class Settings:
 
     @property
     def consistent_as_set(self) -> str:
-        """What NPU_OPS_CONSISTENT was set to: 0, 1 or chunks."""
+        """Return the text that NPU_OPS_CONSISTENT was set to: 0, 1 or chunks."""
         return next(text for text, mode in _MODES.items() if mode == self.consistent)
 
     @functools.cached_property
     def shadow(self) -> int:
-        """Every how many calls of an op are compared with the reference; 0: none."""
+        """Return N if every Nth call is compared with the reference; 0 if none is."""
         return _shadow(self.log)
 
 
@@ -152,7 +152,7 @@ def read(environ=os.environ) -> Settings:
     """Parse the switches.
 
     Raises:
-        ValueError: a variable has a value it cannot have.
+        ValueError: a variable has an invalid value.
     """
     values = {s.field: s.parse(environ.get(s.variable, s.default)) for s in SWITCHES}
     return Settings(**values)
@@ -176,11 +176,11 @@ def override(**changes) -> Iterator[Settings]:
 
 
 def cache_folder(name: str) -> pathlib.Path | None:
-    """What npu-ops keeps for a user under `name`; None for a user without a home."""
+    """Return the folder `name` in the user's npu_ops cache; None for a user without a home."""
     root = os.environ.get("XDG_CACHE_HOME")
     try:
         return pathlib.Path(root or pathlib.Path.home() / ".cache") / "npu_ops" / name
-    except RuntimeError:  # as pathlib says that there is no home
+    except RuntimeError:  # Path.home() found none
         return None
 
 
@@ -190,7 +190,7 @@ def _row(switch: Switch) -> str:
 
 
 def markdown() -> str:
-    """ENVS.md."""
+    """Return the text of ENVS.md."""
     rows = "\n".join(map(_row, SWITCHES))
     return (
         "# Environment variables\n\n"

@@ -1,6 +1,7 @@
-"""A number that grows when something changes that implementations are chosen by, besides a call.
+"""A counter that invalidates cached dispatch decisions.
 
-Switches, assumed devices and tables of preferences advance it; `core/decisions.py` reads it.
+It grows when switches, assumed devices or preference tables change, for they affect which
+implementation is chosen. `core/decisions.py` makes it part of every cache key.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ _number = 0
 
 
 def advance() -> None:
-    """Make decisions of before invalid."""
+    """Invalidate all cached decisions."""
     global _number
     _number += 1
 

@@ -1,6 +1,6 @@
-"""What the kernels need to know of a device. Nothing is asked of a driver before it is needed.
+"""Device properties that kernels need. Drivers are queried only when a property is needed.
 
-`is_npu` and what it rests on never raise: drivers of a cluster and actors without an NPU ask too.
+`is_npu` and the functions it calls never raise: cluster drivers and actors without an NPU call it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import torch
 
 from npu_ops.core import epoch, socs
 
-# Programs of an interpreted launch: more than one, so that the loop over them is exercised.
+# Programs of a launch in Triton's interpreter: more than one, so that the loop over them is tested.
 _INTERPRETED_PROGRAMS = 3
 # Enough programs to keep every multiprocessor of an NVIDIA GPU busy with a memory-bound kernel.
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 
 
 def is_npu() -> bool:
-    """Whether torch has an NPU to use here. Never raises, and starts none.
+    """Return whether torch can use an NPU here. Never raises, and initializes no device.
 
-    False where torch_npu is not installed, was not imported, or is broken, and where no device is
-    visible: on the driver of a cluster, without CANN. `npu_why_not` says which it is.
+    False if torch_npu is not installed, not imported or broken, or if no device is visible, as on a
+    cluster driver without CANN. `npu_why_not` gives the reason.
     """
     return npu_why_not() is None
 
 
 def npu_why_not() -> str | None:
-    """None, or a sentence on why there is no NPU to use. Never raises, and starts none."""
+    """Return None, or why there is no usable NPU. Never raises, and initializes no device."""
     try:
         if not hasattr(torch, "npu"):
             if _has("torch_npu"):
@@ -40,13 +40,13 @@ def npu_why_not() -> str | None:
             return "torch_npu is not installed"
         if torch.npu.is_available() and torch.npu.device_count():
             return None
-    except Exception as error:  # a broken driver, a CANN of another version: anything
+    except Exception as error:  # any error counts: a broken driver, a CANN of another version, ...
         return f"torch_npu does not work: {type(error).__name__}: {first_line(error)}"
     return "torch_npu sees no device (driver, container or ASCEND_RT_VISIBLE_DEVICES)"
 
 
 def npu_count() -> int:
-    """How many NPUs torch has here; 0 wherever `is_npu` is False. Never raises."""
+    """Return the number of NPUs; 0 wherever `is_npu` is False. Never raises."""
     try:
         return int(torch.npu.device_count()) if is_npu() else 0
     except Exception:
@@ -54,7 +54,7 @@ def npu_count() -> int:
 
 
 def npu_name() -> str | None:
-    """The SoC, e.g. Ascend910B3; None without one, or if torch_npu cannot say. Never raises."""
+    """Return the SoC name, e.g. Ascend910B3; None without an NPU or on an error. Never raises."""
     if not is_npu():
         return None
     try:
@@ -64,7 +64,7 @@ def npu_name() -> str | None:
 
 
 def processor() -> str:
-    """The name of the processor."""
+    """Return the name of this machine's CPU."""
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -72,31 +72,34 @@ def processor() -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the traceback that torch_npu puts behind it."""
+    """Return the first line of an error message: torch_npu appends a traceback."""
     return next(iter(str(error).splitlines()), "")
 
 
 def _has(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):  # half installed
+    except (ImportError, ValueError):  # half-installed package
         return False
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether a graph is being captured on `device`: nothing may wait for it, and what is read
-    would be frozen into the graph."""
+    """Return whether a graph is being captured on `device`.
+
+    During capture nothing may wait for the device, and a value read then would be frozen into the
+    graph.
+    """
     asked = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
     return asked is not None and bool(asked())
 
 
 def num_vector_cores(device: torch.device) -> int:
-    """How many programs of a vector kernel run at once on `device`."""
+    """Return how many programs of a vector kernel run at once on `device`."""
     return _assumed_cores[1] if _assumed_cores else _cores(device, "num_vectorcore")
 
 
 def num_cube_cores(device: torch.device) -> int:
-    """How many programs of a matrix kernel run at once on `device`."""
+    """Return how many programs of a matrix kernel run at once on `device`."""
     return _assumed_cores[0] if _assumed_cores else _cores(device, "num_aicore")
 
 
@@ -106,9 +109,9 @@ _assumed_cores: tuple[int, int] | None = None
 
 @contextlib.contextmanager
 def as_if_soc(soc: str, cores: tuple[int, int] | None = None) -> Iterator[None]:
-    """Choose tiles in a block as for an NPU with `soc`, e.g. to compile for it.
+    """In a block, choose tiles as for an NPU `soc`, e.g. to compile for it.
 
-    cores: cube and vector cores to launch on; None: as many programs as on this machine.
+    cores: numbers of cube and vector cores to launch on; None: those of this machine.
     """
     global _assumed_soc, _assumed_cores
     before = _assumed_soc, _assumed_cores
@@ -122,23 +125,25 @@ def as_if_soc(soc: str, cores: tuple[int, int] | None = None) -> Iterator[None]:
 
 
 def soc_is_assumed() -> bool:
-    """Whether `as_if_soc` is in force."""
+    """Return whether `as_if_soc` is active."""
     return _assumed_soc is not None
 
 
 def soc(device: torch.device) -> str:
-    """Return the SoC of the device, or the one that `as_if_soc` assumes; "" if it is no NPU."""
+    """Return the device's SoC, or the one that `as_if_soc` assumes; "" if the device is no NPU."""
     return _assumed_soc or _soc(device)
 
 
 def cores_of_a_tile(device: torch.device) -> int:
-    """How many vector cores share out what the matrix unit hands them, each in a buffer of its own:
-    two, but the compiler for Ascend950 gives all to one."""
+    """Return how many vector cores split a tile of the matrix unit, each in its own buffer.
+
+    It is 2, but 1 on Ascend950, whose compiler gives the whole tile to one core.
+    """
     return 1 if socs.is_ascend950(soc(device)) else 2
 
 
 def ascend_options(kernel, device: torch.device, **options) -> dict:
-    """Launch options of triton-ascend; none on a GPU, nor where Triton interprets `kernel`."""
+    """Return the options to launch `kernel` with; {} on a GPU or in Triton's interpreter."""
     compiled = type(kernel).__name__ == "JITFunction"
     return options if compiled and device.type != "cuda" else {}
 

@@ -1,7 +1,7 @@
-"""Index values that an implementation in Python follows into host memory.
+"""Checks of index values on the CPU, for implementations in Python that index memory with them.
 
-Native kernels do the same with the same words (csrc/common/indices.h). It is done where the values
-are followed, for a compiled caller has had no other check.
+Native kernels make the same checks with the same messages (csrc/common/indices.h). They run inside
+the implementation, because a compiled caller skips the argument checks.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import torch
 
 
 def starts_of(name: str, x: torch.Tensor, tokens: int) -> list[int]:
-    """Where sequences start and the last one ends, see lengths.py.
+    """Return the sequence starts as a list, see lengths.py.
 
-    Raises ValueError unless they begin with 0, do not decrease, and end among `tokens`.
+    Raises:
+        ValueError: they do not begin with 0, they decrease, or the last exceeds `tokens`.
     """
     starts = x.tolist()
     if not starts or starts[0] != 0 or starts[-1] > tokens:
@@ -26,22 +27,22 @@ def starts_of(name: str, x: torch.Tensor, tokens: int) -> list[int]:
 
 
 def within(name: str, x: torch.Tensor, low: int, high: int) -> list:
-    """The values. Raises ValueError unless all are from `low` to `high`."""
+    """Return the values as a list. Raises ValueError unless all are in low..high, inclusive."""
     check_within(name, x, low, high)
     return x.tolist()
 
 
 def check_within(name: str, x: torch.Tensor | None, low: int, high: int) -> None:
-    """Raise ValueError unless all values are from `low` to `high`."""
+    """Raise ValueError unless all values are in low..high, inclusive. None passes."""
     if x is None or not x.numel():
         return
-    smallest, largest = int(x.min()), int(x.max())  # which copy no view
+    smallest, largest = int(x.min()), int(x.max())  # min and max do not copy a view
     if smallest < low or high < largest:
         raise ValueError(f"{name}: got {smallest} to {largest}, needs {low} to {high}")
 
 
 def check_starts(name: str, x: torch.Tensor | None, tokens: int) -> None:
-    """`starts_of`, of starts that may be None."""
+    """Raise ValueError unless starts are valid, as in `starts_of`. None passes."""
     if x is not None:
         starts_of(name, x, tokens)
 

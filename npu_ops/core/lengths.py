@@ -1,16 +1,16 @@
-"""Packed sequences: what lengths mean, in every op and on every device.
+"""Packed sequences: the meaning of lengths in every op and on every device.
 
-Lengths are `starts`, `[N + 1]` of int32 or int64: where N sequences start and the last one ends.
-They begin with 0, never decrease, and end at the number of tokens or before it.
+Lengths are given as `starts`, int32 or int64 `[N + 1]`: the start of each of N sequences, then the
+end of the last. They begin with 0, never decrease, and end at or before the number of tokens.
 
-- Tokens behind the last sequence belong to nobody. Their outputs and gradients are 0, whatever the
+- Tokens behind the last sequence are unowned. Their outputs and gradients are 0, whatever the
   inputs hold there.
-- Wrong lengths raise ValueError where they are in host memory. On a device nothing waits for them:
-  outputs and gradients of all tokens are NaN, and no other memory is touched. States that are
-  returned, and the gradients of first ones, are NaN; a pool of states stays as it is.
+- Invalid lengths raise ValueError if they are in host memory. On a device nothing waits for them:
+  outputs and gradients of all tokens are NaN, and no other memory is touched. Returned states and
+  gradients of initial states are NaN; a pool of states stays unchanged.
 
-Host memory: `indices.starts_of`, csrc/common/indices.h. Devices: `nobodys` for what runs as torch
-operators, `finish` of lengths_triton_ascend.py behind Triton kernels.
+In host memory, `indices.starts_of` and csrc/common/indices.h check them. On devices, `nobodys`
+handles them for torch operators, and `finish` of lengths_triton_ascend.py after Triton kernels.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from npu_ops.core import make
 
 
 def are_right(starts: torch.Tensor, tokens: int | torch.Tensor) -> torch.Tensor:
-    """Whether starts are right for so many tokens: a bool on their device."""
+    """Return whether starts are valid for this many tokens: a bool tensor on their device."""
     return (starts[0] == 0) & (starts[-1] <= tokens) & (starts.diff() >= 0).all()
 
 
 def pass_through(states, to, starts: torch.Tensor | None) -> None:
-    """Write the states that sequences of a call without tokens leave: those they began with, or 0;
-    NaN where starts are wrong. Also gradients of them, backwards. to: None if nobody wants them."""
+    """Write the final states of a call without tokens: its initial states, or 0 if there are none.
+
+    They are NaN if starts are invalid. Backward passes use it for the gradients of states, too. to:
+    None if the states are not wanted.
+    """
     if to is None:
         return
     to.zero_() if states is None else to.copy_(states)
-    if starts is not None and starts.device.type != "cpu":  # the host has looked at its own
+    if starts is not None and starts.device.type != "cpu":  # host values are checked already
         to.masked_fill_(~are_right(starts, 0), torch.nan)
 
 
 def nobodys(starts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens belong to nobody, and what their results are.
+    """Return which tokens are unowned, and the value of their results.
 
     Returns:
-        bool `[tokens]`, all True where starts are wrong; and a number on starts' device, 0 or NaN.
+        bool `[tokens]`, all True if starts are invalid; and a scalar on starts' device, 0 or NaN.
     """
     right = are_right(starts, tokens)
     token = make.counted(tokens, device=starts.device)
@@ -47,11 +50,14 @@ def nobodys(starts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def before_conversion(call, **converted: bool):
-    """The call, with zeros in arguments `[1, tokens, ...]` where tokens belong to nobody.
+    """Return the call with zeros at unowned tokens, in arguments `[1, tokens, ...]` to be
+    converted.
 
-    converted: by an argument's name, whether PyTorch converts it before the operator runs. The
-    conversion then has gradients of 0 at such tokens; 0 times NaN would be NaN, in sums over tokens
-    too. Wrong starts change nothing, so that gradients become NaN.
+    converted: argument name -> whether PyTorch converts that argument before the operator runs.
+
+    The conversion then gets gradients of 0 at such tokens. Otherwise it could multiply 0 by NaN,
+    and sums over tokens would be NaN as well. With invalid starts nothing is zeroed, so gradients
+    become NaN.
     """
     starts, tokens = call.cu_seqlens, call.q.shape[1]
     given = {name: getattr(call, name) for name, is_so in converted.items() if is_so}
@@ -68,7 +74,8 @@ def before_conversion(call, **converted: bool):
 
 
 def without_nobodys(starts: torch.Tensor | None, *rows: torch.Tensor | None) -> tuple:
-    """Tensors `[1, tokens, ...]` with what tokens that belong to nobody have."""
+    """Return tensors `[1, tokens, ...]` with unowned tokens set to 0, or all to NaN if starts are
+    invalid."""
     if starts is None:
         return rows
     given = next(x for x in rows if x is not None)

@@ -1,4 +1,4 @@
-"""What tokens that belong to nobody have, written behind a kernel in one launch: see lengths.py."""
+"""One launch after a kernel that sets the results of unowned tokens to 0 or NaN: see lengths.py."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import triton.language as tl
 
 from npu_ops.core.grid import next_power_of_2, vector_grid
 
-# Starts of sequences looked at in one piece, and elements of a row written in one.
+# STARTS: sequence starts checked per step. BLOCK: elements of a row written per step.
 STARTS = 1024
 BLOCK = 2048
-# Tensors of a launch.
+# Most tensors of one launch.
 MOST = 5
 
 
 @triton.jit
 def looked_at(starts, sequences, tokens, STARTS: tl.constexpr):
-    """Whether int32 starts are right, and where the last sequence ends."""
+    """Return whether int32 starts are valid, and where the last sequence ends."""
     wrong = 0
     for begin in range(0, sequences, STARTS):
         n = begin + tl.arange(0, STARTS)
@@ -47,8 +47,10 @@ def span_of(starts, n, sequences, tokens, right, last):
 def _fill(
     x, right, first, rows, heads, width, x_t, x_n, value, STATE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Rows of x, each of `heads` times `width` elements, become `value`: those of tokens from
-    `first` on; those of states where the starts are not `right`."""
+    """Fill rows of x with `value`; each row has `heads` times `width` elements.
+
+    For tokens, fill those from `first` on. For states, fill all if starts are invalid, else none.
+    """
     if x is not None:
         if STATE:
             first = tl.where(right, rows, 0)
@@ -67,7 +69,8 @@ def _finish_kernel(
     w2, t2, n2, r3, h3, w3, t3, n3, r4, h4, w4, t4, n4, STATES: tl.constexpr, STARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The first tensors have tokens; behind them are states, from number STATES on."""
+    """Fill up to 5 tensors: first those with tokens, then, from number STATES on, those with
+    states."""
     right, last = looked_at(starts, sequences, tokens, STARTS)
     first, _ = span_of(starts, sequences, sequences, tokens, right, last)
     value = tl.where(right, 0.0, float("nan"))
@@ -79,11 +82,12 @@ def _finish_kernel(
 
 
 def finish(starts: torch.Tensor | None, *outputs: torch.Tensor | None, states=()) -> None:
-    """Write what tokens that belong to nobody have, to outputs `[1, tokens, ...]`.
+    """Set the rows of unowned tokens in outputs `[1, tokens, ...]`; if starts are invalid, all to
+    NaN.
 
-    starts: int32, one after another, as `int32_starts` gives them; None: nothing to do. Where all
-    tokens belong to a sequence, the launch only looks at the starts.
-    states: `[N, ...]`, each in one piece of memory, or None; NaN where the starts are wrong.
+    starts: contiguous int32, see `int32_starts`; None: do nothing. If every token belongs to a
+    sequence, the launch only checks the starts.
+    states: `[N, ...]`, each row contiguous, or None; set to NaN if the starts are invalid.
     """
     if starts is None:
         return
@@ -105,7 +109,7 @@ def finish(starts: torch.Tensor | None, *outputs: torch.Tensor | None, states=()
 
 
 def _flat(states: torch.Tensor) -> torch.Tensor:
-    """`[1, N, elements]`, in the order that they have in memory."""
+    """View states as `[1, N, elements]`, each row in memory order."""
     count = states.shape[0]
     return states.as_strided((1, count, states.numel() // count), (0, states.stride(0), 1))
 

@@ -1,7 +1,7 @@
 """The torch library `npu_ops::` and the native kernels behind it.
 
-Schemas are defined in Python, by each op's `op.py`, so an install without a compiler still has
-every operator. The native library adds CPU kernels to them (`TORCH_LIBRARY_IMPL`, no schema).
+Each op's `op.py` defines its schemas in Python, so an install without a compiler still has every
+operator. The native library only adds CPU kernels to them (`TORCH_LIBRARY_IMPL`, no schema).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from npu_ops.core import log, memory
 
 LIBRARY = torch.library.Library("npu_ops", "DEF")
 _BUILD_INFO = pathlib.Path(__file__).parent.parent / "_build_info.json"
-# The C++ API of older releases is no stable ABI: a library for each, see setup.py.
+# Before torch 2.10 the C++ API is not a stable ABI: each release needs its own library, see
+# setup.py.
 _TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
 _NATIVE = "_native.abi3.so" if _TORCH >= (2, 10) else "_native_torch{}_{}.abi3.so".format(*_TORCH)
 _REBUILD = (
@@ -32,45 +33,45 @@ _REBUILD = (
 )
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Tests set this to fill every output with NaN first, so that an element no kernel wrote shows.
+# Tests set this to fill outputs with NaN first, which exposes elements that no kernel wrote.
 poison_outputs = False
 
 
 def dense_like(x: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """An uninitialised contiguous tensor with the shape of `x`; None for None."""
+    """Return an uninitialised contiguous tensor of x's shape; None for None."""
     if x is None:
         return None
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def poisoned(out: torch.Tensor) -> torch.Tensor:
-    """Return the uninitialised `out`; filled with NaN if tests ask for it (`poison_outputs`)."""
+    """Return the uninitialised `out`, filled with NaN if `poison_outputs` is set."""
     return out.fill_(float("nan")) if poison_outputs else out
 
 
 def written(*tensors: torch.Tensor) -> None:
-    """Tell autograd, and whoever goes by a tensor's version, that these were written in place."""
+    """Increment the version counters of tensors written in place, as autograd needs."""
     torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 def define(schema: str) -> str:
-    """Define `npu_ops::<schema>` and return its name. torch refuses a name defined already."""
+    """Define `npu_ops::<schema>` and return its name. Raises if the name is already defined."""
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     return schema.partition("(")[0]
 
 
 def operator(schema: str, run, fake, elementwise: bool = False) -> Callable:
-    """Define `npu_ops::<schema>` with everything that torch wants of an operator.
+    """Define `npu_ops::<schema>` with its kernel and its fake kernel.
 
-    Not `torch.library.custom_op`: that costs four times as much a call.
+    This avoids `torch.library.custom_op`, which makes a call four times as expensive.
 
     Args:
-        run: computes it on any device.
+        run: computes the outputs on any device.
         fake: makes outputs with the right shapes and dtypes, and computes nothing.
         elementwise: of an operator that writes to its arguments, see `memory.apart`.
 
     Returns:
-        The function that calls it, see `caller`.
+        The function that calls the operator, see `caller`.
     """
     name = define(schema)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -81,10 +82,10 @@ def operator(schema: str, run, fake, elementwise: bool = False) -> Callable:
 
 
 def caller(name: str) -> Callable:
-    """A function that calls `npu_ops::<name>`, once, through torch's dispatcher.
+    """Return a function that calls `npu_ops::<name>` through torch's dispatcher.
 
-    A call that autograd does not record skips the autograd kernel, which is Python and costs as
-    much as the rest of the dispatcher.
+    If autograd does not record the call, it skips the autograd kernel. That kernel is Python code
+    and costs as much as the rest of the dispatcher.
     """
     overload = getattr(torch.ops.npu_ops, name).default
 
@@ -101,7 +102,7 @@ def caller(name: str) -> Callable:
 
 
 def _is_recorded(inputs: tuple) -> bool:
-    """Whether autograd, in any of its modes, may record a call with these inputs."""
+    """Return whether autograd or a torch.func transform may record a call with these inputs."""
     if is_transformed() or forward_ad._current_level >= 0:
         return True
     if torch.is_grad_enabled():
@@ -112,21 +113,23 @@ def _is_recorded(inputs: tuple) -> bool:
 
 
 def differentiable(name: str, backward, save=None) -> None:
-    """Give an operator its gradient.
+    """Register the gradient of an operator.
+
+    This avoids `torch.library.register_autograd`: the transforms of `torch.func` reject its
+    kernels.
 
     Args:
         name: of the operator.
-        backward: from a context and the gradients of the outputs, those of the inputs.
-        save: puts what backward needs into the context, from it, the inputs and the output.
-
-    Not `torch.library.register_autograd`: `torch.func`'s transforms refuse what it registers.
+        backward: called with the context and the outputs' gradients; returns the inputs' gradients.
+        save: called with the context, the inputs and the output; stores in the context what
+            backward needs.
     """
     kernel = _autograd_kernel(name, backward, save or (lambda ctx, inputs, output: None))
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 def _autograd_kernel(name: str, backward, save) -> Callable:
-    """The kernel for the dispatch key Autograd: it records the call, and lets the next compute."""
+    """Make the kernel for dispatch key Autograd: it records a call, then calls the next kernel."""
     overload = getattr(torch.ops.npu_ops, name).default
 
     def below_autograd(keys, inputs):
@@ -135,7 +138,7 @@ def _autograd_kernel(name: str, backward, save) -> Callable:
 
     def forward(ctx, *given):
         *inputs, (keys, transformed) = given
-        # torch turns gradients off in here, but those of outer transforms are taken below.
+        # torch disables gradients here, but an outer transform needs the call below to be recorded.
         with torch.enable_grad() if transformed else contextlib.nullcontext():
             output = below_autograd(keys, inputs)
         save(ctx, inputs, output)
@@ -146,7 +149,7 @@ def _autograd_kernel(name: str, backward, save) -> Callable:
         "backward": staticmethod(lambda ctx, *grads: (*backward(ctx, *grads), None)),
     }
     function = type(name, (torch.autograd.Function,), members)
-    # Not `function.apply`: it would handle torch.func's transforms, as the dispatcher did already.
+    # Not `function.apply`: it would apply torch.func's transforms again, after the dispatcher did.
     record = super(torch.autograd.Function, function).apply
 
     def kernel(keys, *inputs):
@@ -162,7 +165,7 @@ def _autograd_kernel(name: str, backward, save) -> Callable:
 
 
 def _refuse_tangents(name: str, args: tuple) -> None:
-    """Raise NotImplementedError for a tangent: no operator has a forward-mode derivative."""
+    """Raise NotImplementedError for a forward-mode tangent: no operator has a jvp."""
     if forward_ad._current_level < 0:
         return
     for arg in args:
@@ -174,9 +177,10 @@ def _refuse_tangents(name: str, args: tuple) -> None:
 
 
 def _where_apart(name: str, fake, elementwise: bool):
-    """`fake`, which for an operator that writes to arguments looks at their memory first.
+    """Wrap `fake` so that an operator that writes to arguments first checks for shared memory.
 
-    A compiler sees the arguments here alone, and turns what shares memory into what does not.
+    In a compiled call only the fake kernel sees the caller's memory: the compiler replaces tensors
+    that share memory by separate ones.
     """
     arguments = getattr(torch.ops.npu_ops, name).default._schema.arguments
     names = [argument.name for argument in arguments]
@@ -195,7 +199,10 @@ def _where_apart(name: str, fake, elementwise: bool):
 
 
 def no_gradient(name: str):
-    """The `backward` of a backward that has none: it raises where torch would leave it out."""
+    """Return a `backward` that raises: the operator `name` has no second derivative.
+
+    Without it, torch would silently treat the second derivative as zero.
+    """
 
     def backward(ctx, *grads):
         raise NotImplementedError(f"{name}: got a gradient of its gradient, which it does not have")
@@ -204,20 +211,20 @@ def no_gradient(name: str):
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` is at work."""
+    """Return whether a transform of `torch.func` is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_traced() -> bool:
-    """Whether tensors are a compiler's or a transform's, which have no memory."""
+    """Return whether tensors belong to a compiler or a torch.func transform, and have no memory."""
     return torch.compiler.is_compiling() or is_transformed()
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:
-    """Whether tensors have memory with their values in it, and nobody else watches.
+    """Return whether tensors have memory with values, and no mode or autograd observes the call.
 
-    False for a compiler, a dispatch mode, a transform and where autograd records; for a subclass, a
-    meta or batched tensor, a zero tensor without memory and a negated view.
+    False under a compiler, a dispatch mode or a transform, and where autograd records; for a tensor
+    subclass, a meta or batched tensor, a zero tensor without memory and a negated view.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
@@ -231,13 +238,13 @@ def _has_its_values(x: torch.Tensor) -> bool:
 
 
 def readable(tensor: torch.Tensor) -> bool:
-    """Whether reading values waits for no device and breaks no trace."""
+    """Return whether the values can be read without waiting for a device or breaking a trace."""
     return tensor.device.type == "cpu" and is_plain(tensor)
 
 
 @functools.cache
 def triton_why_not() -> str | None:
-    """None, or a sentence on why there are no Triton kernels. Does not import triton."""
+    """Return None, or why there are no Triton kernels. Does not import triton."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (for Ascend: pip install triton-ascend)"
     return None
@@ -245,8 +252,7 @@ def triton_why_not() -> str | None:
 
 @functools.cache
 def torch_npu_why_not(operator: str, *arguments: str) -> str | None:
-    """None, or a sentence on why the torch_npu here has no such operator, or none that takes
-    arguments of these names, which later versions of it do."""
+    """Return None, or why the installed torch_npu lacks an operator or some of its arguments."""
     found = getattr(torch.ops.npu, operator, None)
     if found is None:
         return f"torch_npu has no {operator}"
@@ -256,7 +262,7 @@ def torch_npu_why_not(operator: str, *arguments: str) -> str | None:
 
 
 def call_torch_npu(operator: str, *args, **kwargs):
-    """torch_npu's operator itself, also where npu_ops.consistent has put ours at BackendSelect."""
+    """Call torch_npu's own operator, even if npu_ops.consistent replaced it at BackendSelect."""
     ours = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
     with torch._C._ExcludeDispatchKeyGuard(ours):
         return getattr(torch.ops.npu, operator)(*args, **kwargs)
@@ -264,15 +270,16 @@ def call_torch_npu(operator: str, *args, **kwargs):
 
 @functools.cache
 def fla_npu_why_not(operator: str, *arguments: str) -> str | None:
-    """None, or a sentence on why fla_npu here has no such operator that takes these arguments.
+    """Return None, or why the installed fla_npu lacks an operator or some of its arguments.
 
-    Imports fla_npu, which needs CANN. By the functions that it wraps, which have signatures.
+    Imports fla_npu, which needs CANN. It inspects the Python functions that fla_npu wraps, because
+    they have signatures.
     """
     if importlib.util.find_spec("fla_npu") is None:
         return "fla_npu is not installed"
     try:
         found = importlib.import_module("fla_npu.ops.ascendc").ASCENDC_CTYPES_OPS.get(operator)
-    except Exception as error:  # no CANN, or one of another version: anything
+    except Exception as error:  # any error counts: no CANN, one of another version, ...
         return f"fla_npu does not work: {type(error).__name__}: {error}"
     if found is None:
         return f"fla_npu has no {operator}"
@@ -281,7 +288,7 @@ def fla_npu_why_not(operator: str, *arguments: str) -> str | None:
 
 
 def dtype_why_not(*args) -> str | None:
-    """None, or which floating dtype among the arguments the kernels are not compiled for."""
+    """Return None, or which floating dtype of the arguments has no compiled kernel."""
     for arg in args:
         if isinstance(arg, torch.Tensor) and arg.dtype not in _KERNEL_DTYPES:
             if arg.is_floating_point():
@@ -290,19 +297,19 @@ def dtype_why_not(*args) -> str | None:
 
 
 def native_why_not() -> str | None:
-    """None, or a sentence on why there are no native kernels."""
+    """Return None, or why there are no native kernels."""
     return build_info()["why_not"]
 
 
 @functools.cache
 def build_info() -> dict:
-    """How this installation was built.
+    """Return how this installation was built.
 
     Returns:
-        `native`: whether the CPU kernels are loaded; `why_not`: a sentence if they are not;
-        `broken`: whether they were installed and do not load here;
-        `torch`, `compiler`: what they were built with (None without them);
-        `cann`: the folder of the CANN that AscendC kernels were built with (None without them).
+        `native`: whether the CPU kernels are loaded; `why_not`: the reason if they are not;
+        `broken`: whether they are installed but do not load here;
+        `torch`, `compiler`: versions that they were built with (None without them);
+        `cann`: folder of the CANN that AscendC kernels were built with (None without them).
     """
     info = {"native": False, "why_not": None, "broken": False}
     info |= dict.fromkeys(("torch", "compiler", "cann"))
@@ -315,20 +322,21 @@ def build_info() -> dict:
 
 
 def say_what_is_broken() -> None:
-    """Warn of native kernels that were installed and do not load: PyTorch computes instead."""
+    """Warn if native kernels are installed but do not load, so that PyTorch computes instead."""
     if build_info()["broken"]:
         log.once(native_why_not())
 
 
 @functools.cache
 def _load_native() -> str | None:
-    """Load the native library; None, or the reason why there is none."""
+    """Load the native library. Return None, or the reason why it is not available."""
     path = _BUILD_INFO.with_name(_NATIVE)
     if path.exists():
         try:
             torch.ops.load_library(path)
         except OSError as error:
-            reason = error.__cause__ or error  # some releases of torch hide the loader's
+            # some releases of torch hide the loader's error in the cause
+            reason = error.__cause__ or error
             return f"the native library does not load: {reason}; {_REBUILD}"
         return None
     if any(path.parent.glob("_native*.so")):

@@ -1,4 +1,4 @@
-"""Logging: warnings that are said once, and the traces that NPU_OPS_LOG asks for."""
+"""Logging: warnings that appear once per process, and traces for NPU_OPS_LOG."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _said: set[str] = set()
 
 
 def once(sentence: str) -> None:
-    """Warn with `sentence` the first time it is said in this process."""
+    """Log `sentence` as a warning, the first time only in this process."""
     if sentence in _said or env.settings.log == "off":
         return
     _said.add(sentence)
@@ -20,7 +20,7 @@ def once(sentence: str) -> None:
 
 
 def trace(sentence: str) -> None:
-    """Log at INFO what NPU_OPS_LOG asked for; on stderr if the program has not set up logging."""
+    """Log `sentence` at INFO, or print it to stderr if the program has not set up logging."""
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if logger.hasHandlers():

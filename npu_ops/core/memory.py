@@ -1,4 +1,4 @@
-"""Which memory tensors have: whether two of them, or two elements of one, share a byte."""
+"""Overlap checks: whether two tensors, or two elements of one tensor, share a byte of memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-# (stride, least, most): what a factor from least to most times the stride adds to an address.
+# (stride, least, most): adds `stride` times any factor in least..most to an address, in bytes.
 Term = tuple[int, int, int]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -17,10 +17,11 @@ def apart(
     read: dict[str, torch.Tensor | None],
     elementwise: bool = False,
 ) -> None:
-    """Raise ValueError if a tensor that is `written` shares memory with another. None is none.
+    """Raise ValueError if a tensor in `written` shares memory with any other; None values are
+    skipped.
 
-    elementwise: an element is read before it is written, so one of `read` may be a written tensor
-        as a whole.
+    elementwise: the kernel reads an element before it writes it, so a tensor in `read` may be the
+    same memory as a written one, element for element.
     """
     changed = [(name, x, *_place(x)) for name, x in written.items() if x is not None]
     others = [(name, x, *_place(x)) for name, x in read.items() if x is not None]
@@ -34,7 +35,7 @@ def apart(
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether two elements of `x` share memory."""
+    """Return whether two elements of `x` share memory."""
     if x.is_contiguous():
         return False
     size = x.element_size()
@@ -51,7 +52,7 @@ def overlaps_itself(x: torch.Tensor) -> bool:
         return False
     if not terms[-1][0]:
         return True
-    # Two elements differ first in some dimension, where the second is further on.
+    # For two elements, look at the first dimension in which they differ: the second is ahead there.
     for i, (stride, _, most) in enumerate(terms):
         inner = [(s, -n, n) for s, _, n in terms[i + 1 :]]
         if _reaches(0, [(stride, 1, most), *inner], 1 - size, size - 1):
@@ -77,7 +78,7 @@ def _layout(x) -> tuple[list[int], list[int]]:
 
 
 def _number(n) -> int:
-    """Return a size as an int, without a guard: of a symbolic size the compiler's hint, or 0."""
+    """Return a size as an int without adding a guard: for a symbolic size its hint, or 0."""
     return n if isinstance(n, int) else n.node.hint or 0
 
 
@@ -86,9 +87,10 @@ def _laid_out_alike(x, y) -> bool:
 
 
 def _meet(x, y, distance: int) -> bool:
-    """Whether an element of `y`, which starts `distance` bytes after `x`, shares a byte with x's.
+    """Return whether an element of `y` shares a byte with one of `x`; y starts `distance` bytes
+    later.
 
-    Dimensions of one stride, as heads of a fused projection have, count as one.
+    Dimensions with equal strides, as heads of a fused projection have, are merged.
     """
     spans = {}
     for tensor, sign in ((x, -1), (y, 1)):
@@ -102,11 +104,15 @@ def _meet(x, y, distance: int) -> bool:
 
 
 def _reaches(value: int, terms: Sequence[Term], low: int, high: int) -> bool:
-    """Whether `value` and a multiple of each stride add up to low..high; large strides first."""
+    """Return whether `value` plus a multiple of each stride can lie in low..high.
+
+    terms: allowed multiples of each stride, sorted by decreasing stride.
+    """
     if not terms:
         return low <= value <= high
     common = math.gcd(*(stride for stride, _, _ in terms))
-    if (high - value) // common * common + value < low:  # the nearest that strides can make
+    # closest value below high that the strides can reach
+    if (high - value) // common * common + value < low:
         return False
     (stride, least, most), *inner = terms
     inner_low = value + sum(s * n for s, n, _ in inner)

@@ -1,21 +1,22 @@
-"""The models whose shapes `npu-ops parity` takes: what an op's `of_model` makes its cases from."""
+"""Shapes of published models: `npu-ops parity` and each op's `of_model` make cases from them."""
 
 from __future__ import annotations
 
 import dataclasses
 
-# Gated Delta Net's key and value heads are so wide in all of them.
+# Width of a key or value head of Gated Delta Net; the same in all models below.
 LINEAR_DIM = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Shapes of a published model, all heads of it.
+    """Shapes of a published model, before any tensor parallelism.
 
-    section: None without multimodal positions. vision: heads and head dimension, or None.
-    linear: key heads and value heads of Gated Delta Net, `LINEAR_DIM` wide, or None.
-    expert: how wide an expert is between its projections, or None without experts.
-    mlp: the same of an MLP; None where every layer has experts.
+    section: rope sections of multimodal positions, or None. vision: heads and head dimension, or
+    None.
+    linear: key heads and value heads of Gated Delta Net, each `LINEAR_DIM` wide, or None.
+    expert: hidden width of one expert, or None without experts.
+    mlp: hidden width of an MLP, or None where every layer has experts.
     """
 
     hidden: int
@@ -33,7 +34,7 @@ class Model:
 
     @property
     def linear_channels(self) -> int:
-        """q, k and v of Gated Delta Net together."""
+        """Channels of q, k and v of Gated Delta Net together."""
         keys, values = self.linear
         return (2 * keys + values) * LINEAR_DIM
 
@@ -64,10 +65,10 @@ MODELS = {
 
 
 def divided(model: Model, tp: int) -> Model:
-    """What one of `tp` tensor-parallel ranks has of a model.
+    """Return the shapes that each of `tp` tensor-parallel ranks has of a model.
 
     Raises:
-        ValueError: heads that do not divide by it.
+        ValueError: `tp` does not divide the number of heads.
     """
 
     def share(heads: int) -> int:

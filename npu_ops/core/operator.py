@@ -1,10 +1,10 @@
-"""An op declared once: what it takes, what it writes, who computes it. The rest follows.
+"""Declares an op once: its arguments, its outputs and its implementations.
 
     forward = Operator("l2norm", "Tensor x, float eps -> out", ...)
     backward = Backward(forward, "Tensor grad, Tensor x, float eps -> grad_x", ...)
 
-From this an op gets its table of implementations, its torch operators with fake kernels, and its
-gradient. Arguments and results are known by their names: the gradient of `x` is `grad_x`.
+The classes below derive the table of implementations, the torch operators with fake kernels, and
+the gradient. They match arguments and results by name: the gradient of `x` is `grad_x`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Argument:
         return "!" in self.type
 
     def written(self, alias: str) -> str:
-        """As an argument that is written to."""
+        """Return the schema text of this argument as one that is written to."""
         return f"Tensor({alias}!){'?' if self.is_optional else ''} {self.name}"
 
     def __str__(self):
@@ -59,35 +59,38 @@ class Argument:
 class Operator:
     """A torch operator that allocates its outputs and lets an implementation write them.
 
-    Calling it is one call of the torch operator. An output that is not wanted comes back with no
+    Calling it calls the torch operator once. An output that is not wanted is returned with no
     elements.
 
     Args:
-        name: of the operator; `op`, the folder it lives in, is the same unless given.
-        signature: what implementations read, as in a torch schema, tensors first; a `Tensor(a!)`
-            is written in place. Behind the arrow the outputs' names; one with a `?` may be None.
-        shapes: what only the shapes and dtypes of the outputs depend on, as in a torch schema.
+        name: of the operator. `op`, the folder it lives in, is the same unless given.
+        signature: inputs of the implementations in torch's schema syntax, tensors first; a
+            `Tensor(a!)` is written in place. After the arrow: names of the outputs; one with a `?`
+            may be None.
+        shapes: further inputs, same syntax; only shapes and dtypes of the outputs depend on them.
         new: makes the outputs, uninitialised, from a NamedTuple of all inputs.
-        reference: computes the outputs from what implementations read.
-        lay_out: how kernels read the arguments: a function of a NamedTuple of them that returns
-            them all, or functions of some, by name. By default every input is made contiguous.
-        why_not: by an implementation's name, a function that says why it does not support a call,
-            beyond the usual. Called with a NamedTuple of the implementations' arguments.
-        groups: what implementations take as one NamedTuple: its type, by the argument's name. Its
-            fields follow each other in the signature.
+        reference: computes the outputs from the implementations' inputs.
+        lay_out: arranges the arguments for kernels. Either a function of a NamedTuple of them that
+            returns them all, or functions of single arguments, by name. The default makes every
+            input contiguous.
+        why_not: implementation name -> function that returns why it does not support a call, beyond
+            the common checks. Called with a NamedTuple of the implementations' arguments.
+        groups: argument name -> NamedTuple type. Implementations get these fields as one argument.
+            The fields must follow each other in the signature.
         is_empty: whether a call needs no kernel, from a NamedTuple of the implementations'
             arguments; by default, whether its first output has no elements.
-        empty: writes the outputs of such a call; by default zeros, as sums over nothing are.
-        zeroed: whether the outputs are zeros before kernels write, for a NamedTuple of all inputs:
-            where an element may be nobody's, as a token behind the last sequence is.
-        check_indices: raises ValueError for index values in host memory that are wrong, from a
-            NamedTuple of the implementations' arguments, before any implementation runs.
-        aclnn: torch_npu has operators for it, which the op's `aclnn.py` calls: "first", or "behind"
-            our own kernels, where NPU_OPS_IMPL and what `npu-ops tune` measured choose them.
-        fla_npu: that package has an operator for it, which the op's `fla_npu.py` calls; last of all
-            that run on an NPU.
-        ascendc: it has an AscendC kernel and a native launcher of it. Triton's comes first: that
-            one is compiled by the vendor's compiler here.
+        empty: writes the outputs of such a call; the default is zeros, the sum over nothing.
+        zeroed: whether to zero the outputs before a kernel runs, from a NamedTuple of all inputs.
+            Needed if kernels skip elements, e.g. tokens behind the last sequence.
+        check_indices: raises ValueError for invalid index values in host memory, from a NamedTuple
+            of the implementations' arguments, before any implementation runs.
+        aclnn: torch_npu has operators for it, which the op's `aclnn.py` calls. "first": they come
+            first. "behind": they come after our kernels, and run only if NPU_OPS_IMPL or a table of
+            `npu-ops tune` chooses them.
+        fla_npu: fla_npu has an operator for it, which the op's `fla_npu.py` calls. It comes last of
+            the NPU implementations.
+        ascendc: the op has an AscendC kernel and a native launcher of it. The Triton kernel comes
+            before it, because the vendor's compiler compiles that one on this machine.
         cpu_in_python: the CPU implementation is in the op's `cpu.py`, not in the native library.
     """
 
@@ -147,7 +150,8 @@ class Operator:
         return self._call(*inputs)
 
     def run(self, *inputs):
-        """Compute the outputs on any device: the kernel that torch's dispatcher calls."""
+        """Compute the outputs on any device. torch's dispatcher calls this as the operator's
+        kernel."""
         key = self._decisions.key(inputs)
         decision = self._decisions.find(key)
         outputs = self._run(inputs, key) if decision is None else self._repeat(inputs, decision)
@@ -174,7 +178,7 @@ class Operator:
         return outputs
 
     def _repeat(self, inputs: tuple, decision: Decision) -> Sequence:
-        """`_run` by a decision for an equal key."""
+        """Run a call by the cached decision for its key."""
         outputs = decision.outputs()
         if library.poison_outputs:
             _poison(outputs)
@@ -190,12 +194,14 @@ class Operator:
             library.written(*self._given(inputs, self._overwritten))
 
     def check_host_indices(self, arguments) -> None:
-        """Raise ValueError for wrong index values, where reading them waits for no device."""
+        """Raise ValueError for invalid index values; skipped if reading them would wait for a
+        device."""
         if self._check_indices and arguments[0].device.type == "cpu":
             self._check_indices(arguments)
 
     def explain(self, *inputs) -> list[Verdict]:
-        """Say for each implementation why it does not run these inputs, or None."""
+        """Return for each implementation why it does not run these inputs; None for the one
+        chosen."""
         inputs = self.Inputs(*inputs)
         arguments = self._arguments(inputs, _tuple(self.new(inputs)))
         self.check_host_indices(arguments)
@@ -219,7 +225,7 @@ class Operator:
         return self._returned(inputs, _tuple(self.new(inputs)))
 
     def _returned(self, inputs, outputs):
-        """The outputs as a torch operator must return them: a tensor for each."""
+        """Return the outputs as a torch operator must: None becomes an empty tensor."""
         if len(outputs) == 1:
             return outputs[0]
         like = inputs[0]
@@ -248,7 +254,7 @@ class Operator:
                 output.zero_()
 
     def _by_reference(self, *arguments):
-        """The reference as an implementation: it writes to the outputs."""
+        """Run the reference as an implementation: copy its results into the outputs."""
         found = _tuple(self.reference(*arguments[: self._reads]))
         for output, value in zip(arguments[self._reads :], found, strict=True):
             if output is not None:
@@ -262,7 +268,8 @@ class Operator:
         has_ascendc: bool,
         cpu_in_python: bool,
     ) -> list[Implementation]:
-        """Triton, CPU, reference: what every op has; and the vendor's, and AscendC."""
+        """Return the implementations every op has (Triton, CPU, reference) and the optional
+        ones."""
         folder = f"npu_ops.ops.{self.op}"
         arguments = f"{_text(self.takes)}, {self._written()}"
         schema = f"{self.name}_cpu({arguments}) -> ()"
@@ -297,13 +304,13 @@ class Operator:
         ]
 
     def _written(self) -> str:
-        """The outputs as a kernel's schema has them, by aliases that no input has."""
+        """Return the outputs as written arguments of a kernel's schema, with unused aliases."""
         taken = _text(self.takes)
         free = (letter for letter in string.ascii_lowercase if f"({letter}!)" not in taken)
         return ", ".join(a.written(alias) for a, alias in zip(self.writes, free, strict=False))
 
     def _named_reference(self) -> Callable[..., None]:
-        """`_by_reference` with its arguments' names, by which reports call them."""
+        """Return `_by_reference` with a signature that names its arguments, for reports."""
 
         def by_reference(*arguments):
             self._by_reference(*arguments)
@@ -318,8 +325,8 @@ class InPlace:
     """An operator that writes its outputs over its inputs; its name ends with a `_`.
 
     Args:
-        forward: what it is the in-place form of.
-        over: which input each output is written over: {"out": "x"}.
+        forward: the operator that it is the in-place form of.
+        over: output name -> name of the input it overwrites, e.g. {"out": "x"}.
         elementwise: an element is read before it is written, see `memory.apart`.
     """
 
@@ -340,7 +347,7 @@ class InPlace:
         self.forward.check_host_indices(given)
         arguments = list(self.forward.lay_out(given))
         for i, target in zip(self._over, targets, strict=True):
-            arguments[i] = target  # itself, not a copy that is laid out better
+            arguments[i] = target  # the target itself: the laid-out argument may be a copy
         arguments[len(inputs) :] = targets
         self.forward.table.run(*arguments)
         library.written(*targets)
@@ -352,20 +359,22 @@ class InPlace:
 
 
 class Backward(Operator):
-    """The gradient of `forward`, an operator of its own.
+    """The gradient of `forward`, itself a torch operator.
 
-    It takes `grad_<output>` for each output of the forward (`grad`, if there is one), and of the
-    forward's inputs and outputs those that it names, which are kept for it; `needs_<input>` is
-    whether that input's gradient is wanted. It writes `grad_<input>`, which comes back in the
-    input's dtype. It has no gradient itself.
+    Its signature may name:
+    - `grad_<output>` for each output of the forward, or `grad` if there is only one;
+    - inputs and outputs of the forward, which are saved for the backward;
+    - `needs_<input>`: whether that input's gradient is wanted.
 
-    The gradient of an output that nobody used is zeros. One that may be None is None where there is
-    no such output; of an output that is always there, where nobody used it.
+    It writes `grad_<input>`, which is returned in the input's dtype. It has no gradient itself.
+
+    The gradient of an unused output is zeros. If the signature says that it may be None: it is None
+    for an optional output that is absent, and for any other output that is unused.
 
     Args:
-        passed: inputs whose gradient is that of an output, or of another input.
+        passed: inputs whose gradient equals that of an output or of another input: name -> name.
         Otherwise as `Operator`; lay_out, why_not, groups, is_empty, check_indices, ascendc and
-        cpu_in_python are the forward's unless given.
+        cpu_in_python default to the forward's.
     """
 
     def __init__(
@@ -387,12 +396,12 @@ class Backward(Operator):
         needs = [name for name in settings if name.startswith("needs_")]
         self._needs = [known.index(name.removeprefix("needs_")) for name in needs]
         self._kept_settings = [known.index(name) for name in settings if name not in needs]
-        # The arguments come in this order from: gradients, kept tensors, kept settings, needs.
+        # The operator's arguments are picked from: gradients, kept tensors, kept settings, needs.
         kept = [known[i] for i in self._kept_tensors + self._kept_settings]
         given = [*gradients, *kept, *needs]
         self._order = [given.index(argument.name) for argument in self.inputs]
         optional = {argument.name for argument in self.takes if argument.is_optional}
-        # For each output: whether its gradient may be None, whether the output itself may.
+        # For each output: may its gradient be None, and may the output itself be None.
         self._may_be_none = [
             (name in optional, output.is_optional)
             for name, output in zip(gradients, forward.writes, strict=True)
@@ -402,7 +411,7 @@ class Backward(Operator):
         library.differentiable(self.name, library.no_gradient(self.name))
 
     def _sources(self, forward, passed: dict[str, str], outputs: list[str]) -> list[int | None]:
-        """For each input of the forward, which of our outputs is its gradient; then passed ones."""
+        """Return where each forward input's gradient is, as an index into our outputs + `grads`."""
         written = [argument.name for argument in self.writes]
         sources = {name.removeprefix("grad_"): i for i, name in enumerate(written)}
         of_outputs = {name: len(written) + i for i, name in enumerate(outputs)}
@@ -420,7 +429,7 @@ class Backward(Operator):
     def _gradients(self, ctx, *grads):
         given_back = zip(grads, ctx.outputs, self._may_be_none, strict=True)
         grads = [_present(*one) for one in given_back]
-        needed = ctx.needs_input_grad  # a new tuple each time that it is asked for
+        needed = ctx.needs_input_grad  # each access makes a new tuple
         needs = [needed[i] for i in self._needs]
         given = (*grads, *ctx.saved_tensors, *ctx.settings, *needs)
         found = (*_tuple(self(*[given[i] for i in self._order])), *grads)
@@ -440,7 +449,8 @@ def _text(arguments: Sequence[Argument]) -> str:
 
 
 def _grouped(arguments: Sequence[Argument], groups: Mapping[str, type]) -> dict[str, Callable]:
-    """What implementations take, by its name: functions that take it from the inputs."""
+    """Return the implementations' arguments by name, each as a function that picks it from the
+    inputs."""
     owner = {field: name for name, group in groups.items() for field in group._fields}
     places = {}
     for i, argument in enumerate(arguments):
@@ -471,7 +481,7 @@ def _poison(outputs):
 
 
 def _present(grad, output, may_be_none: tuple[bool, bool]):
-    """The gradient of an output as the backward takes it."""
+    """Return the gradient of an output as the backward's argument: a tensor, zeros or None."""
     shape, dtype, device = output
     gradient_may, output_may = may_be_none
     if gradient_may and (shape == (0,) if output_may else grad is None):

@@ -1,11 +1,11 @@
-"""Which implementation a call prefers on this machine, by what `npu-ops tune` measured there.
+"""Preferences: which implementation is fastest for a call on this machine, by `npu-ops tune`.
 
-A table is of one SoC. The user's is in the cache, others come with the package; the user's comes
-first. Without a table nothing is preferred, and the order of the implementations is their own.
+Each table is for one SoC. A table in the user's cache comes before one in the package. Without a
+table, implementations keep their default order.
 
-Ranks that compute one model must choose alike, or their results differ in rounding: in a process
-group the first rank to need a table leaves its fingerprint in the group's store, and the others
-compare theirs.
+Ranks that compute one model must choose alike, or their results differ in rounding. So in a process
+group, the first rank that needs a table puts its fingerprint into the group's store, and the other
+ranks compare theirs.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from npu_ops.core import env, epoch, hardware
 
 FORMAT = 1
 PACKAGED = pathlib.Path(__file__).parent.parent / "preferences"
-# How far from a class that was measured, in powers of two of elements, its preference holds.
+# A preference also holds for sizes up to this distance from the measured one, in powers of two.
 REACH = 3
 _NUMEL_BITS = 64
-# What `read` accepts. A table of every op and three models has some hundred kB.
+# Limits that `read` enforces. A table of every op and three models has a few hundred kB.
 _FIELDS = frozenset(
     {"op", "dtype", "width", "bits", "implementation", "us", "instead_of", "instead_us"}
 )
 _MAX_BYTES, _MAX_WIDTH, _MAX_US = 4 * 2**20, 2**63, 1e12
 
-# Device types whose tables are known to be those of the other ranks. The registry looks here.
+# Device types whose tables were compared with the other ranks'. The registry reads this.
 settled: set[str] = set()
-# The names of each op's implementations. The registry writes them.
+# Implementation names of each op. The registry fills this.
 implementations: dict[str, list[str]] = {}
 
 Class = tuple[torch.dtype, int]
@@ -44,7 +44,7 @@ Orders = dict[Class, list[str | None]]
 
 
 def class_of(args: tuple) -> tuple[Class, int]:
-    """The class of a call, by its first tensor: dtype and width, and elements in powers of two."""
+    """Return (dtype, last dimension) and the bit length of the size, of the first tensor."""
     first = args[0]
     width = first.size(-1) if first.dim() else 0
     return (first.dtype, width), first.numel().bit_length()
@@ -52,10 +52,10 @@ def class_of(args: tuple) -> tuple[Class, int]:
 
 @functools.cache
 def of(device: str) -> dict[str, Orders]:
-    """The table for a type of device here: of each op the preferred name by class and elements.
+    """Return the table for a device type: op -> class -> preferred implementation by size.
 
     Raises:
-        ValueError: the file is no table, or names an op or an implementation that is not here.
+        ValueError: the file is no valid table, or names an unknown op or implementation.
     """
     path = path_of(device)
     if path is None:
@@ -72,23 +72,23 @@ def of(device: str) -> dict[str, Orders]:
 
 @functools.cache
 def rows_of(device: str) -> list[dict]:
-    """The rows of the table for a type of device. The file is read once in a process."""
+    """Return the rows of the table for a device type. The file is read once per process."""
     path = path_of(device)
     return [] if path is None else read(path)["rows"]
 
 
 def path_of(device: str) -> pathlib.Path | None:
-    """The file that is in force for a type of device; None where there is none."""
+    """Return the table file that applies to a device type; None if there is none."""
     soc = soc_of(device)
     if soc is None:
         return None
     files = (folder / file_name(soc) for folder in (cache(), PACKAGED) if folder is not None)
-    # Not Path.exists, which raises where this user may not look into the folder.
+    # Not Path.exists: it raises if this user may not read the folder.
     return next((file for file in files if os.path.exists(file)), None)
 
 
 def soc_of(device: str) -> str | None:
-    """What a table is of: the name of the NPU, the GPU or the processor; None without one."""
+    """Return the name of the NPU, GPU or CPU that a table is for; None without such a device."""
     if device == "npu":
         return hardware.npu_name()
     if device == "cuda":
@@ -101,15 +101,15 @@ def file_name(soc: str) -> str:
 
 
 def cache() -> pathlib.Path | None:
-    """The folder of the user's tables; None for a user without a home."""
+    """Return the folder of the user's tables; None for a user without a home."""
     return env.cache_folder("preferences")
 
 
 def read(path: pathlib.Path) -> dict:
-    """A table that `npu-ops tune` wrote.
+    """Read a table that `npu-ops tune` wrote.
 
     Raises:
-        ValueError: the file is something else; the message says what to remove.
+        ValueError: the file is not such a table; the message says to remove it.
     """
     try:
         found = json.loads(_text(path), parse_constant=_no_number)
@@ -143,7 +143,7 @@ def _no_number(text: str):
 
 
 def _check(path: pathlib.Path, row: object) -> None:
-    """Check each field of a row, and add those that it may leave out.
+    """Check each field of a row, and set missing optional fields to their defaults.
 
     Raises:
         ValueError: a field is missing, unknown or out of range.
@@ -165,7 +165,7 @@ def _check(path: pathlib.Path, row: object) -> None:
 
 
 def _no_table(path: pathlib.Path, name: str, got: object, needs: object) -> ValueError:
-    """The error for one field, with at most 40 characters of what it has."""
+    """Return the error for one field; shows at most 40 characters of its value."""
     shown = type(got).__name__ if isinstance(got, dict | list) else repr(got)
     shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
     return ValueError(f"{path}: got {name} {shown}, needs {needs}; remove the file and tune again")
@@ -193,7 +193,7 @@ def _nearest(names: dict[int, str], bits: int) -> str | None:
 
 
 def fingerprint(device: str) -> str:
-    """Which table is in force, in a few letters; equal tables have equal ones."""
+    """Return a short hash of the table that applies; "none" without a table."""
     if path_of(device) is None:
         return "none"
     rows = json.dumps(rows_of(device), sort_keys=True)
@@ -201,20 +201,20 @@ def fingerprint(device: str) -> str:
 
 
 def settle(device: str) -> None:
-    """Compare the table for a type of device with that of the default process group's other ranks.
+    """Compare the table for a device type with the other ranks' of the default process group.
 
     Raises:
         RuntimeError: another rank has another table.
     """
     store = distributed.distributed_c10d._get_default_store()
-    if store is not None:  # MPI has none
+    if store is not None:  # MPI has no store
         agree(store, device, distributed.get_rank(), fingerprint(device))
     settled.add(device)
     epoch.advance()
 
 
 def agree(store, device: str, rank: int, mine: str) -> None:
-    """Leave `mine` in the store, or compare it with what the first rank left. Waits for nobody."""
+    """Put `mine` into the store if it is empty, else compare with the first rank's. Never waits."""
     said = f"{mine} {rank}"
     first = store.compare_set(f"npu_ops/preferences/{device}", "", said).decode()
     theirs, _, other = first.partition(" ")
@@ -227,7 +227,7 @@ def agree(store, device: str, rank: int, mine: str) -> None:
 
 
 def forget() -> None:
-    """Read the tables again when they are next needed."""
+    """Clear the caches, so that tables are read again when next needed."""
     of.cache_clear()
     rows_of.cache_clear()
     settled.clear()

@@ -1,4 +1,4 @@
-"""Which implementation runs a call, and why not the others."""
+"""Dispatch: which implementation runs a call, and why the others do not."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _OF_VENDOR = ("aclnn", "fla_npu")
 class Implementation:
     """One way to run an op.
 
-    name: `ascendc`, `aclnn`, `triton_ascend`, `cpu` or `reference`.
+    name: `ascendc`, `aclnn`, `fla_npu`, `triton_ascend`, `cpu` or `reference`.
     load: returns the function that runs it; called when the implementation is first chosen.
     devices: the device types it is meant for; empty means any.
-    why_not: called with the op's arguments; None, or one sentence for the user.
+    why_not: called with the op's arguments; returns None, or one sentence for the user.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Implementation:
 
 @contextlib.contextmanager
 def launched_by(launch: Callable[[Table, Implementation, tuple], None]) -> Iterator[None]:
-    """Pass every call of an implementation in a block to `launch` instead of running it."""
+    """In a block, call `launch` in place of every implementation."""
     before, Table.launch = Table.launch, launch
     try:
         yield
@@ -52,19 +52,19 @@ def launched_by(launch: Callable[[Table, Implementation, tuple], None]) -> Itera
 
 
 def from_module(path: str) -> Callable[[], Launcher]:
-    """A loader of "module:function" that imports the module only when it is called."""
+    """Return a loader of "module:function" that imports the module only when it is called."""
     module, _, function = path.partition(":")
     return lambda: getattr(importlib.import_module(module), function)
 
 
 def from_native(schema: str) -> Callable[[], Launcher]:
-    """A loader of a native kernel; defines its schema, for the native library has none."""
+    """Return a loader of a native kernel. Defines its schema: the native library defines none."""
     name = library.define(schema)
     return lambda: getattr(torch.ops.npu_ops, name).default
 
 
 def reference(run: Launcher) -> Implementation:
-    """The last implementation of an op: plain PyTorch, on any device."""
+    """Make the last implementation of an op: plain PyTorch, on any device."""
     return Implementation("reference", lambda: run, frozenset(), lambda *args: None)
 
 
@@ -73,7 +73,8 @@ _assumed_device: str | None = None
 
 @contextlib.contextmanager
 def as_if_on(device: str) -> Iterator[None]:
-    """Choose implementations in a block as for tensors on `device`, e.g. to see what would run."""
+    """In a block, choose implementations as if tensors were on `device`, e.g. to see what would
+    run."""
     global _assumed_device
     before, _assumed_device = _assumed_device, device
     epoch.advance()
@@ -85,7 +86,7 @@ def as_if_on(device: str) -> Iterator[None]:
 
 
 def _led_by(name: str | None, implementations: Sequence[Implementation]):
-    """The implementations in order, but for the one of that name, which comes first."""
+    """Return the implementations in order, but the one called `name` first."""
     return tuple(sorted(implementations, key=lambda i: i.name != name)) if name else implementations
 
 
@@ -94,10 +95,12 @@ def _device_type(args: tuple) -> str:
 
 
 class Table:
-    """The ordered implementations of one op. The first that has nothing against a call runs it.
+    """The ordered implementations of one op. The first one that supports a call runs it.
 
-    arguments: the names of what implementations take, those of a group one by one. writes: which of
-    them are written. Tools call tensors by these. folder: of npu_ops/ops, where it is declared.
+    arguments: argument names of the implementations, with groups expanded; tools use them in
+    reports.
+    writes: the arguments that are written.
+    folder: name of the folder in npu_ops/ops that declares the op.
     """
 
     tables: dict[str, Table] = {}
@@ -125,7 +128,7 @@ class Table:
 
     @property
     def reference(self) -> Launcher:
-        """The definition of the op, for those who need no choice."""
+        """Return the function of the op's reference."""
         return self.implementations[-1].launcher
 
     def run(self, *args) -> None:
@@ -133,7 +136,7 @@ class Table:
         self.launch(self.select(*args), args)
 
     def launch(self, chosen: Implementation, args: tuple) -> None:
-        """Let the chosen implementation run `args`."""
+        """Run `args` with the chosen implementation, with the traces and checks of NPU_OPS_LOG."""
         settings = env.settings
         if settings.log == "calls":
             log.trace(f"{self.op}({_describe(args)}) -> {chosen.name}")
@@ -143,10 +146,10 @@ class Table:
             chosen.launcher(*args)
 
     def select(self, *args) -> Implementation:
-        """The implementation that runs `args`.
+        """Return the implementation that runs `args`.
 
         Raises:
-            RuntimeError: nothing can run them, a forced implementation cannot, or
+            RuntimeError: no implementation supports them, a forced one does not, or
                 NPU_OPS_STRICT=1 and the call would fall back.
         """
         settings = env.settings
@@ -154,10 +157,11 @@ class Table:
         return self._forced(forced, args) if forced else self._first(args)
 
     def always_chooses(self, chosen: Implementation, args: tuple) -> bool:
-        """Whether `select`, which chose this for `args`, does so whatever their tensors hold.
+        """Return whether `select` always chooses `chosen` for such `args`, so that it can be
+        cached.
 
         False if a vendor operator is asked first: its answer depends on graph capture and on where
-        memory begins.
+        the tensors' memory begins.
         """
         if chosen.name in _OF_VENDOR or env.settings.impl:
             return False
@@ -165,7 +169,8 @@ class Table:
         return not any(implementation.name in _OF_VENDOR for implementation in before)
 
     def explain(self, *args) -> list[Verdict]:
-        """Say for each implementation, in order, why it does not run `args`, or None."""
+        """Return for each implementation, in order, why it does not run `args`; None for the chosen
+        one."""
         forced = self._forced_name()
         preferred = None if forced else self._preferred(_device_type(args), args)
         first = f"tuned, {preferred} comes first" if preferred else None
@@ -182,7 +187,7 @@ class Table:
         return verdicts
 
     def _forced_name(self) -> str | None:
-        """What NPU_OPS_IMPL wants of this op; a backward goes with its forward."""
+        """Return the implementation that NPU_OPS_IMPL forces; a backward follows its forward."""
         wanted = env.settings.impl
         return wanted.get(self.op) or wanted.get(self.op.removesuffix("_backward"))
 
@@ -191,7 +196,7 @@ class Table:
         for implementation in self._in_order(args):
             reason = implementation.why_not(*args)
             if reason is None:
-                if declined and not implementation.devices:  # it is not made for this device
+                if declined and not implementation.devices:  # a reference: not made for this device
                     self._fell_back(implementation.name, declined)
                 return implementation
             declined.append(f"{implementation.name}: {reason}")
@@ -199,7 +204,7 @@ class Table:
         raise RuntimeError(f"{self.op}: no implementation runs on {device} ({'; '.join(declined)})")
 
     def _in_order(self, args: tuple) -> tuple[Implementation, ...]:
-        """The implementations that are meant for the device, a tuned one first."""
+        """Return the implementations for the device, the tuned one first."""
         device = _device_type(args)
         preferred = self._preferred(device, args)
         if preferred is None:
@@ -213,7 +218,7 @@ class Table:
         return self._meant_for[device]
 
     def _preferred(self, device: str, args: tuple) -> str | None:
-        """The name of what `npu-ops tune` found to be fastest for such a call here."""
+        """Return the implementation that `npu-ops tune` found fastest for such a call, or None."""
         if device not in preferences.settled and in_a_group():
             preferences.settle(device)
         mine = preferences.of(device).get(self.op)
@@ -254,7 +259,7 @@ class Table:
 
 
 def check_forced() -> None:
-    """Raise ValueError unless NPU_OPS_IMPL names ops, and implementations that they have."""
+    """Raise ValueError if NPU_OPS_IMPL names an unknown op or implementation."""
     for op, name in env.settings.impl.items():
         if op not in Table.tables:
             known = ", ".join(sorted(Table.tables))
@@ -277,9 +282,10 @@ _explained: dict[str, tuple[object, Callable[..., tuple]]] = {}
 
 
 def explains(function: str, table, arguments: Callable[..., tuple]) -> None:
-    """Let `explain(function, ...)` answer by `table.explain`, a Table's or an Operator's.
+    """Register `function`, so that `explain(function, ...)` calls `table.explain`.
 
-    arguments: turns the public function's arguments into that method's.
+    table: a Table or an Operator.
+    arguments: converts the public function's arguments into those of `table.explain`.
     """
     if function in _explained:
         raise ValueError(f"{function!r} is explained already")
@@ -287,18 +293,18 @@ def explains(function: str, table, arguments: Callable[..., tuple]) -> None:
 
 
 def explain(op, *args, **kwargs) -> list[Verdict]:
-    """Which implementation would run a call, and why not the others. Nothing is computed.
+    """Return which implementation would run a call, and why not the others. Computes nothing.
 
     Args:
         op: a public function of npu_ops, or its name.
-        args, kwargs: what it would be called with.
+        args, kwargs: the arguments of that function.
 
     Returns:
         One `Verdict(op, implementation, why_not)` per implementation, in the order they are tried;
         `why_not` is None for the one that is chosen.
 
     Raises:
-        ValueError: there is no such op, or the arguments are wrong as the op itself would say.
+        ValueError: there is no such op, or the op itself would reject the arguments.
         TypeError: an argument is missing, or the op has none of that name.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
@@ -315,7 +321,7 @@ def explain(op, *args, **kwargs) -> list[Verdict]:
 
 
 def _without_memory(values):
-    """Floating tensors as shapes alone, which nothing computes with; index values can be read."""
+    """Replace floating tensors by fake ones, which have no memory. Index tensors stay readable."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor):

@@ -1,8 +1,8 @@
-"""The counter-based random numbers of every op that drops: Philox4x32-10 and its keep mask.
+"""Counter-based random numbers for dropout: Philox4x32-10 and its keep mask.
 
-Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A mask is a function
-of (seed, offset, row, column, width) alone, so a backward pass or a recomputation draws it again
-instead of keeping it, and every implementation draws the same bits.
+Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A mask depends only
+on (seed, offset, row, column, width). So a backward pass or a recomputation draws the mask again
+instead of saving it, and every implementation draws the same bits.
 """
 
 from __future__ import annotations
@@ -17,31 +17,33 @@ LANES = 8  # elements served by one Philox call, 16 bits each
 def new_state(device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
     """Draw (seed, offset), int64 [2], from `generator` or the device's default one, advancing it.
 
-    The state stays on the device, so nothing waits for it, and whatever restores the generator
-    (activation checkpointing, fork_rng) restores the mask.
+    The state stays on the device, so nothing waits for it. Code that restores the generator
+    (activation checkpointing, fork_rng) thereby restores the mask.
     """
     most = 2**63 - 1
     return torch.randint(most, (2,), dtype=torch.int64, device=device, generator=generator)
 
 
 def threshold(p: float) -> int:
-    """The 16-bit draw from which an element is kept: p in steps of 2^-16, never all or nothing."""
+    """Return the least 16-bit draw that keeps an element: p * 65536, rounded, from 1 to 65535."""
     return min(max(round(p * 65536), 1), 65535)
 
 
 def scale(p: float) -> float:
-    """What is kept is multiplied by it: one over the probability that a draw keeps, which is 1 - p
-    but for the step that p is rounded to. So the expectation is that without dropout."""
+    """Return the factor for kept elements: 1 over the probability that `threshold(p)` keeps one.
+
+    That probability is 1 - p up to rounding, so dropout keeps the expectation exactly.
+    """
     return 65536 / (65536 - threshold(p))
 
 
 def lane_width(width: int) -> int:
-    """Columns of one of the 8 lanes that a row of `width` is cut into; a multiple of 16."""
+    """Return the columns per lane if a row of `width` is cut into 8 lanes; a multiple of 16."""
     return -(-width // (LANES * 16)) * 16
 
 
 def keep_mask(rows: int, width: int, p: float, state: torch.Tensor) -> torch.Tensor:
-    """Which elements of a [rows, width] tensor dropout keeps, bool.
+    """Return the elements of a [rows, width] tensor that dropout keeps, as bool.
 
     Column c of row r takes the 16-bit draw number c // G of Philox(counter=(c % G, r, offset),
     key=seed), with G = lane_width(width).
@@ -57,7 +59,8 @@ def keep_mask(rows: int, width: int, p: float, state: torch.Tensor) -> torch.Ten
 
 
 def philox4x32(counter, key, rounds: int = 10) -> tuple[torch.Tensor, ...]:
-    """Philox4x32: four 32-bit words from a 4-word counter and a 2-word key, as int64 tensors."""
+    """Philox4x32: return four 32-bit words from a 4-word counter and a 2-word key, as int64
+    tensors."""
     words = (*counter, *key)
     device = next((word.device for word in words if isinstance(word, torch.Tensor)), "cpu")
     c0, c1, c2, c3, k0, k1 = (
@@ -72,7 +75,7 @@ def philox4x32(counter, key, rounds: int = 10) -> tuple[torch.Tensor, ...]:
 
 
 def _multiply(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of a * b. In 16-bit limbs: the full product does not fit an int64."""
+    """Return the high and low 32 bits of a * b. In 16-bit limbs: a * b may exceed an int64."""
     low = a * (b & 0xFFFF)
     middle = a * (b >> 16) + (low >> 16)
     return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)

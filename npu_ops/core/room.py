@@ -1,7 +1,7 @@
-"""Tiles that are halved where a compiler finds no room for them.
+"""Halves tiles when an older compiler runs out of unified buffer.
 
-Tiles are planned for the newest ascendnpu-ir. An older one keeps more on the chip, and which one
-an image's CANN has is not known before it refuses a kernel: "ub overflow".
+Tiles are planned for the newest ascendnpu-ir. An older one needs more on-chip memory and rejects a
+kernel with "ub overflow". Which version an image's CANN has is not known before that.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ rooms: dict[str, Room] = {}
 
 
 class Room:
-    """How often the tiles of an op have been halved in this process."""
+    """How often the tiles of one op have been halved in this process."""
 
     def __init__(self, op: str):
         self.op, self.halvings = op, 0
         rooms[op] = self
 
     def of(self, size: int) -> int:
-        """What is left of a size that a tile was planned with."""
+        """Return a planned tile size after the halvings so far."""
         return size >> self.halvings
 
     def found_for(self, function: Callable) -> Callable:
-        """Call a function that launches kernels again with smaller tiles, until they compile."""
+        """Wrap a function that launches kernels: on "ub overflow", retry it with smaller tiles."""
 
         @functools.wraps(function)
         def with_room(*args, **kwargs):
@@ -41,7 +41,8 @@ class Room:
         return with_room
 
     def halve(self, complaint: str) -> bool:
-        """Whether that is what a compiler complains of, and tiles were not the smallest."""
+        """Halve the tiles if `complaint` is a "ub overflow". Return False if it is not, or at the
+        limit."""
         if "ub overflow" not in complaint or self.halvings == MOST_HALVINGS:
             return False
         self.halvings += 1

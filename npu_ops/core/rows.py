@@ -1,4 +1,4 @@
-"""Tensors as rows: how a kernel that works along the last dimension sees any leading shape."""
+"""Views of tensors as rows, for kernels that work along the last dimension."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 def as_rows(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of one shape `[..., D]` as `[outer, inner, D]`, last dimension contiguous.
+    """View tensors of one shape `[..., D]` as `[outer, inner, D]`, last dimension contiguous.
 
-    Inputs are views where the leading dimensions fold into two, as those of a slice of a fused
-    projection do; else copies. Outputs are views, or nobody would see what is written.
+    If the leading dimensions do not fold into two, inputs are copied. A slice of a fused projection
+    folds. Outputs must fold: writes to a copy would be lost.
 
     Raises:
         ValueError: an output does not fold.
@@ -37,12 +37,13 @@ def as_rows(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> 
 
 
 def lay_out_rows(inputs: Sequence[str], outputs: Sequence[str], groups: str | None = None):
-    """The `lay_out` of an Operator that works along the last dimension: the tensors with these
-    names, which have one shape, by `as_rows`.
+    """Return a `lay_out` for an Operator along the last dimension: `as_rows` of the named tensors.
 
-    groups: the name of a parameter `[D]` or `[groups, D / groups]`, which comes in one piece, as
-        its gradient does: as `[1, D]` or `[groups, D / groups]`. Where it has groups, each is a row
-        of its own: tensors are `[rows, groups, D / groups]`.
+    The tensors have one shape.
+
+    groups: name of a parameter `[D]` or `[groups, D / groups]`. It is made contiguous, as is its
+    gradient, and passed as `[1, D]` or `[groups, D / groups]`. With groups, each group is a row of
+    its own: tensors become `[rows, groups, D / groups]`.
     """
     names = (*inputs, *outputs)
 
@@ -67,7 +68,7 @@ def lay_out_rows(inputs: Sequence[str], outputs: Sequence[str], groups: str | No
 
 @functools.cache
 def _places(arguments: type, names: tuple[str, ...]) -> list[int]:
-    """Where a NamedTuple has the fields with these names."""
+    """Return the indices of these fields in a NamedTuple type."""
     return [arguments._fields.index(name) for name in names]
 
 
@@ -79,7 +80,7 @@ def _grouped_rows(inputs, outputs, groups):
 
 
 def rows_up_to(name: str, widest: int):
-    """A `why_not`: rows of the tensor `name` must not be longer than `widest` elements."""
+    """Return a `why_not` that rejects rows of the tensor `name` longer than `widest` elements."""
 
     def why_not(arguments) -> str | None:
         width = getattr(arguments, name).shape[-1]
@@ -91,10 +92,9 @@ def rows_up_to(name: str, widest: int):
 
 
 def as_matrix(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """An input `[..., D]` as `[rows, D]`, last dimension contiguous; None stays None.
+    """Return an input `[..., D]` as `[rows, D]`, last dimension contiguous; None for None.
 
-    A view where the leading dimensions fold into one, as those of a contiguous tensor do, else a
-    copy.
+    It is a view if the leading dimensions fold into one, as in a contiguous tensor; else a copy.
     """
     if tensor is None:
         return None
@@ -107,10 +107,10 @@ def as_matrix(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def output_matrix(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """`as_matrix` of an output, which is a view.
+    """Return an output `[..., D]` as a view `[rows, D]`; None for None.
 
     Raises:
-        ValueError: there is no such view: what is written would be lost with a copy.
+        ValueError: there is no such view; writes to a copy would be lost.
     """
     matrix = as_matrix(tensor)
     if tensor is not None and _storage(matrix) != _storage(tensor):
@@ -119,15 +119,16 @@ def output_matrix(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def in_one_piece(x: torch.Tensor) -> torch.Tensor:
-    """An input with its last dimension in one piece, as kernels read it; a gradient often is not.
+    """Return an input with a contiguous last dimension, as kernels need; copies it if necessary.
 
-    A last dimension expanded from one element has stride 0, so it is copied too.
+    Gradients often need the copy. So does a last dimension expanded from one element, with stride
+    0.
     """
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def like_one_piece(x: torch.Tensor) -> torch.Tensor:
-    """Uninitialised, as `in_one_piece` would give x."""
+    """Return an uninitialised tensor with the layout of `in_one_piece(x)`."""
     if x.stride(-1) == 1:
         return torch.empty_like(x)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -143,7 +144,7 @@ def _no_view(outputs) -> ValueError:
 
 
 def _fold(tensors):
-    """(size, the tensors' strides) of the two dimensions that the leading ones fold into."""
+    """Fold the leading dimensions into two: (size, strides of each tensor) of both, or None."""
     shape = tensors[0].shape
     if any(tensor.stride(-1) != 1 for tensor in tensors) and shape[-1] > 1:
         return None
@@ -155,6 +156,7 @@ def _fold(tensors):
         elif shape[dim] != 1:
             levels.append((shape[dim], strides))
     nothing = 1, [0] * len(tensors)
-    if len(levels) < 2:  # what there is goes outside: a kernel's tiles depend on the inner one
+    # a single level becomes the outer one: the tile shape depends on the inner one
+    if len(levels) < 2:
         levels = [nothing, *levels]
     return (*levels, nothing)[:2] if len(levels) <= 2 else None

@@ -25,13 +25,13 @@ import triton.language as tl
 
 from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 
-# Narrower rows than this are not worth a vector instruction.
+# Least columns of a tile: narrower ones waste most of a vector instruction.
 NARROWEST = 16
 
 
 @triton.jit
 def row_tiles(outer, inner, BO: tl.constexpr, BI: tl.constexpr):
-    """How many tiles of rows there are."""
+    """Return the number of row tiles."""
     return tl.cdiv(outer, BO) * tl.cdiv(inner, BI)
 
 
@@ -40,7 +40,7 @@ def rows_of(
     tile, start, outer, inner,
     D: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The outer rows, inner rows and columns from `start` on of a tile, and which of them exist."""
+    """Return the outer rows, inner rows and columns of a tile from `start` on, and their mask."""
     across = tl.cdiv(inner, BI)
     o = (tile // across) * BO + tl.arange(0, BO)[:, None, None]
     i = (tile % across) * BI + tl.arange(0, BI)[None, :, None]
@@ -50,13 +50,13 @@ def rows_of(
 
 @triton.jit
 def load_row(x, o, i, d, mask, outer_stride, inner_stride):
-    """A tile of `x` in fp32; 0 where the mask is false."""
+    """Load a tile of `x` as fp32; 0 where the mask is false."""
     return tl.load(x + o * outer_stride + i * inner_stride + d, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_row(out, o, i, d, mask, outer_stride, inner_stride, value):
-    """Write a tile, rounded to the dtype of `out`."""
+    """Store a tile, rounded to the dtype of `out`."""
     to = out + o * outer_stride + i * inner_stride + d
     tl.store(to, value.to(out.dtype.element_ty), mask=mask)
 
@@ -64,9 +64,10 @@ def store_row(out, o, i, d, mask, outer_stride, inner_stride, value):
 def launch_rows(kernel, tensors, tile: int, *scalars) -> None:
     """Launch `kernel` on tensors [outer, inner, D], last dimension contiguous.
 
-    It takes the tensors, outer, inner, `scalars`, the tensors' outer and inner strides, D and the
-    tile's BO, BI and BD. tile: the most elements of a tile, a power of 2 (`tile_elements`); rows
-    that are wider are cut into blocks of so many columns.
+    The kernel's arguments: the tensors, outer, inner, `scalars`, outer and inner stride of each
+    tensor, D, and the tile's BO, BI and BD.
+    tile: most elements of a tile, a power of 2 (`tile_elements`). Wider rows are cut into blocks of
+    `tile` columns.
     """
     outer, inner, width = tensors[0].shape
     bd = min(max(NARROWEST, next_power_of_2(width)), tile)

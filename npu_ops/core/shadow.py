@@ -1,7 +1,8 @@
-"""NPU_OPS_LOG=shadow:N: every Nth call of an op is computed by its reference too, and compared.
+"""NPU_OPS_LOG=shadow:N: compare every Nth call of an op with its reference.
 
-It takes as long as the reference does and three times the memory, and it waits for the device. What
-differs is written to a file that `npu-ops replay` computes again, anywhere.
+Such a call takes as long as the reference and three times the memory, and it waits for the device.
+On a mismatch the call is written to a file, which `npu-ops replay` can compute again on any
+machine.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from npu_ops.core import env, log
 from npu_ops.core.compare import error_ratio
 from npu_ops.core.hardware import is_captured
 
-# RMS of the error over RMS of the reference, by the coarsest dtype of the call: beyond what
-# rounding explains, far below what a wrong kernel makes.
+# Largest error ratio (RMS of error over RMS of reference), by the call's coarsest dtype. Rounding
+# stays below it; a wrong kernel is far above it.
 LARGEST_RATIO = {
     torch.float64: 1e-9,
     torch.float32: 1e-3,
     torch.float16: 1e-2,
     torch.bfloat16: 3e-2,
 }
-MOST_FILES = 10  # of one process: they are as large as what the ops were called with
+MOST_FILES = 10  # per process: each file is as large as the op's arguments
 
-# All that a file may hold besides tensors, tuples and lists: it comes from anywhere.
+# The only types a file may hold besides tensors, tuples and lists: it may be untrusted.
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
 _DTYPES = frozenset(
     {
@@ -43,13 +44,13 @@ _written = itertools.count(1)
 
 
 def due(op: str) -> bool:
-    """Whether this call of an op is one to compare."""
+    """Count a call of an op, and return whether to compare it."""
     _calls[op] += 1
     return _calls[op] % env.settings.shadow == 0
 
 
 def run(table, chosen, args: tuple) -> None:
-    """Run `args` by `chosen` as always; compare with the reference what it wrote, and log it."""
+    """Run `args` with `chosen`, compare its outputs with the reference, and log the result."""
     reference = table.implementations[-1]
     if chosen.name == reference.name or is_captured(args[0].device):
         chosen.launcher(*args)
@@ -68,7 +69,7 @@ def run(table, chosen, args: tuple) -> None:
 
 
 def compare(reference: Callable, before: dict, args: tuple) -> dict[str, tuple[float, float]]:
-    """For each tensor that was written: its error ratio, and the largest that passes."""
+    """Return the error ratio and its limit for each tensor that was written."""
     expected = thaw(before)
     reference(*expected)
     untouched = thaw(before)
@@ -84,23 +85,23 @@ def compare(reference: Callable, before: dict, args: tuple) -> dict[str, tuple[f
 
 
 def shown(errors: dict[str, tuple[float, float]]) -> str:
-    """The errors as one line."""
+    """Format the errors as one line."""
     return ", ".join(f"{name} {ratio:.2g}" for name, (ratio, _) in errors.items()) or "no output"
 
 
 def freeze(args: tuple) -> dict:
-    """A copy of a call's arguments: memory as bytes, and how the tensors lie in it."""
+    """Copy a call's arguments: their memory as bytes, and each tensor's place and strides in it."""
     storages, places = [], {}
     frozen = _frozen(args, storages, places)
     return {"args": frozen, "storages": storages}
 
 
 def thaw(frozen: dict, device: str | None = None) -> tuple:
-    """The arguments again, in new memory; tensors that shared memory share it.
+    """Rebuild the arguments in new memory; tensors that shared memory share it again.
 
     Raises:
-        ValueError: what is frozen is not what `freeze` makes, or a tensor reaches beyond its
-            memory. Nothing is looked up by a name in it but the classes that ops `keep`.
+        ValueError: `frozen` does not come from `freeze`, or a tensor reaches beyond its memory.
+            Only classes registered with `keep` are looked up by name.
     """
     storages = _part(frozen, "storages", list)
     storages = [_storage(bytes_, device) for bytes_ in storages]
@@ -108,7 +109,7 @@ def thaw(frozen: dict, device: str | None = None) -> tuple:
 
 
 def keep(named_tuple: type) -> type:
-    """Decorates a named tuple that implementations take: it is frozen, and made again."""
+    """Decorator for a NamedTuple that implementations take: `freeze` and `thaw` support it."""
     if _keeps.setdefault(named_tuple.__name__, named_tuple) is not named_tuple:
         raise ValueError(f"two named tuples are called {named_tuple.__name__}")
     return named_tuple
@@ -156,7 +157,7 @@ def _thawed(value: Any, storages: list) -> Any:
 
 
 def _storage(bytes_: Any, device: str | None) -> torch.UntypedStorage:
-    """Memory of its own with these bytes."""
+    """Return a new storage with these bytes."""
     if (
         type(bytes_) is not torch.Tensor
         or (bytes_.dtype, bytes_.layout, bytes_.dim()) != (torch.uint8, torch.strided, 1)
@@ -168,7 +169,8 @@ def _storage(bytes_: Any, device: str | None) -> torch.UntypedStorage:
 
 
 def _placed(content: list, storages: list) -> torch.Tensor:
-    """A tensor in its storage. torch would enlarge a storage that is too small."""
+    """Return a tensor in its storage. Checks the size: torch would enlarge a storage that is too
+    small."""
     kinds = (int, torch.dtype, int, tuple, tuple)
     number, dtype, offset, shape, strides = _parts("a tensor", content, *kinds)
     numbers = (number, offset, *shape, *strides)
@@ -188,14 +190,14 @@ def _placed(content: list, storages: list) -> torch.Tensor:
 
 
 def _part(value: Any, key: Any, kind: type) -> Any:
-    """An entry of a dict that may be anything."""
+    """Return an entry of an untrusted dict, checked for its type."""
     if not isinstance(value, dict) or not isinstance(value.get(key), kind):
         raise _wrong(type(value).__name__, f"a dict with a {kind.__name__} {key!r}")
     return value[key]
 
 
 def _parts(what: str, content: list, *kinds: type) -> list:
-    """A list that may hold anything, if it holds one of each kind."""
+    """Return an untrusted list if it holds one item of each kind."""
     pairs = zip(content, kinds, strict=False)
     if len(content) != len(kinds) or not all(isinstance(x, kind) for x, kind in pairs):
         raise _wrong(f"{what} {content!r}", f"[{', '.join(kind.__name__ for kind in kinds)}]")
@@ -215,7 +217,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _names(function: Callable, args: tuple) -> list[str]:
-    """What the tensors are called, as far as the function says."""
+    """Return names for the tensors in `args`, from the function's signature if it has one."""
     try:
         bound = inspect.signature(function).bind(*args).arguments
     except (TypeError, ValueError):
@@ -237,13 +239,13 @@ def _coarsest(args: tuple) -> torch.dtype:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit: what was never written may be NaN."""
+    """Return whether two tensors are bitwise equal, NaN included: unwritten memory may hold NaN."""
     a, b = (x.contiguous().flatten().view(torch.uint8) for x in (a, b))
     return torch.equal(a, b)
 
 
 def _ratio(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The error ratio; what is infinite or NaN in both is equal."""
+    """Return the error ratio; infinities and NaNs in both count as equal."""
     if not expected.dtype.is_floating_point:
         return 0.0 if torch.equal(actual, expected) else float("inf")
     alike = (actual == expected) | (actual.isnan() & expected.isnan())

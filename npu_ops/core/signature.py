@@ -1,4 +1,4 @@
-"""A public function's arguments by name, so that its signature is written once."""
+"""NamedTuples of a public function's arguments, so that its signature is written once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 
 def call_of(function: Callable) -> type:
-    """The NamedTuple of a call of `function`: made with the same arguments, with its defaults.
+    """Return a NamedTuple type with the parameters and defaults of `function`.
 
-    Unlike the function, it takes keyword-only arguments by position, too.
+    Unlike the function, the type takes keyword-only arguments by position, too.
     """
     parameters = inspect.signature(function).parameters
     defaults = [p.default for p in parameters.values() if p.default is not p.empty]

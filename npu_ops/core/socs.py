@@ -1,6 +1,6 @@
-"""What is known of the NPUs by their names. Imports nothing, and asks no device."""
+"""Properties of NPUs by SoC name. Imports nothing, and queries no device."""
 
-# Unified buffer of one vector core, from the vendor's target description.
+# Unified buffer of one vector core in bytes, from the vendor's target description.
 UB_BYTES = {
     "Ascend910B": 192 * 1024,
     "Ascend910_93": 192 * 1024,
@@ -10,10 +10,10 @@ UB_BYTES = {
 
 
 def ub_bytes(soc: str) -> int:
-    """Bytes of on-chip memory that one vector core's tiles share.
+    """Return the bytes of unified buffer of one vector core.
 
     Raises:
-        ValueError: an SoC that is not known.
+        ValueError: the SoC is unknown.
     """
     for family, size in UB_BYTES.items():
         if soc.startswith(family):
@@ -22,11 +22,11 @@ def ub_bytes(soc: str) -> int:
 
 
 def is_ascend950(soc: str) -> bool:
-    """Whether it is of the generation that has a compiler of its own."""
+    """Return whether the SoC is an Ascend950, which has its own compiler."""
     return soc.startswith(("Ascend950", "Ascend910_95"))
 
 
 def ascendc_family(soc: str) -> str | None:
-    """The family that one build of AscendC kernels serves; None where there is no build."""
+    """Return the SoC family of the AscendC kernels' build; None if there is no build for `soc`."""
     families = {"Ascend910B": "ascend910b", "Ascend910_93": "ascend910_93"}
     return next((name for prefix, name in families.items() if soc.startswith(prefix)), None)

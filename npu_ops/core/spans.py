@@ -1,7 +1,7 @@
-"""Packed sequences over the ranks of a group: which tokens each rank has, of which sequences.
+"""Packed sequences over the ranks of a group: which tokens of which sequences each rank has.
 
-Every rank is told where the whole sequences start. Nothing here waits for a device, so wrong
-lengths on one make this rank's lengths wrong too, and what computes with them gives NaN.
+Every rank gets the starts of all sequences. Nothing here waits for a device: if lengths on a device
+are invalid, this rank's lengths become invalid as well, and results become NaN.
 """
 
 from __future__ import annotations
@@ -16,21 +16,25 @@ from npu_ops.core import indices, lengths, library, make
 from npu_ops.core.collective import all_gather
 
 LAYOUTS = ("contiguous", "zigzag")
-_WRONG = -1  # as the first start
+_WRONG = -1  # first start of invalid lengths
 
 
 class Span(NamedTuple):
-    """A rank's part of all tokens, in the order of ranks. Positions are those of all tokens."""
+    """One rank's part of all tokens. Tokens are in the order of ranks; positions count all
+    tokens."""
 
-    starts: torch.Tensor  # [N + 1]: the part of each sequence that is here, often empty
-    before: torch.Tensor  # [1]: how many tokens of the first one here other ranks have; may be 0
-    entering: torch.Tensor  # [1]: which sequence that is
-    leaving: torch.Tensor  # bool [T]: the tokens of the sequence that the span ends in
-    passes: torch.Tensor  # bool [ranks]: whether a rank ends in a sequence that began before it
+    # [N + 1]: starts of the part of each sequence that is on this rank, often empty
+    starts: torch.Tensor
+    # [1]: tokens of the first sequence here that are on earlier ranks; may be 0
+    before: torch.Tensor
+    entering: torch.Tensor  # [1]: number of that first sequence
+    leaving: torch.Tensor  # bool [T]: tokens of the sequence in which the span ends
+    # bool [ranks]: whether a rank ends in a sequence that began on an earlier rank
+    passes: torch.Tensor
 
 
 def check(group, layout: str, initial_state, cu_seqlens) -> None:
-    """Raise ValueError for arguments that do not go together; lengths are looked at later."""
+    """Raise ValueError for arguments that cannot be combined. Does not check the lengths."""
     arguments.one_of("cp_layout", layout, LAYOUTS)
     if group is not None:
         arguments.alone("cp_group", initial_state=initial_state)
@@ -40,7 +44,7 @@ def check(group, layout: str, initial_state, cu_seqlens) -> None:
 
 
 def contiguous(cu_seqlens: torch.Tensor, tokens: int, group) -> Span:
-    """This rank's span of `tokens` tokens; ranks may have different numbers, also none."""
+    """Return this rank's span of `tokens` tokens. Ranks may have different numbers, also none."""
     counts = all_gather(torch.tensor([tokens], dtype=torch.int64, device=cu_seqlens.device), group)
     ends = counts[:, 0].cumsum(0)
     begins = ends - counts[:, 0]
@@ -51,7 +55,7 @@ def contiguous(cu_seqlens: torch.Tensor, tokens: int, group) -> Span:
     rank = distributed.get_rank(group)
     begin = begins[rank, None]
     last, entering = _sequence_at(starts, ends - 1), _sequence_at(starts, begin)
-    inside = entering < starts.shape[0] - 1  # tokens behind the last sequence belong to nobody
+    inside = entering < starts.shape[0] - 1  # tokens behind the last sequence are unowned
     positions = begin + make.counted(tokens, device=starts.device)
     return Span(
         starts=torch.where(right, (starts - begin).clamp(0, tokens), _WRONG).to(cu_seqlens.dtype),
@@ -63,15 +67,18 @@ def contiguous(cu_seqlens: torch.Tensor, tokens: int, group) -> Span:
 
 
 def _sequence_at(starts, positions):
-    """The number of the sequence that has each position: the last one that starts there or before;
-    N behind all of them."""
+    """Return the sequence number at each position; N for positions behind all sequences.
+
+    It is the last sequence that starts at or before the position.
+    """
     return ((starts <= positions[:, None]).sum(1) - 1).clamp(min=0)
 
 
 def zigzag(cu_seqlens: torch.Tensor, tokens: int, group) -> torch.Tensor:
-    """`[2 N + 1]`: the starts of this rank's two chunks of each sequence, one after the other.
+    """Return `[2 N + 1]`: the starts of this rank's two chunks of each sequence, one after the
+    other.
 
-    A sequence is 2 n equal chunks for n ranks; rank r has chunks r and 2 n - 1 - r.
+    For n ranks, a sequence is cut into 2 n equal chunks; rank r has chunks r and 2 n - 1 - r.
     """
     ranks = distributed.get_world_size(group)
     each = cu_seqlens.diff()
@@ -90,12 +97,12 @@ def zigzag(cu_seqlens: torch.Tensor, tokens: int, group) -> torch.Tensor:
 
 
 def in_order(chunks: torch.Tensor, group) -> torch.Tensor:
-    """`[2 n, N, ...]`, chunk by chunk, of all ranks' `[2 N, ...]`."""
+    """Gather `[2 N, ...]` of all ranks and return `[2 n, N, ...]`, ordered by chunk."""
     gathered = all_gather(chunks, group).unflatten(1, (-1, 2))
     return torch.cat([gathered[:, :, 0], gathered[:, :, 1].flip(0)])
 
 
 def of_rank(chunks: torch.Tensor, group) -> torch.Tensor:
-    """`[2 N, ...]`, what this rank has of `[2 n, N, ...]`."""
+    """Return this rank's `[2 N, ...]` of chunks `[2 n, N, ...]`; the inverse of `in_order`."""
     rank = distributed.get_rank(group)
     return torch.stack([chunks[rank], chunks[chunks.shape[0] - 1 - rank]], 1).flatten(0, 1)
