@@ -67,7 +67,6 @@ def _operators(device: str) -> list[tuple]:
 
 
 def _forget_what_was_traced() -> None:
-    """Clear the Python dispatcher's cache of these operators, which keeps kernels it found in a
-    trace."""
+    """Clear the Python dispatcher's cache of these operators: it keeps kernels found in a trace."""
     for name in products.OPERATORS | norms.OPERATORS:
         getattr(torch.ops.aten, name).default._dispatch_cache.clear()

@@ -81,8 +81,7 @@ def launcher(op: str, name: str, arguments: str) -> Callable[[], Callable[..., N
 
 @functools.cache
 def target(op: str, device: torch.device) -> tuple[str, int, int]:
-    """Return the launcher's last arguments: path of the binary, vector cores, bytes of unified
-    buffer."""
+    """Return the launcher's last arguments: binary path, vector cores, bytes of unified buffer."""
     soc = hardware.soc(device)
     cores = torch.npu.get_device_properties(device).vector_core_num
     return str(locate(op, socs.ascendc_family(soc))), cores, socs.ub_bytes(soc)

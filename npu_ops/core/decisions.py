@@ -100,7 +100,7 @@ class Decisions:
         return self._found.get(key)
 
     def keep(self, key: tuple, implementation, inputs, outputs, arguments) -> None:
-        """Store a decision; store None if an argument is a copy, so that such calls are never
+        """Store a decision, or None if an argument is a copy, so that such calls are never
         cached."""
         if key in self._found:
             return

@@ -74,7 +74,7 @@ def before_conversion(call, **converted: bool):
 
 
 def without_nobodys(starts: torch.Tensor | None, *rows: torch.Tensor | None) -> tuple:
-    """Return tensors `[1, tokens, ...]` with unowned tokens set to 0, or all to NaN if starts are
+    """Set unowned tokens of tensors `[1, tokens, ...]` to 0, or all to NaN if starts are
     invalid."""
     if starts is None:
         return rows

@@ -69,8 +69,7 @@ def _finish_kernel(
     w2, t2, n2, r3, h3, w3, t3, n3, r4, h4, w4, t4, n4, STATES: tl.constexpr, STARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fill up to 5 tensors: first those with tokens, then, from number STATES on, those with
-    states."""
+    """Fill up to 5 tensors: the first STATES of them hold tokens, the others hold states."""
     right, last = looked_at(starts, sequences, tokens, STARTS)
     first, _ = span_of(starts, sequences, sequences, tokens, right, last)
     value = tl.where(right, 0.0, float("nan"))

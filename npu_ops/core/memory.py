@@ -87,8 +87,7 @@ def _laid_out_alike(x, y) -> bool:
 
 
 def _meet(x, y, distance: int) -> bool:
-    """Return whether an element of `y` shares a byte with one of `x`; y starts `distance` bytes
-    later.
+    """Return whether `y`, which starts `distance` bytes after `x`, shares a byte with it.
 
     Dimensions with equal strides, as heads of a fused projection have, are merged.
     """

@@ -150,8 +150,7 @@ class Operator:
         return self._call(*inputs)
 
     def run(self, *inputs):
-        """Compute the outputs on any device. torch's dispatcher calls this as the operator's
-        kernel."""
+        """Compute the outputs on any device; this is the kernel that torch's dispatcher calls."""
         key = self._decisions.key(inputs)
         decision = self._decisions.find(key)
         outputs = self._run(inputs, key) if decision is None else self._repeat(inputs, decision)
@@ -194,14 +193,13 @@ class Operator:
             library.written(*self._given(inputs, self._overwritten))
 
     def check_host_indices(self, arguments) -> None:
-        """Raise ValueError for invalid index values; skipped if reading them would wait for a
+        """Raise ValueError for invalid index values. Skipped if reading them would wait for a
         device."""
         if self._check_indices and arguments[0].device.type == "cpu":
             self._check_indices(arguments)
 
     def explain(self, *inputs) -> list[Verdict]:
-        """Return for each implementation why it does not run these inputs; None for the one
-        chosen."""
+        """Return why each implementation does not run these inputs; None for the chosen one."""
         inputs = self.Inputs(*inputs)
         arguments = self._arguments(inputs, _tuple(self.new(inputs)))
         self.check_host_indices(arguments)
@@ -449,8 +447,8 @@ def _text(arguments: Sequence[Argument]) -> str:
 
 
 def _grouped(arguments: Sequence[Argument], groups: Mapping[str, type]) -> dict[str, Callable]:
-    """Return the implementations' arguments by name, each as a function that picks it from the
-    inputs."""
+    """Return functions that pick each of the implementations' arguments from the inputs, by
+    name."""
     owner = {field: name for name, group in groups.items() for field in group._fields}
     places = {}
     for i, argument in enumerate(arguments):

@@ -73,8 +73,7 @@ _assumed_device: str | None = None
 
 @contextlib.contextmanager
 def as_if_on(device: str) -> Iterator[None]:
-    """In a block, choose implementations as if tensors were on `device`, e.g. to see what would
-    run."""
+    """In a block, choose implementations as if tensors were on `device`, to see what would run."""
     global _assumed_device
     before, _assumed_device = _assumed_device, device
     epoch.advance()
@@ -169,8 +168,8 @@ class Table:
         return not any(implementation.name in _OF_VENDOR for implementation in before)
 
     def explain(self, *args) -> list[Verdict]:
-        """Return for each implementation, in order, why it does not run `args`; None for the chosen
-        one."""
+        """Return why each implementation, in order, does not run `args`; None for the
+        chosen one."""
         forced = self._forced_name()
         preferred = None if forced else self._preferred(_device_type(args), args)
         first = f"tuned, {preferred} comes first" if preferred else None

@@ -59,8 +59,7 @@ def keep_mask(rows: int, width: int, p: float, state: torch.Tensor) -> torch.Ten
 
 
 def philox4x32(counter, key, rounds: int = 10) -> tuple[torch.Tensor, ...]:
-    """Philox4x32: return four 32-bit words from a 4-word counter and a 2-word key, as int64
-    tensors."""
+    """Philox4x32: map a 4-word counter and a 2-word key to four 32-bit words, as int64 tensors."""
     words = (*counter, *key)
     device = next((word.device for word in words if isinstance(word, torch.Tensor)), "cpu")
     c0, c1, c2, c3, k0, k1 = (

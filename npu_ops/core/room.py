@@ -41,7 +41,7 @@ class Room:
         return with_room
 
     def halve(self, complaint: str) -> bool:
-        """Halve the tiles if `complaint` is a "ub overflow". Return False if it is not, or at the
+        """Halve the tiles if `complaint` is a "ub overflow". Return False if not, or at the
         limit."""
         if "ub overflow" not in complaint or self.halvings == MOST_HALVINGS:
             return False

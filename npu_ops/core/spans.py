@@ -20,8 +20,7 @@ _WRONG = -1  # first start of invalid lengths
 
 
 class Span(NamedTuple):
-    """One rank's part of all tokens. Tokens are in the order of ranks; positions count all
-    tokens."""
+    """One rank's part of all tokens. Ranks follow each other; positions count all tokens."""
 
     # [N + 1]: starts of the part of each sequence that is on this rank, often empty
     starts: torch.Tensor

@@ -1,4 +1,4 @@
-"""Attention: one call for dense, packed and paged tensors, with every mask in the open."""
+"""Attention: one function for dense, packed and paged tensors, with every mask explicit."""
 
 from __future__ import annotations
 
@@ -53,55 +53,61 @@ def attention(
     seqlens_k_cpu=None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What each query reads from the values: `softmax(scale q k^T + bias) v`.
+    """Compute attention: `softmax(scale q k^T + bias) v`.
 
-    Nothing is masked that is not asked for: not causal unless `is_causal`, and a mask is never
-    dropped. A query that no key takes part for gets 0. What takes no part, also by a bias of -inf,
-    may hold a NaN: on the CPU it reaches nothing, whichever of q, k, v and the gradient it is in.
-    On an NPU that is so of k, forward and without a bias; else a tile's product has 0 times NaN
-    (see docs/evidence/numerics.md). Dropout draws its mask again in backward.
+    Only the masks that are passed apply: attention is not causal unless `is_causal`, and a mask is
+    never ignored. A query with no unmasked key gets 0.
+
+    NaN: a masked element, also one with a bias of -inf, may hold a NaN. On the CPU it affects no
+    result, whether it is in q, k, v or a gradient. On an NPU this holds for k only, in the forward
+    pass without a bias; elsewhere a tile's matrix product computes 0 times NaN (see
+    docs/evidence/numerics.md). The backward pass draws the dropout mask again.
 
     Args:
         q: `[B, S, N, D]` in the order of `layout`: BSND, BNSD, SBND, or TND for packed sequences
             `[T, N, D]`; BSH and SBH fold heads and dimension, `[B, S, N * D]`.
-        k, v: as q, with their own length; N a multiple of their heads; v may have another D.
-            With a block_table `[blocks, block_size, N, D]`, for BNSD `[blocks, N, block_size, D]`,
-            and with num_key_value_heads also `[blocks, block_size, N * D]`.
-        num_heads, num_key_value_heads: for BSH and SBH; the latter is num_heads unless given.
-        is_causal: a query sees the keys up to its own.
-        causal_alignment: where lengths differ, the diagonal of is_causal and window goes through
-            the last query and key ("bottom_right") or the first ("top_left", as in torch's SDPA).
-        window: (left, right), keys before and after the diagonal that take part, -1 for all.
-        attn_mask: bool, True takes part: `[Sq, Sk]`, or `[B, N, Sq, Sk]` where each may be 1. It is
-            the whole mask: without is_causal and window.
+        k, v: as q, with a length of their own. N must be a multiple of their heads; v may have
+            another D. With a block_table they are `[blocks, block_size, N, D]`, for BNSD `[blocks,
+            N, block_size, D]`, and with num_key_value_heads also `[blocks, block_size, N * D]`.
+        num_heads, num_key_value_heads: for BSH and SBH; the latter defaults to num_heads.
+        is_causal: a query attends only to keys up to its own position.
+        causal_alignment: if q and k differ in length, the diagonal of is_causal and window goes
+            through the last query and key ("bottom_right") or the first ("top_left", as in torch's
+            SDPA).
+        window: (left, right), the number of keys before and after the diagonal to attend to; -1 for
+            all.
+        attn_mask: bool, True attends: `[Sq, Sk]`, or `[B, N, Sq, Sk]` where each may be 1. It is
+            the whole mask, so it excludes is_causal and window.
         bias: added to the scores; shapes as attn_mask, q's dtype or float32. Differentiable.
-        cu_seqlens_q, cu_seqlens_k: for TND, int32 or int64 `[n + 1]`, the starts of n sequences and
-            their end: 0 first, the number of tokens or less last. cu_seqlens_k is cu_seqlens_q if
-            None. Results and gradients of tokens behind the last sequence are 0.
-        max_seqlen_q, max_seqlen_k: bounds of their lengths; None: the number of tokens.
-        seqlens_k: int32 or int64 `[n]`: of each sequence's keys the first so many are there. Needed
-            with a block_table.
+        cu_seqlens_q, cu_seqlens_k: for TND, int32 or int64 `[n + 1]`: the starts of n sequences,
+            then the end of the last. The first is 0, the last at most the number of tokens.
+            cu_seqlens_k defaults to cu_seqlens_q. Results and gradients of tokens behind the last
+            sequence are 0.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths; None: the number of tokens.
+        seqlens_k: int32 or int64 `[n]`: the number of keys that each sequence has. Required with a
+            block_table.
         block_table: int32 `[n, ..]`: the blocks of a paged cache that hold each sequence's keys.
-            There is no gradient then.
-        scale: of the scores; None: `D ** -0.5`.
+            Such a call has no gradient.
+        scale: factor of the scores; None: `D ** -0.5`.
         softcap: c: scores become `c tanh(score / c)`, before the bias.
-        sinks: `[N]`: one more score for each head, which has no value. Differentiable.
-        dropout_p: weights are dropped with this probability, in steps of 2**-16; the others
-            are divided by the probability of being kept.
-        deterministic: the same bits from run to run, also of gradients.
-        return_lse: return the log of the softmax's denominator too.
-        cu_seqlens_cpu, seqlens_k_cpu: the same lengths in host memory, tensors or lists (of ints; a
-            pair where queries' and keys' differ), for operators of the vendor that take lists.
-        generator: of dropout; on q's device; None: its default one.
+        sinks: `[N]`: one extra score per head, without a value. Differentiable.
+        dropout_p: probability of dropping a weight, in steps of 2**-16; the kept weights are
+            divided by the probability of being kept.
+        deterministic: results and gradients have the same bits in every run.
+        return_lse: also return the log of the softmax's denominator.
+        cu_seqlens_cpu, seqlens_k_cpu: the same lengths in host memory, as tensors or lists of ints
+            (a pair if queries and keys differ), for vendor operators that take lists.
+        generator: for dropout, on q's device; None: the device's default generator.
 
     Returns:
-        out in q's layout, dtype and heads, with v's D; and with return_lse the fp32 `[B, N, Sq]`,
-        for TND `[N, T]` (fp64 where q is). On a device index values are not checked:
-        nothing outside of a tensor is read or written, and a block that is not there reads as NaN.
+        out in q's layout, dtype and heads, with v's D. With return_lse also an fp32 tensor (fp64 if
+        q is) `[B, N, Sq]`, for TND `[N, T]`. Index values on a device are not checked: no memory
+        outside a tensor is read or written, and a block outside the cache reads as NaN.
 
     Raises:
-        TypeError: a dtype, also a mixture of them: nothing is converted, but under autocast.
-        ValueError: a shape, a device, lengths (on the CPU), arguments that exclude each other.
+        TypeError: a dtype is not supported, or dtypes differ; only autocast converts tensors.
+        ValueError: a shape, a device or lengths (on the CPU) are invalid, or arguments exclude each
+            other.
 
     Source: FlashAttention, arXiv:2307.08691; torch `scaled_dot_product_attention`.
     """
@@ -127,7 +133,7 @@ _Call = call_of(attention)
 
 
 def _prepare(*args, **kwargs):
-    """What implementations take, from the public function's arguments: q, k, v, extra and rule."""
+    """Check the public arguments; return the operator's: q, k, v, extra and rule."""
     call = in_one_form(_Call(*args, **kwargs))
     check_call(call)
     return call.q, call.k, call.v, _extra(call), _rule(call)

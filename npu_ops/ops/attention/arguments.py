@@ -1,7 +1,7 @@
-"""What the implementations of attention see: tensors in one form, and the rule in numbers.
+"""Converts the public arguments of attention to one form: tensors, and the numbers of a `Rule`.
 
-Every layout of the caller becomes a view in the order batch, heads, tokens, head dimension, with
-contiguous last dimension. Packed tokens are a batch of one.
+Every layout becomes a view in the order batch, heads, tokens, head dimension, with a contiguous
+last dimension. Packed tokens are a batch of one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from npu_ops.core import check, shadow
 LAYOUTS = ("BSND", "BNSD", "SBND", "TND", "BSH", "SBH")
 UNLIMITED = -1
 
-# Where a layout has batch, heads, tokens and head dimension; packed tokens get a batch first.
+# Order of batch, heads, tokens and head dimension in each layout, after TND gets a batch first.
 _ORDER = {"BSND": "BSND", "BNSD": "BNSD", "SBND": "SBND", "TND": "BSND"}
 _TO_NORMAL = {name: [order.index(axis) for axis in "BNSD"] for name, order in _ORDER.items()}
 _FROM_NORMAL = {name: ["BNSD".index(axis) for axis in order] for name, order in _ORDER.items()}
@@ -23,16 +23,17 @@ _FROM_NORMAL = {name: ["BNSD".index(axis) for axis in order] for name, order in 
 
 @shadow.keep
 class Extra(NamedTuple):
-    """The tensors of a call that may be None.
+    """The optional tensors of a call.
 
-    bias: `[B or 1, N or 1, Sq or 1, Sk]`, q's dtype or fp32. mask: bool of such a shape, True takes
-        part. Views of any strides; without packed or paged keys alone.
-    sinks: fp32 `[N]` (fp64 where q is).
-    cu_seqlens_q, cu_seqlens_k: int32 or int64 `[n + 1]`, 0 first, the number of tokens or less
-        last.
-    seqlens_k: int32 or int64 `[n]`: the keys of a sequence that exist.
-    block_table: int32 `[n, blocks]`: key j of a sequence is row `j % block_size` of block
-        `j // block_size` of its row here. Entries past the length mean nothing.
+    bias: `[B or 1, N or 1, Sq or 1, Sk]`, q's dtype or fp32.
+    mask: bool of such a shape, True attends. Bias and mask may have any strides; neither is allowed
+    with packed or paged keys.
+    sinks: fp32 `[N]` (fp64 if q is).
+    cu_seqlens_q, cu_seqlens_k: int32 or int64 `[n + 1]`; the first is 0, the last at most the
+    number of tokens.
+    seqlens_k: int32 or int64 `[n]`: number of keys of each sequence.
+    block_table: int32 `[n, blocks]`: key j of sequence i is row `j % block_size` of block
+    `block_table[i, j // block_size]`. Entries past the length are ignored.
     rng_state: int64 `[2]`, seed and offset of dropout.
     ..._cpu: copies in host memory for operators that take lists.
     """
@@ -50,22 +51,23 @@ class Extra(NamedTuple):
     seqlens_k_cpu: torch.Tensor | None = None
 
     def __repr__(self) -> str:
-        """Shapes alone: values may be on a device."""
+        """Show shapes only: reading values could wait for a device."""
         given = ((name, x) for name, x in zip(self._fields, self, strict=True) if x is not None)
         return "Extra(" + ", ".join(f"{name}={list(x.shape)}" for name, x in given) + ")"
 
 
 @shadow.keep
 class Rule(NamedTuple):
-    """The numbers of a call.
+    """The settings of a call.
 
     layout: the order of the output in memory: BSND, BNSD, SBND or TND.
-    max_seqlen_q, max_seqlen_k: no sequence is longer.
-    window_left, window_right: keys before and after the diagonal that take part; UNLIMITED: all.
-        A causal mask is a window_right of 0.
-    bottom_right: the diagonal ends at the last query and the last key, else it starts at the first.
+    max_seqlen_q, max_seqlen_k: upper bounds of the sequence lengths.
+    window_left, window_right: number of keys before and after the diagonal to attend to; UNLIMITED:
+    all. A causal mask is a window_right of 0.
+    bottom_right: the diagonal ends at the last query and the last key; otherwise it starts at the
+    first of both.
     softcap: 0 for none.
-    training: a gradient will be wanted.
+    training: whether a gradient will be needed.
     """
 
     layout: str
@@ -93,7 +95,7 @@ _SWAPPED = ("BSND", "TND")
 
 
 def normal(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """A tensor of a layout (not BSH, SBH) as batch, heads, tokens, head dimension."""
+    """View a tensor of `layout` (not BSH, SBH) as batch, heads, tokens, head dimension."""
     if layout == "BNSD":
         return x
     x = x.unsqueeze(0) if layout == "TND" else x
@@ -111,12 +113,12 @@ def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def shape_in_layout(shape, layout: str) -> list[int]:
-    """The shape of batch, heads, tokens, head dimension in a layout."""
+    """Return the shape in `layout` of a tensor with shape batch, heads, tokens, head dimension."""
     return [shape[axis] for axis in _FROM_NORMAL[layout]][layout == "TND" :]
 
 
 def split_heads(name: str, x, layout: str, heads: int | None) -> tuple[torch.Tensor, str]:
-    """BSH and SBH as BSND and SBND; other layouts as they are."""
+    """View BSH and SBH as BSND and SBND; return other layouts unchanged."""
     check.floating(name, x)
     if layout in ("BSH", "SBH"):
         if not isinstance(heads, int) or x.dim() != 3 or heads < 1 or x.shape[2] % heads:
@@ -128,10 +130,10 @@ def split_heads(name: str, x, layout: str, heads: int | None) -> tuple[torch.Ten
 
 
 def in_one_form(call):
-    """A call with q, k and v in normal form, and what can be given in several ways in one.
+    """Return a call with q, k and v in normal form, and with one form for each other argument.
 
     `layout` becomes that of the output. `cu_seqlens_cpu` becomes a pair, `seqlens_k_cpu` a tensor.
-    Packed keys get the queries' `cu_seqlens_q` where they have none of their own.
+    Packed keys without `cu_seqlens_k` get the queries' `cu_seqlens_q`.
     """
     names = (
         "attn_mask", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "block_table", "sinks",
@@ -153,7 +155,7 @@ def in_one_form(call):
 
 
 def _in_normal_form(call):
-    """q, k and v in normal form and, under autocast, in its dtype; the output's layout."""
+    """Return q, k and v in normal form (under autocast in its dtype), and the output's layout."""
     heads, key_heads = call.num_heads, call.num_key_value_heads
     key_heads = heads if key_heads is None else key_heads
     q, layout = split_heads("q", call.q, call.layout, heads)
@@ -172,19 +174,19 @@ def _in_normal_form(call):
 
 
 def keys_of(call) -> int:
-    """How many keys a sequence may have, for all packed ones together."""
+    """Return the most keys that a sequence may have; for packed sequences, the total number."""
     keys = call.k.shape[2]
     return keys if call.block_table is None else keys * call.block_table.shape[1]
 
 
 def for_all_keys(x: torch.Tensor, k) -> torch.Tensor:
-    """A mask or bias as a view of 4 dimensions."""
+    """View a mask or bias with 4 dimensions, expanded to all keys."""
     x = x if x.dim() == 4 else x[None, None]
     return x.expand(-1, -1, -1, k.shape[2])
 
 
 def _on_host(name: str, x) -> torch.Tensor | None:
-    """Lengths in host memory, given as a tensor or a list of ints."""
+    """Return lengths in host memory as a tensor; `x` is a tensor or a list of ints."""
     if x is None:
         return None
     if not isinstance(x, torch.Tensor):
@@ -197,7 +199,7 @@ def _on_host(name: str, x) -> torch.Tensor | None:
 
 
 def _pair_on_host(x) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """cu_seqlens_cpu: for queries and keys, or one for both."""
+    """Split cu_seqlens_cpu into the queries' and the keys' lengths; one value serves both."""
     if isinstance(x, (tuple, list)) and len(x) == 2 and not isinstance(x[0], int):
         return _on_host("cu_seqlens_cpu", x[0]), _on_host("cu_seqlens_cpu", x[1])
     x = _on_host("cu_seqlens_cpu", x)

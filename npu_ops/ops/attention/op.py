@@ -1,4 +1,4 @@
-"""Attention, declared: what it takes, what it writes, who computes it."""
+"""Declaration of attention: its arguments, outputs and implementations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from npu_ops.ops.attention.arguments import Extra, Rule, normal, shape_in_layout
 from npu_ops.ops.attention.limits import triton_why_not
 from npu_ops.ops.attention.routing import plan_of
 
-# Tensors are in the form of `arguments`. lse, and the gradients of the bias and of the sinks, are
-# fp32 (fp64 where q is).
+# Tensors are in the form of `arguments`. lse and the gradients of bias and sinks are fp32 (fp64 if
+# q is).
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, "
     + ", ".join(f"Tensor? {name}" for name in Extra._fields)
@@ -51,7 +51,7 @@ def _gradients(x):
 
 
 def _nothing_to_read(x) -> bool:
-    """Whether there is no query, or no memory for a key."""
+    """Return whether there are no queries, or no keys in memory."""
     table = x.extra.block_table
     return not (x.q.numel() and x.k.numel() and (table is None or table.numel()))
 
@@ -71,7 +71,7 @@ def _gradients_of_nothing(x) -> None:
     for gradient in (x.grad_q, x.grad_k, x.grad_v, x.grad_bias):
         if gradient is not None:
             gradient.zero_()
-    if x.grad_sinks is not None:  # lse is the sink
+    if x.grad_sinks is not None:  # without keys, lse equals the sink
         x.grad_sinks.copy_(0 if x.grad_lse is None else x.grad_lse.sum((0, 2)))
 
 

@@ -1,4 +1,4 @@
-"""What attention is: every pair of a query and a key, in fp32.
+"""Reference of attention: computes every pair of a query and a key, in fp32.
 
 Tensors are in the form of `arguments`: batch, heads, tokens, head dimension.
 """
@@ -10,7 +10,7 @@ import torch
 from npu_ops.core import lengths, make, rng
 from npu_ops.ops.attention.arguments import Extra, Rule
 
-_TILE = 128  # keys that share Philox calls
+_TILE = 128  # keys that share 16 Philox calls
 
 
 def compute_dtype(q: torch.Tensor) -> torch.dtype:
@@ -18,10 +18,11 @@ def compute_dtype(q: torch.Tensor) -> torch.dtype:
 
 
 def attention(q, k, v, extra: Extra, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output `[B, N, Sq, Dv]` and the log of the softmax's denominator `[B, N, Sq]`, in fp32.
+    """Return the output `[B, N, Sq, Dv]` and the log of the softmax's denominator `[B, N, Sq]`, in
+    fp32.
 
-    softmax(scale q k^T, capped, plus bias) v over the keys that take part. A query without a key
-    gets 0, and -inf (or its sink).
+    Computes softmax(scale q k^T, capped, plus bias) v over the unmasked keys. A query without a key
+    gets 0, and a log denominator of -inf (or its sink).
     """
     pairs = Pairs(q, k, v, extra, rule)
     lse = pairs.scores.logsumexp(-1)
@@ -32,7 +33,7 @@ def attention(q, k, v, extra: Extra, rule: Rule) -> tuple[torch.Tensor, torch.Te
 
 
 def attention_backward(grad_out, grad_lse, out, lse, q, k, v, extra: Extra, rule: Rule):
-    """The gradients of q, k, v, of the bias in its own shape, and of the sinks; in fp32."""
+    """Return the gradients of q, k, v, bias (in its own shape) and sinks, in fp32."""
     pairs = Pairs(q, k, v, extra, rule)
     wide = compute_dtype(q)
     (grad_out,) = _without_nobodys(extra.cu_seqlens_q, grad_out.to(wide))
@@ -59,22 +60,23 @@ def attention_backward(grad_out, grad_lse, out, lse, q, k, v, extra: Extra, rule
 
 
 def _without_nobodys(starts, *rows):
-    """`[1, heads, tokens, ...]` with what tokens that belong to nobody have."""
+    """Set unowned tokens of `[1, heads, tokens, ...]` to 0, or all to NaN if starts are invalid."""
     found = lengths.without_nobodys(starts, *(x.transpose(1, 2) for x in rows))
     return tuple(x.transpose(1, 2) for x in found)
 
 
 def weighted(weights, part, x):
-    """weights @ x, where a row of x that has no part in a result is nothing to it: in a product of
-    matrices 0 times what is not finite would be NaN.
+    """Return weights @ x without letting masked rows of x turn results into NaN.
 
-    weights: 0 where not `part`, bool of the same shape.
+    A plain matrix product would compute 0 times inf or NaN for them.
+
+    weights: 0 where not `part`, a bool tensor of the same shape.
     """
     finite = x.isfinite()
     if x.device.type == "cpu" and finite.all():
         return weights @ x
     product = weights @ x.where(finite, 0)
-    sign = x.where(x.isinf(), 0).sign()  # what is infinite, as 1 or -1
+    sign = x.where(x.isinf(), 0).sign()  # infinite elements as 1 or -1, others 0
     part = part.to(x.dtype)
     numbers, infinite = part @ x.isnan().to(x.dtype), part @ sign.abs()
     total = weights.sign() @ sign
@@ -84,10 +86,11 @@ def weighted(weights, part, x):
 
 
 class Pairs:
-    """The scores of every query and key, -inf where a key does not take part.
+    """The scores of every query and key, -inf for masked pairs.
 
-    part: where one does; not by a bias of -inf either. slope: the derivative of the soft cap. k and
-    v are repeated for each query head.
+    part: bool, False for masked pairs, also those with a bias of -inf.
+    slope: derivative of the soft cap.
+    k and v are repeated for each query head.
     """
 
     def __init__(self, q, k, v, extra: Extra, rule: Rule):
@@ -114,9 +117,9 @@ class Pairs:
         self.p, self.state = rule.dropout_p, extra.rng_state
 
     def weights(self, lse):
-        """The softmax; 0 for a query without a key, where lse is -inf."""
+        """Return the softmax weights; 0 for a query without a key, whose lse is -inf."""
         weights = (self.scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp()
-        return weights.masked_fill(~self.part, 0)  # also where lse is NaN
+        return weights.masked_fill(~self.part, 0)  # also if lse is NaN
 
     def dropped(self, weights):
         if not self.p:
@@ -130,19 +133,19 @@ class Pairs:
 
 
 class Positions:
-    """Which sequence each query and key is of, and where in it it is."""
+    """For each query and key: its sequence, and its position in the sequence."""
 
     def __init__(self, queries: int, keys: int, extra: Extra, device):
         token_q, token_k = (make.counted(n, device=device) for n in (queries, keys))
         self.longest, starts = keys, extra.cu_seqlens_q
-        if starts is None:  # a sequence for each entry of the batch
+        if starts is None:  # one sequence per batch entry
             self.query, self.key, self.same = token_q, token_k, True
             self.queries, self.keys = queries, keys
             if extra.seqlens_k is not None:
                 self.keys = extra.seqlens_k.view(-1, 1, 1, 1)
-            self.missing = self.key[:, None] >= self.keys  # may hold anything
+            self.missing = self.key[:, None] >= self.keys  # such keys may hold anything
             return
-        # Tokens that belong to nobody are a sequence of their own.
+        # Tokens behind the last sequence become a sequence of their own.
         starts = _with_end(starts, queries)
         of_q = (torch.searchsorted(starts, token_q, right=True) - 1).clamp(0, len(starts) - 2)
         self.query, self.queries = token_q - starts[of_q], starts.diff()[of_q, None]
@@ -151,7 +154,7 @@ class Positions:
             lengths = starts.diff()
             of_k = (torch.searchsorted(starts, token_k, right=True) - 1).clamp(0, len(lengths) - 1)
             self.key = token_k - starts[of_k]
-        else:  # as many rows for each sequence, of which the first are keys
+        else:  # paged: equally many rows per sequence, of which the first ones are keys
             sequences = len(extra.seqlens_k)
             self.longest = keys // sequences
             lengths = torch.nn.functional.pad(extra.seqlens_k, (0, 1))
@@ -160,9 +163,10 @@ class Positions:
         self.missing = (self.key >= lengths[of_k])[:, None]
 
     def takes_part(self, rule: Rule):
-        """bool `[B or 1, 1, queries, keys]`."""
+        """Return which pairs are not masked: bool `[B or 1, 1, queries, keys]`."""
         shift = self.keys - self.queries if rule.bottom_right else 0
-        ahead = self.key - self.query[:, None] - shift  # keys after the diagonal
+        # distance of a key from the diagonal; > 0 is after it
+        ahead = self.key - self.query[:, None] - shift
         part = (self.key < self.keys) & self.same & torch.ones_like(ahead, dtype=torch.bool)
         if rule.window_left >= 0:
             part = part & (ahead >= -rule.window_left)
@@ -172,22 +176,22 @@ class Positions:
 
 
 def _with_end(starts, tokens: int):
-    """`starts`, and the number of tokens."""
+    """Append the number of tokens to `starts`."""
     return torch.nn.functional.pad(starts, (0, 1), value=tokens)
 
 
 def from_blocks(cache, block_table, packed: bool):
-    """`[n, heads, keys, dim]` of the blocks of each of n sequences; packed: a batch of one."""
+    """Gather each sequence's blocks as `[n, heads, keys, dim]`; packed: as a batch of one."""
     blocks = cache[block_table.clamp(0, cache.shape[0] - 1).long()]  # [n, blocks, heads, size, dim]
     keys = blocks.transpose(1, 2).flatten(2, 3)
     return keys.transpose(0, 1).flatten(1, 2)[None] if packed else keys
 
 
 def keep_mask(row: torch.Tensor, columns: int, p: float, state: torch.Tensor) -> torch.Tensor:
-    """Which weights dropout keeps: bool, row's shape by `columns` keys of a sequence.
+    """Return which weights dropout keeps: bool, row's shape by `columns` keys of a sequence.
 
     Column c takes the 16-bit draw c % 128 // 16 of Philox(counter=(c // 128 * 16 + c % 16, row,
-    offset), key=seed), so that any 128 columns share 16 Philox calls and no draw is wasted.
+    offset), key=seed). So any 128 columns share 16 Philox calls, and no draw is wasted.
     """
     seed, offset = state.unbind()
     tiles = -(-columns // _TILE)
@@ -201,5 +205,5 @@ def keep_mask(row: torch.Tensor, columns: int, p: float, state: torch.Tensor) ->
 
 
 def _per_group(x, like):
-    """The sum over the query heads that read one key head."""
+    """Sum over the query heads that share a key head."""
     return x.unflatten(1, (like.shape[1], -1)).sum(2)

@@ -1,4 +1,4 @@
-"""Bias-dropout-add: the end of every attention and MLP block of a Megatron transformer layer."""
+"""Bias-dropout-add: the last step of attention and MLP blocks in a Megatron transformer layer."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ def bias_dropout_add(
     inplace: bool = False,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """`residual + dropout(x + bias, p)`, computed in fp32 and rounded once.
+    """Compute `residual + dropout(x + bias, p)` in fp32 and round once.
 
-    The dropout mask is never stored: backward draws it again from a seed and an offset, which come
-    from the default generator of x's device, or from `generator`, and advance it. Recomputation
-    that restores the generator therefore repeats the mask.
+    The dropout mask is never stored: backward draws it again from a seed and an offset. They are
+    drawn from `generator`, or the default generator of x's device, which advances it. So a
+    recomputation that restores the generator repeats the mask.
 
     Args:
         x: `[..., h]`, float32, bfloat16, float16 or float64.
         bias: None, `[h]`, or x's shape.
         residual: x's shape. x, bias and residual may differ in dtype.
-        p: the probability of dropping, 0 <= p < 1, in steps of 2**-16. What is kept is divided by
-            the probability of that, so the expectation is exact.
+        p: probability of dropping an element, 0 <= p < 1, in steps of 2**-16. Kept elements are
+            divided by the exact probability of being kept, so the expectation is exact.
         training: drop only if true.
         dtype: of the result; None: the residual's.
         inplace: write the result into x and return x.
         generator: on x's device; None: its default generator.
 
     Returns:
-        `[..., h]` of `dtype`. Gradients for x, bias and residual come in their own dtypes; the
-        gradient of a `[h]` bias is summed in fp32.
+        `[..., h]` of `dtype`. Gradients of x, bias and residual have their own dtypes; the gradient
+        of a `[h]` bias is summed in fp32.
 
     Raises:
         TypeError: an argument is not a tensor or not of a floating dtype.
-        ValueError: p, a shape, a device, or `inplace` where x cannot hold the result (another
-            dtype, expanded memory) or a gradient is needed.
+        ValueError: p, a shape or a device is invalid; or `inplace` is set and x cannot hold the
+            result (another dtype, expanded memory) or a gradient is needed.
 
     Source: Megatron-LM `megatron/core/fusions/fused_bias_dropout.py`.
     """
@@ -61,7 +61,7 @@ def bias_dropout_add(
 
 
 def _prepare(x, bias, residual, p, training, dtype=None, inplace=False, generator=None):
-    """Check the public arguments; return them as the operator takes them."""
+    """Check the public arguments; return the operator's."""
     check.floating("x", x)
     check.floating("residual", residual)
     if x.dim() == 0:

@@ -1,4 +1,4 @@
-"""bias_dropout_add, declared: what it takes, what it writes, who computes it."""
+"""Declaration of bias_dropout_add: its arguments, outputs and implementations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from npu_ops.ops.bias_dropout_add import reference
 
 
 def _gradient_outputs(inputs):
-    """grad_x, and the gradient of a [h] bias where it is wanted, wide."""
+    """Allocate grad_x and, if wanted, the gradient of a [h] bias in fp32 (fp64 if `grad` is)."""
     grad, wide = inputs.grad, reference.compute_dtype(inputs.grad)
     row = torch.empty(grad.shape[-1:], dtype=wide, device=grad.device) if inputs.sum_rows else None
     return library.dense_like(grad, inputs.dtype), row

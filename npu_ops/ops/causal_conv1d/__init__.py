@@ -1,4 +1,4 @@
-"""The short causal convolution before linear attention: depthwise, over time."""
+"""The short depthwise causal convolution over time that precedes linear attention."""
 
 from __future__ import annotations
 
@@ -28,52 +28,54 @@ def causal_conv1d(
     has_initial_state: torch.Tensor | None = None,
     pad_slot_id: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`act(sum_j weight[:, W - 1 - j] * x[t - j] + bias) + residual`: fla's call as it is.
+    """Compute `act(sum_j weight[:, W - 1 - j] * x[t - j] + bias) + residual`. Takes fla's calls.
 
-    Computed in fp32 whatever the dtypes, rounded once. Sequences do not see each other. Gradients
-    are the same each time: partial sums, no atomics.
+    Computes in fp32 for every dtype and rounds once. Sequences do not see each other. Gradients are
+    deterministic: partial sums, no atomics.
 
     Args:
-        x: `[B, T, D]`, float32, bfloat16, float16 or float64. It may be strided (a slice of a fused
-            projection): it is read in place if channels are in one piece.
-        weight: `[D, W]` with W 2 to 8, of x's dtype or float32; the last column meets the token
-            itself.
+        x: `[B, T, D]`, float32, bfloat16, float16 or float64. A strided view with contiguous
+            channels (a slice of a fused projection) is read without a copy.
+        weight: `[D, W]` with W 2 to 8, of x's dtype or float32; the last column multiplies the
+            current token.
         bias: `[D]`, of x's dtype or float32; or None.
         residual: x's shape and dtype, added after the activation; or None.
-        initial_state: `[N, D, W]` of x's dtype: the last W tokens before each sequence, of which
-            the last W - 1 count. None: zeros.
-        output_final_state: return the last W tokens of each sequence, those of the initial state
-            included.
+        initial_state: `[N, D, W]` of x's dtype: the last W tokens before each sequence; only the
+            last W - 1 matter. None: zeros.
+        output_final_state: return the last W tokens of each sequence, counting those of the initial
+            state.
         activation: "silu", "swish" (the same) or None.
-        cu_seqlens: `[N + 1]` int32 or int64, where packed sequences start and the last one ends,
-            for a B of 1; lengths may be 0. None: B sequences of T. What is behind the last one gets
-            0, in y and in gradients.
-        cp_group: the tokens are a part of those that the ranks of this group have together; all
-            call this and go backward together. cu_seqlens is that of the whole sequences, the same
-            on every rank. Without initial_state. Final states are those after this rank's part.
-        cp_layout: "contiguous": a rank has one span of all tokens, of any length, in the order of
-            ranks. "zigzag", Megatron's, with cu_seqlens: each sequence is 2 n equal chunks for n
-            ranks; rank r has chunks r and 2 n - 1 - r of each, one behind the other.
-        conv_state: a server's pool of states instead of initial and final ones, `[slots, D, L]` of
-            any floating dtype, L at least W - 1. A slot's first W - 1 columns are the rows before
-            its sequence, as in `causal_conv1d_update`, and those before the next token after it.
-            Updated in place; nothing waits for the device.
-        conv_state_indices: int32 or int64 `[N]`, each sequence's slot, all different; None: N slots
-            in order. With pad_slot_id a sequence begins with zeros and leaves the pool as it is.
-        has_initial_state: bool `[N]`: a sequence without one begins with zeros. None: all have.
+        cu_seqlens: `[N + 1]` int32 or int64: the starts of packed sequences, then the end of the
+            last; needs B = 1. Sequences may be empty. None: B sequences of T. Tokens behind the
+            last sequence get 0, in y and in gradients.
+        cp_group: process group whose ranks share the tokens; every rank calls this and runs
+            backward. cu_seqlens then describes the whole sequences, the same on every rank.
+            Excludes initial_state. Final states are those after this rank's part.
+        cp_layout: "contiguous": each rank has one span of all tokens, of any length, in the order
+            of ranks. "zigzag" (Megatron's, needs cu_seqlens): for n ranks each sequence is cut into
+            2 n equal chunks; rank r has chunks r and 2 n - 1 - r of each, one after the other.
+        conv_state: a server's pool of states, used in place of initial and final states: `[slots,
+            D, L]` of any floating dtype, L at least W - 1. The first W - 1 columns of a slot are
+            the rows before its sequence, as in `causal_conv1d_update`; they are overwritten with
+            the rows before its next token. Nothing waits for the device.
+        conv_state_indices: int32 or int64 `[N]`, the slot of each sequence, all different; None: N
+            slots in order. A sequence with pad_slot_id begins with zeros and leaves the pool
+            unchanged.
+        has_initial_state: bool `[N]`: False starts a sequence with zeros. None: all True.
 
     Returns:
         y, like x, and the final state `[N, D, W]` of x's dtype, or None. Channels of the state are
-        in one piece, which makes it an initial state that needs no copy. Differentiable in x,
-        weight, bias, residual and initial_state, also through the final state; once.
+        contiguous, so it can be passed as an initial state without a copy. Differentiable once in
+        x, weight, bias, residual and initial_state, also through the final state.
 
     Raises:
-        TypeError: a dtype. ValueError: a shape, a device, an activation; cu_seqlens that decrease,
-            do not begin with 0 or end behind x (on the CPU; on a device y, the final state,
-            and the gradients of x and of the initial state are NaN, and a pool stays as it is);
-            with conv_state a required gradient, and on the CPU a slot outside of the pool or one
-            twice. RuntimeError: such slots in a compiled call. On a
-            device a slot outside is as pad_slot_id.
+        TypeError: a dtype is not supported.
+        ValueError: a shape, a device or an activation is invalid; cu_seqlens decrease, do not begin
+            with 0 or end behind x (on the CPU; on a device y, the final state, and the gradients of
+            x and of the initial state are NaN, and a pool stays unchanged); with conv_state, a
+            gradient is required, or on the CPU a slot is outside the pool or used twice (on a
+            device, a slot outside the pool acts like pad_slot_id).
+        RuntimeError: such slots in a compiled call.
 
     Source: fla `fla.modules.conv.causal_conv1d`; the layer is Mamba's (Gu and Dao, 2023).
     """
@@ -88,7 +90,7 @@ def causal_conv1d(
         slots = pool.Slots(conv_state, conv_state_indices, pad_slot_id, x, cu_seqlens)
         before = slots.read(weight.shape[1], x.dtype, has_initial_state)
         inputs = inputs._replace(initial_state=before, output_final_state=True)
-        if x.device.type == "cpu":  # its kernel has one dtype for both
+        if x.device.type == "cpu":  # the CPU kernel needs one dtype for x and state
             inputs = inputs._replace(x=x.to(before.dtype), residual=_as(residual, before.dtype))
         y, final_state = op.forward(*inputs)
         slots.write(final_state)
@@ -102,7 +104,7 @@ def causal_conv1d(
             output_final_state=output_final_state, cu_seqlens=starts,
         )  # fmt: skip
         if cp_layout == "zigzag" and output_final_state:
-            final_state = final_state[1::2]  # behind the later chunk of each sequence
+            final_state = final_state[1::2]  # states after the later chunk of each sequence
         return y, final_state
     if cp_group is not None:
         before = context_parallel.initial_state(x, weight.shape[1], cp_group)
@@ -116,7 +118,7 @@ def _prepare(
     activation=None, cu_seqlens=None, cp_group=None, cp_layout="contiguous", conv_state=None,
     conv_state_indices=None, has_initial_state=None, pad_slot_id=-1,
 ):  # fmt: skip
-    """The public arguments as the operator takes them, but for the states of a pool."""
+    """Return the operator's arguments, without the states of a pool."""
     spans.check(cp_group, cp_layout, initial_state, cu_seqlens)
     shared = cp_group is not None
     _check(x, weight, bias, residual, initial_state, activation, cu_seqlens, shared)

@@ -11,15 +11,15 @@ ACTIVATIONS = (None, "silu", "swish")
 
 
 def narrow_alone(arguments) -> str | None:
-    """Why kernels that keep each tap in a register do not support a call, or None."""
+    """Return why kernels that keep each filter tap in a register do not support a call, or None."""
     taps = arguments.weight.shape[1]
     return f"a filter of {taps} taps has more than 4" if taps > 4 else None
 
 
 def check_rows(x, weight, bias, activation, cu_seqlens, shared: bool = False) -> None:
-    """Check `[B, T, D]` x and what both functions of whole sequences need besides.
+    """Check `[B, T, D]` x and the other arguments that both functions of whole sequences share.
 
-    shared: other ranks have tokens of the packed sequences, whose number is not known yet.
+    shared: other ranks hold tokens of the packed sequences, so the total number is unknown here.
     """
     check.floating("x", x)
     if x.dim() != 3:
@@ -32,7 +32,7 @@ def check_rows(x, weight, bias, activation, cu_seqlens, shared: bool = False) ->
 
 
 def check_filter(weight, bias, activation, x) -> None:
-    """Check what all functions need of a filter."""
+    """Check the filter arguments that all functions share."""
     _check_parameter("weight", weight, x)
     channels = x.shape[-1]
     if weight.dim() != 2 or weight.shape[0] != channels or weight.shape[1] not in WIDTHS:
@@ -51,7 +51,7 @@ def _check_parameter(name, value, x) -> None:
 
 
 def check_like_x(name, value, x, shape, form: str) -> None:
-    """Check an optional tensor of x's dtype and device; `form` names what `shape` is."""
+    """Check an optional tensor of x's dtype and device. form: describes `shape` in the message."""
     if value is None:
         return
     check.floating(name, value)
@@ -70,8 +70,10 @@ def check_integers(name, value, x, length: int | None = None) -> None:
 
 
 def check_starts(name, starts, x, tokens: int | None) -> None:
-    """Check the starts of packed sequences and their end; on the CPU the values too, unless the
-    number of tokens is not known: None."""
+    """Check the starts of packed sequences and the end of the last.
+
+    tokens: number of tokens. On the CPU values are checked as well, unless it is None (unknown).
+    """
     check_integers(name, starts, x)
     if starts.shape[0] < (1 if tokens == 0 else 2):
         raise check.shape(name, starts, "[N + 1]")

@@ -1,4 +1,4 @@
-"""causal_conv1d, declared: what it takes, what it writes, who computes it."""
+"""Declaration of causal_conv1d: its arguments, outputs and implementations."""
 
 from __future__ import annotations
 

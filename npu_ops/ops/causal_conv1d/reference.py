@@ -1,7 +1,8 @@
-"""Shared by causal_conv1d, causal_conv1d_qkv and causal_conv1d_update: the definition of right.
+"""Shared by causal_conv1d, causal_conv1d_qkv and causal_conv1d_update: their reference.
 
-All rows lie in one list: each sequence's initial state, W rows (zero if there is none), and then
-all tokens of a batch or of packed sequences. A filter reaches a row by its index in that list.
+All rows are in one list: first W rows of initial state for each sequence (zeros if it has none),
+then all tokens of the batch or of the packed sequences. A filter tap reads a row by its index in
+that list.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from npu_ops.core import lengths, make
 
 
 def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu):
-    """y_t = act(sum_j weight[:, W - 1 - j] * x_{t - j} + bias) + residual_t, in fp32.
+    """Compute y_t = act(sum_j weight[:, W - 1 - j] * x_{t - j} + bias) + residual_t, in fp32.
 
     x, residual: [B, T, D]. weight: [D, W]. bias: [D]. initial_state: [N, D, W].
     """
@@ -25,13 +26,13 @@ def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu):
 
 
 def with_final_state(x, weight, bias, residual, initial_state, cu_seqlens, silu):
-    """y in fp32, and the last W rows of each sequence."""
+    """Return y in fp32, and the last W rows of each sequence."""
     y = causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu)
     return y, final_state(x, weight.shape[1], initial_state, cu_seqlens)
 
 
 def final_state(x, width, initial_state, cu_seqlens):
-    """The last W rows of each sequence, [N, D, W]."""
+    """Return the last W rows of each sequence, [N, D, W]."""
     dtype = x.dtype if initial_state is None else initial_state.dtype
     rows = all_rows(x, initial_state, cu_seqlens, width, dtype)
     return rows[last_indices(x, cu_seqlens, width)].transpose(1, 2)
@@ -40,7 +41,7 @@ def final_state(x, width, initial_state, cu_seqlens):
 def causal_conv1d_backward(
     grad_y, grad_final_state, x, weight, bias, initial_state, cu_seqlens, silu
 ):  # fmt: skip
-    """Gradients of x, weight, bias and initial_state, in fp32. grad_final_state may be None."""
+    """Return the gradients of x, weight, bias and initial_state. grad_final_state may be None."""
     wide, (channels, width) = compute_dtype(x, weight), weight.shape
     rows = all_rows(x, initial_state, cu_seqlens, width, wide)
     grad_z = grad_y.to(wide).flatten(0, 1)
@@ -68,7 +69,7 @@ def causal_conv1d_backward(
 
 
 def _preactivation(rows, x, weight, bias, cu_seqlens):
-    """The convolution of all tokens, [B * T, D]."""
+    """Return the convolution of all tokens, [B * T, D]."""
     width = weight.shape[1]
     taps = weight.to(rows.dtype).unbind(1)
     z = sum(
@@ -78,17 +79,18 @@ def _preactivation(rows, x, weight, bias, cu_seqlens):
 
 
 def all_rows(x, initial_state, cu_seqlens, width, dtype):
-    """The states' rows, W for each sequence, and then the tokens': [N * W + B * T, D]."""
+    """Return W state rows for each sequence, then the rows of all tokens: [N * W + B * T, D]."""
     count, channels = len(bounds(x, cu_seqlens)[0]), x.shape[-1]
     if initial_state is None:
         state = x.new_zeros((count * width, channels), dtype=dtype)
     else:
         state = initial_state.to(dtype).transpose(1, 2).flatten(0, 1)
-    return torch.cat([state, x.flatten(0, 1)])  # x is converted: its dtype is no wider
+    # cat converts x to the state's dtype, which is at least as wide
+    return torch.cat([state, x.flatten(0, 1)])
 
 
 def indices(x, cu_seqlens, width, back):
-    """Index, for each token, the row `back` tokens earlier in its sequence: `[B * T]`.
+    """Return the index of the row `back` tokens before each token in its sequence: `[B * T]`.
 
     Rows before a sequence's first token are those of its initial state.
     """
@@ -99,7 +101,7 @@ def indices(x, cu_seqlens, width, back):
 
 
 def last_indices(x, cu_seqlens, width):
-    """The last W rows of each sequence, [N, W]."""
+    """Return the indices of the last W rows of each sequence, [N, W]."""
     starts, stops = bounds(x, cu_seqlens)
     sequence = make.counted(len(starts), device=x.device)[:, None]
     token = stops[:, None] + make.counted(-width, 0, device=x.device)
@@ -108,13 +110,13 @@ def last_indices(x, cu_seqlens, width):
 
 
 def row_index(starts, width, sequence, token):
-    """The row of a sequence's token; a token before its start is in its state."""
+    """Return the row index of a sequence's token; a token before its start is in its state."""
     in_state = (sequence + 1) * width + token - starts[sequence]
     return torch.where(token >= starts[sequence], len(starts) * width + token, in_state)
 
 
 def bounds(x, cu_seqlens):
-    """Where each sequence starts and stops in the list of all tokens, [N] each."""
+    """Return where each sequence starts and ends in the list of all tokens, [N] each."""
     if cu_seqlens is not None:
         return cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     starts = make.counted(x.shape[0], device=x.device) * x.shape[1]
@@ -122,6 +124,6 @@ def bounds(x, cu_seqlens):
 
 
 def compute_dtype(*tensors):
-    """fp64 where an input is fp64, else fp32."""
+    """Return fp64 if an input is fp64, else fp32."""
     double = any(t is not None and t.dtype == torch.float64 for t in tensors)
     return torch.float64 if double else torch.float32

@@ -1,4 +1,4 @@
-"""What is before Gated Delta Net's delta rule: convolution, SiLU, split and l2norm in one pass."""
+"""Convolution, SiLU, split and l2norm before Gated Delta Net's delta rule, in one pass."""
 
 from __future__ import annotations
 
@@ -30,38 +30,37 @@ def causal_conv1d_qkv(
     eps: float = 1e-6,
     use_qk_l2norm: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`causal_conv1d` of q, k and v side by side, the split, and `l2norm` of q and k.
+    """Apply `causal_conv1d` to q, k and v side by side, split them, and apply `l2norm` to q, k.
 
-    Computed in fp32 whatever the dtypes and rounded once, where the three in a row round q and k
-    twice. x is read once and nothing is in memory in between. Gradients are the same each time.
+    Computes in fp32 for every dtype and rounds once; the three separate ops round q and k twice.
+    Reads x once and stores no intermediate result. Gradients are deterministic.
 
     Args:
-        x: `[B, T, D]` with D = 2 HK K + HV V, float32, bfloat16, float16 or float64. It may be
-            strided (a slice of a fused projection): it is read in place if channels are in one
-            piece.
-        weight: `[D, W]` with W 2 to 8, of x's dtype or float32; the last column meets the token
-            itself.
+        x: `[B, T, D]` with D = 2 HK K + HV V, float32, bfloat16, float16 or float64. A strided view
+            with contiguous channels (a slice of a fused projection) is read without a copy.
+        weight: `[D, W]` with W 2 to 8, of x's dtype or float32; the last column multiplies the
+            current token.
         bias: `[D]`, of x's dtype or float32; or None.
         num_k_heads, num_v_heads, head_k_dim, head_v_dim: HK, HV, K and V. K and V are at most 256;
-            on an NPU, a K that is a power of two is fastest.
-        initial_state: `[N, D, W]` of x's dtype, as `causal_conv1d` takes it. None: zeros.
+        on an NPU, a K that is a power of two is fastest.
+        initial_state: `[N, D, W]` of x's dtype, as in `causal_conv1d`. None: zeros.
         output_final_state: return the last W tokens of each sequence, as `causal_conv1d` does.
         activation: "silu", "swish" (the same) or None.
-        cu_seqlens: `[N + 1]` int32 or int64, where packed sequences start and the last one ends,
-            for a B of 1; lengths may be 0. None: B sequences of T. What is behind the last one gets
-            0, in results and in gradients.
-        eps: 0 or more; inside the root, as `l2norm`'s.
-        use_qk_l2norm: False leaves q and k as the activation does.
+        cu_seqlens: `[N + 1]` int32 or int64: the starts of packed sequences, then the end of the
+            last; needs B = 1. Sequences may be empty. None: B sequences of T. Tokens behind the
+            last sequence get 0, in results and in gradients.
+        eps: 0 or more; added under the square root, as in `l2norm`.
+        use_qk_l2norm: False skips the norm of q and k.
 
     Returns:
         q and k `[B, T, HK, K]`, v `[B, T, HV, V]`, contiguous, of x's dtype, and the final state
-        `[N, D, W]` or None. Differentiable in x, weight, bias and initial_state; once.
+        `[N, D, W]` or None. Differentiable once in x, weight, bias and initial_state.
 
     Raises:
-        TypeError: a dtype, or heads and dims that are not integers. ValueError: a shape, a device,
-            an activation, eps; cu_seqlens that decrease, do not begin with 0 or end behind x (on
-            the CPU; on a device q, k, v, the final state, and the gradients of x and of the initial
-            state are NaN).
+        TypeError: a dtype is not supported, or heads and dims are not integers.
+        ValueError: a shape, a device, an activation or eps is invalid; cu_seqlens decrease, do not
+            begin with 0 or end behind x (on the CPU; on a device q, k, v, the final state, and the
+            gradients of x and of the initial state are NaN).
 
     Source: the layers of transformers `modeling_qwen3_next.py`, one after another.
     """
@@ -77,7 +76,7 @@ def _prepare(
     x, weight, bias=None, *, num_k_heads, num_v_heads, head_k_dim, head_v_dim, initial_state=None,
     output_final_state=False, activation="silu", cu_seqlens=None, eps=1e-6, use_qk_l2norm=True,
 ):  # fmt: skip
-    """The public arguments as the operator takes them."""
+    """Check the public arguments; return the operator's."""
     heads = [num_k_heads, num_v_heads, head_k_dim, head_v_dim]
     _check(x, weight, bias, initial_state, activation, cu_seqlens, eps, *heads)
     eps = float(eps) if use_qk_l2norm else None

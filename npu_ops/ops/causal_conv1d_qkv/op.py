@@ -1,4 +1,4 @@
-"""causal_conv1d_qkv, declared: what it takes, what it writes, who computes it."""
+"""Declaration of causal_conv1d_qkv: its arguments, outputs and implementations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from npu_ops.ops.causal_conv1d import layout
 from npu_ops.ops.causal_conv1d.arguments import narrow_alone
 from npu_ops.ops.causal_conv1d_qkv import reference
 
-# heads: key heads, value heads, K, V. eps is None where nothing is normalised.
+# heads: [key heads, value heads, K, V]. eps: None skips the norm.
 _INPUTS = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, bool silu, "
     "float? eps, int[] heads"
@@ -16,7 +16,7 @@ _INPUTS = (
 
 
 def _heads_in_one_piece(grad):
-    """`[B, T, heads, dim]` with each token's elements in one piece, as the kernels read it."""
+    """Return `[B, T, heads, dim]` with each token's elements contiguous, as the kernels need."""
     whole = grad.stride(3) == 1 and grad.stride(2) == grad.shape[3]
     return grad if whole else grad.contiguous()
 
@@ -28,7 +28,7 @@ _LAY_OUT = {"x": in_one_piece} | (
 
 
 def _outputs(inputs):
-    """q and k `[B, T, HK, K]`, v `[B, T, HV, V]`, and the final state where it is wanted."""
+    """Allocate q and k `[B, T, HK, K]`, v `[B, T, HV, V]`, and the final state if wanted."""
     shapes = reference.shapes(inputs.heads)
     parts = (inputs.x.new_empty((*inputs.x.shape[:2], *shape)) for shape in shapes)
     return *parts, layout.final_state(inputs)

@@ -1,4 +1,4 @@
-"""The definition of the fused front end: causal_conv1d, split, l2norm, in plain PyTorch."""
+"""Reference of the fused op: causal_conv1d, split, l2norm, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from npu_ops.ops.l2norm import reference as norm
 
 
 def causal_conv1d_qkv(x, weight, bias, initial_state, cu_seqlens, silu, eps, heads):
-    """q, k and v in fp32, not normalised without an eps; and the final state."""
+    """Return q, k and v in fp32, and the final state. eps=None skips the norm."""
     y = conv.causal_conv1d(x, weight, bias, None, initial_state, cu_seqlens, silu)
     q, k, v = split(y, heads)
     if eps is not None:
@@ -21,7 +21,7 @@ def causal_conv1d_qkv_backward(
     grad_q, grad_k, grad_v, grad_final_state, x, weight, bias, initial_state, cu_seqlens, silu, eps,
     heads,
 ):  # fmt: skip
-    """Gradients of x, weight, bias and initial_state, in fp32. grad_final_state may be None."""
+    """Return the gradients of x, weight, bias and initial_state. grad_final_state may be None."""
     wide = conv.compute_dtype(x, weight)
     grad_q, grad_k, grad_v = (grad.to(wide) for grad in (grad_q, grad_k, grad_v))
     if eps is not None:
@@ -35,12 +35,12 @@ def causal_conv1d_qkv_backward(
 
 
 def split(y, heads):
-    """`[B, T, D]` as q, k and v, [B, T, heads, dim], side by side."""
+    """Split `[B, T, D]` into q, k and v, each [B, T, heads, dim]."""
     parts = y.split([count * dim for count, dim in shapes(heads)], dim=-1)
     return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes(heads), strict=True)]
 
 
 def shapes(heads):
-    """(heads, dim) of q, k and v, from [key heads, value heads, key dim, value dim]."""
+    """Return (heads, dim) of q, k and v, from [key heads, value heads, key dim, value dim]."""
     key_heads, value_heads, key_dim, value_dim = heads
     return (key_heads, key_dim), (key_heads, key_dim), (value_heads, value_dim)

@@ -1,4 +1,4 @@
-"""The convolution's decoding step in a server: a few tokens of each sequence, states in a pool."""
+"""The convolution's decoding step in a server: a few tokens per sequence, states in a pool."""
 
 from __future__ import annotations
 
@@ -27,48 +27,50 @@ def causal_conv1d_update(
     intermediate_state_indices: torch.Tensor | None = None,
     disable_state_update: bool = False,
 ) -> torch.Tensor:
-    """`causal_conv1d` of new tokens behind the rows that a state pool holds, updated in place.
+    """Apply `causal_conv1d` to new tokens, with a pool of states that is updated in place.
 
-    Computed in fp32, rounded once. Nothing waits for the device, so it can be captured in a graph.
+    Computes in fp32 and rounds once. Nothing waits for the device, so calls can be captured in a
+    graph.
 
-    - Decode: a slot's first W - 1 columns are the last rows of its sequence, and are again after
-      it; columns behind them are not touched.
-    - Verify, as vLLM does it: with `num_accepted_tokens`, which says how many tokens of the last
-      step count (1 and more), the history begins at column `num_accepted_tokens - 1`, and all
-      rows but the first go back: `W - 2 + T` columns, from which the next step may take its pick.
-    - Verify, as SGLang does it: `intermediate_conv_window` gets what a state would be after each
-      token, mostly with `disable_state_update`.
+    - Decode: the first W - 1 columns of a slot hold the last rows of its sequence, before and after
+      the call. Further columns are not touched.
+    - Verify in vLLM's way: `num_accepted_tokens` says how many tokens of the last step were
+      accepted (at least 1). The history begins at column `num_accepted_tokens - 1`. All rows but
+      the first are stored: `W - 2 + T` columns, from which the next step selects its history.
+    - Verify in SGLang's way: the state after each token is written to `intermediate_conv_window`,
+      usually with `disable_state_update`.
 
     Args:
-        x: `[B, D]`, one token each; `[B, T, D]`; or `[tokens, D]` packed by query_start_loc. It may
-            be strided, channels in one piece.
-        conv_state: `[slots, D, L]` of x's dtype, L at least W - 1. Any strides: fastest on an NPU
-            is D in one piece, `[slots, L, D]` transposed. A cache of W columns as fla and Hugging
-            Face keep it goes in as `cache[..., 1:]`.
+        x: `[B, D]`, one token each; `[B, T, D]`; or `[tokens, D]` packed by query_start_loc. May be
+            strided if channels are contiguous.
+        conv_state: `[slots, D, L]` of x's dtype, L at least W - 1, with any strides. Contiguous D,
+            i.e. `[slots, L, D]` transposed, is fastest on an NPU. For a cache of W columns, as in
+            fla and Hugging Face, pass `cache[..., 1:]`.
         weight: `[D, W]` with W 2 to 8, of x's dtype or float32. bias: `[D]`, likewise, or None.
         activation: "silu", "swish" (the same) or None.
-        conv_state_indices: int32 or int64 `[B]`, each sequence's slot, all different unless
+        conv_state_indices: int32 or int64 `[B]`, the slot of each sequence, all different unless
             disable_state_update; pad_slot_id skips a sequence. None: B slots in order.
         num_accepted_tokens: int32 or int64 `[B]`.
-        query_start_loc: int32 or int64 `[B + 1]`, where sequences start and the last one ends; they
-            may be empty. Outputs of tokens behind the end are 0.
-        pad_slot_id: sequences with this in conv_state_indices are skipped: no state is read or
-            written, outputs are 0.
-        intermediate_conv_window: `[rows, T, D, W - 1]` of x's dtype, T or more; not with
+        query_start_loc: int32 or int64 `[B + 1]`: the starts of sequences, then the end of the
+            last; sequences may be empty. Outputs of tokens behind the end are 0.
+        pad_slot_id: sequences with this value in conv_state_indices are skipped: no state is read
+            or written, outputs are 0.
+        intermediate_conv_window: `[rows, T, D, W - 1]` of x's dtype, with T or more steps; not with
             query_start_loc.
-        intermediate_state_indices: int32 or int64 `[B]`, a row of it, or -1 to keep none; None: row
-            b for sequence b.
-        disable_state_update: the pool is left as it is.
+        intermediate_state_indices: int32 or int64 `[B]`, the row of it for each sequence, or -1 to
+            store nothing; None: row b for sequence b.
+        disable_state_update: leave the pool unchanged.
 
     Returns:
         y, like x. There is no gradient.
 
     Raises:
-        TypeError: a dtype, also of the state, which is never converted. ValueError: a shape, a
-        device, a required gradient, and on the CPU an index or a count outside its range, two
-        sequences with one slot, or tokens that the state has no columns for. On a device such a
-        sequence's outputs are NaN and its state is left, all of them where query_start_loc is
-        wrong; columns that are not there are not kept.
+        TypeError: a dtype is not supported; the state is never converted.
+        ValueError: a shape or a device is invalid, or a gradient is required. On the CPU also: an
+            index or a count is outside its range, two sequences share a slot, or the state has too
+            few columns for the tokens. On a device such a sequence gets NaN outputs and its state
+            stays unchanged; with an invalid query_start_loc this holds for all sequences. Rows
+            beyond the last column are not stored.
 
     Source: vLLM and SGLang `causal_conv1d_update`.
     """
@@ -87,7 +89,7 @@ def _prepare(
     num_accepted_tokens=None, query_start_loc=None, *, pad_slot_id=-1,
     intermediate_conv_window=None, intermediate_state_indices=None, disable_state_update=False,
 ):  # fmt: skip
-    """Check the public arguments; return them as the operator takes them."""
+    """Check the public arguments; return the operator's."""
     rows, batch = _tokens(x, query_start_loc)
     arguments.check_filter(weight, bias, activation, x)
     check.floating("conv_state", conv_state)
@@ -112,13 +114,14 @@ def _prepare(
     return (
         rows, conv_state, weight, bias, conv_state_indices, num_accepted_tokens, query_start_loc,
         intermediate_conv_window, intermediate_state_indices,
-        -1 if conv_state_indices is None else pad_slot_id,  # -1 is no slot in order
+        # with slots in order, no slot is skipped
+        -1 if conv_state_indices is None else pad_slot_id,
         activation is not None, not disable_state_update,
     )  # fmt: skip
 
 
 def _tokens(x, query_start_loc):
-    """x as `[B, T, D]`, or `[1, tokens, D]` if it is packed; and how many sequences."""
+    """Return x as `[B, T, D]`, or `[1, tokens, D]` if packed, and the number of sequences."""
     check.floating("x", x)
     if query_start_loc is None:
         if x.dim() not in (2, 3):
@@ -133,7 +136,7 @@ def _tokens(x, query_start_loc):
 
 
 def _check_state(conv_state, x, width, extra):
-    """The pool's shape; `extra` columns are needed besides W - 1."""
+    """Check the pool's shape: it needs W - 1 columns plus `extra`."""
     check.same_device("conv_state", conv_state, "x", x)
     check.same_dtype("conv_state", conv_state, "x", x)
     channels, columns = x.shape[-1], width - 1 + extra
@@ -143,7 +146,7 @@ def _check_state(conv_state, x, width, extra):
 
 
 def _check_numbers(conv_state, batch, indices, accepted, pad_slot_id, x):
-    """Slots and counts, without their values."""
+    """Check the shapes and dtypes of slots and counts, not their values."""
     if indices is None and conv_state.shape[0] != batch:
         raise check.shape("conv_state", conv_state, f"{batch} slots without conv_state_indices")
     if not isinstance(pad_slot_id, int):
@@ -155,8 +158,12 @@ def _check_numbers(conv_state, batch, indices, accepted, pad_slot_id, x):
 
 
 def _each_element_once(window):
-    """SGLang's windows share memory: each is the one before, a token later. What they share is
-    equal, so it may be written twice; as `[rows, D, T + W - 2]` each element is there once."""
+    """View overlapping windows as a tensor in which each element is there once.
+
+    SGLang's windows share memory: each is the window before it, shifted by one token. Shared
+    elements are equal, so writing them twice is safe, but a check for overlaps would reject it. The
+    view is `[rows, D, T + W - 2]`.
+    """
     if window is None or not library.is_plain(window) or window.stride(1) != window.stride(3):
         return window
     rows, tokens, channels, taps = window.shape

@@ -1,4 +1,4 @@
-"""causal_conv1d_update, declared: what it takes, what it writes, who computes it."""
+"""Declaration of causal_conv1d_update: its arguments, outputs and implementations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INTEGERS = ("indices", "accepted", "starts", "window_indices")
 
 
 def _why_not_ascendc(arguments) -> str | None:
-    """It moves whole channels, or whole columns of a channel."""
+    """Reject strides that the kernel cannot move: it copies whole channels, or whole columns."""
     for name in ("weight", "conv_state", "window"):
         tensor = getattr(arguments, name)
         if tensor is not None and 1 not in tensor.stride()[-2:]:
@@ -21,7 +21,7 @@ def _why_not_ascendc(arguments) -> str | None:
     return narrow_alone(arguments)
 
 
-# The state pool and the windows are read and written where they are.
+# Kernels read and write the state pool and the windows without a copy.
 forward = Operator(
     "causal_conv1d_update",
     "Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, Tensor? indices, "

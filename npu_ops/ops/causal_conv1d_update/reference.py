@@ -1,4 +1,4 @@
-"""The definition of the convolution's decoding step, in plain PyTorch."""
+"""Reference of the convolution's decoding step, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ def causal_conv1d_update(
     x, conv_state, weight, bias, indices, accepted, starts, window, window_indices, pad, silu,
     update,
 ):  # fmt: skip
-    """y, in fp32; conv_state and window are written in place.
+    """Return y in fp32; write conv_state and window in place.
 
-    A sequence's rows are the W - 1 of its history, from column `accepted - 1` of its slot, and
-    then its tokens. They go back without their first row, or without all but the last W - 1.
+    A sequence's rows are the W - 1 rows of its history, from column `accepted - 1` of its slot,
+    then its tokens. Without `accepted` the last W - 1 rows are stored; with it, all rows but the
+    first.
     """
     width, (slots, _, columns) = weight.shape[1], conv_state.shape
     begins, ends = conv.bounds(x, starts)
@@ -31,15 +32,17 @@ def causal_conv1d_update(
         good &= ~fill.isnan()
     good &= (first >= 0) & (first + width - 1 <= columns)
 
-    pool = F.pad(conv_state, (0, 0, 0, 0, 0, 1))  # one slot more, for what goes nowhere
+    # one extra slot collects writes of skipped sequences
+    pool = F.pad(conv_state, (0, 0, 0, 0, 0, 1))
     place = torch.where(good, slot, slots)
     column = torch.where(good, first, 0)[:, None] + make.counted(width - 1, device=x.device)
     history = pool[place[:, None], :, column].transpose(1, 2)
-    state = F.pad(history, (1, 0))  # the training op's state has a column that it does not read
+    # the training op's state has one more column, which it does not read
+    state = F.pad(history, (1, 0))
     rows = conv.all_rows(x, state, starts, width, x.dtype)
 
     def rows_at(number):
-        """Rows by their number in history and tokens, [N, ...] -> [N, ..., D]."""
+        """Return rows by their number in (history, tokens): [N, ...] -> [N, ..., D]."""
         shape = (-1, *[1] * (number.dim() - 1))
         token = begins.view(shape) + number - (width - 1)
         index = conv.row_index(begins, width, sequence.view(shape), token)
@@ -60,7 +63,7 @@ def causal_conv1d_update(
 
 
 def check_indices(arguments) -> None:
-    """Raise for index values that lead out of a tensor, as the native kernel does."""
+    """Raise for index values outside a tensor, as the native kernel does."""
     x, state, slots, starts = arguments.x, arguments.conv_state, arguments.indices, arguments.starts
     check.check_starts("query_start_loc", starts, x.shape[1])
     count = x.shape[0] if starts is None else len(starts) - 1
@@ -92,7 +95,7 @@ def _check_accepted(arguments, used) -> None:
 
 
 def _keep_windows(window, window_indices, good, rows_at, tokens, width):
-    """Write the W - 1 rows up to each token."""
+    """Write the W - 1 rows up to each token into its window."""
     device = good.device
     place = make.counted(len(good), device=device) if window_indices is None else window_indices
     place = torch.where(good & (place >= 0) & (place < len(window)), place, len(window)).long()
@@ -103,7 +106,7 @@ def _keep_windows(window, window_indices, good, rows_at, tokens, width):
 
 
 def _without_bad(y, good, skipped, begins, ends):
-    """0 where a sequence is skipped or a token is of none, NaN where its numbers are wrong."""
+    """Set y to 0 for skipped sequences and unowned tokens, and to NaN for invalid numbers."""
     token = make.counted(y.shape[0] * y.shape[1], device=y.device)
     sequence = torch.searchsorted(begins, token, right=True) - 1
     zero = skipped[sequence] | (token >= ends[sequence])

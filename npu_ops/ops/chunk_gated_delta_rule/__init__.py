@@ -1,4 +1,4 @@
-"""The gated delta rule of Gated Delta Net, by chunks: training and prefill."""
+"""The gated delta rule of Gated Delta Net, computed by chunks: training and prefill."""
 
 from __future__ import annotations
 
@@ -41,64 +41,69 @@ def chunk_gated_delta_rule(
     return_intermediate_states: bool = False,
     carry_unfinished: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """What each token reads from a state that decays, and that moves towards (k, v) by beta.
+    """Compute the gated delta rule: each token decays, updates and reads a state.
 
-    For every value head, with a state S of K keys by V values, token by token:
-    `S = exp(g) S`, `S = S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. Computed a chunk of
-    tokens at a time, by matrix products; the state is fp32 all the way. Takes fla's call as it is.
-    The backward keeps the inputs alone and computes the rest again.
+    For every value head, with a state S of K keys by V values, token by token: `S = exp(g) S`, `S =
+    S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. Matrix products compute a chunk of tokens at a
+    time; the state stays in fp32. Takes fla's calls. Only the inputs are saved for the backward,
+    which recomputes the rest.
 
     Args:
         q, k: `[B, T, H, K]`, K up to 256. v: `[B, T, HV, V]`, V up to 256, in q's dtype. HV is a
-            multiple of H: value head i reads with head `i // (HV // H)`.
-        g: `[B, T, HV]`, the logarithm of the decay, of any float dtype. One above 0 lets the state
-            grow; a warning says so once, on the CPU.
-        beta: `[B, T, HV]`, of any float dtype. g and beta are computed with in fp32.
-        scale: of q; None: `K ** -0.5`.
+            multiple of H: value head i uses key head `i // (HV // H)`.
+        g: `[B, T, HV]`, the logarithm of the decay, of any float dtype. A g above 0 lets the state
+            grow; on the CPU this logs a warning once.
+        beta: `[B, T, HV]`, of any float dtype. g and beta are computed in fp32.
+        scale: factor of q; None: `K ** -0.5`.
         initial_state: fp32 `[N, HV, K, V]` for N sequences; None is 0.
         output_final_state: whether to return the states after the last tokens.
-        use_qk_l2norm_in_kernel: q and k are divided by `sqrt(sum(x^2) + 1e-6)` first, in fp32: not
-            rounded to their dtype between, so that a prompt leaves the state that decoding would.
-        use_beta_sigmoid_in_kernel: beta is raw and becomes its sigmoid, in fp32.
-        allow_neg_eigval: that sigmoid is doubled.
+        use_qk_l2norm_in_kernel: first divide q and k by `sqrt(sum(x^2) + 1e-6)`, in fp32. They are
+            not rounded to their dtype in between, so a prompt leaves the same state as decoding.
+        use_beta_sigmoid_in_kernel: beta holds logits; its sigmoid is taken in fp32.
+        allow_neg_eigval: double that sigmoid.
         state_v_first: states are `[N, HV, V, K]`.
-        cu_seqlens: int32 or int64 `[N + 1]`, with B = 1: the starts of N sequences and their end,
-            0 first, T or less last. A sequence may be empty; its state passes through. Tokens
-            behind the last one get 0, in o and in gradients.
-        cu_seqlens_cpu, chunk_indices: fla's, for its launches. Not needed and not read: where the
-            chunks are is found on the device.
-        use_gate_in_kernel: g is raw and becomes `-exp(A_log) softplus(g + dt_bias)` (`gdn_gate`).
-        A_log, dt_bias: `[HV]`, for `use_gate_in_kernel` alone; dt_bias may be None.
-        chunk_size: 16, 32 or 64 tokens. 1, as always with `NPU_OPS_CONSISTENT=1`: the forward goes
-            token by token with the kernel of `gated_delta_rule_update`, and has its bits.
-        cp_group: the tokens are a part of those that the ranks of this group have together; all
-            call this and go backward together. cu_seqlens is that of the whole sequences, the same
-            on every rank. Without initial_state. Final states are those after this rank's part.
-        cp_layout: "contiguous": a rank has one span of all tokens, of any length, in the order of
-            ranks. "zigzag", Megatron's, with cu_seqlens: each sequence is 2 n equal chunks for n
-            ranks; rank r has chunks r and 2 n - 1 - r of each, one behind the other. That sends a
-            state and a K by K matrix of each sequence; a span sends those of one.
-        return_intermediate_states: also return the state before each chunk, which a server keeps
-            for prompts that begin alike. Without a gradient, and without cp_group.
-        carry_unfinished: initial and final states are carried states,
-            `[N, HV, V + unfinished_rows(K, V), K]` with state_v_first=True and chunks of 64: the
-            state before the unfinished chunk, and that chunk's tokens. A sequence that goes on
-            behind any token has the bits it has uncut, with NPU_OPS_CONSISTENT=chunks. Zeros are
-            the state of a new sequence. Without a gradient.
+        cu_seqlens: int32 or int64 `[N + 1]`, with B = 1: the starts of N sequences, then the end of
+            the last. The first is 0, the last at most T. The state of an empty sequence passes
+            through. Tokens behind the last sequence get 0, in o and in gradients.
+        cu_seqlens_cpu, chunk_indices: fla's launch arguments; ignored, as chunks are located on the
+            device.
+        use_gate_in_kernel: g holds raw gates and becomes `-exp(A_log) softplus(g + dt_bias)`
+            (`gdn_gate`).
+        A_log, dt_bias: `[HV]`, only for `use_gate_in_kernel`; dt_bias may be None.
+        chunk_size: 16, 32 or 64 tokens. With 1, and always with `NPU_OPS_CONSISTENT=1`, the forward
+            runs token by token with the kernel of `gated_delta_rule_update` and has its bits.
+        cp_group: process group whose ranks share the tokens; every rank calls this and runs
+            backward. cu_seqlens then describes the whole sequences, the same on every rank.
+            Excludes initial_state. Final states are those after this rank's part.
+        cp_layout: "contiguous": each rank has one span of all tokens, of any length, in the order
+            of ranks. "zigzag" (Megatron's, needs cu_seqlens): for n ranks each sequence is cut into
+            2 n equal chunks; rank r has chunks r and 2 n - 1 - r of each, one after the other.
+            Zigzag sends a state and a K by K matrix for each sequence; contiguous sends them for
+            one sequence.
+        return_intermediate_states: also return the state before each chunk, which a server caches
+            for prompts with a common prefix. Excludes gradients and cp_group.
+        carry_unfinished: initial and final states are carried states, `[N, HV, V +
+            unfinished_rows(K, V), K]` with state_v_first=True and chunks of 64. They hold the state
+            before the unfinished chunk, and that chunk's tokens. With NPU_OPS_CONSISTENT=chunks, a
+            sequence that is cut after any token and continued has the bits it has uncut. Zeros are
+            the state of a new sequence. Excludes gradients.
 
     Returns:
-        o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable, once,
-        in every floating argument. With return_intermediate_states also the states before chunks,
-        fp32 `[chunks, HV, K, V]`, or values first as the state is, sequence by sequence, each
-        ceil(length / chunk_size) of them; a packed call has T // chunk_size + N rows, for nobody
-        waits for the lengths, of which those behind the last chunk are 0.
+        o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable once
+        in every floating argument.
+
+        With return_intermediate_states also the states before chunks: fp32 `[chunks, HV, K, V]`, or
+        `[chunks, HV, V, K]` with state_v_first, ordered by sequence, ceil(length / chunk_size) of
+        each. A packed call returns T // chunk_size + N rows, because it does not wait for the
+        lengths; rows after the last chunk are 0.
 
     Raises:
-        TypeError: a dtype, also of the state, which is never converted; an argument that fla took
-        once. ValueError: a shape, a device, flags that do not go together, wrong lengths (on the
-        CPU; on a device o, states, and gradients of both are NaN), a required gradient with
-        return_intermediate_states or carry_unfinished, a carried state that has not from 0 to 64
-        tokens (on a device its sequence is NaN).
+        TypeError: a dtype is not supported (the state is never converted), or an argument was
+            removed from fla.
+        ValueError: a shape or a device is invalid, flags exclude each other, or lengths are invalid
+            (on the CPU; on a device o, states, and the gradients of both are NaN). Also: a gradient
+            is required with return_intermediate_states or carry_unfinished, or a carried state does
+            not have 0 to 64 tokens (on a device its sequence is NaN).
 
     Source: fla `chunk_gated_delta_rule`; Gated Delta Networks, arXiv:2412.06464.
     """
@@ -118,7 +123,7 @@ def chunk_gated_delta_rule(
         inputs = context_parallel.continued(inputs, cp_group, cp_layout)
     o, final_state = op.forward(*inputs)
     if cp_layout == "zigzag" and output_final_state:
-        final_state = final_state[1::2]  # behind the later chunk of each sequence
+        final_state = final_state[1::2]  # states after the later chunk of each sequence
     return o, final_state if output_final_state else None
 
 
@@ -126,14 +131,14 @@ _Call = call_of(chunk_gated_delta_rule)
 
 
 def _inputs(*args, **kwargs):
-    """The operator's inputs, from the public function's arguments."""
+    """Check the public arguments; return the operator's inputs."""
     call = _Call(*args, **kwargs)
     check_call(call)
     return _converted(conversion.consistent(call))
 
 
 def _converted(call):
-    """A call that was checked, as the operator takes it."""
+    """Convert a checked call to the operator's inputs."""
     call = lengths.before_conversion(
         call, g=call.use_gate_in_kernel, beta=call.use_beta_sigmoid_in_kernel
     )
@@ -159,7 +164,7 @@ def _converted(call):
 
 
 def _warn_of_growth(g) -> None:
-    """Only where looking at g waits for no device."""
+    """Warn once if g is above 0; only if reading g waits for no device."""
     if library.readable(g.detach()) and (g > 0).any():
         log.once("chunk_gated_delta_rule: a g is above 0, which lets the state grow")
 

@@ -1,6 +1,6 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: the checks of their calls.
+"""Shared by chunk_gated_delta_rule and chunk_kda: argument checks.
 
-A call has its arguments by name.
+`call` is a NamedTuple of a public function's arguments.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.arguments import check_common,
 
 CHUNK_SIZES = (16, 32, 64)
 CHUNK = CHUNK_SIZES[-1]
-# A chunk of one token: the forward goes token by token, as decoding does.
+# With one token per chunk, the forward runs token by token, as decoding does.
 TOKEN = 1
 _SIZES = (TOKEN, *CHUNK_SIZES)
 
 
 def check_call(call) -> None:
-    """Check a call of `chunk_gated_delta_rule`."""
+    """Check the arguments of `chunk_gated_delta_rule`."""
     check.tensor("g", call.g)
     check.tensor("beta", call.beta)
     if call.carry_unfinished:
@@ -32,7 +32,7 @@ def check_call(call) -> None:
     check.one_of("chunk_size", call.chunk_size, CHUNK_SIZES if by_chunks else _SIZES)
     if call.return_intermediate_states:
         check.alone("return_intermediate_states", cp_group=call.cp_group)
-    # States between chunks, or carried ones, are no outputs that gradients come back from.
+    # Gradients do not flow back from the states before chunks, or from carried states.
     for name in ("return_intermediate_states", "carry_unfinished"):
         if getattr(call, name):
             named = dict(zip(type(call)._fields, call, strict=True))
@@ -42,7 +42,7 @@ def check_call(call) -> None:
 
 
 def _check_counts(carried, values: int) -> None:
-    """Check how many tokens carried states have, where reading them waits for no device."""
+    """Check the number of tokens in carried states, if reading it waits for no device."""
     if carried is None or not library.readable(carried):
         return
     wrong = [n for n in counts_of(carried, values).tolist() if n not in range(CHUNK + 1)]
@@ -53,29 +53,31 @@ def _check_counts(carried, values: int) -> None:
 
 
 def counts_of(carried, values: int):
-    """How many tokens the unfinished chunks of carried states have, `[N]`: behind their values, g
-    and beta, in every head."""
+    """Return the number of tokens in the unfinished chunk of each carried state, `[N]`.
+
+    It is stored after the chunk's values, g and beta, in every head; head 0 is read.
+    """
     return carried[:, 0, values + CHUNK :].flatten(1)[:, CHUNK * (values + 2)]
 
 
 def unfinished_rows(keys: int, values: int) -> int:
-    """How many rows a state has beside its own, to carry the tokens of its unfinished chunk.
+    """Return how many extra rows a carried state needs for the tokens of its unfinished chunk.
 
     A carried state is `[N, HV, V + unfinished_rows(K, V), K]`, see `carry_unfinished` of
-    `chunk_gated_delta_rule`. Zeros are the state of a sequence that has not begun.
+    `chunk_gated_delta_rule`. Zeros are the state of a new sequence.
 
     Args:
         keys, values: K and V.
 
     Returns:
-        For 64 tokens a row of K for each key, and as many as their values, g, beta and their number
+        64 rows for the keys of 64 tokens, plus the rows of K that their values, g, beta and count
         fill.
     """
     return CHUNK + -(-(CHUNK * (values + 2) + 1) // keys)
 
 
 def _check_carried(call) -> None:
-    """Check what goes with states that carry their unfinished chunk."""
+    """Check the arguments that carry_unfinished excludes or requires."""
     before = call.return_intermediate_states or None
     check.alone("carry_unfinished", cp_group=call.cp_group, return_intermediate_states=before)
     if not call.state_v_first:
@@ -85,7 +87,7 @@ def _check_carried(call) -> None:
 
 
 def check_consistent(call) -> None:
-    """Refuse what does not go with NPU_OPS_CONSISTENT, which is set."""
+    """Raise for arguments that NPU_OPS_CONSISTENT, which is set, excludes."""
     mode = f"with NPU_OPS_CONSISTENT={env.settings.consistent_as_set}"
     if getattr(call, "cp_group", None) is not None:
         raise ValueError(f"cp_group: got a group {mode}, needs None")

@@ -1,4 +1,4 @@
-"""The chunked gated delta rule, declared: what it takes, what it writes, who computes it."""
+"""Declaration of the chunked gated delta rule: its arguments, outputs and implementations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from npu_ops.ops.chunk_gated_delta_rule import aclnn, fla_npu, reference
 from npu_ops.ops.chunk_gated_delta_rule.limits import triton_why_not
 from npu_ops.ops.fused_recurrent_gated_delta_rule import states
 
-# g, beta and the states are fp32 (fp64 where q is). normalize: q and k are divided by their norms.
+# g, beta and the states are fp32 (fp64 if q is). normalize: divide q and k by their norms.
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
     "Tensor? cu_seqlens, float scale, int chunk_size, bool state_v_first, bool normalize"
@@ -17,7 +17,7 @@ _INPUTS = (
 
 
 def _triton_keeps_no_states(arguments) -> str | None:
-    """Where its chunks are longer than what is asked for."""
+    """Reject chunks shorter than 32: the kernel's own chunks are longer."""
     if arguments.chunk_size < 32:
         return f"it keeps states before chunks of 32 tokens and more, not {arguments.chunk_size}"
     return triton_why_not(arguments)
@@ -35,7 +35,7 @@ def _outputs_and_states(x):
 
 
 def _states_before_chunks(x):
-    """Of packed sequences as many as there may be."""
+    """Allocate the states before chunks; for packed sequences, as many as there can be."""
     tokens = x.q.shape[1]
     count = x.q.shape[0] * -(-tokens // x.chunk_size)
     if x.cu_seqlens is not None:
@@ -60,7 +60,7 @@ forward = Operator(
     check_indices=states.check_starts,
     cpu_in_python=True,
 )
-# The forward of a server: it keeps the state before each chunk too. It has no gradient.
+# The forward of a server: it also stores the state before each chunk. It has no gradient.
 prefill = Operator(
     "chunk_gated_delta_rule_prefill",
     f"{_INPUTS} -> o, final_state, chunk_states",

@@ -1,7 +1,7 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: their definition is the recurrence.
+"""Shared by chunk_gated_delta_rule and chunk_kda: their reference, the recurrence.
 
-Whatever the chunk_size is: that of `fused_recurrent_gated_delta_rule`. A whole state has one decay
-in `chunk_gated_delta_rule`.
+It is that of `fused_recurrent_gated_delta_rule`, for any chunk_size. In `chunk_gated_delta_rule`
+one decay applies to the whole state.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule import reference as recurrent
 from npu_ops.ops.l2norm import reference as norm
 
 compute_dtype = recurrent.compute_dtype
-EPS = 1e-6  # of the norm
+EPS = 1e-6  # eps of the norm
 _NO_DECAY = {"g": None, "gk": None, "gv": None}
 
 
 def chunk_gated_delta_rule(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize
 ):
-    """o `[B, T, HV, V]` and the final states `[N, HV, K, V]` (or `[N, HV, V, K]`), fp32 or fp64.
+    """Return o `[B, T, HV, V]` and the final states `[N, HV, K, V]` (or `[N, HV, V, K]`), fp32 or
+    fp64.
 
-    normalize: q and k are divided by their norms first (`l2norm`), in fp32 too.
+    normalize: first divide q and k by their norms (`l2norm`), in fp32 too.
     """
     tokens = q, k, v, {"g": g}, beta
     return forward(*tokens, initial_state, cu_seqlens, scale, state_v_first, normalize)
 
 
 def forward(q, k, v, decay, beta, initial_state, cu_seqlens, scale, state_v_first, normalize):
-    """What `chunk_gated_delta_rule` returns; decay: {name: tensor} of the recurrence's gates."""
+    """Return o and the final states. decay: {"g" or "gk": tensor}, the gate of the recurrence."""
     if normalize:
         q, k = (norm.l2norm(x, EPS) for x in (q, k))
     inputs = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "scale": scale}
@@ -41,7 +42,7 @@ def forward(q, k, v, decay, beta, initial_state, cu_seqlens, scale, state_v_firs
 def chunk_gated_delta_rule_prefill(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize
 ):
-    """The same, and the state before each chunk, one sequence after the other."""
+    """Return o, the final states, and the state before each chunk, ordered by sequence."""
     settings = scale, chunk_size, state_v_first, normalize
     batch, tokens, matrix = *q.shape[:2], (q.shape[3], v.shape[3])
     matrix = matrix[::-1] if state_v_first else matrix
@@ -69,7 +70,7 @@ def chunk_gated_delta_rule_backward(
     grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size,
     state_v_first, normalize,
 ):  # fmt: skip
-    """The gradients of q, k, v, g, beta and initial_state (also where it is None), fp32 or fp64."""
+    """Return the gradients of q, k, v, g, beta and initial_state (even if None), fp32 or fp64."""
     tokens = q, k, v, {"g": g}, beta
     return backward(
         grad_o, grad_final_state, *tokens, initial_state, cu_seqlens, scale, state_v_first,
@@ -81,7 +82,7 @@ def backward(
     grad_o, grad_final_state, q, k, v, decay, beta, initial_state, cu_seqlens, scale,
     state_v_first, normalize,
 ):  # fmt: skip
-    """The gradients of q, k, v, the one gate in `decay`, beta and initial_state."""
+    """Return the gradients of q, k, v, the one gate in `decay`, beta and initial_state."""
     given, gates = (q, k), _NO_DECAY | decay
     if normalize:
         q, k = (norm.l2norm(x, EPS) for x in given)

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention (KDA), by chunks: training and prefill."""
+"""Kimi Delta Attention (KDA), computed by chunks: training and prefill."""
 
 from __future__ import annotations
 
@@ -42,43 +42,43 @@ def chunk_kda(
     """Compute Kimi Delta Attention: a gated delta rule with a decay for each key channel.
 
     For every value head, with a state S of K keys by V values, token by token:
-    `S = diag(exp(g)) S`, `S = S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. Computed a chunk of
-    tokens at a time, by matrix products; the state is fp32. The backward keeps the inputs alone
-    and computes the rest again. Any decay is safe: no exponent is a difference of gates that could
-    be positive and large.
+    `S = diag(exp(g)) S`, `S = S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. Matrix products
+    compute a chunk of tokens at a time; the state is fp32. Only the inputs are saved for the
+    backward, which recomputes the rest. Any decay is safe: no exponent can be positive and large.
 
     Args:
         q, k: `[B, T, H, K]`, K up to 256. v: `[B, T, HV, V]`, V up to 256, in q's dtype. HV is a
-            multiple of H: value head i reads with head `i // (HV // H)`.
+            multiple of H: value head i uses key head `i // (HV // H)`.
         g: `[B, T, HV, K]`, the logarithm of the decay of each key channel, of any float dtype.
-        beta: `[B, T, HV]`, of any float dtype. g and beta are computed with in fp32.
-        scale: of q; None: `K ** -0.5`.
+        beta: `[B, T, HV]`, of any float dtype. g and beta are computed in fp32.
+        scale: factor of q; None: `K ** -0.5`.
         initial_state: fp32 `[N, HV, K, V]` for N sequences; None is 0.
         output_final_state: whether to return the states after the last tokens.
-        use_qk_l2norm_in_kernel: q and k are divided by `sqrt(sum(x^2) + 1e-6)` first, in fp32.
-        use_gate_in_kernel: g is raw and becomes `-exp(A_log) softplus(g + dt_bias)`, or with
-            lower_bound `lower_bound sigmoid(exp(A_log) (g + dt_bias))`.
-        use_beta_sigmoid_in_kernel: beta is raw and becomes its sigmoid, in fp32.
-        allow_neg_eigval: that sigmoid is doubled.
+        use_qk_l2norm_in_kernel: first divide q and k by `sqrt(sum(x^2) + 1e-6)`, in fp32.
+        use_gate_in_kernel: g holds raw gates and becomes `-exp(A_log) softplus(g + dt_bias)`, or
+            with lower_bound `lower_bound sigmoid(exp(A_log) (g + dt_bias))`.
+        use_beta_sigmoid_in_kernel: beta holds logits; its sigmoid is taken in fp32.
+        allow_neg_eigval: double that sigmoid.
         safe_gate: fla's hint that gates are bounded. Kernels here need no bound.
-        lower_bound: below 0, for `use_gate_in_kernel` alone; None is fla's first gate.
+        lower_bound: below 0, only for `use_gate_in_kernel`; None selects the softplus gate.
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: int32 or int64 `[N + 1]`, with B = 1: the starts of N sequences and their end,
             as in `chunk_gated_delta_rule`.
-        cu_seqlens_cpu: fla's, for its launches. Not read.
-        A_log: `[HV]`, for `use_gate_in_kernel` alone; with lower_bound it may be None, which is 0.
-        dt_bias: `[HV * K]`, for `use_gate_in_kernel` alone; None is 0.
-        chunk_size: 16, 32 or 64 tokens. 1, as always with `NPU_OPS_CONSISTENT=1`: token by token,
-            as `fused_recurrent_gated_delta_rule` with `gk`, whose bits the forward has.
+        cu_seqlens_cpu: fla's launch argument; ignored.
+        A_log: `[HV]`, only for `use_gate_in_kernel`; with lower_bound it may be None, which is 0.
+        dt_bias: `[HV * K]`, only for `use_gate_in_kernel`; None is 0.
+        chunk_size: 16, 32 or 64 tokens. With 1, and always with `NPU_OPS_CONSISTENT=1`, it runs
+            token by token, as `fused_recurrent_gated_delta_rule` with `gk`; the forward has its
+            bits.
 
     Returns:
-        o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable, once,
+        o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable once
         in every floating argument.
 
     Raises:
-        TypeError: a dtype, also of the state, which is never converted. ValueError: a shape, a
-        device, flags that do not go together, wrong lengths (on the CPU; on a device o, states, and
-        gradients of both are NaN).
+        TypeError: a dtype is not supported; the state is never converted.
+        ValueError: a shape or a device is invalid, flags exclude each other, or lengths are invalid
+            (on the CPU; on a device o, states, and the gradients of both are NaN).
 
     Source: fla `chunk_kda`; Kimi Linear, arXiv:2510.26692.
     """
@@ -95,14 +95,14 @@ _Call = call_of(chunk_kda)
 
 
 def _inputs(*args, **kwargs):
-    """The operator's inputs, from the public function's arguments."""
+    """Check the public arguments; return the operator's inputs."""
     call = _Call(*args, **kwargs)
     check_call(call)
     return _converted(conversion.consistent(call))
 
 
 def _converted(call):
-    """A call that was checked, as the operator takes it."""
+    """Convert a checked call to the operator's inputs."""
     call = lengths.before_conversion(
         call, g=call.use_gate_in_kernel, beta=call.use_beta_sigmoid_in_kernel
     )

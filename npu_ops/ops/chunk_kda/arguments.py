@@ -1,4 +1,4 @@
-"""The checks of calls of chunk_kda. A call has its arguments by name."""
+"""Argument checks of chunk_kda. `call` is a NamedTuple of the public function's arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.arguments import check_common,
 
 
 def check_call(call) -> None:
-    """Check a call of `chunk_kda`."""
+    """Check the arguments of `chunk_kda`."""
     check.tensor("g", call.g)
     check.tensor("beta", call.beta)
     check_common(call, bias_by_key=True)
@@ -23,7 +23,7 @@ def check_call(call) -> None:
 
 
 def _check_bound(call) -> None:
-    """lower_bound bounds the gate that the function computes itself, and nothing else."""
+    """Check lower_bound: it applies only to a gate that the function computes itself."""
     if call.lower_bound is None:
         if call.safe_gate and call.use_gate_in_kernel:
             raise ValueError("lower_bound: got None with safe_gate=True, needs a number below 0")

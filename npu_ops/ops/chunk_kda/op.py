@@ -1,4 +1,4 @@
-"""Kimi Delta Attention, declared: what it takes, what it writes, who computes it."""
+"""Declaration of Kimi Delta Attention: its arguments, outputs and implementations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from npu_ops.ops.chunk_gated_delta_rule.limits import triton_why_not
 from npu_ops.ops.chunk_kda import reference
 from npu_ops.ops.fused_recurrent_gated_delta_rule import states
 
-# g, beta and the states are fp32 (fp64 where q is). normalize: q and k are divided by their norms.
+# g, beta and the states are fp32 (fp64 if q is). normalize: divide q and k by their norms.
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state, "
     "Tensor? cu_seqlens, float scale, int chunk_size, bool state_v_first, bool normalize"

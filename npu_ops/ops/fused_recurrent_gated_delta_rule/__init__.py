@@ -36,33 +36,33 @@ def fused_recurrent_gated_delta_rule(
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What each token reads from a state that decays, and that moves towards (k, v) by beta.
+    """Compute the gated delta rule: each token decays, updates and reads a state.
 
-    For every value head, with a state S of K keys by V values, token by token:
-    `S = exp(g) S`, `S = S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. Takes fla's call as it is
-    and, unlike fla's, has a gradient. The state is fp32 all the way.
+    For every value head, with a state S of K keys by V values, token by token: `S = exp(g) S`, `S =
+    S + k (beta (v - S^T k))^T`, `o = S^T (scale q)`. Takes fla's calls and, unlike fla's function,
+    has a gradient. The state stays in fp32.
 
     Args:
         q, k: `[B, T, H, K]`, K up to 256. v: `[B, T, HV, V]`, V up to 256, in q's dtype. HV is a
-            multiple of H: value head i reads with head `i // (HV // H)`.
-        g, gk, gv: logarithms of the decay, of any float dtype: `[B, T, HV]` of the whole state,
-            `[B, T, HV, K]` by key, `[B, T, HV, V]` by value. What is None does not decay.
-        beta: `[B, T, HV]`, or `[B, T, HV, V]` by value; None is 1.
-        scale: of q; None: `K ** -0.5`.
+            multiple of H: value head i uses key head `i // (HV // H)`.
+        g, gk, gv: logarithms of the decay, of any float dtype: `[B, T, HV]` for the whole state,
+            `[B, T, HV, K]` per key, `[B, T, HV, V]` per value. None: no such decay.
+        beta: `[B, T, HV]`, or `[B, T, HV, V]` per value; None is 1.
+        scale: factor of q; None: `K ** -0.5`.
         initial_state: fp32 `[N, HV, K, V]` for N sequences; None is 0.
         output_final_state: whether to return the states after the last tokens.
-        use_qk_l2norm_in_kernel: q and k are divided by `sqrt(sum(x^2) + 1e-6)` first, in fp32.
+        use_qk_l2norm_in_kernel: first divide q and k by `sqrt(sum(x^2) + 1e-6)`, in fp32.
         use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, cu_seqlens: as in `chunk_gated_delta_rule`.
 
     Returns:
-        o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable, once,
+        o `[B, T, HV, V]` in v's dtype, and the final states in fp32, or None. Differentiable once
         in every floating argument.
 
     Raises:
-        TypeError: a dtype, also of the state, which is never converted. ValueError: a shape, a
-        device, flags that do not go together, wrong lengths (on the CPU; on a device o,
-        states, and gradients of both are NaN).
+        TypeError: a dtype is not supported; the state is never converted.
+        ValueError: a shape or a device is invalid, flags exclude each other, or lengths are invalid
+            (on the CPU; on a device o, states, and the gradients of both are NaN).
 
     Source: fla `fused_recurrent_gated_delta_rule`; Gated Delta Networks, arXiv:2412.06464.
     """
@@ -79,14 +79,15 @@ _Call = call_of(fused_recurrent_gated_delta_rule)
 
 
 def _inputs(*args, **kwargs):
-    """The operator's inputs, from the public function's arguments."""
+    """Check the public arguments; return the operator's inputs."""
     call = _Call(*args, **kwargs)
     check_call(call)
     return _converted(call)
 
 
 def _converted(call):
-    """A call that was checked, as the operator takes it: what the flags ask for is done."""
+    """Convert a checked call to the operator's inputs; apply the norm, gate and sigmoid it asks
+    for."""
     call = lengths.before_conversion(
         call, q=call.use_qk_l2norm_in_kernel, k=call.use_qk_l2norm_in_kernel,
         g=call.use_gate_in_kernel, beta=call.use_beta_sigmoid_in_kernel,

@@ -1,6 +1,6 @@
-"""Shared by all gated delta rules: the checks of their calls.
+"""Shared by all gated delta rules: argument checks.
 
-A call has the public function's arguments by name.
+`call` is a NamedTuple of a public function's arguments.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from npu_ops.core import check, indices, library
 from npu_ops.ops.fused_recurrent_gated_delta_rule.reference import compute_dtype
 
-MAX_DIM = 256  # of K and V
+MAX_DIM = 256  # largest K and V
 
 
 def check_call(call) -> None:
-    """Check a call of `fused_recurrent_gated_delta_rule`."""
+    """Check the arguments of `fused_recurrent_gated_delta_rule`."""
     check_common(call)
     tokens, keys, values = call.v.shape[:3], call.q.shape[3], call.v.shape[3]
     check_like("g", call.g, call.v, tokens)
@@ -22,9 +22,9 @@ def check_call(call) -> None:
 
 
 def check_common(call, more_rows=None, bias_by_key: bool = False) -> None:
-    """Check what all functions take, apart from the shapes of gates and beta.
+    """Check the arguments that all functions share, except the shapes of gates and beta.
 
-    more_rows: None, or a function of K and V: how many rows a state has besides its own.
+    more_rows: None, or a function of K and V that returns the extra rows of a carried state.
     bias_by_key: whether dt_bias has an element for each key of a value head.
     """
     names = ("initial_state", "A_log", "dt_bias", "cu_seqlens", "cu_seqlens_cpu", "chunk_indices")
@@ -40,7 +40,7 @@ def check_common(call, more_rows=None, bias_by_key: bool = False) -> None:
 
 
 def check_like(name, x, like, *shapes) -> None:
-    """Check a floating tensor that may be None: its device, and that it has one of the shapes."""
+    """Check that an optional floating tensor is on v's device and has one of the shapes."""
     if x is None:
         return
     check.floating(name, x)
@@ -50,7 +50,7 @@ def check_like(name, x, like, *shapes) -> None:
 
 
 def _check_heads(q, k, v) -> None:
-    """q, k `[B, T, H, K]` and v `[B, T, HV, V]`."""
+    """Check q, k `[B, T, H, K]` and v `[B, T, HV, V]`."""
     check.floating("q", q)
     for name, x in (("k", k), ("v", v)):
         check.floating(name, x)
@@ -67,7 +67,7 @@ def _check_heads(q, k, v) -> None:
 
 
 def _check_flags(call, bias_by_key: bool) -> None:
-    """The flags have what they need, and nothing is given that none of them reads."""
+    """Check that each flag's tensors are given, and that no tensor is given without its flag."""
     unbounded = getattr(call, "lower_bound", None) is None
     for name, x in (("g", call.g), ("A_log", call.A_log)):
         if call.use_gate_in_kernel and x is None and (name == "g" or unbounded):
@@ -84,9 +84,9 @@ def _check_flags(call, bias_by_key: bool) -> None:
 
 
 def _check_cu_seqlens(cu_seqlens, v, shared: bool) -> None:
-    """Where sequences begin and end; values only where reading them waits for no device.
+    """Check cu_seqlens; its values only if reading them waits for no device.
 
-    shared: other ranks have tokens of them, whose number is not known yet.
+    shared: other ranks hold tokens of the sequences, so the total number is unknown here.
     """
     check.indices("cu_seqlens", cu_seqlens)
     check.same_device("cu_seqlens", cu_seqlens, "v", v)
@@ -99,7 +99,7 @@ def _check_cu_seqlens(cu_seqlens, v, shared: bool) -> None:
 
 
 def _check_state(call, more_rows: int) -> None:
-    """A state of each sequence, in fp32 (fp64 where v is)."""
+    """Check initial_state: one state per sequence, in fp32 (fp64 if v is)."""
     state, v, keys, starts = call.initial_state, call.v, call.q.shape[3], call.cu_seqlens
     check.dtype("initial_state", state, compute_dtype(v))
     check.same_device("initial_state", state, "v", v)

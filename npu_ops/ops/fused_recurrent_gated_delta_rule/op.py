@@ -1,4 +1,4 @@
-"""The recurrent gated delta rule, declared: what it takes, what it writes, who computes it."""
+"""Declaration of the recurrent gated delta rule: its arguments, outputs and implementations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from npu_ops.core.library import dense_like
 from npu_ops.core.operator import Backward, Operator
 from npu_ops.ops.fused_recurrent_gated_delta_rule import reference, states
 
-# beta is [B, T, HV, 1], or [B, T, HV, V] by value.
+# beta is [B, T, HV, 1], or [B, T, HV, V] per value.
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? gk, Tensor? gv, Tensor beta, "
     "Tensor? initial_state, Tensor? cu_seqlens, float scale, bool state_v_first"
@@ -18,12 +18,12 @@ def _wide(x):
 
 
 def _outputs(x):
-    """o in v's dtype; the states are wide."""
+    """Allocate o in v's dtype and the final states in fp32 or fp64."""
     return dense_like(x.v), states.new(x, _wide(x)) if x.output_final_state else None
 
 
 def _gradients(x):
-    """All are wide."""
+    """Allocate the gradients, all in fp32 or fp64."""
     tensors = x.q, x.k, x.v, x.g, x.gk, x.gv, x.beta, x.initial_state
     wide = _wide(x)
     return tuple(dense_like(tensor, wide) for tensor in tensors)

@@ -1,6 +1,6 @@
-"""Shared by all gated delta rules: the definition of right.
+"""Shared by all gated delta rules: their reference.
 
-One token after another, in plain PyTorch, in fp32 (fp64 for fp64 inputs). Reads `cu_seqlens` on the
+Plain PyTorch, one token after another, in fp32 (fp64 for fp64 inputs). Reads `cu_seqlens` on the
 host.
 """
 
@@ -10,7 +10,7 @@ import torch
 
 
 def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
-    """fp32, or fp64 where a tensor has it."""
+    """Return fp64 if a tensor has it, else fp32."""
     wide = any(t is not None and t.dtype == torch.float64 for t in tensors)
     return torch.float64 if wide else torch.float32
 
@@ -33,9 +33,9 @@ def step(state, q, k, v, beta, decay):
 
 
 def step_backward(grad_state, grad_o, state, q, k, v, beta, decay):
-    """The gradients of a step: of the state before it, and of q, k, v, beta and log(decay).
+    """Return the gradients of a step: of the state before it, and of q, k, v, beta and log(decay).
 
-    grad_state, grad_o: the gradients of what `step` returned. state: the one before the step.
+    grad_state, grad_o: gradients of the outputs of `step`. state: the state before the step.
     """
     state = state * decay
     error = v - (state * k[..., None]).sum(-2)
@@ -52,9 +52,10 @@ def step_backward(grad_state, grad_o, state, q, k, v, beta, decay):
 def fused_recurrent_gated_delta_rule(
     q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale, state_v_first
 ):
-    """o `[B, T, HV, V]` and the final states `[N, HV, K, V]` (or `[N, HV, V, K]`), fp32 or fp64.
+    """Return o `[B, T, HV, V]` and the final states `[N, HV, K, V]` (or `[N, HV, V, K]`), fp32 or
+    fp64.
 
-    beta has a last dimension of 1 or V; the rest is as in the public function.
+    beta has a last dimension of 1 or V; the other arguments are those of the public function.
     """
     tokens = _tokens(q, k, v, g, gk, gv, beta, initial_state, scale)
     o, final = torch.zeros_like(tokens[2]), []
@@ -70,7 +71,7 @@ def fused_recurrent_gated_delta_rule_backward(
     grad_o, grad_final_state, q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale,
     state_v_first,
 ):  # fmt: skip
-    """The gradients of the eight tensors, fp32 or fp64; also of those that are None."""
+    """Return the gradients of the eight tensors, even of those that are None; fp32 or fp64."""
     tokens = _tokens(q, k, v, g, gk, gv, beta, initial_state, scale)
     wide_q, wide_k, wide_v, *_ = tokens
     grad_o = grad_o.to(wide_v.dtype).flatten(0, 1)
@@ -100,7 +101,7 @@ def fused_recurrent_gated_delta_rule_backward(
 
 
 def _tokens(q, k, v, g, gk, gv, beta, initial_state, scale):
-    """What steps take, `[tokens, HV, ...]`: q is scaled; q and k are repeated for value heads."""
+    """Return the arguments of `step` for all tokens, `[tokens, HV, ...]`; q is scaled."""
     wide = compute_dtype(q, k, v, g, gk, gv, beta, initial_state)
     group = v.shape[2] // q.shape[2]
     q, k = (x.to(wide).repeat_interleave(group, 2) for x in (q, k))
@@ -112,13 +113,13 @@ def _tokens(q, k, v, g, gk, gv, beta, initial_state, scale):
 
 
 def _spans(cu_seqlens, batch, length):
-    """Where each sequence begins and ends in the tokens."""
+    """Return where each sequence begins and ends in the tokens."""
     starts = [n * length for n in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     return list(zip(starts, starts[1:], strict=False))
 
 
 def _first_state(states, n, tokens, state_v_first):
-    """State n as `[HV, K, V]`; 0 where there are none."""
+    """Return state n as `[HV, K, V]`; zeros if there are no states."""
     q, _, v = tokens[:3]
     if states is None:
         return v.new_zeros((v.shape[1], q.shape[2], v.shape[2]))
@@ -126,5 +127,5 @@ def _first_state(states, n, tokens, state_v_first):
 
 
 def _as_stored(states, state_v_first):
-    """Between `[..., K, V]` and how states are stored; its own inverse."""
+    """Convert between `[..., K, V]` and the stored layout; it is its own inverse."""
     return states.transpose(-1, -2) if state_v_first else states

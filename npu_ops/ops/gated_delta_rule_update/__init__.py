@@ -1,4 +1,4 @@
-"""Gated Delta Net's decoding step in a server: from the convolution to o, in one launch."""
+"""Gated Delta Net's decoding step in a server: all work after the convolution, in one launch."""
 
 from __future__ import annotations
 
@@ -41,58 +41,61 @@ def gated_delta_rule_update(
     softplus_beta: float = 1.0,
     softplus_threshold: float = 20.0,
 ) -> torch.Tensor:
-    """Decode, or verify drafted tokens: a few tokens of each sequence, its state in a pool.
+    """Decode, or verify draft tokens: a few tokens per sequence, with states in a pool.
+
+    Splits qkv, applies l2norm to q and k (`x / sqrt(sum(x^2) + 1e-6)`), computes the gates `g =
+    -exp(A_log) softplus(a + dt_bias)` and `beta = sigmoid(b)`, and applies the gated delta rule
+    (see `fused_recurrent_gated_delta_rule`). All in fp32, whatever the pool's dtype. Each state is
+    read once and written once. Nothing waits for the device, so calls can be captured in a graph.
 
     With `NPU_OPS_CONSISTENT=1` a token has the bits that training gives it (docs/invariance.md):
-    gates are computed by PyTorch, as models do, and states are fp32 with values first.
+    PyTorch computes the gates, as in models, and states must be fp32 with state_v_first.
 
-    Does the split, l2norm of q and k (`x / sqrt(sum(x^2) + 1e-6)`), the gate
-    `g = -exp(A_log) softplus(a + dt_bias)`, `beta = sigmoid(b)` and the gated delta rule (see
-    `fused_recurrent_gated_delta_rule`), in fp32 whatever the pool's dtype. Each state is read once
-    and written once; nothing waits for the device, so it can be captured in a graph.
+    Where states are read from and written to:
 
-    What is known of a sequence, and where its states go:
-
-    - Decode: `state_indices` `[N]`. The state is read from its slot, and written there after the
-      last token.
-    - SGLang's verify: also `intermediate_states`, to which the state after each token goes, mostly
-      with `disable_state_update`. With `num_accepted_tokens`, a sequence that has accepted m > 0
-      tokens of the last step starts from the state that step kept after the m-th.
-    - vLLM's verify: `state_indices` `[N, S]`, a slot for each token's state. The state is read from
-      column `num_accepted_tokens - 1`, or 0 without it.
+    - Decode: `state_indices` `[N]`. A state is read from its slot, and written there after the last
+      token.
+    - SGLang's verify: the state after each token is also written to `intermediate_states`, usually
+      with `disable_state_update`. With `num_accepted_tokens`, a sequence that accepted m > 0 tokens
+      of the last step starts from the stored state after the m-th.
+    - vLLM's verify: `state_indices` `[N, S]`, a slot for the state after each token. The first
+      state is read from column `num_accepted_tokens - 1`, or column 0 without it.
 
     Args:
-        qkv: `[tokens, 2 H K + HV V]`, a token's q, k and v one after the other; or the three,
-            `[tokens, H, K]`, `[tokens, H, K]` and `[tokens, HV, V]`. They may be strided by token.
-        a, b: `[tokens, HV]`. A_log, dt_bias: `[HV]`; both None: the gates are ready, a is g and b
-            is beta.
-        state: the pool, fp32 or bf16, `[slots, HV, V, K]` or, with `state_v_first=False`,
-            `[slots, HV, K, V]`. Slots may lie apart. Updated in place.
-        state_indices: int32 or int64, a slot, or -1: the sequence is skipped and its outputs are 0
-            (in `[N, S]`: where its state is read from; elsewhere that state goes nowhere).
-        state_v_first: which of the two layouts the states have. It has no default, for nothing
-            shows a mistake where K is V.
-        cu_seqlens: int32 or int64 `[N + 1]`, where sequences begin and end; some may be empty, and
-            their states stay. None: all have `tokens / N`. Outputs of tokens after the last
-            sequence are 0.
+        qkv: `[tokens, 2 H K + HV V]`, each token's q, k and v one after the other; or a tuple of
+            `[tokens, H, K]`, `[tokens, H, K]` and `[tokens, HV, V]`. Tokens may be strided.
+        a, b: `[tokens, HV]`. A_log, dt_bias: `[HV]`. If both are None, the gates are ready: a is g
+            and b is beta.
+        state: the pool, fp32 or bf16, `[slots, HV, V, K]` or, with `state_v_first=False`, `[slots,
+            HV, K, V]`. Slots may be strided. Updated in place.
+        state_indices: int32 or int64 slots. -1 skips the sequence, and its outputs are 0. In `[N,
+            S]` this holds for the column that the state is read from; a -1 in another column means
+            that this state is not stored.
+        state_v_first: layout of the states. It has no default, because a mistake would go unnoticed
+            if K equals V.
+        cu_seqlens: int32 or int64 `[N + 1]`: the starts of sequences, then the end of the last.
+            Sequences may be empty; their states stay unchanged. None: each has `tokens / N`.
+            Outputs of tokens after the last sequence are 0.
         num_accepted_tokens: int32 or int64 `[N]`: 0 to T, or 1 to S with slots `[N, S]`.
-        intermediate_states: in state's dtype, `[rows, T, HV, ...]`, for up to T tokens a sequence.
-        intermediate_state_indices: int32 or int64 `[N]`, a row of it, or -1 to keep none; None: row
-            n for sequence n.
-        disable_state_update: the pool is left as it is.
-        scale: of q; None: `K ** -0.5`.
-        use_qk_l2norm_in_kernel: False where q and k are normalized already.
+        intermediate_states: in state's dtype, `[rows, T, HV, ...]`, for up to T tokens per
+            sequence.
+        intermediate_state_indices: int32 or int64 `[N]`, the row of it for each sequence, or -1 to
+            store nothing; None: row n for sequence n.
+        disable_state_update: leave the pool unchanged.
+        scale: factor of q; None: `K ** -0.5`.
+        use_qk_l2norm_in_kernel: False if q and k are already normalized.
         softplus_beta, softplus_threshold: of the gate's softplus, as in `gdn_gate`.
 
     Returns:
         o `[tokens, HV, V]` in v's dtype. There is no gradient.
 
     Raises:
-        TypeError: a dtype, also of the states, which are never converted. ValueError: a shape, a
-        device, a required gradient, and on the CPU an index or a count outside its range, or two
-        sequences that write to one place. On a device such a sequence is skipped and its outputs
-        are NaN (in `[N, S]`, those of the tokens concerned), all of them where cu_seqlens is wrong,
-        and who writes last to one place is not defined.
+        TypeError: a dtype is not supported; states are never converted.
+        ValueError: a shape or a device is invalid, or a gradient is required. On the CPU also: an
+            index or a count is outside its range, or two sequences write to one place. On a device
+            such a sequence is skipped and its outputs are NaN (in `[N, S]`, those of the tokens
+            concerned). With invalid cu_seqlens this holds for all sequences. If two sequences write
+            to one place on a device, which one wins is undefined.
 
     Source: SGLang `fused_sigmoid_gating_delta_rule_update` and vLLM
     `fused_recurrent_gated_delta_rule`.
@@ -109,7 +112,7 @@ _Call = call_of(gated_delta_rule_update)
 
 
 def _inputs(*args, **kwargs):
-    """The operator's inputs, from the public function's arguments."""
+    """Check the public arguments; return the operator's inputs."""
     call = _Call(*args, **kwargs)
     pool = pool_of(call.state, call.state_v_first)
     q, k, v = split(call.qkv, pool)
@@ -141,8 +144,10 @@ def _inputs(*args, **kwargs):
 
 
 def _consistent(inputs):
-    """What `NPU_OPS_CONSISTENT=1` makes of checked inputs: `l2norm` normalises q and k, and
-    `gdn_gate` computes g and beta, as in a trainer."""
+    """Replace the norm and the gates by the ones of training, for `NPU_OPS_CONSISTENT=1`.
+
+    `l2norm` normalizes q and k, and `gdn_gate` computes g and beta, as in a trainer.
+    """
     check_consistent(inputs, env.settings.consistent)
     if inputs.normalize:
         inputs = inputs._replace(q=l2norm(inputs.q), k=l2norm(inputs.k), normalize=False)

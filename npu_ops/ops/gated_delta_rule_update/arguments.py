@@ -1,4 +1,4 @@
-"""The arguments of gated_delta_rule_update: qkv split into views, and the checks of all."""
+"""Arguments of gated_delta_rule_update: splitting qkv into views, and all checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.arguments import MAX_DIM
 
 
 class Pool(NamedTuple):
-    """What the states say about the heads."""
+    """Head counts and sizes, taken from the shape of the states."""
 
     value_heads: int
     keys: int
@@ -19,7 +19,7 @@ class Pool(NamedTuple):
 
 
 def pool_of(state, v_first) -> Pool:
-    """The sizes of a pool of states, which is checked."""
+    """Check a pool of states, and return its sizes."""
     check.tensor("state", state)
     layout = "[slots, HV, V, K]" if v_first else "[slots, HV, K, V]"
     if state.dim() != 4 or not all(0 < n <= MAX_DIM for n in state.shape[2:]) or not state.shape[1]:
@@ -30,7 +30,7 @@ def pool_of(state, v_first) -> Pool:
 
 
 def split(qkv, pool: Pool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k `[tokens, H, K]` and v `[tokens, HV, V]` as views; qkv is packed, or the three."""
+    """Return q, k `[tokens, H, K]` and v `[tokens, HV, V]` as views. qkv: one tensor, or three."""
     heads, keys, values = pool
     if not isinstance(qkv, torch.Tensor):
         if not isinstance(qkv, (tuple, list)) or len(qkv) != 3:
@@ -43,7 +43,7 @@ def split(qkv, pool: Pool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if qkv.dim() != 2:
         raise check.shape("qkv", qkv, needs)
     both = qkv.shape[1] - width  # q and k
-    key_heads = both // (2 * keys)  # Dynamo has no divmod of sizes
+    key_heads = both // (2 * keys)  # Dynamo does not support divmod of sizes
     if key_heads < 1 or both % (2 * keys) or heads % key_heads:
         raise check.shape("qkv", qkv, needs)
     q, k, v = qkv.split((key_heads * keys, key_heads * keys, width), 1)
@@ -63,7 +63,7 @@ def _check_heads(q, k, v, pool: Pool) -> None:
 
 
 def check_inputs(inputs) -> None:
-    """Check the operator's inputs, after `pool_of` and `split`."""
+    """Check the operator's inputs. `pool_of` and `split` must run first."""
     _check_shapes(inputs)
     _check_kept(inputs)
     named = zip(type(inputs)._fields, inputs, strict=True)
@@ -83,7 +83,7 @@ def check_inputs(inputs) -> None:
 
 
 def check_consistent(inputs, mode: str) -> None:
-    """Refuse what does not go with NPU_OPS_CONSISTENT: mode is "tokens" or "chunks"."""
+    """Raise for inputs that NPU_OPS_CONSISTENT excludes. mode: "tokens" or "chunks"."""
     if mode == "chunks":
         raise ValueError(
             "state: got one without its unfinished chunk with NPU_OPS_CONSISTENT=chunks, needs "
@@ -141,7 +141,10 @@ def _check_state_dtype(name, x, v) -> None:
 
 
 def _check_memory(name, x, leading: int) -> None:
-    """Check that states are contiguous, apart from their first `leading` dimensions, and apart."""
+    """Check that each state is contiguous and that states do not overlap.
+
+    leading: number of dimensions that index the states.
+    """
     size = x[(0,) * leading].numel() if x.numel() else 0
     if not size:
         return
@@ -152,7 +155,7 @@ def _check_memory(name, x, leading: int) -> None:
 
 
 def _check_kept(inputs) -> None:
-    """The intermediate states, and that what goes with them does."""
+    """Check the intermediate states, and the arguments that need them."""
     kept, state, slots = inputs.intermediate_states, inputs.state, inputs.state_indices
     rows, accepted = inputs.intermediate_state_indices, inputs.num_accepted_tokens
     if kept is None:
@@ -176,12 +179,12 @@ def _check_kept(inputs) -> None:
 
 
 def check_values(inputs) -> None:
-    """Check indices and counts in host memory; the operator does, too, for its reference."""
+    """Check indices and counts in host memory. The operator calls it again for its reference."""
     slots, kept = inputs.state_indices, inputs.intermediate_states
     rows, accepted = inputs.intermediate_state_indices, inputs.num_accepted_tokens
     per_token = slots.dim() == 2
     lengths = _lengths(inputs.v.shape[0], slots.shape[0], inputs.cu_seqlens)
-    # Nothing else of a skipped sequence is read.
+    # No other value of a skipped sequence is read.
     used = _first_slots(slots, accepted) != -1
     slots, lengths = slots[used], lengths[used]
     rows, accepted = (None if x is None else x[used] for x in (rows, accepted))
@@ -204,7 +207,7 @@ def check_values(inputs) -> None:
 
 
 def _first_slots(slots, accepted):
-    """The slot that each sequence starts from, whatever it has accepted."""
+    """Return the slot that each sequence starts from; clamps invalid counts of accepted tokens."""
     if slots.dim() == 1 or not slots.shape[0]:
         return slots.view(slots.shape[0], -1)[:, 0] if slots.numel() else slots.flatten()
     column = torch.zeros_like(slots[:, 0])
@@ -214,7 +217,7 @@ def _first_slots(slots, accepted):
 
 
 def _lengths(tokens: int, sequences: int, cu_seqlens):
-    """The tokens of each sequence."""
+    """Return the number of tokens of each sequence."""
     if cu_seqlens is None:
         return make.indices([tokens // max(1, sequences)] * sequences)
     indices.check_starts("cu_seqlens", cu_seqlens, tokens)
@@ -227,7 +230,7 @@ def _check_range(name, x, low, high) -> None:
 
 
 def _check_once(name, places) -> None:
-    """Check that no two sequences have one place; -1 is none."""
+    """Check that no two sequences use one place; -1 is no place."""
     seen = set()
     for row in places.tolist():
         own = {place for place in (row if isinstance(row, list) else [row]) if place >= 0}

@@ -1,4 +1,4 @@
-"""Gated Delta Net's decoding step, declared: what it takes, what it writes, who computes it."""
+"""Declaration of Gated Delta Net's decoding step: its arguments, outputs and implementations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from npu_ops.ops.gdn_gate.softplus import plain_alone
 
 
 def _rows(x):
-    """x with everything but its first dimension contiguous, as the kernels read it."""
+    """Return x with all but its first dimension contiguous, as the kernels need."""
     return x if x[:1].is_contiguous() else x.contiguous()
 
 

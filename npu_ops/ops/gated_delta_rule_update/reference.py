@@ -1,6 +1,6 @@
-"""Gated Delta Net's decoding step in plain PyTorch: the definition of right.
+"""Reference of Gated Delta Net's decoding step, in plain PyTorch.
 
-Computed in fp32 (fp64 for fp64 inputs). Reads indices and lengths on the host.
+Computes in fp32 (fp64 for fp64 inputs). Reads indices and lengths on the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def gated_delta_rule_update(
     intermediate_states, intermediate_state_indices, scale, normalize, state_v_first, update,
     softplus_beta, softplus_threshold,
 ):  # fmt: skip
-    """o `[tokens, HV, V]`, fp32 or fp64; updates `state` and `intermediate_states` in place."""
+    """Return o `[tokens, HV, V]`, fp32 or fp64. Updates state and intermediate_states in place."""
     decay, beta = _gates(a, b, A_log, dt_bias, softplus_beta, softplus_threshold)
     tokens = _tokens(q, k, v, decay, beta, scale, normalize)
     o = torch.zeros_like(tokens[2])
@@ -44,13 +44,13 @@ def sequences(
     tokens, state_indices, cu_seqlens, num_accepted_tokens, intermediate_states,
     intermediate_state_indices,
 ):  # fmt: skip
-    """Each sequence that is not skipped and has tokens, on the host.
+    """Iterate over the sequences that are not skipped and have tokens, on the host.
 
     Yields:
         Where its tokens begin, and where they end.
         Where its state is: (0, slot) in the pool, or (1, row, step) in the intermediate states.
-        For each token, the slot that the state after it goes to; -1 for none.
-        The row of the intermediate states that these states go to; -1 for none.
+        For each token, the slot to store the state after it in; -1 for none.
+        The row of the intermediate states to store these states in; -1 for none.
     """
     count = state_indices.shape[0]
     length = tokens // max(1, count)
@@ -71,18 +71,18 @@ def sequences(
 
 
 def _gates(a, b, A_log, dt_bias, softplus_beta, softplus_threshold):
-    """`[tokens, HV]`: what a state is multiplied by before a token, and how far it is moved."""
+    """Return each token's decay and beta, `[tokens, HV]`."""
     if A_log is None:
         wide = compute_dtype(a, b)
         return a.to(wide).exp(), b.to(wide)
     wide = compute_dtype(a, b, A_log, dt_bias)
-    raw = a.to(wide) + dt_bias  # and what is computed with it is as wide
+    raw = a.to(wide) + dt_bias  # results with `raw` are as wide
     root, _, plus = rate_of(A_log, raw, softplus_beta, softplus_threshold)
     return torch.exp(-(root * plus * root)), b.to(wide).sigmoid()
 
 
 def _tokens(q, k, v, decay, beta, scale, normalize):
-    """`[tokens, HV, ...]`: what steps take; q and k are repeated for value heads."""
+    """Return the arguments of `step` for all tokens, `[tokens, HV, ...]`; q and k are repeated."""
     wide = compute_dtype(q, k, v, decay, beta)
     group = v.shape[1] // q.shape[1]
     q, k = (x.to(wide) for x in (q, k))

@@ -23,32 +23,32 @@ def gdn_gate(
     softplus_beta: float = 1.0,
     softplus_threshold: float = 20.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The log decay `g = -exp(A_log) * softplus(a + dt_bias)`, and `beta = sigmoid(b)`.
+    """Compute the log decay `g = -exp(A_log) * softplus(a + dt_bias)`, and `beta = sigmoid(b)`.
 
-    Computed in fp32 in one pass, finite wherever the result is. The gradients of A_log and dt_bias
-    are summed over all tokens in fp32, in an order that does not change from run to run. With
-    `NPU_OPS_CONSISTENT=1` PyTorch computes them, as in models (docs/invariance.md).
+    Computes in fp32 in one pass. No intermediate result overflows if the final one does not. The
+    gradients of A_log and dt_bias are summed over all tokens in fp32, in a fixed order. With
+    `NPU_OPS_CONSISTENT=1` PyTorch computes the gates, as in models (docs/invariance.md).
 
     Args:
-        a: `[..., HV]`, float32, bfloat16, float16 or float64; a slice of a projection is read in
-            place.
+        a: `[..., HV]`, float32, bfloat16, float16 or float64; a slice of a projection is read
+            without a copy.
         A_log: `[HV]`, the logarithm of the decay rate of each value head.
         dt_bias: `[HV]` or None.
-        b: a's shape, or None. dtypes may differ from each other.
-        allow_neg_eigval: beta is `2 * sigmoid(b)`, so that an eigenvalue of the state's transition
-            may be negative.
-        softplus_beta, softplus_threshold: softplus is `log(1 + exp(beta x)) / beta`, and x itself
-            where `beta x` is more than the threshold; torch's defaults, of which models are made.
+        b: a's shape, or None. All dtypes may differ.
+        allow_neg_eigval: beta is `2 * sigmoid(b)`, so that the state's transition may have a
+            negative eigenvalue.
+        softplus_beta, softplus_threshold: softplus is `log(1 + exp(beta x)) / beta`, or x if `beta
+            x` exceeds the threshold. The defaults are torch's, which models use.
 
     Returns:
-        g, `[..., HV]` in float32 (float64 where a, A_log or dt_bias is), never positive; with b
-        also beta, in b's dtype. Both are contiguous. Differentiable once in a, A_log, dt_bias, b.
+        g, `[..., HV]` in float32 (float64 if a, A_log or dt_bias is), never positive. With b also
+        beta, in b's dtype. Both are contiguous. Differentiable once in a, A_log, dt_bias, b.
 
     Raises:
         TypeError: an argument is not a tensor or not of a floating dtype.
-        ValueError: a shape, a device, `allow_neg_eigval` without b, a softplus_beta that is not
-            above 0 or a softplus_threshold below 0.
-        NotImplementedError: in backward of backward.
+        ValueError: a shape or a device is invalid, `allow_neg_eigval` without b, softplus_beta <=
+            0, or softplus_threshold < 0.
+        NotImplementedError: the backward itself is differentiated.
 
     Source: transformers `modeling_qwen3_next.py`; flash-linear-attention
     `fla/ops/gated_delta_rule/gate.py`; Yang et al., "Gated Delta Networks", 2024.
@@ -62,8 +62,10 @@ def gdn_gate(
 
 
 def of_models(a, A_log, dt_bias, b, beta_scale, softplus_beta, softplus_threshold):
-    """g and beta by the operators of PyTorch that transformers and Megatron call, in their order:
-    in a trainer whose gates nobody replaced the bits are the same."""
+    """Compute g and beta with the PyTorch operators of transformers and Megatron, in their order.
+
+    So they have the same bits as in a trainer whose gates are not replaced.
+    """
     raw = a.float() if dt_bias is None else a.float() + dt_bias
     g = -A_log.float().exp() * F.softplus(raw, softplus_beta, softplus_threshold)
     if b is None:
@@ -75,7 +77,7 @@ def _prepare(
     a, A_log, dt_bias=None, b=None, *, allow_neg_eigval=False, softplus_beta=1.0,
     softplus_threshold=20.0,
 ):  # fmt: skip
-    """Check the public arguments; return them as the operator takes them."""
+    """Check the public arguments; return the operator's."""
     check.floating("a", a)
     if a.dim() == 0:
         raise check.shape("a", a, "at least one dimension")
@@ -94,7 +96,7 @@ def _prepare(
 
 
 def _check_head(name, value, a):
-    """Check a parameter that has one number for each head."""
+    """Check a parameter with one number per head."""
     check.floating(name, value)
     if value.shape != a.shape[-1:]:
         raise check.shape(name, value, f"[{a.shape[-1]}], one number for each head of a")

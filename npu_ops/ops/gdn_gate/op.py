@@ -1,4 +1,4 @@
-"""gdn_gate, declared: what it takes, what it writes, who computes it."""
+"""Declaration of gdn_gate: its arguments, outputs and implementations."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from npu_ops.ops.gdn_gate.softplus import plain_alone
 _INPUTS = "Tensor a, Tensor A_log, Tensor? dt_bias, Tensor? b, float scale"
 _INPUTS += ", float softplus_beta, float softplus_threshold"
 
-# What has a number for each row and head is [rows, HV] with contiguous columns.
+# Tensors with a number per row and head become [rows, HV] with contiguous columns.
 _LAY_OUT = dict.fromkeys(("a", "b", "grad_g", "grad_beta"), as_matrix)
 _LAY_OUT |= dict.fromkeys(("g", "beta", "grad_a", "grad_b"), output_matrix)
 _LAY_OUT |= dict.fromkeys(("A_log", "dt_bias"), torch.Tensor.contiguous)
 
 
 def _against_ascendc(arguments) -> str | None:
-    """Sums of more heads do not fit a vector core's memory (csrc/gdn_gate)."""
+    """Reject more than 8192 heads: their sums do not fit a vector core's memory (csrc/gdn_gate)."""
     return rows_up_to("a", 8192)(arguments) or plain_alone(arguments)
 
 
 def _outputs(inputs):
-    """g is wide; beta has b's dtype."""
+    """Allocate g in fp32 or fp64, and beta in b's dtype."""
     wide = reference.g_dtype(inputs.a, inputs.A_log, inputs.dt_bias)
     return dense_like(inputs.a, wide), dense_like(inputs.b)
 
 
 def _gradients(inputs):
-    """Sums over rows are wide."""
+    """Allocate the gradients; those of A_log and dt_bias, sums over rows, in fp32 or fp64."""
     wide = reference.g_dtype(inputs.a, inputs.A_log, inputs.dt_bias)
     sums = dense_like(inputs.A_log, wide), dense_like(inputs.A_log, wide)
     return dense_like(inputs.a), *sums, dense_like(inputs.b)

@@ -1,4 +1,4 @@
-"""Shared by gdn_gate and gated_delta_rule_update: the definition of the gates, in plain PyTorch."""
+"""Shared by gdn_gate and gated_delta_rule_update: the reference of the gates, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from npu_ops.ops.gdn_gate.softplus import rate_of
 
 
 def gdn_gate(a, A_log, dt_bias, b, scale, softplus_beta, softplus_threshold):
-    """The decay g = -exp(A_log) * softplus(a + dt_bias), and beta = scale * sigmoid(b) or None.
+    """Compute g = -exp(A_log) * softplus(a + dt_bias), and beta = scale * sigmoid(b) or None.
 
-    a, b: [..., HV]; A_log, dt_bias: [HV]. Computed in fp32 (fp64 if an input is); g stays so, beta
-    is rounded to b's dtype. softplus is torch's:
-    log(1 + exp(softplus_beta x)) / softplus_beta, or x where softplus_beta x is above the
-    threshold.
+    a, b: [..., HV]; A_log, dt_bias: [HV]. Computes in fp32 (fp64 if an input is). g keeps that
+    dtype, beta is rounded to b's. softplus is torch's: log(1 + exp(softplus_beta x)) /
+    softplus_beta, or x if softplus_beta x exceeds the threshold.
     """
     wide = g_dtype(a, A_log, dt_bias)
     x = _argument(a, dt_bias, wide)
@@ -27,14 +26,14 @@ def gdn_gate(a, A_log, dt_bias, b, scale, softplus_beta, softplus_threshold):
 def gdn_gate_backward(
     grad_g, grad_beta, a, A_log, dt_bias, b, scale, softplus_beta, softplus_threshold
 ):
-    """The gradients of a, A_log, dt_bias and b (None without b); those of A_log, dt_bias are wide.
+    """Return the gradients of a, A_log, dt_bias and b (None without b).
 
-    The gradient of dt_bias is that of a, summed before it is rounded.
+    Those of A_log and dt_bias are fp32 or fp64. That of dt_bias sums a's gradient before rounding.
     """
     wide = g_dtype(a, A_log, dt_bias)
     x = _argument(a, dt_bias, wide)
     root, slope, plus = rate_of(A_log.to(wide), x, softplus_beta, softplus_threshold)
-    # In an order in which no product leaves the range of the dtype unless the result does.
+    # In this order, no product overflows or underflows unless the result does.
     grad_a = -(root * slope * grad_g * root)
     grad_A_log = -(root * plus * grad_g * root).flatten(0, -2).sum(0)
     grad_dt_bias = grad_a.flatten(0, -2).sum(0)
@@ -46,7 +45,7 @@ def gdn_gate_backward(
 
 
 def g_dtype(a, A_log, dt_bias):
-    """fp32, or fp64 where an input of g is fp64."""
+    """Return fp64 if an input of g is fp64, else fp32."""
     return _compute_dtype(a, A_log, *(() if dt_bias is None else (dt_bias,)))
 
 

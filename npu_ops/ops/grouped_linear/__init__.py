@@ -1,4 +1,4 @@
-"""grouped_linear: each group of rows by a matrix of its own, as experts are."""
+"""grouped_linear: multiplies each group of rows by its own matrix, as in a mixture of experts."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ __all__ = ["grouped_linear"]
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Rows `offs[g - 1]` to `offs[g]` of x by `weight[g]^T`: a mixture's experts in one call.
+    """Multiply rows `offs[g - 1]` to `offs[g]` of x by `weight[g]^T`: all experts in one call.
 
-    By kernels other than the vendor's a row has the bits that `linear` gives it. With
-    `NPU_OPS_CONSISTENT` the vendor's are not used.
+    With every kernel except the vendor's, a row has the same bits as in `linear`.
+    `NPU_OPS_CONSISTENT` disables the vendor's.
 
     Args:
-        x: `[T, K]`, float32, bfloat16, float16 or float64; rows of one group lie together.
+        x: `[T, K]`, float32, bfloat16, float16 or float64; the rows of a group are adjacent.
         weight: `[G, N, K]`, x's dtype.
-        offs: int32 or int64 `[G]`, where each group ends, as torch's `grouped_mm` has it: never
-            decreasing, T at most.
+        offs: int32 or int64 `[G]`, the end of each group, as in torch's `grouped_mm`: never
+            decreasing, at most T.
 
     Returns:
-        `[T, N]`, x's dtype. Rows behind the last group are 0. Wrong offs on a device give NaN, in
-        gradients too. Differentiable, once.
+        `[T, N]`, x's dtype. Rows behind the last group are 0. Invalid offs on a device give NaN,
+        also in gradients. Differentiable once.
 
     Raises:
-        TypeError: not a tensor, not of x's dtype, or offs that are no integers.
-        ValueError: a shape or a device; offs in host memory that decrease or are beyond T.
-        NotImplementedError: in backward of backward.
+        TypeError: an argument is not a tensor or not of x's dtype, or offs are no integers.
+        ValueError: a shape or a device is invalid; offs in host memory decrease or exceed T.
+        NotImplementedError: the backward itself is differentiated.
 
     Source: torch `nn.functional.grouped_mm`; torch_npu `npu_grouped_matmul`.
     """
@@ -38,7 +38,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) ->
 
 
 def _prepare(x, weight, offs):
-    """Check the public arguments; return them as the operator takes them."""
+    """Check the public arguments; return the operator's."""
     check.floating("x", x)
     if x.dim() != 2:
         raise check.shape("x", x, "[T, K]")

@@ -1,4 +1,4 @@
-"""The definition of right."""
+"""Reference of grouped_linear, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from npu_ops.ops.linear.reference import compute_dtype
 
 
 def grouped_linear(x, weight, offs):
-    """Each group's rows of x by its weight^T, in fp32 (fp64 for fp64 x)."""
+    """Multiply each group's rows of x by its weight^T, in fp32 (fp64 for fp64 x)."""
     wide = compute_dtype(x)
     out = x.new_zeros((x.shape[0], weight.shape[1]), dtype=wide)
     ends = groups.clamped(offs, x.shape[0])
@@ -18,7 +18,7 @@ def grouped_linear(x, weight, offs):
 
 
 def grouped_linear_backward(grad, x, weight, offs):
-    """The gradients of x and weight."""
+    """Return the gradients of x and weight."""
     wide = compute_dtype(x)
     grad_x, grad_weight = (t.new_zeros(t.shape, dtype=wide) for t in (x, weight))
     ends = groups.clamped(offs, x.shape[0])

@@ -1,4 +1,4 @@
-"""l2norm: what Gated Delta Net does to its queries and keys."""
+"""l2norm: the normalization of queries and keys in Gated Delta Net."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ def l2norm(
     *,
     dim: int = -1,
 ) -> torch.Tensor:
-    """`x / sqrt(sum(x^2) + eps)` over the last dimension, computed in fp32 and rounded once.
+    """Compute `x / sqrt(sum(x^2) + eps)` over the last dimension, in fp32, rounded once.
 
-    eps is inside the root, unlike in `torch.nn.functional.normalize`. Takes the calls of
+    eps is under the root, unlike in `torch.nn.functional.normalize`. Takes the calls of
     flash-linear-attention and of Hugging Face. The latter computes in x's dtype: in bfloat16 it
-    rounds x^2, the sum and the root as well.
+    also rounds x^2, the sum and the root.
 
     Args:
         x: `[..., D]`, float32, bfloat16, float16 or float64; a slice of a fused projection is read
-            in place.
+            without a copy.
         eps: 0 or more.
-        output_dtype: of the result; None: x's.
-        dim: Hugging Face's argument: the last dimension.
+        output_dtype: dtype of the result; None: x's.
+        dim: Hugging Face's argument; must be the last dimension.
 
     Returns:
-        `[..., D]` of `output_dtype`, contiguous. Differentiable in x, once: backward keeps x alone.
+        `[..., D]` of `output_dtype`, contiguous. Differentiable once in x; only x is saved for the
+        backward.
 
     Raises:
         TypeError: x is not a tensor or not of a floating dtype; output_dtype is not a floating one.
         ValueError: x is a scalar, dim is not its last dimension, or eps is negative or not finite.
-        NotImplementedError: in backward of backward.
+        NotImplementedError: the backward itself is differentiated.
 
     Source: flash-linear-attention `fla/modules/l2norm.py`; transformers `modeling_qwen3_next.py`.
     """
@@ -45,7 +46,7 @@ def l2norm(
 
 
 def _prepare(x, eps=1e-6, output_dtype=None, *, dim=-1):
-    """Check the public arguments; return them as the operator takes them."""
+    """Check the public arguments; return the operator's."""
     check.floating("x", x)
     if x.dim() == 0:
         raise check.shape("x", x, "at least one dimension")

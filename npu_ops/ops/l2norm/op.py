@@ -1,4 +1,4 @@
-"""l2norm, declared: what it takes, what it writes, who computes it."""
+"""Declaration of l2norm: its arguments, outputs and implementations."""
 
 from __future__ import annotations
 

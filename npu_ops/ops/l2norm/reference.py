@@ -1,5 +1,5 @@
-"""Shared by l2norm, causal_conv1d_qkv, chunk_gated_delta_rule and gated_delta_rule_update: the
-definition of right."""
+"""Shared by l2norm, causal_conv1d_qkv, chunk_gated_delta_rule and gated_delta_rule_update: l2norm's
+reference."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 
 
 def l2norm(x, eps):
-    """x / sqrt(sum(x^2) + eps) over the last dimension, in fp32 (fp64 for fp64 x)."""
+    """Compute x / sqrt(sum(x^2) + eps) over the last dimension, in fp32 (fp64 for fp64 x)."""
     wide = x.to(_compute_dtype(x))
     return wide * reciprocal_norm(wide, eps)
 
 
 def l2norm_backward(grad, x, eps):
-    """The gradient of x: `grad` less its part along y, divided by x's norm. In fp32."""
+    """Return the gradient of x: (`grad` minus its projection on y) over x's norm."""
     wide = x.to(_compute_dtype(grad, x))
     rstd = reciprocal_norm(wide, eps)
     y = wide * rstd
@@ -21,7 +21,7 @@ def l2norm_backward(grad, x, eps):
 
 
 def reciprocal_norm(x, eps):
-    """1 / sqrt(sum(x^2) + eps), [..., 1]. eps is inside the root, unlike in F.normalize."""
+    """Return 1 / sqrt(sum(x^2) + eps), [..., 1]. eps is under the root, unlike in F.normalize."""
     return torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 

@@ -1,4 +1,4 @@
-"""linear: a product whose rows do not depend on each other's number."""
+"""linear: a matrix product whose rows have the same bits for any number of rows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ __all__ = ["linear"]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x weight^T + bias`, where a row has the same bits whatever the other rows are.
+    """Compute `x weight^T + bias`; the bits of a row do not depend on the other rows.
 
-    PyTorch's and the vendor's products choose how they sum by the number of rows: a token that is
-    decoded gets other bits than in training. Here each element is one sum in one order, in fp32,
-    rounded once. With `NPU_OPS_CONSISTENT` it replaces every matrix product of a process.
+    PyTorch's and the vendor's products choose the order of summation by the number of rows, so a
+    decoded token gets other bits than in training. Here each element is one sum in a fixed order,
+    in fp32, rounded once. With `NPU_OPS_CONSISTENT` it replaces every matrix product of the
+    process.
 
     Args:
         x: `[.., K]`, float32, bfloat16, float16 or float64.
@@ -24,12 +25,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         bias: `[N]`, x's dtype, or None.
 
     Returns:
-        `[.., N]`, x's dtype. Differentiable, once; gradients are PyTorch's products.
+        `[.., N]`, x's dtype. Differentiable once; PyTorch's products compute the gradients.
 
     Raises:
-        TypeError: not a tensor, or not of x's dtype.
-        ValueError: a shape or a device.
-        NotImplementedError: in backward of backward.
+        TypeError: an argument is not a tensor, or not of x's dtype.
+        ValueError: a shape or a device is invalid.
+        NotImplementedError: the backward itself is differentiated.
 
     Source: torch `nn.functional.linear`; Thinking Machines' `batch_invariant_ops`.
     """
@@ -37,7 +38,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _prepare(x, weight, bias=None):
-    """Check the public arguments; return them as the operator takes them."""
+    """Check the public arguments; return the operator's."""
     check.floating("x", x)
     if x.dim() == 0:
         raise check.shape("x", x, "at least one dimension")

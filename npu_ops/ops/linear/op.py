@@ -1,4 +1,4 @@
-"""linear, declared: what it takes, what it writes, who computes it."""
+"""Declaration of linear: its arguments, outputs and implementations."""
 
 from __future__ import annotations
 

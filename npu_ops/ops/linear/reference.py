@@ -1,4 +1,4 @@
-"""Shared by linear and grouped_linear: the definition of right. x and gradients are matrices."""
+"""Shared by linear and grouped_linear: linear's reference. x and gradients are 2-D."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 
 def linear(x, weight, bias):
-    """x weight^T + bias, in fp32 (fp64 for fp64 x)."""
+    """Compute x weight^T + bias in fp32 (fp64 for fp64 x)."""
     wide = compute_dtype(x)
     out = x.to(wide).mm(weight.to(wide).t())
     return out if bias is None else out + bias
 
 
 def linear_backward(grad, x, weight, bias):
-    """The gradients of x, weight and bias, which may be None."""
+    """Return the gradients of x, weight and bias. bias may be None."""
     wide = compute_dtype(x)
     grad = grad.to(wide)
     return grad.mm(weight.to(wide)), grad.t().mm(x.to(wide)), grad.sum(0)

@@ -28,27 +28,29 @@ def apply_multimodal_rotary_pos_emb(
     inverse: bool = False,
     inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotate q and k by angles of three axes, in one launch. Takes Hugging Face's Qwen2-VL call.
+    """Rotate q and k by angles of three axes, in one launch. Takes Hugging Face's Qwen2-VL calls.
 
-    `section_layout` says which axis owns a frequency, `pair_layout` which elements rotate together;
-    they have nothing to do with each other. Equal rows of the three axes give
+    `section_layout` says which axis owns a frequency. `pair_layout` says which elements rotate
+    together. The two are independent. If the three axes have equal rows, the result equals
     `apply_rotary_pos_emb` exactly.
 
     Args:
         q, k, unsqueeze_dim, layout, pair_layout, rotary_dim, inverse, inplace: as in
-            `apply_rotary_pos_emb`.
+        `apply_rotary_pos_emb`.
         cos, sin: `[3, B, S, W]`, `[3, 1, S, W]` or, for TND, `[3, T, W]`: rows T, H, W.
-        mrope_section: how many of the R / 2 frequencies T, H and W own, e.g. [24, 20, 20]. Longer
-            sections end where the frequencies do, as in vLLM's and sgl-kernel-npu's kernels.
-        section_layout: "chunked", T..TH..HW..W (Qwen2-VL, Qwen2.5-VL), or "interleaved",
-            THWTHW..TT (Qwen3-VL, Qwen3.5).
+        mrope_section: number of the R / 2 frequencies that T, H and W own, e.g. [24, 20, 20].
+            Frequencies beyond R / 2 are ignored, as in vLLM's and sgl-kernel-npu's kernels.
+        section_layout: "chunked", T..TH..HW..W (Qwen2-VL, Qwen2.5-VL), or "interleaved", THWTHW..TT
+            (Qwen3-VL, Qwen3.5).
 
     Returns:
-        q and k rotated, like q and k; None for a k that is None. Differentiable in q and k.
+        The rotated q and k, with the shapes and dtypes of q and k; None if k is None.
+        Differentiable in q and k.
 
     Raises:
-        TypeError: a dtype. ValueError: a shape, sections that do not fit R / 2, a device, cos or
-            sin that require a gradient, `inplace` where a gradient is needed.
+        TypeError: a dtype is not supported.
+        ValueError: a shape or a device is invalid, sections do not fit R / 2, cos or sin require a
+            gradient, or `inplace` is set and a gradient is needed.
 
     Source: transformers 4 `apply_multimodal_rotary_pos_emb` (Qwen2-VL), and transformers 5
     `recomposition_frequencies` of Qwen2-VL and Qwen3-VL.
@@ -64,7 +66,7 @@ def _prepare(
     q, k, cos, sin, mrope_section, unsqueeze_dim=1, *, section_layout, layout=None,
     pair_layout="half", rotary_dim=None, inverse=False, inplace=False,
 ):  # fmt: skip
-    """The public arguments as the operator takes them."""
+    """Check the public arguments; return the operator's."""
     layout = arguments.resolve_layout(q, layout, unsqueeze_dim)
     _check(q, k, cos, sin, layout, pair_layout, inplace)
     rotary_dim = arguments.resolve_rotary_dim(rotary_dim, cos.shape[-1], q.shape[-1])
@@ -103,19 +105,20 @@ def apply_multimodal_rotary_pos_emb_cached(
     inverse: bool = False,
     inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The serving form of `apply_multimodal_rotary_pos_emb`: angles are looked up by position.
+    """Apply `apply_multimodal_rotary_pos_emb` with angles from a cache, by position, for servers.
 
     Args:
         positions: `[3, T]` int32 or int64, rows T, H, W; or `[T]` for text, the same for all axes.
         q, k: `[T, N, D]`, or `[T, N * D]` with `head_dim=D`; k may be None.
         cos_sin_cache: `[max_position, R]`, cosines in the first R / 2 columns, sines in the rest.
         mrope_section, section_layout, pair_layout, inverse, inplace: as in
-            `apply_multimodal_rotary_pos_emb`.
-        rotary_dim: R; None: the cache's width. Given, the cache must have that width.
+        `apply_multimodal_rotary_pos_emb`.
+        rotary_dim: R; None: the cache's width. If given, it must equal that width.
         head_dim: D, for two-dimensional q and k.
 
     Returns:
-        q and k rotated, like q and k; None for a k that is None. Differentiable in q and k.
+        The rotated q and k, with the shapes and dtypes of q and k; None if k is None.
+        Differentiable in q and k.
 
     Raises:
         As `apply_multimodal_rotary_pos_emb`; ValueError for a position outside the cache (on the
@@ -137,7 +140,7 @@ def _prepare_cached(
     positions, q, k, cos_sin_cache, mrope_section, section_layout, pair_layout="half",
     rotary_dim=None, *, head_dim=None, inverse=False, inplace=False,
 ):  # fmt: skip
-    """The public arguments as the operator takes them."""
+    """Check the public arguments; return the operator's."""
     q = _split_heads("q", q, head_dim)
     k = None if k is None else _split_heads("k", k, head_dim)
     _check_cached(positions, q, k, cos_sin_cache, pair_layout, rotary_dim, inplace)

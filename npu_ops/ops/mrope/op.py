@@ -1,4 +1,4 @@
-"""mrope, declared: what it takes besides q and k, and who computes it."""
+"""Declaration of mrope: its arguments besides q and k, and its implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by mrope and qk_norm_rope: its definition in plain PyTorch, and which axis owns what."""
+"""Shared by mrope and qk_norm_rope: mrope's reference, and the axis that owns each frequency."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def mrope(
 
 
 def axis_of_frequency(mrope_section, section_layout, device="cpu"):
-    """0, 1 or 2 (T, H, W) for each frequency.
+    """Return the axis of each frequency: 0, 1 or 2 for T, H, W.
 
-    chunked (Qwen2-VL): T...TH...HW...W. interleaved (Qwen3-VL): THWTHW...T...T, where H and W stop
-    after their number of frequencies and T has the rest.
+    chunked (Qwen2-VL): T...TH...HW...W. interleaved (Qwen3-VL): THWTHW...T...T: H and W end after
+    their number of frequencies, and T owns the rest.
     """
     t, h, w = mrope_section
     frequency = make.counted(t + h + w, device=device)
@@ -37,9 +37,10 @@ def axis_of_frequency(mrope_section, section_layout, device="cpu"):
 
 
 def merge(table, positions, axes, pair_layout):
-    """[3, B, S, W] -> [B, S, W]: each column from the axis that owns its frequency."""
+    """Merge [3, B, S, W] into [B, S, W]: take each column from the axis that owns its frequency."""
     if positions is not None:
         table = torch.stack([rope.gather(table[0], positions[axis]) for axis in range(3)])
-    if table.shape[-1] != axes.numel():  # full width: both of a pair have the same frequency
+    # full width: both elements of a pair have the same frequency
+    if table.shape[-1] != axes.numel():
         axes = rope.join_pairs(axes, axes, pair_layout)
     return table.take_along_dim(axes[None, None, None], 0)[0]

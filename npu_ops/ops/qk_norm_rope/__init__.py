@@ -1,4 +1,4 @@
-"""What is before attention in Qwen3: split of the projection, norm of q and k heads, rotation."""
+"""The steps before attention in Qwen3: split of the projection, norm of q and k heads, rotation."""
 
 from __future__ import annotations
 
@@ -35,37 +35,38 @@ def qk_norm_rope(
     rotary_dim: int | None = None,
     copy_rest: bool = True,
 ) -> Outputs:
-    """Split a fused projection, RMS-normalise each head of q and k, and rotate them: one pass.
+    """Split a fused projection, RMS-normalize each head of q and k, and rotate them, in one pass.
 
-    Computed in fp32 whatever the dtypes and rounded once, where a norm and a rotation by themselves
-    round twice and transformers four times. With `NPU_OPS_CONSISTENT` it rounds twice, as training
-    does. The gradients of the weights are summed in fp32, in an order that does not change from run
-    to run.
+    Computes in fp32 for every dtype and rounds once; a separate norm and rotation round twice,
+    transformers four times. With `NPU_OPS_CONSISTENT` it rounds twice, as training does. The
+    gradients of the weights are summed in fp32, in a fixed order.
 
     Args:
-        qkv: `[B, S, W]` or packed `[T, W]`, float32, bfloat16, float16 or float64; a slice of
-            something wider is read in place. A row is N query heads, KV key heads, KV value heads;
-            W = (N + 2 KV) D, or (2 N + 2 KV) D if gated.
+        qkv: `[B, S, W]` or packed `[T, W]`, float32, bfloat16, float16 or float64; a slice of a
+            wider tensor is read without a copy. A row is N query heads, KV key heads, KV value
+            heads; W = (N + 2 KV) D, or (2 N + 2 KV) D if gated.
         q_weight, k_weight: `[D]`, D the head dimension.
-        cos, sin: `[B or 1, S, R]` or, packed, `[T, R]`, as `apply_rotary_pos_emb` takes them: R the
-            rotary dimension or half of it. With an mrope_section, three of them, `[3, ..]`, for T,
-            H and W.
+        cos, sin: `[B or 1, S, R]` or, packed, `[T, R]`, as in `apply_rotary_pos_emb`: R is the
+            rotary dimension or half of it. With an mrope_section `[3, ..]`: one table each for T, H
+            and W.
         num_heads, num_kv_heads: N and KV.
         eps: 0 or more.
-        zero_centered: the norm multiplies by 1 + weight (Qwen3-Next, Qwen3.5), not by weight.
-        gated: behind each head's query lies its gate (Qwen3-Next, Qwen3.5).
+        zero_centered: multiply by 1 + weight (Qwen3-Next, Qwen3.5) instead of weight.
+        gated: each head's query is followed by its gate (Qwen3-Next, Qwen3.5).
         mrope_section, section_layout: as in `apply_multimodal_rotary_pos_emb`; None: one axis.
         pair_layout, rotary_dim: as in `apply_rotary_pos_emb`.
-        copy_rest: False returns v and the gate as views of qkv, which costs nothing where no
-            gradient is needed. With one, copies are cheaper: qkv's gradient is then one pass too.
+        copy_rest: False returns v and the gate as views of qkv, which is free if no gradient is
+            needed. With a gradient, copies are cheaper: qkv's gradient is then one pass too.
 
     Returns:
         q `[.., N, D]`, k and v `[.., KV, D]`, and the gate `[.., N, D]` or None, of qkv's dtype,
-        contiguous if they are no views. Differentiable once in qkv, q_weight and k_weight.
+        contiguous unless they are views. Differentiable once in qkv, q_weight and k_weight.
 
     Raises:
-        TypeError: a dtype. ValueError: a shape, a device, heads, eps, sections that do not fit
-            R / 2, cos or sin that require a gradient. NotImplementedError: in backward of backward.
+        TypeError: a dtype is not supported.
+        ValueError: a shape, a device, the number of heads or eps is invalid, sections do not fit R
+            / 2, or cos or sin require a gradient.
+        NotImplementedError: the backward itself is differentiated.
 
     Source: transformers `Qwen3Attention`, `Qwen3VLTextAttention` and `Qwen3NextAttention`.
     """
@@ -93,21 +94,21 @@ def qk_norm_rope_cached(
     rotary_dim: int | None = None,
     copy_rest: bool = True,
 ) -> Outputs:
-    """The serving form of `qk_norm_rope`: angles are looked up by position.
+    """Compute `qk_norm_rope` with angles from a cache, by position, for servers.
 
     Args:
         positions: `[T]` or `[B, S]`, int32 or int64, as qkv's tokens; with an mrope_section also
             `[3, ..]`, rows T, H, W.
         cos_sin_cache: `[max_position, R]`, cosines in the first R / 2 columns, sines in the rest.
-        rotary_dim: R; None: the cache's width. Given, the cache must have that width.
+        rotary_dim: R; None: the cache's width. If given, it must equal that width.
         Otherwise as `qk_norm_rope`.
 
     Returns:
         As `qk_norm_rope`.
 
     Raises:
-        As `qk_norm_rope`; ValueError for a position outside the cache (on the CPU; on a device what
-        is rotated of its token becomes NaN).
+        As `qk_norm_rope`; ValueError for a position outside the cache (on the CPU; on a device, the
+        rotated elements of its token become NaN).
 
     Source: SGLang and vLLM, `Qwen3Attention`.
     """
@@ -134,7 +135,7 @@ def _apart(
     qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps, zero_centered,
     gated, mrope_section, section_layout, pair_layout, rotary_dim, copy_rest,
 ):  # fmt: skip
-    """By the functions that training calls: the norm is rounded before it is rotated."""
+    """Compute it with the functions of training: the norm is rounded before the rotation."""
     q, k, v, gate = reference.split(qkv, num_heads, num_kv_heads, q_weight.shape[0], gated)
     tables = reference.by_token(cos, sin, positions, mrope_section, section_layout, pair_layout)
     q, k = (

@@ -1,4 +1,4 @@
-"""What callers pass, checked and turned into what the operator takes."""
+"""Checks the public arguments and converts them to the operator's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from npu_ops.ops.rope import arguments as rope
 
 
 def by_table(call) -> tuple:
-    """The operator's inputs, from a call of `qk_norm_rope`."""
+    """Convert a call of `qk_norm_rope` to the operator's inputs."""
     check_heads(call)
     cos, sin = call.cos, call.sin
     rope.check_tables(cos, sin, call.qkv, "qkv")
@@ -27,7 +27,7 @@ def by_table(call) -> tuple:
 
 
 def by_position(call) -> tuple:
-    """The operator's inputs, from a call of `qk_norm_rope_cached`."""
+    """Convert a call of `qk_norm_rope_cached` to the operator's inputs."""
     check_heads(call)
     cache, positions = call.cos_sin_cache, call.positions
     rope.check_table("cos_sin_cache", cache, call.qkv, "qkv")
@@ -79,7 +79,7 @@ def check_heads(call) -> None:
 
 
 def _inputs(call, cos, sin, positions, rotary_dim: int) -> tuple:
-    """In the operator's order; `cos` and `sin` are `[A, Bc, rows, R or R / 2]`."""
+    """Return the operator's inputs in order; `cos` and `sin` are `[A, Bc, rows, R or R / 2]`."""
     rope.check_pair_layout(call.pair_layout)
     section, section_layout = call.mrope_section, call.section_layout
     if section is not None:

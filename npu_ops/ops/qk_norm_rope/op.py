@@ -1,4 +1,4 @@
-"""qk_norm_rope, declared: what it takes, what it writes, who computes it."""
+"""Declaration of qk_norm_rope: its arguments, outputs and implementations."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from npu_ops.ops.qk_norm_rope import reference
 from npu_ops.ops.rms_norm_gated.reference import compute_dtype
 from npu_ops.ops.rope.rotation import check_positions, why_not_wide
 
-# qkv: [B, S, W] or [T, W]. cos, sin: [A, Bc, rows, W], positions: [A, Bp, S]; A is 3 with a
-# section, else 1.
+# qkv: [B, S, W] or [T, W]. cos, sin: [A, Bc, rows, W]. positions: [A, Bp, S]. The number of axes A
+# is 3 with an mrope_section, else 1.
 _INPUTS = (
     "Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, Tensor? positions, "
     "int num_heads, int num_kv_heads, float eps, bool zero_centered, bool gated, "
     "int[] mrope_section, str section_layout, str pair_layout, int rotary_dim"
 )
-# Wider heads do not fit a tile of one head in the backward kernels.
+# Largest head dimension: in the backward kernels a tile must hold a whole head.
 WIDEST = 512
 
 
 def _outputs(inputs):
-    """q `[..., N, D]` and k `[..., KV, D]`; v and the gate where they are copied."""
+    """Allocate q `[..., N, D]` and k `[..., KV, D]`; v and the gate only if they are copied."""
     dim = inputs.q_weight.shape[0]
 
     def heads(number, wanted=True):
@@ -35,14 +35,14 @@ def _outputs(inputs):
 
 
 def _gradients(inputs):
-    """Those of the weights, which are sums, are wide."""
+    """Allocate the gradients; those of the weights, which are sums, in fp32 or fp64."""
     wide = compute_dtype(inputs.qkv, inputs.q_weight, inputs.k_weight)
     weights = (dense_like(weight, wide) for weight in (inputs.q_weight, inputs.k_weight))
     return dense_like(inputs.qkv), *weights
 
 
 def _lay_out(arguments):
-    """Packed tokens as a batch of one; last dimensions in one piece, as those of outputs are."""
+    """Make packed tokens a batch of one, and last dimensions contiguous, as in outputs."""
     packed = arguments.qkv.dim() == 2
     results = ("q", "k", "v", "gate")
     batched = ("qkv", "grad_qkv", *results, *(f"grad_{name}" for name in results))

@@ -1,4 +1,4 @@
-"""The definition of qk_norm_rope, in plain PyTorch: split, RMS norm of each head, rotation."""
+"""Reference of qk_norm_rope, in plain PyTorch: split, RMS norm of each head, rotation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ def qk_norm_rope(
     qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps, zero_centered,
     gated, mrope_section, section_layout, pair_layout, rotary_dim,
 ):  # fmt: skip
-    """q and k normalised and rotated, v and the gate as they are; the gate is None without one.
+    """Return q and k normalized and rotated, and v and the gate unchanged; gate is None if not
+    gated.
 
-    qkv: [B, S, W], see `split`. cos, sin: [A, Bc, rows, W], A axes, 3 with a section and else 1;
-    positions: None or [A, Bp, S] rows. In fp32 (fp64 if an input is), rounded once.
+    qkv: [B, S, W], see `split`. cos, sin: [A, Bc, rows, W]; A is 3 with an mrope_section, else 1.
+    positions: None or [A, Bp, S] rows. Computes in fp32 (fp64 if an input is) and rounds once.
     """
     q, k, v, gate = split(qkv, num_heads, num_kv_heads, q_weight.shape[0], gated)
     wide = compute_dtype(qkv, q_weight, k_weight)
@@ -35,7 +36,10 @@ def qk_norm_rope_backward(
     grad_q, grad_k, grad_v, grad_gate, qkv, q_weight, k_weight, cos, sin, positions, num_heads,
     num_kv_heads, eps, zero_centered, gated, mrope_section, section_layout, pair_layout, rotary_dim,
 ):  # fmt: skip
-    """The gradients of qkv and of the weights, which are wide; grad_v and grad_gate may be None."""
+    """Return the gradients of qkv and, in fp32 or fp64, of the weights.
+
+    grad_v and grad_gate may be None.
+    """
     grad_qkv = torch.zeros_like(qkv)
     settings = num_heads, num_kv_heads, q_weight.shape[0], gated
     q, k, _, _ = split(qkv, *settings)
@@ -59,10 +63,11 @@ def qk_norm_rope_backward(
 
 
 def split(qkv, num_heads, num_kv_heads, head_dim, gated):
-    """Views of a projection [..., W]: q [..., N, D], k and v [..., KV, D], the gate as q, or None.
+    """Split a projection [..., W] into views: q [..., N, D], k and v [..., KV, D], gate as q or
+    None.
 
-    A token's row is its queries, its keys, its values; where there is a gate, that of each head
-    lies behind the head's query.
+    A token's row is its queries, its keys, its values. If gated, each head's query is followed by
+    its gate.
     """
     queries = num_heads * (2 if gated else 1)
     heads = qkv.view(*qkv.shape[:-1], queries + 2 * num_kv_heads, head_dim)
@@ -73,12 +78,12 @@ def split(qkv, num_heads, num_kv_heads, head_dim, gated):
 
 
 def multiplier(weight, zero_centered, wide):
-    """What a normalised head is multiplied by."""
+    """Return the factor of a normalized head: weight or 1 + weight."""
     return 1 + weight.to(wide) if zero_centered else weight.to(wide)
 
 
 def by_token(cos, sin, positions, mrope_section, section_layout, pair_layout):
-    """The tables' rows of each token, [B or 1, S, W]: each frequency by the axis that owns it."""
+    """Return the tables' rows of each token, [B or 1, S, W]; with 3 axes, they are merged."""
     if mrope_section:
         axes = mrope.axis_of_frequency(mrope_section, section_layout, cos.device)
         return tuple(mrope.merge(table, positions, axes, pair_layout) for table in (cos, sin))

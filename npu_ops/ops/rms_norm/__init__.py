@@ -1,4 +1,4 @@
-"""RMSNorm, alone and behind an addition: what comes before and after the layers of a model."""
+"""RMSNorm, with or without a preceding addition."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ __all__ = ["rms_norm", "add_rms_norm"]
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, zero_centered: bool = False
 ) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
+    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 
-    Computed in fp32 and rounded once; transformers' Llama and Qwen3 round to x's dtype before they
-    multiply by weight. The gradient of weight is summed in fp32, in an order that does not change
-    from run to run.
+    Computes in fp32 and rounds once; transformers' Llama and Qwen3 round to x's dtype before they
+    multiply by weight. The gradient of weight is summed in fp32, in a fixed order.
 
     Args:
-        x: `[..., D]`, float32, bfloat16, float16 or float64; a slice of a projection is read in
-            place.
+        x: `[..., D]`, float32, bfloat16, float16 or float64; a slice of a projection is read
+            without a copy.
         weight: `[D]`, of any of these dtypes.
         eps: 0 or more.
         zero_centered: multiply by `1 + weight` instead, as Qwen3-Next, Qwen3.5 and Gemma do.
@@ -32,8 +31,8 @@ def rms_norm(
 
     Raises:
         TypeError: x or weight is not a tensor or not of a floating dtype.
-        ValueError: a shape, a device, or eps.
-        NotImplementedError: in backward of backward.
+        ValueError: a shape, a device or eps is invalid.
+        NotImplementedError: the backward itself is differentiated.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; `torch.nn.RMSNorm`;
     transformers `Qwen3NextRMSNorm` (zero_centered).
@@ -49,10 +48,10 @@ def add_rms_norm(
     *,
     zero_centered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm(x + residual)`, and the sum, in one pass.
+    """Compute `rms_norm(x + residual)` and the sum, in one pass.
 
-    The sum is rounded to x's dtype before it is normalised, so that both results have the bits of
-    an addition and an `rms_norm` behind it.
+    The sum is rounded to x's dtype before it is normalized, so both results have the bits of an
+    addition followed by `rms_norm`.
 
     Args:
         x: `[..., D]`, as for `rms_norm`.
@@ -64,10 +63,10 @@ def add_rms_norm(
         contiguous. Differentiable once in x, residual and weight.
 
     Raises:
-        TypeError: x, residual or weight is not a tensor or not of a floating dtype; or x and
-            residual differ in theirs.
-        ValueError: a shape, a device, or eps.
-        NotImplementedError: in backward of backward.
+        TypeError: x, residual or weight is not a tensor or not of a floating dtype; or the dtypes
+            of x and residual differ.
+        ValueError: a shape, a device or eps is invalid.
+        NotImplementedError: the backward itself is differentiated.
 
     Source: torch_npu's `npu_add_rms_norm`; vLLM's and SGLang's `RMSNorm` with a residual.
     """
@@ -75,14 +74,14 @@ def add_rms_norm(
 
 
 def _prepare(x, weight, eps=1e-6, *, zero_centered=False):
-    """Check `rms_norm`'s arguments; return them as the operator takes them."""
+    """Check the arguments of `rms_norm`; return the operator's."""
     check.rows(x, weight)
     check.epsilon("eps", eps)
     return x, weight, float(eps), bool(zero_centered)
 
 
 def _prepare_add(x, residual, weight, eps=1e-6, *, zero_centered=False):
-    """The same for `add_rms_norm`."""
+    """Check the arguments of `add_rms_norm`; return the operator's."""
     x, *settings = _prepare(x, weight, eps, zero_centered=zero_centered)
     check.like_x("residual", residual, x)
     check.same_dtype("residual", residual, "x", x)

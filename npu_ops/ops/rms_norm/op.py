@@ -1,4 +1,4 @@
-"""rms_norm and add_rms_norm, declared: what they take, what they write, who computes them."""
+"""Declarations of rms_norm and add_rms_norm: their arguments, outputs and implementations."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _SETTINGS = "Tensor weight, float eps, bool zero_centered"
 
 
 def _gradients(inputs):
-    """That of weight, a sum, is wide."""
+    """Allocate the gradients; that of weight, a sum, in fp32 or fp64."""
     *_, x, weight, _, _ = inputs
     return dense_like(x), dense_like(weight, reference.compute_dtype(x, weight))
 
 
 def _lay_out_gradients(arguments):
-    """Nobody may have used the sum."""
+    """Lay out the gradients as rows. grad_total is None if the sum was not used."""
     unused = arguments.grad_total is None
     given = ["grad_out", "total"] if unused else ["grad_out", "grad_total", "total"]
     return lay_out_rows(given, ["grad_x"], groups="weight")(arguments)
@@ -45,7 +45,7 @@ add_forward = Operator(
     reference=reference.add_rms_norm,
     lay_out=lay_out_rows(["x", "residual"], ["out", "total"], groups="weight"),
 )
-# Of the forward's tensors the sum alone is kept for it.
+# Of the forward's tensors, only the sum is saved for the backward.
 add_backward = Backward(
     add_forward,
     f"Tensor grad_out, Tensor? grad_total, Tensor total, {_SETTINGS} -> grad_x, grad_weight",

@@ -1,6 +1,6 @@
-"""The definition of rms_norm and add_rms_norm, in plain PyTorch: fp32, or fp64 with an fp64 input.
+"""Reference of rms_norm and add_rms_norm, in plain PyTorch: fp32, or fp64 with an fp64 input.
 
-The norm itself is `rms_norm_gated`'s.
+The norm itself comes from `rms_norm_gated`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from npu_ops.ops.rms_norm_gated.reference import compute_dtype, reciprocal_rms
 
 
 def rms_norm(x, weight, eps, zero_centered):
-    """x over the root of its mean square, times weight or 1 + weight; wide."""
+    """Divide x by its root mean square, multiply by weight or 1 + weight; fp32 or fp64."""
     wide, w = _widened(x, weight, zero_centered)
     return wide * reciprocal_rms(wide, eps) * w
 
 
 def rms_norm_backward(grad, x, weight, eps, zero_centered):
-    """The gradients of x and weight, wide."""
+    """Return the gradients of x and weight, in fp32 or fp64."""
     wide, w = _widened(x, weight, zero_centered)
     r = reciprocal_rms(wide, eps)
     n, grad_n = wide * r, grad * w
@@ -24,13 +24,13 @@ def rms_norm_backward(grad, x, weight, eps, zero_centered):
 
 
 def add_rms_norm(x, residual, weight, eps, zero_centered):
-    """The norm of the rounded sum, and the sum."""
+    """Return the norm of the rounded sum, and the sum."""
     total = x + residual
     return rms_norm(total, weight, eps, zero_centered), total
 
 
 def add_rms_norm_backward(grad_out, grad_total, total, weight, eps, zero_centered):
-    """The gradients of the sum, which is that of both summands, and of weight; wide."""
+    """Return the gradients of the sum (the same for both summands) and of weight; fp32 or fp64."""
     grad_x, grad_weight = rms_norm_backward(grad_out, total, weight, eps, zero_centered)
     return grad_x if grad_total is None else grad_x + grad_total, grad_weight
 

@@ -1,4 +1,4 @@
-"""Gated RMSNorm: what comes after the delta rule in Gated Delta Net."""
+"""Gated RMSNorm, which follows the delta rule in Gated Delta Net."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ def rms_norm_gated(
     activation: str = "silu",
     group_size: int | None = None,
 ) -> torch.Tensor:
-    """`rmsnorm(x) * weight * act(z)`, or `rmsnorm(x * act(z)) * weight`.
+    """Compute `rmsnorm(x) * weight * act(z)`, or `rmsnorm(x * act(z)) * weight`.
 
-    rmsnorm(x) is `x / sqrt(mean(x^2) + eps)` over the last dimension. Computed in fp32 and rounded
-    once; transformers rounds rmsnorm(x) to x's dtype before it multiplies by weight, and, where
-    weight is not fp32, again before it multiplies by the gate. The gradient of weight is summed in
-    fp32, in an order that does not change from run to run.
+    rmsnorm(x) is `x / sqrt(mean(x^2) + eps)` over the last dimension. Computes in fp32 and rounds
+    once. transformers rounds rmsnorm(x) to x's dtype before it multiplies by weight and, if weight
+    is not fp32, again before it multiplies by the gate. The gradient of weight is summed in fp32,
+    in a fixed order.
 
     Args:
-        x: `[..., D]`, float32, bfloat16, float16 or float64; a slice of a projection is read in
-            place.
+        x: `[..., D]`, float32, bfloat16, float16 or float64; a slice of a projection is read
+            without a copy.
         weight: `[D]`.
-        z: x's shape. dtypes may differ from each other.
+        z: x's shape. All dtypes may differ.
         eps: 0 or more.
-        norm_before_gate: which of the two formulas; transformers, fla and Qwen3-Next: the first.
+        norm_before_gate: True selects the first formula, as in transformers, fla and Qwen3-Next.
         activation: "silu" or "sigmoid".
-        group_size: normalise each so many elements of the last dimension on their own; None: all.
+        group_size: normalize groups of this many elements of the last dimension separately; None:
+            all together.
 
     Returns:
         `[..., D]` of x's dtype, contiguous. Differentiable once in x, weight and z.
 
     Raises:
         TypeError: x, weight or z is not a tensor or not of a floating dtype.
-        ValueError: a shape, a device, eps, an unknown activation, or a group_size that D is not a
-            multiple of.
-        NotImplementedError: in backward of backward.
+        ValueError: a shape, a device, eps or the activation is invalid, or D is not a multiple of
+            group_size.
+        NotImplementedError: the backward itself is differentiated.
 
     Source: transformers `Qwen3NextRMSNormGated`; flash-linear-attention
     `fla/modules/{fused_norm_gate,layernorm_gated}.py`; Zhang and Sennrich, "Root Mean Square Layer
@@ -59,7 +60,7 @@ def rms_norm_gated(
 
 
 def _prepare(x, weight, z, eps=1e-6, *, norm_before_gate=True, activation="silu", group_size=None):
-    """Check the public arguments; return them as the operator takes them."""
+    """Check the public arguments; return the operator's."""
     check.rows(x, weight)
     check.like_x("z", z, x)
     check.epsilon("eps", eps)

@@ -1,4 +1,4 @@
-"""rms_norm_gated, declared: what it takes, what it writes, who computes it."""
+"""Declaration of rms_norm_gated: its arguments, outputs and implementations."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from npu_ops.core.operator import Backward, Operator
 from npu_ops.core.rows import lay_out_rows, rows_up_to
 from npu_ops.ops.rms_norm_gated import reference
 
-# The longest row whose sums fit a vector core's memory (csrc/rms_norm_gated).
+# Longer rows do not fit their sums into a vector core's memory (csrc/rms_norm_gated).
 _up_to_16384 = rows_up_to("weight", 16384)
 
-# weight is [D], or [groups, D / groups] where x and z are normalised in groups.
+# weight is [D], or [groups, D / groups] if x and z are normalized in groups.
 _INPUTS = "Tensor x, Tensor weight, Tensor z, float eps, bool norm_before_gate, str activation"
 
 
@@ -21,7 +21,7 @@ def _mixed(arguments) -> str | None:
 
 
 def _gradients(inputs):
-    """That of weight, a sum, is wide."""
+    """Allocate the gradients; that of weight, a sum, in fp32 or fp64."""
     wide = reference.compute_dtype(*inputs[:4])
     return dense_like(inputs.x), dense_like(inputs.weight, wide), dense_like(inputs.z)
 

@@ -1,4 +1,4 @@
-"""Shared by rms_norm, rms_norm_gated and qk_norm_rope: the norm's definition, in plain PyTorch."""
+"""Shared by rms_norm, rms_norm_gated and qk_norm_rope: the norm's reference, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import torch
 
 
 def rms_norm_gated(x, weight, z, eps, norm_before_gate, activation):
-    """rmsnorm(x) * weight * act(z), or rmsnorm(x * act(z)) * weight, over the last dimension.
+    """Compute rmsnorm(x) * weight * act(z), or rmsnorm(x * act(z)) * weight, over the last
+    dimension.
 
-    weight: broadcasts to x and z. In fp32 (fp64 if an input is), rounded once to x's dtype.
+    weight broadcasts to x and z. Computes in fp32 (fp64 if an input is) and rounds once to x's
+    dtype.
     """
     wide_x, w, wide_z = _widened(x, weight, z)
     gate = activate(wide_z, activation)
@@ -18,7 +20,7 @@ def rms_norm_gated(x, weight, z, eps, norm_before_gate, activation):
 
 
 def rms_norm_gated_backward(grad, x, weight, z, eps, norm_before_gate, activation):
-    """The gradients of x, weight and z; that of weight is wide."""
+    """Return the gradients of x, weight and z; that of weight in fp32 or fp64."""
     grad, wide_x, w, wide_z = _widened(grad, x, weight, z)
     gate, slope = activate(wide_z, activation), activation_slope(wide_z, activation)
     u = wide_x if norm_before_gate else wide_x * gate
@@ -35,23 +37,23 @@ def rms_norm_gated_backward(grad, x, weight, z, eps, norm_before_gate, activatio
 
 
 def reciprocal_rms(x, eps):
-    """1 / sqrt(mean(x^2) + eps), [..., 1]."""
+    """Return 1 / sqrt(mean(x^2) + eps), [..., 1]."""
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def activate(z, activation):
-    """silu(z) = z * sigmoid(z), or sigmoid(z)."""
+    """Return silu(z) = z * sigmoid(z), or sigmoid(z)."""
     return z * z.sigmoid() if activation == "silu" else z.sigmoid()
 
 
 def activation_slope(z, activation):
-    """The derivative of `activate`."""
+    """Return the derivative of `activate`."""
     slope = z.sigmoid() * (-z).sigmoid()
     return z.sigmoid() + z * slope if activation == "silu" else slope
 
 
 def compute_dtype(*tensors):
-    """fp64 where an input is fp64, else fp32."""
+    """Return fp64 if an input is fp64, else fp32."""
     double = any(tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if double else torch.float32
 

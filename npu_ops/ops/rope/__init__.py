@@ -27,10 +27,10 @@ def apply_rotary_pos_emb(
     inverse: bool = False,
     inplace: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotate q and k by their tokens' angles, in one launch. Takes Hugging Face's call as it is.
+    """Rotate q and k by their tokens' angles, in one launch. Takes Hugging Face's calls.
 
-    Computed in fp32 whatever the dtypes, rounded once. q and k may be strided (a slice of a fused
-    qkv): they are read in place.
+    Computes in fp32 for every dtype and rounds once. Strided q and k (slices of a fused qkv) are
+    read without a copy.
 
     Args:
         q: `[B, S, N, D]`, `[S, B, N, D]`, `[B, N, S, D]` or `[T, N, D]`; float32, bfloat16, float16
@@ -39,28 +39,30 @@ def apply_rotary_pos_emb(
         cos, sin: `[S, W]`, `[B, S, W]`, or `[T, W]` for TND, in any floating dtype. With
             position_ids or cu_seqlens also a table `[rows, W]` to take rows from. W is the rotary
             dimension R, or R / 2 with `rotary_dim=R`.
-        position_ids: `[B, S]` or `[1, S]` (`[T]` for TND), rows of a `[rows, W]` table. With
-            `[B, S, W]` tables, which are gathered already, it is not read, as in Hugging Face. An
-            int here is unsqueeze_dim, whose place it is from transformers 5 on.
-        unsqueeze_dim: Hugging Face's: 1 if q is `[B, N, S, D]`, 2 if `[B, S, N, D]`. `layout`
+        position_ids: `[B, S]` or `[1, S]` (`[T]` for TND), rows of a `[rows, W]` table. Ignored
+            with `[B, S, W]` tables, which are already gathered, as in Hugging Face. An int here
+            means unsqueeze_dim, which has this place since transformers 5.
+        unsqueeze_dim: as in Hugging Face: 1 if q is `[B, N, S, D]`, 2 if `[B, S, N, D]`. `layout`
             overrides it.
         layout: "BSND", "SBND", "BNSD" or "TND"; None: by unsqueeze_dim, TND for a 3-D q.
         pair_layout: "half" rotates j with j + R/2 (NeoX), "interleaved" 2j with 2j + 1 (GPT-J).
-            Full-width tables are in the same order as the pairs.
-        rotary_dim: R; elements from R on are copied. None: W. Needed where W is half of D, which
-            may mean either.
-        cu_seqlens: `[n + 1]` with the leading 0, for TND: positions restart with each sequence and
+            Full-width tables use the same order.
+        rotary_dim: R; elements from R on are copied. None: W. Required if W is half of D, which is
+            ambiguous.
+        cu_seqlens: `[n + 1]` with the leading 0, for TND: positions restart with each sequence, and
             cos, sin are `[rows, W]`. Results of tokens behind the last sequence are 0.
         inverse: rotate back.
-        inplace: write into q and k.
+        inplace: write the results into q and k.
 
     Returns:
-        q and k rotated, like q and k; None for a k that is None. Differentiable in q and k.
+        The rotated q and k, with the shapes and dtypes of q and k; None if k is None.
+        Differentiable in q and k.
 
     Raises:
-        TypeError: a dtype. ValueError: a shape, a device, a position outside the table or wrong
-            lengths (on the CPU; on a device the tokens concerned become NaN), cos or sin that
-            require a gradient, `inplace` where a gradient is needed.
+        TypeError: a dtype is not supported.
+        ValueError: a shape or a device is invalid; a position is outside the table or lengths are
+            invalid (on the CPU; on a device the tokens concerned become NaN); cos or sin require a
+            gradient; or `inplace` is set and a gradient is needed.
 
     Source: transformers `apply_rotary_pos_emb`; Su et al., "RoFormer", 2021.
     """
@@ -75,8 +77,8 @@ def _prepare(
     q, k, cos, sin, position_ids=None, unsqueeze_dim=1, *, layout=None, pair_layout="half",
     rotary_dim=None, cu_seqlens=None, inverse=False, inplace=False,
 ):  # fmt: skip
-    """The public arguments as the operator takes them."""
-    if isinstance(position_ids, int):  # transformers 5 has unsqueeze_dim in this place
+    """Check the public arguments; return the operator's."""
+    if isinstance(position_ids, int):  # transformers 5 passes unsqueeze_dim in this place
         position_ids, unsqueeze_dim = None, position_ids
     check.optional_tensors(position_ids=position_ids, cu_seqlens=cu_seqlens)
     layout = arguments.resolve_layout(q, layout, unsqueeze_dim)
@@ -100,7 +102,7 @@ def _check(q, k, cos, sin, position_ids, cu_seqlens, layout, pair_layout, inplac
         if layout != "TND" or position_ids is not None:
             raise ValueError("cu_seqlens: got one, needs layout TND and no position_ids")
         arguments.check_cu_seqlens(cu_seqlens, q)
-    elif cos.dim() == 3:  # gathered already
+    elif cos.dim() == 3:  # already gathered
         arguments.check_table_size("cos", cos, 1, 0, batch, length, False)
     elif position_ids is None:
         arguments.check_table_size("cos", cos[None], 1, 0, batch, length, False)
@@ -112,7 +114,7 @@ def _check(q, k, cos, sin, position_ids, cu_seqlens, layout, pair_layout, inplac
 
 
 def _positions(q, cos, position_ids, cu_seqlens):
-    """The rows of a [rows, W] table that the tokens use, [B or 1, S]; None: one after another."""
+    """Return the tokens' rows of a [rows, W] table, [B or 1, S]; None: consecutive rows."""
     if cu_seqlens is not None:
         return packing.packed_positions(cu_seqlens, q.shape[0], cos.shape[0])
     if position_ids is None or cos.dim() == 3:

@@ -1,4 +1,4 @@
-"""Shared by rope, mrope and qk_norm_rope: callers' arguments, checked, as operators take them."""
+"""Shared by rope, mrope and qk_norm_rope: checks of public arguments and their conversion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from npu_ops.core import check, indices, library
 
 LAYOUTS = ("BSND", "SBND", "BNSD", "TND")
 PAIR_LAYOUTS = ("half", "interleaved")
-# Modes of torch_npu's npu_rotary_mul that are more than a layout of pairs, and what they are.
+# Modes of torch_npu's npu_rotary_mul that are not a pair layout, and how to express them.
 _MODES = {
     "quarter": "call with 'half' for each half of a head and of the tables",
     "interleave": "which is 'interleaved'",
@@ -17,7 +17,7 @@ _MODES = {
 
 
 def check_pair_layout(value) -> None:
-    """Raise ValueError unless it is one; a mode of torch_npu's is told what to do instead."""
+    """Raise ValueError unless it is a pair layout; suggest one for a mode of torch_npu."""
     mode = _MODES.get(value) if isinstance(value, str) else None
     if mode:
         needs = f"'half' or 'interleaved' (torch_npu's mode: {mode})"
@@ -26,7 +26,7 @@ def check_pair_layout(value) -> None:
 
 
 def resolve_layout(q, layout: str | None, unsqueeze_dim: int) -> str:
-    """`layout`, or what Hugging Face's `unsqueeze_dim` says of a 4-D q: 1 is BNSD, 2 is BSND."""
+    """Return `layout`, or derive it from Hugging Face's `unsqueeze_dim`: 1 is BNSD, 2 is BSND."""
     check.floating("q", q)
     if layout is None:
         if q.dim() == 3:
@@ -40,14 +40,14 @@ def resolve_layout(q, layout: str | None, unsqueeze_dim: int) -> str:
 
 
 def size(x, layout: str, axis: str) -> int:
-    """The size of `x` along an axis of its layout; TND has a batch of one."""
+    """Return the size of `x` along an axis of its layout; TND has a batch of one."""
     if layout == "TND" and axis == "B":
         return 1
     return x.shape[layout.index("T" if layout == "TND" and axis == "S" else axis)]
 
 
 def check_heads(q, k, layout: str) -> None:
-    """Check k against q: the same but for the number of heads."""
+    """Check that k equals q in shape, except for the heads, in dtype and in device."""
     if k is None:
         return
     check.floating("k", k)
@@ -63,9 +63,9 @@ def _without(i: int, shape) -> list[int]:
 
 
 def k_or_no_heads(q, k, layout: str):
-    """k; where there is none, one with no heads, which costs nothing to rotate.
+    """Return k, or if it is None an empty tensor with no heads, which costs nothing to rotate.
 
-    It has memory of its own: what is written in place may share none.
+    The empty tensor has its own memory, because an output must not share memory.
     """
     if k is not None:
         return k
@@ -74,10 +74,10 @@ def k_or_no_heads(q, k, layout: str):
 
 
 def resolve_rotary_dim(rotary_dim, width: int, head_dim: int) -> int:
-    """How many elements of a head are rotated: `rotary_dim`, or else the width of the table.
+    """Return how many elements of a head to rotate: `rotary_dim`, or else the width of the table.
 
-    A table half as wide as the head is full-width for a half-rotated head or half-width for a
-    whole one. Nothing in the tensors tells, so the caller must.
+    A table half as wide as the head is ambiguous: half of each head is rotated with a full-width
+    table, or all of it with a half-width one. The tensors do not tell, so the caller must.
     """
     if rotary_dim is None:
         if 2 * width == head_dim:
@@ -97,7 +97,7 @@ def resolve_rotary_dim(rotary_dim, width: int, head_dim: int) -> int:
 
 
 def check_table(name: str, table, q, of: str = "q") -> None:
-    """Check what any table of angles, cosines or sines needs. of: what the caller calls q."""
+    """Check the dtype, device and gradient of a table of angles. of: the caller's name of q."""
     check.floating(name, table)
     check.same_device(name, table, of, q)
     if table.requires_grad and torch.is_grad_enabled():
@@ -105,7 +105,7 @@ def check_table(name: str, table, q, of: str = "q") -> None:
 
 
 def check_tables(cos, sin, q, of: str = "q") -> None:
-    """Check what every form of cos and sin needs, whatever their leading dimensions."""
+    """Check cos and sin, except for their leading dimensions."""
     check_table("cos", cos, q, of)
     check_table("sin", sin, q, of)
     if sin.shape != cos.shape:
@@ -114,7 +114,7 @@ def check_tables(cos, sin, q, of: str = "q") -> None:
 
 
 def check_table_size(name, table, rows_dim, batch_dim, batch, length, indexed: bool) -> None:
-    """Check a table's batch against q's, and its rows against q's length where none are named."""
+    """Check a table's batch against q's and, unless it is indexed, its rows against q's length."""
     if table.shape[batch_dim] not in (1, batch):
         raise check.shape(name, table, f"a batch of 1 or {batch}")
     if not indexed and table.shape[rows_dim] != length:
@@ -124,10 +124,10 @@ def check_table_size(name, table, rows_dim, batch_dim, batch, length, indexed: b
 def check_positions(
     name: str, positions, shapes: tuple[tuple[int, ...], ...], rows: int, q, of: str = "q"
 ):
-    """Check row numbers: integers, on q's device, of one of `shapes`, within a table of `rows`.
+    """Check row numbers: integers on q's device, of one of `shapes`, within a table of `rows` rows.
 
-    On the CPU the values are checked too. On a device that would wait for it: there a row outside
-    the table gives NaN.
+    Values are checked on the CPU only. On a device the check would wait; there, a row outside the
+    table gives NaN.
     """
     check.indices(name, positions)
     check.same_device(name, positions, of, q)
@@ -138,7 +138,7 @@ def check_positions(
 
 
 def check_cu_seqlens(cu_seqlens, q) -> None:
-    """Check what can be checked of packed lengths without reading them."""
+    """Check packed lengths without reading their values."""
     check.indices("cu_seqlens", cu_seqlens)
     check.same_device("cu_seqlens", cu_seqlens, "q", q)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:

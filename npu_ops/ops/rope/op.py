@@ -1,4 +1,4 @@
-"""rope, declared: what it takes besides q and k, and who computes it."""
+"""Declaration of rope: its arguments besides q and k, and its implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by rope, mrope and qk_norm_rope: the definition of rotary embedding, in plain PyTorch."""
+"""Shared by rope, mrope and qk_norm_rope: the reference of rotary embedding, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npu_ops.ops.rope.packing import NOBODY
 def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim):
     """Rotate q and k; see `rotate`. cos, sin: [Bc, rows, W]; positions: None or [Bp, S] rows.
 
-    A row outside of the table gives NaN; NOBODY, the row of a token of no sequence, gives 0.
+    A row outside the table gives NaN. NOBODY, the row of an unowned token, gives 0.
     """
     if positions is None:
         return tuple(rotate(x, cos, sin, layout, pair_layout, inverse, rotary_dim) for x in (q, k))
@@ -26,7 +26,7 @@ def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim):
 
 
 def gather(table, positions):
-    """The table's row of each token: [Bc, rows, W] -> [B, S, W]."""
+    """Return the table's row of each token: [Bc, rows, W] -> [B, S, W]."""
     if positions is None:
         return table
     batch = make.counted(table.shape[0], device=table.device)[:, None]
@@ -36,8 +36,8 @@ def gather(table, positions):
 def rotate(x, cos, sin, layout, pair_layout, inverse, rotary_dim):
     """Rotate each pair of the first `rotary_dim` elements of each head by its token's angle.
 
-    cos, sin: [B or 1, S, W], W the rotary dimension or half of it. Computed in fp32 (fp64 for
-    fp64 x), rounded once. The inverse is the transpose, which for a rotation is the same.
+    cos, sin: [B or 1, S, W], W the rotary dimension or half of it. Computes in fp32 (fp64 for fp64
+    x) and rounds once. The inverse is computed as the transpose.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     (cos1, cos2), (sin1, sin2) = (
@@ -53,7 +53,7 @@ def rotate(x, cos, sin, layout, pair_layout, inverse, rotary_dim):
 
 
 def split_pairs(x, pair_layout):
-    """The first and the second of each pair: j and j + R/2 (half), or 2j and 2j + 1."""
+    """Return the first and second element of each pair: j and j + R/2 (half), or 2j and 2j + 1."""
     return x.chunk(2, dim=-1) if pair_layout == "half" else (x[..., 0::2], x[..., 1::2])
 
 
@@ -65,7 +65,7 @@ def join_pairs(x1, x2, pair_layout):
 
 
 def halves(table, pair_layout, rotary_dim, layout):
-    """The table for the first and the second of each pair, shaped to broadcast over heads."""
+    """Return the table for the first and second of each pair, shaped to broadcast over heads."""
     table = over_heads(table, layout)
     if table.shape[-1] == rotary_dim:
         return split_pairs(table, pair_layout)
@@ -73,7 +73,7 @@ def halves(table, pair_layout, rotary_dim, layout):
 
 
 def over_heads(table, layout):
-    """[B or 1, S, W] shaped to multiply a tensor of `layout`."""
+    """Shape [B or 1, S, W] to multiply a tensor of `layout`."""
     match layout:
         case "BSND":
             return table[:, :, None]
