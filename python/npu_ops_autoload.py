@@ -1,8 +1,8 @@
-"""Applies the adapters when a framework is imported; torch calls `install` as it is imported.
+"""Applies the adapters when a framework is imported. torch calls `install` during its own import.
 
-An exception here would make `import torch` fail. So this file and `npu_ops_import_hook` need the
-standard library alone, import the rest of npu-ops only when a watched module has been imported, and
-turn whatever goes wrong into one warning: the framework then runs its own code.
+An exception here would make `import torch` fail. So this file and `npu_ops_import_hook` use only
+the standard library, import the rest of npu-ops only after a watched module was imported, and turn
+any error into one warning: the framework then runs its own code.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import sys
 
 
 def install() -> None:
-    """Watch imports, and apply the adapters to what is imported already. Never raises."""
+    """Watch imports, and apply the adapters to modules that are already imported. Never raises."""
     try:
         import npu_ops_import_hook
-    except ImportError as error:  # a new checkout under an editable install of an older one
+    except ImportError as error:  # a new checkout with an older editable install
         logging.getLogger("npu_ops").warning("no adapters: %s; install npu-ops again", error)
         return
     with npu_ops_import_hook.reporting:
-        # Read here as well as in npu_ops.core.env: this must work when nothing else does.
+        # Read here too, not only in npu_ops.core.env: it must work even if npu_ops cannot be
+        # imported.
         if "all" in os.environ.get("NPU_OPS_DISABLE", "").replace(" ", "").split(","):
             return
         npu_ops_import_hook.watch(_imported, _awaited)

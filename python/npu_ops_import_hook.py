@@ -1,7 +1,7 @@
-"""The import hook: tells a callback of each watched module that has just run, or is about to.
+"""The import hook: calls a function after each watched module has run, or before it runs.
 
-Shared by `npu_ops_autoload` and `npu_ops_adapters`, and importing neither. It needs the standard
-library alone, for `import torch` runs it.
+Shared by `npu_ops_autoload` and `npu_ops_adapters`, and imports neither. It uses only the standard
+library, because `import torch` runs it.
 """
 
 from __future__ import annotations
@@ -129,15 +129,15 @@ WATCHED = frozenset(
     }
 )
 
-# Told of before they run: what they import must find another package imported before it.
+# Reported before they run: another package must be imported before the modules they import.
 AWAITED = frozenset({"slime.backends.megatron_utils"})
 
 _MODELS = "transformers.models."
 _MODEL = re.compile(r"(\w+)\.modeling_\1")
 
-Callback = Callable[[str], None]  # is given the name of a module
+Callback = Callable[[str], None]  # called with the name of a module
 
-# sys.exit() in an adapter is an error like any other; only the user's Ctrl-C is not.
+# Treat sys.exit() in an adapter like any other error. Only the user's Ctrl-C passes.
 _ANY = (Exception, SystemExit, GeneratorExit)
 _logger = logging.getLogger("npu_ops")
 _reported: set[str] = set()
@@ -146,7 +146,7 @@ _reported: set[str] = set()
 def watch(callback: Callback, before: Callback | None = None) -> None:
     """Call `callback` after each run of a watched module, and `before` before an awaited one runs.
 
-    They take the place of earlier ones.
+    They replace earlier callbacks.
     """
     finders = _finders()
     for finder in finders:
@@ -156,13 +156,13 @@ def watch(callback: Callback, before: Callback | None = None) -> None:
 
 
 def is_watched(name: str) -> bool:
-    """Whether `watch` calls back when a module is imported: those of WATCHED, and each model of
-    transformers."""
+    """Return whether `watch` reports a module: one of WATCHED, or a model of transformers."""
     return name in WATCHED or model_of_transformers(name) is not None
 
 
 def model_of_transformers(name: str) -> str | None:
-    """The model that a module of transformers defines: "qwen3" of `...qwen3.modeling_qwen3`."""
+    """Return the model that a module of transformers defines: "qwen3" for
+    `...qwen3.modeling_qwen3`."""
     found = name.startswith(_MODELS) and _MODEL.fullmatch(name, len(_MODELS))
     return found[1] if found else None
 
@@ -174,17 +174,17 @@ def unwatch() -> None:
 
 
 def is_watching() -> bool:
-    """Whether `watch` is in force."""
+    """Return whether `watch` is active."""
     return bool(_finders())
 
 
 def _finders() -> list:
-    """Ours, also one that was put there before this module was reloaded."""
+    """Return this hook's finders, including one installed before this module was reloaded."""
     return [finder for finder in sys.meta_path if type(finder).__module__ == __name__]
 
 
 class _Finder:
-    """Finds watched modules by asking the other finders, and gives them a loader that tells us."""
+    """Finds watched modules with the other finders, and gives them a loader that reports to us."""
 
     def __init__(self, callback: Callback, before: Callback | None):
         self.callback, self.before = callback, before
@@ -193,7 +193,7 @@ class _Finder:
     def find_spec(self, fullname, path=None, target=None):
         known = is_watched(fullname) or fullname in AWAITED
         if not known or getattr(self._thread, "searching", False):
-            return None  # searching: another hook like this one asks us back
+            return None  # searching: a similar hook calls us back
         self._thread.searching = True
         try:
             with reporting:
@@ -214,7 +214,7 @@ class _Finder:
 
 
 class _Loader:
-    """The loader it wraps, until the module runs; then that loader again."""
+    """Wraps a loader until the module has run; then restores that loader."""
 
     def __init__(self, loader, finder: _Finder):
         self._loader = loader
@@ -241,8 +241,10 @@ class _Loader:
 
 
 def tell_when_torch_is_there(before: Callback) -> None:
-    """For an awaited module that is being imported, and imports torch, which calls us. Until torch
-    has run, and its backends, nobody knows whether there is an NPU.
+    """Report awaited modules that are already being imported, after torch has run.
+
+    Such a module imports torch, which calls this code. Until torch and its backends have run, it is
+    unknown whether there is an NPU.
     """
     for name in AWAITED & sys.modules.keys():
         if getattr(sys.modules[name].__spec__, "_initializing", False):
@@ -250,8 +252,10 @@ def tell_when_torch_is_there(before: Callback) -> None:
 
 
 def tell_when_imported(module, callback: Callback) -> None:
-    """For a module that is being imported, and imports torch, which calls us: no finder of ours was
-    there when it was found. Python marks its spec when it has run.
+    """Report a module that is already being imported, after it has run.
+
+    It was found before this finder existed: it imports torch, which calls this code. Python marks
+    the module's spec after the run.
     """
     spec = getattr(module, "__spec__", None)
     if type(spec) is not ModuleSpec or not getattr(spec, "_initializing", False):
@@ -274,12 +278,12 @@ def tell_when_imported(module, callback: Callback) -> None:
 def _tell(callback: Callback, module) -> None:
     with reporting:
         name = module.__name__
-        if sys.modules.get(name) is module:  # no private copy made through importlib.util
+        if sys.modules.get(name) is module:  # not a private copy made through importlib.util
             callback(name)
 
 
 class _Reporting:
-    """A context that turns what goes wrong in it into one warning."""
+    """A context that turns an error inside it into one warning."""
 
     def __enter__(self):
         return self

@@ -1,12 +1,13 @@
-"""Puts npu-ops into the frameworks: what would be replaced, do it, is it still so, undo it.
+"""Installs npu-ops into training and serving frameworks: plan, apply, verify and revert patches.
 
-Nothing needs to be called: `import torch` installs a hook that applies the adapters as a framework
-is imported (`npu_ops_autoload`). By hand, before or after the framework is imported:
+Usually no call is needed: `import torch` installs a hook that applies the patches of a framework
+when it is imported (`npu_ops_autoload`). To do it by hand, before or after the framework is
+imported:
 
     import npu_ops_adapters
     npu_ops_adapters.apply()
 
-Every folder here but `patching` is a framework. Its `patches()` says what is replaced and why.
+Every folder here except `patching` is a framework. Its `patches()` lists what is replaced and why.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ for _name in sorted(env.settings.disable - {"all"}):
 
 
 def patches() -> list[Patch]:
-    """What the adapters of all frameworks would replace, in the order they do."""
+    """Return the patches of all frameworks, in the order in which they are applied."""
     return [patch for framework in _frameworks() for patch in framework.patches()]
 
 
 def modules() -> frozenset[str]:
-    """The modules that can be patched, of whatever is installed: importing them shows how."""
+    """Return the modules that patches target, so that the import hook watches them."""
     found = [getattr(framework, "modules", list)() for framework in _frameworks()]
     return npu_ops_import_hook.WATCHED.union(*found)
 
 
 def plan() -> Statuses:
-    """What `apply` would do with each patch: a list that prints as a table.
+    """Return what `apply` would do with each patch, as a list that prints as a table.
 
-    A row's `state` is READY, APPLIED, WAITING for its module, DISABLED, REFUSED or LEFT to a
+    The `state` of a row is READY, APPLIED, WAITING for its module, DISABLED, REFUSED or LEFT to a
     framework's registry; see `npu_ops_adapters.patching`.
     """
     _adopt()
@@ -51,10 +52,11 @@ def plan() -> Statuses:
 
 
 def apply() -> Statuses:
-    """Apply what can be applied now, and the rest when its module is imported. Once is enough.
+    """Apply each patch now, or when its module is imported. One call is enough.
 
     Returns:
-        As `plan`, afterwards. A refusal is also logged, once; the other patches are not affected.
+        The states after applying, as in `plan`. A refused patch is logged once; the others still
+        apply.
     """
     npu_ops_import_hook.watch(imported, awaited)
     _adopt()
@@ -62,21 +64,21 @@ def apply() -> Statuses:
 
 
 def verify() -> Statuses:
-    """Whether each applied patch is still in place.
+    """Check whether each applied patch is still in place.
 
-    A row's `state` is APPLIED, OVERWRITTEN, with what is there now as its `detail`, or CAPTURED by
-    the modules in its `detail`, which still hold what was replaced.
+    The `state` of a row is APPLIED; OVERWRITTEN, with the current object in `detail`; or CAPTURED,
+    with the modules in `detail` that still hold the replaced object.
     """
     _adopt()
     return patching.verify()
 
 
 def revert() -> Statuses:
-    """Put back every object that was replaced, and stop watching imports.
+    """Restore every replaced object, and stop watching imports.
 
     Returns:
-        One row for each patch: REVERTED, or OVERWRITTEN where someone else's replacement was left
-        in place.
+        One row per patch: REVERTED, or OVERWRITTEN if someone else has replaced the object since;
+            their replacement stays.
     """
     npu_ops_import_hook.unwatch()
     _adopt()
@@ -84,19 +86,19 @@ def revert() -> Statuses:
 
 
 def load_plugins() -> None:
-    """Have the frameworks that load us as a plugin do so, as they do when they start."""
+    """Make the frameworks that load npu-ops as a plugin load it now, as they do at startup."""
     for framework in _frameworks():
         getattr(framework, "load_plugins", lambda: None)()
 
 
 def imported(module: str) -> None:
-    """Called by the import hook when `module` has just run, for the first time or again."""
+    """Run by the import hook after `module` has been executed, the first time or again."""
     patching.forget(module)
     patching.apply(patches(), ready=module)
 
 
 def awaited(module: str) -> None:
-    """Called by the import hook when `module` is about to run."""
+    """Run by the import hook just before `module` is executed."""
     for framework in _frameworks():
         getattr(framework, "awaited", lambda module: None)(module)
 
@@ -110,6 +112,6 @@ def _frameworks() -> list[ModuleType]:
 
 
 def _adopt() -> None:
-    """Look for what frameworks have applied in our place."""
+    """Record the patches that a framework's own registry has applied for npu-ops."""
     for framework in _frameworks():
         getattr(framework, "adopt", lambda: None)()

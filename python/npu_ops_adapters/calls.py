@@ -1,4 +1,4 @@
-"""Replacing a function whose calls are ours in part: the rest goes to what was there."""
+"""Replaces a function for the calls that npu-ops supports; other calls run the original."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from npu_ops.core import env
 DEVICES = ("cpu", "npu")
 
 
-# With NPU_OPS_CONSISTENT no other function computes these: it has other bits.
+# With NPU_OPS_CONSISTENT the original of these must not run: its bits differ.
 RULES = ("chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule")
 
 
 def falling_through(ours: Callable, original: Callable, op: str = "") -> Callable:
-    """A function in the place of `original`.
+    """Return a replacement for `original` that runs `ours` if possible, else the original.
 
-    ours: takes its arguments and returns a call, or raises TypeError or ValueError for what is not
-        ours. With NPU_OPS_CONSISTENT that is an error for a gated delta rule.
+    ours: takes the original's arguments. It returns a function without arguments that computes the
+    result, or raises TypeError or ValueError if npu-ops does not support the call. With
+    NPU_OPS_CONSISTENT and a gated delta rule, an unsupported call is an error.
     """
 
     @functools.wraps(original, assigned=(), updated=())
@@ -50,8 +51,10 @@ def check_device(x: torch.Tensor) -> None:
 
 
 def token_by_token(*, gk=None, gv=None, **call):
-    """Run the recurrent rule. With NPU_OPS_CONSISTENT=1, and neither gk nor gv, that is the call of
-    training, `chunk_gated_delta_rule`, which then goes token by token.
+    """Run the recurrent rule.
+
+    With NPU_OPS_CONSISTENT=1, and neither gk nor gv, it calls training's function,
+    `chunk_gated_delta_rule`, which then runs token by token.
 
     Raises:
         RuntimeError: with NPU_OPS_CONSISTENT=chunks: the states lack the unfinished chunk.
@@ -67,9 +70,9 @@ def token_by_token(*, gk=None, gv=None, **call):
 
 
 def in_words_of(names: dict[str, str], function: Callable, *args, **kwargs):
-    """`function(...)`, whose errors name arguments as the framework's caller does.
+    """Call `function(...)`; in its errors, rename arguments to the framework's names.
 
-    names: ours -> theirs.
+    names: npu-ops' name -> the framework's name.
     """
     try:
         return function(*args, **kwargs)

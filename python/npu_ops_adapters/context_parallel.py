@@ -1,8 +1,8 @@
-"""Core attention where the ranks of a group share each sequence, as Megatron deals it out.
+"""Core attention with context parallelism: ranks share each sequence in Megatron's zigzag layout.
 
-A sequence has 2 n equal chunks, and rank r has chunks r and 2 n - 1 - r, so that causal masks leave
-all ranks the same work. Each rank gathers the keys and values of all, and its two chunks of queries
-see those up to their own ends. Gradients go back the same way.
+For n ranks a sequence has 2 n equal chunks, and rank r has chunks r and 2 n - 1 - r, so that a
+causal mask gives all ranks equal work. Each rank gathers the keys and values of all ranks. Its two
+chunks of queries attend to keys up to their own ends. Gradients are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from npu_ops.core.collective import all_gather
 
 
 def why_not(config) -> str | None:
-    """None, or a sentence on why layers of this TransformerConfig keep what they have."""
+    """Return None, or why layers with this TransformerConfig keep their own attention."""
     size = getattr(config, "context_parallel_size", 1)
     if size == 1:
         return None
@@ -29,23 +29,23 @@ def why_not(config) -> str | None:
 
 
 def group_of(collection):
-    """The ranks that share sequences: of a layer's process groups, or Megatron's own."""
+    """Return the context-parallel group: of a layer's process groups, else Megatron's own."""
     group = getattr(collection, "cp", None)
     state = sys.modules["megatron.core.parallel_state"]
     return state.get_context_parallel_group() if group is None else group
 
 
-# [s, b, n, d]
+# Tensors [s, b, n, d]
 
 
 def in_order(x: torch.Tensor, group) -> torch.Tensor:
-    """`[ranks * s, ...]`, the tokens of all ranks, of this one's `[s, ...]`."""
+    """Gather this rank's `[s, ...]` into the tokens of all ranks in order, `[ranks * s, ...]`."""
     chunks = all_gather(x, group).unflatten(1, (2, -1))
     return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
 
 
 def is_causal_part(mask: torch.Tensor, group) -> bool:
-    """Whether a mask, True where a key is left out, is this rank's rows of just the causal one."""
+    """Return whether a mask (True masks a key) is exactly this rank's rows of the causal mask."""
     rows, columns = mask.shape[-2:]
     if mask.numel() != rows * columns:
         return False
@@ -55,17 +55,17 @@ def is_causal_part(mask: torch.Tensor, group) -> bool:
 
 
 def chunks_of(group) -> tuple[int, int]:
-    """Which chunks of a sequence this rank has."""
+    """Return which two chunks of a sequence this rank has."""
     return group.rank(), 2 * group.size() - 1 - group.rank()
 
 
-# [t, n, d]
+# Packed tensors [t, n, d]
 
 
 class Packed(NamedTuple):
-    """This rank's chunks as sequences, and the gathered rows that are their keys."""
+    """This rank's chunks as packed sequences, and which gathered rows are their keys."""
 
-    queries: torch.Tensor  # where chunks start, on the host
+    queries: torch.Tensor  # where the chunks start, in host memory
     keys: torch.Tensor
     rows: torch.Tensor
 
@@ -87,7 +87,7 @@ def packed(starts: torch.Tensor, group, causal: bool) -> Packed | None:
 @functools.lru_cache(maxsize=8)  # all layers of a step have the same starts
 def _packed(starts: tuple[int, ...], ranks: int, rank: int, causal: bool) -> Packed:
     starts = torch.tensor(starts, dtype=torch.int64, device="cpu")
-    sizes = starts.diff() // (2 * ranks)  # of a sequence's chunks
+    sizes = starts.diff() // (2 * ranks)  # chunk length per sequence
     first = torch.tensor([rank, 2 * ranks - 1 - rank], dtype=torch.int64, device="cpu")
     seen = first + 1 if causal else torch.full_like(first, 2 * ranks)
     keys = (sizes[:, None] * seen).flatten()

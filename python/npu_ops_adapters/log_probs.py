@@ -1,7 +1,7 @@
-"""Shared by megatron, slime, verl: log-probabilities of labels, as servers compute them.
+"""Shared by megatron, slime, verl: log-probabilities of labels, computed as servers do.
 
-SGLang and vLLM take log_softmax of logits in fp32. So does this, a block of rows at a time: beside
-the logits and their gradient it needs `BLOCK` bytes, and an fp32 number for each row.
+SGLang and vLLM take log_softmax of logits in fp32. This does the same, one block of rows at a time.
+Besides the logits and their gradient it needs `BLOCK` bytes, and one fp32 number per row.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 
 from npu_ops.core.collective import all_gather
 
-BLOCK = 1 << 28  # bytes of logits in fp32
+BLOCK = 1 << 28  # bytes of fp32 logits per block
 
 
 def log_probs(logits: torch.Tensor, labels: torch.Tensor, group=None) -> torch.Tensor:
-    """log_softmax(logits)[..., labels] in fp32 (fp64 for fp64), differentiable by logits.
+    """Return log_softmax(logits)[..., labels] in fp32 (fp64 for fp64), differentiable in logits.
 
     Args:
         logits: [..., V]. With a group, each rank has V of the vocabulary's V * ranks columns, in
@@ -55,13 +55,13 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _blocks(first, *others):
-    """Blocks of rows of tensors with equal numbers of them; the first has the columns."""
+    """Split tensors with equal numbers of rows into blocks; the first tensor has the columns."""
     count = max(1, BLOCK // (4 * max(1, first.shape[1])))
     return zip(*(x.split(count) for x in (first, *others)), strict=True)
 
 
 def _of_rows(logits, labels, found, logsumexp, group) -> None:
-    """Write the log-probabilities and the logsumexp of a block."""
+    """Write the log-probabilities and the logsumexp of one block."""
     logits = logits.to(found.dtype)
     if group is not None:
         logits = all_gather(logits, group).transpose(0, 1).flatten(1)
@@ -71,7 +71,7 @@ def _of_rows(logits, labels, found, logsumexp, group) -> None:
 
 
 def _gradient(logits, labels, logsumexp, grad, group):
-    """grad * (1 at the label - softmax), of this rank's columns."""
+    """Return grad * (1 at the label - softmax) for this rank's columns."""
     columns = logits.shape[1]
     grad = grad.to(logsumexp.dtype).unsqueeze(-1)
     found = (logits.to(logsumexp.dtype) - logsumexp.unsqueeze(-1)).exp_().mul_(-grad)

@@ -1,6 +1,6 @@
-"""Process groups of slime and Relax under newer torch, whose collectives have new names.
+"""Process groups of slime and Relax with newer torch, which has renamed collectives.
 
-Shared by `slime.process_groups` and `relax.process_groups`: the class is slime's in both.
+Shared by `slime.process_groups` and `relax.process_groups`: both have slime's class.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NEW = ("all_gather_single", "all_to_all_single", "reduce_scatter_single")
 
 
 def patches(module: str, op: str, versions: str) -> Iterable[Patch]:
-    """Methods of torch's groups that the class does not pass on to the group that it holds."""
+    """Patch methods of torch's groups that the class does not forward to the group it holds."""
     there = vars(getattr(sys.modules.get(module), _CLASS, object))
     for name in _NEW:
         if hasattr(torch.distributed.ProcessGroup, name) and name not in there:

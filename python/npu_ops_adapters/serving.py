@@ -1,4 +1,4 @@
-"""Shared by sglang, vllm: calls that are ours in part, and the slots of state pools."""
+"""Shared by sglang, vllm: replacing functions for supported calls, and slots of state pools."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def replaced(
     framework: str, target: str, op: str, ours: Callable, why: str, *signatures: Names | None,
     **settings,
 ) -> Patch:  # fmt: skip
-    """A patch of a function whose calls are ours in part.
+    """Return a patch of a function, for the calls that npu-ops supports.
 
-    ours: as in `made`; where it raises, the framework's own function runs, and a sentence is logged
-        once.
-    signatures: the framework's, of all known versions; by default the one that ours has.
-    settings: the other fields of Patch.
+    ours: as in `made`. If it raises, the framework's own function runs, and the reason is logged
+    once.
+    signatures: the framework's, of all known versions; the default is the signature of `ours`.
+    settings: other fields of Patch.
     """
     return Patch(
         target=target, op=op, make=functools.partial(made, framework, ours, target), why=why,
@@ -31,10 +31,10 @@ def replaced(
 
 
 def made(framework: str, ours: Callable, target: str, original: Callable) -> Callable:
-    """`ours`, and `original` for what is not ours.
+    """Return a function that runs `ours` if it supports the call, else `original`.
 
-    ours: takes the framework's arguments, and raises TypeError or ValueError before it writes
-        anything where a call is not ours.
+    ours: takes the framework's arguments. For an unsupported call it raises TypeError or ValueError
+    before it writes anything.
     """
 
     @functools.wraps(original, assigned=(), updated=())
@@ -49,7 +49,7 @@ def made(framework: str, ours: Callable, target: str, original: Callable) -> Cal
 
 
 def fell_back(framework: str, name: str, reason: Exception) -> None:
-    """Say once that the framework's own function runs, unless it is at home on the device.
+    """Log once that the framework's own function runs, unless that is intended (NotOursError).
 
     Raises:
         RuntimeError: with NPU_OPS_CONSISTENT: its bits are not the trainer's.
@@ -61,12 +61,13 @@ def fell_back(framework: str, name: str, reason: Exception) -> None:
 
 
 class NotOursError(ValueError):
-    """A call that was never meant to be ours: another device, or inside torch.compile."""
+    """A call that npu-ops never takes: on another device, or inside torch.compile."""
 
 
 @contextlib.contextmanager
 def committed() -> Iterator[None]:
-    """A state is written, so the framework cannot start again: what is wrong is an error.
+    """Make errors fatal: a state is already written, so the framework's function cannot run
+    instead.
 
     Raises:
         RuntimeError: for a TypeError or a ValueError.
@@ -78,27 +79,27 @@ def committed() -> Iterator[None]:
 
 
 def check_device(x: torch.Tensor, devices: Names = DEVICES) -> None:
-    """Raise NotOursError where the framework's own kernels are at home."""
+    """Raise NotOursError unless x is a tensor on one of `devices`."""
     if not isinstance(x, torch.Tensor) or x.device.type not in devices:
         raise NotOursError(f"needs a tensor on {' or '.join(devices)}")
 
 
 def refuse(**given) -> None:
-    """Raise ValueError for an argument that we have no counterpart of, unless unused."""
+    """Raise ValueError for a used argument that npu-ops does not support."""
     for name, value in given.items():
         if value is not None and value is not False:
             raise ValueError(f"{name}: got {type(value).__name__}, needs None")
 
 
 def read_slots(pool: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Copies of the slots; those of padding, which have the index -1, are slot 0's."""
+    """Return copies of the slots. Padding, index -1, gets a copy of slot 0."""
     return pool[indices.clamp(min=0).long()]
 
 
 def write_slots(pool: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
-    """Write the slots and nothing for padding, without asking the device which is padding.
+    """Write the slots, skipping padding (index -1), without waiting for the device.
 
-    A padded row repeats the first that is none; if all are padding, slot 0 gets what it has.
+    A padded row repeats the first real one. If all are padding, slot 0 keeps its value.
     """
     if not indices.numel():
         return
@@ -107,26 +108,29 @@ def write_slots(pool: torch.Tensor, indices: torch.Tensor, values: torch.Tensor)
     rows = torch.where(real, make.counted(real.numel(), device=real.device), first)
     slots = indices[rows].clamp(min=0).long()
     values = values[rows].to(pool.dtype)
-    pool[slots] = torch.where(real.any(), values, pool[slots])  # a `real[first]` would wait
+    # `real[first]` would wait for the device
+    pool[slots] = torch.where(real.any(), values, pool[slots])
 
 
 def tokens_of_sequences(x: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """`[T, ...]` without padding behind the last sequence, as far as that is known; and T."""
+    """Return `[T, ...]` without the padding behind the last start, if starts are on the
+    CPU; and T."""
     tokens = x.shape[0]
     return (x[: int(starts[-1])], tokens) if starts.device.type == "cpu" else (x, tokens)
 
 
 def padded(x: torch.Tensor, tokens: int) -> torch.Tensor:
-    """`[T, ...]` with zeros behind, so that there are `tokens`."""
+    """Append zeros to `[T, ...]` up to `tokens` rows."""
     missing = tokens - x.shape[0]
     return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
 
 
 def check_pool(name: str, pool: torch.Tensor, x: torch.Tensor, setting: str) -> None:
-    """With NPU_OPS_CONSISTENT what waits in a pool is not rounded: training has no pool.
+    """With NPU_OPS_CONSISTENT, require that the pool stores x without rounding: training has no
+    pool.
 
     Raises:
-        ValueError: the pool's dtype does not hold x's numbers; setting is what chooses it.
+        ValueError: the pool's dtype rounds x. setting: the option that selects that dtype.
     """
     if env.settings.consistent and torch.promote_types(pool.dtype, x.dtype) != pool.dtype:
         raise ValueError(

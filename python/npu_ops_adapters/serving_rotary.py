@@ -1,4 +1,4 @@
-"""Shared by sglang, vllm: rotation by the modules of rotary embeddings, alike in both."""
+"""Shared by sglang, vllm: rotary embedding, whose modules are alike in both."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import npu_ops
 
 
 def rotate(positions, query, key, cos_sin_cache, head_size, rotary_dim, is_neox_style):
-    """Heads `[T, N * D]` or `[T, N, D]` by the angles of positions `[T]`.
+    """Rotate heads `[T, N * D]` or `[T, N, D]` by the angles of positions `[T]`.
 
     A row of the cache has cosines, then sines.
     """
@@ -26,9 +26,10 @@ def rotate(positions, query, key, cos_sin_cache, head_size, rotary_dim, is_neox_
 
 
 def rotate_by_embedding(embedding, positions, query, key):
-    """Heads by the table of an embedding; positions are `[T]`, or `[3, T]` with its sections.
+    """Rotate heads with an embedding module's table; positions are `[T]`, or `[3, T]` with
+    sections.
 
-    mrope_interleaved: which axis owns a frequency; is_neox_style: what rotates together.
+    mrope_interleaved selects the axis of each frequency; is_neox_style which elements form a pair.
     """
     if positions.dim() == 1:
         return rotate(
@@ -49,7 +50,7 @@ def rotate_by_embedding(embedding, positions, query, key):
 
 
 def norm_and_rotate(attention, positions, qkv, **options):
-    """q, k and v with their heads side by side, and the gate, of an attention's projection."""
+    """Return q, k and v with their heads flattened, and the gate, from a layer's projection."""
     embedding, norm = attention.rotary_emb, attention.q_norm
     sections = {}
     if positions.dim() == 2 and getattr(embedding, "mrope_section", None):
@@ -73,5 +74,5 @@ def norm_and_rotate(attention, positions, qkv, **options):
 
 
 def _pair_layout(is_neox_style: bool) -> str:
-    """GPT-NeoX or GPT-J."""
+    """Return the pair layout of GPT-NeoX or GPT-J."""
     return "half" if is_neox_style else "interleaved"

@@ -1,11 +1,11 @@
-"""Megatron-Bridge's Qwen3-VL, where a trainer calls it itself: on NPUs, in parallel over ranks.
+"""Megatron-Bridge's Qwen3-VL for trainers that call it directly: fixes for NPUs and parallel ranks.
 
-    nvtx            marks for CUDA's profiler, which raise without CUDA
-    process_groups  those of Megatron-LM, where the trainer sets none
-    deepstack       gradients of pictures' features, with sequence parallelism
-    missing_names   what an earlier Megatron-LM lacks
+    nvtx            profiler marks that raise without CUDA
+    process_groups  Megatron-LM's groups, if the trainer sets none
+    deepstack       gradients of image features with sequence parallelism
+    missing_names   a name that an earlier Megatron-LM lacks
 
-Operators and arguments of the same model are in `megatron.qwen3_vl`.
+`megatron.qwen3_vl` replaces operators and arguments of the same model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """All of them, on a machine with an NPU."""
+    """Yield all patches, if the machine has an NPU or Megatron is not imported yet."""
     if "megatron" in sys.modules and not hardware.is_npu():
         return
     for module in (missing_names, process_groups, deepstack, nvtx):

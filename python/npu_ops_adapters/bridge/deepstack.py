@@ -1,8 +1,8 @@
 """Gradients of deepstack's features with sequence parallelism.
 
-Each rank takes those features that belong to its span of the tokens, and so has the gradients of
-these alone. Bridge averages the vision tower's gradients over ranks as if each had all of them:
-they are too small, on GPUs too. Here the ranks' gradients are added first.
+Each rank uses only the features of its own tokens, so it has only their gradients. Bridge averages
+the vision tower's gradients over ranks as if each rank had all of them. The result is too small, on
+GPUs too. This patch first sums the gradients over the ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SUM = "copy_to_tensor_model_parallel_region"  # its gradient is the sum over ra
 
 
 def patches() -> Iterable[Patch]:
-    """The function that takes a rank's part, as the model calls it with sequence parallelism."""
+    """Patch the function that selects a rank's features with sequence parallelism."""
     yield Patch(
         target=f"{MODEL}:split_deepstack_embs",
         op="bridge_deepstack",
         make=_summed,
         why="each rank has the gradients of its own tokens' features alone",
-        signatures=(),  # Bridge's, or MindSpeed's around it
+        signatures=(),  # none: it may be Bridge's function, or MindSpeed's wrapper of it
         versions="Megatron-Bridge 0.3.1",
         remove_when="Megatron-Bridge adds the gradients of all ranks",
         rebind=False,
@@ -43,7 +43,7 @@ def _why_not(split: Callable) -> str | None:
 
 def _summed(original: Callable) -> Callable:
     own = inspect.unwrap(original)
-    # MindSpeed core_r0.16 passes Bridge's function an argument that later ones have.
+    # MindSpeed core_r0.16 passes an argument that Bridge's function accepts only in later versions.
     lacks = "sequence_parallel" not in inspect.signature(own).parameters
     split = own if lacks else original
 

@@ -1,5 +1,6 @@
-"""A name that Bridge imports for Qwen3-Next and an earlier Megatron-LM lacks: nothing of Bridge
-imports without it.
+"""Adds a name that Bridge imports for Qwen3-Next and an earlier Megatron-LM lacks.
+
+Without it, no module of Bridge can be imported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _NAME = f"get_transformer_block_with_{_VARIANT}_spec"
 
 
 def patches() -> Iterable[Patch]:
-    """A function that says what is missing, when it is called."""
+    """Add a function that raises when it is called, and says what is missing."""
     if not hasattr(sys.modules.get(_MODULE), _NAME):
         yield Patch(
             target=f"{_MODULE}:{_NAME}",

@@ -1,7 +1,7 @@
 """NVTX: Bridge's Qwen3-VL marks its steps for CUDA's profiler, which raises without CUDA.
 
-MindSpeed core_r0.16 puts functions of its own there, of which the one that ends a mark wants an
-argument that NVTX's has not.
+MindSpeed core_r0.16 replaces these functions, but its function that ends a mark requires an
+argument that NVTX's does not have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MODEL = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model"
 
 
 def patches() -> Iterable[Patch]:
-    """torch's functions, in a process that has Bridge's model and a torch without CUDA."""
+    """Patch torch's functions if Bridge's model is imported and torch is built without CUDA."""
     if MODEL not in sys.modules or torch.backends.cuda.is_built():
         return
     for name in ("range_push", "range_pop"):
@@ -26,7 +26,7 @@ def patches() -> Iterable[Patch]:
             op="bridge_nvtx",
             make=_skip,
             why="Megatron-Bridge calls it in each step, and it raises without CUDA",
-            signatures=(),  # torch's or MindSpeed's
+            signatures=(),  # none: torch's or MindSpeed's function
             versions="Megatron-Bridge 0.3.1",
             remove_when="Megatron-Bridge asks whether there is a profiler",
             rebind=False,

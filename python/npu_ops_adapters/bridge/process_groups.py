@@ -1,6 +1,7 @@
-"""Process groups of Bridge's provider of Qwen3-VL.
+"""Process groups for Bridge's provider of Qwen3-VL.
 
-Bridge sets them where it makes the model itself. slime and others call the provider's `provide`.
+Bridge sets them when it builds the model itself. slime and others call the provider's `provide`,
+which does not.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _MODULE = "megatron.bridge.models.qwen_vl.qwen3_vl_provider"
 
 
 def patches() -> Iterable[Patch]:
-    """`provide` of the dense model and of the one with experts."""
+    """Patch `provide` of the dense model and of the mixture-of-experts model."""
     for name in ("Qwen3VLModelProvider", "Qwen3VLMoEModelProvider"):
         yield Patch(
             target=f"{_MODULE}:{name}.provide",

@@ -1,7 +1,7 @@
 """flash-linear-attention 0.5.2, its main branch and 0.6: one file for each op.
 
-Where fla asks for a backend before it computes, ours is in its registry; elsewhere its function is
-replaced. Either way what is not ours is computed by fla's own.
+If fla looks for backends of a function, npu-ops registers one; other functions are replaced. In
+both cases fla computes the calls that npu-ops does not support.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """All of them, in the order of their names."""
+    """Yield all patches, in the order of their names."""
     for module in pkgutil.iter_modules(__path__):
         if module.name != "functions":
             yield from importlib.import_module(f"{__name__}.{module.name}").patches()

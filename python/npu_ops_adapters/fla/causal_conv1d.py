@@ -15,7 +15,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """`causal_conv1d`, which `ShortConvolution` calls too."""
+    """Patch `causal_conv1d`, which `ShortConvolution` calls too."""
     yield functions.replaced(
         ("fla.modules.causal_conv1d.ops", "fla.modules.conv.causal_conv1d"), "causal_conv1d", ours
     )
@@ -26,7 +26,7 @@ def ours(
     activation=None, backend="triton", cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None,
     cp_context=None, **kwargs,
 ) -> Callable:  # fmt: skip
-    """Return the npu-ops call for this call of fla. Channels may be several dimensions of x."""
+    """Return the npu-ops call for this call of fla. x may have several channel dimensions."""
     functions.refuse(**kwargs)
     check.one_of("backend", backend, ("triton",))
     check.floating("x", x)

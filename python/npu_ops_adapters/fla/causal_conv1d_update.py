@@ -1,4 +1,4 @@
-"""The short convolution's decoding step, one token of each sequence."""
+"""The short convolution's decoding step: one token per sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """`causal_conv1d_update`, which `ShortConvolution.step` calls."""
+    """Patch `causal_conv1d_update`, which `ShortConvolution.step` calls."""
     yield functions.replaced(
         ("fla.modules.causal_conv1d.ops", "fla.modules.conv.triton.ops"),
         "causal_conv1d_update",
@@ -25,7 +25,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(x, cache, residual=None, weight=None, bias=None, activation=None) -> Callable:
-    """Return the npu-ops call for this call of fla, which has no gradient either.
+    """Return the npu-ops call for this call of fla. Neither has a gradient.
 
     x is `[N, D]`, `[1, N, D]` or `[N, 1, D]`.
     """

@@ -1,6 +1,7 @@
-"""Gated Delta Product: several steps of the gated delta rule for each token.
+"""Gated Delta Product: several steps of the gated delta rule per token.
 
-A token's steps are tokens of the rule: it decays before the first and is read after the last.
+Each step becomes a token of the rule. Only a token's first step decays the state, and only its last
+step is read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from npu_ops_adapters.patching import Patch, parameters
 
 
 def patches() -> Iterable[Patch]:
-    """`chunk_gated_delta_product`; from 0.6 on it takes a cp_context, too."""
+    """Patch `chunk_gated_delta_product`, which also takes a cp_context from 0.6 on."""
     names = parameters(ours)
     yield functions.replaced(
         ("fla.ops.gated_delta_product.chunk",),
@@ -36,7 +37,7 @@ def ours(
 ) -> Callable:  # fmt: skip
     """Return the npu-ops call for this call of fla.
 
-    q [B, T, H, K], g [B, T, H] or None; k, v and beta with T * num_householder in T's place.
+    q is [B, T, H, K], g is [B, T, H] or None; k, v and beta have T * num_householder in place of T.
     """
     check.floating("q", q)
     check.floating("k", k)
@@ -62,7 +63,7 @@ def ours(
 
 
 def _at(x, steps: int, step: int):
-    """x of each token at one of its steps, and zeros at the others."""
+    """Place x of each token at one of its steps; the other steps are zeros."""
     nothing = torch.zeros_like(x)
     return torch.stack([x if i == step else nothing for i in range(steps)], 2).flatten(1, 2)
 

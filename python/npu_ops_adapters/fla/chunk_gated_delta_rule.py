@@ -1,4 +1,4 @@
-"""The gated delta rule by chunks: a backend in fla's registry, before all of fla's own."""
+"""The gated delta rule by chunks: a backend in fla's registry that comes before fla's own."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from npu_ops_adapters.fla import functions
 from npu_ops_adapters.patching import Patch
 
 _Call = call_of(npu_ops.chunk_gated_delta_rule)
-_POSITIONS = _Call._fields.index("cu_seqlens") + 1  # those that all versions of fla agree on
+# number of positional arguments on which all versions of fla agree
+_POSITIONS = _Call._fields.index("cu_seqlens") + 1
 _OPERATION = "gated_delta_rule"
-_REGISTRIES = "_operation_registries"  # of fla.backends, from 0.6 on
+_REGISTRIES = "_operation_registries"  # name in fla.backends, from 0.6 on
 
 
 def patches() -> Iterable[Patch]:
-    """An entry of what the registry holds, by the backend's name: fla cannot take one out."""
+    """Patch the registry's entry with this backend's name: fla itself cannot remove a backend."""
     yield Patch(
         target=f"{_registry()}._backends.npu_ops",
         op="chunk_gated_delta_rule",
@@ -37,7 +38,7 @@ def patches() -> Iterable[Patch]:
 
 
 def _registry() -> str:
-    """Where it is; before fla's own backends are in it, where it was before 0.6."""
+    """Return where the registry is. Until fla 0.6 has filled it, return the place before 0.6."""
     registries = vars(sys.modules.get("fla.backends", object)).get(_REGISTRIES, {})
     if _OPERATION in registries:
         return f"fla.backends:{_REGISTRIES}.{_OPERATION}"
@@ -50,7 +51,7 @@ def _backend(original: None):
     home = sys.modules.get("fla.backends") or sys.modules["fla.ops.backends"]
 
     class NpuOps(home.BaseBackend):
-        """Below fla's, which are 0 and more: the lowest is asked first."""
+        """A backend with a priority below fla's (0 and more): the lowest is asked first."""
 
         backend_type = "npu_ops"
         priority = -1
@@ -59,8 +60,8 @@ def _backend(original: None):
             try:
                 ours(*args, **kwargs)
             except (TypeError, ValueError) as reason:
-                # With NPU_OPS_CONSISTENT the call itself has to raise: fla catches exceptions here,
-                # so the verifier accepts.
+                # With NPU_OPS_CONSISTENT the verifier accepts every call: fla catches exceptions
+                # here, so the error must come from the call itself.
                 return bool(env.settings.consistent), str(reason)
             return True, None
 
@@ -75,11 +76,13 @@ def _backend(original: None):
 
 
 def ours(*args, cp_context=None, transpose_state_layout=None, **options) -> Callable:
-    """Return the npu-ops call for this call of fla, which has our arguments and the two named here.
+    """Return the npu-ops call for this call of fla, which has the arguments of npu-ops and two
+    more.
 
-    A_log and dt_bias may be given where they are not used. fla computes with an initial state of
-    any float dtype in fp32, so a half is converted. How chunks lie in memory is fla's own affair.
-    cp_context: of ranks with a span each; it says where sequences are, whatever cu_seqlens says.
+    A_log and dt_bias are accepted even if no flag uses them. fla computes with an initial state of
+    any float dtype in fp32, so a half-precision state is converted. Arguments about fla's layout of
+    chunks are ignored.
+    cp_context: fla's context of ranks with one span each. It overrides cu_seqlens.
     """
     if len(args) > _POSITIONS:
         raise TypeError(f"got {len(args)} positional arguments, needs {_POSITIONS} at most")

@@ -25,7 +25,7 @@ _RECURRENT = (*_TOKENS, "A_log", "dt_bias", *_STATES, *_FLAGS, "lower_bound")
 
 
 def patches() -> Iterable[Patch]:
-    """`chunk_kda` and `fused_recurrent_kda`."""
+    """Patch `chunk_kda` and `fused_recurrent_kda`."""
     yield functions.replaced(
         ("fla.ops.kda.chunk",),
         "chunk_kda",
@@ -63,9 +63,9 @@ def token_by_token(*args, **options) -> Callable:
 
 
 def _ours(names, args, options) -> Callable:
-    """Return the npu-ops call for positional arguments of those names, and options by name.
+    """Return the npu-ops call for positional arguments with these names, and options by name.
 
-    fla takes A_log and dt_bias in any shape, also where they are not used.
+    fla accepts A_log and dt_bias of any shape, even if no flag uses them.
     """
     options = dict(options)
     transpose_state_layout = options.pop("transpose_state_layout", None)

@@ -1,4 +1,4 @@
-"""Functions of fla that are replaced: each has a module, which changed with 0.6, and importers."""
+"""Patches of fla's functions: each is in one module, which moved in 0.6, and has importers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ WHY = "fla's needs a Triton that runs where the tensors are, and on NPUs launche
 
 
 def replaced(modules: Names, name: str, ours: Callable, *signatures: Names, op: str = "") -> Patch:
-    """A patch of `name` in the first of `modules` that is imported.
+    """Return a patch of `name` in the first of `modules` that is imported.
 
-    ours: takes fla's arguments and returns a call, or raises TypeError or ValueError for what is
-        not ours.
-    signatures: fla's, of all known versions; by default the one that ours has.
-    op: ours, if it is called otherwise.
+    ours: takes fla's arguments and returns a function that computes the result, or raises TypeError
+    or ValueError if npu-ops does not support the call.
+    signatures: fla's, of all known versions; the default is the signature of `ours`.
+    op: npu-ops' name, if it differs.
     """
     op = op or name
     module = next((module for module in modules if module in sys.modules), modules[-1])
@@ -42,24 +42,24 @@ def replaced(modules: Names, name: str, ours: Callable, *signatures: Names, op: 
 
 
 def refuse(**given) -> None:
-    """Raise ValueError for an argument of fla's that we have no counterpart of, unless unused."""
+    """Raise ValueError for a used argument of fla's that npu-ops does not support."""
     for name, value in given.items():
         if value is not None and value is not False:
             raise ValueError(f"{name}: got {type(value).__name__}, needs None")
 
 
 def shared(cp_context, x, initial_state, output_final_state: bool) -> dict:
-    """cu_seqlens and cp_group of our call for fla's context of ranks that share packed sequences.
+    """Convert fla's context of ranks that share packed sequences to cu_seqlens and cp_group.
 
-    fla tells a rank where sequences start in its own span, and how many tokens of the first one
-    other ranks have before it. All that our call needs of other ranks' sequences is where that one
-    starts, so `[0, that start, starts here]` stands for the starts of all.
+    fla tells a rank where sequences start in its own span, and how many tokens of the first one are
+    on earlier ranks. npu-ops needs only the start of that first sequence, so `[0, that start,
+    starts here]` replaces the starts of all sequences.
 
     Args:
         x: `[1, T, ...]`, this rank's tokens. fla gives every rank T of them.
 
     Raises:
-        ValueError: a context of another form, or what fla does not compute with one.
+        ValueError: the context has another form, or fla does not support the call with one.
     """
     layout = getattr(cp_context, "layout", "contiguous")
     if layout != "contiguous":
@@ -89,10 +89,10 @@ def shared(cp_context, x, initial_state, output_final_state: bool) -> dict:
 
 
 def converted(call: NamedTuple, transpose_state_layout: bool | None):
-    """A call of fla's delta rule as one of ours, by the arguments' names.
+    """Convert a call of fla's delta rule to one of npu-ops, both as NamedTuples.
 
-    What no flag reads is left out. A state of half precision becomes fp32; its gradient comes back
-    in its own dtype. transpose_state_layout is what fla once called state_v_first.
+    Drops arguments that no flag uses. Converts a half-precision state to fp32; its gradient has its
+    own dtype. transpose_state_layout is fla's former name of state_v_first.
     """
     if not call.use_gate_in_kernel:
         call = call._replace(A_log=None, dt_bias=None)

@@ -1,4 +1,4 @@
-"""The gated delta rule token by token: a function, which fla asks no backend for."""
+"""The gated delta rule token by token. fla has no backends for this function, so it is replaced."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FLAGS = (
 
 
 def patches() -> Iterable[Patch]:
-    """`fused_recurrent_gated_delta_rule`, also called `fused_recurrent_gdn`."""
+    """Patch `fused_recurrent_gated_delta_rule`, also called `fused_recurrent_gdn`."""
     yield functions.replaced(
         ("fla.ops.gated_delta_rule.fused_recurrent",),
         "fused_recurrent_gated_delta_rule",
@@ -37,10 +37,10 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(*args, transpose_state_layout=None, **options) -> Callable:
-    """Return the npu-ops call for this call of fla; it has a gradient, which fla's has not.
+    """Return the npu-ops call for this call of fla. It has a gradient, unlike fla's.
 
-    fla computes in fp32 whatever the dtypes are, so where q, k and v have several, we do too; the
-    output is of v's dtype.
+    fla computes in fp32 for all dtypes, so q, k and v of different dtypes are converted to fp32.
+    The output has v's dtype.
     """
     call = functions.converted(_Call(*args, **options), transpose_state_layout)
     for name in ("q", "k", "v"):

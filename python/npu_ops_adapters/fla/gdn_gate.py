@@ -1,4 +1,4 @@
-"""The decay of Gated Delta Net as a function of its own."""
+"""The decay of Gated Delta Net, as a separate function of fla."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(g, A_log, dt_bias=None, output_dtype=torch.float32) -> Callable:
-    """Return the npu-ops call for this call of fla, which has fp32 as we do unless asked."""
+    """Return the npu-ops call for this call of fla. The result is fp32 unless `output_dtype` is
+    set."""
     tensors = {"g": g, "A_log": A_log} | ({} if dt_bias is None else {"dt_bias": dt_bias})
     for name, x in tensors.items():
         check.floating(name, x)

@@ -1,4 +1,4 @@
-"""l2norm, which fla's layers call for queries and keys; its registry has the two halves alone."""
+"""l2norm of queries and keys in fla's layers. fla's backends cover only its two kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """`l2norm`, also called `l2_norm`."""
+    """Patch `l2norm`, also called `l2_norm`."""
     yield functions.replaced(("fla.modules.norm.l2norm", "fla.modules.l2norm"), "l2norm", ours)
 
 

@@ -1,4 +1,4 @@
-"""Gated RMSNorm: after the norm the gate, or before it."""
+"""Gated RMSNorm: the gate comes after the norm, or before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 
 
 def patches() -> Iterable[Patch]:
-    """`rms_norm_gated` of `FusedRMSNormGated`, and `rmsnorm_fn` of `RMSNormGated`."""
+    """Patch `rms_norm_gated` of `FusedRMSNormGated`, and `rmsnorm_fn` of `RMSNormGated`."""
     yield functions.replaced(
         ("fla.modules.norm.fused_norm_gate", "fla.modules.fused_norm_gate"), "rms_norm_gated", ours
     )
@@ -31,7 +31,7 @@ def ours(
     x, g, weight, bias, activation="swish", residual=None, prenorm=False, residual_in_fp32=False,
     eps=1e-6,
 ) -> Callable:  # fmt: skip
-    """Return the npu-ops call for this call of fla. residual_in_fp32 is of what prenorm returns."""
+    """Return the npu-ops call for this call of fla. residual_in_fp32 matters only with prenorm."""
     functions.refuse(bias=bias, residual=residual, prenorm=prenorm)
     _check(x, weight, g)
     check.one_of("activation", activation, tuple(_ACTIVATIONS))

@@ -13,7 +13,11 @@ __all__ = ["npuify", "patches"]
 
 
 def patches() -> Iterable[Patch]:
-    """jit_fuser first: the others then wrap what it unwrapped. gated_delta_net asks them: last."""
+    """Yield all patches: jit_fuser first, gated_delta_net last.
+
+    The other patches must wrap functions that jit_fuser has unwrapped. gated_delta_net checks
+    whether the others are applied.
+    """
     order = {"jit_fuser": 0, "gated_delta_net": 2}
     names = sorted(
         (module.name for module in pkgutil.iter_modules(__path__)),

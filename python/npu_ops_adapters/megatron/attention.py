@@ -1,7 +1,8 @@
-"""Core attention: a module that takes the place of Megatron's in the specs of layers.
+"""Core attention: a module that replaces Megatron's in layer specs.
 
-It computes what `npu_ops.plan_attention` can plan, and builds what it took the place of for the
-rest. It does not derive from DotProductAttention: Megatron-Bridge goes round those.
+It computes the calls that `npu_ops.plan_attention` supports. For other calls it builds the module
+that it replaced. It does not derive from DotProductAttention, because Megatron-Bridge bypasses that
+class.
 """
 
 from __future__ import annotations
@@ -33,31 +34,33 @@ _BUILDERS = {
 
 
 def patches() -> Iterable[Patch]:
-    """Where layers build their core attention, from whichever spec."""
+    """Patch the classes that build core attention, for every spec."""
     for module, name in _BUILDERS.items():
         yield Patch(
             target=f"{module}:{name}.__init__",
             op="attention",
             make=_replace_init,
             why="DotProductAttention has memory for every pair of tokens, and no packed sequences",
-            signatures=(),  # read by name: of its parameters only config and submodules matter
+            # none: parameters are read by name, and only config and submodules matter
+            signatures=(),
             versions="Megatron-Core 0.12 to 0.19 and main",
             remove_when="Megatron-Core's own attention has NPU kernels",
         )
 
 
 def npuify(spec: Any) -> Any:
-    """A layer spec, or its submodules, with core attention computed by `npu_ops.attention`.
+    """Return a layer spec, or submodules, whose core attention is `npu_ops.attention`.
 
-    Only needed where the adapters are not registered: otherwise layers do so when they are built.
+    Only needed without the patches, which do this when a layer is built.
 
     Args:
-        spec: ModuleSpecs, dataclasses of submodules, lists of them, in any depth. It is not
-            changed; parts without core attention are shared with what is returned.
+        spec: ModuleSpecs, dataclasses of submodules, lists of them, nested to any depth. It is not
+            changed; the result shares the parts without core attention.
 
     Returns:
-        The same, with classes in place of DotProductAttention and TEDotProductAttention. Building
-        a layer from it raises ValueError for what they do not do, e.g. learnable softmax.
+        The same spec with npu-ops classes in place of DotProductAttention and
+        TEDotProductAttention. Building a layer from it raises ValueError for unsupported settings,
+        e.g. learnable softmax.
     """
     if isinstance(spec, type):
         return _module(spec) if spec in _theirs() else spec
@@ -77,12 +80,13 @@ def npuify(spec: Any) -> Any:
 
 
 def why_not(config: Any) -> str | None:
-    """None, or a sentence on what of a TransformerConfig the module does not do."""
+    """Return None, or which setting of a TransformerConfig the module does not support."""
     reason = context_parallel.why_not(config)
     if reason:
         return reason
     softmax = getattr(config, "softmax_type", "vanilla")
-    if softmax not in ("vanilla", "off-by-one"):  # a parameter of theirs, with its checkpoints
+    # other types have a parameter, which is in checkpoints
+    if softmax not in ("vanilla", "off-by-one"):
         return f"softmax_type: got {softmax!r}, needs 'vanilla' or 'off-by-one'"
     for name in ("qk_clip", "log_max_attention_logit", "fp8_dot_product_attention"):
         if getattr(config, name, False):
@@ -91,7 +95,7 @@ def why_not(config: Any) -> str | None:
 
 
 def _theirs() -> list[type]:
-    """Megatron's classes, or what MindSpeed has put in their place."""
+    """Return Megatron's classes, or MindSpeed's replacements of them."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in (_LOCAL, _ENGINE))
     return [value for value in found if isinstance(value, type)]
 
@@ -105,7 +109,7 @@ def _replace_init(original: Callable) -> Callable:
 
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_init(*args, **kwargs):
-        with contextlib.suppress(TypeError):  # a wrong call: the original says how
+        with contextlib.suppress(TypeError):  # invalid call: the original reports it
             call = signature.bind(*args, **kwargs)
             if "submodules" in call.arguments and why_not(call.arguments.get("config")) is None:
                 call.arguments["submodules"] = npuify(call.arguments["submodules"])
@@ -117,7 +121,8 @@ def _replace_init(original: Callable) -> Callable:
 
 @functools.cache
 def _module(original: type) -> type:
-    """The class for a spec that has `original`; made here, for Megatron is not there earlier."""
+    """Return the class that replaces `original` in a spec. Made on demand: it derives from
+    Megatron's."""
     base = sys.modules["megatron.core.transformer.module"].MegatronModule
     is_engine = original is not getattr(sys.modules.get(_LOCAL[0]), _LOCAL[1], None)
 
@@ -150,8 +155,8 @@ def _module(original: type) -> type:
             arguments = (config, layer_number, attn_mask_type, attention_type)
             settings = {"attention_dropout": attention_dropout, "softmax_scale": softmax_scale}
             self._build = functools.partial(original, *arguments, **settings, **more)
-            self._built = []  # a list: no module of ours, and not in checkpoints
-            # MindSpeed's takes the mask that it is given where its arguments say "general".
+            self._built = []  # in a list, so that it is neither a submodule nor in checkpoints
+            # With attention_mask_type "general", MindSpeed's module applies the mask it is given.
             general = getattr(config, "attention_mask_type", "causal") == "general"
             self._by_type = is_engine and not general
 
@@ -181,7 +186,7 @@ def _module(original: type) -> type:
             return self._built[0].train(self.training)
 
         def _load_from_state_dict(self, state_dict, prefix, *args):
-            state_dict.pop(f"{prefix}_extra_state", None)  # Transformer Engine's, of fp8
+            state_dict.pop(f"{prefix}_extra_state", None)  # Transformer Engine's fp8 state
             super()._load_from_state_dict(state_dict, prefix, *args)
 
     return NpuOpsAttention
@@ -190,10 +195,12 @@ def _module(original: type) -> type:
 def attend(
     layer, query, key, value, mask, mask_type, bias, packing, by_type: bool, scale=None, group=None
 ) -> torch.Tensor | None:
-    """What a core attention returns for this call, `[s, b, h]` or `[t, h]`; None: not ours.
+    """Return the core attention's output, `[s, b, h]` or `[t, h]`; None if npu-ops does not support
+    it.
 
-    by_type: as Transformer Engine, a causal type is the whole mask; else a mask that is given is.
-    group: of ranks that share each sequence.
+    by_type: True, as in Transformer Engine: a causal type is the whole mask. False: a given mask
+    is.
+    group: ranks that share each sequence.
     """
     if not _fits(query, key, value, bias, packing):
         return None
@@ -230,7 +237,7 @@ def _whole(query, key, value, given: dict | None) -> list | None:
 def _shared_dense(
     layer, query, key, value, mask, mask_type, bias, packing, by_type, group
 ) -> list | None:
-    """The calls for `[s, b, n, d]` of which this rank has two chunks; all ranks decide alike."""
+    """Return the calls for `[s, b, n, d]` if this rank has two chunks. All ranks decide alike."""
     kind = (mask_type if by_type and mask_type is not None else layer.attn_mask_type).name
     mask = None if by_type else mask
     if mask is None:
@@ -258,7 +265,7 @@ def _readable_causal(mask: torch.Tensor, group) -> bool:
 def _shared_packed(
     layer, query, key, value, mask, mask_type, bias, packing, by_type, group
 ) -> list | None:
-    """The call for `[t, n, d]`: each of this rank's chunks is a sequence with its own keys."""
+    """Return the call for `[t, n, d]`: each chunk of this rank is a sequence with its own keys."""
     starts = _starts(layer, query, mask_type, packing)
     if starts is None or bias is not None or is_captured(query.device):
         return None
@@ -287,7 +294,7 @@ def _shared_packed(
 
 
 def _sinks(config, query) -> torch.Tensor | None:
-    """One more score in each head's denominator, where the softmax is off by one: of zero."""
+    """Return zeros `[n]` as extra scores for off-by-one softmax; None for vanilla softmax."""
     if getattr(config, "softmax_type", "vanilla") == "vanilla":
         return None
     return query.new_zeros(query.shape[-2], dtype=torch.float32)
@@ -311,7 +318,7 @@ def _fits(query, key, value, bias, packing) -> bool:
 
 @contextlib.contextmanager
 def _generator(config, dropout: float):
-    """As DotProductAttention: ranks of tensor parallelism draw different masks."""
+    """Fork the RNG as DotProductAttention does: tensor-parallel ranks draw different masks."""
     if dropout and not config.sequence_parallel:
         with sys.modules["megatron.core.tensor_parallel"].get_cuda_rng_tracker().fork():
             yield
@@ -323,12 +330,12 @@ def _generator(config, dropout: float):
 
 
 def _dense(layer, query, key, mask, mask_type, by_type: bool) -> dict | None:
-    """The arguments of `npu_ops.attention` for `[s, b, n, d]`."""
+    """Return the arguments of `npu_ops.attention` for `[s, b, n, d]`, or None."""
     given = {"layout": "SBND"}
     lengths = query.shape[0], key.shape[0]
     kind = (mask_type if by_type and mask_type is not None else layer.attn_mask_type).name
     window = _window(layer)
-    if window is not None:  # the local one makes its mask from it, whatever it is given
+    if window is not None:  # the local module ignores a given mask and makes one from the window
         if by_type and kind != "causal":
             return None
         return given | {"window": window, "is_causal": by_type}
@@ -352,13 +359,14 @@ def _window(layer) -> tuple[int, int] | None:
     if size is None:
         return None
     utils = sys.modules["megatron.core.transformer.utils"]
-    windowed = getattr(utils, "is_layer_window_attention", None)  # 0.12 to 0.14: every layer
+    # before 0.15 every layer has the window
+    windowed = getattr(utils, "is_layer_window_attention", None)
     skip = getattr(layer.config, "window_attn_skip_freq", None)
     return tuple(size) if windowed is None or windowed(size, skip, layer.layer_number) else None
 
 
 def _is_mask(mask, query, key, keys: int | None = None) -> bool:
-    """Whether it is Megatron's: True leaves out, `[b, n, sq, sk]` where each may be 1."""
+    """Return whether it is a Megatron mask: True masks, `[b, n, sq, sk]` where each may be 1."""
     full = (query.shape[1], query.shape[2], query.shape[0], keys or key.shape[0])
     return (
         isinstance(mask, torch.Tensor)
@@ -372,8 +380,10 @@ def _is_mask(mask, query, key, keys: int | None = None) -> bool:
 
 
 def _is_causal(mask: torch.Tensor) -> bool:
-    """Whether it is just the causal one. Each layer reads it: nothing tells whether it is what the
-    last one read. False in a trace or a captured graph, where nothing can be read.
+    """Return whether it is exactly the causal mask.
+
+    Every layer reads the mask, because it cannot know whether the previous layer had the same one.
+    False in a trace or a captured graph, where values cannot be read.
     """
     if not is_plain(mask) or is_captured(mask.device):
         return False
@@ -384,7 +394,7 @@ def _is_causal(mask: torch.Tensor) -> bool:
 
 
 def _takes_part(mask: torch.Tensor, causal: tuple[int, int] | None) -> torch.Tensor:
-    """The mask as `npu_ops.attention` has it."""
+    """Convert the mask to that of `npu_ops.attention`, where True attends."""
     return ~mask if causal is None else ~(mask | _above(*causal, mask))
 
 
@@ -393,9 +403,9 @@ def _above(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(layer, query, key, mask_type, packing) -> dict | None:
-    """The arguments for `[t, n, d]`: each sequence by itself, padding at its end with it.
+    """Return the arguments for `[t, n, d]`: one sequence each, including the padding at its end.
 
-    Padding is seen by no token before it, so with a causal mask it changes nothing.
+    Padding follows the sequence's tokens, so with a causal mask no token attends to it.
     """
     starts = _starts(layer, query, mask_type, packing)
     if starts is None:
@@ -406,9 +416,9 @@ def _packed(layer, query, key, mask_type, packing) -> dict | None:
         "window": _window(layer),
         "cu_seqlens_q": starts[0],
     }
-    if is_captured(query.device):  # the graph would keep these lengths for ever
+    if is_captured(query.device):  # the graph would freeze these lengths
         return given | {"cu_seqlens_k": starts[1]}
-    # Lengths on the host, for the vendor's operators.
+    # The vendor's operators need the lengths on the host.
     queries, keys = _lengths(starts[0]), _lengths(starts[1])
     if (queries.first, queries.last) != (0, query.shape[0]):
         return None
@@ -422,7 +432,8 @@ def _packed(layer, query, key, mask_type, packing) -> dict | None:
 
 
 def _starts(layer, query, mask_type, packing) -> list[torch.Tensor] | None:
-    """Where sequences of queries and of keys start, on the device; None: not for us."""
+    """Return the starts of the queries' and the keys' sequences, on the device; None if
+    unsupported."""
     kind = (mask_type or layer.attn_mask_type).name
     padded = [getattr(packing, f"cu_seqlens_{x}_padded", None) for x in ("q", "kv")]
     starts = [

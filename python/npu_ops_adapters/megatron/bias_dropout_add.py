@@ -16,7 +16,7 @@ _MODULE = "megatron.core.fusions.fused_bias_dropout"
 
 
 def patches() -> Iterable[Patch]:
-    """`bias_dropout_add_unfused`, `_fused_train` and `_fused_inference`."""
+    """Patch `bias_dropout_add_unfused`, `_fused_train` and `_fused_inference`."""
     call = ("x_with_bias", "residual", "prob")
     makes = {
         "bias_dropout_add_fused_train": (functools.partial(_replace, training=True), call),
@@ -37,9 +37,9 @@ def patches() -> Iterable[Patch]:
 
 @dataclasses.dataclass(frozen=True)
 class _Rules:
-    """What differs between versions, and is not visible in a signature.
+    """Behaviour that differs between versions but not in the signature.
 
-    casts_to_residual: x and bias take the residual's dtype (from 0.17 on), not the residual x's.
+    casts_to_residual: x and bias are cast to the residual's dtype (from 0.17 on), not vice versa.
     in_place: evaluation without gradients writes into x (from 0.13 on).
     """
 
@@ -48,7 +48,7 @@ class _Rules:
 
 
 def _rules(function: Callable) -> _Rules:
-    """Ask the function itself: a version number does not tell what was cherry-picked."""
+    """Test the function itself: version numbers do not tell which changes were cherry-picked."""
     mixed = function((_tiny(torch.bfloat16), None), _tiny(torch.float32), 0.0)
     x = _tiny(torch.float32)
     same = function((x, None), _tiny(torch.float32), 0.0)
@@ -70,10 +70,10 @@ def _replace_factory(original: Callable) -> Callable:
 
 
 def _replace(original: Callable, training: bool) -> Callable:
-    # Not through torch.compile, which the original is where jit_fuser is left alone.
+    # If jit_fuser is not patched, the original is compiled: test the function inside.
     rules = _rules(getattr(original, "_torchdynamo_orig_callable", original))
 
-    # A plain function: Megatron's build_module takes nothing else.
+    # It must be a plain function: Megatron's build_module accepts nothing else.
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_bias_dropout_add(x_with_bias, residual, prob):
         x, bias = x_with_bias
@@ -112,7 +112,7 @@ def _fits(tensor, x) -> bool:
 
 
 def _any_requires_grad(*tensors) -> bool:
-    """Whatever the grad mode is: that is Megatron's rule."""
+    """Ignores the grad mode, as Megatron's rule does."""
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 

@@ -1,7 +1,7 @@
 """The short convolution of Gated Delta Net: fla's (from 0.18 on) or that of causal-conv1d.
 
-The latter has channels before time. Layers built without it convolve by torch.nn.Conv1d, and so do
-those in deterministic mode.
+The latter has channels before time. Layers use torch.nn.Conv1d if it is not installed, and in
+deterministic mode.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CHANNELS_FIRST = (
 
 
 def patches() -> Iterable[Patch]:
-    """`causal_conv1d_fn` up to 0.17, then `causal_conv1d`."""
+    """Patch `causal_conv1d_fn` up to 0.17, `causal_conv1d` later."""
     name = gated_delta_net.convolution_name()
     channels_first = name == "causal_conv1d_fn"
     yield from gated_delta_net.replaced(
@@ -71,7 +71,7 @@ def _replace_channels_first(original: Callable | None) -> Callable:
 
 
 def _convolve(x, weight, bias=None, activation=None):
-    """As the layer does where there is no function to call."""
+    """Convolve as the layer does if it has no function to call."""
     channels, taps = weight.shape
     y = F.conv1d(x, weight[:, None], bias, padding=taps - 1, groups=channels)
     y = y[..., : x.shape[-1]]
@@ -79,7 +79,10 @@ def _convolve(x, weight, bias=None, activation=None):
 
 
 def _is_ours(x, weight, bias, activation, options: dict) -> bool:
-    """`options`: a residual, states and how to compute; Megatron passes none of them."""
+    """Return whether npu-ops supports the call.
+
+    options: residual, states and algorithm settings; Megatron passes none of them.
+    """
     filters = [weight] if bias is None else [weight, bias]
     return (
         all(option is None or option is False for option in options.values())

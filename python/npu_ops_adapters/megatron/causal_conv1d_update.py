@@ -1,4 +1,4 @@
-"""The short convolution's decoding step, where Megatron's layers have no fla to take it from."""
+"""The short convolution's decoding step, for Megatron's layers without fla."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """`causal_conv1d_update`, which `GatedDeltaNet.ssm_decode` calls."""
+    """Patch `causal_conv1d_update`, which `GatedDeltaNet.ssm_decode` calls."""
     name = "causal_conv1d_update"
     yield from gated_delta_net.for_decoding(name, name, ours)

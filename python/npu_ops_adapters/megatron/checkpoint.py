@@ -1,7 +1,7 @@
 """Activation checkpointing with lists of tensors: Qwen3-VL's deepstack features.
 
-Megatron saves arguments as they are and follows only tensors: a list among the arguments is an
-error, and one among the results has no gradient. Here they go through one by one.
+Megatron's checkpoint handles only tensors: a list among the arguments is an error, and a list among
+the results has no gradient. This patch passes the elements of lists one by one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _replace(original: Callable) -> Callable:
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_checkpoint(function, distribute_saved_activations, *args):
         values, lengths = _flat(args)
-        returned = []  # how the results were nested
+        returned = []  # nesting of the results
 
         def run(*values):
             out = function(*_nested(values, lengths))
@@ -49,7 +49,7 @@ def _replace(original: Callable) -> Callable:
 
 
 def _flat(values: Sequence) -> tuple[tuple, list]:
-    """All values in one tuple, and for each of them (type, length), or None if it is no list."""
+    """Flatten the values; also return (type, length) of each value, or None if it is no list."""
     flat, nesting = [], []
     for value in values:
         is_list = isinstance(value, (list, tuple)) and any(map(torch.is_tensor, value))

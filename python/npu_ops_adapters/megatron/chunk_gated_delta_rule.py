@@ -1,6 +1,6 @@
-"""The gated delta rule by chunks: what Megatron's GatedDeltaNet takes from fla for training.
+"""The gated delta rule by chunks, which Megatron's GatedDeltaNet takes from fla for training.
 
-In deterministic mode Megatron calls a function of its own in its place, which is left alone.
+In deterministic mode Megatron calls its own function, which is not replaced.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIGNATURES = (
 
 
 def patches() -> Iterable[Patch]:
-    """`chunk_gated_delta_rule`, which a layer looks up when it is built or at each call."""
+    """Patch `chunk_gated_delta_rule`, which a layer looks up when it is built or at each call."""
     yield from gated_delta_net.replaced(
         "chunk_gated_delta_rule",
         "chunk_gated_delta_rule",
@@ -49,10 +49,10 @@ def patches() -> Iterable[Patch]:
 
 
 def replace(original: Callable | None) -> Callable:
-    """A function that runs our calls, and calls `original` for the rest.
+    """Return a function that runs supported calls with npu-ops and others with `original`.
 
-    Megatron's inference keeps states in the dtype of the parameters. As in fla, a state of half
-    precision is computed with in fp32, and the final state is fp32.
+    Megatron's inference keeps states in the parameters' dtype. As in fla, a half-precision state is
+    converted to fp32, and the final state is fp32.
     """
 
     @functools.wraps(original or npu_ops.chunk_gated_delta_rule, assigned=(), updated=())

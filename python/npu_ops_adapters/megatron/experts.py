@@ -30,7 +30,7 @@ PARAMETERS = "self", "permuted_local_hidden_states", "tokens_per_expert", "permu
 
 
 def patches() -> Iterable[Patch]:
-    """None without NPU_OPS_CONSISTENT."""
+    """Yield the patches, or nothing without NPU_OPS_CONSISTENT."""
     if not env.settings.consistent:
         return
     yield _patch(
@@ -48,7 +48,7 @@ def patches() -> Iterable[Patch]:
 
 
 def unpermute() -> Patch:
-    """The function that adds experts' results for each token; MindSpeed replaces it, too."""
+    """Patch the function that adds experts' results for each token; MindSpeed replaces it, too."""
     return _patch(
         "moe_utils:unpermute", _add, "it rounds the sum after each expert",
         _UNPERMUTE, (*_UNPERMUTE, "pad_offsets"),
@@ -73,8 +73,11 @@ def _gate(original: Callable) -> Callable:
 
 
 def _choose(original: Callable) -> Callable:
-    """Only softmax routing. With use_pre_softmax Megatron's function returns the softmax over all
-    experts; where it would not be asked for, the chosen ones are divided by their sum here."""
+    """Replace softmax routing; other score functions are not changed.
+
+    With use_pre_softmax Megatron's function returns the softmax over all experts. If the caller did
+    not ask for use_pre_softmax, the chosen weights are divided by their sum here.
+    """
 
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_routing(logits, topk, use_pre_softmax=False, *more, **named):
@@ -97,7 +100,7 @@ def _add(original: Callable) -> Callable:
         for name in ("probs", "fused", "drop_and_pad"):
             if given.get(name) is not None and given[name] is not False:
                 raise ValueError(f"{name}: got one, needs none with NPU_OPS_CONSISTENT")
-        if len(permuted_tokens) % max(tokens, 1):  # else NaN says so, on the device
+        if len(permuted_tokens) % max(tokens, 1):  # otherwise the device writes NaN
             raise ValueError(
                 f"permuted_tokens: got {len(permuted_tokens)} rows for {tokens} tokens, needs as"
                 " many for each with NPU_OPS_CONSISTENT: --moe-token-dispatcher-type alltoall"
@@ -106,7 +109,8 @@ def _add(original: Callable) -> Callable:
             return permuted_tokens.new_zeros(restore_shape)
         place = order_of(sorted_indices).view(tokens, -1)
         own = make.counted(tokens, device=place.device)[:, None]
-        other = (sorted_indices[place] != own).any()  # tokens have different numbers of rows
+        # True if tokens have different numbers of rows
+        other = (sorted_indices[place] != own).any()
         return permuted_tokens[place].sum(1).masked_fill(other, torch.nan)
 
     return npu_ops_unpermute

@@ -1,4 +1,4 @@
-"""The delta rule token by token, where Megatron's layers have no fla to take it from."""
+"""The delta rule token by token, for Megatron's layers without fla."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """`fused_recurrent_gated_delta_rule`, which `GatedDeltaNet.ssm_decode` calls."""
+    """Patch `fused_recurrent_gated_delta_rule`, which `GatedDeltaNet.ssm_decode` calls."""
     name = "fused_recurrent_gated_delta_rule"
     yield from gated_delta_net.for_decoding(name, name, ours)

@@ -1,8 +1,8 @@
-"""Gated Delta Net: Megatron's module builds without flash-linear-attention once its names are ours.
+"""Gated Delta Net: lets Megatron build its module without flash-linear-attention.
 
-It takes `chunk_gated_delta_rule`, `l2norm` and the convolution from fla, each its own patch, and
-without fla refuses to build a layer, whatever the configuration. In deterministic mode it goes on
-to compute the delta rule and the convolution by its own functions.
+The module takes `chunk_gated_delta_rule`, `l2norm` and the convolution from fla; a patch replaces
+each. Without fla it refuses to build a layer, whatever the configuration. In deterministic mode it
+still computes the delta rule and the convolution with its own functions.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ VERSIONS = "Megatron-Core 0.16 to 0.19"
 
 
 def patches() -> Iterable[Patch]:
-    """`HAVE_FLA`, which every layer asks."""
+    """Patch `HAVE_FLA`, which every layer checks."""
     yield from replaced(
         "HAVE_FLA",
         "gated_delta_net",
         _replace,
         why="without fla no layer is built, though all that it needs of fla is here",
-        signatures=(),  # a bool
+        signatures=(),  # none: it is a bool
         remove_when="Megatron-Core asks for functions instead of for fla",
     )
 
@@ -33,9 +33,10 @@ def patches() -> Iterable[Patch]:
 def replaced(
     name: str, op: str, make: Callable, signatures, module: str | None = None, **changes
 ) -> Iterable[Patch]:
-    """A patch of `name` where the layers look it up (`home`, or `module`), once that is imported.
+    """Yield a patch of `name` in the module where layers look it up, once that is imported.
 
-    Without fla it is None there, or was never set, and modules that imported it hold None.
+    module: the module; the default is `home()`. Without fla the name is None there or missing, and
+    modules that imported it hold None.
     """
     module = module or home()
     if module not in sys.modules:
@@ -50,13 +51,13 @@ def replaced(
         make=make,
         signatures=signatures,
         versions=VERSIONS,
-        rebind=False,  # fla's own modules have it too; `also` says who else of Megatron's
+        rebind=False,  # do not rebind it in fla's own modules; `also` lists Megatron's importers
         **(settings | changes),
     )
 
 
 def method(name: str, op: str, make: Callable, parameters: Names, why: str) -> Iterable[Patch]:
-    """A patch of a method of the layer, in the class that defines it; some versions have it not."""
+    """Yield a patch of a layer's method, in the class that defines it. Some versions lack it."""
     for module, owner, layer in layers():
         if name in vars(layer) and not _is_abstract(vars(layer)[name]):
             target, signatures = f"{owner}.{name}", (("self", *parameters),)
@@ -64,7 +65,7 @@ def method(name: str, op: str, make: Callable, parameters: Names, why: str) -> I
 
 
 def layers() -> Iterable[tuple[str, str, type]]:
-    """The classes of the layer's modules: module, name, class."""
+    """Yield (module, name, class) for the classes of the layer's modules."""
     for module in dict.fromkeys((home(), *importers())):
         for name, value in list(vars(sys.modules.get(module, sys)).items()):
             at_home = module == home() or getattr(value, "__module__", None) == module
@@ -73,16 +74,17 @@ def layers() -> Iterable[tuple[str, str, type]]:
 
 
 def _is_abstract(function) -> bool:
-    """Whether all it does is to raise NotImplementedError."""
+    """Return whether a function only raises NotImplementedError."""
     names = getattr(inspect.unwrap(function), "__code__", None)
     return names is not None and names.co_names == ("NotImplementedError",)
 
 
 def for_decoding(name: str, op: str, ours: Callable) -> Iterable[Patch]:
-    """A patch of what decoding calls of fla where fla is not there: it is None (from main on).
+    """Yield a patch of a name that decoding takes from fla and that is None without fla (main
+    only).
 
-    ours: takes fla's arguments and returns a call. fla's own function, where it is there, is
-        replaced by the adapter of fla.
+    ours: takes fla's arguments and returns a function that computes the result. If fla is
+    installed, the adapter of fla replaces its function instead.
     """
     decoding = f"{MODULE}.gdn"
     held = vars(sys.modules.get(decoding, sys)).get(name, sys)
@@ -105,13 +107,14 @@ def _called(ours: Callable) -> Callable:
 
 
 def home() -> str:
-    """Where the names are looked up: `common`, where GatedDeltaNet is a package (from 0.19 on)."""
+    """Return the module in which names are looked up: `common` if GatedDeltaNet is a package (0.19
+    on)."""
     common = f"{MODULE}.common"
     return common if common in sys.modules else MODULE
 
 
 def importers() -> Names:
-    """The modules of that package that import from `common` by value."""
+    """Return the modules of that package that import from `common` by value."""
     return (MODULE, f"{MODULE}.gdn") if home() != MODULE else ()
 
 
@@ -123,12 +126,12 @@ def _replace(original: bool) -> bool:
 
 
 def _needed() -> Names:
-    """causal_conv1d is fla's from 0.18 on; before, layers do without the other package's."""
+    """Return the names a layer needs. Before 0.18 it works without causal_conv1d."""
     convolution = ("causal_conv1d",) if convolution_name() == "causal_conv1d" else ()
     return ("chunk_gated_delta_rule", "l2norm", *convolution)
 
 
 def convolution_name() -> str:
-    """fla's, or that of the package causal-conv1d (up to 0.17)."""
+    """Return the name of fla's convolution, or up to 0.17 that of the package causal-conv1d."""
     known = vars(sys.modules.get(home(), sys))
     return "causal_conv1d_fn" if "causal_conv1d_fn" in known else "causal_conv1d"

@@ -1,7 +1,7 @@
 """Megatron-Core 0.16 and 0.17 round exp(A_log) of Gated Delta Net; npu-ops computes it in fp32.
 
-They round it to the parameter's dtype: a trainer in bf16 then has another decay than transformers
-and every server. From 0.18 on a method computes the gates, which `gdn_gate` replaces.
+They round it to the parameter's dtype, so a trainer in bf16 has another decay than transformers and
+all servers. From 0.18 on, a method computes the gates, which `gdn_gate` replaces.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """`forward`, where it computes the decay itself."""
+    """Patch `forward` if it computes the decay itself."""
     for module, owner, layer in gated_delta_net.layers():
         if "forward" in vars(layer) and computes_it(layer.forward):
             yield from gated_delta_net.replaced(
@@ -31,11 +31,12 @@ def computes_it(forward: Callable) -> bool:
 
 
 def with_fp32(original: Callable) -> Callable:
-    """`forward` that finds A_log in fp32."""
+    """Wrap `forward` so that it reads A_log in fp32."""
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
-        vars(self)["A_log"] = self._parameters["A_log"].float()  # found before the parameter
+        # shadows the parameter in attribute lookup
+        vars(self)["A_log"] = self._parameters["A_log"].float()
         try:
             return original(self, *args, **kwargs)
         finally:

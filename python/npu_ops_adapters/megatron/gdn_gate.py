@@ -1,4 +1,4 @@
-"""The gates of Gated Delta Net: a method from 0.18 on, of another name on main; several kernels."""
+"""The gates of Gated Delta Net: a method from 0.18 on (renamed on main) of several kernels."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _WHY = "it is six kernels, and exp(A_log) is rounded to the parameter's dtype"
 
 
 def patches() -> Iterable[Patch]:
-    """The method; before 0.18 `forward` has it inline.
+    """Patch the method; before 0.18 `forward` computes the gates inline.
 
-    Where there is neither, the method has yet another name: a patch of what is not there, which is
+    If neither is found, the method has another name. The patch then targets a missing name and is
     refused.
     """
     found = [
@@ -72,7 +72,7 @@ def _is_ours(A_log, dt_bias, alpha, beta) -> bool:
     tensors = (A_log, dt_bias, alpha, beta)
     return (
         all(isinstance(x, torch.Tensor) and x.dtype in check.FLOATS for x in tensors)
-        and torch.float64 not in (x.dtype for x in tensors)  # which Megatron computes in fp32
+        and torch.float64 not in (x.dtype for x in tensors)  # Megatron computes fp64 in fp32
         and all(x.device == alpha.device for x in tensors)
         and alpha.dim() > 0
         and alpha.shape == beta.shape

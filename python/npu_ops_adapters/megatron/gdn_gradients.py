@@ -1,9 +1,9 @@
-"""With tensor parallelism alone, the gradient of Gated Delta Net's norm is summed over the ranks.
+"""With tensor parallelism alone, sums the gradient of Gated Delta Net's norm over the ranks.
 
-Each rank has all of the weight of `out_norm`, and heads of its own: its gradient is that of those
-heads alone. Megatron-LM adds such gradients over ranks for the norms of attention's queries and
-keys, and for this norm only with sequence parallelism. Without it the ranks' weights drift apart,
-on GPUs too, and nothing says so.
+Each rank has the whole weight of `out_norm` but only its own heads, so its gradient covers only
+these heads. Megatron-LM sums such gradients over ranks for the norms of queries and keys, but for
+this norm only with sequence parallelism. Without it the ranks' weights silently drift apart, on
+GPUs too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from npu_ops_adapters.patching import Patch
 
 _HOME = "megatron.core.distributed.finalize_model_grads"
 _NAME = "_allreduce_non_tensor_model_parallel_grads"
-_OWNERS = ("megatron", "mindspeed", "mindspeed_bridge")  # packages whose layer splits heads
+# packages whose layer splits heads over ranks
+_OWNERS = ("megatron", "mindspeed", "mindspeed_bridge")
 
 
 def patches() -> Iterable[Patch]:
-    """The function that adds gradients over the ranks of a tensor, on a machine with an NPU."""
+    """Patch the function that sums gradients over tensor-parallel ranks, on a machine with NPUs."""
     home = sys.modules.get(_HOME)
     if home and not (hasattr(home, _NAME) and hardware.is_npu()):
         return  # before 0.13 it has another name, and there is no Gated Delta Net
@@ -59,7 +60,7 @@ def _with_out_norm(original: Callable) -> Callable:
 
 
 def _weights(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Those that a rank has the gradients of its heads of."""
+    """Yield the weights whose gradients cover only the rank's own heads."""
     for layer in chunk.modules():
         kind = type(layer)
         if kind.__name__ != "GatedDeltaNet" or kind.__module__.partition(".")[0] not in _OWNERS:
@@ -72,7 +73,7 @@ def _weights(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 def _add(weights: list[torch.nn.Parameter], tp_group=None) -> None:
     gradients = [getattr(weight, "main_grad", None) for weight in weights]
-    # Of Megatron's FSDP they are DTensors, with which this was not run.
+    # Megatron's FSDP has DTensors, which were not tested.
     gradients = [gradient for gradient in gradients if type(gradient) is torch.Tensor]
     if not gradients:
         return

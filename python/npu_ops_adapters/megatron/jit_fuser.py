@@ -1,10 +1,10 @@
-"""`jit_fuser`: leaves the functions that it would hand to torch.compile as they are.
+"""`jit_fuser`: returns functions unchanged instead of passing them to torch.compile.
 
-Each of them would need an inductor backend and a C++ toolchain on the NPU, and is compiled again
-for new shapes. Functions decorated before us are replaced by what was decorated, wherever modules
-hold them, also where MindSpeed has put a decorator in torch.compile's place that does not compile:
-what it makes has no signature. Configs built before that still hold the compiled ones: build them
-afterwards.
+On an NPU, torch.compile needs an inductor backend and a C++ toolchain, and compiles again for new
+shapes. Functions that were decorated before this patch are replaced by their originals, in every
+module that holds them. This includes functions decorated by MindSpeed's substitute for
+torch.compile, which does not compile but hides the signature. Configs that were built before still
+hold the compiled functions, so build configs afterwards.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _uncompiled: set[str] = set()
 
 
 def uncompiled() -> list[str]:
-    """The functions kept from torch.compile so far, "module.qualified name"."""
+    """Return the functions kept from torch.compile so far, as "module.qualified name"."""
     return sorted(_uncompiled)
 
 
 def patches() -> Iterable[Patch]:
-    """`jit_fuser` itself, and each function that it has decorated already."""
+    """Patch `jit_fuser` itself, and each function that it has already decorated."""
     yield Patch(
         target="megatron.core.jit:jit_fuser",
         op="jit_fuser",
         make=_replace,
         why=_WHY,
-        signatures=(),  # torch.compile, a no-op or another adapter's: a decorator all the same
+        signatures=(),  # none: torch.compile, a no-op or another adapter's; each is a decorator
         versions=_VERSIONS,
         remove_when=_REMOVE,
         note=lambda: f"{len(_uncompiled)} functions left uncompiled",
@@ -64,7 +64,7 @@ def _replace(original: Callable) -> Callable:
 
 
 def _unwrap(decorated):
-    """The function that was decorated, as the static or class method that it was."""
+    """Return the original of a decorated function, as a static or class method if it was one."""
     original = _original(decorated)
     _note(original)
     kind = type(decorated)
@@ -76,7 +76,7 @@ def _note(function: Callable) -> None:
 
 
 def _decorated() -> Iterable[str]:
-    """The targets that jit_fuser has decorated, in the modules and classes that define them."""
+    """Yield the targets that jit_fuser has decorated, in the module or class that defines them."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "megatron" and isinstance(module, types.ModuleType):
             for attribute, value in list(vars(module).items()):
@@ -90,7 +90,7 @@ def _decorated() -> Iterable[str]:
 
 
 def _original(value) -> Callable | None:
-    """What jit_fuser was given to make this of; None: it did not."""
+    """Return the function that jit_fuser decorated to get `value`; None if it did not."""
     function = value.__func__ if type(value) in (staticmethod, classmethod) else value
     if type(function) is not types.FunctionType:
         return None
@@ -99,17 +99,19 @@ def _original(value) -> Callable | None:
 
 
 def _compiled_from(function: types.FunctionType) -> Callable | None:
-    """What torch.compile was given."""
+    """Return the function that torch.compile was given, or None."""
     marks = vars(function)
     is_compiled = (
-        "_torchdynamo_disable" not in marks  # torch.compiler.disable
-        and marks.get("_torchdynamo_wrapper_id", id(function)) == id(function)  # copied marks
+        "_torchdynamo_disable" not in marks  # set by torch.compiler.disable
+        # not copied from another function
+        and marks.get("_torchdynamo_wrapper_id", id(function)) == id(function)
     )
     return marks.get("_torchdynamo_orig_callable") if is_compiled else None
 
 
 def _passed_on_to(function: types.FunctionType) -> Callable | None:
-    """What MindSpeed's decorator was given: the one argument, which its wrapper calls."""
+    """Return the function that MindSpeed's decorator was given: its wrapper calls its only
+    argument."""
     if not function.__qualname__.startswith("dummy_compile.<locals>."):
         return None
     held = inspect.getclosurevars(function).nonlocals.get("args", ())
@@ -118,7 +120,7 @@ def _passed_on_to(function: types.FunctionType) -> Callable | None:
 
 
 def _by_jit_fuser(original: Callable) -> bool:
-    """Whether its source says @jit_fuser: what says @torch.compile is meant to be compiled."""
+    """Return whether the source has @jit_fuser. Functions with @torch.compile stay compiled."""
     try:
         source = inspect.getsource(original)
     except (OSError, TypeError):

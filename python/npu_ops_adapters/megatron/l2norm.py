@@ -1,4 +1,4 @@
-"""l2norm of the queries and keys: what Megatron's GatedDeltaNet takes from fla."""
+"""l2norm of queries and keys, which Megatron's GatedDeltaNet takes from fla."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIGNATURES = (None, ("x", "eps", "output_dtype"))
 
 
 def patches() -> Iterable[Patch]:
-    """`l2norm`; before 0.18 it is not even None without fla."""
+    """Patch `l2norm`. Without fla, the name is missing before 0.18."""
     yield from gated_delta_net.replaced(
         "l2norm",
         "l2norm",

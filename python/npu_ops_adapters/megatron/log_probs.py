@@ -1,7 +1,8 @@
-"""With NPU_OPS_CONSISTENT, cross entropy is minus the log-probabilities of servers.
+"""With NPU_OPS_CONSISTENT, cross entropy is minus the log-probabilities that servers compute.
 
-slime, Relax and verl's Megatron engine take log-probabilities of Megatron's two functions, which
-add exponentials in another order than log_softmax. Ranks that share a vocabulary gather its logits.
+slime, Relax and verl's Megatron engine take log-probabilities from two functions of Megatron, which
+add exponentials in another order than log_softmax. Here, ranks that share a vocabulary gather its
+logits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _LOGITS = ("vocab_parallel_logits", "target")
 
 
 def patches() -> Iterable[Patch]:
-    """Both functions; none without NPU_OPS_CONSISTENT."""
+    """Patch both functions; nothing without NPU_OPS_CONSISTENT."""
     if not env.settings.consistent:
         return
     for target, make, *signatures in (
@@ -45,7 +46,8 @@ def _smoothed(original: Callable) -> Callable:
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None):
         if label_smoothing:
-            group = () if tp_group is None else (tp_group,)  # older Megatron-Core takes none
+            # older Megatron-Core has no such argument
+            group = () if tp_group is None else (tp_group,)
             return original(vocab_parallel_logits, target, label_smoothing, *group)
         return _cross_entropy(vocab_parallel_logits, target, tp_group)
 
@@ -66,5 +68,5 @@ def _cross_entropy(logits, target, group):
 
         group = parallel_state.get_tensor_model_parallel_group()
     vocabulary = logits.shape[-1] * group.size()
-    # Megatron accepts labels outside of the vocabulary: a loss mask drops these tokens.
+    # Megatron accepts labels outside the vocabulary: a loss mask drops these tokens.
     return -log_probs(logits, target.clamp(0, vocabulary - 1), group)

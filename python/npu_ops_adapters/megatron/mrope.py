@@ -1,8 +1,9 @@
-"""Multimodal rotary embedding: freqs `[s, b, 1, r]`, which differ from sample to sample.
+"""Multimodal rotary embedding: freqs `[s, b, 1, r]`, which differ between samples.
 
-Megatron makes them (`MultimodalRotaryEmbedding`) and sends them to the unfused function even with
-apply_rope_fusion=True, for Transformer Engine cannot take them. Its warning about that is void
-here: this function is fused. With a batch of one they look like plain ones and `rope` takes them.
+Megatron's `MultimodalRotaryEmbedding` makes them. Even with apply_rope_fusion=True it passes them
+to the unfused function, because Transformer Engine does not support them. Ignore its warning about
+that: this replacement is fused. With a batch of one they look like plain freqs, and `rope` handles
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """The function of the unfused path, which the fused path calls too."""
+    """Patch the function of the unfused path, which the fused path calls too."""
     yield Patch(
         target=f"{rope.MODULE}:_apply_rotary_pos_emb_bshd",
         op="mrope",

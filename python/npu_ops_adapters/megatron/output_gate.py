@@ -1,7 +1,7 @@
-"""With NPU_OPS_CONSISTENT, the gate of attention's output is rounded as in transformers.
+"""With NPU_OPS_CONSISTENT, rounds the gate of attention's output as transformers does.
 
-Megatron multiplies by the sigmoid in fp32 and rounds once; transformers, and with it npu-ops in a
-server, rounds the sigmoid too.
+Megatron multiplies by the sigmoid in fp32 and rounds once. transformers, and so npu-ops in a
+server, also rounds the sigmoid.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HOME = "megatron.core.transformer.attention"
 
 
 def patches() -> Iterable[Patch]:
-    """The method; None without NPU_OPS_CONSISTENT."""
+    """Patch the method; nothing without NPU_OPS_CONSISTENT."""
     owner = getattr(sys.modules.get(_HOME), "Attention", None)
     if env.settings.consistent and hasattr(owner, "_apply_output_gate"):  # from 0.16 on
         yield Patch(

@@ -1,9 +1,8 @@
-"""Megatron-Bridge's Qwen3-VL: rope of freqs for each token, past Megatron's dispatcher.
+"""Megatron-Bridge's Qwen3-VL: rope with freqs per token, which bypasses Megatron's dispatcher.
 
-From 0.4 on it calls the unfused function by itself, and converts to fp32 and back around it where
-`apply_rotary_pos_emb_in_fp32` says so. Ours computes in fp32 and rounds once.
-
-Programs pass arguments that some versions do not have and do not need; slime carries shims for it.
+From 0.4 on, Bridge calls the unfused function itself, and converts to fp32 and back if
+`apply_rotary_pos_emb_in_fp32` is set. npu-ops computes in fp32 and rounds once. Trainers also pass
+arguments that some versions lack and do not need; slime ships shims for this.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from npu_ops_adapters.megatron import rope
 from npu_ops_adapters.patching import Patch
 
 _MODELLING = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
-_OLDER = "Qwen3VLMoETextRotaryEmbedding"  # of 0.3, whose layers call Megatron's dispatcher
-_NEEDLESS = {  # positions say all of a packing, and where no loss is computed a mask is not needed
+_OLDER = "Qwen3VLMoETextRotaryEmbedding"  # a class of 0.3, whose layers call Megatron's dispatcher
+_NEEDLESS = {  # positions describe the packing; without a loss, no mask is needed
     ("text_model", "Qwen3VLTextRotaryEmbedding"): "packed_seq_params",
     ("text_model", "Qwen3VLMoETextRotaryEmbedding"): "packed_seq_params",
     ("model", "Qwen3VLModel"): "loss_mask",
@@ -26,7 +25,8 @@ _NEEDLESS = {  # positions say all of a packing, and where no loss is computed a
 
 
 def patches() -> Iterable[Patch]:
-    """`apply_rotary_pos_emb_absolute`, which layers import by value, and forwards that lack it."""
+    """Patch `apply_rotary_pos_emb_absolute`, which layers import by value, and forwards that lack
+    an argument."""
     if not hasattr(sys.modules.get(f"{_MODELLING}.rope"), _OLDER):
         yield absolute(f"{_MODELLING}.rope", "Megatron-Bridge 0.4 and main")
 
@@ -38,14 +38,14 @@ def patches() -> Iterable[Patch]:
                 op="mrope",
                 make=functools.partial(_without, argument=argument),
                 why=f"slime passes {argument}, which it does not have in all versions",
-                signatures=(),  # whatever it has, it is passed on
+                signatures=(),  # none: all other arguments are passed on
                 versions="Megatron-Bridge 0.3",
                 remove_when=f"it has {argument}",
             )
 
 
 def absolute(module: str, versions: str) -> Patch:
-    """Of the function in `module`: MindSpeed-Bridge has a copy of it."""
+    """Patch the function in `module`. MindSpeed-Bridge has a copy of it."""
     return Patch(
         target=f"{module}:apply_rotary_pos_emb_absolute",
         op="mrope",
@@ -58,7 +58,7 @@ def absolute(module: str, versions: str) -> Patch:
 
 
 def _lacks(owner: type | None, argument: str) -> bool:
-    """Whether a class's own forward does not take it; other versions have not the class."""
+    """Return whether a class's own forward lacks the argument. False if there is no such class."""
     forward = vars(owner).get("forward") if owner else None
     if forward is None:
         return False
@@ -70,7 +70,7 @@ def _lacks(owner: type | None, argument: str) -> bool:
 def _without(original: Callable, argument: str) -> Callable:
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_forward(self, *args, **kwargs):
-        if kwargs.get("labels") is None:  # with labels there is a loss, and a mask belongs to it
+        if kwargs.get("labels") is None:  # labels mean a loss, which needs the mask
             kwargs.pop(argument, None)
         return original(self, *args, **kwargs)
 
@@ -82,7 +82,7 @@ def _replace(original: Callable) -> Callable:
     def npu_ops_rope(t, freqs, config, cu_seqlens=None):
         packed = cu_seqlens is not None
         out = None
-        if not config.apply_rope_fusion:  # which the original says is wrong here
+        if not config.apply_rope_fusion:  # with fusion, the original raises an error
             rows = t[:, None] if packed else t
             out = rope.rotated(rows, freqs, bool(config.rotary_interleaved))
         if out is None:

@@ -1,4 +1,4 @@
-"""The gated norm of Gated Delta Net: RMSNorm of what the delta rule computes, times a gate."""
+"""The gated norm of Gated Delta Net: RMSNorm of the delta rule's output, times a gate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARAMETERS = ("x", "gate")
 
 
 def patches() -> Iterable[Patch]:
-    """The method that normalises, multiplies and rounds."""
+    """Patch the method that normalizes, multiplies and rounds."""
     yield from gated_delta_net.method(
         "_apply_gated_norm",
         "rms_norm_gated",
@@ -53,7 +53,8 @@ def _is_ours(norm, activation, x, gate) -> bool:
 
 
 def _is_plain(norm) -> bool:
-    """Torch's norm or MindSpeed's: of others it is not known what `weight` means, or hooks do."""
+    """Return whether it is torch's norm or MindSpeed's. Other norms may use `weight` differently or
+    have hooks."""
     if type(norm) is torch.nn.RMSNorm:
         return norm.weight is not None and norm.eps is not None
     mindspeed = sys.modules.get("mindspeed.core.fusions.fused_rms_norm")
@@ -65,6 +66,6 @@ def _weight(norm) -> torch.Tensor:
 
 
 def is_zero_centered(norm) -> bool:
-    """MindSpeed's norm keeps its weight less one where Megatron is told to, as for Qwen3.5."""
+    """Return whether weight is stored minus one, as MindSpeed's norm does on request (Qwen3.5)."""
     config = getattr(norm, "config", None)
     return getattr(config, "layernorm_zero_centered_gamma", False)

@@ -1,6 +1,6 @@
 """Rotary embedding: the slots of Megatron's fused path and the functions of its unfused path.
 
-Megatron reads all of them at each call. Where ours cannot run a call, what was there before does.
+Megatron looks them up at each call. Calls that npu-ops does not support run the previous function.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FUSED_PACKED_SIGNATURES = (None, _FUSED_PACKED, (*_FUSED_PACKED, "interleaved")
 
 
 def patches() -> Iterable[Patch]:
-    """The two functions of the unfused path, then the two slots of the fused one."""
+    """Patch the two functions of the unfused path, then the two slots of the fused one."""
     unfused = "it is six kernels a call, and cos and sin are made again in every layer"
     slot = "it is empty without Transformer Engine, and apply_rope_fusion=True then an error"
     yield _patch("_apply_rotary_pos_emb_bshd", _replace_sbnd, unfused, SBND_SIGNATURES)
@@ -70,9 +70,10 @@ def _patch(name, make, why, signatures, rebind=True) -> Patch:
 
 
 def replace_sbnd(original: Callable, has_batch: bool) -> Callable:
-    """A function for `_apply_rotary_pos_emb_bshd`, whose tensors are `[s, b, h, d]` all the same.
+    """Return a replacement for `_apply_rotary_pos_emb_bshd`, whose tensors are in fact `[s, b, h,
+    d]`.
 
-    has_batch: take freqs `[s, b, 1, r]`, which are multimodal ones; else `[s, 1, 1, r]`.
+    has_batch: accept multimodal freqs `[s, b, 1, r]`; otherwise `[s, 1, 1, r]`.
     """
     read, fall_through = _reader(original), tolerant(original)
 
@@ -132,7 +133,7 @@ def _fill_packed(original: Callable | None) -> Callable:
     def npu_ops_fused_packed_rope(t, cu_seqlens, freqs, cp_size=1, cp_rank=0, interleaved=False):
         call = _Call(t, freqs, rotary_interleaved=interleaved, cu_seqlens=cu_seqlens)
         if _is_ours_packed(call) and not (original is None and _ends_early(call, cp_size)):
-            # As the unfused path does it, so that per-token (multimodal) freqs work fused too.
+            # As in the unfused path, so that per-token (multimodal) freqs also work with fusion.
             return _rotate_packed(call, cp_size, cp_rank, knows_per_token)
         if original is None:
             return _unfused_packed(call, cp_size, cp_rank)
@@ -143,7 +144,7 @@ def _fill_packed(original: Callable | None) -> Callable:
 
 
 class _Group(NamedTuple):
-    """As much of a process group as Megatron's packed function asks."""
+    """The part of a process group's interface that Megatron's packed function uses."""
 
     ranks: int
     own: int
@@ -158,14 +159,14 @@ class _Group(NamedTuple):
 def _unfused_packed(call, cp_size, cp_rank):
     unfused = sys.modules[MODULE]._apply_rotary_pos_emb_thd
     more = {}
-    if "cp_group" in inspect.signature(unfused).parameters:  # 0.12 asks parallel_state
+    if "cp_group" in inspect.signature(unfused).parameters:  # 0.12 uses parallel_state instead
         more["cp_group"] = _Group(cp_size, cp_rank)
     interleaved = call.rotary_interleaved
     return unfused(call.t, call.cu_seqlens, call.freqs, rotary_interleaved=interleaved, **more)
 
 
 class _Call(NamedTuple):
-    """The arguments of all versions."""
+    """The arguments of all versions together."""
 
     t: torch.Tensor = None
     freqs: torch.Tensor = None
@@ -179,18 +180,18 @@ class _Call(NamedTuple):
     max_seqlen: int | None = None
 
 
-_ADDED = {*_Call._fields, "multi_latent_attention"}  # in some version or other
+_ADDED = {*_Call._fields, "multi_latent_attention"}  # names that only some versions have
 
 
 def _reader(original: Callable) -> Callable[[tuple, dict], _Call | None]:
-    """Reads a call; None: leave it to the original.
+    """Return a function that parses a call; it returns None to leave the call to the original.
 
-    Positions are those of this version, and keywords those of any: MindSpeed puts functions of
-    earlier versions into later ones.
+    Positional arguments follow this version's order. Keywords of any version are accepted, because
+    MindSpeed puts functions of earlier versions into later ones.
     """
     names = list(inspect.signature(original).parameters)
     renamed = {}
-    if "mla_rotary_interleaved" not in names:  # it was called otherwise up to 0.18
+    if "mla_rotary_interleaved" not in names:  # its name up to 0.18
         renamed = {"multi_latent_attention": "mla_rotary_interleaved"}
         names = [renamed.get(name, name) for name in names]
     packing = {"cu_seqlens", "cp_group", "max_seqlen"}
@@ -199,11 +200,11 @@ def _reader(original: Callable) -> Callable[[tuple, dict], _Call | None]:
     def read(args, kwargs):
         given = dict(zip(names, args, strict=False))
         given.update((renamed.get(name, name), value) for name, value in kwargs.items())
-        if len(given) != len(args) + len(kwargs):  # wrong: the original says how
+        if len(given) != len(args) + len(kwargs):  # invalid: the original reports it
             return None
         if (
             given.get("multi_latent_attention", True) is None
-        ):  # deprecated: None if the caller set nothing
+        ):  # deprecated; None means that the caller did not set it
             del given["multi_latent_attention"]
         return _Call(**given) if given.keys() <= known else None
 
@@ -211,9 +212,9 @@ def _reader(original: Callable) -> Callable[[tuple, dict], _Call | None]:
 
 
 def tolerant(original: Callable) -> Callable:
-    """Calls a function of an earlier version without what it lacks and does not need.
+    """Wrap a function of an earlier version: drop arguments that it lacks and does not need.
 
-    That is a default, a group, which it finds itself, and a bound, which it does without.
+    These are arguments with default values, a group, which it finds itself, and an upper bound.
     """
     names = inspect.signature(original).parameters
     needless = ("cp_group", "max_seqlen")
@@ -245,7 +246,7 @@ def _is_ours(call: _Call, has_batch: bool) -> bool:
 def _is_ours_packed(call: _Call) -> bool:
     t, cu_seqlens = call.t, call.cu_seqlens
     return (
-        isinstance(cu_seqlens, torch.Tensor)  # MindSpeed passes an object for reset masks
+        isinstance(cu_seqlens, torch.Tensor)  # MindSpeed passes an object to reset masks
         and cu_seqlens.dtype in (torch.int32, torch.int64)
         and cu_seqlens.dim() == 1
         and cu_seqlens.numel() > 1
@@ -257,10 +258,11 @@ def _is_ours_packed(call: _Call) -> bool:
 
 
 def _ends_early(call: _Call, cp_size: int) -> bool:
-    """Whether the lengths say that sequences end elsewhere than the tokens do.
+    """Return whether the last sequence ends before or after the last token.
 
-    Without max_seqlen Megatron's own function reads the lengths, and up to 0.19 raises for these.
-    On a device and in a trace nothing is read, and the tokens behind the last sequence are padding.
+    Without max_seqlen Megatron's own function reads the lengths, and up to 0.19 raises in this
+    case. On a device and in a trace the lengths are not read; tokens behind the last sequence count
+    as padding.
     """
     if call.max_seqlen is not None or not library.readable(call.cu_seqlens):
         return False
@@ -285,7 +287,7 @@ def _has_tables(call: _Call) -> bool:
 
 
 def _rotate(call: _Call, **packing) -> torch.Tensor:
-    """Multi-latent attention rotates pairs (2j, 2j + 1) and leaves them as halves."""
+    """Rotate. Multi-latent attention pairs (2j, 2j + 1) and stores the results as halves."""
     t, width = call.t, call.freqs.shape[-1]
     if call.mla_rotary_interleaved:
         t = torch.cat((t[..., 0:width:2], t[..., 1:width:2], t[..., width:]), dim=-1)
@@ -308,7 +310,8 @@ def _rotate_packed(call: _Call, cp_size: int, cp_rank: int, knows_per_token: boo
     """Rotate without reading cu_seqlens, so nothing waits for the device."""
     max_seqlen = call.max_seqlen
     if not knows_per_token:
-        max_seqlen = call.freqs.shape[0]  # freqs are never longer than that: never per token
+        # freqs are at most this long, so they are never taken as per token
+        max_seqlen = call.freqs.shape[0]
     return _rotate(
         call,
         layout="TND",
@@ -320,19 +323,19 @@ def _rotate_packed(call: _Call, cp_size: int, cp_rank: int, knows_per_token: boo
 
 
 def _knows_per_token() -> bool:
-    """Whether this version takes freqs for each packed token (from 0.15 on)."""
+    """Return whether this version accepts freqs for each packed token (from 0.15 on)."""
     slicing = sys.modules[MODULE]._get_thd_freqs_on_this_cp_rank
     return "offset" in inspect.signature(slicing).parameters
 
 
 def _context_parallel(original: Callable) -> Callable[[_Call], tuple[int, int] | None]:
-    """Where this version learns the size and rank of the context-parallel group."""
+    """Return a function that finds the context-parallel group's size and rank in this version."""
     if "cp_group" in inspect.signature(original).parameters:
         return lambda call: (
             None if call.cp_group is None else (call.cp_group.size(), call.cp_group.rank())
         )
     state = sys.modules["megatron.core.parallel_state"]
     return lambda call: (
-        state.get_context_parallel_world_size() or 1,  # 0 before there are groups
+        state.get_context_parallel_world_size() or 1,  # 0 before groups exist
         state.get_context_parallel_rank(),
     )

@@ -1,7 +1,7 @@
-"""MindSpeed core_r0.12, core_r0.16 and core_r0.18. npu-ops' patches apply over MindSpeed's.
+"""MindSpeed core_r0.12, core_r0.16 and core_r0.18. npu-ops' patches apply on top of MindSpeed's.
 
-MindSpeed patches Megatron through a manager, and `repatch` reverts and applies all patches again.
-So npu-ops registers with that manager too (`features`). Other patches replace functions in
+MindSpeed patches Megatron through a manager, whose `repatch` reverts and reapplies all patches. So
+npu-ops also registers with that manager (`features`). Other patches replace functions in
 MindSpeed's own modules.
 """
 
@@ -17,6 +17,6 @@ VERSIONS = "MindSpeed core_r0.12 to core_r0.18"
 
 
 def patches() -> Iterable[Patch]:
-    """What is replaced in MindSpeed itself; `features.covered` is what it places for us."""
+    """Yield the patches of MindSpeed itself. MindSpeed applies those in `features.covered`."""
     for module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
         yield from importlib.import_module(f"{__name__}.{module}").patches()

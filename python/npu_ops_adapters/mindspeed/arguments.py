@@ -1,4 +1,4 @@
-"""MindSpeed's arguments: whole ones, whether a program has a Namespace, a dict or parts of them."""
+"""Completes MindSpeed's arguments, given as a Namespace or a dict, whole or in part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """`repatch`, which takes a dict in some versions and a Namespace in others."""
+    """Patch `repatch`, which takes a dict in some versions and a Namespace in others."""
     yield Patch(
         target="mindspeed.megatron_adaptor:repatch",
         op="mindspeed",
@@ -25,9 +25,10 @@ def patches() -> Iterable[Patch]:
 
 
 def complete(args: Any, features: Iterable[Any]) -> Any:
-    """`args` as a Namespace, in place if it is an object, with all that the features read.
+    """Return `args` as a Namespace with all attributes that the features read.
 
-    What is missing gets the default that the features declare for it, as from MindSpeed's parser.
+    An object is completed in place. Missing attributes get the default that a feature declares for
+    MindSpeed's parser.
     """
     if isinstance(args, Mapping):
         args = argparse.Namespace(**args)
@@ -42,14 +43,14 @@ def _declared(features: Iterable[Any]) -> dict[str, Any]:
     for feature in features:
         try:
             feature.register_args(parser)
-        except Exception:  # it extends an argument that Megatron's parser has, and this one not
+        except Exception:  # it extends an argument of Megatron's parser, which this parser lacks
             continue
     actions = parser._actions
     return {a.dest: a.default for a in actions if a.default is not argparse.SUPPRESS}
 
 
 class _Both(argparse.Namespace):
-    """What `vars(args).items()` and `args.items()` both read."""
+    """A Namespace that also has `items()`, so both `vars(args).items()` and `args.items()` work."""
 
     def items(self):
         return vars(self).items()

@@ -1,6 +1,6 @@
-"""Attention over MindSpeed's: where a layer holds Megatron's DotProductAttention all the same.
+"""Attention in layers that still hold Megatron's DotProductAttention, which MindSpeed replaces.
 
-Layers that are built with npu-ops have a core attention of ours and do not come here.
+Layers that are built with npu-ops have its core attention and never get here.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from npu_ops_adapters.patching import Patch
 
 _MODULE = "mindspeed.te.pytorch.attention.dot_product_attention.dot_product_attention"
 _CALL = ("self", "query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias")
-_COUNTS = ("total_tokens", "seq_idx", "tokens_per_sample")  # what cu_seqlens say too
+# fields that only repeat information in cu_seqlens
+_COUNTS = ("total_tokens", "seq_idx", "tokens_per_sample")
 
 
 def patches() -> Iterable[Patch]:
-    """MindSpeed's Transformer Engine attention, which is passed all of PackedSeqParams' fields."""
+    """Patch MindSpeed's Transformer Engine attention, which gets all fields of PackedSeqParams."""
     yield Patch(
         target=f"{_MODULE}:DotProductAttention.forward",
         op="attention",
         make=_replace_engine,
         why="later Megatrons have fields that it does not take",
-        signatures=(),  # it has thirty parameters, which are passed on
+        signatures=(),  # none: its thirty parameters are passed on
         versions=VERSIONS,
         remove_when="MindSpeed's takes the fields of its Megatron's PackedSeqParams",
     )
 
 
 def forward() -> Patch:
-    """`DotProductAttention.forward`, which MindSpeed replaces and wraps."""
+    """Patch `DotProductAttention.forward`, which MindSpeed replaces and wraps."""
     return Patch(
         target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
         op="attention",
@@ -62,13 +63,14 @@ def _replace_forward(original: Callable) -> Callable:
             out = attention.attend(self, *call, packed_seq_params, by_type=False, scale=scale)
             if out is not None:
                 return out
-        return original(self, *call, packed_seq_params)  # by position: its wrappers do too
+        # positional, as MindSpeed's wrappers pass it
+        return original(self, *call, packed_seq_params)
 
     return npu_ops_attention
 
 
 def _is_ours(config, key) -> bool:
-    """Whether MindSpeed's own settings add nothing to the mask."""
+    """Return whether MindSpeed's own settings leave the mask unchanged."""
     whole = getattr(config, "pre_tockens", key.shape[0]) >= key.shape[0]
     modes = getattr(config, "sparse_mode", 0) in (0, 2)
     return whole and modes and not getattr(config, "is_llava", False)

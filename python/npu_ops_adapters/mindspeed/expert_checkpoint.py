@@ -1,5 +1,7 @@
-"""Checkpoints of MindSpeed's experts, which core_r0.12 loads and saves as if they were parallel as
-attention is; `--expert-tensor-parallel-size` says how they are.
+"""Checkpoints of MindSpeed's experts in core_r0.12.
+
+It loads and saves experts with attention's parallel layout. Their own layout is set by
+`--expert-tensor-parallel-size`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _NAME = "make_sharded_tensors_for_checkpoint"
 
 
 def patches() -> Iterable[Patch]:
-    """The function by which the experts' layer names its tensors, where it passes no group."""
+    """Patch the function with which the experts' layer names its tensors, if it passes no group."""
     if _passes_no_group(sys.modules.get(_MODULE)):
         yield Patch(
             target=f"{_MODULE}:{_NAME}",
@@ -40,7 +42,7 @@ def patches() -> Iterable[Patch]:
 
 @functools.cache
 def _passes_no_group(module: ModuleType | None) -> bool:
-    """By its source, without which nobody knows; True if it is not imported."""
+    """Return whether the module's source never passes tp_group; True if it is not imported."""
     try:
         tree = ast.parse("" if module is None else inspect.getsource(module))
     except (OSError, TypeError):

@@ -1,7 +1,7 @@
 """With NPU_OPS_CONSISTENT, MindSpeed's grouped experts are computed as Megatron's are.
 
-Those of Transformer Engine's name call torch_npu's product, which `npu_ops.consistent` replaces.
-The older ones call an operator that MindSpeed compiles itself.
+Classes named after Transformer Engine's call torch_npu's product, which `npu_ops.consistent`
+replaces. The older ones call an operator that MindSpeed compiles itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HOME = "mindspeed.core.transformer.moe"
 
 
 def patches() -> Iterable[Patch]:
-    """The layer and its product; none without NPU_OPS_CONSISTENT."""
+    """Patch the layer and its product; nothing without NPU_OPS_CONSISTENT."""
     if not env.settings.consistent:
         return
     settings = {
@@ -37,13 +37,13 @@ def patches() -> Iterable[Patch]:
         target=f"{_HOME}.grouped_gemm_util:Ops.gmm",
         make=lambda original: staticmethod(gmm),
         why="its bits depend on the number of tokens",
-        signatures=(),  # a static method
+        signatures=(),  # none: it is a static method
         **settings,
     )
 
 
 def gmm(a, b, batch_sizes, trans_b=False, gemm_fusion=False, original_weight=None):
-    """MindSpeed's function: a: `[T, K]`, b: `[E, K, N]`, batch_sizes: rows of each expert."""
+    """Replace MindSpeed's function. a: `[T, K]`, b: `[E, K, N]`, batch_sizes: rows per expert."""
     for name, value in (("trans_b", trans_b), ("gemm_fusion", gemm_fusion)):
         if value:
             raise ValueError(f"{name}: got {value}, needs False with NPU_OPS_CONSISTENT")

@@ -1,11 +1,11 @@
-"""One MindSpeedFeature: what MindSpeed's patch manager places for us, each time it places its own.
+"""A MindSpeedFeature: lets MindSpeed's patch manager apply npu-ops' patches with its own.
 
-What is set beside that manager is overwritten by it, and what is registered with it directly is
-forgotten in `repatch`. A feature is asked anew each time; ours goes last into the list of features
-just before the list is used, whoever has set or replaced the list. It registers wrappers, which
-the manager puts around MindSpeed's own functions, so that what is not ours falls through to these.
-
-While MindSpeed's patches are out, `remove_patches` leaves the adapter of Megatron in force.
+The manager overwrites patches that bypass it, and `repatch` forgets patches that are registered
+with it directly. A feature is asked again each time. npu-ops appends its feature to the list just
+before the list is used, even if the list was replaced. The feature registers wrappers, which the
+manager puts around MindSpeed's functions, so calls that npu-ops does not support fall through to
+these. While MindSpeed's patches are removed, `remove_patches` leaves the adapter of Megatron in
+force.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from npu_ops_adapters.megatron import rope as megatron_rope
 from npu_ops_adapters.mindspeed import VERSIONS, arguments, attention, rope
 from npu_ops_adapters.patching import Patch
 
-# From core_r0.18 on MegatronAdaptor has a list of its own, which MindSpeed's may be.
+# From core_r0.18 on, MegatronAdaptor has its own list; MindSpeed may use the same one.
 _MANAGERS = {
     "mindspeed.features_manager.features_manager": "MindSpeedFeaturesManager",
     "megatron_adaptor.features_manager.features_manager": "FeaturesManager",
@@ -41,17 +41,17 @@ _REGISTRY = "mindspeed.patch_utils"
 _ARGUMENTS = "mindspeed.args_utils"
 _USES = ("apply_features_pre_patches", "apply_features_patches")
 
-_features: list[Any] = []  # ours, once there is a base class for it
-_registries: list[Any] = []  # the patch managers that it was registered with
+_features: list[Any] = []  # npu-ops' feature, once its base class exists
+_registries: list[Any] = []  # patch managers that the feature was registered with
 _wrappers: dict[tuple[str, str], Callable] = {}
 
 
 def patches() -> Iterable[Patch]:
-    """Where the list of features is used, and where patches are removed."""
+    """Patch the methods that use the list of features, and those that remove patches."""
     for module, name in _MANAGERS.items():
         manager = _manager(module)
         for method in _USES:
-            if manager is None or method in vars(manager):  # else it is the base class's
+            if manager is None or method in vars(manager):  # otherwise the base class defines it
                 yield _patch(
                     f"{module}:{name}.{method}",
                     _replace_use,
@@ -71,9 +71,10 @@ def _manager(module: str) -> type | None:
 
 
 def covered() -> list[Patch]:
-    """What MindSpeed's manager places for us: its own targets, and ours that it may come to have.
+    """Return the patches that MindSpeed's manager applies for npu-ops.
 
-    The slots of Megatron's fused rope stay ours alone: with MindSpeed nothing calls them.
+    They cover the targets that the manager patches or may patch. The slots of Megatron's fused rope
+    are excluded: with MindSpeed nothing calls them.
     """
     modules = (megatron_attention, bias_dropout_add, megatron_mrope, megatron_rope)
     found = [patch for module in modules for patch in module.patches() if patch.rebind]
@@ -87,7 +88,7 @@ def _patch(target: str, make: Callable, why: str, **changes) -> Patch:
         op="mindspeed",
         make=make,
         why=why,
-        signatures=(),  # a class or static method, of which inspect says nothing
+        signatures=(),  # none: class and static methods cannot be inspected
         versions=VERSIONS,
         remove_when="MindSpeed asks packages for features of theirs",
         **changes,
@@ -127,7 +128,7 @@ def _replace_remove(original: staticmethod) -> staticmethod:
 
 @contextlib.contextmanager
 def _only_said(consequence: str) -> Iterator[None]:
-    """An error of ours is no error of MindSpeed's."""
+    """Log an error in npu-ops' code instead of raising it into MindSpeed."""
     try:
         yield
     except Exception as error:
@@ -135,7 +136,7 @@ def _only_said(consequence: str) -> Iterator[None]:
 
 
 def _join(manager: type) -> None:
-    """Put our feature last: wrappers registered last are outermost."""
+    """Put npu-ops' feature last: wrappers registered last are outermost."""
     features = manager.FEATURES_LIST
     ours = _feature()
     if ours in features:
@@ -148,7 +149,7 @@ def _join(manager: type) -> None:
 
 
 def _join_late() -> None:
-    """Where MindSpeed's patches are in already, add ours to them."""
+    """If MindSpeed's patches are already applied, add npu-ops' patches to them."""
     manager = next(filter(None, map(_manager, _MANAGERS)))
     registry = getattr(sys.modules.get(_REGISTRY), "MindSpeedPatchesManager", None)
     if registry and any(patch.is_applied for patch in registry.patches_info.values()):
@@ -162,7 +163,7 @@ def _join_late() -> None:
 
 
 def _leave() -> None:
-    """Take our feature out of the lists, and our wrappers out of the registries."""
+    """Remove npu-ops' feature from the lists, and its wrappers from the registries."""
     for manager in filter(None, map(_manager, _MANAGERS)):
         if _features and _features[0] in manager.FEATURES_LIST:
             manager.FEATURES_LIST.remove(_features[0])
@@ -173,7 +174,11 @@ def _leave() -> None:
 
 
 def _forget(registry, target: str, patch) -> None:
-    """The functions themselves are back already; MindSpeed compares with the last it has placed."""
+    """Remove npu-ops' wrappers from a registered patch; MindSpeed compares with the last it
+    applied.
+
+    The functions themselves are restored before.
+    """
     theirs = [wrapper for wrapper in patch.wrappers if wrapper not in _wrappers.values()]
     if len(theirs) == len(patch.wrappers):
         return
@@ -185,7 +190,7 @@ def _forget(registry, target: str, patch) -> None:
 
 
 def _feature() -> Any:
-    """The one of this process: lists are asked whether it is in them."""
+    """Return the only instance in this process: lists are searched for it."""
     if not _features:
         base = next(vars(sys.modules[m])[name] for m, name in _BASES.items() if m in sys.modules)
         _features.append(_class(base)())
@@ -194,7 +199,7 @@ def _feature() -> Any:
 
 def _class(base: type) -> type:
     class NpuOpsFeature(base):
-        """npu-ops as the last layer over MindSpeed's features; NPU_OPS_DISABLE leaves ops out."""
+        """npu-ops as the last layer over MindSpeed's features; NPU_OPS_DISABLE excludes ops."""
 
         def __init__(self):
             super().__init__("npu-ops", optimization_level=0)
@@ -213,7 +218,7 @@ def _register(registry) -> None:
     if registry not in _registries:
         _registries.append(registry)
     for patch in covered():
-        if _exists(patch):  # the manager would make what is not there
+        if _exists(patch):  # the manager would create a missing target
             registry.register_patch(patch.target.replace(":", "."), _wrapper(patch))
 
 
@@ -222,14 +227,18 @@ def _exists(patch: Patch) -> bool:
         owner = importlib.import_module(patch.module)
         for part in patch.attribute.split("."):
             owner = getattr(owner, part)
-    except Exception as error:  # modules of Megatron's own may not import
+    except Exception as error:  # a module of Megatron may fail to import
         log.once(f"{patch.target}: left out of MindSpeed's patches: {error}")
         return False
     return True
 
 
 def _wrapper(patch: Patch) -> Callable:
-    """The same object each time, by which MindSpeed knows that it has it; its name says wrapper."""
+    """Return the wrapper that MindSpeed registers for a patch; always the same object.
+
+    MindSpeed recognizes a registered wrapper by its identity, and a wrapper by "wrapper" in its
+    name.
+    """
 
     def npu_ops_wrapper(function):
         return patching.place(patch, function)

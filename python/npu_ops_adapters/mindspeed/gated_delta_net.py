@@ -1,12 +1,12 @@
-"""Gated Delta Net over MindSpeed's: its layer, and the operators that it chooses for it.
+"""Gated Delta Net with MindSpeed: its layer, and the operators that it selects for the layer.
 
-core_r0.16 has a layer of its own (for context parallelism and packed sequences), which imports
-operators by value; core_r0.18 has a subclass of Megatron's, which imports two of them under names
-of its own, and later loads them when it is built. What MindSpeed puts under fla's names, Megatron's
-layer imports, and `megatron` replaces there.
+core_r0.16 has its own layer (for context parallelism and packed sequences), which imports operators
+by value. core_r0.18 has a subclass of Megatron's, which imports two of them under other names;
+later versions load them when the layer is built. Operators that MindSpeed sets under fla's names
+are imported by Megatron's layer, where `megatron` replaces them.
 
-MindSpeed-Bridge has one more layer, for Qwen3.5 on core_r0.16. It is built with MindSpeed's
-kernels, with those of fla_npu, or, where the configuration asks for neither, in PyTorch.
+MindSpeed-Bridge has another layer, for Qwen3.5 on core_r0.16. Its configuration selects MindSpeed's
+kernels, those of fla_npu, or PyTorch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from npu_ops_adapters.patching import Patch
 _LAYER = "mindspeed.core.ssm.gated_delta_net"
 _BRIDGES_LAYER = "mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl.gated_delta_net"
 _WHY = "MindSpeed's kernels take bf16 alone, move more memory and wait for lengths on the host"
-_OPERATORS = {  # the names that a layer has for them, also with _ms_ before, which are the ops'
+# A layer holds operators under these names, or with the prefix _ms_; they are the ops' names too.
+_OPERATORS = {
     "causal_conv1d": (causal_conv1d.replace, causal_conv1d.SIGNATURES),
     "chunk_gated_delta_rule": (chunk_gated_delta_rule.replace, chunk_gated_delta_rule.SIGNATURES),
     "l2norm": (l2norm.replace, l2norm.SIGNATURES),
@@ -46,7 +47,7 @@ _METHODS = {
 
 
 def patches() -> Iterable[Patch]:
-    """The loader of operators, and what the modules of the layers import and define."""
+    """Patch the loader of operators, and the names that the layers' modules import and define."""
     yield _patch(
         "mindspeed.core.ssm.gdn_backend:load_gdn_operators", "gated_delta_net", _load, ((),)
     )
@@ -65,11 +66,11 @@ def _of_layer(name: str) -> Iterable[Patch]:
     module = vars(sys.modules.get(name, sys))
     for operator, (make, signatures) in _OPERATORS.items():
         for held in {operator, f"_ms_{operator}"} & module.keys():
-            # MindSpeed's own modules are left alone, from which it fills fla's names anew.
+            # Do not rebind in MindSpeed's own modules: it sets fla's names again from them.
             yield _patch(f"{name}:{held}", operator, make, signatures, rebind=False)
     layer = module.get("GatedDeltaNet")
     for method, (op, make, parameters) in _METHODS.items():
-        if layer is None or method in vars(layer):  # else it is Megatron's
+        if layer is None or method in vars(layer):  # otherwise Megatron defines it
             signatures = (("self", *parameters),)
             yield _patch(f"{name}:GatedDeltaNet.{method}", op, make, signatures)
 
@@ -88,7 +89,8 @@ def _patch(target: str, op: str, make: Callable, signatures, **changes) -> Patch
 
 
 def _replace_in_torch(original: Callable) -> Callable:
-    """It normalises queries and keys unless it is told not to, which the others do if told to."""
+    """Replace the PyTorch function, which by default normalizes queries and keys; the others do
+    not."""
     ours = chunk_gated_delta_rule.replace(original)
 
     @functools.wraps(original, assigned=(), updated=())

@@ -1,8 +1,8 @@
-"""RMSNorm whose weight is what is added to 1, as in Qwen3-Next and Qwen3.5.
+"""RMSNorm that multiplies by 1 + weight, as in Qwen3-Next and Qwen3.5.
 
 MindSpeed computes 1 + weight in the weight's dtype. In bf16 that rounds the sum, so a trainer
-normalises by other weights than transformers, Transformer Engine and a server do. Where the norm is
-part of a projection it computes all of it in that dtype, squares and their mean too.
+normalizes with other weights than transformers, Transformer Engine and a server. A norm that is part
+of a projection computes everything in that dtype, also the squares and their mean.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CLASS = "TELayerNormColumnParallelLinear"  # core_r0.16's; others have no such 
 
 
 def patches() -> Iterable[Patch]:
-    """The methods; a norm of plain weights stays with torch_npu's operator."""
+    """Patch the methods. A norm that multiplies by weight still uses torch_npu's operator."""
     yield Patch(
         target="mindspeed.core.fusions.fused_rms_norm:RMSNorm.forward",
         op="rms_norm",

@@ -1,7 +1,7 @@
-"""Rotary embedding over MindSpeed's: arguments of all versions, and fused for mrope too.
+"""Rotary embedding with MindSpeed: accepts all versions' arguments, and fuses mrope too.
 
-MindSpeed replaces Megatron's dispatcher by one of an earlier version, which does not know
-`mla_rotary_interleaved`, `inverse` and `max_seqlen`, and in some versions loses `cp_group`.
+MindSpeed replaces Megatron's dispatcher by an earlier version, which lacks
+`mla_rotary_interleaved`, `inverse` and `max_seqlen`, and in some versions drops `cp_group`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DISPATCHERS = (
 
 
 def patches() -> Iterable[Patch]:
-    """The check that allows --use-fused-rotary-pos-emb for plain rope alone."""
+    """Patch the check that allows --use-fused-rotary-pos-emb only for plain rope."""
     yield Patch(
         target="mindspeed.features_manager.fusions.fused_rope:FusedRoPEFeature.validate_args",
         op="mrope",
@@ -44,7 +44,7 @@ def patches() -> Iterable[Patch]:
 
 
 def dispatcher() -> Patch:
-    """`apply_rotary_pos_emb`, which only MindSpeed replaces."""
+    """Patch `apply_rotary_pos_emb`, which only MindSpeed replaces."""
     return Patch(
         target=f"{rope.MODULE}:apply_rotary_pos_emb",
         op="rope",
@@ -57,8 +57,10 @@ def dispatcher() -> Patch:
 
 
 def scaled(patch: Patch) -> Patch:
-    """A patch of `_apply_rotary_pos_emb_bshd` that leaves yarn to MindSpeed, whose function takes
-    the scale from its arguments then, whatever it is passed. Other patches are as they were.
+    """Return a patch of `_apply_rotary_pos_emb_bshd` that leaves yarn to MindSpeed.
+
+    With yarn, MindSpeed's function takes the scale from its own arguments and ignores the one
+    passed. Other patches are returned unchanged.
     """
     if patch.attribute != "_apply_rotary_pos_emb_bshd":
         return patch
@@ -121,7 +123,8 @@ def _replace_dispatcher(original: Callable) -> Callable:
             "max_seqlen": max_seqlen,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        packed = isinstance(cu_seqlens, torch.Tensor)  # else reset_attention_mask's object
+        # otherwise it is reset_attention_mask's object
+        packed = isinstance(cu_seqlens, torch.Tensor)
         if not packed and given.keys() <= known.keys():
             return original(t, freqs, config, cu_seqlens, mscale, **given)
         given.setdefault("mla_rotary_interleaved", getattr(config, "multi_latent_attention", False))
@@ -132,7 +135,7 @@ def _replace_dispatcher(original: Callable) -> Callable:
 
 
 def _unfused(t, freqs, cu_seqlens, cp_group=None, max_seqlen=None, **options):
-    """As MindSpeed's dispatcher goes on without apex: the functions that ours is around."""
+    """Call the functions that MindSpeed's dispatcher calls without apex; npu-ops wraps them."""
     module = sys.modules[rope.MODULE]
     if cu_seqlens is None:
         return module._apply_rotary_pos_emb_bshd(t, freqs, **options)

@@ -1,17 +1,18 @@
-"""Replacing a framework's functions: a patch is data, which one engine applies, checks and undoes.
+"""Replaces functions of a framework: a patch is data; one engine applies, checks and reverts it.
 
-What a patch replaces is looked up in its module, compared with the signatures that are known, and
-only then touched. Modules that imported the same object by value are given the replacement too.
+The engine finds a patch's target in its module, and replaces it only if its signature is one of the
+known ones. Modules that imported the same object by value get the replacement too.
 
-    records    Patch, and where one stands: State, Status
+    records    Patch, State and Status
     engine     plan, apply, verify, revert
-    hand_over  patches that a framework's own patch manager places, again and again
-    holders    which modules hold an object, and replacing it in all of them or in none
-    signatures why what is there cannot be replaced
+    hand_over  patches that a framework's own patch manager applies, possibly many times
+    holders    finds the modules that hold an object, and replaces it in all of them or in none
+    signatures reasons why a target cannot be replaced
 
-The states of a patch. `plan` and `apply` tell the upper ones, `verify` the lower:
+The states of a patch. `plan` and `apply` return the upper ones, `verify` the lower:
 
     DISABLED <-- NPU_OPS_DISABLE names its op
+
     WAITING ---- its module is imported ---> READY --- apply ---> APPLIED --- revert --> REVERTED
                              |    |                                |   |
                unknown, or   |    |  a framework's   someone else  |   |  others imported the

@@ -19,15 +19,15 @@ MANAGER = "the framework's patch manager"
 
 @dataclasses.dataclass(eq=False)
 class Applied:
-    """A patch in force: what was where, and what is there now."""
+    """An applied patch: the place, the original and the replacement."""
 
     patch: Patch
     owner: Any
     name: str
     original: Any
     replacement: Any
-    had: list[Place]  # who held the replacement before
-    stale: bool = False  # its module ran again, so it has new attributes
+    had: list[Place]  # holders of the replacement before the patch was applied
+    stale: bool = False  # True after its module ran again, which made new attributes
 
     @property
     def place(self) -> tuple[int, str]:
@@ -42,12 +42,13 @@ class Applied:
 
 
 ledger: list[Applied] = []  # in the order of application
-handed_over: dict[tuple[str, str], Patch] = {}  # to a framework's own patch manager
-lock = threading.RLock()  # modules may be imported by several threads
+# patches that a framework's own patch manager applies
+handed_over: dict[tuple[str, str], Patch] = {}
+lock = threading.RLock()  # several threads may import modules
 
 
 def plan(patches: Iterable[Patch], ready: str | None = None) -> Statuses:
-    """What `apply` would do with each, and what is applied."""
+    """Return what `apply` would do with each patch, and which patches are applied."""
     with lock:
         patches = {patch.key: patch for patch in patches}
         rows = [_planned(patch, ready) for patch in patches.values()]
@@ -56,9 +57,9 @@ def plan(patches: Iterable[Patch], ready: str | None = None) -> Statuses:
 
 
 def apply(patches: Iterable[Patch], ready: str | None = None) -> Statuses:
-    """Apply those that are not, in order; a refused one does not keep the others from it.
+    """Apply the patches in order. A refused patch does not stop the others.
 
-    ready: a module that has run, though Python still marks it as being imported.
+    ready: a module whose code has run, although Python still marks it as being imported.
     """
     with lock:
         patches, holders = list(patches), Holders()
@@ -74,14 +75,14 @@ def apply(patches: Iterable[Patch], ready: str | None = None) -> Statuses:
 
 
 def verify() -> Statuses:
-    """Whether what was replaced still is."""
+    """Check whether each replacement is still in place."""
     with lock:
         holders, top = Holders(), outermost()
         return Statuses(_verified(applied, top[applied.place], holders) for applied in live())
 
 
 def revert() -> Statuses:
-    """Put everything back, the last first."""
+    """Restore all originals, in reverse order."""
     with lock:
         holders = Holders()
         handed_over.clear()
@@ -96,7 +97,7 @@ def revert() -> Statuses:
 
 @contextlib.contextmanager
 def protect() -> Iterator[None]:
-    """Put back the patches that a framework overwrites inside this context.
+    """Reapply the patches that a framework overwrites inside this context.
 
     Patches that were overwritten before stay so. Patches applied inside are protected too.
     """
@@ -110,7 +111,7 @@ def protect() -> Iterator[None]:
 
 
 def withdraw(keys: Iterable[tuple[str, str]]) -> None:
-    """Put back the patches of these keys, the last first, without a word to them."""
+    """Revert the patches with these keys in reverse order, without calling their `left`."""
     chosen = [applied for applied in ledger if applied.patch.key in keys]
     holders = Holders()
     for applied in reversed(chosen):
@@ -119,7 +120,7 @@ def withdraw(keys: Iterable[tuple[str, str]]) -> None:
 
 
 def adopt(patch: Patch, original: Any, replacement: Any) -> None:
-    """Someone else has put `replacement` in place: it is verified and reverted as if we had."""
+    """Record a replacement that someone else has set, so that `verify` and `revert` handle it."""
     with lock:
         if not any(applied.replacement is replacement for applied in live()):
             owner, name = locate(patch)
@@ -127,24 +128,27 @@ def adopt(patch: Patch, original: Any, replacement: Any) -> None:
 
 
 def forget(module: str) -> None:
-    """`module` ran again and has new attributes. What others hold of the old can be reverted."""
+    """Mark the patches of `module` as stale: it ran again. Other modules can still be reverted."""
     with lock:
         for applied in ledger:
             applied.stale |= applied.patch.module == module
 
 
 def live() -> Iterator[Applied]:
-    """What is applied to modules as they are now."""
+    """Yield the applied patches whose modules have not run again since."""
     return (applied for applied in ledger if not applied.stale)
 
 
 def outermost() -> dict[tuple[int, str], Applied]:
-    """Of each place, the patch that was applied to it last."""
+    """Return the patch applied last, for each place."""
     return {applied.place: applied for applied in live()}
 
 
 def is_overwritten(applied: Applied, top: Applied) -> bool:
-    """Whether something else is in the place of `applied`, on which `top` is the last of ours."""
+    """Return whether the place of `applied` holds neither our replacement nor a wrapper of it.
+
+    top: the last patch that was applied at that place.
+    """
     current = applied.here()
     return not is_ours(current) and all(f is not top.replacement for f in wrapped(current))
 
@@ -157,7 +161,7 @@ def _planned(patch: Patch, ready: str | None) -> Status:
 
 
 def _state(patch: Patch, ready: str | None) -> tuple[State, str]:
-    """The state of a patch that is not applied, and its detail."""
+    """Return the state of a patch that is not applied, and its detail."""
     if not env.settings.disable.isdisjoint(("all", patch.op)):
         return State.DISABLED, ""
     if not _has_run(patch.module, ready):
@@ -177,7 +181,7 @@ def _has_run(name: str, ready: str | None) -> bool:
 
 
 def _try(patch: Patch, holders: Holders) -> Status:
-    """Apply all of a patch or nothing."""
+    """Apply a patch completely or not at all."""
     owner, name = locate(patch)
     original = names_of(owner).get(name, ABSENT)
     try:
@@ -186,7 +190,7 @@ def _try(patch: Patch, holders: Holders) -> Status:
         others = dict.fromkeys(holders.importers(patch, original, name))
         places = [(owner, name), *(place for place in others if place != (owner, name))]
         holders.replace(places, original, replacement)
-    except Exception as error:  # what a framework does to its own modules is not for us to foresee
+    except Exception as error:  # a framework may fail in any way here
         return Status(patch.target, patch.op, State.REFUSED, cannot(error))
     applied = Applied(patch, owner, name, original, replacement, had)
     ledger.append(applied)
@@ -209,7 +213,7 @@ def _verified(applied: Applied, top: Applied, holders: Holders) -> Status:
 
 
 def _put_back(applied: Applied, holders: Holders) -> Status:
-    """Put the original back wherever the replacement is, also where it was imported from us."""
+    """Restore the original wherever the replacement is, also where it was imported by value."""
     current = applied.here()
     places = [p for p in holders.of(applied.replacement, applied.name) if p not in applied.had]
     here = (applied.owner, applied.name)

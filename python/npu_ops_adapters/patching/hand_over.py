@@ -63,9 +63,10 @@ def place(patch: Patch, original: Any) -> Any:
 
 
 def renew(patches: Iterable[Patch]) -> Statuses:
-    """`apply`, after a framework's patch manager has put its own in place.
+    """Apply patches after a framework's patch manager has applied its own.
 
-    Ours goes over what the manager overwrote too, and where it gave modules what ours is around.
+    Reapplies npu-ops' patches that the manager has overwritten, also in modules to which the
+    manager gave the original.
     """
     with engine.lock:
         holders = Holders()

@@ -1,4 +1,4 @@
-"""Which modules hold an object, and replacing it in all of them or in none."""
+"""Finds the modules that hold an object, and replaces it in all of them or in none."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from npu_ops_adapters.patching.records import Patch
 
-Place = tuple[Any, str]  # a module or class and the name of its attribute, or a dict and a key
-ABSENT = object()  # in place of an attribute that is not there
+Place = tuple[Any, str]  # a module or class and an attribute's name, or a dict and a key
+ABSENT = object()  # stands for a missing attribute
 
 
 def locate(patch: Patch) -> Place:
-    """Where a patch's target is; KeyError names what is missing on the way."""
+    """Return the place of a patch's target. A KeyError names the missing part."""
     *owners, name = patch.attribute.split(".")
     owner = sys.modules[patch.module]
     for part in owners:
@@ -25,16 +25,17 @@ def locate(patch: Patch) -> Place:
 
 
 def names_of(owner: Any) -> Mapping[str, Any]:
-    """The attributes of a module or class itself, or a dict."""
+    """Return the own attributes of a module or class, or the dict itself."""
     return owner if isinstance(owner, dict) else vars(owner)
 
 
 class Holders:
-    """Which modules hold which functions and classes; one sweep, when first asked."""
+    """An index of the functions and classes that each module holds, built on first use."""
 
     @functools.cached_property
     def _ids(self) -> dict[int, tuple[types.ModuleType, set[int]]]:
-        """Of all that each module holds: thousands of modules, so it loops in C."""
+        """Map each module to the ids of its values. It loops in C, because there are thousands of
+        modules."""
         return {
             id(module): (module, set(map(id, list(vars(module).values()))))
             for module in list(sys.modules.values())
@@ -42,11 +43,11 @@ class Holders:
         }
 
     def of(self, value: Any, name: str) -> list[Place]:
-        """The modules that hold `value`, and under which name.
+        """Return the modules that hold `value`, and under which name.
 
-        What a framework only borrowed (`torch.compile`) is known by `name` alone.
+        A value that the framework only borrowed, e.g. from torch, must have the name `name`.
         """
-        # Not isinstance: that asks the object, and some warn or import when asked.
+        # Not isinstance: it may call the object's code, which can warn or import.
         if not issubclass(type(value), (types.FunctionType, type)):
             return []
         home = getattr(value, "__module__", None) or ""
@@ -60,10 +61,10 @@ class Holders:
         ]
 
     def importers(self, patch: Patch, original: Any, name: str) -> list[Place]:
-        """Where else the original of a patch is.
+        """Return the other places that hold a patch's original.
 
-        One that comes from another framework may stand there, and in others, for something else:
-        outside of the patch's own framework it is known by `name` alone.
+        If the original comes from another framework, other packages may hold it for other purposes:
+        outside the patch's own framework it must have the name `name`.
         """
         found = self.of(original, name) if patch.rebind else []
         home = getattr(original, "__module__", None) or ""
@@ -78,7 +79,7 @@ class Holders:
         return found + [(m, name) for m in modules if name in vars(m) and vars(m)[name] is original]
 
     def replace(self, places: list[Place], old: Any, new: Any) -> None:
-        """Put `new` in all places; if one refuses, `old` in all."""
+        """Set `new` at all places; if one fails, restore `old` at all."""
         done = []
         try:
             for place in places:

@@ -1,4 +1,4 @@
-"""A patch, and where it stands."""
+"""Records of patches: Patch, State, Status."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npu_ops.core.registry import Table
 
 Names = tuple[str, ...]
 
-# What NPU_OPS_DISABLE may name besides ops: what adapters replace that is no operator of npu_ops.
+# Names for NPU_OPS_DISABLE of patches that replace no operator of npu_ops.
 NO_OPS = frozenset(
     {
         "bridge_deepstack",
@@ -51,23 +51,24 @@ NO_OPS = frozenset(
 class Patch:
     """One replacement.
 
-    target: "module:attribute", "module:Class.attribute" or "module:dict.key", dots going further
-        in.
-    op: what NPU_OPS_DISABLE calls it.
-    make: called with what is there; returns what takes its place, and falls through to it.
-    why: why the framework's own will not do.
-    signatures: the names of the parameters in every version known; None among them: the attribute
-        may be None. Empty: anything is replaced.
-    versions: of the framework, that it was tested with.
-    remove_when: when this patch can go.
-    rebind: replace it also in modules that imported it by value.
-    optional: the attribute or key may not be there; `make` is given None, and revert deletes it.
-    also: modules that import it by value, for what cannot be recognised there: None or a bool.
-    note: says more of an applied patch, e.g. a count.
-    by: who applies it in this engine's place, and tells it by `adopt`; "" is the engine.
-    why_not: called with what is there, or None; a sentence refuses the patch.
-    may_differ: what is there may be another function, and is then kept, which is no fault.
-    joined, left: called once it is applied, and once it is reverted.
+    target: "module:attribute", "module:Class.attribute" or "module:dict.key"; further dots nest.
+    op: its name in NPU_OPS_DISABLE.
+    make: called with the original; returns the replacement, which calls the original for
+    unsupported calls.
+    why: why the framework's own function is not good enough.
+    signatures: parameter names of every known version. None among them: the attribute may be None.
+    Empty: any signature is accepted.
+    versions: versions of the framework that were tested.
+    remove_when: the condition under which this patch can be removed.
+    rebind: also replace it in modules that imported it by value.
+    optional: the attribute or key may be missing; `make` then gets None, and revert deletes it.
+    also: modules that imported it by value, for values that cannot be recognized: None or a bool.
+    note: function that returns details of an applied patch, e.g. a count.
+    by: the name of a framework's registry that applies it and reports it by `adopt`; "" is the
+    engine.
+    why_not: called with the original, or None; returns a reason to refuse the patch, or None.
+    may_differ: the framework may have another function, which is then kept without a warning.
+    joined, left: called after it is applied, and after it is reverted.
     """
 
     target: str
@@ -101,26 +102,26 @@ class Patch:
 
 
 def known(name: str, where: str) -> None:
-    """Raise ValueError unless `name` is what NPU_OPS_DISABLE may say."""
+    """Raise ValueError unless NPU_OPS_DISABLE may contain `name`."""
     names = sorted(NO_OPS | {name for name in Table.tables if not name.endswith("_backward")})
     if name not in names:
         raise ValueError(f"{where}: got {name!r}, needs one of all, {', '.join(names)}")
 
 
 class State(str, enum.Enum):
-    """Where a patch stands; the diagram is in `npu_ops_adapters.patching`.
+    """State of a patch; see the diagram in `npu_ops_adapters.patching`.
 
-    A value is how `Status.sentence` begins; what follows it there is `Status.detail`.
+    `Status.sentence` begins with the value; `Status.detail` follows.
     """
 
     WAITING = "module not imported yet"
     DISABLED = "disabled by NPU_OPS_DISABLE"
     READY = "apply"
-    LEFT = "left to"  # detail: whose patch manager places it
-    REFUSED = "refused"  # detail: why
-    KEPT = "kept"  # detail: how the framework's function is another than ours
+    LEFT = "left to"  # detail: the patch manager that applies it
+    REFUSED = "refused"  # detail: the reason
+    KEPT = "kept"  # detail: how the framework's function differs
     APPLIED = "applied"
-    OVERWRITTEN = "overwritten by"  # detail: what is there now
+    OVERWRITTEN = "overwritten by"  # detail: the object that is there now
     CAPTURED = "captured too early by"  # detail: the modules that hold the original
     REVERTED = "reverted"
 
@@ -129,9 +130,9 @@ class State(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """Where one patch stands.
+    """State of one patch.
 
-    detail: the reason, or who; see `State`. note: more of an applied patch, e.g. a count.
+    detail: the reason or the cause; see `State`. note: details of an applied patch, e.g. a count.
     """
 
     target: str
@@ -154,10 +155,10 @@ class Status:
 
 
 class Statuses(list[Status]):
-    """Printed, they are a table as wide as the terminal."""
+    """A list of `Status` that prints as a table as wide as the terminal."""
 
     def __str__(self) -> str:
-        from rich.console import Console  # not while a framework is imported
+        from rich.console import Console  # imported here, not while a framework is being imported
         from rich.table import Table
 
         table = Table("target", "op", "state", box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""Why what is there cannot be replaced, and how an object is named to the user."""
+"""Reasons why a target cannot be replaced, and names of objects for messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npu_ops_adapters.patching.records import Names, Patch
 
 
 def why_not(patch: Patch) -> str | None:
-    """None, or a sentence on why what is at its target cannot be replaced."""
+    """Return None, or why the patch's target cannot be replaced."""
     try:
         owner, name = locate(patch)
         names = names_of(owner)
@@ -24,7 +24,7 @@ def why_not(patch: Patch) -> str | None:
 
 
 def mismatch(patch: Patch, original: Any) -> str | None:
-    """None, or a sentence on how `original` differs from what is known."""
+    """Return None, or how `original` differs from the known signatures."""
     if not patch.signatures:
         return _asked(patch, original)
     found = parameters(original)
@@ -37,35 +37,36 @@ def mismatch(patch: Patch, original: Any) -> str | None:
 def _asked(patch: Patch, original: Any) -> str | None:
     try:
         return patch.why_not(original) if patch.why_not else None
-    except Exception as error:  # what it asks for is not there
+    except Exception as error:  # something it needs is missing
         return cannot(error)
 
 
 def whose(value: Any) -> str:
-    """The full name of a function, or of the type of anything else."""
+    """Return the full name of a function, or of the type of any other value."""
     module = getattr(value, "__module__", None) or type(value).__module__
     return f"{module}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
 def is_ours(value: Any) -> bool:
-    """Whether an adapter made `value`. MindSpeed may put another of our functions in a place."""
+    """Return whether an adapter made `value`. MindSpeed may set such a function at another
+    place."""
     return (getattr(value, "__module__", None) or "").startswith("npu_ops_adapters.")
 
 
 def wrapped(function: Any) -> Iterator[Any]:
-    """A function and what it wraps, outside in."""
+    """Yield a function and the functions it wraps, from the outside in."""
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
 
 
 def cannot(error: Exception) -> str:
-    """Why a patch is refused whose replacement could not be made or placed."""
+    """Return the reason for a patch whose replacement could not be made or set."""
     return f"it cannot be made: {type(error).__name__}: {error}"
 
 
 def parameters(function: Any) -> Names | None:
-    """The names of a function's parameters, as a `Patch` has them among its signatures."""
+    """Return a function's parameter names, in the form of `Patch.signatures`."""
     if function is None:
         return None
     try:

@@ -1,10 +1,10 @@
-"""Relax on NPUs: what it lacks there, so that its own `relax.entrypoints.train` trains unchanged.
+"""Relax on NPUs: adds what it lacks, so that its `relax.entrypoints.train` runs unchanged.
 
     arguments        options that Relax and MindSpeed both define
-    gated_delta_net  settings that MindSpeed-Bridge's layer asks for
-    process_groups   collectives that newer torch calls by new names
+    gated_delta_net  settings that MindSpeed-Bridge's layer reads
+    process_groups   collectives that newer torch has renamed
 
-Relax itself asks Ray for NPUs and imports MindSpeed before Megatron-LM. It is changed only in
+Relax itself requests NPUs from Ray and imports MindSpeed before Megatron-LM. It is patched only in
 processes that have an NPU.
 """
 
@@ -17,12 +17,13 @@ from npu_ops.core import hardware
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.relax import arguments, gated_delta_net, process_groups
 
-# Of which a process of Relax has imported one before MindSpeed; other projects are named relax too.
+# A process of Relax imports one of these before MindSpeed. The name "relax" alone is ambiguous.
 _HERE = frozenset({"relax.backends.megatron", "relax.utils"})
 
 
 def patches() -> Iterable[Patch]:
-    """All of them until one of their packages is imported; then those that this process is for."""
+    """Yield all patches until Relax or MindSpeed is imported; then only in Relax's NPU
+    processes."""
     if not _HERE.isdisjoint(sys.modules):
         if hardware.is_npu():
             yield from _all()

@@ -1,4 +1,4 @@
-"""Options of the command line that Relax and MindSpeed both define, which Python refuses."""
+"""Command-line options that Relax and MindSpeed both define, which argparse rejects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MODULE = "mindspeed.features_manager.functional.profile"
 
 
 def patches() -> Iterable[Patch]:
-    """The method by which MindSpeed's profiler defines its options, after Relax's are there."""
+    """Patch the method with which MindSpeed's profiler adds its options, after Relax's."""
     yield Patch(
         target=f"{_MODULE}:ProfileFeature.register_args",
         op="relax_arguments",
@@ -34,7 +34,7 @@ def _add_missing(original: Callable) -> Callable:
 
 
 class _Parser:
-    """argparse's, or a group of its options, which leaves out a switch that is there already."""
+    """Wraps argparse's parser, or a group of its options; skips options that already exist."""
 
     def __init__(self, target: Any):
         self._target = target

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 from npu_ops_adapters.patching import Patch
 
 _LAYER = "mindspeed_bridge.models.qwen_vl.modelling_qwen3_vl.gated_delta_net"
-# Of three delta rules, the one in PyTorch: what npu-ops computes takes its place.
+# Of three delta rules, select the one in PyTorch: npu-ops replaces it.
 _ASKED = ("use_triton_gdn", "use_ascend_gdn")
 
 
 def patches() -> Iterable[Patch]:
-    """The layer's constructor."""
+    """Patch the layer's constructor."""
     yield Patch(
         target=f"{_LAYER}:GatedDeltaNet.__init__",
         op="relax_gated_delta_net",

@@ -1,4 +1,4 @@
-"""Relax's process groups under newer torch, whose collectives have new names."""
+"""Relax's process groups with newer torch, which has renamed collectives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """Methods of torch's groups that Relax's class does not pass on."""
+    """Patch methods of torch's groups that Relax's class does not forward."""
     return reloadable_groups.patches(
         "relax.utils.reloadable_process_group", "relax_process_groups", "Relax 36a3e048"
     )

@@ -1,9 +1,9 @@
 """SGLang 0.5.9 to 0.5.23: one file for each op, each with its `patches()`.
 
-From 0.5.11 on SGLang asks for plugins as each of its processes starts: `register` hands it the
-functions, as hooks, so that those of other plugins still work. Earlier versions, and the tables
-that are no functions, are patched as their modules are imported. A model that is built already
-keeps what it has.
+From 0.5.11 on SGLang loads plugins when one of its processes starts: `register` passes it the
+functions as hooks, so hooks of other plugins still work. For earlier versions, and for tables that
+are not functions, the modules are patched when they are imported. A model that is already built is
+not changed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def patches() -> Iterable[Patch]:
 
 
 def register() -> None:
-    """The entry point of the group sglang.srt.plugins: give SGLang its hooks."""
+    """Register the hooks with SGLang: the entry point of the group sglang.srt.plugins."""
     _hooks().register(patches())
 
 
 def load_plugins() -> None:
-    """Do what SGLang does as one of its processes starts. Before 0.5.11 it does nothing."""
+    """Load plugins as SGLang does when one of its processes starts. Before 0.5.11 do nothing."""
     _hooks().load_plugins()
 
 
@@ -40,5 +40,5 @@ def adopt() -> None:
 
 
 def _hooks():
-    """The module that speaks to SGLang's registry."""
+    """Return the module that works with SGLang's registry."""
     return importlib.import_module(f"{__name__}.hooks")

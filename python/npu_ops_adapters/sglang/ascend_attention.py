@@ -1,9 +1,9 @@
-"""Attention over the paged cache, by the backend for NPUs, `ascend`.
+"""Attention over the paged cache in SGLang's backend for NPUs, `ascend`.
 
-A graph is captured with lengths in it. torch_npu can change those of its own operators before each
-replay, by the name of the argument, and only where SGLang's code calls them: inside of ours they
-are out of its sight. So where the plan chooses the operator that SGLang has captured under the name
-it updates, that call stays; else ours reads its lengths from the device.
+A captured graph contains lengths. torch_npu can update lengths of its own operators before each
+replay, by the argument's name, but only for calls in SGLang's code: it does not see calls inside
+npu-ops. So if the plan chooses the operator that SGLang captures and updates, SGLang's call stays.
+Otherwise npu-ops runs and reads the lengths from the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from npu_ops_adapters.sglang import functions
 MODULE = "sglang.srt.hardware_backend.npu.attention.ascend_backend"
 _CALL = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "q_rope", "k_rope")
 _WHOLE = (*_CALL, "topk_indices", "sinks", "slopes")
-_UPDATED = "npu_fused_infer_attention_score"  # whose lengths SGLang sets before each replay
+_UPDATED = "npu_fused_infer_attention_score"  # SGLang sets its lengths before each replay
 _LEFT = "left to SGLang: latent attention, encoders' keys, quantised caches, context parallelism"
 _STAYS = f"; in graphs its own {_UPDATED}, where the plan chooses that"
 
@@ -53,7 +53,7 @@ def extend(
     self, q, k, v, layer, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None,
     topk_indices=None, sinks=None, slopes=None,
 ):  # fmt: skip
-    """New tokens of each sequence, behind those that the cache has already."""
+    """Attend with new tokens of each sequence, after those already in the cache."""
     if _drafted(forward_batch.forward_mode):
         raise functions.NotOursError("forward_mtp, which this calls, is ours")
     call = Call(self, q, layer, forward_batch, sinks)
@@ -67,7 +67,7 @@ def decode(
     self, q, k, v, layer, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None,
     topk_indices=None, sinks=None, slopes=None, **options,
 ):  # fmt: skip
-    """One token of each sequence, the last: nothing behind it is to be masked."""
+    """Attend with the last token of each sequence: no key needs to be masked."""
     if self.graph_mode:
         raise functions.NotOursError("forward_decode_graph, which this calls, is ours")
     call = Call(self, q, layer, forward_batch, sinks)
@@ -82,7 +82,7 @@ def decode(
 def verify(
     self, q, k, v, layer, forward_batch, save_kv_cache, q_rope=None, k_rope=None, sinks=None
 ):
-    """Drafted tokens of each sequence, each of which sees those before it."""
+    """Attend with draft tokens of each sequence; each sees the tokens before it."""
     call = Call(self, q, layer, forward_batch, sinks)
     call.check(q_rope=q_rope, k_rope=k_rope)
     if getattr(forward_batch.spec_info, "topk", None) not in (None, 1):
@@ -97,7 +97,7 @@ def verify(
         ends = self.forward_metadata.actual_seq_lengths_q
         starts = torch.nn.functional.pad(ends, (1, 0))
         return call.several_each(starts, each, self.forward_metadata.seq_lens)
-    tokens = _tokens(q, forward_batch)  # of padded sequences there are lengths too
+    tokens = _tokens(q, forward_batch)  # padded sequences have lengths too
     lengths = [each] * (tokens // each) if verified else forward_batch.extend_seq_lens_cpu
     starts = [start for start in _starts(lengths) if start <= tokens]
     keys = self.forward_metadata.seq_lens_cpu_int
@@ -108,7 +108,7 @@ def verify(
 def decode_graph(
     self, q, k, v, layer, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None, sinks=None
 ):
-    """As `decode`, to be replayed with other lengths."""
+    """As `decode`, in a graph that is replayed with other lengths."""
     call = Call(self, q, layer, forward_batch, sinks)
     call.check(q_rope=q_rope, k_rope=k_rope)
     if forward_batch.spec_info is not None:
@@ -157,7 +157,8 @@ class Call:
                 raise ValueError(f"cache: got {cache.dtype}, needs q's {self.q.dtype}")
 
     def leave_to_sglang(self, **spec) -> None:
-        """Raise where SGLang captures what the plan chooses, and updates its lengths by name."""
+        """Raise if the plan chooses an operator that SGLang captures and whose lengths it
+        updates."""
         layer, backend = self.layer, self.backend
         alone = self.sinks is None and not getattr(backend, "is_hybrid_swa", False)
         plan = npu_ops.plan_attention(
@@ -169,11 +170,11 @@ class Call:
                 graph_capture=True, operators=(_UPDATED,) if alone else (),
             )
         )  # fmt: skip
-        if plan.graph_update and self.window is None:  # SGLang's call would not have the window
+        if plan.graph_update and self.window is None:  # SGLang's call would lack the window
             raise functions.NotOursError(f"a replay sets {plan.graph_update} of {plan.operator}")
 
     def write(self, k, v, save_kv_cache) -> None:
-        """New keys and values, as SGLang does; it may do so again."""
+        """Write new keys and values as SGLang does. Repeating it is safe."""
         if save_kv_cache and k is not None and v is not None:
             place = self.forward_batch.out_cache_loc
             both = getattr(sys.modules[MODULE], "KVWriteLoc", None)  # from 0.5.15 on
@@ -182,7 +183,7 @@ class Call:
             self.pool.set_kv_buffer(self.layer, place, k, v)
 
     def packed(self, starts, keys, k, v, save_kv_cache):
-        """Write, then attend; tokens behind the last start are padding."""
+        """Write the keys and values, then attend; tokens behind the last start are padding."""
         if keys is None or len(keys) != len(starts) - 1 or starts[-1] > self.q.shape[0]:
             raise ValueError("seq_lens_cpu: got none or others, needs one for each sequence")
         self.write(k, v, save_kv_cache)
@@ -192,7 +193,7 @@ class Call:
         return self.several_each(*on_device, int(starts[-1]), starts, keys)
 
     def several_each(self, starts, longest, keys, tokens=None, starts_cpu=None, keys_cpu=None):
-        """Queries `[T, heads * D]`, of which `tokens` are no padding."""
+        """Attend with queries `[T, heads * D]`, of which the first `tokens` are not padding."""
         return self.attend(
             self.q[:tokens].reshape(-1, self.layer.tp_q_head_num, self.layer.qk_head_dim),
             layout="TND", cu_seqlens_q=starts, max_seqlen_q=longest, cu_seqlens_cpu=starts_cpu,
@@ -201,7 +202,7 @@ class Call:
         )  # fmt: skip
 
     def one_each(self, keys, keys_cpu=None):
-        """A query of each sequence; rows behind them are padding."""
+        """Attend with one query per sequence; rows behind them are padding."""
         blocks = self.blocks
         q = self.q[: blocks.shape[0]]
         return self.attend(
@@ -210,7 +211,7 @@ class Call:
         )  # fmt: skip
 
     def attend(self, q, **lengths):
-        """The rule is the layer's. `[T, heads * D]`, with zeros for padding."""
+        """Attend with the layer's settings. Return `[T, heads * D]`, with zeros for padding."""
         layer = self.layer
         out = npu_ops.attention(
             q, *self.caches(), scale=layer.scaling, window=self.window, sinks=self.sinks,
@@ -221,17 +222,17 @@ class Call:
 
     @property
     def window(self):
-        """SGLang counts the keys before a query's own."""
+        """The window as (left, right). SGLang counts the keys before a query's own."""
         left = self.layer.sliding_window_size
         return None if left is None or left < 0 else (left, 0)
 
     @property
     def pool(self):
-        """From 0.5.15 on the backend's, before that the batch's."""
+        """The pool: the backend's from 0.5.15 on, before that the batch's."""
         return vars(self.backend).get("token_to_kv_pool") or self.forward_batch.token_to_kv_pool
 
     def caches(self):
-        """Keys and values, `[blocks, size, heads, D]`."""
+        """Return keys and values, `[blocks, size, heads, D]`."""
         layer, pool = self.layer, self.pool
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         size = self.backend.page_size
@@ -242,7 +243,7 @@ class Call:
 
     @property
     def blocks(self):
-        """int32 `[n, ..]`; layers with a window may have a cache of their own."""
+        """The block table, int32 `[n, ..]`. Layers with a window may have their own cache."""
         metadata = self.backend.forward_metadata
         own = self.window is not None and getattr(self.backend, "is_hybrid_swa", False)
         return (metadata.block_tables_swa if own else metadata.block_tables).to(torch.int32)
@@ -261,7 +262,7 @@ def _starts(lengths) -> list[int]:
 
 
 def _drafted(mode) -> bool:
-    """Whether this is a pass over drafted tokens, which SGLang sends to `forward_mtp`."""
+    """Return whether this is a pass over draft tokens, which SGLang sends to `forward_mtp`."""
     names = ("is_target_verify", "is_draft_extend", "is_draft_extend_v2")
     return any(getattr(mode, name)() for name in names if hasattr(mode, name))
 

@@ -65,7 +65,7 @@ def decode(self, layer, forward_batch, mixed_qkv, a, b, *, v_first, **options):
 
 
 def extend(self, layer, forward_batch, mixed_qkv, a, b, *, v_first, **options):
-    """New tokens of each sequence, or drafted ones."""
+    """Process new tokens of each sequence, or draft tokens."""
     functions.check_device(mixed_qkv)
     cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     if forward_batch.forward_mode.is_target_verify():
@@ -93,9 +93,9 @@ def extend(self, layer, forward_batch, mixed_qkv, a, b, *, v_first, **options):
 
 
 def _verify(self, layer, forward_batch, cache, mixed_qkv, a, b, v_first):
-    """As many drafted tokens of each sequence; SGLang then rolls both states back.
+    """Process equally many draft tokens per sequence; SGLang rolls both states back afterwards.
 
-    It keeps convolution states as if all of the last step's tokens had been accepted.
+    SGLang keeps convolution states as if all tokens of the last step had been accepted.
     """
     slots = self.forward_metadata.mamba_cache_indices
     drafted, sequences = forward_batch.spec_info.draft_token_num, slots.shape[0]
@@ -115,13 +115,13 @@ def _verify(self, layer, forward_batch, cache, mixed_qkv, a, b, v_first):
 
 
 def _last_rows(cache, layer) -> torch.Tensor:
-    """The pool as `[slots, D, W - 1]`."""
+    """View the pool as `[slots, D, W - 1]`."""
     rows = layer.conv_weights.shape[1] - 1
     return cache.conv[0][:, -rows:].transpose(1, 2)
 
 
 def _heads(layer, qkv):
-    """q, k and v as `[T, heads, D]`."""
+    """Split into q, k and v, each `[T, heads, D]`."""
     q, k, v = qkv.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=-1)
     return (
         q.unflatten(-1, (layer.num_q_heads, layer.head_q_dim)),

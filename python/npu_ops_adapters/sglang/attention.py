@@ -1,4 +1,4 @@
-"""Attention over the cache of keys and values, by the backend `torch_native`."""
+"""Attention over the cache of keys and values in SGLang's backend `torch_native`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RULE = ("scaling", "enable_gqa", "causal")
 
 
 def patches() -> Iterable[Patch]:
-    """What computes a prefill and what computes a decoding step, once the cache is written."""
+    """Patch the functions that compute prefill and decode after the cache is written."""
     for name, lengths, ours in (
         ("extend", ("seq_lens", "extend_prefix_lens", "extend_seq_lens"), extend),
         ("decode", ("seq_lens",), decode),
@@ -36,7 +36,7 @@ def extend(
     extend_prefix_lens, extend_seq_lens, encoder_lens=None, scaling=None, enable_gqa=False,
     causal=False, is_cross_attn=False, sliding_window_size=None,
 ):  # fmt: skip
-    """New tokens `[T, heads, D]` of each sequence, behind those that the cache has already."""
+    """Attend with new tokens `[T, heads, D]` of each sequence, after those already in the cache."""
     functions.check_device(query)
     functions.refuse(encoder_lens=encoder_lens, is_cross_attn=is_cross_attn)
     starts = torch.nn.functional.pad(extend_seq_lens.cumsum(0), (1, 0)).to(torch.int32)
@@ -51,7 +51,7 @@ def decode(
     encoder_lens=None, scaling=None, enable_gqa=False, causal=False, is_cross_attn=False,
     sliding_window_size=None,
 ):  # fmt: skip
-    """One token of each sequence, the last: nothing behind it is to be masked."""
+    """Attend with the last token of each sequence: no key needs to be masked."""
     functions.check_device(query)
     functions.refuse(encoder_lens=encoder_lens, is_cross_attn=is_cross_attn)
     starts = torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device)
@@ -62,7 +62,8 @@ def decode(
 
 
 def _attend(query, output, k_cache, v_cache, slots, seq_lens, starts, scaling, is_causal, window):
-    """The cache has a slot for each token, in SGLang's order: blocks of one token."""
+    """Attend over SGLang's cache, which has a slot per token: a paged cache with blocks of one
+    token."""
     lengths = seq_lens.tolist()
     result = npu_ops.attention(
         query,

@@ -1,7 +1,7 @@
 """NPU_OPS_CONSISTENT=chunks: states of Gated Delta Net carry their unfinished chunk.
 
-The pool's states get more rows. SGLang copies, caches, sends and clears a slot as one, so that a
-chunk's tokens go wherever their state goes, and a prompt goes on, or a token is decoded, with the
+The pool's states get more rows. SGLang copies, caches, sends and clears a slot as a whole, so a
+chunk's tokens always move with their state. Continuing a prompt or decoding a token then gives the
 bits that the sequence has in training.
 """
 
@@ -25,7 +25,7 @@ _PARAMETERS = (
 
 
 def patches() -> Iterable[Patch]:
-    """The shape of a state, from which SGLang makes its pools."""
+    """Patch the shape of a state, from which SGLang makes its pools."""
     if in_force():
         yield Patch(
             target="sglang.srt.configs.mamba_utils:Mamba2StateShape.create",
@@ -46,7 +46,7 @@ def _with_more_rows(original: Callable) -> staticmethod:
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_create(*args, conv_shard_groups=None, **kwargs):
         shape = original(*args, conv_shard_groups=conv_shard_groups, **kwargs)
-        if conv_shard_groups is None:  # a Mamba2 layer, not Gated Delta Net
+        if conv_shard_groups is None:  # a Mamba2 layer
             return shape
         heads, values, keys = shape.temporal
         rows = values + npu_ops.unfinished_rows(keys, values)
@@ -65,8 +65,10 @@ def check_pool(pool: torch.Tensor) -> None:
 
 
 def parts(rows, values: int, pool):
-    """q, k and v of a decoding step's rows `[T, 2 H K + HV V]`. values: V, which the shape of a
-    carried state does not tell."""
+    """Split a decoding step's rows `[T, 2 H K + HV V]` into q, k and v.
+
+    values: V; it cannot be derived from the shape of a carried state.
+    """
     value_heads, keys = pool.shape[1], pool.shape[3]
     width = (rows.shape[1] - value_heads * values) // 2
     q, k, v = rows.split((width, width, value_heads * values), 1)
@@ -74,7 +76,7 @@ def parts(rows, values: int, pool):
 
 
 def rule(q, k, v, g, beta, states, starts, **options):
-    """o `[T, HV, V]` of packed tokens `[T, heads, ...]`, and the states behind them."""
+    """Return o `[T, HV, V]` of packed tokens `[T, heads, ...]`, and the states after them."""
     o, after = npu_ops.chunk_gated_delta_rule(
         *(x[None] for x in (q, k, v, g, beta)), initial_state=states, cu_seqlens=starts,
         output_final_state=True, use_qk_l2norm_in_kernel=True, state_v_first=True,
@@ -87,9 +89,10 @@ def update(
     qkv, a, b, A_log, dt_bias, pool, slots, *, scale=None, cu_seqlens=None,
     intermediate_states=None, intermediate_state_indices=None, disable_state_update=False,
 ):  # fmt: skip
-    """Stands in for `npu_ops.gated_delta_rule_update`: q, k and v are `[T, heads, ...]`.
+    """Replace `npu_ops.gated_delta_rule_update`; q, k and v are `[T, heads, ...]`.
 
-    Drafted tokens, as many of each sequence, go one by one: the state behind each is kept.
+    Draft tokens, equally many per sequence, are processed one by one: the state after each is
+    stored.
     """
     check_pool(pool)
     gates = npu_ops.gdn_gate(a, A_log, dt_bias, b)

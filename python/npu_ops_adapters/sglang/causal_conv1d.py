@@ -1,4 +1,4 @@
-"""The short convolution before linear attention, over the tokens of a prefill."""
+"""The short convolution before linear attention, in prefill."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ON_NPU = (
 
 
 def patches() -> Iterable[Patch]:
-    """`causal_conv1d_fn`, as the backend of Gated Delta Net holds it."""
+    """Patch `causal_conv1d_fn` in the module of the Gated Delta Net backend."""
     yield functions.replaced(
         f"{functions.gated_delta_net()}:causal_conv1d_fn",
         "causal_conv1d",
@@ -28,7 +28,7 @@ def patches() -> Iterable[Patch]:
         (*_HEAD, "kwargs"),
         (*_HEAD, "block_table", "kwargs"),
         _ON_NPU,
-        rebind=False,  # its module may have it under a second name
+        rebind=False,  # its module may have a second name
     )
 
 
@@ -37,9 +37,9 @@ def ours(
     cache_indices=None, has_initial_state=None, activation="silu", pad_slot_id=-1,
     validate_data=False, block_table=None, **options,
 ):  # fmt: skip
-    """x is `[D, T]`; the pool `[slots, D, W - 1]` has the last tokens of each sequence.
+    """Convolve x `[D, T]`; the pool `[slots, D, W - 1]` has the last tokens of each sequence.
 
-    The pool may be of another dtype. Where SGLang's launches its blocks is not needed.
+    The pool may have another dtype. block_table is ignored.
     """
     functions.check_device(x)
     if arguments or conv_states is None or query_start_loc is None:

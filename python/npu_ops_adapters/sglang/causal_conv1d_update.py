@@ -1,4 +1,4 @@
-"""The convolution of new tokens: one each when decoding, a few when verifying drafted ones."""
+"""The convolution of new tokens: one per sequence in decoding, a few in verification."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TAIL = ("pad_slot_id", "metadata", "validate_data")
 
 
 def patches() -> Iterable[Patch]:
-    """`causal_conv1d_update`, as the backend of Gated Delta Net holds it."""
+    """Patch `causal_conv1d_update` in the module of the Gated Delta Net backend."""
     yield functions.replaced(
         f"{functions.gated_delta_net()}:causal_conv1d_update",
         "causal_conv1d_update",
@@ -30,7 +30,7 @@ def patches() -> Iterable[Patch]:
         (*_HEAD, "num_accepted_tokens", *_WINDOW, *_TREE, *_TAIL),
         (*_HEAD, "num_accept_tokens", *_WINDOW, *_TREE, *_TAIL),
         (*_HEAD, "num_accepted_tokens", "intermediate_conv_window", *_TAIL),
-        rebind=False,  # its module may have it under a second name
+        rebind=False,  # its module may have a second name
     )
 
 
@@ -40,9 +40,9 @@ def ours(
     retrieve_next_token=None, retrieve_next_sibling=None, retrieve_parent_token=None,
     pad_slot_id=-1, metadata=None, validate_data=False, num_accept_tokens=None,
 ):  # fmt: skip
-    """x is `[B, D]` or, with drafted tokens, `[B, D, T]`. A tree of them is not ours.
+    """Convolve x `[B, D]` or, with draft tokens, `[B, D, T]`. Trees of drafts are not supported.
 
-    The pool may be of another dtype: then its slots are converted there and back.
+    If the pool has another dtype, its slots are converted there and back.
     """
     functions.check_device(x)
     functions.check_pool("conv_state", conv_state, x, functions.CONV_DTYPE)

@@ -1,4 +1,4 @@
-"""The delta rule of a prefill in SGLang 0.5.9, called by name; later a dispatcher does it."""
+"""The delta rule of prefill in SGLang 0.5.9, a function; later versions have a dispatcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEAD, _TAIL = ("q", "k", "v", "g", "beta", "scale", "initial_state"), ("cu_seql
 
 
 def patches() -> Iterable[Patch]:
-    """As the backend holds it."""
+    """Patch it in the module of the backend."""
     if not functions.since("0.5.10"):
         yield functions.replaced(
             f"{functions.gated_delta_net()}:chunk_gated_delta_rule",
@@ -28,7 +28,7 @@ def ours(
     q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, cu_seqlens=None,
     head_first=False, use_qk_l2norm_in_kernel=False, output_final_state=True,
 ):  # fmt: skip
-    """o, the last states, and those between chunks. With indices the states are a pool."""
+    """Return o, the final states, and those between chunks. With indices the states are a pool."""
     functions.check_device(q)
     functions.refuse(scale=scale, head_first=head_first)
     if not use_qk_l2norm_in_kernel or initial_state is None or cu_seqlens is None:

@@ -21,7 +21,7 @@ _WHY = "it adds the experts of a token in other roundings than training"
 
 
 def patches() -> Iterable[Patch]:
-    """None without NPU_OPS_CONSISTENT."""
+    """Yield the patches, or nothing without NPU_OPS_CONSISTENT."""
     if not env.settings.consistent:
         return
     if functions.on_npu():
@@ -40,7 +40,7 @@ def choose(
     hidden_states, router_logits, topk_config, num_token_non_padded=None,
     expert_location_dispatch_info=None, layer_id=None,
 ):  # fmt: skip
-    """SGLang's function, by SGLang's PyTorch code for routing, which it also runs on CPUs."""
+    """Route tokens with SGLang's PyTorch code, which it also runs on CPUs."""
     from sglang.srt.layers.moe.topk import select_experts
 
     return select_experts(
@@ -51,7 +51,7 @@ def choose(
 
 
 def ours(layer, x, topk_output, moe_runner_config):
-    """SGLang's function."""
+    """Replace SGLang's function: the weighted sum of each token's experts."""
     functions.refuse(
         **{name: getattr(layer, name, None) for name in ("w13_weight_bias", "w2_weight_bias")},
         apply_router_weight_on_input=moe_runner_config.apply_router_weight_on_input,
@@ -64,10 +64,11 @@ def ours(layer, x, topk_output, moe_runner_config):
 
 
 def experts(x, gate_up, down, index, weights) -> torch.Tensor:
-    """`[T, H]`: the weighted sum of each token's experts.
+    """Return the weighted sum of each token's experts, `[T, H]`.
 
-    x: `[T, H]`. gate_up: `[E, 2 I, H]`. down: `[E, H, I]`. index, weights: `[T, K]`, the experts of
-    each token, and their weights, which are rounded to x's dtype. An expert of E or more adds 0.
+    x: `[T, H]`. gate_up: `[E, 2 I, H]`. down: `[E, H, I]`.
+    index, weights: `[T, K]`, the experts of each token, and their weights, rounded to x's dtype. An
+    expert number of E or more adds 0.
     """
     tokens, chosen = index.shape
     by_expert, order = index.reshape(-1).sort(stable=True)
@@ -81,6 +82,6 @@ def experts(x, gate_up, down, index, weights) -> torch.Tensor:
 
 
 def add_shared(hidden_states, gate_weight, shared_output, final_hidden_states):
-    """SGLang's function: the expert of all tokens, opened by a gate, is added in place."""
+    """Replace SGLang's function: add the shared expert's gated output in place."""
     gate = torch.nn.functional.linear(hidden_states, gate_weight[None])
     final_hidden_states += torch.sigmoid(gate) * shared_output

@@ -1,8 +1,8 @@
-"""The delta rule of Gated Delta Net: the kernels that SGLang dispatches to.
+"""The delta rule of Gated Delta Net: replaces the kernels that SGLang dispatches to.
 
-Its pool has a state for each running sequence. In which order a state's keys and values lie depends
-on SGLang and, on NPUs, on the kernels it takes from elsewhere: `state_v_first`. Nothing would show
-a mistake where there are as many keys as values.
+Its pool has a state for each running sequence. Whether a state is [keys, values] or [values, keys]
+depends on SGLang and, on NPUs, on sgl-kernel-npu: see `state_v_first`. A mistake would go unnoticed
+if K equals V.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import npu_ops
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.sglang import carried_states, functions
 
-CHUNK = 64  # tokens; SGLang's prefix cache counts in it
+CHUNK = 64  # tokens per chunk; SGLang's prefix cache uses this unit
 _PARAMETERS = ("self", "decode_backend", "prefill_backend")
 _KERNELS = "sgl_kernel_npu.fla.fused_sigmoid_gating_recurrent"
 
 
 def patches() -> Iterable[Patch]:
-    """The dispatcher, once it has made its kernels; earlier ones had none."""
+    """Patch the dispatcher after it has made its kernels; versions before 0.5.10 have none."""
     if functions.since("0.5.10"):
         yield Patch(
             target=f"{functions.gated_delta_net()}:GDNKernelDispatcher.__init__",
@@ -40,10 +40,10 @@ def patches() -> Iterable[Patch]:
 
 
 def state_v_first() -> bool:
-    """Whether states of this SGLang, on this machine, are `[values, keys]`.
+    """Return whether states of this SGLang, on this machine, are `[values, keys]`.
 
     Raises:
-        ValueError: it depends on which sgl-kernel-npu there is.
+        ValueError: it depends on sgl-kernel-npu, whose version is not recognized.
     """
     if not functions.since("0.5.10"):
         return False
@@ -60,8 +60,10 @@ def state_v_first() -> bool:
 
 @functools.cache
 def _order_of_kernels() -> bool | None:
-    """Whether sgl-kernel-npu's decoding step counts a state's values in rows of K, else its keys in
-    rows of V: it went from one to the other in August 2026. None: its source does neither."""
+    """Return the order of a state in sgl-kernel-npu's source: True for values first.
+
+    It changed from keys first to values first in August 2026. None: neither is recognized.
+    """
     try:
         source = pathlib.Path(importlib.util.find_spec(_KERNELS).origin).read_text()
     except (ImportError, AttributeError, TypeError, OSError):
@@ -82,7 +84,7 @@ def _replace(original: Callable) -> Callable:
         ours = functools.cache(lambda kernel: Kernel(kernel, v_first))
         for name in ("decode_kernel", "extend_kernel", "verify_kernel"):
             kernel = vars(self).get(name)
-            if type(kernel).__name__ == "TritonGDNKernel":  # others were asked for by name
+            if type(kernel).__name__ == "TritonGDNKernel":  # other kernels were selected by name
                 setattr(self, name, ours(kernel))
         self.supports_packed_decode = getattr(self.decode_kernel, "supports_packed_decode", False)
 
@@ -90,7 +92,7 @@ def _replace(original: Callable) -> Callable:
 
 
 class Kernel:
-    """Stands in for one of SGLang's kernels, which computes what is not ours."""
+    """Replaces one of SGLang's kernels, and calls it for unsupported calls."""
 
     supports_packed_decode = True
     supports_strided_target_verify_qkv = True
@@ -126,9 +128,9 @@ class Kernel:
         self, mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, cache_indices, num_v_heads,
         head_v_dim, **options,
     ):  # fmt: skip
-        """One token of each sequence, its q, k and v in a row."""
+        """Decode one token of each sequence; its q, k and v are one row."""
         functions.check_device(mixed_qkv)
-        functions.refuse(**options)  # what recent tokens are replayed from
+        functions.refuse(**options)  # options for replaying recent tokens
         qkv = mixed_qkv
         if carried_states.in_force():
             qkv = carried_states.parts(mixed_qkv, head_v_dim, ssm_states)
@@ -139,7 +141,7 @@ class Kernel:
         self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc,
         **states,
     ):  # fmt: skip
-        """A few tokens of each sequence; q, k and v are `[1, T, heads, ...]`."""
+        """Process a few tokens of each sequence; q, k and v are `[1, T, heads, ...]`."""
         functions.check_device(q)
         heads = v.shape[2]
         o = update(
@@ -154,7 +156,7 @@ class Kernel:
         intermediate_state_indices, cache_steps, retrieve_parent_token=None, stable_rows=False,
         **arguments,
     ):  # fmt: skip
-        """Drafted tokens: the pool stays, and the state after each of them is kept."""
+        """Verify draft tokens: leave the pool unchanged, and store the state after each token."""
         functions.refuse(retrieve_parent_token=retrieve_parent_token, stable_rows=stable_rows)
         sequences = arguments["query_start_loc"].shape[0] - 1
         return self._update(
@@ -170,9 +172,9 @@ class Kernel:
     ):  # fmt: skip
         """Compute a prefill of packed sequences: output, final states, states between chunks.
 
-        On NPUs SGLang's backend writes the final states to the pool; elsewhere this does, and
-        returns None for them. `options` are for kernels that keep states at checkpoints; SGLang
-        first asks a kernel whether it does.
+        On NPUs SGLang's backend writes the final states to the pool. Elsewhere this method writes
+        them, and returns None for them. `options` are for kernels that keep states at checkpoints;
+        SGLang asks a kernel first whether it does.
         """
         o, after, between = prefill(
             self._v_first, q, k, v, g, beta, ssm_states, cache_indices, query_start_loc
@@ -185,7 +187,7 @@ class Kernel:
 
 
 def update(v_first, qkv, a, b, A_log, dt_bias, pool, slots, **options):
-    """A decoding step; with carried states qkv is a tuple of q, k and v."""
+    """Run a decoding step; with carried states qkv is a tuple of q, k and v."""
     if carried_states.in_force():
         return carried_states.update(qkv, a, b, A_log, dt_bias, pool, slots, **options)
     return npu_ops.gated_delta_rule_update(
@@ -194,7 +196,8 @@ def update(v_first, qkv, a, b, A_log, dt_bias, pool, slots, **options):
 
 
 def prefill(v_first, q, k, v, g, beta, pool, slots, starts):
-    """o of packed sequences, their last states and those between chunks; the pool is only read."""
+    """Return o of packed sequences, their final states and those between chunks. Only reads the
+    pool."""
     functions.check_device(q)
     carry = carried_states.in_force()
     if carry:
@@ -212,28 +215,29 @@ def prefill(v_first, q, k, v, g, beta, pool, slots, starts):
 
 
 class ChunkStates:
-    """The states at the start of each chunk of each sequence, computed when one is asked for.
+    """The states at the start of each chunk of each sequence, computed on request.
 
-    SGLang asks for at most one of a sequence, where its prefix is cached: the rule goes once more
-    over the tokens up to there.
+    SGLang requests at most one per sequence, at the end of its cached prefix. Then the rule runs
+    again over the tokens up to that point.
     """
 
     def __init__(self, rule: Callable, before: torch.Tensor, starts: torch.Tensor):
         self._rule, self._before, self._starts = rule, before, starts
 
     def squeeze(self, dim: int) -> ChunkStates:
-        """The dimension of size 1 that SGLang expects first."""
+        """Return self: SGLang expects a first dimension of size 1."""
         return self
 
     def __getitem__(self, chunks: torch.Tensor) -> torch.Tensor:
-        """The states of some chunks, counted through all sequences, one of a sequence at most."""
+        """Return the states of some chunks, at most one per sequence, numbered through all
+        sequences."""
         starts = self._starts.long()
         last = ((starts.diff() + CHUNK - 1) // CHUNK).cumsum(0)
         sequences = torch.searchsorted(last, chunks, right=True)
         first = last - (starts.diff() + CHUNK - 1) // CHUNK
         cut = starts[:-1].clone()
         cut[sequences] += (chunks - first[sequences]) * CHUNK
-        # Each sequence as two: up to the cut, and a rest whose states nobody reads.
+        # Split each sequence in two: up to the cut, and a rest whose states are ignored.
         halves = torch.stack((starts[:-1], cut), dim=1).flatten()
         state = torch.zeros_like(self._before).repeat_interleave(2, dim=0)
         state[::2] = self._before

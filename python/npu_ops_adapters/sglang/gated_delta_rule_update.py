@@ -1,6 +1,6 @@
-"""The delta rule of a decoding step in SGLang 0.5.9, called by name; later a dispatcher does it.
+"""The delta rule of decoding in SGLang 0.5.9, a function; later versions have a dispatcher.
 
-Its verification of drafted tokens takes gates that are computed already: it stays SGLang's own.
+Verification of draft tokens passes computed gates and is not replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from npu_ops_adapters.sglang import functions, gated_delta_net
 
 
 def patches() -> Iterable[Patch]:
-    """As the backend holds it, which takes it when it is built."""
+    """Patch it in the module of the backend, which takes it when it is built."""
     if not functions.since("0.5.10"):
         names = parameters(ours)
         yield functions.replaced(
@@ -30,7 +30,7 @@ def ours(
     A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source,
     initial_state_indices, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False,
 ):  # fmt: skip
-    """One token of each sequence; q, k and v are `[1, B, heads, ...]`, the states a pool."""
+    """Process one token per sequence; q, k and v are `[1, B, heads, ...]`, the states a pool."""
     functions.check_device(q)
     functions.refuse(is_kda=is_kda)
     heads = v.shape[2]

@@ -1,4 +1,4 @@
-"""The gates of Gated Delta Net, before a prefill; later they are part of the delta rule."""
+"""The gates of Gated Delta Net in prefill; in decoding, the delta rule computes them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from npu_ops_adapters.sglang import functions
 
 
 def patches() -> Iterable[Patch]:
-    """`fused_gdn_gating`, as the backend of Gated Delta Net holds it."""
+    """Patch `fused_gdn_gating` in the module of the Gated Delta Net backend."""
     yield functions.replaced(
         f"{functions.gated_delta_net()}:fused_gdn_gating",
         "gdn_gate",
         ours,
         "softplus overflows in it before it is replaced, and on NPUs it is tiled by 8 heads",
-        rebind=False,  # its module may have it under a second name
+        rebind=False,  # its module may have a second name
     )
 
 
 def ours(A_log, a, b, dt_bias, beta=1.0, threshold=20.0):
-    """g and beta `[1, T, HV]` in fp32."""
+    """Return g and beta `[1, T, HV]` in fp32."""
     functions.check_device(a)
     softplus = {"softplus_beta": beta, "softplus_threshold": threshold}
     g, update = npu_ops.gdn_gate(a, A_log, dt_bias, b, **softplus)

@@ -1,6 +1,6 @@
-"""SGLang's HookRegistry: it applies our functions as hooks, and only logs where it could not.
+"""SGLang's HookRegistry applies npu-ops' functions as hooks, and only logs failures.
 
-So once a model is about to be loaded each hook is looked for, and what is not in force is said.
+So before a model is loaded, each hook is checked, and the missing ones are logged.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _logger = logging.getLogger("npu_ops")
 
 
 def who_applies() -> str:
-    """`Patch.by`: the registry, where this SGLang has one."""
+    """Return `Patch.by`: the registry's name if this SGLang has one, else ""."""
     if "sglang.srt" not in sys.modules:
         return ""
     return NAME if importlib.util.find_spec("sglang.srt.plugins") is not None else ""
 
 
 def register(patches: Iterable[Patch]) -> None:
-    """Give the registry a hook for each patch that is its affair; it applies them all at once."""
+    """Register a hook for each patch that the registry applies. It applies all of them at once."""
     registry = importlib.import_module("sglang.srt.plugins.hook_registry")
     add, kinds = registry.HookRegistry.register, registry.HookType
     for patch in patches:
@@ -51,7 +51,7 @@ def load_plugins() -> None:
 
 
 def adopt() -> None:
-    """Tell the engine of the hooks that are in place."""
+    """Tell the engine which hooks are in place."""
     for patch, hook in _registered.values():
         outermost = _here(patch)
         for wrapper in patching.wrapped(outermost):
@@ -89,7 +89,7 @@ def _hook(patch: Patch) -> Callable:
 
 
 def _here(patch: Patch) -> Callable | None:
-    """What is at a patch's target now."""
+    """Return the object at a patch's target."""
     place = sys.modules.get(patch.module)
     for name in patch.attribute.split("."):
         place = vars(place).get(name) if place is not None else None
@@ -102,7 +102,7 @@ def _is_made_of(wrapper: Callable, hook: Callable) -> bool:
 
 
 def _check(*args, **kwargs) -> None:
-    """Before a model is built: say which hooks are in force in this process."""
+    """Log which hooks are active in this process. Runs before a model is built."""
     rows = {row.key: row for row in (*npu_ops_adapters.plan(), *npu_ops_adapters.verify())}
     ours = [row for row in rows.values() if row.target.startswith("sglang.")]
     applied = [row for row in ours if row.state is State.APPLIED]

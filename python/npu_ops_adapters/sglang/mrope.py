@@ -12,7 +12,7 @@ _PARAMETERS = ("self", "positions", "query", "key", "fused_set_kv_buffer_arg")
 
 
 def patches() -> Iterable[Patch]:
-    """As for `rope`; before 0.5.23 the NPU's gave images the angles of text."""
+    """Patch the methods as in `rope`. Before 0.5.23 NPUs used text angles for images."""
     home = functions.rotary_embedding("mrope")
     yield functions.replaced(
         f"{home}:MRotaryEmbedding.forward_npu",
@@ -40,6 +40,6 @@ def ours(self, positions, query, key, fused_set_kv_buffer_arg=None):
 
 
 def ours_on_cpu(self, positions, query, *args, **kwargs):
-    """As in `rope`."""
+    """Rotate on CPUs only, see `rope.ours_on_cpu`."""
     functions.check_device(query, ("cpu",))
     return ours(self, positions, query, *args, **kwargs)

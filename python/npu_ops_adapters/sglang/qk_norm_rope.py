@@ -42,7 +42,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(self, positions, hidden_states):
-    """q, k and v, `[T, heads * D]`; v is a view of the projection."""
+    """Return q, k and v, `[T, heads * D]`; v is a view of the projection."""
     check(self, hidden_states)
     qkv, _ = self.qkv_proj(hidden_states)
     q, k, v, _ = prepared(self, positions, qkv)
@@ -50,17 +50,18 @@ def ours(self, positions, hidden_states):
 
 
 def ours_of_experts(self, qkv, positions, forward_batch):
-    """As `ours`, with qkv projected already."""
+    """As `ours`, for qkv that is already projected."""
     if getattr(self, "use_fused_qk_norm_rope_cpu", False):
         raise functions.NotOursError("SGLang's own kernel for CPUs is asked for")
     check(self, qkv)
     q, k, v, _ = prepared(self, positions, qkv)
-    self._used_fused_qk_norm_rope_last_call = False  # SGLang reads it to decide who saves k and v
+    # SGLang reads it to decide which code saves k and v
+    self._used_fused_qk_norm_rope_last_call = False
     return q, k, v
 
 
 def ours_gated(self, positions, hidden_states):
-    """As `ours`, also returning the gate, `[T, N * D]` or None."""
+    """As `ours`; also returns the gate, `[T, N * D]` or None."""
     q, k, v, gate = ours_gated_by_heads(self, positions, hidden_states)
     return q, k, v, gate if gate is None else gate.flatten(1)
 
@@ -73,7 +74,7 @@ def ours_gated_by_heads(self, positions, hidden_states):
 
 
 def check(attention, x) -> None:
-    """Raise ValueError unless this layer computes what ours does, before it computes anything."""
+    """Raise ValueError unless npu-ops supports this layer. Runs before anything is computed."""
     embedding = attention.rotary_emb
     of_axes = getattr(embedding, "mrope_section", None)
     rope.check_plain(embedding, x, "MRotaryEmbedding" if of_axes else "RotaryEmbedding")
@@ -94,7 +95,7 @@ def check(attention, x) -> None:
 
 
 def prepared(attention, positions, qkv, gated: bool = False):
-    """q, k and v with their heads side by side, and the gate."""
+    """Return q, k and v with their heads flattened, and the gate."""
     zero_centered = _NORMS[type(attention.q_norm).__name__]
     return norm_and_rotate(
         attention, positions, qkv, zero_centered=zero_centered, gated=gated, copy_rest=False

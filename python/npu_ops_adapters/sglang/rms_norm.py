@@ -1,7 +1,8 @@
-"""RMSNorm, alone and with a residual: with the numbers that training has.
+"""RMSNorm, alone and with a residual, with the rounding of training.
 
-On NPUs SGLang's `GemmaRMSNorm` rounds 1 + weight to bf16 before it multiplies, and its `RMSNorm` on
-CPUs normalises a sum that is not rounded. Trainers round the sum, and nothing before the end.
+On NPUs SGLang's `GemmaRMSNorm` rounds 1 + weight to bf16 before it multiplies. On CPUs its
+`RMSNorm` does not round the sum before it normalizes. Trainers round the sum and the result,
+nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _SIGNATURES = (_GEMMA[:3], _GEMMA, (*_GEMMA, "quant_linear"))
 
 
 def patches() -> Iterable[Patch]:
-    """The methods for NPUs and CPUs, and what SGLang compiles; a norm chooses when it is made."""
+    """Patch the methods for NPUs and CPUs, and the one that SGLang compiles; a norm selects one
+    when built."""
     why = "a sum is not rounded as in training, nor is 1 + weight"
     for name, ours in (("RMSNorm", ours_plain), ("GemmaRMSNorm", ours_zero_centered)):
         for way in ("npu", "cpu", "native"):
@@ -27,7 +29,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours_plain(module, x, residual=None, post_residual_addition=None, quant_linear=None):
-    """What else an `RMSNorm` may be asked for is left to SGLang."""
+    """Normalize with `weight`. SGLang's own method handles further options of `RMSNorm`."""
     functions.refuse(
         quant_linear=quant_linear,
         variance_size_override=module.variance_size_override,
@@ -43,7 +45,8 @@ def ours_zero_centered(module, x, residual=None, post_residual_addition=None):
 
 
 def _norm(module, x, residual, addition, zero_centered: bool):
-    """addition: Qwen3-VL's deepstack, which training adds to the rounded sum."""
+    """Normalize. addition: Qwen3-VL's deepstack features, added to the rounded sum as in
+    training."""
     functions.check_device(x)
     settings = {"eps": module.variance_epsilon, "zero_centered": zero_centered}
     if residual is None:

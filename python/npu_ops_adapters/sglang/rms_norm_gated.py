@@ -12,7 +12,7 @@ _ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 
 
 def patches() -> Iterable[Patch]:
-    """What `FusedRMSNormGated` and `RMSNorm` of SGLang's copy of fla call."""
+    """Patch the functions behind `FusedRMSNormGated` and `RMSNorm` in SGLang's copy of fla."""
     home = "sglang.kernels.ops" if functions.since("0.5.18") else "sglang.srt.layers"
     home += ".attention.fla"
     why = "on NPUs it is another package's, and elsewhere needs a Triton that runs there"
@@ -35,7 +35,7 @@ def ours(
     x, g, weight, bias, activation="swish", residual=None, prenorm=False, residual_in_fp32=False,
     eps=1e-6,
 ):  # fmt: skip
-    """residual_in_fp32 is of what prenorm returns."""
+    """Normalize x, times the gate g. residual_in_fp32 matters only with prenorm."""
     functions.check_device(x)
     functions.refuse(bias=bias, residual=residual, prenorm=prenorm)
     return npu_ops.rms_norm_gated(x, weight, g, eps, activation=_activation(activation))
@@ -45,7 +45,7 @@ def ours_by_name(
     *, x, weight, bias, z=None, eps=1e-6, group_size=None, norm_before_gate=True,
     is_rms_norm=False, activation="swish",
 ):  # fmt: skip
-    """z may have heads apart, `[T, H, D]`, while x has them together, `[T * H, D]`."""
+    """Normalize x, times the gate z. z may be `[T, H, D]` while x is `[T * H, D]`."""
     functions.check_device(x)
     functions.refuse(bias=bias, is_rms_norm=not is_rms_norm)
     if z is None:

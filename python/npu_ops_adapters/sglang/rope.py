@@ -14,7 +14,7 @@ _PARAMETERS = ("self", "positions", "query", "key", "offsets", "fused_set_kv_buf
 
 
 def patches() -> Iterable[Patch]:
-    """The methods that SGLang chooses from, an instance at a time."""
+    """Patch the methods from which SGLang selects one per instance."""
     home = functions.rotary_embedding("base")
     yield functions.replaced(
         f"{home}:RotaryEmbedding.forward_npu",
@@ -33,7 +33,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(self, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
-    """Heads are `[T, N * D]` or `[T, N, D]`; a row of the table is cosines, then sines."""
+    """Rotate heads `[T, N * D]` or `[T, N, D]`. A row of the table has cosines, then sines."""
     check_plain(self, query, "RotaryEmbedding")
     functions.refuse(fused_set_kv_buffer_arg=fused_set_kv_buffer_arg)
     positions = (positions if offsets is None else positions + offsets).flatten()
@@ -43,13 +43,14 @@ def ours(self, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None
 
 
 def ours_on_cpu(self, positions, query, *args, **kwargs):
-    """Elsewhere this method is what other ways to compute it are compared with."""
+    """Rotate on CPUs only. On other devices SGLang uses this method as a reference for others."""
     functions.check_device(query, ("cpu",))
     return ours(self, positions, query, *args, **kwargs)
 
 
 def check_plain(embedding, query, home: str) -> None:
-    """Raise unless this computes what `home` does, and is asked to as fast as possible."""
+    """Raise unless `home` defines how the embedding rotates, and no setting forces a slower
+    method."""
     functions.check_device(query)
     if torch.compiler.is_compiling():
         raise functions.NotOursError("SGLang has chosen what is compiled")

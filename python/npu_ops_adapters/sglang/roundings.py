@@ -1,8 +1,8 @@
-"""With NPU_OPS_CONSISTENT, SGLang's element-wise products and sums are rounded as in training.
+"""With NPU_OPS_CONSISTENT, rounds SGLang's element-wise products and sums as in training.
 
-SGLang fuses `x * sigmoid(gate)` and `silu(gate) * up`, which then round once. Models of
-transformers round the activation, too. What Qwen3-VL's tower hands to the first layers, SGLang adds
-before a layer's residual, transformers behind it.
+SGLang fuses `x * sigmoid(gate)` and `silu(gate) * up`, which then round once. transformers also
+rounds the activation. SGLang adds the deepstack features of Qwen3-VL's vision tower before a
+layer's residual, transformers after it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GATED = (
 
 
 def patches() -> Iterable[Patch]:
-    """Both, where the same numbers as in training are asked for."""
+    """Yield the patches, or nothing without NPU_OPS_CONSISTENT."""
     if not env.settings.consistent:
         return
     names = ["fused_sigmoid_mul", *(["npu_fused_sigmoid_mul"] if functions.on_npu() else [])]
@@ -45,19 +45,19 @@ def patches() -> Iterable[Patch]:
 
 
 def gated(attn_output, gate, inplace=True, quant=False):
-    """The result is always a new tensor."""
+    """Return `attn_output * sigmoid(gate)` as a new tensor, even with inplace=True."""
     functions.refuse(quant=quant)
     return attn_output * torch.sigmoid(gate.reshape(attn_output.shape))
 
 
 def silu_and_mul(module, x):
-    """x is the gate and, behind it, what it opens."""
+    """Return `silu(gate) * up`; x has gate, then up, in its last dimension."""
     gate, up = x.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 
 def with_the_order_of_training(original: Callable) -> Callable:
-    """`__init__`, which asks for what SGLang has for trainers of its own."""
+    """Wrap `__init__` to set the option that SGLang has for its own trainers."""
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):

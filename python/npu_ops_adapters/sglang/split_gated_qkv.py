@@ -1,8 +1,8 @@
-"""The projection of Qwen3-Next's and Qwen3.5's attention on NPUs, in which queries have gates.
+"""The gated projection of Qwen3-Next's and Qwen3.5's attention on NPUs.
 
-sgl-kernel-npu splits, normalises and rotates in one kernel for a decoding step and in another, by
-sections of three axes, for Qwen3.5's prefill. They take heads that are a power of two, and the
-first no rotation of whole heads; what they cannot compute is computed here.
+sgl-kernel-npu splits, normalizes and rotates in one kernel for decoding, and in another, with mrope
+sections, for Qwen3.5's prefill. Both need a head dimension that is a power of two, and the first
+cannot rotate whole heads. npu-ops computes the other calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PREFILL = (
 
 
 def patches() -> Iterable[Patch]:
-    """As the models look them up; other machines have no such names."""
+    """Patch the names in the models' modules. Without an NPU these names do not exist."""
     if not functions.on_npu() or not functions.since("0.5.15"):
         return
     for model in ("qwen3_next", "qwen3_5"):
@@ -49,7 +49,7 @@ def _patch(model: str, name: str, make: Callable, parameters: tuple[str, ...]) -
 
 
 def replace_step(original: Callable) -> Callable:
-    """A function that calls `original` for what its kernel computes right."""
+    """Return a function that calls `original` if its kernel supports the call."""
 
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_split_qkvgate(*args, **kwargs):
@@ -64,7 +64,7 @@ def replace_step(original: Callable) -> Callable:
 
 
 def replace_prefill(original: Callable) -> Callable:
-    """The same for three axes, whose sections have to fill the rotary dimension."""
+    """As `replace_step`, for three axes: their sections must fill the rotary dimension."""
 
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_split_qkv_mrope(*args, **kwargs):
@@ -80,10 +80,10 @@ def replace_prefill(original: Callable) -> Callable:
 def step(
     input, sin, cos, q_hidden_size, kv_hidden_size, head_dim, rope_dim, eps, q_weight, k_weight
 ):
-    """q, k, v and the gate of `[T, 2 q + 2 kv]`; sin and cos are `[T, 1, 1, R]`.
+    """Return q, k, v and the gate of `[T, 2 q + 2 kv]`; sin and cos are `[T, 1, 1, R]`.
 
-    A head's query has its gate behind it, and weights are beside 1. The first rope_dim elements of
-    a head are rotated.
+    Each head's query is followed by its gate, and the norms multiply by 1 + weight. The first
+    rope_dim elements of a head are rotated.
     """
     parts = npu_ops.qk_norm_rope(
         input, q_weight, k_weight, cos.flatten(1), sin.flatten(1),
@@ -97,7 +97,8 @@ def prefill(
     qkv, q_weight, k_weight, cos_sin, num_q_heads, num_kv_heads, head_size, eps, mrope_section,
     is_interleaved, rope_dim=None, q_bias=None, k_bias=None, has_gate=False,
 ):  # fmt: skip
-    """The same of three axes, cos_sin `[3, T, R]`; weights are whole, and a gate may be missing.
+    """As `step` for three axes: cos_sin is `[3, T, R]`; norms multiply by weight, and the gate is
+    optional.
 
     R is rope_dim, or head_size. Sections need not fill the R / 2 frequencies, see `fitted`.
     """
@@ -123,10 +124,10 @@ def prefill(
 
 
 def fitted(section, is_interleaved: bool, frequencies: int) -> list[int]:
-    """How many of the frequencies T, H and W own, by sections of another sum.
+    """Return how many of the frequencies T, H and W own, for sections with another sum.
 
-    As sgl-kernel-npu's test of its kernel says: what is beyond the last frequency is cut off; what
-    nobody owns is T's where axes are interleaved, else W's.
+    As in sgl-kernel-npu's test of its kernel: frequencies beyond the last are cut off; unowned ones
+    go to T if axes are interleaved, else to W.
     """
     t, h, w = section
     if is_interleaved:  # H has every third frequency from 1 on, W from 2 on
@@ -138,7 +139,7 @@ def fitted(section, is_interleaved: bool, frequencies: int) -> list[int]:
 
 
 def _split(x, queries, keys, width, gated, weights, eps, biases):
-    """q and k `[T, N, D]`, normalised; v and the gate `[T, ..]`."""
+    """Return q and k `[T, N, D]`, normalized, and v and the gate `[T, ..]`."""
     fused, k, v = x.split([queries * (1 + gated), keys, keys], dim=-1)
     q, *gate = fused.unflatten(-1, (-1, 1 + gated, width)).unbind(2)
     heads = zip((q, k.unflatten(-1, (-1, width))), weights, biases, strict=True)

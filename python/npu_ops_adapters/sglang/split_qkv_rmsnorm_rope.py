@@ -1,7 +1,8 @@
-"""The projection of attention on NPUs, Qwen3's and Llama's: split, norms by head, rotary embedding.
+"""The projection of Qwen3's and Llama's attention on NPUs: split, norms by head, rotary embedding.
 
 sgl-kernel-npu has one kernel for it, and changed the order of its arguments between two releases of
-one month. A call in either order reaches it, by name; what it cannot compute is computed here.
+one month. This replacement accepts both orders and calls the kernel by name. npu-ops computes the
+calls that the kernel does not support.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SIZES_FIRST = (*_HEAD, *_SIZES, "eps", *_WEIGHTS, *_BIASES)
 
 
 def patches() -> Iterable[Patch]:
-    """As the models look it up; other machines have no such name."""
+    """Patch the name in the models' modules. Without an NPU it does not exist."""
     if not functions.on_npu():
         return
     newer = ["dflash"] if functions.since("0.5.15") else []
@@ -41,7 +42,7 @@ def patches() -> Iterable[Patch]:
 
 
 def replace(original: Callable) -> Callable:
-    """A function that takes both orders and calls `original` by the names that it has."""
+    """Return a function that accepts both orders and calls `original` with its own names."""
     parameters = inspect.signature(original).parameters.values()
     known = {parameter.name for parameter in parameters}
     needed = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
@@ -58,7 +59,8 @@ def replace(original: Callable) -> Callable:
 
 
 def read(*args, **kwargs) -> dict:
-    """A call's arguments by name: the fourth is a weight in the one order, a size in the other."""
+    """Return a call's arguments by name. The fourth is a weight in one order, a size in the
+    other."""
     fourth = args[3] if len(args) > 3 else None
     names = WEIGHTS_FIRST if isinstance(fourth, torch.Tensor) else SIZES_FIRST
     return dict(zip((*names, "is_neox_style"), args, strict=False)) | kwargs
@@ -68,10 +70,10 @@ def compute(
     input, sin, cos, q_hidden_size, kv_hidden_size, head_dim, eps=None, q_weight=None,
     k_weight=None, q_bias=None, k_bias=None, is_neox_style=True,
 ):  # fmt: skip
-    """q, k and v of `[T, q + 2 kv]`; sin and cos are `[T, 1, 1, R]`, R up to head_dim."""
+    """Return q, k and v of `[T, q + 2 kv]`; sin and cos are `[T, 1, 1, R]`, R up to head_dim."""
     cos, sin = cos.flatten(1), sin.flatten(1)
     pairs = {"pair_layout": "half" if is_neox_style else "interleaved", "rotary_dim": cos.shape[1]}
-    if not is_neox_style:  # a pair's angle is where its halves would be
+    if not is_neox_style:  # the first half of a row has the angle of each pair
         cos, sin = (x[:, : x.shape[1] // 2].repeat_interleave(2, dim=1) for x in (cos, sin))
     if eps is not None and q_bias is None and k_bias is None:
         *heads, _ = npu_ops.qk_norm_rope(
@@ -90,7 +92,7 @@ def compute(
 
 
 def norm(x, weight, bias, eps):
-    """In fp32, as the kernel does; a copy in any case."""
+    """Normalize in fp32, as the kernel does. Always returns a copy."""
     if eps is None:
         return x.clone()
     x32 = x.float()

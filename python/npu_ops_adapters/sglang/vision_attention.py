@@ -1,4 +1,4 @@
-"""Attention of a vision tower: images packed one after the other, each seeing itself alone."""
+"""Attention of a vision tower: packed images, each attending only to itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODULE = "sglang.srt.layers.attention.vision"
 
 
 def patches() -> Iterable[Patch]:
-    """`ascend_attn`, which SGLang takes on NPUs, in its table of backends."""
+    """Patch `ascend_attn`, which SGLang uses on NPUs, in its table of backends."""
     yield Patch(
         target=f"{_MODULE}:QKV_BACKEND_IMPL.ascend_attn",
         op="attention",
@@ -31,7 +31,7 @@ def patches() -> Iterable[Patch]:
 
 def _replace(original: type) -> type:
     class NpuOpsVisionAttention(torch.nn.Module):
-        """Attention by `npu_ops.attention`; what is not ours by SGLang's own class."""
+        """Attention by `npu_ops.attention`; SGLang's own class runs unsupported calls."""
 
         def __init__(self, **settings):
             super().__init__()
@@ -46,8 +46,8 @@ def _replace(original: type) -> type:
             return theirs(q=q, k=k, v=v, cu_seqlens=cu_seqlens, bsz=bsz, seq_len=seq_len, **options)
 
         def _made(self, original):
-            """SGLang's; its own is for NPUs alone."""
-            if not self._theirs:  # a list: no submodule, so no weights are looked for
+            """Return an instance of SGLang's class; `ascend_attn` itself needs an NPU."""
+            if not self._theirs:  # in a list, so that it is no submodule and loads no weights
                 chosen = original if functions.on_npu() else _module().VisionSdpaAttention
                 self._theirs.append(chosen(**self._settings))
             return self._theirs[0]
@@ -59,7 +59,7 @@ def ours(
     settings, q, k, v, cu_seqlens, bsz, seq_len, softmax_scale=None, forward_metadata=None,
     attention_mask=None, output_ws=None, **options,
 ):  # fmt: skip
-    """q, k and v are `[T, heads, D]`. output_ws is where a captured graph wants the result."""
+    """Attend with q, k and v `[T, heads, D]`. output_ws: a captured graph's output buffer."""
     functions.check_device(q)
     functions.refuse(attention_mask=attention_mask, output_ws=output_ws)
     if settings.get("softmax_in_single_precision") and q.dtype != torch.float32:
@@ -82,8 +82,11 @@ def ours(
 
 
 def _on_host(starts, tokens: int) -> dict:
-    """What operators that take lists are told; read for each layer, for memory may change between.
-    A captured graph would keep it for ever."""
+    """Copy the lengths to the host for operators that take lists.
+
+    Each layer reads them again, because their memory may change in between. Do not use it in a
+    captured graph, which would freeze them.
+    """
     starts = starts.tolist()
     if starts[-1] != tokens:
         raise ValueError(f"cu_seqlens: got an end of {starts[-1]}, needs {tokens} tokens")

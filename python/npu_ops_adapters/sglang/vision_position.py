@@ -14,9 +14,9 @@ _WHY = "in fp32 a grid point falls beside the table's row that it is on, and wei
 
 
 def patches() -> Iterable[Patch]:
-    """The methods that compute it; which there are depends on the version.
+    """Patch the methods that compute it; their names depend on the version.
 
-    As the model is imported: the registry would import it in every process.
+    They are patched when the model is imported: the registry would import it in every process.
     """
     names = ["fast_pos_embed_interpolate"]
     names += ["fast_pos_embed_interpolate_from_list"] if functions.since("0.5.11") else []
@@ -33,17 +33,18 @@ def patches() -> Iterable[Patch]:
 
 
 def ours_if_asked(self, grid_thw) -> torch.Tensor:
-    """Where SGLang captures a graph it spreads patches in another way, unless told not to."""
+    """Compute it unless align_corners is False, which SGLang uses when it captures a graph."""
     if not getattr(self, "align_corners", True):
         raise functions.NotOursError("SGLang wants the grid to end half a patch before the corners")
     return ours(self, grid_thw)
 
 
 def ours(self, grid_thw) -> torch.Tensor:
-    """grid_thw is `[images, 3]`, patches in time, height and width: a list, or a tensor.
+    """Return the position embedding of images.
 
-    Where patches lie is found in fp64 on the host; the sum is in fp32 and rounded once. Patches of
-    an image go in blocks of `spatial_merge_size` squared.
+    grid_thw: `[images, 3]`, patches in time, height and width, as a list or a tensor. Patch
+    positions are computed in fp64 on the host. The weighted sum is fp32, rounded once. An image's
+    patches are ordered in blocks of `spatial_merge_size` squared.
     """
     table, side, merge = self.pos_embed, self.num_grid_per_side, self.spatial_merge_size
     functions.check_device(table.weight)
@@ -56,7 +57,7 @@ def ours(self, grid_thw) -> torch.Tensor:
 
 
 def _corners(height, width, side, merge, frames):
-    """The four rows of the table around each patch, `[4, patches]`, and their weights in fp64."""
+    """Return the four table rows around each patch, `[4, patches]`, and their weights in fp64."""
     vertical, horizontal = (_between(n, side) for n in (height, width))
     rows, weights = [], []
     for row, up in vertical:
@@ -74,7 +75,8 @@ def _corners(height, width, side, merge, frames):
 
 
 def _between(count, side):
-    """For points spread evenly over a side: the index before and after, each with its weight."""
+    """For `count` points evenly spread over a side, return the index before and after, with
+    weights."""
     points = torch.linspace(0, side - 1, count, dtype=torch.float64, device="cpu")
     before = points.long()
     share = points - before

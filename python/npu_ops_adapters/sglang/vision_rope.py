@@ -13,9 +13,9 @@ from npu_ops_adapters.sglang import functions
 
 
 def patches() -> Iterable[Patch]:
-    """The name that towers import; which function it is depends on the machine.
+    """Patch the function that towers import; the machine decides which function it is.
 
-    And the table of Qwen3-VL's and Qwen3.5's, where the same numbers as in training are asked for.
+    With NPU_OPS_CONSISTENT also patch the table of Qwen3-VL and Qwen3.5.
     """
     yield functions.replaced(
         f"{functions.rotary_embedding('utils')}:apply_rotary_pos_emb",
@@ -23,7 +23,7 @@ def patches() -> Iterable[Patch]:
         ours,
         "on NPUs it multiplies in the heads' dtype; elsewhere it is compiled, for a minute",
         ("q", "k", "cos", "sin", "unsqueeze_dim"),
-        rebind=False,  # its module has it under two names
+        rebind=False,  # its module has two names for it
     )
     if env.settings.consistent:
         yield functions.replaced(
@@ -34,7 +34,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(q, k, cos, sin, unsqueeze_dim=1):
-    """q and k are `[T, heads, D]`, cos and sin `[T, D]`."""
+    """Rotate q and k `[T, heads, D]`; cos and sin are `[T, D]`."""
     functions.check_device(q)
     if torch.compiler.is_compiling():
         raise functions.NotOursError("SGLang has chosen what is compiled")
@@ -44,7 +44,7 @@ def ours(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def table(self, grid_thw):
-    """fp32 cosines and sines `[T, D / 2]` of the grids' patches, as transformers computes them."""
+    """Return fp32 cosines and sines `[T, D / 2]` of the grids' patches, as transformers does."""
     rotary, merge = self.rotary_pos_emb, self.spatial_merge_size
     places = [self.rot_pos_ids(h, w, merge).repeat(t, 1) for t, h, w in grid_thw]
     places = torch.cat(places).to(self.device).float()

@@ -1,12 +1,13 @@
-"""Attention under the name `npu_ops`, which a model is loaded with: nothing else uses it.
+"""Attention under the name `npu_ops`, used only by models that are loaded with that name:
 
     model = AutoModel.from_pretrained(..., attn_implementation="npu_ops")
 
-Masks are made as for SDPA: boolean, or None where causal alone says it all. Vision towers pass the
-starts of their images as they do for flash attention, so all images are one call. A mask that says
-no more than that tokens are packed and causal is known by what it says. Each layer reads masks and
-lengths again: nothing tells a layer whether their memory has changed since the last one.
-Where verl spreads a sequence over ranks, tokens and heads are exchanged as for flash attention.
+Masks are made as for SDPA: boolean, or None if is_causal is enough. Vision towers pass the starts
+of their images as for flash attention, so all images are one call. A mask that is just packed and
+causal is recognized, and replaced by the sequences' starts. Each layer reads masks and lengths
+again, because their memory may have changed since the last layer.
+
+If verl splits a sequence over ranks, tokens and heads are exchanged as for flash attention.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _OVER_RANKS = "which is not done over several ranks (verl's Ulysses); flash_atte
 
 
 def patches() -> Iterable[Patch]:
-    """The name among attention functions and among mask functions, and who gets packed images."""
+    """Patch the tables of attention and mask functions, and the check for packed images."""
     functions = f"{_FUNCTIONS}:AttentionInterface._global_mapping.{NAME}"
     yield _name(functions, _function, left=_hand_models_over)
     yield _name(f"{_MASKS}:AttentionMaskInterface._global_mapping.{NAME}", _mask)
@@ -49,7 +50,8 @@ def patches() -> Iterable[Patch]:
     vision = models.vision()
     imported = {model for model in vision if models.home(model) in sys.modules}
     for model in vision:
-        if model not in imported or models.having((model,), asks):  # version 4 compares a name
+        # version 4 compares a name instead
+        if model not in imported or models.having((model,), asks):
             yield models.patch(
                 f"{models.home(model)}:{asks}",
                 "attention",
@@ -68,7 +70,7 @@ def _name(target: str, make: Callable, **changes) -> Patch:
 
 
 def _hand_models_over() -> None:
-    """Models that were loaded with our name go on with SDPA: the name is gone."""
+    """Switch models that were loaded with the name `npu_ops` to SDPA: the name is gone."""
     base = sys.modules["transformers.configuration_utils"].PretrainedConfig
     configs = (one for one in gc.get_objects() if issubclass(type(one), base))
     ours = [config for config in configs if config._attn_implementation == NAME]
@@ -93,9 +95,9 @@ def _mask(original: None) -> Callable:
 
 
 def _note_packing(mask) -> None:
-    """Where sequences start, on a mask that is packed and causal, with a copy of what it says.
+    """If a mask is packed and causal, attach the sequences' starts to it, and a copy of its values.
 
-    The values come to the host, so neither a trace nor a decoding step is asked.
+    The values are copied to the host, so this is skipped in a trace and in decoding.
     """
     square = mask.shape[0] == 1 and mask.shape[2] == mask.shape[3]
     if not square or not is_plain(mask) or is_captured(mask.device):
@@ -111,8 +113,10 @@ def _note_packing(mask) -> None:
 
 
 def _packing(mask):
-    """What `_note_packing` noted, if the mask still says it; None in a trace or a captured graph,
-    where nothing can be read."""
+    """Return the starts that `_note_packing` attached, if the mask still has the same values.
+
+    None in a trace or a captured graph, where values cannot be read.
+    """
     starts, packed = getattr(mask, "npu_ops_packing", (None, None))
     if starts is None or not is_plain(mask) or is_captured(mask.device):
         return None
@@ -164,10 +168,10 @@ def _function(original: None) -> Callable:
 
 
 def _is_spread(is_causal: bool, position_ids) -> bool:
-    """Whether this rank has a span of the tokens; of images each rank has all.
+    """Return whether this rank has only a span of the tokens. Each rank has all images.
 
     Raises:
-        RuntimeError: the positions that tell where sequences start were not passed on.
+        RuntimeError: position_ids, which tell where sequences start, were not passed.
     """
     if ulysses.size() == 1:
         return False
@@ -180,9 +184,10 @@ def _is_spread(is_causal: bool, position_ids) -> bool:
 
 
 def _spread(query, key, value, is_causal, mask, options, settings):
-    """`[1, N, T / ranks, D]` in, `[1, T / ranks, N, D]` out; attention sees all tokens.
+    """Attend with tokens split over ranks: `[1, N, T / ranks, D]` in, `[1, T / ranks, N, D]` out.
 
-    The mask is of this rank's span, and positions say what it says for all.
+    Attention sees all tokens. The mask covers this rank's span only, so the positions of all ranks
+    are used in its place.
     """
     if mask is not None and _packing(mask) is None:
         raise RuntimeError(
@@ -226,19 +231,22 @@ def _mask_arguments(mask, query, key) -> dict:
     if mask.dim() != 4 or mask.shape[3] < key.shape[1]:
         shape = [*query.shape[:1], "1 or heads", query.shape[1], key.shape[1]]
         raise check.shape("attention_mask", mask, f"[{', '.join(map(str, shape))}]")
-    mask = mask[..., : key.shape[1]]  # of a cache of fixed size
+    mask = mask[..., : key.shape[1]]  # a cache of fixed size has more columns
     if mask.dtype == torch.bool:
         return {"attn_mask": mask}
     return {"bias": mask if mask.dtype in (query.dtype, torch.float32) else mask.to(query.dtype)}
 
 
 def _agree(known, starts) -> bool:
-    """Whether lengths that were given besides a mask are the mask's."""
+    """Return whether lengths that were passed besides a mask equal the mask's."""
     return starts is None or torch.equal(known, starts.to(known.dtype))
 
 
 def _packed(query, key, value, is_causal, options, settings):
-    """`[1, N, T, D]` in, `[1, T, N, D]` out. The vendor's operators take lengths of the host."""
+    """Attend packed sequences: `[1, N, T, D]` in, `[1, T, N, D]` out.
+
+    The vendor's operators need the lengths on the host.
+    """
     if query.shape[0] != 1:
         raise check.shape("query", query, "a batch of 1 with cu_seq_lens_q")
     starts, key_starts = options["cu_seq_lens_q"], options.get("cu_seq_lens_k")
@@ -258,15 +266,17 @@ def _packed(query, key, value, is_causal, options, settings):
 
 
 def _number(length):
-    """Return a maximum length that is an int. A tensor may be on the device: it is not read, and
-    None stands for the number of all tokens."""
+    """Return a maximum length if it is an int, else None, which means the number of all tokens.
+
+    A tensor is not read, because it may be on the device.
+    """
     return length if isinstance(length, int) else None
 
 
 def _apart(mask, starts, key_starts, key):
-    """The mask of packed sequences that were given both ways: what both let take part.
+    """Return a mask that combines a given mask with given lengths of packed sequences.
 
-    A mask that is added keeps its values within a sequence, and is -inf between sequences.
+    An additive mask keeps its values within a sequence, and is -inf between sequences.
     """
     key_starts = starts if key_starts is None else key_starts
     rows, columns = (

@@ -1,4 +1,4 @@
-"""The short convolution before linear attention; packed sequences do not see each other."""
+"""The short convolution before linear attention. Packed sequences do not see each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _PACKAGE = (
 
 
 def patches() -> Iterable[Patch]:
-    """`causal_conv1d_fn`: a function; in version 4 that of the package causal-conv1d, or None."""
+    """Patch `causal_conv1d_fn`: a function; in version 4 that of the package causal-conv1d, or
+    None."""
     yield from models.compared(
         models.linear(),
         models.CONVOLUTION,
@@ -47,8 +48,8 @@ def ours(
 ) -> Callable:  # fmt: skip
     """Return the npu-ops call for this call of transformers. Channels come before tokens.
 
-    Packed sequences are told apart by cu_seq_lens_q, or by seq_idx alone: where that changes comes
-    to the host.
+    Packed sequences are given by cu_seq_lens_q, or by seq_idx. With seq_idx alone, the positions
+    where it changes are copied to the host.
     """
     x = hidden_states if x is None else x
     for name, value in (("initial_states", initial_states), ("out", final_states_out)):
@@ -66,7 +67,7 @@ def ours(
 
 
 def _starts(seq_idx, rows):
-    """cu_seqlens of a batch of one, from the number of each token's sequence."""
+    """Return cu_seqlens of a batch of one, from the sequence number of each token."""
     check.tensor("seq_idx", seq_idx)
     if seq_idx.shape != (1, rows.shape[1]):
         raise check.shape("seq_idx", seq_idx, f"[1, {rows.shape[1]}]")
@@ -82,7 +83,7 @@ def _by_channel(rows, weight, bias, activation, cu_seqlens):
 
 
 def _plain(x, weight, bias=None, activation=None, seq_idx=None):
-    """What version 4 does without the package."""
+    """Convolve as version 4 does without the package."""
     if seq_idx is not None:
         raise ValueError("seq_idx: got one with a batch, needs the package causal-conv1d")
     weight, length = weight[:, None], x.shape[2]

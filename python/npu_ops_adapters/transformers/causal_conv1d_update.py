@@ -1,4 +1,4 @@
-"""The short convolution's decoding step with a cache, one token of each sequence."""
+"""The short convolution's decoding step with a cache: one token per sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME, _NAME_4 = "causal_conv1d_update", "torch_causal_conv1d_update"
 
 
 def patches() -> Iterable[Patch]:
-    """`causal_conv1d_update`, which version 4 calls `torch_causal_conv1d_update`."""
+    """Patch `causal_conv1d_update`, which version 4 calls `torch_causal_conv1d_update`."""
     linear = models.linear()
     older = models.having(linear, _NAME_4)
     newer = tuple(model for model in linear if model not in older)
@@ -29,7 +29,7 @@ def patches() -> Iterable[Patch]:
 
 
 def _calls(function) -> list[tuple]:
-    """With a state that has one token too many, and without."""
+    """Return small calls with a state that has one extra token, and without."""
     draw = Draw()
     x, weight = draw.normal(2, 6, 1), draw.normal(6, 4)
     half = (x.bfloat16(), draw.normal(2, 6, 3, dtype=torch.bfloat16), weight.bfloat16())
@@ -37,7 +37,7 @@ def _calls(function) -> list[tuple]:
 
 
 def ours(hidden_states, conv_state, weight, bias=None, activation=None) -> Callable:
-    """Return the npu-ops call for this call of transformers; it has no gradient."""
+    """Return the npu-ops call for this call of transformers. There is no gradient."""
     x, state = hidden_states, conv_state
     for name, tensor in (("hidden_states", x), ("conv_state", state), ("weight", weight)):
         check.floating(name, tensor)
@@ -56,13 +56,13 @@ def ours(hidden_states, conv_state, weight, bias=None, activation=None) -> Calla
 
 
 def always_silu(hidden_states, conv_state, weight, bias=None, activation=None) -> Callable:
-    """`ours` for the function of version 5.10 and older, which does not ask for the activation."""
+    """As `ours`, for the function of version 5.10 and older, which always applies SiLU."""
     return ours(hidden_states, conv_state, weight, bias, "silu")
 
 
 @torch.no_grad()
 def _step(x, state, weight, bias, activation):
-    """A state may have one token more than the filter reads: it moves along with the others."""
+    """Decode one token. If a state has one token more than the filter reads, shift that too."""
     if state.shape[2] == weight.shape[1]:
         state[..., 0] = state[..., 1]
         state = state[..., 1:]

@@ -1,6 +1,6 @@
 """The gated delta rule by chunks: training and prefill, packed sequences too.
 
-transformers' own refuses packed sequences without flash-linear-attention.
+Without flash-linear-attention, transformers' own function rejects packed sequences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STATE = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
 
 
 def patches() -> Iterable[Patch]:
-    """`torch_chunk_gated_delta_rule`, which calls fla's where that is installed."""
+    """Patch `torch_chunk_gated_delta_rule`, which calls fla's function if fla is installed."""
     yield from models.compared(
         models.linear(),
         models.RULE,
@@ -38,15 +38,16 @@ def patches() -> Iterable[Patch]:
 
 
 def _calls(function) -> list[tuple]:
-    """Two chunks, the second not full."""
+    """Return small calls with two chunks, of which the second is not full."""
     tiny, plain, state = delta_rule_arguments(tokens=19)
     return [(*tiny, 16, state, True, True), (*plain, 16)]
 
 
 def delta_rule_arguments(tokens: int, by_channel: bool = False) -> tuple:
-    """q, k, v, g and beta of two small calls, and a state. Beta is up to 2.
+    """Return q, k, v, g and beta of two small calls, and a state. Beta is up to 2.
 
-    One call is in fp32 with q and k so small that the epsilon of their norms counts, one in bf16.
+    One call is in fp32, with q and k so small that the norm's epsilon matters. The other is in
+    bf16.
     """
     draw = Draw()
     q, k, v = (draw.normal(2, tokens, 4, width) for width in (8, 8, 6))
@@ -60,11 +61,11 @@ def ours(
     query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **unread,
 ) -> Callable:  # fmt: skip
-    """Return the npu-ops call for this call of transformers. A model's other options are not read.
+    """Return the npu-ops call for this call of transformers. Other options are ignored.
 
     Raises:
-        RuntimeError: verl has spread the sequence over ranks, and whoever calls does not know it:
-            the states would start anew on each.
+        RuntimeError: verl has split the sequence over ranks, which the caller does not support:
+            each rank would start with a new state.
     """
     check_whole("verl has Gated Delta Net over several ranks for Qwen3.5 alone")
     check.one_of("chunk_size", chunk_size, CHUNK_SIZES)
@@ -76,7 +77,7 @@ def ours(
 
 
 def check_whole(why: str) -> None:
-    """Raise RuntimeError where verl's Ulysses has spread the sequence over ranks."""
+    """Raise RuntimeError if verl's Ulysses has split the sequence over ranks."""
     if ulysses.size() > 1:
         raise RuntimeError(
             f"query: got 1 of {ulysses.size()} spans of a sequence (verl's Ulysses), needs all of "
@@ -85,7 +86,7 @@ def check_whole(why: str) -> None:
 
 
 def checked(q, k, v, g, beta, initial_state, cu_seqlens) -> dict:
-    """The arguments by our names, see `checked_by`."""
+    """Check the arguments, and return them under npu-ops' names; see `checked_by`."""
     return checked_by(
         _Call, check_call, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state,
         cu_seqlens=cu_seqlens,
@@ -93,9 +94,10 @@ def checked(q, k, v, g, beta, initial_state, cu_seqlens) -> dict:
 
 
 def checked_by(call: Callable, check_call: Callable, *, initial_state, **given) -> dict:
-    """The arguments `given`, checked. A state that was kept in half precision is fp32, as theirs.
+    """Check the arguments `given`, and return them. A half-precision state becomes fp32, as in
+    theirs.
 
-    call: makes a call of the public function of arguments by name, which `check_call` checks.
+    call: makes a NamedTuple of the public function's arguments by name. check_call: checks it.
     """
     if initial_state is not None:
         check.floating("initial_state", initial_state)
@@ -103,5 +105,6 @@ def checked_by(call: Callable, check_call: Callable, *, initial_state, **given) 
     given["initial_state"] = initial_state
     check_call(call(**given))
     check_device(given["q"])
-    check.one_of("q's dtype", given["q"].dtype, check.FLOATS[:3])  # theirs computes fp64 in fp32
+    # transformers computes fp64 in fp32
+    check.one_of("q's dtype", given["q"].dtype, check.FLOATS[:3])
     return given

@@ -24,7 +24,7 @@ _STATE = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
 
 
 def patches() -> Iterable[Patch]:
-    """`chunk_kimi_delta_attention`, which calls fla's where that is installed."""
+    """Patch `chunk_kimi_delta_attention`, which calls fla's function if fla is installed."""
     yield from models.compared(
         models.linear(),
         models.RULE_BY_CHANNEL,
@@ -35,7 +35,7 @@ def patches() -> Iterable[Patch]:
 
 
 def _calls(function) -> list[tuple]:
-    """Two chunks, the second not full."""
+    """Return small calls with two chunks, of which the second is not full."""
     tiny, plain, state = delta_rule_arguments(tokens=19, by_channel=True)
     return [(*tiny, 16, state, True, True), (*plain, 16)]
 
@@ -44,10 +44,11 @@ def ours(
     query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **unread,
 ) -> Callable:  # fmt: skip
-    """Return the npu-ops call for this call of transformers. A model's other options are not read.
+    """Return the npu-ops call for this call of transformers. Other options are ignored.
 
     Raises:
-        RuntimeError: verl has spread the sequence over ranks: the states would start anew on each.
+        RuntimeError: verl has split the sequence over ranks: each rank would start with a new
+            state.
     """
     check_whole("verl has no Kimi Delta Attention over several ranks")
     check.one_of("chunk_size", chunk_size, CHUNK_SIZES)

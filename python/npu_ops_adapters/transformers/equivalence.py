@@ -1,7 +1,7 @@
-"""Whether a model's own function computes what ours does: small calls of both are compared.
+"""Tests whether a model's function computes what npu-ops does, by comparing small calls.
 
-Each model of transformers has copies of its own of all functions. A copy with a signature that is
-known is replaced only if it computes the same; another formula is left to the model.
+Each model of transformers has its own copies of all functions. A copy with a known signature is
+replaced only if its results agree. A copy with another formula is left alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from npu_ops.core import compare, env, make
 from npu_ops_adapters.patching import Names, wrapped
 
-# bf16 is rounded at other places than in transformers.
+# bf16 results are rounded at other places than in transformers.
 _CLOSE = {
     torch.float32: compare.Tolerance(1e-4, 1e-4),
     torch.bfloat16: compare.Tolerance(2e-2, 5e-2),
@@ -25,13 +25,14 @@ _CLOSE = {
 
 
 class Variant(NamedTuple):
-    """One formula that npu-ops has.
+    """One formula that npu-ops implements.
 
-    ours: takes the arguments of the model's function and returns a call.
-    calls: given the function, or its class, makes tuples of arguments for small calls. It makes
-        new tensors each time, for a call may write to them.
-    build: makes a module of a class, given a factor of all its sizes; None for a function.
-    reads: the settings of such a module that `ours` reads itself.
+    ours: takes the arguments of the model's function and returns a function that computes the
+    result.
+    calls: takes the function or its class, and returns argument tuples of small calls. Each time it
+    makes new tensors, because a call may write to them.
+    build: makes a module of a class; all sizes are multiplied by a factor. None for a function.
+    reads: the settings of the module that `ours` itself handles.
     """
 
     ours: Callable
@@ -40,7 +41,8 @@ class Variant(NamedTuple):
     reads: Names = ()
 
     def on(self, subject: Any) -> Callable:
-        """`ours`; it raises ValueError for a module with other settings than those compared."""
+        """Return `ours`. It raises ValueError if a module's settings differ from those that were
+        compared."""
         if self.build is None:
             return self.ours
         with _undisturbed():
@@ -51,10 +53,10 @@ class Variant(NamedTuple):
 
 @functools.cache
 def choose(subject: Any, variants: tuple[Variant, ...]) -> Variant | str:
-    """The first formula that is the model's, or a sentence on why none is.
+    """Return the first formula that the model implements, or why there is none.
 
     Args:
-        subject: the model's function as it was defined, or the class whose `forward` it is.
+        subject: the model's original function, or the class whose `forward` it is.
     """
     function = innermost(getattr(subject, "forward", subject))
     reason = ""
@@ -66,7 +68,7 @@ def choose(subject: Any, variants: tuple[Variant, ...]) -> Variant | str:
 
 
 def innermost(function: Any) -> Any:
-    """A function of PyTorch's alone, without decorators that choose kernels of other packages."""
+    """Return the PyTorch function inside decorators that select kernels of other packages."""
     if issubclass(type(function), types.FunctionType):
         *_, function = wrapped(function)
     return function
@@ -79,13 +81,13 @@ def _difference(variant: Variant, function: Callable, subject: Any) -> str:
             for theirs, mine in zip(variant.calls(subject), variant.calls(subject), strict=True):
                 expected, actual = function(*theirs), variant.ours(*mine)()
                 _assert_same((actual, mine), (expected, theirs))
-    except Exception as error:  # what a model does with a call is not for us to foresee
+    except Exception as error:  # a model may fail in any way here
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def _of_pytorch(function: types.FunctionType) -> Callable:
-    """The same code, which finds functions of PyTorch's alone under the names that it calls."""
+    """Copy a function so that it calls only PyTorch functions, see `innermost`."""
     called = function.__globals__.keys() & set(function.__code__.co_names)
     known = function.__globals__ | {n: innermost(function.__globals__[n]) for n in called}
     copied = types.FunctionType(
@@ -97,7 +99,7 @@ def _of_pytorch(function: types.FunctionType) -> Callable:
 
 @contextlib.contextmanager
 def _undisturbed():
-    """What a program has set, for its own calls, does not reach these; they are on the CPU."""
+    """Isolate these calls from the program's settings; run them on the CPU."""
     plain = {"impl": {}, "strict": False, "log": "once", "consistent": ""}
     with contextlib.ExitStack() as contexts:
         if any(getattr(env.settings, name) != value for name, value in plain.items()):
@@ -111,7 +113,7 @@ def _undisturbed():
 
 
 def _assert_same(actual: Any, expected: Any) -> None:
-    """Raise AssertionError unless all tensors are, those of arguments that were written too."""
+    """Raise AssertionError unless all tensors agree, including arguments that were written."""
     pairs = zip(_tensors(actual), _tensors(expected), strict=True)
     for number, (a, e) in enumerate(pairs):
         if a.dtype != e.dtype:
@@ -128,7 +130,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _settings(one: torch.nn.Module, other: torch.nn.Module) -> dict:
-    """What is the same in two modules of one class that differ in all sizes."""
+    """Return the settings that are equal in two modules of one class with different sizes."""
     bare = vars(torch.nn.Module())
     mine, others = vars(one), vars(other)
     return {n: v for n, v in mine.items() if n not in bare and n in others and v == others[n]}
@@ -145,7 +147,7 @@ def _with_settings(ours: Callable, known: dict, module, *args, **kwargs):
 
 
 class Draw:
-    """Random numbers that are the same each time, and leave the program's alone."""
+    """Random numbers that are the same each time, and do not touch the program's generator."""
 
     def __init__(self):
         self._draw = torch.Generator("cpu").manual_seed(0)
@@ -157,7 +159,7 @@ class Draw:
         return make.uniform(shape, self._draw)
 
     def fill(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Give a module other parameters than ones and zeros."""
+        """Replace a module's parameters, often ones and zeros, by random numbers."""
         module = module.float()
         for parameter in module.parameters():
             parameter.copy_(self.normal(*parameter.shape) / 2)
@@ -165,7 +167,7 @@ class Draw:
 
 
 def small_norm(cls: type, factor: int) -> torch.nn.Module:
-    """A norm of a model's class: 8 factor elements, an eps that counts, random weights."""
+    """Make a norm of a model's class: 8 * factor elements, a large eps, random weights."""
     if "weight" not in innermost(cls.forward).__code__.co_names:
         raise ValueError("weight: got none, needs one for each element")
     return Draw().fill(cls(8 * factor, eps=0.1 / factor))

@@ -1,9 +1,9 @@
-"""Experts of a mixture: their products in one launch on NPUs, where PyTorch has no kernel for it.
+"""Mixture of experts: one launch for the products on NPUs, where PyTorch has no kernel for them.
 
-torch_npu of torch 2.7 to 2.13 has none. PyTorch's function fails there, or waits for the end of
-each group and makes a product of it, as transformers' own does. With NPU_OPS_CONSISTENT all of
-transformers' ways to compute them are the one with grouped products, and it adds a token's experts
-in order of expert id, which every framework knows.
+torch_npu of torch 2.7 to 2.13 has none. There PyTorch's function fails, or waits for each group's
+length and runs one product per group, as transformers' own does. With NPU_OPS_CONSISTENT, all of
+transformers' implementations become the grouped one, and it adds a token's experts in order of
+expert id, which every framework knows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WHY = "it waits for the number of tokens of each expert, and launches a product
 
 
 def patches() -> Iterable[Patch]:
-    """Replace the grouped product; with NPU_OPS_CONSISTENT also the choice of a way to compute."""
+    """Patch the grouped product; with NPU_OPS_CONSISTENT also the choice of an implementation."""
     make = functools.partial(falling_through, ours, op="grouped_linear")
     names = ("input", "weight", "offs", "bias", "is_transposed")
     yield models.patch(f"{_HOME}:_grouped_linear", "grouped_linear", make, (names,), why=_WHY)
@@ -38,7 +38,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(input, weight, offs, bias=None, is_transposed=False) -> Callable:
-    """The call of ours that is this call of transformers'."""
+    """Return the npu-ops call for this call of transformers."""
     check_device(input)
     if not env.settings.consistent and (input.device.type == "cpu" or pytorch_has_one()):
         raise ValueError("input: got a tensor where PyTorch's grouped product is at home")
@@ -51,14 +51,14 @@ def ours(input, weight, offs, bias=None, is_transposed=False) -> Callable:
 
 @functools.cache
 def pytorch_has_one() -> bool:
-    """Whether torch_npu has a kernel of PyTorch's grouped product."""
+    """Return whether torch_npu has a kernel for PyTorch's grouped product."""
     name = "aten::_grouped_mm"
     known = torch._C._dispatch_has_kernel(name)
     return known and torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1")
 
 
 def always_grouped(original: Callable) -> Callable:
-    """`get_interface`, which answers with grouped products to all that ask for PyTorch's."""
+    """Wrap `get_interface` to return the grouped implementation in place of every PyTorch one."""
 
     @functools.wraps(original)
     def get_interface(self, experts_implementation, default):
@@ -71,7 +71,8 @@ def always_grouped(original: Callable) -> Callable:
 
 @functools.cache
 def in_order_of_id(compute: Callable) -> Callable:
-    """transformers' function of grouped products, which adds experts in the order it gets them."""
+    """Wrap transformers' grouped function, which adds experts in the given order, to sort them by
+    id."""
 
     @functools.wraps(compute)
     def experts(self, hidden_states, top_k_index, top_k_weights):

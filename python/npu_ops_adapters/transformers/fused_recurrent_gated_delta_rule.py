@@ -24,10 +24,12 @@ _NAMES = (
 
 
 def patches() -> Iterable[Patch]:
-    """`torch_recurrent_gated_delta_rule`, and the same with a decay by key channel (KDA); they call
-    fla's where that is installed."""
+    """Patch `torch_recurrent_gated_delta_rule`, and the version with a decay per key channel (KDA).
+
+    Both call fla's function if fla is installed.
+    """
     linear, op = models.linear(), "fused_recurrent_gated_delta_rule"
-    signatures = ((*_NAMES, "kwargs"), _NAMES)  # version 4 has no more
+    signatures = ((*_NAMES, "kwargs"), _NAMES)  # version 4 has no kwargs
     for name, variant in (
         ("torch_recurrent_gated_delta_rule", Variant(ours, _calls)),
         ("recurrent_kimi_delta_attention", Variant(ours_by_channel, _calls_by_channel)),
@@ -48,7 +50,7 @@ def ours(
     query, key, value, g, beta, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **unread,
 ) -> Callable:  # fmt: skip
-    """Return the npu-ops call for this call of transformers. Other options are not read."""
+    """Return the npu-ops call for this call of transformers. Other options are ignored."""
     arguments = checked(query, key, value, g, beta, initial_state, cu_seqlens)
     return functools.partial(
         token_by_token, **arguments,
@@ -60,7 +62,7 @@ def ours_by_channel(
     query, key, value, g, beta, initial_state=None, output_final_state=False,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, **unread,
 ) -> Callable:  # fmt: skip
-    """The same for g `[B, T, HV, K]`. With NPU_OPS_CONSISTENT=1 it is the rule of training."""
+    """As `ours`, for g `[B, T, HV, K]`. With NPU_OPS_CONSISTENT=1 it runs the rule of training."""
     if env.settings.consistent == "chunks":
         raise ValueError("g: got a decay by key channel, whose states carry no unfinished chunk")
     if env.settings.consistent:

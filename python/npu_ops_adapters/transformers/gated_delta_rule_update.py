@@ -1,8 +1,8 @@
-"""A decoding step of Gated Delta Net: gates, norms of q and k and the delta rule are one launch.
+"""A decoding step of Gated Delta Net: gates, norms of q and k and the delta rule in one launch.
 
-transformers computes the gates and hands the rule a new state, which the cache copies. Here the
-step between the projections is the convolution, the rule, which writes the cache's state, and the
-gated norm.
+transformers computes the gates, and its rule returns a new state, which the cache copies. Here the
+step between the projections has three launches: the convolution, the rule, which writes the cache's
+state in place, and the gated norm.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMES = ("self", "hidden_states", "cache_params", "attention_mask", "kwargs")
 
 
 def patches() -> Iterable[Patch]:
-    """The layer's `forward`, where a cache says what it knows of a layer (5.23)."""
+    """Patch the layer's `forward`, if the cache can return a layer's states (5.23)."""
     cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
     if hasattr(cache, "get_conv_state"):
         variant = Variant(ours, _calls, build, reads=("activation", "allow_neg_eigval"))
@@ -36,7 +36,7 @@ def patches() -> Iterable[Patch]:
         )
 
 
-# What all models call the sizes of a layer, and what two layers are compared with.
+# The models' names for a layer's sizes, and the values for small test layers.
 _SIZES = {
     "hidden_size": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -45,13 +45,13 @@ _SIZES = {
 
 
 def build(cls: type, factor: int) -> torch.nn.Module:
-    """A small layer with random weights, and what its model takes for granted."""
+    """Make a small layer with random weights, from its model's configuration."""
     config = typing.get_type_hints(cls.__init__)["config"]().get_text_config()
     for name, size in _SIZES.items():
         setattr(config, name, size * factor)
     config.rms_norm_eps, config.layer_types = 0.1 / factor, ["linear_attention"] * 2
     layer = Draw().fill(cls(config, factor - 1))
-    layer.conv1d.weight.mul_(1e-3)  # so that the epsilon of the norms of q and k counts
+    layer.conv1d.weight.mul_(1e-3)  # small, so that the epsilon of q's and k's norms matters
     return layer
 
 
@@ -84,7 +84,7 @@ def _calls(cls: type) -> list[tuple]:
 def ours(module, hidden_states, cache_params=None, attention_mask=None, **unread) -> Callable:
     """Return the npu-ops call for this call of transformers: one more token of each sequence.
 
-    With NPU_OPS_CONSISTENT the rule's own function decides.
+    With NPU_OPS_CONSISTENT it raises, so that the layer calls the replaced rule instead.
     """
     x = hidden_states
     check_device(x)
@@ -107,7 +107,7 @@ def ours(module, hidden_states, cache_params=None, attention_mask=None, **unread
 
 
 def _step(module, x, convolved: Callable, z, b, a, state):
-    """transformers' states are `[B, HV, K, V]`; both are written."""
+    """Decode one token; writes both states. transformers' states are `[B, HV, K, V]`."""
     gates = a[:, 0], b[:, 0], module.A_log, module.dt_bias
     if getattr(module, "allow_neg_eigval", False):
         a, b, *of_decay = gates
@@ -122,12 +122,12 @@ def _step(module, x, convolved: Callable, z, b, a, state):
 
 
 def _either(module, name: str, other: str):
-    """What models call by one of two names."""
+    """Return an attribute that has one of two names."""
     return getattr(module, name) if hasattr(module, name) else getattr(module, other)
 
 
 def _projected(module, x):
-    """q, k and v of a token one after the other, z, b and a; `[B, 1, ...]`."""
+    """Return q, k and v of a token one after the other, z, b and a; each `[B, 1, ...]`."""
     if hasattr(module, "in_proj_qkv"):
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         return [getattr(module, name)(x) for name in names]

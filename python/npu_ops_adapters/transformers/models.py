@@ -1,7 +1,7 @@
-"""The models whose modules are patched. Each has copies of its own of all functions.
+"""The models whose modules are patched. Each has its own copies of all functions.
 
-Models with linear attention are known by what they define, so the next one needs no release of
-ours: `equivalence` compares their functions with ours. Others are known by name.
+Models with linear attention are recognized by the functions they define, so a new model needs no
+release of npu-ops: `equivalence` compares its functions. Other models are listed by name.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ QWEN2_VL = ("qwen2_vl", "qwen2_5_vl")
 QWEN3_VL = ("qwen3_vl", "qwen3_vl_moe")
 VISION = (*QWEN2_VL, *QWEN3_VL)
 BY_NAME = (*TEXT, *VISION)
-# Models of which npu-ops has every function in every known version; another model's may differ.
+# Models whose functions all match npu-ops in every known version. Other models' may differ.
 _OURS = (*BY_NAME, "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
-# What a model with linear attention defines: one of these. A None or another package's is none.
+# A model with linear attention defines one of these. None, or another package's function, does not
+# count.
 CONVOLUTION = "causal_conv1d_fn"
 RULE = "torch_chunk_gated_delta_rule"
 RULE_BY_CHANNEL = "chunk_kimi_delta_attention"
@@ -41,11 +42,11 @@ WHY = "it is several kernels, each of which reads and writes everything"
 def replaced(
     models: Names, name: str, op: str, ours: Callable, *signatures: Names | None
 ) -> Iterable[Patch]:
-    """A patch of `name` in each model's module.
+    """Yield a patch of `name` in each model's module.
 
-    ours: takes the function's arguments and returns a call, or raises TypeError or ValueError for
-        what is not ours.
-    signatures: transformers', of all known versions; by default the one that ours has.
+    ours: takes the function's arguments and returns a function that computes the result, or raises
+    TypeError or ValueError for an unsupported call.
+    signatures: transformers', of all known versions; the default is the signature of `ours`.
     """
     for model in models:
         make = functools.partial(falling_through, ours, op=op)
@@ -56,10 +57,11 @@ def compared(
     models: Names, name: str, op: str, variants: tuple[Variant, ...], *signatures: Names | None,
     trusted: tuple[Names | None, ...] = (), instead_of_none: Callable | None = None,
 ) -> Iterable[Patch]:  # fmt: skip
-    """A patch of `name` where a model has it and it computes what one of the variants does.
+    """Yield a patch of `name` in each model that has it, if it computes what one of the variants
+    does.
 
     trusted: signatures of functions that cannot be called here: None, or other packages' kernels.
-    instead_of_none: what takes the calls that are not ours where `name` is None.
+    instead_of_none: runs the unsupported calls if `name` is None.
     """
     signatures = (*(signatures or (parameters(variants[0].ours),)), *trusted)
     for model in having(models, name):
@@ -74,7 +76,7 @@ def compared_classes(
     variants: tuple[Variant, ...],
     *signatures: Names,
 ) -> Iterable[Patch]:
-    """The same for `forward` of each of a model's `classes`."""
+    """As `compared`, for `forward` of each class of a model that `classes` finds."""
     for model in models:
         for name in classes(model, which):
             target = f"{home(model)}:{name}.forward"
@@ -113,7 +115,7 @@ def _compared(
 
 
 def patch(target: str, op: str, make: Callable, signatures, **changes) -> Patch:
-    """A patch with what all of them have in common."""
+    """Make a patch with the fields that all patches here share."""
     settings = {
         "why": WHY,
         "remove_when": "transformers calls an operator here that has an NPU kernel",
@@ -130,12 +132,12 @@ def patch(target: str, op: str, make: Callable, signatures, **changes) -> Patch:
 
 
 def home(model: str) -> str:
-    """The module of a model."""
+    """Return the module of a model."""
     return f"transformers.models.{model}.modeling_{model}"
 
 
 def having(models: Names, name: str) -> Names:
-    """Those of the models that are imported and have `name`, which some versions have not."""
+    """Return the models that are imported and have `name`, which some versions lack."""
     return tuple(model for model in models if name in vars(sys.modules.get(home(model), object)))
 
 
@@ -145,26 +147,30 @@ def imported(models: Names) -> Names:
 
 
 def linear() -> Names:
-    """Imported models with linear attention: those that define its convolution or its rule."""
+    """Return imported models with linear attention: they define its convolution or its rule."""
     models = filter(None, map(npu_ops_import_hook.model_of_transformers, list(sys.modules)))
     return tuple(model for model in models if any(_defines(model, name) for name in _PARTS))
 
 
 def _defines(model: str, name: str) -> bool:
-    """Whether it is not None, nor another package's."""
+    """Return whether the model itself defines it: it is not None or another package's."""
     function = equivalence.innermost(vars(sys.modules[home(model)]).get(name))
     return getattr(function, "__module__", None) == home(model)
 
 
 def vision() -> Names:
-    """Models with a vision tower: those of VISION, and each imported model that has both linear
-    attention and a tower."""
+    """Return the models with a vision tower.
+
+    They are those of VISION, and each imported model with linear attention and a tower.
+    """
     return (*VISION, *having(linear(), "apply_rotary_pos_emb_vision"))
 
 
 def modules() -> list[str]:
-    """The modules of installed models that are patched: those known by name, and those whose source
-    defines a rule of linear attention."""
+    """Return the modules of installed models that are patched.
+
+    They are those listed by name, and those whose source defines a rule of linear attention.
+    """
     spec = importlib.util.find_spec("transformers.models")
     folders = spec.submodule_search_locations if spec else ()
     defined = re.compile(rf"^def ({RULE}|{RULE_BY_CHANNEL})\(", re.MULTILINE)

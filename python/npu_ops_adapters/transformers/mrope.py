@@ -1,6 +1,6 @@
-"""Multimodal rotary embedding as transformers 4 has it: tables of three axes for each layer.
+"""Multimodal rotary embedding of transformers 4: each layer gets tables of three axes.
 
-From transformers 5 on tables are put together once for all layers, and `rope` takes the calls.
+From transformers 5 on, the tables are merged once for all layers, and `rope` handles the calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAME = "apply_multimodal_rotary_pos_emb"
 
 
 def patches() -> Iterable[Patch]:
-    """`apply_multimodal_rotary_pos_emb` of Qwen2-VL and Qwen2.5-VL."""
+    """Patch `apply_multimodal_rotary_pos_emb` of Qwen2-VL and Qwen2.5-VL."""
     yield from models.replaced(models.having(models.QWEN2_VL, _NAME), _NAME, "mrope", ours)
 
 

@@ -16,7 +16,7 @@ from npu_ops_adapters.transformers.equivalence import Draw, Variant, small_norm
 
 _CLASSES = {
     "qwen2": "Qwen2RMSNorm",
-    "qwen2_vl": "Qwen2VLRMSNorm",  # version 4 has Qwen2's in these two
+    "qwen2_vl": "Qwen2VLRMSNorm",  # version 4 uses Qwen2's class in these two
     "qwen2_5_vl": "Qwen2_5_VLRMSNorm",
     "qwen3": "Qwen3RMSNorm",
     "qwen3_moe": "Qwen3MoeRMSNorm",
@@ -27,7 +27,7 @@ _SIGNATURES = ("self", "hidden_states"), ("self", "x")
 
 
 def patches() -> Iterable[Patch]:
-    """The method that normalises and multiplies."""
+    """Patch the method that normalizes and multiplies."""
     for model, name in _CLASSES.items():
         if model not in models.QWEN2_VL or models.having((model,), name):
             yield from models.replaced(
@@ -43,7 +43,7 @@ def patches() -> Iterable[Patch]:
 
 
 def _calls(cls: type) -> list[tuple]:
-    """Of the whole row, and by groups, where a module says which."""
+    """Return small calls on whole rows, and on groups if a module has a group size."""
     x, module = Draw().normal(2, 3, 8), small_norm(cls, 1)
     calls = [(module, x), (small_norm(cls, 1).bfloat16(), x.bfloat16())]
     if getattr(module, "group_size", x) is None:
@@ -54,21 +54,21 @@ def _calls(cls: type) -> list[tuple]:
 
 
 def ours(module, hidden_states) -> Callable:
-    """Return the npu-ops call for this call of transformers; it rounds once, theirs twice."""
+    """Return the npu-ops call for this call of transformers. It rounds once, theirs twice."""
     x, weight = hidden_states, module.weight
     _check("hidden_states", x, weight)
-    check.one_of("weight's dtype", weight.dtype, (x.dtype,))  # theirs is the wider of both
+    check.one_of("weight's dtype", weight.dtype, (x.dtype,))  # theirs returns the wider dtype
     return functools.partial(_normalise, module, x, zero_centered=False)
 
 
 def ours_zero_centered(module, x) -> Callable:
-    """The same where weight is what is added to 1."""
+    """As `ours`, for norms that multiply by 1 + weight."""
     _check("x", x, module.weight)
     return functools.partial(_normalise, module, x, zero_centered=True)
 
 
 def _normalise(module, x, zero_centered: bool):
-    """Of a row, or of each group of its elements by itself; eps has one of two names."""
+    """Normalize rows, or groups of their elements. eps has one of two names."""
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
     norm = functools.partial(npu_ops.rms_norm, eps=eps, zero_centered=zero_centered)
     size = getattr(module, "group_size", None)

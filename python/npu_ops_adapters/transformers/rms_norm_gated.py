@@ -1,4 +1,4 @@
-"""The gated norm of linear attention: RMSNorm of what the delta rule computes, times a gate."""
+"""The gated norm of linear attention: RMSNorm of the delta rule's output, times a gate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
 def patches() -> Iterable[Patch]:
-    """The method that normalises, multiplies and rounds."""
+    """Patch the method that normalizes, multiplies and rounds."""
     variant = Variant(ours, _calls, small_norm, reads=("activation",))
     yield from models.compared_classes(
         models.linear(), "RMSNormGated", "rms_norm_gated", (variant,), _NAMES
@@ -25,7 +25,7 @@ def patches() -> Iterable[Patch]:
 
 
 def _calls(cls: type) -> list[tuple]:
-    """By each activation, where a module says which it has."""
+    """Return small calls, one for each activation if the module has that setting."""
     module, draw = small_norm(cls, 1), Draw()
     x, gate = draw.normal(5, 8), draw.normal(5, 8)
     half = (small_norm(cls, 1).bfloat16(), x.bfloat16(), gate.bfloat16())
@@ -38,9 +38,9 @@ def _calls(cls: type) -> list[tuple]:
 
 
 def ours(module, hidden_states, gate=None) -> Callable:
-    """Return the npu-ops call for this call of transformers; it rounds once, theirs twice.
+    """Return the npu-ops call for this call of transformers. It rounds once, theirs twice.
 
-    Version 4 has silu in the code, version 5 in an attribute.
+    Version 4 always uses silu; version 5 has an attribute for the activation.
     """
     x, weight = hidden_states, module.weight
     activation = getattr(module, "activation", "silu")

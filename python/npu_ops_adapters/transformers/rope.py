@@ -1,6 +1,6 @@
-"""Rotary embedding of text and of images. Multimodal angles are ready where it is called.
+"""Rotary embedding of text and of images; multimodal angles are already merged.
 
-In transformers 5, that is; what version 4 has for Qwen2-VL is in `mrope`.
+This holds for transformers 5. For Qwen2-VL in version 4, see `mrope`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TEXT_SIGNATURES = (
 
 
 def patches() -> Iterable[Patch]:
-    """`apply_rotary_pos_emb`, and `apply_rotary_pos_emb_vision` of vision towers."""
+    """Patch `apply_rotary_pos_emb`, and `apply_rotary_pos_emb_vision` of vision towers."""
     multimodal = models.having(models.QWEN2_VL, "apply_multimodal_rotary_pos_emb")
     whole = tuple(model for model in models.BY_NAME if model not in multimodal)
     yield from models.replaced(whole, _NAME, "rope", ours_whole, *_TEXT_SIGNATURES)
@@ -36,7 +36,7 @@ def patches() -> Iterable[Patch]:
 
 
 def _calls(function, width: int = 8) -> list[tuple]:
-    """Of bf16 heads with tables of fp32, as under autocast, too."""
+    """Return small calls, also of bf16 heads with fp32 tables, as under autocast."""
     draw = Draw()
     q, k = draw.normal(2, 4, 5, 8), draw.normal(2, 1, 5, 8)
     tables = draw.normal(2, 5, width), draw.normal(2, 5, width)
@@ -54,12 +54,12 @@ def _vision_calls(function) -> list[tuple]:
 
 
 def ours(q, k=None, cos=None, sin=None, position_ids=None, unsqueeze_dim=1) -> Callable:
-    """Return the npu-ops call for this call of transformers, on the first elements of a head.
+    """Return the npu-ops call for this call of transformers. It may rotate a part of each head.
 
-    Tables wider than q and k make the result wider, as theirs do (autocast). position_ids are not
-    used by either. q may come without k.
+    Tables wider than q and k make the result wider, as theirs do (autocast). position_ids are
+    ignored by both. k may be None.
     """
-    if isinstance(position_ids, int):  # transformers 5 has unsqueeze_dim in this place
+    if isinstance(position_ids, int):  # transformers 5 passes unsqueeze_dim in this place
         position_ids, unsqueeze_dim = None, position_ids
     _check(q, q if k is None else k, cos, sin)
     check.one_of("unsqueeze_dim", unsqueeze_dim, (1, 2))
@@ -74,7 +74,7 @@ def ours(q, k=None, cos=None, sin=None, position_ids=None, unsqueeze_dim=1) -> C
 
 
 def ours_narrow(q, k, cos, sin, position_ids=None, unsqueeze_dim=1) -> Callable:
-    """As `ours_whole`, for models whose function returns the dtype that it was given."""
+    """As `ours_whole`, for models whose function returns q's dtype."""
     ours_whole(q, k, cos, sin, position_ids, unsqueeze_dim)
     if isinstance(position_ids, int):
         unsqueeze_dim = position_ids
@@ -100,7 +100,7 @@ _VARIANTS = (
 
 
 def ours_vision(q, k, cos, sin) -> Callable:
-    """Return the npu-ops call for this call of transformers, which computes in fp32 as we do."""
+    """Return the npu-ops call for this call of transformers. Both compute in fp32."""
     _check(q, k, cos, sin)
     check.one_of("q's dtype", q.dtype, check.FLOATS[:3])  # transformers rotates fp64 in fp32
     if q.dim() != 3 or cos.shape != (q.shape[0], q.shape[2]):

@@ -15,7 +15,7 @@ from npu_ops_adapters.verl import gated_delta_net, log_probs, npu_patches
 
 
 def patches() -> Iterable[Patch]:
-    """All of them."""
+    """Yield all patches."""
     yield from gated_delta_net.patches()
     yield from log_probs.patches()
     yield from npu_patches.patches()

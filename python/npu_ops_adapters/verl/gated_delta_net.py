@@ -1,8 +1,8 @@
-"""Gated Delta Net of packed sequences, also where Ulysses spreads them over ranks.
+"""Gated Delta Net of packed sequences, also if Ulysses splits them over ranks.
 
-verl's own computes the sequences one by one, and with Ulysses wants fla. Here they are one call,
-and with Ulysses each rank computes all tokens of some heads, as in attention: no state has to pass
-from one rank to the next.
+verl's own function computes the sequences one by one, and needs fla with Ulysses. Here they are one
+call. With Ulysses each rank computes all tokens of some heads, as in attention, so no state passes
+between ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from npu_ops_adapters.verl import ulysses
 
 
 def patches() -> Iterable[Patch]:
-    """The function that verl makes the forward of Qwen3.5's layers."""
+    """Patch the function that verl sets as the forward of Qwen3.5's layers."""
     yield Patch(
         target="verl.models.transformers.qwen3_5:qwen3_5_gated_delta_net_forward",
         op="gated_delta_net",
@@ -51,7 +51,7 @@ def _replace(original: Callable) -> Callable:
 
 
 def _is_ours(layer, x, cu_seqlens, cu_seqlens_cpu) -> bool:
-    """Whether the lengths are of all ranks' tokens and the heads can be shared among them."""
+    """Return whether the lengths cover all ranks' tokens and the heads divide by the ranks."""
     ranks = ulysses.size()
     total = int((cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)[-1])
     shared = layer.num_k_heads % ranks == 0 and layer.num_v_heads % ranks == 0
@@ -81,20 +81,20 @@ def _forward(layer, x, cu_seqlens):
 
 
 def _gathered(layer, x):
-    """q, k and v side by side, and the gates: of all tokens, for this rank's heads."""
+    """Return q, k and v side by side, and the gates: all tokens, for this rank's heads."""
     qkv, a, b = layer.in_proj_qkv(x), layer.in_proj_a(x), layer.in_proj_b(x)
     ranks = ulysses.size()
     if ranks == 1:
         return qkv, torch.cat((a, b), dim=-1)
     parts = [*qkv.split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1), a, b]
-    # One exchange: a row for each rank, with its part of each.
+    # One exchange for all: a row per rank, with that rank's heads of each part.
     rows = torch.cat([part.unflatten(-1, (ranks, -1)) for part in parts], dim=-1)
     mine = ulysses.gather_tokens(rows, tokens=1, heads=2)[:, :, 0]
     return mine.split([qkv.shape[-1] // ranks, 2 * a.shape[-1] // ranks], dim=-1)
 
 
 def _channels(layer, parameter):
-    """The convolution's, of this rank's heads of q, k and v."""
+    """Return a convolution parameter's channels for this rank's heads of q, k and v."""
     if parameter is None or ulysses.size() == 1:
         return parameter
     parts = parameter.split([layer.key_dim, layer.key_dim, layer.value_dim])
@@ -102,5 +102,5 @@ def _channels(layer, parameter):
 
 
 def _heads(parameter):
-    """This rank's share of a parameter that has a value for each head."""
+    """Return this rank's share of a parameter with a value per head."""
     return parameter.chunk(ulysses.size())[ulysses.rank()] if ulysses.size() > 1 else parameter

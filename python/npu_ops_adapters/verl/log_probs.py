@@ -1,7 +1,7 @@
-"""verl's log-probabilities are computed in fp32, as a server's.
+"""Computes verl's log-probabilities in fp32, as servers do.
 
 On NPUs verl calls torch_npu's cross entropy, whose result has the dtype of the logits: with an FSDP
-actor in bf16 a log-probability of -5 is off by up to 0.016. With NPU_OPS_CONSISTENT npu-ops takes
+actor in bf16 a log-probability of -5 is off by up to 0.016. With NPU_OPS_CONSISTENT npu-ops uses
 log_softmax on every device, and divides logits by the temperature in fp32.
 """
 
@@ -22,7 +22,7 @@ _SCALE = "_scale_logits_by_temperature"
 
 
 def patches() -> Iterable[Patch]:
-    """The function of FSDP's engines; with NPU_OPS_CONSISTENT the division, too."""
+    """Patch the function of FSDP's engines; with NPU_OPS_CONSISTENT also the division."""
     yield Patch(
         target="verl.utils.torch_functional:logprobs_from_logits",
         op="verl_log_probs",
@@ -32,7 +32,7 @@ def patches() -> Iterable[Patch]:
         versions="verl 0.9.1",
         remove_when="verl's log-probabilities on NPUs are in fp32",
     )
-    engine = sys.modules.get(_ENGINE)  # of older verl it has no such function
+    engine = sys.modules.get(_ENGINE)  # older verl has no such function
     if env.settings.consistent and (engine is None or hasattr(engine, _SCALE)):
         yield Patch(
             target=f"{_ENGINE}:{_SCALE}",

@@ -1,7 +1,7 @@
-"""verl's NPU patches: the functions of transformers that verl replaces when an FSDP engine starts.
+"""verl's NPU patches: functions of transformers that verl replaces when an FSDP engine starts.
 
-verl would overwrite the rope, the norms and the SwiGLU that npu-ops has patched. The patches of
-npu-ops stay in force. verl keeps its experts.
+verl would overwrite the rope, the norms and the SwiGLU that npu-ops has patched. This patch keeps
+those of npu-ops in place. verl keeps its experts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """The function of verl that applies all of its patches."""
+    """Patch the function of verl that applies all of its patches."""
     yield Patch(
         target="verl.models.transformers.npu_patch:apply_npu_patches",
         op="verl_npu_patches",

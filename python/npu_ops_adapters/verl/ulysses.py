@@ -1,9 +1,9 @@
-"""Ulysses, verl's sequence parallelism: each rank has a span of the tokens, outside of the layers
-that look from one token to another; there it has all tokens of some heads.
+"""Ulysses, verl's sequence parallelism.
 
-verl exchanges the two inside of the function of flash attention alone, and only where a model
-passes position_ids, which its vision tower does not. Any other function of attention computes
-within the span unless it does the same.
+Each rank has a span of the tokens. In layers that mix tokens, each rank has all tokens of some
+heads instead. verl exchanges the two only inside its flash attention function, and only if a model
+passes position_ids, which its vision tower does not. Another attention function must do the
+exchange itself, or it attends only within the span.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ _MODULE = "verl.utils.ulysses"
 
 
 def size() -> int:
-    """The number of ranks that a sequence is spread over."""
+    """Return the number of ranks that share a sequence."""
     verl = sys.modules.get(_MODULE)
     return verl.get_ulysses_sequence_parallel_world_size() if verl else 1
 
 
 def rank() -> int:
-    """This one's, of those."""
+    """Return this rank's number among them."""
     return sys.modules[_MODULE].get_ulysses_sequence_parallel_rank()
 
 
 def gather_tokens(x: torch.Tensor, tokens: int, heads: int) -> torch.Tensor:
-    """All tokens of this rank's share of the heads, in dimensions `tokens` and `heads`."""
+    """Exchange for all tokens of this rank's share of heads. tokens, heads: dimensions of x."""
     return sys.modules[_MODULE].gather_seq_scatter_heads(x, seq_dim=tokens, head_dim=heads)
 
 
 def gather_heads(x: torch.Tensor, tokens: int, heads: int) -> torch.Tensor:
-    """All heads of this rank's span of the tokens."""
+    """Exchange for all heads of this rank's span of the tokens."""
     return sys.modules[_MODULE].gather_heads_scatter_seq(x, head_dim=heads, seq_dim=tokens)
 
 
 def starts(position_ids: torch.Tensor) -> torch.Tensor:
-    """cu_seqlens of all tokens, from the positions of this span: one starts where they jump.
+    """Return cu_seqlens of all tokens: a sequence starts where the positions jump.
 
-    position_ids: `[1, T]`. Each layer asks again, as flash attention's does.
+    position_ids: `[1, T]`, of this rank's span. Each layer calls it, as flash attention does.
     """
     spans = [torch.empty_like(position_ids) for _ in range(size())]
     group = sys.modules[_MODULE].get_ulysses_sequence_parallel_group()
@@ -52,5 +52,5 @@ def starts(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def with_enough_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Keys' or values' heads repeated until each rank has one, as verl does."""
+    """Repeat the heads of keys or values until each rank has one, as verl does."""
     return x.repeat_interleave(max(size() // x.shape[heads], 1), dim=heads)

@@ -1,7 +1,7 @@
 """With NPU_OPS_CONSISTENT, attention over the paged cache has the bits of training.
 
-vllm-ascend calls the vendor's operators, which sum in an order of their own. In the default mode
-they stay: they are faster.
+vllm-ascend calls the vendor's operators, which sum in another order. In the default mode they stay,
+because they are faster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IMPLEMENTATIONS = (
 
 
 def patches() -> Iterable[Patch]:
-    """The methods that compute it once new keys and values are in the cache."""
+    """Patch the methods that attend after new keys and values are in the cache."""
     if env.settings.consistent:
         for name in _IMPLEMENTATIONS:
             yield functions.replaced(
@@ -39,7 +39,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(self, query, key, value, kv_cache, attn_metadata, output):
-    """Write output `[T, heads, D]`, of which rows behind the last sequence are padding."""
+    """Write output `[T, heads, D]`. Rows behind the last sequence are padding."""
     check_device(query)
     _check(self, query)
     starts, ends = attn_metadata.query_start_loc, attn_metadata.actual_seq_lengths_q

@@ -1,6 +1,6 @@
-"""The short convolution before linear attention, over the tokens of a prefill.
+"""The short convolution before linear attention, in prefill.
 
-vllm-ascend 0.18.0 alone has it in Python. Qwen's layers call an AscendC operator, for which they
+Only vllm-ascend 0.18.0 has it in Python. Qwen's layers call an AscendC operator, for which they
 copy lengths and slots to the host: `gated_delta_net` replaces that.
 """
 
@@ -15,7 +15,7 @@ from npu_ops_adapters.vllm import functions
 
 
 def patches() -> Iterable[Patch]:
-    """`causal_conv1d_fn`."""
+    """Patch `causal_conv1d_fn`."""
     yield functions.replaced(
         f"{functions.TRITON}.mamba.causal_conv1d:causal_conv1d_fn",
         "causal_conv1d",
@@ -28,10 +28,11 @@ def ours(
     x, weight, bias=None, activation="silu", conv_states=None, has_initial_state=None,
     cache_indices=None, query_start_loc=None, metadata=None, pad_slot_id=-1,
 ):  # fmt: skip
-    """x is `[D, T]`; the first W - 1 columns of a slot `[D, L]` are its sequence's last tokens.
+    """Convolve x `[D, T]`; the first W - 1 columns of a slot `[D, L]` are its sequence's last
+    tokens.
 
-    A sequence that has_initial_state denies begins with zeros. vllm-ascend's function does not read
-    has_initial_state, and begins with what the slot holds.
+    A sequence whose has_initial_state is False begins with zeros. vllm-ascend's function ignores
+    has_initial_state, and begins with the slot's content.
     """
     check_device(x)
     functions.check_ranks()

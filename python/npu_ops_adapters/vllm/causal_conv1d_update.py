@@ -1,4 +1,4 @@
-"""The convolution of new tokens: one each when decoding, a few when verifying drafted ones."""
+"""The convolution of new tokens: one per sequence in decoding, a few in verification."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npu_ops_adapters.vllm import functions
 
 
 def patches() -> Iterable[Patch]:
-    """`causal_conv1d_update_npu`, which is vLLM's `causal_conv1d_update` on NPUs."""
+    """Patch `causal_conv1d_update_npu`, which is vLLM's `causal_conv1d_update` on NPUs."""
     yield functions.replaced(
         f"{functions.TRITON}.mamba.causal_conv1d:causal_conv1d_update_npu",
         "causal_conv1d_update",
@@ -25,10 +25,10 @@ def ours(
     num_accepted_tokens=None, query_start_loc=None, max_query_len=-1, pad_slot_id=-1,
     block_idx_last_scheduled_token=None, initial_state_idx=None, validate_data=False,
 ):  # fmt: skip
-    """x is `[B, D]`, with query_start_loc `[tokens, D]`; slots are `[D, L]`.
+    """Convolve x `[B, D]`, or with query_start_loc `[tokens, D]`; slots are `[D, L]`.
 
-    Or it is `[B, D, T]`, as vllm-ascend's documentation and tests have it, or `[B, T, D]`, as its
-    code does.
+    x may also be `[B, D, T]`, as in vllm-ascend's documentation and tests, or `[B, T, D]`, as in
+    its code.
     """
     check_device(x)
     refuse(

@@ -1,4 +1,4 @@
-"""The gated delta rule of a prefill, by chunks."""
+"""The gated delta rule of prefill, by chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npu_ops_adapters.vllm import functions
 
 
 def patches() -> Iterable[Patch]:
-    """`chunk_gated_delta_rule`, which is vLLM's on NPUs."""
+    """Patch `chunk_gated_delta_rule`, which is vLLM's on NPUs."""
     names = parameters(ours)
     yield functions.replaced(
         f"{functions.TRITON}.fla.chunk:chunk_gated_delta_rule",
@@ -28,9 +28,9 @@ def ours(
     prebuilt_meta=None, head_first=False, use_qk_l2norm_in_kernel=False, chunk_indices=None,
     chunk_offsets=None, core_attn_out=None,
 ):  # fmt: skip
-    """o and the last states, in fp32; states are `[keys, values]`.
+    """Return o and the final states in fp32; states are `[keys, values]`.
 
-    prebuilt_meta, chunk_indices and chunk_offsets are of vllm-ascend's launches.
+    prebuilt_meta, chunk_indices and chunk_offsets are vllm-ascend's launch arguments; ignored.
     """
     check_device(q)
     functions.check_ranks()

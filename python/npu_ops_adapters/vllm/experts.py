@@ -1,6 +1,6 @@
-"""With NPU_OPS_CONSISTENT, vllm-ascend chooses a token's experts as training does.
+"""With NPU_OPS_CONSISTENT, vllm-ascend selects a token's experts as training does.
 
-Their products and their sum are torch_npu's operators, which `npu_ops.consistent` replaces.
+The experts' products and sum are torch_npu's operators, which `npu_ops.consistent` replaces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ARGUMENTS = (
 
 
 def patches() -> Iterable[Patch]:
-    """The function that calls vllm-ascend's operator."""
+    """Patch the function that calls vllm-ascend's operator."""
     if env.settings.consistent:
         yield functions.replaced(
             "vllm_ascend.ops.fused_moe.experts_selector:_select_experts_with_fusion_ops",
@@ -38,7 +38,7 @@ def ours(
     hidden_states, router_logits, top_k, use_grouped_topk, renormalize, e_score_correction_bias,
     topk_group, num_expert_group, scoring_func="softmax", routed_scaling_factor=1.0, **unused,
 ):  # fmt: skip
-    """fp32 weights `[T, K]` and int32 experts `[T, K]`, the likeliest first."""
+    """Return fp32 weights `[T, K]` and int32 experts `[T, K]`, the most likely first."""
     refuse(use_grouped_topk=use_grouped_topk, e_score_correction_bias=e_score_correction_bias)
     if scoring_func != "softmax" or routed_scaling_factor != 1.0:
         got = f"{scoring_func!r} and {routed_scaling_factor}"

@@ -1,4 +1,4 @@
-"""What the ops share: functions of vllm-ascend that are replaced, and how they are recognised."""
+"""Shared by the ops here: patches of vllm-ascend's functions, and fingerprints of their source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VERSIONS = "vllm-ascend 0.18.0, 0.23.0, main of August 2026"
 TRITON = "vllm_ascend.ops.triton"
 
 made = functools.partial(serving.made, "vllm-ascend")
-# A patch of a function, also in the modules that vllm-ascend has put it into.
+# Make a patch of a function, also in the modules into which vllm-ascend has put it.
 replaced = functools.partial(
     serving.replaced,
     "vllm-ascend",
@@ -24,17 +24,17 @@ replaced = functools.partial(
 
 
 def fingerprint(function: Callable) -> str:
-    """Of a function's source, whatever its white space.
+    """Return a hash of a function's source without white space.
 
     Raises:
-        OSError: the source is not there.
+        OSError: the source is not available.
     """
     source = "".join(inspect.getsource(function).split())
     return hashlib.sha256(source.encode()).hexdigest()[:12]
 
 
 def check_ranks() -> None:
-    """Raise ValueError where ranks share the tokens of a prefill."""
+    """Raise ValueError if ranks share the tokens of a prefill."""
     distributed = sys.modules.get("vllm.distributed.parallel_state")
     group = getattr(distributed, "_PCP", None)
     if group is not None and group.world_size > 1:

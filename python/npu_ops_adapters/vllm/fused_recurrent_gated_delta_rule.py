@@ -1,4 +1,4 @@
-"""The gated delta rule token by token: the verification of drafted tokens."""
+"""The gated delta rule token by token: verification of draft tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODULE = "vllm.model_executor.layers.fla.ops.fused_recurrent"
 
 
 def patches() -> Iterable[Patch]:
-    """vLLM's `fused_recurrent_gated_delta_rule`, whose kernel vllm-ascend 0.18.0 replaces."""
+    """Patch vLLM's `fused_recurrent_gated_delta_rule`, whose kernel vllm-ascend 0.18.0 replaces."""
     yield functions.replaced(
         f"{MODULE}:fused_recurrent_gated_delta_rule",
         "fused_recurrent_gated_delta_rule",
@@ -28,7 +28,8 @@ def ours(
     cu_seqlens=None, ssm_state_indices=None, num_accepted_tokens=None,
     use_qk_l2norm_in_kernel=False,
 ):  # fmt: skip
-    """q, k and v are `[1, tokens, heads, ...]`; initial_state is a pool, and is returned."""
+    """Run the rule; q, k and v are `[1, tokens, heads, ...]`; initial_state is a pool, and is
+    returned."""
     check_device(q)
     _check_order()
     if beta is None or cu_seqlens is None or ssm_state_indices is None or not inplace_final_state:
@@ -46,9 +47,10 @@ def ours(
 
 
 def _check_order() -> None:
-    """Raise NotOursError unless states are `[keys, values]`: vLLM's own kernel has values first."""
+    """Raise NotOursError unless states are `[keys, values]`. In vLLM's own kernel, values come
+    first."""
     kernel = getattr(sys.modules[MODULE], "fused_recurrent_gated_delta_rule_fwd_kernel", None)
-    while hasattr(kernel, "fn"):  # what Triton's decorators make
+    while hasattr(kernel, "fn"):  # unwrap Triton's decorators
         kernel = kernel.fn
     if not (getattr(kernel, "__module__", None) or "").startswith("vllm_ascend."):
         raise NotOursError("the kernel is not vllm-ascend's")

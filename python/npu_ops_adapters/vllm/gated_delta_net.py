@@ -1,13 +1,13 @@
-"""The core of a Gated Delta Net layer: from the convolution to the delta rule, of all sequences.
+"""The core of a Gated Delta Net layer: from the convolution to the delta rule, for all sequences.
 
 vllm-ascend runs five kernels for a decoding step: a convolution, gates, two norms and the delta
 rule. npu-ops runs two. For a prefill vllm-ascend 0.18.0 copies lengths, slots and flags to the host
-in each layer, thus waits for the device three times; npu-ops leaves them on the device.
+in each layer, so it waits for the device three times. npu-ops leaves them on the device.
 
 A layer's cache is two pools. `[slots, L, D]`: the first W - 1 rows of a slot are the last tokens
-before the convolution, rows behind them those that drafted tokens need. `[slots, HV, ...]`: states
-of the delta rule. The order of a state's keys and values depends on vllm-ascend's source; `FORMS`
-lists the known ones.
+before the convolution; the rows behind them are for draft tokens. `[slots, HV, ...]`: states of the
+delta rule. The order of a state's keys and values depends on vllm-ascend's source; `FORMS` lists
+the known ones.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ WORKER = "vllm_ascend.patch.worker"
 
 
 class Form(NamedTuple):
-    """What a method of vllm-ascend's does besides its task.
+    """Properties of a method of vllm-ascend.
 
-    v_first: states are `[values, keys]`. sends: it ends by offering the layer's cache to a
-        connector, which elsewhere its caller does.
+    v_first: states are `[values, keys]`.
+    sends: it ends by offering the layer's cache to a connector; otherwise its caller does.
     """
 
     v_first: bool
     sends: bool
 
 
-FORMS = {  # by functions.fingerprint
+FORMS = {  # keys: functions.fingerprint of the method
     "80244a73f191": Form(v_first=True, sends=False),  # 0.18.0, Qwen3-Next
     "cac3fc628c6a": Form(v_first=False, sends=True),  # 0.18.0, Qwen3.5
     "f43d67398356": Form(v_first=True, sends=False),  # 0.23.0
@@ -55,7 +55,7 @@ FORMS = {  # by functions.fingerprint
 
 
 def patches() -> Iterable[Patch]:
-    """The method that vLLM's operator `gdn_attention_core` calls."""
+    """Patch the method that vLLM's operator `gdn_attention_core` calls."""
     for target in _targets():
         yield Patch(
             target=target,
@@ -69,9 +69,9 @@ def patches() -> Iterable[Patch]:
 
 
 def _targets() -> Iterable[str]:
-    """The classes of vLLM's models, by their names in the modules that give them the method.
+    """Yield the classes of vLLM's models, by their names in the modules that set the method.
 
-    Before those have run, the names are those of 0.18.0.
+    Before those modules have run, the names are those of 0.18.0.
     """
     yield f"{WORKER}.patch_qwen3_next:Qwen3NextGatedDeltaNet._forward_core"
     module = f"{WORKER}.patch_qwen3_5"
@@ -82,7 +82,7 @@ def _targets() -> Iterable[str]:
 
 
 def _made(target: str, original: Callable) -> Callable:
-    """Make the replacement; raise if the source is unknown, and with it the order of the states."""
+    """Make the replacement; raise if the source is unknown, because then the state order is too."""
     form = FORMS.get(functions.fingerprint(original))
     if form is None:
         raise ValueError(f"its source is none of those of {functions.VERSIONS}")
@@ -96,11 +96,11 @@ def forward_core(self, mixed_qkv, b, a, core_attn_out, *, form: Form) -> None:
         mixed_qkv: `[T, 2 H K + HV V]`, before the convolution. b, a: `[T, HV]`.
 
     Raises:
-        TypeError, ValueError: a call that is not ours; nothing is written yet.
+        TypeError, ValueError: npu-ops does not support the call; nothing is written yet.
     """
     check_device(mixed_qkv)
     context = sys.modules["vllm.forward_context"].get_forward_context()
-    if context.attn_metadata is None:  # vLLM measures how much memory a step takes
+    if context.attn_metadata is None:  # vLLM's memory profiling run
         return
     metadata = context.attn_metadata[self.prefix]
     layer = _layer(self, context, form, mixed_qkv)
@@ -121,7 +121,7 @@ def forward_core(self, mixed_qkv, b, a, core_attn_out, *, form: Form) -> None:
 
 
 class _Layer(NamedTuple):
-    """A layer's weights, its sizes, and its pools: conv `[slots, D, L]`, states `[slots, HV, ..]`.
+    """A layer's weights, sizes and pools: conv `[slots, D, L]`, states `[slots, HV, ..]`.
 
     widths: of q, k and v. heads: K and V.
     """
@@ -139,15 +139,17 @@ class _Layer(NamedTuple):
 
 
 def _layer(module, context, form: Form, x) -> _Layer:
-    """Raise TypeError or ValueError unless all of the layer is as npu-ops computes it."""
+    """Collect a layer's data; raise TypeError or ValueError if npu-ops does not support the
+    layer."""
     functions.check_ranks()
     cache = module.kv_cache
-    if not isinstance(cache[0], torch.Tensor):  # 0.18.0 has one for each of vLLM's engines
+    if not isinstance(cache[0], torch.Tensor):  # 0.18.0 has one per engine
         cache = cache[getattr(context, "virtual_engine", 0)]
     conv, states = cache
     v_first = form.v_first
     if env.settings.consistent and not v_first:
-        # Training has values first. vllm-ascend's method, which would read the pool, is an error.
+        # In training, values come first. vllm-ascend's method, which would read the pool, raises
+        # then.
         states, v_first = states.view(*states.shape[:2], *states.shape[:1:-1]), True
     keys = module.key_dim // module.tp_size
     layer = _Layer(
@@ -179,7 +181,7 @@ def _shown(x) -> str:
 
 
 def _check_consistent(layer: _Layer) -> None:
-    """Raise ValueError where a token would not get the bits of training."""
+    """Raise ValueError if a token would not get the bits of training."""
     if env.settings.consistent == "chunks":
         raise ValueError("ssm_state: got states without their unfinished chunks")
     if layer.states.dtype != torch.float32:
@@ -190,8 +192,10 @@ def _check_consistent(layer: _Layer) -> None:
 
 
 def _verify(layer: _Layer, metadata, x, a, b) -> torch.Tensor:
-    """Drafted tokens. Each sequence has a slot for each of its states; those of the graph's padding
-    have no token, and -1 or vLLM's empty block 0 as slots."""
+    """Process draft tokens. Each sequence has a slot for each of its states.
+
+    Padded sequences of a graph have no token; their slots are -1 or vLLM's empty block 0.
+    """
     starts, slots = metadata.spec_query_start_loc, metadata.spec_state_indices_tensor
     count = min(starts.shape[0] - 1, slots.shape[0])
     starts, slots = starts[: count + 1], slots[:count]
@@ -207,7 +211,7 @@ def _verify(layer: _Layer, metadata, x, a, b) -> torch.Tensor:
 
 
 def _plain(layer: _Layer, metadata, x, a, b) -> torch.Tensor:
-    """Sequences without drafted tokens: first those that decode one, then prefills."""
+    """Process sequences without draft tokens: first those that decode one token, then prefills."""
     slots = metadata.non_spec_state_indices_tensor
     if not metadata.num_prefills:
         return _decode(layer, slots[: x.shape[0]], x, a, b)
@@ -225,7 +229,7 @@ def _plain(layer: _Layer, metadata, x, a, b) -> torch.Tensor:
 
 
 def _decode(layer: _Layer, slots, x, a, b) -> torch.Tensor:
-    """One token of each sequence; rows behind the last slot are padding."""
+    """Decode one token of each sequence; rows behind the last slot are padding."""
     count = slots.shape[0]
     tokens = x.shape[0]
     x, a, b = (y[:count] for y in (x, a, b))
@@ -240,7 +244,7 @@ def _decode(layer: _Layer, slots, x, a, b) -> torch.Tensor:
 
 
 def _prefill(layer: _Layer, slots, starts, begun, x, a, b) -> torch.Tensor:
-    """New tokens of each sequence, packed. begun: whether a sequence has earlier ones."""
+    """Process new tokens of packed sequences. begun: whether a sequence has earlier tokens."""
     count = min(starts.shape[0] - 1, slots.shape[0], begun.shape[0])
     starts, slots, begun = starts[: count + 1], slots[:count], begun[:count]
     x, tokens = tokens_of_sequences(x, starts)

@@ -1,4 +1,4 @@
-"""The gated delta rule of a decoding step, with the gates in the kernel."""
+"""The gated delta rule of decoding, with the gates in the kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npu_ops_adapters.vllm import functions
 
 
 def patches() -> Iterable[Patch]:
-    """`fused_sigmoid_gating_delta_rule_update`, which was in vllm-ascend up to 0.23.0."""
+    """Patch `fused_sigmoid_gating_delta_rule_update`, which vllm-ascend had up to 0.23.0."""
     yield functions.replaced(
         f"{functions.TRITON}.fla.sigmoid_gating:fused_sigmoid_gating_delta_rule_update",
         "gated_delta_rule_update",
@@ -24,7 +24,8 @@ def ours(
     A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source,
     initial_state_indices, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None,
 ):  # fmt: skip
-    """q, k and v are `[1, tokens, heads, ...]`; a slot of the pool is `[keys, values]`."""
+    """Run the rule; q, k and v are `[1, tokens, heads, ...]`; a slot of the pool is `[keys,
+    values]`."""
     check_device(q)
     if q.shape[0] != 1 or cu_seqlens is None:
         raise ValueError(f"q: got {list(q.shape)}, needs [1, tokens, H, K], with cu_seqlens")

@@ -21,7 +21,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(A_log, a, b, dt_bias, beta=1.0, threshold=20.0):
-    """g `[1, T, HV]` in fp32, and beta in b's dtype."""
+    """Return g `[1, T, HV]` in fp32, and beta in b's dtype."""
     check_device(a)
     g, update = npu_ops.gdn_gate(
         a, A_log, dt_bias, b, softplus_beta=beta, softplus_threshold=threshold

@@ -17,7 +17,7 @@ _MODULES = (
 
 
 def patches() -> Iterable[Patch]:
-    """`l2norm_fwd`: vllm-ascend's, and vLLM's, which moved in 2026."""
+    """Patch `l2norm_fwd`: vllm-ascend's, and vLLM's, which moved in 2026."""
     for module in _MODULES:
         yield functions.replaced(
             f"{module}:l2norm_fwd",
@@ -28,6 +28,6 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(x, eps=1e-6, output_dtype=None):
-    """`x / sqrt(sum(x^2) + eps)` of each row."""
+    """Return `x / sqrt(sum(x^2) + eps)` of each row."""
     check_device(x)
     return npu_ops.l2norm(x, eps, output_dtype)

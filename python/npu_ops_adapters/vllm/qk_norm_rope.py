@@ -1,9 +1,9 @@
-"""Attention of Qwen3-VL, Qwen3-Next and Qwen3.5 up to its rotation: split, norms of heads, rope.
+"""Attention of Qwen3-VL, Qwen3-Next and Qwen3.5 up to the rotation: split, norms of heads, rope.
 
-vllm-ascend gathers the table's rows by position, converts them, adds 1 to the norms' weights where
-they are beside 1, and then runs one kernel; for Qwen3-Next's text it runs all of it apart. npu-ops
-runs one kernel, which looks up the rows. Qwen3 without images is left to vllm-ascend, whose graph
-fuses it.
+vllm-ascend gathers the table's rows by position, converts them, adds 1 to the norms' weights if
+needed, and then runs one kernel. For Qwen3-Next's text it runs all steps separately. npu-ops runs
+one kernel, which looks up the rows. Qwen3 without images is not patched: vllm-ascend's graph fuses
+it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from npu_ops_adapters.serving_rotary import norm_and_rotate
 from npu_ops_adapters.vllm import functions
 
 WORKER = "vllm_ascend.patch.worker"
-_NORMS = {  # whether their weights are beside 1
+_NORMS = {  # whether the norm multiplies by 1 + weight
     "RMSNorm": False, "AscendRMSNorm": False, "GemmaRMSNorm": True, "AscendGemmaRMSNorm": True,
 }  # fmt: skip
 
 
 def patches() -> Iterable[Patch]:
-    """The methods of vLLM's attention that vllm-ascend has replaced."""
+    """Patch the methods of vLLM's attention that vllm-ascend has replaced."""
     for target, signatures in (
         ("patch_qwen3vl:Qwen3Attention", (("self", "positions", "hidden_states"),)),
         ("patch_qwen3vl:Qwen3MoeAttention", (("self", "positions", "hidden_states"),)),
@@ -48,14 +48,15 @@ def patches() -> Iterable[Patch]:
 
 
 def _made(target: str, original: Callable) -> Callable:
-    """Refused where the source is another, which may do more than attention."""
+    """Make the replacement; raise if the source is unknown, because it may do more than
+    attention."""
     if functions.fingerprint(original) not in FORMS:
         raise ValueError(f"its source is none of those of {functions.VERSIONS}")
     ours = functions.made(FORMS[functions.fingerprint(original)], target, original)
 
     @functools.wraps(original, assigned=(), updated=())
     def npu_ops_forward(self, *args, **kwargs):
-        # No exception for what is not ours: this is traced, and a break of the graph is an error.
+        # Check without exceptions: this is traced, and a graph break is an error.
         if why_not(self):
             return original(self, *args, **kwargs)
         return ours(self, *args, **kwargs)
@@ -64,7 +65,7 @@ def _made(target: str, original: Callable) -> Callable:
 
 
 def why_not(attention) -> str | None:
-    """None, or why this layer's attention is vllm-ascend's."""
+    """Return None, or why vllm-ascend's attention runs in this layer."""
     embedding, q_norm, k_norm = attention.rotary_emb, attention.q_norm, attention.k_norm
     kind = type(embedding).__name__
     gated = hasattr(attention, "attn_output_gate")
@@ -82,7 +83,7 @@ def why_not(attention) -> str | None:
 
 
 def prepared(self, positions, hidden_states, gated: bool = False):
-    """q, k and v `[T, heads * D]`, and the gate or None."""
+    """Return q, k and v `[T, heads * D]`, and the gate or None."""
     check_device(hidden_states)
     qkv, _ = self.qkv_proj(hidden_states)
     zero_centered = _NORMS[type(self.q_norm).__name__]
@@ -91,13 +92,14 @@ def prepared(self, positions, hidden_states, gated: bool = False):
 
 
 def ours(self, positions, hidden_states):
-    """Qwen3-VL's."""
+    """Run attention of Qwen3-VL."""
     q, k, v, _ = prepared(self, positions, hidden_states)
     return self.o_proj(self.attn(q, k, v))[0]
 
 
 def ours_gated(self, positions, hidden_states, output=None):
-    """Qwen3-Next's and Qwen3.5's: the result, also written to output if that is given."""
+    """Run attention of Qwen3-Next and Qwen3.5. Return the result; also write it to output
+    if given."""
     q, k, v, gate = prepared(self, positions, hidden_states, bool(self.attn_output_gate))
     o = self.attn(q, k, v)
     if gate is not None:
@@ -109,11 +111,11 @@ def ours_gated(self, positions, hidden_states, output=None):
 
 
 def ours_into(self, positions, output, hidden_states):
-    """The same with the arguments of 0.18.0 and 0.23.0, which return nothing."""
+    """As `ours_gated`, with the arguments of 0.18.0 and 0.23.0, which return nothing."""
     ours_gated(self, positions, hidden_states, output)
 
 
-FORMS = {  # by functions.fingerprint
+FORMS = {  # keys: functions.fingerprint of the method
     "3501a4e14b99": ours,  # 0.18.0, 0.23.0, main
     "e08eb2ad203d": ours_into,  # 0.18.0, 0.23.0
     "76d083daf813": ours_gated,  # main of August 2026

@@ -1,9 +1,9 @@
 """GemmaRMSNorm of Qwen3-Next and Qwen3.5, which multiplies by 1 + weight.
 
 vllm-ascend computes 1 + weight in the weight's dtype. In bf16 that rounds the sum, so the server's
-norm differs from the trainer's. Plain RMSNorm stays with torch_npu's fused operator, and with
-vllm-ascend's own behind a sum; with NPU_OPS_CONSISTENT `npu_ops.consistent` replaces the former,
-and this the latter.
+norm differs from the trainer's. Plain RMSNorm still uses torch_npu's fused operator, or
+vllm-ascend's own if it adds a residual. With NPU_OPS_CONSISTENT, `npu_ops.consistent` replaces the
+former, and this file the latter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from npu_ops_adapters.vllm import functions
 
 
 def patches() -> Iterable[Patch]:
-    """`AscendGemmaRMSNorm.forward_oot`, which is vLLM's GemmaRMSNorm on NPUs."""
+    """Patch `AscendGemmaRMSNorm.forward_oot`, which is vLLM's GemmaRMSNorm on NPUs."""
     yield functions.replaced(
         "vllm_ascend.ops.layernorm:AscendGemmaRMSNorm.forward_oot",
         "rms_norm",
@@ -41,7 +41,8 @@ def patches() -> Iterable[Patch]:
 
 
 def _made(target: str, original: Callable) -> Callable:
-    """`added` behind a sum; without one, the original calls an operator that is ours."""
+    """Return `added` for calls with a residual; without one, the original calls a replaced
+    operator."""
     ours_behind_a_sum = functions.made(added, target, original)
 
     @functools.wraps(original, assigned=(), updated=())
@@ -52,7 +53,7 @@ def _made(target: str, original: Callable) -> Callable:
 
 
 def added(self, x, residual=None):
-    """The norm of the sum, and the sum."""
+    """Return the norm of the sum, and the sum."""
     check_device(x)
     refuse(bias=self.bias)
     residual = torch.ops.vllm.maybe_chunk_residual(x, residual)
@@ -60,9 +61,9 @@ def added(self, x, residual=None):
 
 
 def ours(self, x, residual=None):
-    """With a residual, return the norm and the sum.
+    """Normalize. With a residual, return the norm and the sum.
 
-    `maybe_chunk_residual` takes this rank's part of the residual under sequence parallelism.
+    With sequence parallelism, `maybe_chunk_residual` returns this rank's part of the residual.
     """
     check_device(x)
     settings = {"eps": self.variance_epsilon, "zero_centered": True}

@@ -1,4 +1,4 @@
-"""The gated norm behind Gated Delta Net."""
+"""The gated norm after Gated Delta Net."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 
 
 def patches() -> Iterable[Patch]:
-    """`AscendRMSNormGated.forward_oot`, which is vLLM's RMSNormGated on NPUs."""
+    """Patch `AscendRMSNormGated.forward_oot`, which is vLLM's RMSNormGated on NPUs."""
     yield functions.replaced(
         "vllm_ascend.ops.layernorm:AscendRMSNormGated.forward_oot",
         "rms_norm_gated",

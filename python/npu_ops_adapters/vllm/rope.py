@@ -1,4 +1,4 @@
-"""Rotary embedding of text: what vllm-ascend's operator `npu_rotary_embedding` computes."""
+"""Rotary embedding of text: replaces vllm-ascend's operator `npu_rotary_embedding`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOME = "vllm_ascend.ops.rotary_embedding"
 
 
 def patches() -> Iterable[Patch]:
-    """`rope_forward_oot`, before vllm-ascend makes an operator of it."""
+    """Patch `rope_forward_oot`, before vllm-ascend registers it as an operator."""
     yield functions.replaced(
         f"{HOME}:rope_forward_oot",
         "rope",
@@ -25,7 +25,7 @@ def patches() -> Iterable[Patch]:
 def ours(
     positions, query, key, cos_sin_cache, head_size, rotary_dim, is_neox_style, offsets=None
 ):  # fmt: skip
-    """Heads are `[T, N * D]`; a row of the cache has cosines, then sines."""
+    """Rotate heads `[T, N * D]`; a row of the cache has cosines, then sines."""
     check_device(query)
     refuse(offsets=offsets)
     return rotate(positions, query, key, cos_sin_cache, head_size, rotary_dim, is_neox_style)
