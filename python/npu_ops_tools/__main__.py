@@ -10,7 +10,7 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 def main() -> None:
     try:
         import torch  # noqa: F401
-    except RuntimeError as error:  # torch_npu without CANN, or with another one
+    except RuntimeError as error:  # torch_npu without CANN, or with a mismatched one
         if AUTOLOAD not in str(error):
             raise
         _without_backends(error.__cause__ or error)
@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def _without_backends(reason: BaseException) -> None:
-    """Say why torch cannot be imported; doctor needs nothing of torch's backends, and goes on."""
+    """Print why torch cannot be imported. `doctor` runs anyway, without torch's backends."""
     print(f"npu-ops: `import torch` fails here: {reason}", file=sys.stderr)
     if sys.argv[1:2] != ["doctor"]:
         raise SystemExit("npu-ops: `npu-ops doctor` says what to do")

@@ -53,7 +53,7 @@ def options(
         typer.Option("--version", callback=version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Nothing of its own."""
+    """Options of the command itself."""
 
 
 @app.command()
@@ -68,9 +68,9 @@ def doctor(
         typer.Option(help="slime, relax or verl: what would stop this trainer here."),
     ] = None,
 ) -> None:
-    """What this machine has, what each op takes and why, what is patched, what is amiss.
+    """Report versions, each op's implementation and why, patches of frameworks, and problems.
 
-    The exit status is 1 when something that was asked for is not in force, or would stop a trainer.
+    The exit status is 1 if a requested feature is not active, or if a trainer could not run.
     """
     from npu_ops.core import preferences
     from npu_ops_tools import doctor, trainers
@@ -83,7 +83,7 @@ def doctor(
         raise typer.Exit(1 if found["stops"] else 0)
     try:
         for device in doctor.devices():
-            preferences.of(device)  # without its table, no op of a device can be explained
+            preferences.of(device)  # without a valid table, no op of this device can be explained
     except ValueError as error:
         fail(error)
     found = doctor.collect(modules or ())
@@ -93,7 +93,7 @@ def doctor(
 
 @app.command("list")
 def list_ops(as_json: AsJson = False) -> None:
-    """The ops, their public functions and their implementations."""
+    """List the ops, their public functions and their implementations."""
     from npu_ops_tools import where
 
     found = where.summaries()
@@ -111,7 +111,7 @@ def where(
     op: Annotated[str, typer.Argument(help="An op or one of its functions.")],
     as_json: AsJson = False,
 ) -> None:
-    """Where an op is: definition, kernels, tests, benchmark, adapters."""
+    """Show the files of an op: definition, kernels, tests, benchmark, adapters."""
     from npu_ops_tools import where
 
     try:
@@ -131,7 +131,7 @@ def where(
 def new_op(
     name: Annotated[str, typer.Argument(help="In lower case, as in every tree.")],
 ) -> None:
-    """Write the files of a new op to this clone: they build, and pass their tests."""
+    """Write the files of a new op to this clone. They build, and pass their tests."""
     from npu_ops_tools import new_op, where
 
     try:
@@ -149,7 +149,7 @@ def explain(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Which operator of an NPU computes a call, how it is told, and why nothing better does.
+    """Show which NPU operator computes a call, with which arguments, and why no better one does.
 
     \b
     npu-ops explain attention heads=16 head_dim=72
@@ -197,10 +197,10 @@ def launches(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of the prompt.")] = 128,
     as_json: AsJson = False,
 ) -> None:
-    """Count the kernels that a model launches, without npu-ops and with it, on the emulated NPU.
+    """Count the kernels that a model launches, with and without npu-ops, on the emulated NPU.
 
-    Of each kind of layer the first is built, with random weights. A product of matrices counts as
-    one launch, a view as none.
+    Only the first layer of each kind is built, with random weights. A matrix product counts as one
+    launch, a view as none.
 
     npu-ops launches path/to/Qwen3.5-9B
     """
@@ -269,7 +269,7 @@ def parity(
 
 
 def _shown(rows: Iterable, head: str, line: Callable, as_json: bool) -> list:
-    """Print each row as soon as it is there, the first with the table's head; return them all."""
+    """Print each row as soon as it is available, under the table's head; return all rows."""
     found = []
     for row in rows:
         if not as_json:
@@ -279,7 +279,7 @@ def _shown(rows: Iterable, head: str, line: Callable, as_json: bool) -> list:
 
 
 def _rollout(model, dtype, device, tokens, engine, most, as_json) -> NoReturn:
-    """Print the rows of rollout.py, and end."""
+    """Print the rows of rollout.py and exit."""
     from npu_ops.core import env
     from npu_ops_tools import rollout
 
@@ -303,7 +303,7 @@ def replay(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute again, and compare with the reference, what shadow mode found to be wrong."""
+    """Repeat a call that shadow mode found to be wrong, and compare it with the reference."""
     from npu_ops.core import shadow
     from npu_ops_tools import replay
 
@@ -336,10 +336,10 @@ def fuzz(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search for calls of the public functions that come out wrong, in a clone of the repository.
+    """Search for calls of the public functions with wrong results, in a clone of the repository.
 
-    Each is compared with a formula in fp64, or must be refused by name. The exit status is 1 when
-    one is wrong; the line that repeats it is printed.
+    Each call is compared with a formula in fp64, or must raise an error that names the argument.
+    The exit status is 1 if one is wrong; the command that repeats it is printed.
     """
     from npu_ops_tools import fuzz
 

@@ -1,7 +1,7 @@
-"""The demo: real megatron-core models trained without and with npu-ops, and what differs.
+"""The demo: trains real megatron-core models with and without npu-ops, and compares.
 
-The two sides are two processes of the same program (`demo_model`), one with NPU_OPS_DISABLE set.
-Nothing else tells them apart: npu-ops registers itself.
+Both sides run the same program (`demo_model`) in two processes, one with NPU_OPS_DISABLE set. There
+is no other difference: npu-ops registers itself.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ HYBRID = (
     "The hybrid wants flash-linear-attention, which is not used: alone it computes by Megatron's "
     "functions in PyTorch (deterministic mode), with npu-ops by ours."
 )
-TIMED = ["bias_dropout_add", "gdn_gate", "rms_norm_gated", "rope"]  # seconds
+TIMED = ["bias_dropout_add", "gdn_gate", "rms_norm_gated", "rope"]  # units: seconds
 Run = tuple[str, float, int]  # model, dropout, seed
-# Without dropout the sides differ by rounding in fp32, which 30 steps of AdamW enlarge.
+# Tolerance without dropout: the sides differ by fp32 rounding, which 30 steps of AdamW amplify.
 EQUAL = 1e-4
-# With dropout the masks differ. A fair test calls equal things different once in so many times.
+# With dropout the masks differ. A test rejects equal distributions with this probability.
 LEAST_P = 1e-3
 
 
 @dataclasses.dataclass
 class Check:
-    """One thing that the demo shows, and whether it held."""
+    """One claim of the demo, and whether it held."""
 
     name: str
     passed: bool
@@ -54,7 +54,7 @@ class Check:
 
 @dataclasses.dataclass
 class Side:
-    """One of the two programs: by model a list of losses for each run, and what it says of itself.
+    """The output of one of the two programs: losses per model and run, and its own summary.
 
     The first run of each model has no dropout.
     """
@@ -71,15 +71,16 @@ def run(
     seeds: int,
     console: Console,
 ) -> bool:
-    """Do all of it and write output/index.html; whether everything held.
+    """Run everything and write output/index.html; return whether all checks passed.
 
     device: "cpu", "npu" or "npu-emulated"; None: an NPU if there is one, else the CPU.
 
     Raises:
-        FileNotFoundError: megatron-core or a clone is not there. ImportError: another package is
-            missing. RuntimeError: a training program failed.
+        FileNotFoundError: megatron-core or a clone is missing.
+        ImportError: another package is missing.
+        RuntimeError: a training program failed.
     """
-    where.clone()  # the benchmarks at the end are there
+    where.clone()  # raises early: the benchmarks at the end need a clone
     folder = find_megatron(megatron)
     sys.path[:0] = [str(folder)] if folder else []
     console.rule("npu-ops doctor")
@@ -105,10 +106,10 @@ def run(
 
 
 def find_megatron(folder: pathlib.Path | None) -> pathlib.Path | None:
-    """The folder to put on the path, None if megatron-core is installed.
+    """Return the folder to put on the path; None if megatron-core is installed.
 
     Raises:
-        FileNotFoundError: it is nowhere.
+        FileNotFoundError: it was not found.
     """
     if folder is None and importlib.util.find_spec("megatron") is not None:
         return None
@@ -122,13 +123,14 @@ def find_megatron(folder: pathlib.Path | None) -> pathlib.Path | None:
 
 
 def runs_of(seeds: int) -> list[Run]:
-    """GPT without dropout and with it, then the hybrid model without, where it can train."""
+    """Return the runs: GPT without and with dropout, then the hybrid model without, if it can
+    train."""
     runs = [("gpt", 0.0, 0), *(("gpt", DROPOUT, seed) for seed in range(seeds))]
     return runs if why_no_hybrid() else [*runs, ("hybrid", 0.0, 0)]
 
 
 def why_no_hybrid() -> str | None:
-    """None, or a sentence on why the hybrid model does not train."""
+    """Return None, or why the hybrid model cannot train."""
     package = importlib.util.find_spec("megatron")
     folders = map(pathlib.Path, package.submodule_search_locations)
     if not any(any(folder.glob("core/ssm/gated_delta_net*")) for folder in folders):
@@ -138,7 +140,7 @@ def why_no_hybrid() -> str | None:
 
 @contextlib.contextmanager
 def prepared(folder, device: str, steps: int) -> Iterator[Command]:
-    """The training program and its data, without what tells one run from another."""
+    """Write the training data to a file; yield the command that is common to all runs."""
     with tempfile.TemporaryDirectory() as scratch:
         data = pathlib.Path(scratch) / "batches.pt"
         batches = demo_data.batches(steps, BATCH, LENGTH)
@@ -151,13 +153,13 @@ def prepared(folder, device: str, steps: int) -> Iterator[Command]:
 
 @dataclasses.dataclass
 class Command:
-    """How to start the training program: what starts Python, and Python's arguments."""
+    """How to start the training program: the command that starts Python, and Python's arguments."""
 
     python: list[str]
     arguments: list[str]
 
     def line(self, runs: list[Run], ranks: int = 1) -> list[str]:
-        """The command line for these runs, with so many tensor-parallel ranks."""
+        """Return the command line for these runs, with `ranks` tensor-parallel ranks."""
         torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         columns = ([str(value) for value in values] for values in zip(*runs, strict=True))
         models, dropouts, seeds = columns
@@ -166,7 +168,7 @@ class Command:
 
 
 def train(command: Command, device: str, steps: int, runs: list[Run], console) -> dict[str, Side]:
-    """Run both programs at the same time, a thread each."""
+    """Run both programs at the same time, each in a thread."""
     with progress(console) as bars:
         readers = {
             name: Reader(command.line(runs), switches, bars, name, len(runs) * steps)
@@ -176,17 +178,20 @@ def train(command: Command, device: str, steps: int, runs: list[Run], console) -
 
 
 def without(device: str) -> dict[str, str]:
-    """Megatron alone; on an NPU without its torch.compile, which it does not get past there."""
+    """Return switches for Megatron alone.
+
+    On an NPU the jit_fuser patch stays, because Megatron's torch.compile fails there.
+    """
     return {"NPU_OPS_DISABLE": "all" if device == "cpu" else ",".join(where.ops())}
 
 
 def with_us(device: str) -> dict[str, str]:
-    """On an NPU: our kernels, or an error."""
+    """Return switches for npu-ops. On an NPU, a fallback is an error."""
     return {"NPU_OPS_DISABLE": "", "NPU_OPS_STRICT": "0" if device == "cpu" else "1"}
 
 
 def two_ranks(command: Command, steps: int, sides: dict[str, Side], console: Console) -> Check:
-    """Tensor parallelism over two NPUs computes what one does."""
+    """Check that tensor parallelism over two NPUs gives the losses of one."""
     line = command.line([("gpt", 0.0, 0)], ranks=2)
     with progress(console) as bars:
         reader = Reader(line, with_us("npu"), bars, "two ranks", steps)
@@ -203,7 +208,7 @@ def progress(console: Console) -> Progress:
 
 
 class Reader(threading.Thread):
-    """Runs a training program and follows the JSON lines that it prints."""
+    """A thread that runs a training program and parses the JSON lines it prints."""
 
     def __init__(self, command: list[str], switches: dict, bars: Progress, name: str, steps: int):
         super().__init__(daemon=True)
@@ -233,7 +238,7 @@ class Reader(threading.Thread):
         self._bars.update(self._task, advance=1, loss=f"{row['loss']:.3f}")
 
     def result(self) -> Side:
-        """Wait for the program. RuntimeError: it failed."""
+        """Wait for the program, and return its output. Raises RuntimeError if it failed."""
         self.join()
         if self._end is None:
             raise RuntimeError(f"training failed: {self._failure}")
@@ -261,7 +266,7 @@ def took_part(alone: Side, ours: Side) -> Check:
 
 
 def decreases(alone: Side, ours: Side) -> Check:
-    """The last five losses against the first five, in every run."""
+    """Compare the last five losses with the first five, in every run."""
     drops = [
         statistics.mean(losses[:5]) - statistics.mean(losses[-5:])
         for side in (alone, ours)
@@ -272,20 +277,20 @@ def decreases(alone: Side, ours: Side) -> Check:
 
 
 def equal(alone: Side, ours: Side, model: str) -> Check:
-    """Without dropout the sides compute the same."""
+    """Check that the sides are equal without dropout."""
     worst = largest_difference(alone, ours, model)
     detail = f"losses differ by {worst:.1e} at most, allowed {EQUAL:.0e}"
     return Check(f"equal without dropout: {MODELS[model]}", worst <= EQUAL, detail)
 
 
 def largest_difference(one: Side, other: Side, model: str) -> float:
-    """Between the losses of the first run of a model, which has no dropout."""
+    """Return the largest difference of the losses in a model's first run, which has no dropout."""
     first = (side.losses[model][0] for side in (one, other))
     return max(abs(a - b) for a, b in zip(*first, strict=True))
 
 
 def alike(alone: Side, ours: Side) -> Check:
-    """With dropout the final losses of the seeds could come from one distribution."""
+    """Check that the seeds' final losses with dropout could come from one distribution."""
     from scipy import stats
 
     ends = [[statistics.mean(run[-5:]) for run in side.losses["gpt"][1:]] for side in (alone, ours)]
@@ -298,7 +303,7 @@ def alike(alone: Side, ours: Side) -> Check:
 
 
 def page(device: str, sides: dict[str, Side], checks: list[Check]) -> dict:
-    """What the report shows of the training."""
+    """Return the data of the report's training section."""
     end = sides[OURS].end
     titles = {
         ("gpt", 0): "GPT, no dropout",

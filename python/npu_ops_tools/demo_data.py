@@ -1,7 +1,7 @@
-"""What the demo trains on: text and pictures that scikit-learn ships, as Qwen3-VL prompts.
+"""Training data of the demo: scikit-learn's text and pictures as Qwen3-VL prompts.
 
-A picture becomes a grid of patches, each the token of its mean colour; text becomes bytes.
-Positions have three rows, T, H and W, numbered as Qwen3-VL does.
+A picture becomes a grid of patches; the token of a patch is its mean colour. Text becomes bytes.
+Positions have three rows, T, H and W, numbered as in Qwen3-VL.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ FIRST_COLOUR, LEVELS = 260, 4
 VOCABULARY = FIRST_COLOUR + LEVELS**3
 
 PICTURES = ("china.jpg", "flower.jpg")
-# Sides of a patch in pixels. Different ones give the samples of a batch different grids.
+# Sides of a patch in pixels. Several, so that a batch has different grids.
 PATCH_SIDES = (32, 40, 48, 64)
 
 
 def batches(steps: int, batch: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The samples of a training run, the same for the same seed.
+    """Return the samples of a training run, the same for the same seed.
 
     Returns:
         tokens: int64 `[steps, batch, length + 1]`. positions: int64 `[steps, 3, batch, length]`.
@@ -38,21 +38,22 @@ def batches(steps: int, batch: int, length: int, seed: int = 0) -> dict[str, tor
 
 
 def read_text() -> torch.Tensor:
-    """The descriptions of scikit-learn's data sets, as bytes: int64 `[n]`."""
+    """Return the descriptions of scikit-learn's data sets as bytes: int64 `[n]`."""
     folder = importlib.resources.files("sklearn.datasets") / "descr"
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".rst")), key=lambda f: f.name)
     return torch.tensor(list(b"\n".join(file.read_bytes() for file in files)))
 
 
 def read_pictures() -> list[torch.Tensor]:
-    """scikit-learn's two photographs, fp32 `[height, width, 3]` in [0, 1)."""
+    """Return scikit-learn's two photographs, fp32 `[height, width, 3]` in [0, 1)."""
     from sklearn.datasets import load_sample_image
 
     return [torch.from_numpy(load_sample_image(name).copy()) / 256 for name in PICTURES]
 
 
 def colour_tokens(image: torch.Tensor, side: int) -> torch.Tensor:
-    """The colour of each patch of `side` pixels, `[rows, columns]`; the rest is cut off."""
+    """Return the colour token of each patch of `side` pixels, `[rows, columns]`; the rest is cut
+    off."""
     rows, columns = image.shape[0] // side, image.shape[1] // side
     patches = image[: rows * side, : columns * side].unflatten(1, (columns, side))
     mean = patches.unflatten(0, (rows, side)).mean((1, 3))
@@ -61,10 +62,11 @@ def colour_tokens(image: torch.Tensor, side: int) -> torch.Tensor:
 
 
 def prompt(grid: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A picture and the text about it: tokens `[n]` and positions `[3, n]`.
+    """Return a picture followed by text: tokens `[n]` and positions `[3, n]`.
 
-    Text has the same position on all axes. A patch has the picture's on T, and its row and column
-    added to that on H and W. Text after the picture goes on after its largest position.
+    A text token has the same position on all axes. A patch has the picture's position on T; on H
+    and W its row and column are added. Text after the picture continues at the largest position
+    plus 1.
 
     Source: transformers `Qwen3VLModel.get_rope_index`.
     """

@@ -1,7 +1,7 @@
 """Trains small models of megatron-core with multimodal rotary embedding; prints JSON lines.
 
-A program of its own, which knows Megatron and torch alone: whether npu-ops takes part is decided by
-the environment, as for anyone else's training program.
+A separate program that imports only Megatron and torch. The environment decides whether npu-ops
+takes part, as for any other training program.
 
     python demo_model.py batches.pt --megatron FOLDER --models gpt gpt --dropout 0 0.1 --seeds 0 1
 """
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 HIDDEN, HEADS, GROUPS = 128, 4, 2
 SECTION = [6, 5, 5]  # T, H and W of the 16 frequencies of a head
 GPT = {"num_layers": 2}
-# As Qwen3.5: three layers of Gated Delta Net to one of attention, twice as many value heads.
+# As in Qwen3.5: three layers of Gated Delta Net per attention layer, twice as many value heads.
 HYBRID = {
     "num_layers": 4,
     "normalization": "RMSNorm",
@@ -38,7 +38,7 @@ MODELS = {"gpt": GPT, "hybrid": HYBRID}
 
 
 class NoTracker:
-    """In place of Megatron's tracker of CUDA generators: dropout uses the default generator."""
+    """Replaces Megatron's tracker of CUDA generators: dropout uses the default generator."""
 
     def fork(self, *args, **kwargs):
         return contextlib.nullcontext()
@@ -51,9 +51,9 @@ class NoTracker:
 
 
 def start(device: str) -> None:
-    """A tensor-parallel group of the processes that torchrun started, or of this one.
+    """Initialize a tensor-parallel group of torchrun's processes, or of this process alone.
 
-    Megatron asks for CUDA by name: on the CPU it is answered here, on an NPU by torch_npu.
+    Megatron calls CUDA functions: on the CPU they are replaced here, on an NPU by torch_npu.
     """
     on_cpu = device == "cpu"
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -77,7 +77,7 @@ def start(device: str) -> None:
 
 
 def build(model: str, vocabulary: int, length: int, dropout: float) -> torch.nn.Module:
-    """The same model, with the same weights, each time."""
+    """Build a model, with the same weights each time."""
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -108,9 +108,9 @@ def build(model: str, vocabulary: int, length: int, dropout: float) -> torch.nn.
 
 
 def layers(config):
-    """The local spec; where the config says so, layers of Gated Delta Net in it.
+    """Return the local layer spec, with layers of Gated Delta Net if the config requests them.
 
-    Megatron's function for such a mixture wants Transformer Engine.
+    Megatron's own function for such a mix needs Transformer Engine.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -129,7 +129,7 @@ def layers(config):
 
 
 def gated_delta_net(attention):
-    """That layer, with Gated Delta Net in place of attention."""
+    """Return a layer spec with Gated Delta Net in place of attention."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -146,10 +146,10 @@ def gated_delta_net(attention):
 
 
 def lacks_kernels() -> bool:
-    """Whether Megatron has no kernels for Gated Delta Net but fla's, which want a GPU.
+    """Return whether Megatron's only kernels for Gated Delta Net are fla's, which need a GPU.
 
-    Then its own functions compute, but for l2norm, which it does not have and gets here; without
-    fla it refuses to build a layer even so.
+    If so, Megatron's own functions compute, except for l2norm: it has none, so it gets one here.
+    HAVE_FLA is set as well, because otherwise Megatron refuses to build a layer.
     """
     package = importlib.import_module("megatron.core.ssm.gated_delta_net")
     module = sys.modules.get(f"{package.__name__}.common", package)
@@ -181,7 +181,7 @@ def train(data: dict, vocabulary: int, name: str, dropout: float, seed: int, dev
 
 
 def report(**fields) -> None:
-    """Print a line of JSON, from the first process alone."""
+    """Print a line of JSON, in the first process only."""
     if torch.distributed.get_rank() == 0:
         print(json.dumps(fields), flush=True)
 
@@ -195,8 +195,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", required=True, help="of each run")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    sys.path[:1] = [options.megatron] if options.megatron else []  # not this file's folder
-    torch.set_num_threads(1)  # more threads than that make so small a model slower
+    sys.path[:1] = [options.megatron] if options.megatron else []  # exclude this file's own folder
+    torch.set_num_threads(1)  # more threads make such a small model slower
     data = torch.load(options.data)
     vocabulary = data.pop("vocabulary")
     start(options.device)
@@ -210,7 +210,7 @@ def main() -> None:
 
 
 def operators(data: dict, vocabulary: int, model: str, device: str) -> dict[str, int]:
-    """Which operators of npu-ops a step calls, and how often; none are called by this program."""
+    """Count the operators of npu-ops that a training step calls. This program calls none itself."""
     first = {name: values[:1] for name, values in data.items()}
     with Counter() as counter:
         list(train(first, vocabulary, model, 0.1, 0, device))
@@ -218,7 +218,7 @@ def operators(data: dict, vocabulary: int, model: str, device: str) -> dict[str,
 
 
 class Counter(TorchDispatchMode):
-    """Counts the operators of npu-ops that run. (torch_npu replaces and breaks the profiler.)"""
+    """Counts calls of npu-ops' operators. (The profiler does not work: torch_npu replaces it.)"""
 
     def __init__(self):
         super().__init__()
@@ -231,7 +231,7 @@ class Counter(TorchDispatchMode):
 
 
 def summary() -> dict:
-    """What ran; of npu-ops, only what is here without this program's doing."""
+    """Return what ran. It only looks at npu-ops modules that are imported, and imports none."""
     import megatron.core
 
     adapters = sys.modules.get("npu_ops_adapters")

@@ -1,4 +1,4 @@
-"""What this machine has, which implementation each op takes, what is patched, what is amiss."""
+"""Reports this machine's versions, each op's implementation, patches and problems."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from npu_ops_tools import known_bad, support
 from npu_ops_tools.options import device_counts
 from npu_ops_tools.where import ops
 
-PACKAGES = {  # and the module by which each is imported; a checkout has no other name
+PACKAGES = {  # package -> module to import; a checkout is only found by its module
     "torch": "torch", "torch_npu": "torch_npu", "triton": None, "triton-ascend": None,
     "pybind11": "pybind11", "ascendnpu-ir": None, "megatron-core": "megatron.core",
     "mindspeed": "mindspeed", "sglang": "sglang", "sgl-kernel-npu": "sgl_kernel_npu",
@@ -33,12 +33,12 @@ PACKAGES = {  # and the module by which each is imported; a checkout has no othe
     "causal-conv1d": "causal_conv1d", "kernels": "kernels", "ray": "ray", "verl": "verl",
     "slime": "slime", "relax": "relax", "vllm": "vllm", "vllm-ascend": "vllm_ascend",
 }  # fmt: skip
-NAMESPACES = {"megatron"}  # which several packages share
+NAMESPACES = {"megatron"}  # top-level modules that several packages share
 WIDTH = 80
 
 
 class Missing(str, enum.Enum):
-    """Why a module that can be patched is not imported."""
+    """Why a module that patches target is not imported."""
 
     PACKAGE = "not installed"
     MODULE = "not in this version"
@@ -54,11 +54,13 @@ _NOT_REGISTERED = "the adapters were not registered (TORCH_DEVICE_BACKEND_AUTOLO
 
 
 def collect(modules: Iterable[str] = ()) -> dict:
-    """Everything `npu-ops doctor` shows, as plain data.
+    """Return everything that `npu-ops doctor` shows, as plain data.
 
-    modules: are imported after the frameworks, for what they do to our patches.
+    modules: further modules to import after the frameworks, to see what they do to npu-ops'
+    patches.
     """
-    patched = patches(modules)  # imports the frameworks, which then know their versions
+    # first: it imports the frameworks, which makes their versions available
+    patched = patches(modules)
     versions = {name: version(name, module) for name, module in PACKAGES.items()}
     found = {
         "machine": machine(),
@@ -78,9 +80,9 @@ def collect(modules: Iterable[str] = ()) -> dict:
 
 
 def version(package: str, module: str | None) -> str | None:
-    """The version of a package that is installed, or of a checkout that is on the path.
+    """Return the version of an installed package, or of a checkout on the path.
 
-    "unknown" for a checkout that says none, or was not imported.
+    "unknown" for a checkout without a version, or one that is not imported.
     """
     installed = known_bad.version(package)
     if installed or module is None or not is_there(module):
@@ -89,9 +91,9 @@ def version(package: str, module: str | None) -> str | None:
 
 
 def machine() -> dict:
-    """The processor and the accelerators, as far as torch has loaded their backends.
+    """Return the processor and the accelerators, as far as torch has loaded their backends.
 
-    None for what is not here.
+    None for missing ones.
     """
     why_not = hardware.npu_why_not()
     return {
@@ -109,12 +111,13 @@ def machine() -> dict:
 
 
 def devices() -> list[str]:
-    """The types of device that are here."""
+    """Return the device types of this machine."""
     return list(device_counts())
 
 
 def implementations() -> list[dict]:
-    """For each op and device: what would run its first case in bf16, and why not the others."""
+    """For each op and device: which implementation would run its first case in bf16, and why not
+    the others."""
     return [
         {"op": op, "device": device, "implementation": row.implementation, "why_not": row.why_not}
         for op, functions in ops().items()
@@ -124,8 +127,10 @@ def implementations() -> list[dict]:
 
 
 def tuned() -> list[dict]:
-    """The tables of `npu-ops tune` that are in force, of each device here; in ranks of one job the
-    fingerprints must be equal."""
+    """Return the tables of `npu-ops tune` that apply to this machine's devices.
+
+    All ranks of a job must have the same fingerprint.
+    """
     found = []
     for device in devices():
         path = preferences.path_of(device)
@@ -145,10 +150,10 @@ def _explain(op: str, function: str, device: str):
 
 
 def patches(modules: Iterable[str] = ()) -> list[dict]:
-    """What the adapters replace in the frameworks that are installed, which are imported for it.
+    """Import the installed frameworks, and return the patches that the adapters apply to them.
 
-    `state`: a `State` or `Missing`, with its `detail`; `sentence` has both. `removable`: revert()
-    puts the framework's own back. `remove_when`: it can go for good.
+    Fields: `state`, a `State` or `Missing`, with its `detail`; `sentence` has both. `removable`:
+    revert() can restore the framework's own. `remove_when`: when the patch can be deleted.
     """
     failures = _import_frameworks(npu_ops_adapters.modules()) | _import_frameworks(modules)
     npu_ops_adapters.load_plugins()
@@ -177,7 +182,7 @@ def _patch(row, patch, missing: Missing | None = None, trouble: str = "") -> dic
 
 
 def not_in_force(found: dict) -> Iterator[str]:
-    """A sentence for each thing that was asked for and is not so: by installing it, or a switch."""
+    """Yield a sentence for each requested feature, installed or switched on, that is not active."""
     if found["build"]["broken"]:
         yield f"native kernels: {found['build']['why_not']}"
     built, here = found["build"]["cann"], known_bad.cann_folder()
@@ -199,12 +204,12 @@ def not_in_force(found: dict) -> Iterator[str]:
 
 
 def always_bad(found: dict) -> Iterator[dict]:
-    """The known faults that every program meets, not only those that do a certain thing."""
+    """Return the known faults that affect every program, not only certain calls."""
     return (problem for problem in found["known bad"] if not problem.get("when"))
 
 
 def by_reason(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
-    """The patches of each package that are where they are for one reason."""
+    """Group the patches by package and by the reason for their state."""
     groups = {}
     for row in rows:
         key = _package(row["target"].partition(":")[0]), _reason(row)
@@ -217,7 +222,7 @@ def _reason(row: dict) -> str:
 
 
 def _import_frameworks(modules: Iterable[str]) -> dict[str, tuple[Missing, str]]:
-    """Import the modules that can be patched; what went wrong with each that did not import."""
+    """Import the modules that patches target; return the problem of each failed import."""
     failures = {}
     for name in sorted(modules):
         if not is_there(_package(name)):
@@ -230,22 +235,23 @@ def _import_frameworks(modules: Iterable[str]) -> dict[str, tuple[Missing, str]]
         except ModuleNotFoundError as error:
             absent = error.name and f"{name}.".startswith(f"{error.name}.")
             failures[name] = (Missing.MODULE, "") if absent else _trouble(error)
-        except Exception as error:  # a framework's own trouble is what the doctor is asked about
+        except Exception as error:  # any error: reporting it is the purpose of doctor
             failures[name] = _trouble(error)
     return failures
 
 
 def _package(module: str) -> str:
-    """ "sglang.srt.models" -> "sglang"; "megatron.bridge.models" -> "megatron.bridge"."""
+    """Return the package of a module: "sglang.srt.models" -> "sglang"; "megatron.bridge.models" ->
+    "megatron.bridge"."""
     parts = module.split(".")
     return ".".join(parts[: 2 if parts[0] in NAMESPACES else 1])
 
 
 def is_there(module: str) -> bool:
-    """Whether a module is installed, or a checkout of it on the path."""
+    """Return whether a module is installed, or a checkout of it is on the path."""
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # its parent is not there, or was put there by hand
+    except (ImportError, ValueError):  # its parent is missing, or is a module made by hand
         return module in sys.modules
 
 
@@ -254,7 +260,7 @@ def _trouble(error: Exception) -> tuple[Missing, str]:
 
 
 def _cann() -> str | None:
-    """The folder of CANN, with its version where it says one."""
+    """Return the folder of CANN, with its version if known."""
     folder = known_bad.cann_folder()
     if folder is None:
         return None
@@ -324,7 +330,7 @@ def _goes_without_saying(why_not: str) -> bool:
 
 
 def _patches(rows: list[dict]) -> Iterator[str]:
-    """By package and reason; below each reason the functions of each op, and where they are."""
+    """Format patches by package and reason, followed by each op's functions and their places."""
     yield "replaced in frameworks"
     for (package, reason), members in by_reason(rows).items():
         count = "1 patch" if len(members) == 1 else f"{len(members)} patches"
@@ -359,7 +365,7 @@ def _verdict(found: dict) -> Iterator[str]:
 
 
 def line(head: str, value) -> list[str]:
-    """`head` and a text that goes on below itself."""
+    """Wrap `head` and a text; further lines are indented below the text."""
     deeper = len(head) - len(head.lstrip()) + 4 if head.endswith(": ") else len(head)
     return textwrap.wrap(
         str(value) or "-", WIDTH, initial_indent=head, subsequent_indent=" " * deeper,
@@ -368,5 +374,5 @@ def line(head: str, value) -> list[str]:
 
 
 def _short(module: str) -> str:
-    """ "a.b.modeling_x" -> "x"."""
+    """Shorten a module name: "a.b.modeling_x" -> "x"."""
     return module.rpartition(".")[2].removeprefix("modeling_")

@@ -1,4 +1,5 @@
-"""A plan from the command line: `npu-ops explain attention layout=TND keys=packed heads=16`."""
+"""Attention plans from the command line: `npu-ops explain attention layout=TND keys=packed
+heads=16`."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ import npu_ops
 
 
 def explain(op: str, settings: list[str]) -> npu_ops.AttentionPlan:
-    """The plan of an op for `name=value` settings, fields of its spec.
+    """Return an op's plan for `name=value` settings, which are fields of its spec.
 
     Raises:
-        ValueError: no such op or field, or a value that the spec refuses.
+        ValueError: there is no such op or field, or the spec rejects a value.
     """
     if op != "attention":
         raise ValueError(f"op: got {op!r}, needs 'attention', the one that is planned")
@@ -27,7 +28,7 @@ def explain(op: str, settings: list[str]) -> npu_ops.AttentionPlan:
 
 
 def _value(name: str, text: str, kind: str):
-    """`text` as the field's type."""
+    """Convert `text` to the field's type."""
     if kind == "str":
         return text
     flags = {"true": True, "1": True, "false": False, "0": False}

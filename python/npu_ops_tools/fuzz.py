@@ -1,4 +1,4 @@
-"""The fuzzer. It is in tests/fuzz of the repository, which is no part of an installed package."""
+"""Loads the fuzzer from tests/fuzz of the repository, which is not part of an installed package."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from npu_ops_tools import where
 
 
 def load() -> ModuleType:
-    """The fuzzer's module `fuzz.run`.
+    """Return the fuzzer's module `fuzz.run`.
 
     Raises:
-        FileNotFoundError: there is no clone. ImportError: hypothesis, which draws the cases, is not
-            installed.
+        FileNotFoundError: there is no clone.
+        ImportError: hypothesis, which draws the cases, is not installed.
     """
     tests = where.clone() / "tests"
     if importlib.util.find_spec("hypothesis") is None:

@@ -1,4 +1,4 @@
-"""Combinations of versions that are known not to work, with what to do about each."""
+"""Combinations of versions that are known to fail, with a fix for each."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CANN_FOLDERS = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 
 
 def problems(versions: Mapping[str, str | None], environ=os.environ) -> Iterable[dict]:
-    """{"what", "fix", "source", "when"} of each that this machine has.
+    """Yield {"what", "fix", "source", "when"} for each known problem of this machine.
 
-    when: "" for what is wrong in every program, else the calls that are wrong.
-    versions: of packages by name, None for those that are not installed.
+    when: "" if every program is affected, else the affected calls.
+    versions: package -> version, None if it is not installed.
     """
     rules = dict.fromkeys(
         (
@@ -38,7 +38,7 @@ def problems(versions: Mapping[str, str | None], environ=os.environ) -> Iterable
 
 
 def install_torch_npu(torch: str) -> str:
-    """The command that installs torch_npu for a version of torch, and leaves that as it is."""
+    """Return the command that installs torch_npu for a version of torch without changing torch."""
     return f"pip install --no-deps 'torch_npu=={release(torch)}.*' && pip install pyyaml"
 
 
@@ -148,12 +148,12 @@ def _wrong_slice(versions, environ):
 
 
 def cann_folder() -> str | None:
-    """The folder of the CANN that was sourced, or None."""
+    """Return the folder of the CANN whose environment is set, or None."""
     return next((os.environ[name] for name in CANN_FOLDERS if name in os.environ), None)
 
 
 def version(package: str) -> str | None:
-    """The version that is installed, or None."""
+    """Return the installed version, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -161,10 +161,10 @@ def version(package: str) -> str | None:
 
 
 def release(text: str) -> str:
-    """2.9.0 of 2.9.0.post9 and of 2.9.0+cpu."""
+    """Return the release: 2.9.0 for 2.9.0.post9 and for 2.9.0+cpu."""
     return ".".join(map(str, Version(text).release[:3]))
 
 
 def minor(text: str) -> str:
-    """2.9 of 2.9.0.post9."""
+    """Return the minor release: 2.9 for 2.9.0.post9."""
     return ".".join(map(str, Version(text).release[:2]))

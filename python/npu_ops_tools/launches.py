@@ -1,8 +1,7 @@
-"""How many kernels a model of transformers launches on the emulated NPU, layer by layer.
+"""Counts the kernels that a model of transformers launches on the emulated NPU, by layer.
 
-A launch is what runs a kernel: an operator of PyTorch that makes or writes a tensor, or a kernel of
-Triton's. Views and allocations are none. A product of matrices and an operator of torch_npu count
-as one each.
+A launch is an operator of PyTorch that makes or writes a tensor, or a Triton kernel. Views and
+allocations do not count. A matrix product, or an operator of torch_npu, counts as one launch.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from npu_ops.core.registry import Table, launched_by
 
-LAYERS = ("DecoderLayer", "VisionBlock")  # what the names of their classes end with
-# Operators that launch nothing, by how their names begin.
+LAYERS = ("DecoderLayer", "VisionBlock")  # endings of the layers' class names
+# Operators that launch nothing, by the beginnings of their names.
 FREE = (
     *(
         "alias",
@@ -44,7 +43,7 @@ FREE = (
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step of a model: launches in all, of each layer by its name, and by the operator."""
+    """Launch counts of one step of a model: in total, by layer name, and by operator."""
 
     name: str
     total: int
@@ -53,7 +52,7 @@ class Step:
 
 
 class Counter(TorchDispatchMode):
-    """Counts launches on a device. Our own operators are not counted, but what they launch is."""
+    """Counts launches on a device. For npu-ops' operators, it counts what they launch."""
 
     def __init__(self, device: str = "npu"):
         super().__init__()
@@ -73,15 +72,16 @@ class Counter(TorchDispatchMode):
         return isinstance(x, torch.Tensor) and x.device.type == self.device and x.numel() > 0
 
     def operators(self) -> collections.Counter:
-        """By name, kernels of Triton's too."""
+        """Return the counts by name, including Triton kernels."""
         return +self.found + collections.Counter(_of_triton())
 
 
 def steps(model: torch.nn.Module, inputs: dict, token: int = 3) -> Iterator[Step]:
-    """A training step's forward and backward, a prompt, and a token behind it.
+    """Yield launch counts of a training step's forward and backward, of a prefill, and of a
+    decoding step.
 
     Args:
-        model: on an NPU. inputs: of its `forward`. token: what is decoded, in every sequence.
+        model: on an NPU. inputs: of its `forward`. token: the token to decode in every sequence.
     """
     kept = {}
 
@@ -105,7 +105,7 @@ def steps(model: torch.nn.Module, inputs: dict, token: int = 3) -> Iterator[Step
 
 
 def count(name: str, model: torch.nn.Module, run: Callable[[], None]) -> Step:
-    """What `run()` launches."""
+    """Return the launches of `run()`."""
     from npu_ops_emulator import triton_driver
 
     triton_driver.reset_statistics()
@@ -120,7 +120,7 @@ def count(name: str, model: torch.nn.Module, run: Callable[[], None]) -> Step:
 
 
 def _watch(name: str, module, counter: Counter, layers: dict, hooks) -> None:
-    """Put what each call of `module` launches into layers."""
+    """Add hooks to `module` that store the launches of its last call in `layers[name]`."""
     before = []
 
     def begin(module, args):
@@ -135,7 +135,7 @@ def _watch(name: str, module, counter: Counter, layers: dict, hooks) -> None:
 
 @contextlib.contextmanager
 def seen_in_our_operators(counter: Counter) -> Iterator[None]:
-    """torch takes a mode away while one of our operators runs: put it back."""
+    """Count inside npu-ops' operators too: torch disables a dispatch mode while they run."""
     launch = Table.launch
 
     def seen(table, implementation, arguments):
@@ -153,11 +153,12 @@ def _of_triton() -> dict[str, int]:
 
 
 def build(folder: str) -> torch.nn.Module:
-    """A model of transformers with random weights: of each kind of layer the first, with those
-    before it; few words and experts. Sizes of a layer change no launches.
+    """Build a small model of transformers with random weights, up to the first layer of each kind.
+
+    It has few words and experts. The sizes of a layer do not change its launches.
 
     Raises:
-        OSError, ValueError: transformers finds no configuration there, or no model for it.
+        OSError, ValueError: transformers finds no configuration, or no model for it.
     """
     import transformers
 
@@ -177,18 +178,18 @@ def build(folder: str) -> torch.nn.Module:
 
 
 def of_folder(folder: str, tokens: int) -> list[Step]:
-    """All steps of a model, of one sequence of so many tokens. Runs on the emulated NPU."""
+    """Count all steps of a model with one sequence of `tokens` tokens. Runs on the emulated NPU."""
     model = build(folder).bfloat16().to("npu")
     ids = torch.randint(59, (1, tokens), generator=torch.Generator().manual_seed(0))
     return list(steps(model, {"input_ids": ids.to("npu")}))
 
 
 def both(folder: str, tokens: int) -> dict[str, list[Step]]:
-    """Without npu-ops and with it, each in a process on the emulated NPU.
+    """Count with and without npu-ops, each in a process on the emulated NPU.
 
     Raises:
         ValueError: the folder has no configuration.
-        RuntimeError: a process ended with an error, which it has printed.
+        RuntimeError: a process failed; it has printed the error.
     """
     if not (pathlib.Path(folder) / "config.json").is_file():
         raise ValueError(f"model: got {folder!r}, needs a folder with a config.json")
@@ -206,7 +207,7 @@ def both(folder: str, tokens: int) -> dict[str, list[Step]]:
 
 
 def rows(found: dict[str, list[Step]]) -> Iterator[tuple[str, str, list[int]]]:
-    """(step, layer or "all", launches without and with npu-ops)."""
+    """Yield (step, layer or "all", [launches without npu-ops, launches with it])."""
     for without, ours in zip(*found.values(), strict=True):
         for layer, count in without.layers.items():
             yield without.name, layer, [count, ours.layers[layer]]

@@ -1,4 +1,4 @@
-"""`npu-ops new-op`: the files of an op that works along rows, which build and pass their tests."""
+"""`npu-ops new-op`: writes the files of a row-wise op, which build and pass their tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sys
 
 from npu_ops_tools.where import ops
 
-# Each template and where it goes, from the root of the repository.
+# template -> its place, relative to the root of the repository.
 FILES = {
     "init.py": "npu_ops/ops/{op}/__init__.py",
     "op.py": "npu_ops/ops/{op}/op.py",
@@ -36,12 +36,12 @@ next, in this order (CONTRIBUTING.md, "Adding an op"):
 
 
 def write(op: str, root: pathlib.Path) -> list[pathlib.Path]:
-    """Write the files of a new op to a clone of the repository; return their paths from its root.
+    """Write the files of a new op to a clone of the repository; return their relative paths.
 
-    They compute RMS norm, with a gradient, until they are changed.
+    They compute RMS norm, with a gradient, until you change them.
 
     Raises:
-        ValueError: `op` is not a name for an op, or there is one of it.
+        ValueError: `op` is not a valid name, or the op exists already.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", op) or keyword.iskeyword(op):
         raise ValueError(f"name: got {op!r}, needs lower-case letters, digits and underscores")
@@ -59,7 +59,7 @@ def write(op: str, root: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _format(paths: list[pathlib.Path]) -> None:
-    """As `make check` wants it: where lines break depends on the name. Needs `npu-ops[check]`."""
+    """Format the files for `make check`: line breaks depend on the name. Needs `npu-ops[check]`."""
     for suffix, command in (
         (".py", ["ruff", "format", "--quiet"]),
         (".cpp", ["clang-format", "-i"]),

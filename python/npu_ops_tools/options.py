@@ -1,4 +1,4 @@
-"""What the verbs of the command line share: common options, and how a verb ends."""
+"""Shared by the commands: common options, and how a command ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Device = Annotated[str, typer.Option(help="A torch device: cpu, cuda, npu, npu:1
 
 
 class Dtype(str, enum.Enum):
-    """The floating-point types of the kernels."""
+    """The floating-point dtypes of the kernels."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -28,7 +28,7 @@ class Dtype(str, enum.Enum):
 
 
 def device_counts() -> dict[str, int]:
-    """How many devices of each type are here; types without one are left out."""
+    """Return the number of devices of each type; types without devices are left out."""
     import torch
 
     from npu_ops.core import hardware
@@ -38,7 +38,8 @@ def device_counts() -> dict[str, int]:
 
 
 def check_device(device: str) -> None:
-    """
+    """Check that a device exists.
+
     Raises:
         ValueError: there is no such device here.
     """
@@ -60,5 +61,5 @@ def fail(error: Exception | str) -> NoReturn:
 
 
 def print_json(found: Any) -> None:
-    """Print plain data; what JSON does not know is printed as its text."""
+    """Print plain data as JSON; other objects are printed as text."""
     print(json.dumps(found, indent=1, default=str))

@@ -1,4 +1,4 @@
-"""Every op at the shapes of a model: the implementation that runs there against the reference.
+"""Compares the implementation that runs each op with the reference, at the shapes of a model.
 
 The reference computes in fp64 from the same rounded inputs.
 """
@@ -21,8 +21,9 @@ from npu_ops_tools.where import ops
 class Row:
     """One op at one shape.
 
-    implementation: what runs it. forward, backward: the largest ratio of an error to what passes,
-        with the tensor it is of; None where there is none. passed: both are at most 1.
+    implementation: the one that runs it. forward, backward: the largest ratio of an error to its
+    tolerance; None if there is none. worst: the tensor with that error. passed: both ratios are at
+    most 1.
     """
 
     op: str
@@ -38,7 +39,7 @@ def run(model: str, dtype: torch.dtype, device="cpu", tokens: int = 64, tp: int 
     """Yield a `Row` for each op that the model has.
 
     Raises:
-        ValueError: no such model, op or division of heads.
+        ValueError: there is no such model or op, or `tp` does not divide the heads.
     """
     if model not in MODELS:
         raise ValueError(f"model: got {model!r}, needs one of {', '.join(MODELS)}")
@@ -55,7 +56,7 @@ def run(model: str, dtype: torch.dtype, device="cpu", tokens: int = 64, tp: int 
 
 
 def of_model(model: Model, tokens: int) -> Iterator[tuple[str, cases.Case]]:
-    """Each op's cases with the model's shapes."""
+    """Yield each op's cases with the model's shapes."""
     return ((op, case) for op in ops() for case in cases.of(op).of_model(model, tokens))
 
 
@@ -87,8 +88,8 @@ def _row(op, case, implementation, used) -> Row:
 
 
 def evaluate(function, inputs: dict, wrt: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Outputs, inputs that were written, and gradients, by name, on the CPU."""
-    torch.manual_seed(0)  # of dropout
+    """Return outputs, inputs that were written, and gradients, by name, on the CPU."""
+    torch.manual_seed(0)  # seed for dropout
     inputs = {name: _copied(value, name in wrt) for name, value in inputs.items()}
     before = {n: x.detach().clone() for n, x in inputs.items() if isinstance(x, torch.Tensor)}
     outputs = function(**inputs)
@@ -105,7 +106,7 @@ def evaluate(function, inputs: dict, wrt: tuple[str, ...]) -> dict[str, torch.Te
 
 
 def by_reference(function, inputs: dict, wrt, wide=torch.float64) -> dict[str, torch.Tensor]:
-    """What the reference computes on the CPU from the same inputs, in a wider dtype."""
+    """Return the reference's results on the CPU from the same inputs, in a wider dtype."""
     inputs = {name: widened(value, wide) for name, value in inputs.items()}
     with env.override(impl=dict.fromkeys(Table.tables, "reference")):
         return evaluate(function, inputs, wrt)
@@ -119,7 +120,7 @@ def _copied(value, leaf: bool):
 
 
 def widened(value, wide: torch.dtype):
-    """A tensor, or those of a tuple, on the CPU, in a wider dtype where it is a floating one."""
+    """Move a tensor, or a tuple of them, to the CPU; floating ones are cast to `wide`."""
     if isinstance(value, tuple):
         return tuple(widened(item, wide) for item in value)
     floating = isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -131,13 +132,13 @@ def _on_cpu(value):
 
 
 def _weights(out: torch.Tensor, seed: int) -> torch.Tensor:
-    """Sixteenths, the same numbers in every dtype."""
+    """Return multiples of 1/16, the same numbers in every dtype."""
     draw = torch.Generator().manual_seed(seed)
     return (torch.randint(-64, 65, out.shape, generator=draw) / 16).to(out)
 
 
 def line(row: Row) -> str:
-    """A row as text, at most 80 columns."""
+    """Format a row as text, at most 80 columns."""
     backward = "-" if row.backward is None else f"{row.backward:.2f}"
     text = f"{row.op:34}{row.case:8}{row.implementation:15}{row.forward:9.2f}{backward:>10}"
     return text if row.passed else f"{text}\n  WRONG: {row.worst}"

@@ -1,4 +1,4 @@
-"""Computes again what NPU_OPS_LOG=shadow:N found to be wrong."""
+"""Repeats calls that NPU_OPS_LOG=shadow:N found to be wrong."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from npu_ops_tools.options import check_device
 
 
 def replay(path: pathlib.Path, device: str | None = None) -> tuple[str, dict]:
-    """What was computed, and the error of each tensor it wrote with the largest that passes.
+    """Repeat a call; return its name, and the error and limit of each tensor that it wrote.
 
-    device: None: the one it was found on.
+    device: None: the device on which the error was found.
 
-    A file may come from anyone, so nothing in it is run or looked up by a name that it gives, and
-    the reference computes it first: what it refuses never reaches a kernel.
+    The file is untrusted: nothing in it is run or looked up by name. The reference computes the
+    call first, so calls that it rejects never reach a kernel.
 
     Raises:
-        OSError: no such file. ValueError: it is not one of shadow mode's, or the device is not
-            here. RuntimeError: the implementation cannot run there.
+        OSError: there is no such file.
+        ValueError: it is not a file of shadow mode, or the device does not exist here.
+        RuntimeError: the implementation cannot run here.
     """
     found = _read(path)
     table, device = Table.tables[found["op"]], found["device"] if device is None else device
@@ -42,18 +43,19 @@ def replay(path: pathlib.Path, device: str | None = None) -> tuple[str, dict]:
 
 
 def _read(path: pathlib.Path) -> dict:
-    """What `shadow` wrote, as far as its names go."""
+    """Read a file of `shadow`, and check its names."""
     needs = "needs one that NPU_OPS_LOG=shadow:N wrote"
-    if path.exists() and not path.is_file():  # a FIFO would be waited for
+    if path.exists() and not path.is_file():  # reading a FIFO would block
         raise ValueError(f"{path}: got no regular file, {needs}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of other kinds of file, which are refused below
+            # warnings about other file types, which are rejected below
+            warnings.simplefilter("ignore")
             found = torch.load(path, weights_only=True, map_location="cpu")
     except OSError:
         raise
-    # A file of any bytes makes torch.load raise nearly anything. Its message is left out: it tells
-    # the user to load the file with weights_only=False, which runs whatever the file contains.
+    # With invalid data torch.load may raise any exception. Its message is dropped: it tells the
+    # user to load the file with weights_only=False, which runs whatever the file contains.
     except Exception:
         raise ValueError(f"{path}: got a file that cannot be read, {needs}") from None
     given = found if isinstance(found, dict) else {}
@@ -64,7 +66,7 @@ def _read(path: pathlib.Path) -> dict:
 
 
 def _named(table: Table, name: str, args: tuple):
-    """The implementation that was wrong, if it runs here; else it says why not."""
+    """Return the implementation of that name if it runs here, else raise with the reason."""
     reasons = {verdict.implementation: verdict.why_not for verdict in table.explain(*args)}
     for implementation in table.implementations:
         reason = reasons[implementation.name]

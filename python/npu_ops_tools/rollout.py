@@ -1,8 +1,9 @@
-"""A server's log-probabilities against a trainer's: SGLang samples, transformers computes again.
+"""Compares log-probabilities: SGLang samples as a server, transformers recomputes as a trainer.
 
-Both in this environment, with npu-ops as it is set: NPU_OPS_CONSISTENT says which mode. Prompts are
-random tokens. The second half begins as the first does, and so finds its beginning in the cache.
-Where a model sees, two more prompts have a random picture, the second one's from the cache.
+Both run in this environment, with its npu-ops settings: NPU_OPS_CONSISTENT selects the mode.
+Prompts are random tokens. Each prompt of the second half begins like one of the first, so its
+prefix is cached. For a vision model, two more prompts have a random picture; the second one's
+prefix is cached.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ import torch
 
 from npu_ops.core import env
 
-# Tokens of the prompts of each half. A prompt of the second begins with the whole one of the first.
+# Tokens of the prompts in each half. A prompt of the second half begins with the whole prompt of
+# the first.
 LENGTHS = ((7, 70, 150, 333), (100, 140, 200, 400))
-# Of the picture: patches in height and width; and the tokens before it and behind it.
+# Patches of the picture in height and width; tokens before it, and after it in both prompts.
 PATCHES, AROUND = (8, 12), (60, (9, 40))
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One prompt: its tokens, those of them that were in the cache, and those sampled after it.
+    """One prompt: its number of tokens, of cached ones among them, and of sampled tokens.
 
-    largest, mean: of the difference of log-probabilities. equal: the part that has none. picture:
+    largest, mean: difference of log-probabilities. equal: fraction without a difference. picture:
     whether the prompt has one.
     """
 
@@ -45,14 +47,14 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Tokens; and what transformers calls a picture: `pixel_values`, `image_grid_thw`."""
+    """Tokens, and the picture in transformers' arguments: `pixel_values`, `image_grid_thw`."""
 
     tokens: list[int]
     picture: dict[str, torch.Tensor] | None = None
 
 
 def settings(given) -> dict:
-    """Arguments of `sglang.Engine`, from NAME=VALUE; values as JSON has them, or text.
+    """Parse arguments of `sglang.Engine` from NAME=VALUE; values are JSON, or else text.
 
     Raises:
         ValueError: a text without "=".
@@ -77,7 +79,8 @@ def run(model: str, dtype: str, device: str, tokens: int, engine: dict) -> Itera
         engine: more arguments of `sglang.Engine`.
 
     Raises:
-        ImportError: sglang or transformers is not there. RuntimeError: what they say.
+        ImportError: sglang or transformers is not installed.
+        RuntimeError: sglang or transformers failed.
     """
     from transformers import AutoConfig
 
@@ -101,7 +104,7 @@ def run(model: str, dtype: str, device: str, tokens: int, engine: dict) -> Itera
 
 
 def prompts(vocabulary: int) -> list[list[list[int]]]:
-    """Two halves, the second of which begins as the first does."""
+    """Return two halves of prompts; each prompt of the second begins like one of the first."""
     draw, end = torch.Generator().manual_seed(0), ordinary(vocabulary)
     first, more = (
         [torch.randint(1, end, (n,), generator=draw).tolist() for n in lengths]
@@ -111,12 +114,12 @@ def prompts(vocabulary: int) -> list[list[list[int]]]:
 
 
 def ordinary(vocabulary: int) -> int:
-    """How many tokens prompts are drawn from: not the last ones, of which some end a text."""
+    """Return how many tokens to draw from; excludes the last ones, some of which end a text."""
     return max(2, vocabulary * 9 // 10)
 
 
 def pictured(config, vocabulary: int) -> list[Prompt]:
-    """Prompts of one picture, of which the second goes on where the first ends."""
+    """Return prompts with one picture; the second continues where the first ends."""
     draw, vision = torch.Generator().manual_seed(1), config.vision_config
     patches = math.prod(PATCHES)
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -134,7 +137,7 @@ def pictured(config, vocabulary: int) -> list[Prompt]:
 
 @contextlib.contextmanager
 def serving(model: str, dtype: str, device: str, engine: dict):
-    """SGLang's engine."""
+    """Run SGLang's engine in a block."""
     import sglang
 
     arguments = {"skip_tokenizer_init": True, "device": device, "dtype": dtype} | engine
@@ -146,7 +149,8 @@ def serving(model: str, dtype: str, device: str, engine: dict):
 
 
 def sampled(server, prompt: Prompt, tokens: int):
-    """The prompt, the tokens that follow it, how many were cached, and the log-probabilities."""
+    """Sample; return the prompt, the sampled tokens, the number of cached ones, and
+    log-probabilities."""
     sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
     given = {"input_ids": prompt.tokens, "sampling_params": sampling, "return_logprob": True}
     if prompt.picture:
@@ -160,11 +164,13 @@ def sampled(server, prompt: Prompt, tokens: int):
 
 
 def before_pictures(following: list[int], config) -> list[int]:
-    """Tokens up to one that stands for a picture, which no picture belongs to: where weights are
-    random it may be sampled. transformers would refuse it.
+    """Return the tokens before the first special token of a picture.
+
+    With random weights such tokens may be sampled, and transformers would reject them without a
+    picture.
 
     Raises:
-        RuntimeError: there are none before it.
+        RuntimeError: the first token is special.
     """
     names = ("image_token_id", "video_token_id", "vision_start_token_id")
     special = {getattr(config, name, None) for name in names}
@@ -175,7 +181,7 @@ def before_pictures(following: list[int], config) -> list[int]:
 
 
 def trainer(model: str, config, dtype: str, device: str):
-    """The model as a trainer has it."""
+    """Load the model as a trainer does."""
     import transformers
 
     kind = "ImageTextToText" if hasattr(config, "vision_config") else "CausalLM"
@@ -187,7 +193,7 @@ def trainer(model: str, config, dtype: str, device: str):
 
 @torch.no_grad()
 def logprobs_of(model, prompt: Prompt, following: list[int], device: str) -> torch.Tensor:
-    """The trainer's log-probabilities of the tokens that follow, fp64 `[tokens]`."""
+    """Return the trainer's log-probabilities of the following tokens, fp64 `[tokens]`."""
     ids = torch.tensor([prompt.tokens + following], device=device)
     picture = {name: x.to(device) for name, x in (prompt.picture or {}).items()}
     if picture and "mm_token_type_ids" in inspect.signature(model.forward).parameters:
@@ -195,7 +201,7 @@ def logprobs_of(model, prompt: Prompt, following: list[int], device: str) -> tor
     logits = model(input_ids=ids, use_cache=False, **picture).logits
     logits = logits[0, len(prompt.tokens) - 1 : -1].float()
     chosen = ids[0, len(prompt.tokens) :, None]
-    # SGLang takes the logarithm of the probabilities that it samples from, on NPUs log_softmax.
+    # SGLang takes the logarithm of the sampling probabilities; on NPUs it uses log_softmax.
     found = logits.log_softmax(-1) if device == "npu" else logits.softmax(-1).log()
     return found.gather(1, chosen)[:, 0].double().cpu()
 
@@ -204,7 +210,7 @@ HEAD = f"{'prompt':>7}{'cached':>8}{'sampled':>9}{'largest':>11}{'mean':>11}{'eq
 
 
 def line(row: Row) -> str:
-    """A row as text."""
+    """Format a row as text."""
     return (
         f"{row.prompt:7}{row.cached:8}{row.sampled:9}{row.largest:11.2e}{row.mean:11.2e}"
         f"{row.equal:8.1%}{'  picture' * row.picture}"

@@ -1,7 +1,7 @@
-"""Which images npu-ops was tried for, and what came of it: `images.csv` and `tested.csv`.
+"""The images in which npu-ops was tested, and the results: `images.csv` and `tested.csv`.
 
-A project's image pins a torch, a torch_npu and a Python. packaging/versions.py installs npu-ops
-beside them, tests it with the emulated NPU on x86_64, and writes the results.
+A project's image pins versions of torch, torch_npu and Python. packaging/versions.py installs
+npu-ops with these versions, tests it with the emulated NPU on x86_64, and writes the results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from npu_ops_tools.known_bad import minor, release
 
 HERE = pathlib.Path(__file__).parent
 OLDEST = "2.7"
-# Columns of tested.csv, and how a table calls them.
+# Columns of tested.csv, and their titles in tables.
 STEPS = {
     "source": "installs from source",
     "wheel": "from a wheel",
@@ -28,23 +28,23 @@ STEPS = {
     "demo": "Megatron trains, emulated NPU",
 }
 KEYS = ("torch", "torch_npu", "python")
-# Whose judgement a kernel needs to be launched on the emulated NPU.
+# The compiler that decides whether a kernel can be launched on the emulated NPU.
 COMPILER = "ascendnpu-ir"
 
 
 def images() -> list[dict[str, str]]:
-    """The images of the projects that use npu-ops, and what they pin."""
+    """Return the images of projects that use npu-ops, and the versions that they pin."""
     return _read("images.csv")
 
 
 def tested() -> list[dict[str, str]]:
-    """A row for each torch: every step's result, which is "yes", a number of tests that passed, or
-    what failed."""
+    """Return a row for each torch, with every step's result: "yes", a number of passed tests, or an
+    error."""
     return _read("tested.csv")
 
 
 def write(row: Mapping[str, str]) -> None:
-    """Put a row in place of the one with the same torch, torch_npu and Python."""
+    """Replace the row with the same torch, torch_npu and Python."""
     rows = {_key(known): known for known in tested()} | {_key(row): dict(row)}
     with (HERE / "tested.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [*KEYS, COMPILER, *STEPS, "commit"], lineterminator="\n")
@@ -53,9 +53,9 @@ def write(row: Mapping[str, str]) -> None:
 
 
 def standing(versions: Mapping[str, str | None], python: str = platform.python_version()) -> str:
-    """A sentence that begins with "tested", "should work" or "not supported", and says why.
+    """Return a sentence that begins with "tested", "should work" or "not supported", and says why.
 
-    versions: of torch and torch_npu, None where it is not installed.
+    versions: of torch and torch_npu; None if not installed.
     """
     torch, npu = (
         release(versions[name]) if versions.get(name) else None for name in ("torch", "torch_npu")
@@ -92,7 +92,7 @@ def _what(row) -> str:
 
 
 def _named(row) -> str:
-    """The images that have this torch."""
+    """Return the images that have this torch."""
     names = [image["image"] for image in images() if image["torch"] == row["torch"]]
     return f"; it is the torch of {', '.join(names)}" if names else ""
 
@@ -101,7 +101,7 @@ def _named(row) -> str:
 
 
 def short_table() -> str:
-    """For the README: a line for each image."""
+    """Return the README's table: a line for each image."""
     head = ("image", "CANN", "Python", "torch, torch_npu", *STEPS.values())
     return _markdown(head, map(_short, images()))
 
@@ -114,7 +114,8 @@ def _short(image) -> tuple[str, ...]:
 
 
 def whole_page() -> str:
-    """For the documentation: where an image's versions are from, and every torch that was tried."""
+    """Return the documentation's tables: the sources of images' versions, and all tested
+    torches."""
     head = ("image", "from", "CANN", "Python", "torch", "torch_npu", "triton-ascend", "with")
     of_images = _markdown(head, (tuple(image.values()) for image in images()))
     tried = ("torch", "torch_npu", "Python", COMPILER, *STEPS.values(), "commit")
@@ -122,7 +123,7 @@ def whole_page() -> str:
 
 
 def _of(image) -> dict[str, str] | None:
-    """What was tried with an image's torch; its own Python rather than another."""
+    """Return the test result of an image's torch, preferably with the image's Python."""
     rows = [row for row in tested() if row["torch"] == image["torch"] and row["torch_npu"]]
     rows.sort(key=lambda row: row["python"] != image["python"])
     return rows[0] if rows else None

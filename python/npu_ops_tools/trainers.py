@@ -1,5 +1,8 @@
-"""`npu-ops doctor --trainer NAME`: which packages of a trainer are installed, what npu-ops changes
-for it, and what would stop a run, in the order of the run."""
+"""`npu-ops doctor --trainer NAME`: whether a trainer's runs would work here.
+
+It lists the trainer's installed packages, npu-ops' patches for it, and what would stop a run, in
+the order of the run.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,11 @@ from npu_ops_tools import doctor
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """needs: packages, in the order in which a run imports them. engines: packages for the rollout,
-    of which it needs one. patched: top-level modules that npu-ops patches for it."""
+    """A trainer's requirements.
+
+    needs: packages, in the order in which a run imports them. engines: rollout packages, of which
+    one is needed. patched: top-level modules that npu-ops patches for it.
+    """
 
     needs: tuple[str, ...]
     engines: tuple[str, ...]
@@ -35,7 +41,7 @@ TRAINERS = {
 
 
 def collect(name: str) -> dict:
-    """What `npu-ops doctor --trainer` shows, as plain data."""
+    """Return everything that `npu-ops doctor --trainer` shows, as plain data."""
     trainer = TRAINERS[name]
     broken = _import_mindspeed() if "mindspeed" in trainer.needs else None
     found = doctor.collect()
@@ -52,10 +58,10 @@ def collect(name: str) -> dict:
 def stops(
     trainer: Trainer, found: dict, rows: list[dict], broken: str | None = None
 ) -> Iterator[str]:
-    """A sentence for each thing that a run would end with.
+    """Yield a sentence for each problem that would stop a run.
 
-    found: of `doctor.collect`. rows: the patches of this trainer among its. broken: why MindSpeed
-    does not import; then nothing of Megatron is as it is in a run.
+    found: of `doctor.collect`. rows: the patches for this trainer among them. broken: why MindSpeed
+    does not import; then Megatron's state differs from that in a run.
     """
     first, *others = trainer.needs
     if not found["packages"][first]:
@@ -78,19 +84,21 @@ def stops(
 
 
 def _import_mindspeed() -> str | None:
-    """Import it as a run does, before Megatron: it stands in for Transformer Engine. Why it does
-    not import, in a sentence."""
+    """Import MindSpeed as a run does; return why that fails, or None.
+
+    It comes before Megatron, because it replaces Transformer Engine.
+    """
     if not doctor.is_there("mindspeed"):
         return None
     try:
         importlib.import_module("mindspeed.megatron_adaptor")
-    except Exception as error:  # whatever a package that is not whole raises
+    except Exception as error:  # a broken package may raise anything
         return f"mindspeed does not import: {type(error).__name__}: {first_line(error)}"
     return None
 
 
 def text(found: dict) -> str:
-    """What `collect` returned as text, at most 80 columns wide."""
+    """Format the result of `collect`, at most 80 columns wide."""
     return "\n".join((*_installed(found), "", *_done(found), "", *_stopped(found)))
 
 

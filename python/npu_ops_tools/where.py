@@ -1,4 +1,4 @@
-"""Where everything about an op is: the path is the documentation."""
+"""Finds the files of an op."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from npu_ops.core.registry import Table
 
 ROOT = pathlib.Path(npu_ops.__file__).parent.parent
 
-# What is there of an op, and its place from the root of the repository.
+# The parts of an op, and their places relative to the root of the repository.
 PLACES = {
     "public function": "npu_ops/ops/{op}/__init__.py",
     "torch operator": "npu_ops/ops/{op}/op.py",
@@ -32,8 +32,8 @@ _OF_A_CLONE = ("benchmarks", "csrc/common", "npu_ops/ops", "tests/fuzz")
 
 
 def find_clone() -> pathlib.Path | None:
-    """The clone that this package is run from; of an installed package, the one around the working
-    directory. None where there is neither."""
+    """Return the clone that this package runs from, or the one around the working directory, or
+    None."""
     here = pathlib.Path.cwd()
     for folder in (ROOT, here, *here.parents):
         if all((folder / part).is_dir() for part in _OF_A_CLONE):
@@ -42,7 +42,8 @@ def find_clone() -> pathlib.Path | None:
 
 
 def clone() -> pathlib.Path:
-    """
+    """Return the clone.
+
     Raises:
         FileNotFoundError: there is no clone here.
     """
@@ -54,18 +55,18 @@ def clone() -> pathlib.Path:
 
 
 def ops() -> dict[str, list[str]]:
-    """The public functions of each op."""
+    """Return the public functions of each op."""
     names = sorted(path.parent.name for path in (ROOT / "npu_ops/ops").glob("*/op.py"))
     return {name: importlib.import_module(f"npu_ops.ops.{name}").__all__ for name in names}
 
 
 def implementations(op: str) -> list[str]:
-    """The implementations of an op, in the order they are tried."""
+    """Return the implementations of an op, in the order they are tried."""
     return [implementation.name for implementation in Table.tables[op].implementations]
 
 
 def summaries() -> dict[str, dict]:
-    """Of each op: the implementations, and the first line of each public function's docstring."""
+    """Return each op's implementations, and the first docstring line of its public functions."""
     return {
         op: {
             "implementations": implementations(op),
@@ -78,7 +79,7 @@ def summaries() -> dict[str, dict]:
 
 
 def resolve(name: str) -> str:
-    """The op that `name` is, or whose public function it is.
+    """Return the op called `name`, or with a public function `name`.
 
     Raises:
         ValueError: there is none.
@@ -91,7 +92,7 @@ def resolve(name: str) -> str:
 
 
 def where(name: str) -> dict[str, list[pathlib.Path]]:
-    """What there is of an op, and in which files; an installed package has fewer than a clone."""
+    """Return the parts of an op and their files; an installed package has fewer than a clone."""
     op = resolve(name)
     found = {what: sorted(ROOT.glob(place.format(op=op))) for what, place in PLACES.items()}
     return {what: paths for what, paths in found.items() if paths}

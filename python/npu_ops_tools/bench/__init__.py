@@ -1,8 +1,8 @@
-"""Benchmarks: the same work by npu-ops and by what it replaces, in one run, and rows of it.
+"""Benchmarks: time the same work with npu-ops and with its peers in one run, and store rows.
 
-What is timed is in benchmarks/bench_<op>.py: a list `SWEEPS`. Both `npu-ops bench`, which times all
-providers turn by turn, and `pytest benchmarks/` read it. What is ours is compared with the
-reference first; what is wrong is not timed.
+benchmarks/bench_<op>.py defines what is timed, as a list `SWEEPS`. `npu-ops bench`, which times all
+providers alternately, and `pytest benchmarks/` both read it. npu-ops' results are first compared
+with the reference. Wrong results are not timed.
 """
 
 from npu_ops_tools.bench.peers import Absent

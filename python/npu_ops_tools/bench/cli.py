@@ -38,9 +38,9 @@ def bench_command(
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Time the ops against what they replace, after checking that they are right.
+    """Check the ops against their references, then time them against their peers.
 
-    With --compare the exit status is 1 when something became slower beyond doubt.
+    With --compare the exit status is 1 if a benchmark became significantly slower.
     """
     from npu_ops_tools import where
     from npu_ops_tools.bench import rows
@@ -70,7 +70,7 @@ def bench_command(
 
 
 def line(row) -> str:
-    """A row as text."""
+    """Format a row as text."""
     if row.state == "absent":
         return f"{row.op}: {row.provider} is absent: {row.note}"
     spread = f"{row.ms_p20:.4g} to {row.ms_p80:.4g}"
@@ -79,7 +79,7 @@ def line(row) -> str:
 
 
 def _compare(old: pathlib.Path, new: pathlib.Path, threshold: float, as_json: bool) -> int:
-    """Print the ratios; 1 where one is beyond the threshold."""
+    """Print the ratios of two results; return 1 if one exceeds the threshold, else 0."""
     from npu_ops_tools.bench import rows
     from npu_ops_tools.bench.compare import compare, slower
 

@@ -1,4 +1,4 @@
-"""Two results of the same benchmarks: how much slower or faster what is ours became."""
+"""Compares two results of the same benchmarks: how much slower or faster npu-ops became."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npu_ops_tools.bench.work import OURS
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """The time of `new` over that of `old`, and its range by both medians' intervals."""
+    """The time of `new` over that of `old`, with a range from the intervals of both medians."""
 
     old: Row
     new: Row
@@ -25,10 +25,10 @@ class Change:
 
 
 def compare(old: Iterable[Row], new: Iterable[Row]) -> list[Change]:
-    """What is ours and in both, the one that became slowest first.
+    """Compare npu-ops' rows that are in both results; the largest slowdown comes first.
 
     Raises:
-        ValueError: nothing is in both, on one machine with as many threads.
+        ValueError: no row is in both, on one machine with the same number of threads.
     """
     before = {row.key: row for row in old if _timed(row)}
     changes = [_change(before[row.key], row) for row in new if _timed(row) and row.key in before]
@@ -48,5 +48,6 @@ def _change(old: Row, new: Row) -> Change:
 
 
 def slower(changes: Iterable[Change], threshold: float) -> list[Change]:
-    """Those that are slower by more than `threshold`, even at the near end of the interval."""
+    """Return the changes that are slower by more than `threshold`, even at the fast end of the
+    range."""
     return [change for change in changes if change.low > 1 + threshold]

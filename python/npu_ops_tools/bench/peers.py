@@ -1,4 +1,4 @@
-"""What npu-ops is timed against, and where it is found."""
+"""The peers that npu-ops is timed against, and where to find them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from npu_ops_tools import where
 
 FETCHED = (where.find_clone() or where.ROOT) / ".cache"
 MEGATRON = FETCHED / "megatron" / "0.16.1"
-# fla's package asks for a GPU as it is imported; the files naive.py of it do not.
+# fla's package needs a GPU on import; its files naive.py do not.
 FLA_OPS = FETCHED / "frameworks/fla-core-0.6.0/fla/ops"
 
 
 class Absent(Exception):
-    """A peer that cannot be timed here; the sentence says why."""
+    """A peer cannot be timed here; the message says why."""
 
 
 def megatron(module: str, name: str):
-    """A function of megatron-core: of the one installed, or of what `make demo` fetches.
+    """Return a function of megatron-core: of the installed one, or of the one that `make demo`
+    fetches.
 
     Raises:
         Absent: there is none.
@@ -36,7 +37,7 @@ def megatron(module: str, name: str):
 
 
 def fla_naive(name: str, op: str = "gated_delta_rule"):
-    """A function in PyTorch by which flash-linear-attention defines its kernels of `op`.
+    """Return a function of flash-linear-attention's PyTorch reference of `op`.
 
     Raises:
         Absent: it was not fetched.
@@ -51,7 +52,7 @@ def fla_naive(name: str, op: str = "gated_delta_rule"):
 
 
 def untimed(why: str) -> Callable[[], Callable]:
-    """A peer that no benchmark calls yet."""
+    """Return a peer that is always absent, because no benchmark calls it yet."""
 
     def find():
         raise Absent(why)

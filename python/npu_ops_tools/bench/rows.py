@@ -1,4 +1,4 @@
-"""A row of a benchmark's results: one schema, in benchmarks/results/<device>/<op>.csv."""
+"""A row of benchmark results. All files benchmarks/results/<device>/<op>.csv have this schema."""
 
 from __future__ import annotations
 
@@ -22,17 +22,21 @@ STATES = ("stable", "unstable", "absent")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One provider's part in one benchmark.
+    """The result of one provider in one benchmark.
 
-    shape: the models and ranks whose layers have it; size, unit: how many tokens or sequences.
-    implementation: which of ours computed. state: "stable": the 95 % interval of the median is
-    within 5 % of it; "unstable"; or "absent", and then `note` says why and there are no numbers.
-    ms_p20, ms_p50, ms_p80: milliseconds of a call; ms_low, ms_high: the interval of ms_p50; runs:
-    how often it was measured, each time as the mean of `calls`.
-    bytes, flop: what must be moved and computed at the least. copy_gbps: a copy of as many bytes,
-    measured in turns with it; matmul_tflops: a product in that dtype, in the same run.
-    peak_mb: memory beyond the inputs. error: the RMS of the error over that of the result.
-    command: repeats it.
+    shape: the models and ranks whose layers have this shape.
+    size, unit: number of tokens or sequences.
+    implementation: the implementation of npu-ops that ran.
+    state: "stable": the 95 % interval of the median is within 5 % of it; "unstable"; or "absent":
+    no numbers, and `note` says why.
+    ms_p20, ms_p50, ms_p80: milliseconds per call; ms_low, ms_high: the interval of ms_p50.
+    runs: number of measurements, each the mean of `calls` calls.
+    bytes, flop: lower bounds of the bytes to move and the operations to compute.
+    copy_gbps: rate of a copy of as many bytes, timed alternately with it.
+    matmul_tflops: rate of a matrix product in that dtype, in the same run.
+    peak_mb: memory beyond the inputs.
+    error: RMS of the error over RMS of the result.
+    command: command that repeats the measurement.
     """
 
     op: str
@@ -70,17 +74,17 @@ class Row:
 
     @property
     def benchmark(self) -> tuple:
-        """Rows with the same are of the same work on the same machine."""
+        """The key of the work and the machine: rows of different providers share it."""
         return tuple(getattr(self, name) for name in _BENCHMARK)
 
     @property
     def key(self) -> tuple:
-        """One row for each."""
+        """The unique key of a row."""
         return (*self.benchmark, self.provider)
 
     @property
     def name(self) -> str:
-        """What it is a row of, in words."""
+        """A description of the benchmark."""
         return f"{self.op}: {self.shape}, {self.size} {self.unit}, {self.mode}, {self.dtype}"
 
     @property
@@ -98,10 +102,11 @@ _TYPES = typing.get_type_hints(Row)
 
 
 def read(path: pathlib.Path) -> list[Row]:
-    """The rows of a file, or of all files in a folder.
+    """Read the rows of a file, or of all files in a folder.
 
     Raises:
-        FileNotFoundError: there is none. ValueError: a file has other columns.
+        FileNotFoundError: there is no such file.
+        ValueError: a file has other columns.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
@@ -132,7 +137,7 @@ def _parsed(text: str, kind):
 
 
 def upsert(rows: Iterable[Row], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Write rows to <device>/<op>.csv; one with the same key is replaced, the others stay."""
+    """Write rows to <device>/<op>.csv. A row with the same key is replaced; other rows stay."""
     by_file: dict[pathlib.Path, list[Row]] = {}
     for row in rows:
         by_file.setdefault(folder / row.device / f"{row.op}.csv", []).append(row)
@@ -148,18 +153,21 @@ def upsert(rows: Iterable[Row], folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _written(row: Row) -> dict:
-    """Four digits are more than a time has."""
+    """Return a row's values with four significant digits; times are not more precise."""
     values = dataclasses.asdict(row)
     return {n: f"{x:.4g}" if isinstance(x, float) else x for n, x in values.items()}
 
 
-# Where a row is from
+# Provenance of a row
 
 
 @functools.cache
 def commit() -> tuple[str, bool]:
-    """The commit of the clone that this package is run from, and whether anything but results
-    differs from it; an installed package is of no commit."""
+    """Return the commit of the clone that this package runs from, and whether files besides results
+    changed.
+
+    An installed package has no commit.
+    """
     if where.find_clone() != where.ROOT:
         return "", True
 
@@ -172,21 +180,21 @@ def commit() -> tuple[str, bool]:
 
 
 def device_name(device: str) -> str:
-    """What numbers of a device carry; none of "npu-emulated" is a time of an NPU."""
+    """Return a device name for rows. Numbers of "npu-emulated" are not times of an NPU."""
     kind = torch.device(device).type
     return "npu-emulated" if kind == "npu" and npu_ops_emulator.installed() else kind
 
 
 @functools.cache
 def machine(device: str) -> str:
-    """The processor's or the accelerator's name."""
+    """Return the name of the processor or the accelerator."""
     kind = torch.device(device).type
     return hardware.processor() if kind == "cpu" else getattr(torch, kind).get_device_name(device)
 
 
 @functools.cache
 def versions() -> str:
-    """Of what took part."""
+    """Return the versions of the packages that affect the numbers."""
     import importlib.metadata as metadata
 
     found = [f"npu-ops {npu_ops.__version__}", f"torch {torch.__version__}"]

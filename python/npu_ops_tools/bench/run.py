@@ -1,4 +1,4 @@
-"""Runs benchmarks, and makes rows of them."""
+"""Runs benchmarks and makes rows of their results."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from npu_ops_tools.bench.work import Work
 
 
 def run(ops=None, quick=False, device="cpu", only=(), longest=60.0):
-    """Yield the rows of the benchmarks of `ops` (all) as they are made.
+    """Yield the rows of the benchmarks of `ops` (None: all) as soon as they are measured.
 
-    quick: two sizes of one model. only: those with all of these in their name. longest: seconds for
-    each benchmark that does not settle.
+    quick: two sizes of one model.
+    only: run the benchmarks whose names contain all of these strings.
+    longest: seconds for each benchmark that does not become stable.
 
     Raises:
-        AssertionError: npu-ops computes something else than the reference.
-        ValueError: no such op, or nothing has that name.
+        AssertionError: npu-ops' result differs from the reference.
+        ValueError: there is no such op, or no benchmark's name matches.
     """
     none = True
     for path in discover(ops).values():
@@ -42,7 +43,7 @@ def run(ops=None, quick=False, device="cpu", only=(), longest=60.0):
 
 
 def measure(benchmark: Benchmark, device: str, longest: float) -> Iterator[Row]:
-    """A row for each provider."""
+    """Measure a benchmark; yield a row for each provider."""
     work = Work(benchmark, device)
     errors = work.errors()
     peaks = {name: timing.peak_mb(call, device) for name, call in work.calls.items()}
@@ -69,7 +70,7 @@ def measure(benchmark: Benchmark, device: str, longest: float) -> Iterator[Row]:
 
 
 def absent(sweep: Sweep, device: str) -> Iterator[Row]:
-    """A row for each peer that could not be timed."""
+    """Yield a row for each peer that could not be timed."""
     for name, why in sweep.found()[1].items():
         yield _row(sweep, device, shape=sweep.label, provider=name, state="absent", note=why)
     for name, most in sweep.at_most.items():
@@ -78,7 +79,7 @@ def absent(sweep: Sweep, device: str) -> Iterator[Row]:
 
 
 def _command(op: str, device: str, *options: str) -> str:
-    """What repeats a row, with the switch that chose what it timed."""
+    """Return the command that repeats a row, with the NPU_OPS_IMPL that was set."""
     forced = ",".join("=".join(pair) for pair in env.settings.impl.items())
     switch = f"NPU_OPS_IMPL={forced} " if forced else ""
     there = [] if device == "cpu" else ["--device", device]

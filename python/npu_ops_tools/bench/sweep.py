@@ -1,7 +1,8 @@
-"""What is timed: an op's cases by size, model, tensor parallelism, dtype and mode, and its peers.
+"""Sweeps: what is timed of an op, by size, model, tensor parallelism, dtype and mode, and its
+peers.
 
-A full product would be thousands of benchmarks of each op. A sweep is a star: every size of the
-first model in bf16, and from its middle size every dtype, model and number of ranks.
+All combinations would be thousands of benchmarks per op. A sweep is a star: every size of the first
+model in bf16; and at its middle size every dtype, model and number of ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ MODES = ("forward", "backward", "forward+backward")
 
 
 def first_case(op: str, model, size: int) -> cases.Case:
-    """The first case that an op makes of a model, of `size` tokens."""
+    """Return the first case of an op for a model, with `size` tokens."""
     return next(iter(cases.of(op).of_model(model, size)), None)
 
 
 def of_sequences(op: str, model, size: int) -> cases.Case:
-    """The same of one token of each of `size` sequences."""
+    """Return the first case of an op for a model, with one token in each of `size` sequences."""
     case = first_case(op, model, 1)
     return case and dataclasses.replace(case, sequences=size)
 
@@ -40,7 +41,7 @@ def of_sequences(op: str, model, size: int) -> cases.Case:
 class Benchmark:
     """One case of a sweep in one mode and dtype.
 
-    shape: the models and tensor-parallel ranks whose layers have it. peers: as the sweep's.
+    shape: the models and tensor-parallel ranks whose layers have this shape. peers: see `Sweep`.
     """
 
     sweep: Sweep
@@ -56,35 +57,36 @@ class Benchmark:
         return self.sweep.op
 
     def inputs(self, device: str) -> dict:
-        """Arguments of the op's public function, and of the peers."""
+        """Return the arguments of the op's public function and of the peers."""
         return self.sweep.prepare(self.case.inputs(self.dtype, device))
 
     @property
     def name(self) -> str:
-        """Unique among an op's; `npu-ops bench OP --only NAME` repeats it."""
+        """Its name, unique within an op; `npu-ops bench OP --only NAME` repeats it."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.shape}, {self.size} {self.sweep.unit}, {self.mode}, {dtype}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What is timed of an op.
+    """What to time of one op.
 
-    peers: name -> a function of no arguments that returns one of the case's arguments, which
-        returns what npu-ops returns, or raises `Absent`. compiled: the peer that torch.compile is
-        shown, too.
-    at_most: the largest size at which a peer is timed, where larger ones take minutes.
-    label: where an op has several sweeps, what this one is. prepare: a case's inputs as the peers
-        take them, the same for ours. case: (op, model, size) -> a case, or
-        None where the model has no such layer; unit: what size counts.
-    backward_to: the largest size with gradients; 0 without. exact_to: the largest size whose error
-        is measured against fp64; beyond, against `beyond` in fp32: "reference", or a peer where the
-        reference takes minutes.
-    flop: case -> floating-point operations of a forward. moved: (case, inputs) -> bytes that it
-        must read or write, where that is not its inputs and outputs. writes: arguments that it
-        overwrites.
-    random: peers draw other numbers, and are compared with nothing. slack: how many times what
-        `cases` allows an error may be.
+    peers: name -> a function without arguments. It returns a function of the case's arguments that
+    returns what npu-ops returns, or raises `Absent`.
+    compiled: name of the peer that is also timed under torch.compile.
+    at_most: peer's name -> largest size to time, if larger ones take minutes.
+    label: describes this sweep, if an op has several.
+    prepare: converts a case's inputs to the arguments of the peers and of npu-ops.
+    case: (op, model, size) -> a case, or None if the model has no such layer.
+    unit: the unit of size.
+    backward_to: the largest size with gradients; 0: no gradients.
+    exact_to: the largest size whose error is measured against fp64. Beyond it, errors are against
+    `beyond` in fp32: "reference", or a peer if the reference takes minutes.
+    flop: case -> floating-point operations of a forward.
+    moved: (case, inputs) -> bytes that a forward must read or write, if not its inputs and outputs.
+    writes: arguments that it overwrites.
+    random: peers draw other random numbers, so their results are not compared.
+    slack: factor on the tolerances of `cases`.
     """
 
     op: str
@@ -107,7 +109,7 @@ class Sweep:
     slack: float = 2.0
 
     def found(self) -> tuple[dict[str, Callable], dict[str, str]]:
-        """The peers that are there, and why the others are not."""
+        """Return the peers that are available, and the reasons why the others are not."""
         present, absent = {}, {}
         for name, find in self.peers.items():
             try:
@@ -117,7 +119,7 @@ class Sweep:
         return present, absent
 
     def benchmarks(self, quick: bool = False) -> Iterator[Benchmark]:
-        """All of the star; quick: a small size of the first model."""
+        """Yield the benchmarks of the star; quick: only two small sizes of the first model."""
         peers, _ = self.found()
         with_compile = dict(peers)
         if self.compiled in peers and not quick:
@@ -171,8 +173,10 @@ class Sweep:
 
 
 def _compiled(function: Callable) -> Callable:
-    """Compiled anew for each size, dtype and mode that needs it: by default torch gives up after 8,
-    and then runs what it was to compile."""
+    """Compile a function; allow a recompilation for each size, dtype and mode.
+
+    By default torch gives up after 8 recompilations and runs the function uncompiled.
+    """
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, 128)
@@ -180,10 +184,11 @@ def _compiled(function: Callable) -> Callable:
 
 
 def discover(ops: list[str] | None = None) -> dict[str, pathlib.Path]:
-    """The benchmark file of each op, in a clone of the repository.
+    """Return the benchmark file of each op, in a clone of the repository.
 
     Raises:
-        FileNotFoundError: there is no clone. ValueError: no such op.
+        FileNotFoundError: there is no clone.
+        ValueError: there is no such op.
     """
     folder = where.clone() / "benchmarks"
     files = {path.stem.removeprefix("bench_"): path for path in sorted(folder.glob("bench_*.py"))}
@@ -194,7 +199,7 @@ def discover(ops: list[str] | None = None) -> dict[str, pathlib.Path]:
 
 
 def load(path: pathlib.Path) -> list[Sweep]:
-    """The sweeps of a benchmark file."""
+    """Return the sweeps of a benchmark file."""
     _leave_frameworks_alone()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -203,7 +208,7 @@ def load(path: pathlib.Path) -> list[Sweep]:
 
 
 def _leave_frameworks_alone() -> None:
-    """A peer is a framework's own function, not what the adapters put in its place."""
+    """Revert all adapters, so that a peer is the framework's own function."""
     if "npu_ops_adapters" in sys.modules:
         sys.modules["npu_ops_adapters"].revert()
     if "npu_ops_import_hook" in sys.modules:

@@ -1,4 +1,4 @@
-"""Times of calls, turn by turn, until their medians are known; memory; rooflines."""
+"""Times calls alternately until their medians are stable; measures memory and rooflines."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from collections.abc import Callable
 
 import torch
 
-# A median is known when its 95 % interval is within so much of it.
+# A median is stable if its 95 % interval is within this fraction of it.
 WITHIN = 0.05
 LEAST_RUNS = 7
 
 
 @dataclasses.dataclass
 class Times:
-    """Seconds of a call, in the order they were measured; each the mean of `calls` in a row."""
+    """Seconds per call, in the order of measurement; each is the mean of `calls` calls in a row."""
 
     calls: int
     seconds: list[float] = dataclasses.field(default_factory=list)
 
     def percentile(self, percent: int) -> float:
-        """By linear interpolation."""
+        """Return a percentile, linearly interpolated."""
         ordered = sorted(self.seconds)
         at = (len(ordered) - 1) * percent / 100
         low = math.floor(at)
@@ -34,13 +34,13 @@ class Times:
         return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
     def interval(self) -> tuple[float, float]:
-        """Where the median lies with a probability of 95 %, whatever the distribution is."""
+        """Return the 95 % confidence interval of the median, for any distribution."""
         below = _ranks(len(self.seconds))
         ordered = sorted(self.seconds)
         return ordered[below], ordered[-1 - below]
 
     def stable(self) -> bool:
-        """Whether the interval is within WITHIN of the median."""
+        """Return whether the interval is within WITHIN of the median."""
         if len(self.seconds) < LEAST_RUNS:
             return False
         low, high = self.interval()
@@ -50,7 +50,7 @@ class Times:
 
 @functools.cache
 def _ranks(runs: int) -> int:
-    """How many of so many runs may be left out at each end: a binomial's quantile."""
+    """Return how many measurements to drop at each end for the 95 % interval, from the binomial."""
     chance, below = 0.0, 0
     while below < runs // 2:
         chance += math.comb(runs, below) / 2**runs
@@ -63,10 +63,10 @@ def _ranks(runs: int) -> int:
 def interleaved(calls: dict[str, Callable], device: str, longest: float) -> dict[str, Times]:
     """Time all calls alternately, so that all see the same noise, until every median is stable.
 
+    The order is reversed in every other round.
+
     Args:
         longest: seconds after which timing stops anyway, once each call ran LEAST_RUNS times.
-
-    The order is reversed in every other round.
     """
     found = {name: Times(_repeats(call, device)) for name, call in calls.items()}
     start, turn = time.perf_counter(), 0
@@ -80,15 +80,17 @@ def interleaved(calls: dict[str, Callable], device: str, longest: float) -> dict
 
 
 def _repeats(call: Callable, device: str) -> int:
-    """How often to repeat a call so that the clock's resolution does not matter. The first call
-    may compile, and the second touch memory for the first time."""
+    """Return how many calls one measurement needs, so that the clock's resolution does not matter.
+
+    Runs the call twice before: the first may compile, the second may touch new memory.
+    """
     for _ in range(2):
         call()
     return max(1, min(1000, int(0.002 / max(seconds(call, 1, device), 1e-6))))
 
 
 def seconds(call: Callable, calls: int, device: str) -> float:
-    """Of one call, by so many."""
+    """Return the mean seconds per call over `calls` calls."""
     _synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -103,16 +105,16 @@ def _synchronize(device: str) -> None:
 
 
 def peak_mb(call: Callable, device: str) -> float | None:
-    """The most memory that a call needs beyond what was there before it; None where unknown."""
+    """Return the peak memory in MB that a call needs beyond what was allocated; None if unknown."""
     if device != "cpu":
         return _peak_of_device(call, getattr(torch, torch.device(device).type))
     status = pathlib.Path("/proc/self/status")
     if not status.exists():
         return None
-    call()  # what is allocated once does not count
-    gc.collect()  # nor what is freed meanwhile
+    call()  # excludes memory that is allocated only once
+    gc.collect()  # excludes memory that is freed meanwhile
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)  # what glibc has kept for itself would be taken unseen
+        trim(0)  # glibc would reuse freed memory, which would not be counted
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     before = _status_kb(status, "VmRSS")
     result = call()
@@ -137,7 +139,7 @@ def _status_kb(status: pathlib.Path, field: str) -> int:
 
 
 def copy_of(moved: int, device: str) -> Callable[[], None]:
-    """A copy that moves so many bytes, to memory that is there: what bounds a kernel that does."""
+    """Return a copy that moves this many bytes within allocated memory: a bound for kernels."""
     size = max(1, moved // 2)
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     return lambda: target.copy_(source)
@@ -145,7 +147,7 @@ def copy_of(moved: int, device: str) -> Callable[[], None]:
 
 @functools.cache
 def matmul_tflops(dtype: torch.dtype, device: str) -> float:
-    """What a product of square matrices gets, at the best of a few."""
+    """Return the rate of a product of square matrices, the best of a few runs."""
     size = 1024 if device == "cpu" else 8192
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     torch.mm(a, b)

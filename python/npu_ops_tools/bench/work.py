@@ -15,18 +15,21 @@ from npu_ops_tools import parity
 from npu_ops_tools.bench.sweep import Benchmark
 
 OURS = "npu-ops"
-# A backward alone is of a call after so many like it, as in training: some learn from the first,
-# and their graph is another then. Ours knows a call from the fourth on.
+# A timed backward belongs to a call that follows this many equal ones, as in training: some
+# providers cache after the first calls, which changes their graph. npu-ops reuses its cached
+# decision from the fourth call on.
 _STEPS_BEFORE = 4
-# torch.compile frees what a backward needs as it goes; here backwards are repeated.
+# torch.compile frees buffers during a backward; here backwards are repeated.
 functorch.donated_buffer = False
 
 
 class Work:
-    """Calls of no arguments that do a benchmark's work, by provider, and what it is made of.
+    """Calls without arguments that do a benchmark's work, one per provider.
 
-    calls: each returns a tuple of tensors. implementations: of the providers that are ours.
-    moved: bytes that must be read or written. flop: operations on floating-point numbers, or None.
+    calls: each returns a tuple of tensors.
+    implementations: of npu-ops' providers.
+    moved: bytes that must be read or written.
+    flop: floating-point operations, or None.
     """
 
     def __init__(self, benchmark: Benchmark, device: str):
@@ -50,15 +53,15 @@ class Work:
         }
         self.moved = self._moved()
         flop = benchmark.sweep.flop and benchmark.sweep.flop(benchmark.case)
-        # A backward has two products for each of the forward's.
+        # A backward has two matrix products for each one of the forward.
         self.flop = flop and flop * {"forward": 1, "backward": 2}.get(benchmark.mode, 3)
 
     def _own(self) -> dict:
-        """The inputs, with copies of what is written."""
+        """Return the inputs, with copies of those that are overwritten."""
         return self.given | {name: self.given[name].clone() for name in self.benchmark.sweep.writes}
 
     def _draw_weights(self, public) -> list[torch.Tensor]:
-        """A gradient of each output."""
+        """Draw a gradient for each output."""
         if self.benchmark.mode == "forward":
             return []
         with torch.no_grad():
@@ -73,11 +76,11 @@ class Work:
         inputs = inputs | leaves
         if self.benchmark.mode == "forward+backward":
             return lambda: self._gradients(_outputs(function, inputs), leaves)
-        graph: list = []  # made by the first call, which is not timed
+        graph: list = []  # filled by the first call, which is not timed
 
         def backward():
             if not graph:
-                # Here and not before: checking errors forgets what was learned.
+                # Not earlier: checking errors clears what these calls cache.
                 for _ in range(steps_before):
                     _outputs(function, inputs)
                 graph.extend(_outputs(function, inputs))
@@ -90,7 +93,7 @@ class Work:
         return torch.autograd.grad(outputs, list(leaves.values()), weights, **options)
 
     def _moved(self) -> int:
-        """By default each input is read and each output written once."""
+        """Return the bytes moved; by default each input is read and each output written once."""
         sweep, mode = self.benchmark.sweep, self.benchmark.mode
         read = sum(x.nbytes for x in self.given.values() if isinstance(x, torch.Tensor))
         if mode == "forward":
@@ -103,16 +106,16 @@ class Work:
         return backward if mode == "backward" else backward + read + weights
 
     def against(self) -> str:
-        """What errors are measured against."""
+        """Return the name of the baseline for errors."""
         sweep = self.benchmark.sweep
         exact = self.benchmark.size <= sweep.exact_to
         return "reference in fp64" if exact else f"{sweep.beyond} in fp32"
 
     def errors(self) -> dict[str, float]:
-        """The largest ratio of an error's RMS to the result's, for each provider.
+        """Return the largest ratio of an error's RMS to the result's, for each provider.
 
         Raises:
-            AssertionError: ours is further off than `cases` allows.
+            AssertionError: npu-ops' error exceeds the tolerance of `cases`.
         """
         expected = self._expected()
         found = {}
@@ -143,7 +146,7 @@ class Work:
         return self._call(function, inputs)()
 
     def _expected(self) -> tuple[torch.Tensor, ...]:
-        """Kept for the next mode: a backward's gradients are those of a forward and backward."""
+        """Return the expected results. Cached for the next mode, which has the same gradients."""
         benchmark = self.benchmark
         what = (benchmark.mode == "forward", benchmark.op, benchmark.shape, benchmark.size)
         if _kept.get("key") != (*what, benchmark.dtype):
@@ -168,7 +171,8 @@ _kept: dict = {}
 
 
 def _takers(op: str, public: Callable, inputs: dict) -> dict[str, str]:
-    """The implementations that would take the call but the reference: what comes first is OURS."""
+    """Return the implementations that support the call, without the reference; the first one is
+    OURS."""
     verdicts = [v for v in explain(public, **inputs) if v.op == op]
     first = next(v.implementation for v in verdicts if v.why_not is None)
     others = [

@@ -1,5 +1,6 @@
-"""Compile Triton kernels with the vendor's own compiler, on a machine without an NPU, and say what
-became of them: on-chip memory, multi-buffering, instructions, work that fell back to scalars.
+"""Compile Triton kernels with the vendor's compiler, without an NPU, and report on the result.
+
+The report covers on-chip memory, multi-buffering, instructions, and work that fell back to scalars.
 
     report = compile_kernel(kernel, {"x": "*bf16", "n": "i32"}, {"BLOCK": 1024})
     assert not report.faults(), report

@@ -26,7 +26,7 @@ TOTALS = ("vector", "cube", "loads", "stores", "loaded", "stored")
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The parameters of FILE.py::KERNEL, as `from_file` takes them."""
+    """The parameters of FILE.py::KERNEL, in the form of `from_file`."""
 
     arguments: str
     constants: str
@@ -43,7 +43,7 @@ class Row:
     faults: list[str]
 
     def fields(self) -> dict:
-        """For JSON and CSV."""
+        """Return the fields for JSON and CSV."""
         known = {"op": self.op, "case": self.launch.case, "kernel": self.launch.name}
         known |= {"soc": self.soc, "faults": self.faults, "constants": dict(self.launch.constants)}
         if self.report is None:
@@ -98,7 +98,7 @@ def compile_command(
     npu-ops compile mine.py::add --signature "x=*bf16,n=i32" --constexpr "N=512"
     npu-ops compile mine.py::tuned --signature "x=*bf16:8192,n=i32:8192"
     """
-    # Compiling takes minutes, and then it is too late to say no.
+    # Check this first: compiling takes minutes.
     if csv and not csv.parent.is_dir():
         fail(f"--csv: got '{csv}', needs a folder that exists")
     if suggest_tile:
@@ -161,7 +161,7 @@ def _rows(
 
 
 def _rows_of_op(op: str, soc: str, cases: list[str] | None, dtypes: list[str]) -> list[Row]:
-    """With the tiles that its calls end with, if this compiler finds no room for larger ones."""
+    """Compile an op. If this compiler runs out of memory, the op's smaller tiles are compiled."""
 
     def compiled() -> list[Row]:
         found = launches(op, cases, [getattr(torch, name) for name in dtypes], soc)
@@ -178,9 +178,10 @@ def _rows_of_op(op: str, soc: str, cases: list[str] | None, dtypes: list[str]) -
 
 
 def _check_cases(targets: list[str], names: list[str]) -> None:
-    """
+    """Check that all ops and cases exist.
+
     Raises:
-        ValueError: no such op, or a case that none of them has.
+        ValueError: there is no such op, or none of them has a case of this name.
     """
     known = set()
     for target in targets:
@@ -205,7 +206,7 @@ def _row(op: str, launch: Launch, soc: str) -> Row:
 
 
 def _write_csv(rows: list[Row], path: pathlib.Path) -> None:
-    """Without the loops' bodies, which have no place in a row."""
+    """Write the rows as CSV, without the loop bodies."""
     fields = [row.fields() for row in rows]
     names = [name for name in max(fields, key=len, default={}) if name != "bodies"]
     with path.open("w", newline="") as file:

@@ -1,4 +1,4 @@
-"""Kernels of a user's file: FILE.py::KERNEL, also under @triton.autotune and @triton.heuristics."""
+"""Loads a user's kernel FILE.py::KERNEL, also under @triton.autotune and @triton.heuristics."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from npu_ops_emulator import vendor
 
 from npu_ops_tools.compile.launches import DTYPES, Launch
 
-# What kernel files import for their host functions alone: packages that need an NPU or a server,
-# and modules of a later Triton.
+# Modules that kernel files import only for host code: packages that need an NPU or a server, and
+# modules of a later Triton.
 STOOD_IN = (
     "sglang", "torch_npu", "triton.language.extra.cann", "triton.tools.tensor_descriptor", "vllm",
 )  # fmt: skip
-# What of a `triton.Config` concerns the vendor's compiler; the rest is of GPUs.
+# Options of `triton.Config` for the vendor's compiler; other options are for GPUs.
 COMPILER_OPTIONS = (
     "multibuffer", "enable_hivm_auto_cv_balance", "sync_solver", "unit_flag",
     "limit_auto_multi_buffer_only_for_local_buffer", "limit_auto_multi_buffer_of_local_buffer",
@@ -38,22 +38,22 @@ _ARGUMENT = re.compile(r"%arg(\d+)\b")
 
 @dataclasses.dataclass(frozen=True)
 class _Pointer:
-    """What a heuristic sees of a tensor: its dtype alone, for no shape is given."""
+    """What a heuristic gets in place of a tensor: only a dtype, because no shape is given."""
 
     dtype: torch.dtype | None
 
 
 def from_file(target: str, signature: str, constants: str) -> list[Launch]:
-    """The kernel at "FILE.py::name": one launch, or one for each configuration of its autotuner.
+    """Return the launches of the kernel "FILE.py::name": one, or one per autotuner configuration.
 
-    Constants that heuristics compute may be left out, and those of configurations: what is given
-    comes first.
+    Constants that heuristics or configurations set may be omitted; given ones override them.
 
-    signature: "x=*bf16,n=i32"; with values, which heuristics may ask for, "x=*bf16:8192,n=i32:64":
-        of a pointer the elements that it points at. constants: "BLOCK=1024,CAUSAL=True,y=None".
+    signature: "x=*bf16,n=i32"; with values for heuristics, "x=*bf16:8192,n=i32:64". The value of a
+    pointer is the number of elements.
+    constants: "BLOCK=1024,CAUSAL=True,y=None".
 
     Raises:
-        ValueError: no such file or kernel, or arguments that it does not have or that are missing.
+        ValueError: there is no such file or kernel, or arguments are unknown or missing.
     """
     path, _, name = target.partition("::")
     kernel, layers = _unwrapped(target, getattr(_load(path), name, None))
@@ -80,7 +80,7 @@ def from_file(target: str, signature: str, constants: str) -> list[Launch]:
 
 
 def _unwrapped(target: str, kernel) -> tuple:
-    """The @triton.jit function, and what decorates it from the outside in."""
+    """Return the @triton.jit function, and its decorators from the outside in."""
     from triton.runtime import JITFunction
 
     layers = []
@@ -95,13 +95,12 @@ def _unwrapped(target: str, kernel) -> tuple:
 
 
 def _configurations(layers: list, seen: dict, fixed: dict) -> Iterator[tuple[dict, dict]]:
-    """What the decorators make of the constants that are given: those to compile with, and options
-    of the compiler."""
+    """Yield the constants to compile with, and compiler options, after applying the decorators."""
     if not layers:
         yield fixed, {}
         return
     layer, *inner = layers
-    if hasattr(layer, "configs"):  # an autotuner
+    if hasattr(layer, "configs"):  # it is an autotuner
         agree = [c for c in layer.configs if (fixed | c.kwargs).items() >= fixed.items()]
         for config in agree or layer.configs:
             options = {name: getattr(config, name, None) for name in COMPILER_OPTIONS if agree}
@@ -117,7 +116,7 @@ def _configurations(layers: list, seen: dict, fixed: dict) -> Iterator[tuple[dic
 def _computed(name: str, heuristic, arguments: dict):
     try:
         return heuristic(arguments)
-    except Exception as error:  # any code of the file's
+    except Exception as error:  # the file's code may raise anything
         raise ValueError(
             f"constexpr: got no {name}, and its heuristic raised {type(error).__name__} ({error}); "
             f"needs {name}=VALUE, or the values that it asks for in the signature, as in n=i32:64"
@@ -135,7 +134,7 @@ def _check_arguments(kernel, types_: dict, constants: dict) -> None:
 
 
 def _signature(text: str) -> tuple[dict[str, str], dict]:
-    """The types of arguments, and the values of those that have one."""
+    """Parse the types of the arguments, and the values of those that have one."""
     kinds, values = {}, {}
     for name, given in _pairs("signature", text):
         kind, colon, value = given.partition(":")
@@ -169,7 +168,7 @@ def _value(name: str, kind: str, text: str):
 
 
 def _dtype(kind: str) -> torch.dtype | None:
-    """torch's dtype of what a pointer points at; None where it has none."""
+    """Return the torch dtype that a pointer points to; None if torch has none."""
     name = {short: name for name, short in DTYPES.items()}.get(kind[1:])
     return name and getattr(torch, name)
 
@@ -193,15 +192,16 @@ def _literal(text: str):
 
 
 def axes_read(launch: Launch, soc: str) -> int:
-    """How many axes of the grid a kernel looks at: 2 where it has a program_id(1).
+    """Return how many grid axes a kernel reads: 2 if it has a program_id(1).
 
     Raises:
-        CompileError: the front end refuses it.
+        CompileError: the front end rejects the kernel.
     """
     text = vendor.lower(
         launch.kernel, dict(launch.signature), dict(launch.constants), soc, **dict(launch.options)
     )
-    # The last six arguments are the number of programs along x, y and z, and this program's place.
+    # The last six arguments are the numbers of programs along x, y and z, and this program's
+    # indices.
     head = next(line for line in text.splitlines() if "func.func @" in line and "%arg" in line)
     *_, last = (int(n) for n in _ARGUMENT.findall(head.partition("attributes")[0]))
     body = text.partition(head)[2]
@@ -233,8 +233,10 @@ def _load(path: str) -> types.ModuleType:
 
 
 def _imported(file: pathlib.Path, root: pathlib.Path, packages: list[str]) -> types.ModuleType:
-    """A module of packages: at first without the code of these packages, which may import a whole
-    framework and ask for a device; with it, where the file needs something of it."""
+    """Import a module that is inside packages, if possible without running the packages' code.
+
+    That code may import a whole framework and need a device. It runs only if the file needs it.
+    """
     name = ".".join((*packages, file.stem))
     before = set(sys.modules)
     try:
@@ -250,13 +252,13 @@ def _imported(file: pathlib.Path, root: pathlib.Path, packages: list[str]) -> ty
 def _executed(file: pathlib.Path, name: str) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(name, module)  # dataclasses look their module up
+    sys.modules.setdefault(name, module)  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
 
 
 def _packages(file: pathlib.Path) -> tuple[pathlib.Path, list[str]]:
-    """The folder that a file's imports start from, and the packages that it is in."""
+    """Return the folder that the file's imports start from, and the packages containing it."""
     root, packages = file.parent, []
     while (root / "__init__.py").exists():
         packages.insert(0, root.name)
@@ -266,7 +268,7 @@ def _packages(file: pathlib.Path) -> tuple[pathlib.Path, list[str]]:
 
 @contextlib.contextmanager
 def _bare(root: pathlib.Path, packages: list[str]) -> Iterator[None]:
-    """Empty packages with the names of those that a file is in, for its imports."""
+    """Provide empty packages in place of those that contain the file, for its imports."""
     added = []
     for depth in range(1, len(packages) + 1):
         name = ".".join(packages[:depth])
@@ -285,14 +287,13 @@ def _bare(root: pathlib.Path, packages: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _a_driver() -> Iterator[None]:
-    """triton.autotune asks for the active driver when a file is imported; without an NPU there is
-    none."""
+    """Provide a driver: triton.autotune needs one when a file is imported, even without an NPU."""
     from triton.runtime import driver
 
     before = driver.active
     try:
         before.get_current_target()
-    except Exception:  # whatever a driver says without its device
+    except Exception:  # a driver may raise anything without its device
         driver.set_active(_Driver())
     try:
         yield
@@ -301,7 +302,7 @@ def _a_driver() -> Iterator[None]:
 
 
 class _Driver:
-    """What files ask of a driver while they are imported. It runs nothing."""
+    """A driver for use while files are imported. It runs nothing."""
 
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
@@ -332,7 +333,7 @@ def _stand_ins() -> Iterator[None]:
     """
     finder, before = _Finder(), list(sys.meta_path)
     npu_ops_import_hook.unwatch()
-    sys.meta_path.append(finder)  # what is installed is found before
+    sys.meta_path.append(finder)  # last, so that installed packages are found first
     without_npu = not hasattr(torch, "npu")
     if without_npu:
         torch.npu = _Thing()
@@ -366,7 +367,7 @@ class _Finder:
 
 
 class _Module(types.ModuleType):
-    """Has every name: Triton under Triton's, and else a `_Thing`."""
+    """Has every attribute: Triton for Triton's names, otherwise a `_Thing`."""
 
     def __getattr__(self, name: str):
         import triton
@@ -379,9 +380,9 @@ class _Module(types.ModuleType):
 
 
 class _Thing:
-    """Something of a package that is not here: a decorator, a base class, a type, a function.
+    """Stands for anything of a missing package: a decorator, a base class, a type, a function.
 
-    A file may name it while it is imported. A kernel that uses it does not compile.
+    A file may use it while it is imported. A kernel that uses it does not compile.
     """
 
     def __getattr__(self, name: str):

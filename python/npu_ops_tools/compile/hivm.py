@@ -1,6 +1,6 @@
-"""Reading the vendor's last dialect, HIVM: what a kernel became.
+"""Parses HIVM, the vendor's last dialect: the compiled form of a kernel.
 
-The compiler prints text, so this reads text: one operation a line, regions by indentation.
+The compiler prints one operation per line, and indents regions.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ _CORES = {"AIV": "vector", "AIC": "cube", "MIX": "mixed"}
 
 @dataclasses.dataclass(frozen=True)
 class LoopBody:
-    """What one iteration of a loop executes, without the loops inside it; the body of the kernel
-    itself has depth 0. Counts are of instructions as the compiler names them.
+    """What one iteration of a loop executes, without inner loops; the kernel's own body has depth
+    0.
 
+    Counts are of instructions, as the compiler names them.
     loaded, stored: bytes moved from and to global memory; masked tiles count in full.
     """
 
@@ -46,15 +47,15 @@ class _Body:
 
 
 def core(hivm: str) -> str:
-    """Which cores it runs on: "vector", "cube" or "mixed"."""
+    """Return the kind of core that the kernel runs on: "vector", "cube" or "mixed"."""
     found = re.search(r"module_core_type<(\w+)>", hivm)
     return _CORES[found[1]] if found else "vector"
 
 
 def on_chip_bytes(hivm: str) -> dict[str, int]:
-    """The end of the highest buffer in each on-chip memory.
+    """Return the end of the highest buffer in each on-chip memory, in bytes.
 
-    L0A and L0B are used inside the matrix instruction and never placed by the compiler.
+    L0A and L0B are used inside the matrix instruction, and the compiler does not place them.
     """
     highest = dict.fromkeys(SPACES.values(), 0)
     placed = r"pointer_cast\(([^)]*)\)[^\n]*?memref<((?:\d+x)*)(\w+), #hivm.address_space<(\w+)>>"
@@ -69,14 +70,16 @@ def on_chip_bytes(hivm: str) -> dict[str, int]:
 
 
 def functions(hivm: str) -> list[str]:
-    """The text of each function that is more than a declaration."""
+    """Return the text of each function that has a body."""
     starts = [m.start() for m in re.finditer(r"^  func\.func (?!private)", hivm, re.M)]
     return [hivm[a:b] for a, b in zip(starts, [*starts[1:], len(hivm)], strict=True)]
 
 
 def keeps_multi_buffer(hivm: str, notes: tuple[str, ...]) -> bool:
-    """Whether a buffer alternates between two places; nothing can overlap where no loop moves data
-    to or from global memory."""
+    """Return whether a buffer alternates between two places.
+
+    True also if no loop moves data to or from global memory: then nothing can overlap.
+    """
     given_up = any("multi-buffer" in note for note in notes)
     alternates = re.search(r"arith\.select %\w+, %\w+, %\w+ : memref<[^\n]*<(ub|cbuf|cc)>", hivm)
     moves = any(body.depth and body.loads + body.stores for body in loop_bodies(hivm))
@@ -84,7 +87,7 @@ def keeps_multi_buffer(hivm: str, notes: tuple[str, ...]) -> bool:
 
 
 def scalar_loops(hivm: str) -> list[str]:
-    """Where loops came from that load or store single elements: scalarised vector work."""
+    """Return the source lines of loops over single elements, which are scalarized vector work."""
     table = _locations(hivm)
     found = {}
     for function in functions(hivm):
@@ -96,7 +99,7 @@ def scalar_loops(hivm: str) -> list[str]:
 
 
 def loop_bodies(hivm: str) -> list[LoopBody]:
-    """The kernel's bodies in the order of the code."""
+    """Return the kernel's loop bodies in the order of the code."""
     table = _locations(hivm)
     found: dict[int, _Body] = {}
     for function in functions(hivm):
@@ -113,7 +116,7 @@ def loop_bodies(hivm: str) -> list[LoopBody]:
 
 
 def _walk(function: str, table: dict[str, str]) -> Iterator[tuple[str, list[_Body]]]:
-    """Each line, and the loops around it from the outside in."""
+    """Yield each line, and the loops around it from the outside in."""
     bodies = [_Body("", 0, -1)]
     for line in function.splitlines():
         indent = len(line) - len(line.lstrip())
@@ -143,7 +146,7 @@ def _count(line: str, counts: dict, sizes: dict[str, int]) -> None:
 
 
 def _remember_size(line: str, sizes: dict[str, int]) -> None:
-    """How large a view of on-chip memory is; of a part, what the whole has."""
+    """Store the size of a view of on-chip memory; a part counts with the size of the whole."""
     made = re.match(r"\s*(%[\w#]+) = (?:hivm\.hir|memref|arith)\.(\w+)", line)
     if not made:
         return
@@ -165,7 +168,7 @@ def _size(shape: str, dtype: str) -> int:
 
 
 def _locations(hivm: str) -> dict[str, str]:
-    """#locN -> "file:line", or "file:line called from file:line"."""
+    """Map #locN to "file:line", or "file:line called from file:line"."""
     raw = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", hivm, re.M))
 
     def named(text: str, depth: int = 0) -> str:
@@ -185,6 +188,6 @@ def _locations(hivm: str) -> dict[str, str]:
 
 
 def _source(line: str, table: dict[str, str]) -> str:
-    """Where the operation on a line came from."""
+    """Return the source line of the operation on a line."""
     mark = re.search(r"loc\((#loc\d*)\)\s*$", line)
     return table.get(mark[1], "unknown") if mark else "unknown"

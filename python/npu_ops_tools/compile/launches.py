@@ -1,4 +1,4 @@
-"""Which kernels to compile: what our ops launch."""
+"""Finds the kernels that an op launches, for compilation."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A kernel and what specialises it, as a launch would have compiled it.
+    """A kernel with its specialization, as a launch would compile it.
 
-    values, grid: what it was launched with; values are of the signature's arguments, in order.
+    values, grid: of the launch; values belong to the signature's arguments, in order.
     backward: whether autograd launched it.
     """
 
@@ -43,9 +43,9 @@ class Launch:
 def launches(
     op: str, cases: list[str] | None = None, dtypes=None, soc: str = vendor.SOCS[0]
 ) -> Iterator[Launch]:
-    """Every different kernel that an op's cases launch on `soc`, forward and backward, found by
-    calling it.
+    """Yield every different kernel that an op's cases launch on `soc`, forward and backward.
 
+    The kernels are found by calling the op.
     cases: names of the op's cases; None: all. dtypes: None: float32, bfloat16 and float16.
     """
     import torch
@@ -55,7 +55,8 @@ def launches(
         if cases is not None and case.name not in cases:
             continue
         function, wrt = op_cases.function(op, case), op_cases.differentiable(op, case)
-        small = dataclasses.replace(case, tokens=min(case.tokens, 8))  # constants know no lengths
+        # lengths do not change the constants
+        small = dataclasses.replace(case, tokens=min(case.tokens, 8))
         for dtype in dtypes or [getattr(torch, name) for name in FLOATS]:
             label = f"{case.name}-{str(dtype).removeprefix('torch.')}"
             for launch in _launched(label, soc, function, small.inputs(dtype), wrt):
@@ -91,7 +92,7 @@ def forward_and_backward(function, inputs: dict, wrt: tuple[str, ...]) -> None:
 def recorded(case: str, run: Callable[[Launch], None] | None = None) -> Iterator[list[Launch]]:
     """Record the kernels launched in a block instead of running them.
 
-    run: called with each, before the code behind the launch goes on.
+    run: called with each launch, before the code after the launch continues.
     """
     vendor.frontend()
     from triton.runtime.jit import JITFunction

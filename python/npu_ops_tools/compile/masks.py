@@ -1,9 +1,9 @@
-"""Masks that triton-ascend does not read: it moves the whole tile, and selects.
+"""Finds masks that triton-ascend ignores: it moves the whole tile, then selects.
 
-Such a load reads beyond its mask, and with it beyond its tensor. Such a store reads what lies
-beyond its mask and writes it back, over what other programs wrote there meanwhile. triton-ascend
-3.2 reads masks that compare an index, or an index plus a number, with a number. It reads none of an
-index minus a number, none with a constant on both sides of an index, none with a vector of bounds.
+Such a load reads beyond its mask, and so beyond its tensor. Such a store reads the memory beyond
+its mask and writes it back, over values that other programs wrote meanwhile. triton-ascend 3.2
+supports masks that compare an index, or an index plus a number, with a number. It ignores masks
+with an index minus a number, with constants on both sides of an index, or with a vector of bounds.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _LOADED = re.compile(r"bufferization\.to_tensor (%\w+)")
 
 
 def unread(lowered: str) -> list[str]:
-    """A phrase for each load and store whose mask is not read, in a kernel as `vendor.lower` prints
-    it."""
+    """Return a phrase for each load and store whose mask is ignored; `lowered` is from
+    `vendor.lower`."""
     lines = lowered.splitlines()
     defined = dict(found.groups() for line in lines if (found := _DEFINED.match(line)))
     copied = {found[2]: found[1] for line in lines if (found := _COPIED.match(line))}
 
     def whole_tile(value: str) -> str | None:
-        """The tile that a value was loaded from, if no part of it was cut out."""
+        """Return the tile that a value was loaded from, if it is the whole tile."""
         found = _LOADED.match(defined.get(value, ""))
         tile = copied.get(found[1]) if found else None
         return tile if tile and "reinterpret_cast" in defined.get(tile, "") else None

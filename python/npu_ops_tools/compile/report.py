@@ -1,4 +1,4 @@
-"""Compiling one kernel and reporting on it; what had no fault is kept on disk."""
+"""Compiles one kernel and reports on it. Reports without faults are cached on disk."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ from npu_ops_tools.compile.launches import Launch
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport:
-    """What the compiler made of a kernel.
+    """The compiler's result for a kernel.
 
-    core: "vector", "cube" or "mixed". *_bytes: the end of the highest buffer in that memory.
-    scalar_loops: where element-wise work came from that became a loop over single elements, which
-    is far slower. unread_masks: loads and stores that move what lies beyond their mask (masks.py);
-    such a load may also be one without a mask, with a select behind it. bodies: instructions and
-    bytes of the kernel's body and of each loop's. multi_buffer: whether loads and stores overlap
-    with computation. notes: what the compiler gave up to make it fit. seconds: of compilation; 0
-    where the report was kept.
+    core: "vector", "cube" or "mixed".
+    *_bytes: end of the highest buffer in that memory.
+    scalar_loops: source lines of element-wise work that became a loop over single elements, which
+    is far slower.
+    unread_masks: loads and stores that move memory beyond their mask (masks.py). Such a load may
+    also be one without a mask, followed by a select.
+    bodies: instructions and bytes of the kernel's body and of each loop.
+    multi_buffer: whether loads and stores overlap with computation.
+    notes: optimizations that the compiler dropped to make the kernel fit.
+    seconds: compilation time; 0 if the report was cached.
     """
 
     kernel: str
@@ -49,11 +52,11 @@ class CompileReport:
     seconds: float
 
     def total(self, field: str) -> int:
-        """The sum of a `LoopBody` field over the code, each loop's body taken once."""
+        """Return the sum of a `LoopBody` field over all bodies, each loop counted once."""
         return sum(getattr(body, field) for body in self.bodies)
 
     def faults(self) -> list[str]:
-        """What must not be, one phrase each."""
+        """Return the faults, one phrase each."""
         loops = collections.Counter(self.scalar_loops)
         found = [f"{count} scalar loop(s) at {source}" for source, count in loops.items()]
         if masks.STORE in self.unread_masks:
@@ -70,22 +73,22 @@ def compile_kernel(kernel, signature: dict, constants: dict, *, soc=vendor.SOCS[
         kernel: the `@triton.jit` function.
         signature: argument name -> "*bf16", "i32", "fp32", ...
         constants: name of a constexpr -> value.
-        soc: what to compile for, see `SOCS`.
+        soc: the SoC to compile for, see `SOCS`.
         options: of triton-ascend's launches, e.g. `multibuffer`.
 
     Returns:
         A `CompileReport`.
 
     Raises:
-        CompileError: it does not compile, e.g. for "ub overflow". FileNotFoundError: a tool is
-            missing; the message has the line that installs it.
+        CompileError: it does not compile, e.g. for "ub overflow".
+        FileNotFoundError: a tool is missing; the message says how to install it.
     """
     launch = Launch("", kernel, tuple(signature.items()), tuple(constants.items()))
     return compile_launch(launch, soc, **options)
 
 
 def compile_launch(launch: Launch, soc: str = vendor.SOCS[0], **options) -> CompileReport:
-    """`compile_kernel` of what was recorded."""
+    """Compile a recorded launch, as `compile_kernel` does."""
     options = dict(launch.options) | options
     text = vendor.lower(
         launch.kernel, dict(launch.signature), dict(launch.constants), soc, **options
@@ -97,7 +100,7 @@ def compile_launch(launch: Launch, soc: str = vendor.SOCS[0], **options) -> Comp
     made, notes = vendor.compile(launch.name, text, soc, **options)
     seconds = round(time.perf_counter() - start, 2)
     report = _report(launch.name, soc, made, notes, tuple(masks.unread(text)), seconds)
-    if not report.faults():  # a fault names a line, which the next edit moves
+    if not report.faults():  # a fault names a source line, which the next edit moves
         _write(kept, dataclasses.replace(report, seconds=0.0))
     return report
 
@@ -119,7 +122,7 @@ def _report(name: str, soc: str, made: str, notes: tuple, unread: tuple, seconds
 
 
 def _key(text: str, soc: str, options: dict) -> str:
-    """Changes with the kernel, the tools and this code, but not with a line that moved."""
+    """Return a cache key of the kernel, the tools and this code, but not of line numbers."""
     code = re.sub(r"\s*loc\((?:[^()]|\([^()]*\))*\)|^#loc.*$", "", text, flags=re.M)
     parts = (
         code,
@@ -151,4 +154,4 @@ def _read(path: pathlib.Path) -> CompileReport:
 def _write(path: pathlib.Path, report: CompileReport) -> None:
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         json.dump(dataclasses.asdict(report), file)
-    os.replace(file.name, path)  # another process may write the same
+    os.replace(file.name, path)  # atomic: another process may write the same file

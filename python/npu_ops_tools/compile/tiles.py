@@ -1,7 +1,7 @@
-"""`npu-ops compile OP --suggest-tile`: how large a kernel's tile may be, by compiling it.
+"""`npu-ops compile OP --suggest-tile`: finds a kernel's largest tile by compiling it.
 
-A tile's sizes are the kernel's constexpr integers whose names begin with B. A larger tile has more
-of the first of them, of rows. A smaller tile has fewer rows, then fewer columns.
+A tile's sizes are the kernel's constexpr integers whose names begin with B; the first is the number
+of rows. A larger tile gets more rows. A smaller tile gets fewer rows, then fewer columns.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ SMALLEST = 1 << 4
 
 @dataclasses.dataclass(frozen=True)
 class Suggestion:
-    """The largest tile with which a kernel has no fault, whatever case, dtype and SoC.
+    """The largest tile with which a kernel has no fault, for every case, dtype and SoC.
 
-    launched: the largest tile that it has now. tile: elements. bytes_per_element: what
-    `tile_elements` is to be told for tiles of that size. launches: how many were compiled.
+    launched: the largest tile that it has now, in elements.
+    tile: the suggested tile, in elements.
+    bytes_per_element: argument of `tile_elements` for tiles of that size.
+    launches: number of launches compiled.
     """
 
     kernel: str
@@ -39,7 +41,8 @@ class Suggestion:
 def suggest(
     op: str, cases: Sequence[str] | None, dtypes, socs: Sequence[str]
 ) -> Iterator[Suggestion]:
-    """One for each kernel with a tile that the cases launch; by default the representative ones."""
+    """Yield a suggestion for each tiled kernel that the cases launch (default: representative
+    cases)."""
     kernels: dict[str, list[tuple[Launch, str]]] = {}
     cases = cases or op_cases.of(op).REPRESENTATIVE
     for soc in socs:
@@ -65,7 +68,7 @@ def _sizes(launch: Launch) -> dict[str, int]:
 
 
 def _resized(sizes: dict[str, int], tile: int) -> dict[str, int]:
-    """Sizes whose product is `tile`, if they are powers of 2."""
+    """Return sizes whose product is `tile`. All must be powers of 2."""
     sizes = dict(sizes)
     rows = next(iter(sizes))
     while math.prod(sizes.values()) < tile:

@@ -1,11 +1,11 @@
-"""How long a kernel takes on an NPU, predicted from what the vendor's compiler made of it.
+"""Predicts the time of a kernel on an NPU from the vendor compiler's output.
 
     launches = of_case("rope", "qwen3-vl-8b", torch.bfloat16, "Ascend910B4-1")
     for prediction in predict_all(launches, "Ascend910B4-1"):
         print(prediction.kernel, prediction.us, prediction.bottleneck)
 
-Nothing that it says was measured: it is labelled `npu-model` and carries a range. How far it can be
-trusted: docs/npu-model.md. The command: `npu-ops model --help`.
+Predictions are not measurements: they are labelled `npu-model` and have a range. Their accuracy:
+docs/npu-model.md. The command: `npu-ops model --help`.
 """
 
 from __future__ import annotations

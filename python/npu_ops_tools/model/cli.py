@@ -12,7 +12,7 @@ from npu_ops_emulator import vendor
 
 from npu_ops_tools.options import AsJson, Dtype, fail, print_json
 
-LEAST_US = 1.3  # of a launch, measured: the smallest of CANN's operators in measured.csv
+LEAST_US = 1.3  # of a launch, measured: the fastest operator of CANN in measured.csv
 NOTE = "npu-model: predicted from the compiled kernel, not measured. How good: docs/npu-model.md"
 
 
@@ -48,9 +48,9 @@ def model_command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict a kernel's time on an NPU from what the vendor's compiler made of it.
+    """Predict a kernel's time on an NPU from the vendor compiler's output.
 
-    The exit status is 1 if the model refuses: it then lists what it does not know.
+    The exit status is 1 if the model cannot predict the kernel: it then lists what is unknown.
 
     \b
     npu-ops model l2norm --case qwen3-next-tp1-t8192
@@ -73,7 +73,7 @@ def model_command(
     if trace and not trace.parent.is_dir():
         fail(f"--trace: got '{trace}', needs a folder that exists")
     try:
-        costs.of(soc)  # refuses what it has none for, before anything is compiled
+        costs.of(soc)  # raises for an SoC without costs, before anything is compiled
         if "::" in target:
             launches = kernel_of_file(target, signature, constexpr, _axes(grid))
             _check_grid(launches, grid, soc)
@@ -112,7 +112,7 @@ def _axes(text: str) -> tuple[int, ...]:
 
 
 def _check_grid(launches: list, grid: str, soc: str) -> None:
-    """A kernel that looks at an axis which was not given would find one program along it."""
+    """Check that --grid has every axis that the kernel reads; a missing axis would count as 1."""
     from npu_ops_tools.compile.files import axes_read
 
     read = axes_read(launches[0], soc.removesuffix("-1"))
@@ -192,7 +192,7 @@ def _print(found: Iterable) -> None:
 
 
 def _print_beside(found: dict[str, int]) -> None:
-    """What PyTorch launches in the same call."""
+    """Print PyTorch's own launches in the same call."""
     count = sum(found.values())
     if count:
         named = ", ".join(f"{operator} {times}" for operator, times in found.items())

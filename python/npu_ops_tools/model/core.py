@@ -1,7 +1,8 @@
-"""One core executes a kernel: a scalar unit, which computes exactly and issues, and its pipes.
+"""Simulates one core executing a kernel: a scalar unit, which computes exactly, and its pipes.
 
-Times are in microseconds since the program began. A pipe executes in order what was issued to it;
-flags and barriers order the pipes among each other. What is not known is noted, never guessed.
+Times are in microseconds since the program began. The scalar unit issues operations to pipes. A
+pipe executes its operations in order; flags and barriers order the pipes among each other. Unknown
+values are recorded, never guessed.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from npu_ops_tools.model.costs import Costs
 from npu_ops_tools.model.ir import BYTES, Function, Module, Operation, View, view_type
 
 LOADS = {"load": "MTE2", "nd2nz": "MTE2", "store": "MTE3", "fixpipe": "FIX"}
-FREE = {  # of a kernel's start, or for the compiler
+FREE = {  # operations that cost nothing: at a kernel's start, or hints for the compiler
     "hivm.hir.set_mask_norm", "hivm.hir.set_ffts_base_addr", "hivm.hir.set_ctrl", "annotation.mark",
     "hivm.hir.set_mask_count", "hivm.hir.set_atomic",
 }  # fmt: skip
-LINE = 64  # bytes that the scalar unit's cache loads at once
-SURE = 8  # alike iterations in a row after which the following ones are taken to be so too
+LINE = 64  # bytes of one line of the scalar unit's cache
+SURE = 8  # equal iterations in a row, after which the remaining ones are assumed to be equal
 
 
 Load = Callable[[object, int], float | None]
 
 
 def nothing(argument, offset: int) -> None:
-    """A `Load` that knows no value."""
+    """A `Load` for which every value is unknown."""
 
 
 @dataclasses.dataclass
 class Span:
-    """What a pipe did from `start` to `end`."""
+    """One operation of a pipe, from `start` to `end`."""
 
     pipe: str
     name: str
@@ -44,10 +45,10 @@ class Span:
 
 @dataclasses.dataclass
 class Program:
-    """What a launch gives to one program.
+    """The inputs of one program of a launch.
 
-    arguments: the kernel's own, in order: numbers, or what `load` takes. load: the value of an
-    element of an argument in global memory, None where nobody knows it.
+    arguments: the kernel's own, in order: numbers, or tensors for `load`.
+    load: returns an element of an argument in global memory; None if it is unknown.
     """
 
     arguments: list
@@ -57,7 +58,7 @@ class Program:
 
 
 class Core:
-    """The state of one core."""
+    """The simulated state of one core."""
 
     def __init__(
         self,
@@ -83,15 +84,15 @@ class Core:
         self.flags: dict[tuple, collections.deque] = collections.defaultdict(collections.deque)
         self.unknown: collections.Counter[str] = collections.Counter()
         self.values: dict[str, object] = {}
-        # A flag of a cube core is for each of its vector cores.
+        # A cube core sets a flag separately for each of its two vector cores.
         self.listeners = ("vector0", "vector1") if function.core == "cube" else ("",)
-        self.assumed = False  # whether a choice that vectors decide was taken as true
-        self.loads = 0  # of scalars whose value was asked for
-        self.lines: set[tuple] = set()  # of global memory, that the scalar unit's cache holds
+        self.assumed = False  # whether a condition that depends on vectors was assumed to be true
+        self.loads = 0  # number of scalar loads that needed a value
+        self.lines: set[tuple] = set()  # lines of global memory in the scalar unit's cache
         self._bind_arguments()
 
     def _bind_arguments(self) -> None:
-        """Three of the runtime's come before the kernel's own, and the grid after them."""
+        """Bind the arguments: three of the runtime, the kernel's own, then the grid."""
         given = [None, None, None, *self.program.arguments, *self.program.grid]
         arguments = self.function.arguments
         if len(given) != len(arguments):
@@ -103,7 +104,7 @@ class Core:
         self.given = {name: value for (name, _), value in zip(arguments, given, strict=True)}
 
     def value(self, name: str):
-        """Of "%5" or "5"."""
+        """Return the value of a name "%5" or a literal "5"."""
         return self.values.get(name) if name.startswith("%") else int(name)
 
     def operands(self, text: str) -> list:
@@ -118,7 +119,7 @@ class Core:
         self.busy["S"] += cycles / self.costs.clock
 
     def occupy(self, pipe: str, name: str, duration: float, after: float = 0.0) -> None:
-        """Keep a pipe busy from when it is free and the scalar unit has got here."""
+        """Occupy a pipe, starting when both the pipe and the scalar unit are ready."""
         start = max(self.free[pipe], self.now, after)
         self.free[pipe] = start + duration
         self.busy[pipe] += duration
@@ -126,7 +127,7 @@ class Core:
             self.spans.append(Span(pipe, name, start, start + duration))
 
     def seen(self, pipe: str) -> float:
-        """When other pipes can see what a pipe did."""
+        """Return the time at which other pipes see a pipe's results."""
         return self._seen(pipe, self.latencies)
 
     def _seen(self, pipe: str, latencies: dict[str, float]) -> float:
@@ -136,7 +137,7 @@ class Core:
         return max(self.free[pipe] + (latencies.get(pipe, 0.0) if used else 0.0), self.now)
 
     def hold(self, pipe: str, time: float) -> None:
-        """Let nothing on a pipe start before `time`."""
+        """Block a pipe until `time`."""
         if pipe == "S":
             self.now = max(self.now, time)
         elif pipe == "ALL":
@@ -146,13 +147,13 @@ class Core:
         else:
             self.free[pipe] = max(self.free[pipe], time)
 
-    # Execution. A generator yields what it waits for from another core: (kind, flag, pipe).
+    # Execution. Generators yield the flags of another core that they wait for: (kind, flag, pipe).
 
     def run(self) -> Iterator[tuple]:
         yield from self._block(self.function.body)
 
     def _block(self, operations: list[Operation]) -> Iterator[tuple]:
-        """Execute; returns what the block yields to the operation around it."""
+        """Execute a block; return the values it yields to the operation around it."""
         for operation in operations:
             if operation.name in REGIONS:
                 yield from REGIONS[operation.name](self, operation)
@@ -280,7 +281,7 @@ class Core:
         self._set(operation, made)
 
     def _element(self, name: str, operation: Operation) -> None:
-        """A scalar load or store."""
+        """Execute a scalar load or store."""
         code = operation.text.partition(" : ")[0]
         source, inside = re.search(r"(%[\w#-]+)\[([^\]]*)\]", code).groups()
         view = self.value(source)
@@ -299,7 +300,7 @@ class Core:
             self._set(operation, self._loaded(view, at))
 
     def _cached(self, view: View, at: int | None) -> bool:
-        """Whether the scalar unit's cache has this element; it has the line from now on."""
+        """Return whether the scalar unit's cache has this element; then load its line."""
         if at is None:
             return False
         line = view.argument, int(at * BYTES[view.dtype]) // LINE
@@ -321,7 +322,7 @@ class Core:
     def _pointer(self, name: str, operation: Operation) -> None:
         self._set(operation, view_type(operation.text))
 
-    # Order among pipes.
+    # Synchronization of pipes.
 
     def _set_flag(self, name: str, operation: Operation) -> None:
         self.scalar(self.costs.flag)
@@ -363,7 +364,7 @@ class Core:
         first, second, flag = re.match(pattern, operation.text).groups()
         return first, second, self.value(flag)
 
-    # What pipes execute.
+    # Operations that pipes execute.
 
     def _hivm(self, name: str, operation: Operation) -> None:
         self.scalar(self.costs.issue)
@@ -386,7 +387,8 @@ class Core:
     def _move(self, name: str, views: list[View]) -> None:
         outside = next(view for view in views if view.space == "gm")
         pipe = LOADS.get(name) or ("MTE2" if views[0].space == "gm" else "MTE3")
-        shared = not outside.argument or outside.offset is None  # with the cores beside this one
+        # memory shared with the cores next to this one
+        shared = not outside.argument or outside.offset is None
         count, run = outside.runs()
         rate = self._rate(pipe, name == "nd2nz", shared)
         cycles = max(outside.bytes / rate * self.costs.clock, count * self.costs.burst)
@@ -395,8 +397,11 @@ class Core:
         self.occupy(pipe, f"{name} {outside.bytes:.0f} B", cycles / self.costs.clock)
 
     def _rate(self, pipe: str, to_l1: bool, in_cache: bool) -> float:
-        """Of a transfer. What cores hand to each other is in the cache; other memory is shared by
-        all vector cores, so that each has the less the more of them there are."""
+        """Return the rate of a transfer.
+
+        Data that cores pass to each other is in the cache. All vector cores share the bandwidth of
+        other memory, so each gets less if more are active.
+        """
         if pipe == "FIX":
             return self.costs.write_from_l0c
         if to_l1:
@@ -406,7 +411,7 @@ class Core:
         return self.read if pipe == "MTE2" else self.write
 
     def _matrix(self, operation: Operation, reads: list) -> None:
-        """m x k by k x n: from L1 to L0 on MTE1, then the product on M."""
+        """Compute m x k by k x n: copies from L1 to L0 on MTE1, then the product on M."""
         m, k, n = reads[3:6]
         if None in (m, k, n):
             self.unknown["sizes of hivm.hir.mmadL1"] += 1
@@ -427,17 +432,17 @@ class Core:
 
 
 class Steady:
-    """Sees when a loop's iterations have become alike, and skips the following ones.
+    """Detects when a loop's iterations have become equal, and skips the remaining ones.
 
-    Alike: the same time and bytes over two iterations (buffers alternate) four times in a row, all
-    values that the loop carries grown evenly, and nothing loaded that a launch decides on.
+    Equal: the same time and bytes over two iterations (buffers alternate) four times in a row, all
+    loop-carried values grow evenly, and no value is loaded that a launch decides on.
     """
 
     def __init__(self, core: Core):
         self.core, self.history, self.skipped = core, [], False
 
     def skip(self, values: list, left: int) -> int:
-        """How many of the `left` iterations were skipped, which is even."""
+        """Skip some of the `left` iterations; return how many, an even number."""
         self.history.append((self.core.end, self.core.now, self.core.loads, dict(self.core.busy),
                              dict(self.core.bytes), list(values)))  # fmt: skip
         self.history = self.history[-SURE - 1 :]
@@ -482,7 +487,7 @@ class Steady:
 
 
 def _grown(before: list, after: list) -> list | None:
-    """By how much carried numbers grew; None where one is not known or a view changed."""
+    """Return the growth of loop-carried numbers; None if one is unknown or a view changed."""
     found = []
     for a, b in zip(before, after, strict=True):
         if isinstance(a, (int, float)) and isinstance(b, (int, float)):
@@ -504,7 +509,7 @@ def _times(a, b):
 
 @functools.cache
 def _flag_parts(text: str) -> tuple[str, str, str]:
-    """Of "[<PIPE_V>, <PIPE_MTE2>, <EVENT_ID0>]" and "[..., %58]"."""
+    """Parse "[<PIPE_V>, <PIPE_MTE2>, <EVENT_ID0>]" or "[..., %58]": two pipes and an event."""
     pattern = r"\[<PIPE_(\w+)>, <PIPE_(\w+)>, (?:<EVENT_ID(\d+)>|(%[\w#-]+))"
     first, second, event, name = re.match(pattern, text).groups()
     return first, second, event or name
@@ -517,7 +522,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 @functools.cache
 def _inside(text: str, name: str) -> str:
-    """The operands in "name(... : types)"."""
+    """Return the operands in "name(... : types)"."""
     _, found, rest = text.partition(f"{name}(")
     return rest.partition(" : ")[0] if found else ""
 

@@ -1,4 +1,4 @@
-"""What things cost on an SoC: costs.csv, which says of each number where it is from."""
+"""Costs of operations on an SoC, from costs.csv, which names the source of each number."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import functools
 import pathlib
 
 FILE = pathlib.Path(__file__).with_name("costs.csv")
-REPEAT = 256  # bytes that a vector instruction processes at a time
-MOST_REPEATS = 255  # of one instruction
+REPEAT = 256  # bytes per repeat of a vector instruction
+MOST_REPEATS = 255  # repeats of one instruction at most
 LISTS = ("read_by_cores", "write_by_cores", "range_vector", "range_cube", "range_mixed")
 FITTED = ("launch", "program", "latency", "memory", "l2", "restart")
 
 
 @dataclasses.dataclass(frozen=True)
 class Vector:
-    """A vector instruction, in cycles: of each repeat, and of starting it."""
+    """Costs of a vector instruction in cycles: per repeat, and to start it."""
 
     repeat: float
     start: float
@@ -24,15 +24,20 @@ class Vector:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """One family of SoCs. Times in microseconds, rates in bytes a microsecond.
+    """Costs of one family of SoCs. Times in microseconds, rates in bytes per microsecond.
 
-    FITTED are the only ones that measured times were used for; the others are from tables.
-    launch: of a kernel; program: of starting one on each core; restart: of a core between two.
-    latency: from the end of a vector core's transfer until its flag is seen; fixpipe_latency: of a
-    cube core's store. handover: from the end of a vector core's store until a cube core may load
-    it. memory: of all cores together, for tensors of more than `l2` bytes, which is what the cache
-    holds. read_cache, write_cache, cache_to_l1: of one core, to and from the cache. range_vector,
-    range_cube, range_mixed: what measured times are of the predicted: at least, likely, at most.
+    Only FITTED constants were fitted to measured times; the others are from tables.
+
+    launch: of a kernel.
+    program: to start a program on each core.
+    restart: of a core between two programs.
+    latency: from the end of a vector core's transfer until its flag is visible.
+    fixpipe_latency: the same for a cube core's store.
+    handover: from the end of a vector core's store until a cube core can load the data.
+    memory: rate of all cores together, for tensors larger than `l2`, the capacity of the cache in
+    bytes.
+    read_cache, write_cache, cache_to_l1: rates of one core to and from the cache.
+    range_vector, range_cube, range_mixed: measured over predicted time: low, likely, high.
     """
 
     family: str
@@ -68,14 +73,14 @@ class Costs:
     vector: dict[str, Vector]
 
     def read(self, cores: int) -> float:
-        """The rate of one core while `cores` read."""
+        """Return the read rate of one core while `cores` cores read."""
         return self.read_by_cores[min(cores, len(self.read_by_cores)) - 1]
 
     def write(self, cores: int) -> float:
         return self.write_by_cores[min(cores, len(self.write_by_cores)) - 1]
 
     def within(self, core: str) -> tuple[float, ...]:
-        """What times are of the predicted, by the cores that a kernel runs on."""
+        """Return the range of measured over predicted time, for a kernel's kind of core."""
         return getattr(self, f"range_{core}")
 
     def replace(self, **changes) -> Costs:
@@ -87,7 +92,8 @@ def families() -> list[str]:
 
 
 def of(soc: str) -> Costs:
-    """
+    """Return the costs of an SoC.
+
     Raises:
         ValueError: no costs are known for this SoC.
     """
@@ -115,12 +121,12 @@ def _costs(family: str) -> Costs:
     return Costs(family=family, vector=vector, **numbers)
 
 
-# Into cycles, microseconds and bytes a microsecond.
+# Factors to cycles, microseconds and bytes per microsecond.
 _UNITS = {"GB/s": 1e3, "MB": 1e6, "MHz": 1.0}
 
 
 def _values(family: str) -> dict[str, list[float]]:
-    """The numbers of each name; a family may take what another has ("as Ascend910B1")."""
+    """Return the numbers of each name. A family may inherit another's ("as Ascend910B1")."""
     found = {}
     for row in _rows():
         if row["family"] != family:

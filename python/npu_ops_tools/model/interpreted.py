@@ -1,6 +1,6 @@
-"""Runs a kernel in Triton's interpreter, to learn the index tensors that it writes.
+"""Runs kernels that only write index tensors in Triton's interpreter.
 
-Later kernels of the same call take loop bounds from them, and PyTorch computes with them.
+Later kernels of the same call take loop bounds from these tensors, and PyTorch computes with them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from npu_ops_tools.compile.launches import Launch
 
-# In a subprocess, because the interpreter patches triton.language for the rest of its process.
+# Runs in a subprocess, because the interpreter patches triton.language for its whole process.
 _SCRIPT = """
 import importlib, io, sys, torch
 module, name, grid, arguments = torch.load(io.BytesIO(sys.stdin.buffer.read()))
@@ -49,7 +49,7 @@ def of_indices(launch: Launch) -> None:
 
 @functools.cache
 def _run(module: str, name: str, grid: tuple, numbers: tuple, before: tuple) -> list:
-    """The tensors after the kernel has run, in the order of its arguments."""
+    """Return the tensors after the kernel has run, in the order of its arguments."""
     tensors = {
         argument: torch.tensor(values, dtype=torch.int32, device="cpu").view(shape)
         for argument, shape, values in before

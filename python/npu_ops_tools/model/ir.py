@@ -1,7 +1,6 @@
-"""Reading a kernel that the vendor's compiler printed: its operations, and the views of memory that
-they move and compute.
+"""Parses a kernel that the vendor's compiler printed, into operations and views of memory.
 
-The compiler prints one operation a line, and closes regions on lines of their own.
+The compiler prints one operation per line, and closes regions on separate lines.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ Values = tuple
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A part of a memory: shape and strides in elements, None where nobody knows.
+    """A view of a memory: shape and strides in elements, None if unknown.
 
-    argument: the kernel's argument that it is a part of, "" for memory on the chip.
+    argument: the kernel's argument that it is a part of; "" for on-chip memory.
     offset: in elements from the argument's start.
     """
 
@@ -54,7 +53,7 @@ class View:
         return self.elements * BYTES[self.dtype]
 
     def runs(self) -> tuple[int, float]:
-        """How many contiguous pieces it has, and the bytes of each."""
+        """Return the number of contiguous runs, and the bytes of each."""
         run = 1
         for size, stride in reversed(list(zip(self.shape, self.strides, strict=True))):
             if size != 1 and stride != run:
@@ -65,7 +64,7 @@ class View:
 
 @dataclasses.dataclass
 class Operation:
-    """One line, with the regions that it opens."""
+    """One operation, with the regions that it opens."""
 
     name: str
     results: tuple[str, ...]
@@ -75,7 +74,7 @@ class Operation:
 
 @dataclasses.dataclass
 class Function:
-    """What one kind of core executes. core: "vector" or "cube"."""
+    """The code of one kind of core. core: "vector" or "cube"."""
 
     name: str
     core: str
@@ -87,8 +86,8 @@ class Function:
 class Module:
     """A kernel.
 
-    cores: how many of a kind the compiler says that the SoC has.
-    pointers: what the kernel does with each tensor: "input", "output" or "both".
+    cores: kind of core -> number of such cores in the SoC, according to the compiler.
+    pointers: how the kernel uses each tensor: "input", "output" or "both".
     """
 
     maps: dict[str, Callable]
@@ -98,15 +97,16 @@ class Module:
 
     @property
     def core(self) -> str:
-        """Which cores it runs on: "vector", "cube" or "mixed"."""
+        """The kind of core that it runs on: "vector", "cube" or "mixed"."""
         kinds = {function.core for function in self.functions}
         return kinds.pop() if len(kinds) == 1 else "mixed"
 
 
 def parse(text: str) -> Module:
-    """
+    """Parse the compiler's output.
+
     Raises:
-        ValueError: no function for a device in it.
+        ValueError: there is no device function in it.
     """
     lines = iter([line.strip() for line in text.splitlines()])
     functions = [found for line in lines if (found := _function(line, lines))]
@@ -128,7 +128,7 @@ def _function(line: str, lines: Iterator[str]) -> Function | None:
 
 
 def _block(lines: Iterator[str]) -> tuple[list[Operation], str]:
-    """The operations up to the brace that closes them, and the line of that brace."""
+    """Parse operations up to the closing brace; return them, and the line of that brace."""
     found = []
     for line in lines:
         if line.startswith("}"):
@@ -151,15 +151,17 @@ def _operation(line: str, lines: Iterator[str]) -> Operation:
 
 
 def _results(left: str) -> Iterator[str]:
-    """The names in "%5", "%5, %6" and "%5:2"."""
+    """Yield the names in "%5", "%5, %6" and "%5:2"."""
     for name in filter(None, left.split(", ")):
         base, _, count = name.partition(":")
         yield from (f"{base}#{i}" for i in range(int(count))) if count else [base]
 
 
 def _pointers(text: str) -> tuple[str, ...]:
-    """Of the first function of a device. Where the compiler does not say it: "input" for what none
-    of the functions uses, else "both"."""
+    """Return how the first device function uses each tensor.
+
+    If the compiler does not say: "input" for a tensor that no function uses, else "both".
+    """
     heads = [line for line in text.splitlines() if "function_kind<DEVICE>" in line]
     bodies = (line for line in text.splitlines() if line not in heads)
     used = set(re.findall(r"%arg\d+", "".join(bodies)))
@@ -194,7 +196,7 @@ def _ceildiv(a: int, b: int) -> int:
 
 
 def _python(body: str) -> str:
-    """An affine expression in Python; only one operator needs more than another name."""
+    """Translate an affine expression to Python; only ceildiv needs more than another name."""
     body = body.replace("floordiv", "//").replace(" mod ", " % ")
     operand = r"(\w+|\((?:[^()]|\([^()]*\))*\))"
     while " ceildiv " in body:
@@ -206,7 +208,7 @@ def _python(body: str) -> str:
 
 @functools.cache
 def view_type(text: str) -> View | None:
-    """What "memref<4x?xf32, strided<[?, 1], offset: ?>, #hivm.address_space<ub>>" says."""
+    """Parse "memref<4x?xf32, strided<[?, 1], offset: ?>, #hivm.address_space<ub>>"."""
     found = re.search(
         r"memref<((?:(?:\d+|\?)x)*)(\w+)(?:, strided<\[([^\]]*)\](?:, offset: [^>]*)?>)?"
         r"(?:, #hivm\.address_space<(\w+)>)?>",
@@ -228,7 +230,7 @@ def _items(text: str) -> list[str]:
 
 
 def dense(shape: Values) -> Values:
-    """Strides of a contiguous tensor; None outside of a size that nobody knows."""
+    """Return the strides of a contiguous tensor; None outside a dimension of unknown size."""
     strides, run = [], 1
     for size in reversed(shape):
         strides.insert(0, run)

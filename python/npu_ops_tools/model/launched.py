@@ -1,4 +1,4 @@
-"""The launches of an op's cases as an SoC would get them: its cores, its tiles, real scalars."""
+"""The launches of an op's cases for an SoC: with its cores, its tiles and real scalars."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from npu_ops_tools.compile.launches import Launch, forward_and_backward, recorde
 from npu_ops_tools.launches import Counter, seen_in_our_operators
 from npu_ops_tools.model import interpreted
 
-SHOWN = 6  # names of cases in an error
+SHOWN = 6  # cases that an error message lists
 
 
 def of_case(
     op: str, case: str, dtype: torch.dtype, soc: str, tokens: int | None = None
 ) -> list[Launch]:
-    """Every launch of a Triton kernel that a case makes, forward and backward, in order.
+    """Return every Triton launch of a case, forward and backward, in order.
 
-    tokens: instead of the case's own.
+    tokens: overrides the case's own.
 
     Raises:
-        ValueError: no such case.
+        ValueError: there is no such case.
     """
     return of_call(case, soc, *call_of_case(op, case, dtype, tokens))
 
 
 def call_of_case(op: str, case: str, dtype: torch.dtype, tokens: int | None = None) -> tuple:
-    """The function of a case, its arguments, and the names of those that get a gradient.
+    """Return a case's function, its arguments, and the names of those that need a gradient.
 
     Raises:
-        ValueError: no such case.
+        ValueError: there is no such case.
     """
     found = {each.name: each for each in cases.of(op).CASES}
     if case not in found:
@@ -50,11 +50,11 @@ def call_of_case(op: str, case: str, dtype: torch.dtype, tokens: int | None = No
 
 
 def beside(soc: str, function, inputs: dict, wrt: tuple[str, ...] = ()) -> collections.Counter[str]:
-    """What PyTorch launches beside the Triton kernels of a call and its backward, by operator."""
+    """Count PyTorch's own launches in a call and its backward, by operator."""
     for value in inputs.values():
         if isinstance(value, torch.Tensor):
-            value.grad = None  # of an earlier call, to which the next would be added
-    counter = Counter("cpu")  # the tensors are the CPU's, and taken to be an NPU's
+            value.grad = None  # remove gradients of an earlier call: adding to them would count
+    counter = Counter("cpu")  # CPU tensors stand for an NPU's
     with recorded(""), _as_if_on(soc), seen_in_our_operators(counter), counter:
         forward_and_backward(function, inputs, wrt)
     return +counter.found
@@ -63,7 +63,7 @@ def beside(soc: str, function, inputs: dict, wrt: tuple[str, ...] = ()) -> colle
 def of_call(
     label: str, soc: str, function, inputs: dict, wrt: tuple[str, ...] = ()
 ) -> list[Launch]:
-    """Every launch of a call and of its backward, as on an NPU with `soc`."""
+    """Return every launch of a call and of its backward, as on an NPU `soc`."""
     with recorded(label, interpreted.of_indices) as found, _as_if_on(soc):
         forward_and_backward(function, inputs, wrt)
     return found
@@ -71,7 +71,7 @@ def of_call(
 
 @contextlib.contextmanager
 def _as_if_on(soc: str) -> Iterator[None]:
-    """Tensors are taken to be on an NPU with `soc`."""
+    """In a block, treat tensors as if on an NPU `soc`."""
     target = soc.removesuffix("-1")
     with registry.as_if_on("npu"), hardware.as_if_soc(target, vendor.cores(target)):
         yield
@@ -80,13 +80,13 @@ def _as_if_on(soc: str) -> Iterator[None]:
 def kernel_of_file(
     target: str, signature: str, constants: str, grid: int | tuple[int, ...]
 ) -> list[Launch]:
-    """A launch of "FILE.py::KERNEL", or one for each configuration of its autotuner.
+    """Return the launches of "FILE.py::KERNEL": one, or one per autotuner configuration.
 
-    signature: "x=*bf16:8192,n=i32:8192": of a pointer the elements that it points at, of a number
-        its value. constants: "BLOCK=1024". grid: programs along each axis.
+    signature: "x=*bf16:8192,n=i32:8192"; the value of a pointer is its number of elements.
+    constants: "BLOCK=1024". grid: programs along each axis.
 
     Raises:
-        ValueError: no such kernel, or arguments that it does not have, lacks, or without a value.
+        ValueError: there is no such kernel, or arguments are unknown, missing or without a value.
     """
     for item in filter(None, (part.strip() for part in signature.split(","))):
         if ":" not in item:

@@ -1,4 +1,4 @@
-"""All cores of an SoC: how long a launch takes."""
+"""Simulates all cores of an SoC: the time of a launch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from npu_ops_tools.model.costs import Costs
 from npu_ops_tools.model.ir import Module
 
 Grid = tuple[int, int, int]
-PROGRAMS = 8  # that are walked; the others are taken to be as the nearest of them
+PROGRAMS = 8  # programs to walk; the others are assumed to be like the nearest of them
 
 
 class Unknown(ValueError):
-    """What the model does not know of a kernel; `what` counts each."""
+    """The model lacks knowledge of a kernel; `what` counts each unknown."""
 
     def __init__(self, kernel: str, what: dict[str, int]):
         self.kernel, self.what = kernel, dict(what)
@@ -26,7 +26,8 @@ class Unknown(ValueError):
 
 @dataclasses.dataclass
 class Walked:
-    """One program: its time and what its pipes and transfers came to, in microseconds and bytes."""
+    """One simulated program: its time and the totals of its pipes and transfers, in us and
+    bytes."""
 
     index: int
     time: float
@@ -38,8 +39,11 @@ class Walked:
 
 @dataclasses.dataclass
 class Time:
-    """Of a launch, in microseconds; `memory` is what the bytes alone take, `start` what starting
-    its programs takes, `cores` what the busiest core does."""
+    """Time of a launch in microseconds.
+
+    memory: time for the bytes alone. start: time to start its programs. cores: time of the busiest
+    core.
+    """
 
     total: float
     cores: float
@@ -61,12 +65,12 @@ def run(
     load: Load = nothing,
     spans: bool = False,
 ) -> Time:
-    """How long a launch takes.
+    """Return the time of a launch.
 
-    footprint: bytes of the tensors that it is given: what the cache has to hold.
+    footprint: bytes of its tensors, which the cache has to hold.
 
     Raises:
-        Unknown: it has operations, bounds or conditions that nobody knows.
+        Unknown: it has operations, bounds or conditions that are unknown to the model.
     """
     walked = walk(module, arguments, grid, costs, load=load, spans=spans)
     count = grid[0] * grid[1] * grid[2]
@@ -74,7 +78,7 @@ def run(
 
 
 def cores_of(module: Module) -> int:
-    """How many programs run at once."""
+    """Return how many programs run at once."""
     return module.cores["vector" if module.core == "vector" else "cube"]
 
 
@@ -88,9 +92,9 @@ def walk(
     load: Load = nothing,
     spans: bool = False,
 ) -> list[Walked]:
-    """Some of a launch's programs; the spans of the first.
+    """Simulate some of a launch's programs, with the spans of the first.
 
-    cores: how many of the SoC's it may use; 0: all.
+    cores: how many of the SoC's cores it may use; 0: all.
 
     Raises:
         Unknown: see `run`.
@@ -111,10 +115,10 @@ def _sample(count: int) -> list[int]:
 
 
 def combine(walked: list[Walked], count: int, cores: int, costs: Costs, footprint: float) -> Time:
-    """The time of `count` programs of which some were walked.
+    """Return the time of `count` programs, of which some were walked.
 
-    Cores are started one after the other, and take a program as they get free. All share the
-    memory, where tensors are more than the cache holds; what is loaded again comes from the cache.
+    Cores start one after the other, and take a new program when they are free. If the tensors
+    exceed the cache, all cores share the memory; repeated loads come from the cache.
     """
     mean = statistics.fmean(each.time for each in walked)
     longest = max(each.time for each in walked)
@@ -150,7 +154,8 @@ def _walk(module: Module, program: Program, costs: Costs, using: int, spans: boo
 def _cores(
     module: Module, program: Program, costs: Costs, using: int, spans: bool
 ) -> dict[str, Core]:
-    """A vector kernel has one; a mixed one a cube core and its two vector cores."""
+    """Return the cores of a program: one for a vector kernel; a cube core and two vector cores for
+    a mixed one."""
     found = {}
     for function in module.functions:
         halves = (0, 1) if function.core == "vector" and module.core == "mixed" else (0,)
@@ -161,7 +166,7 @@ def _cores(
 
 
 def _interleave(cores: dict[str, Core], running: dict[str, Iterator]) -> None:
-    """Run each core until it waits for a flag that is not set; stop when none can go on."""
+    """Run each core until it waits for a flag that is not set; stop if none can continue."""
     wanted: dict[str, tuple | None] = dict.fromkeys(running)
     moved = True
     while running and moved:
@@ -179,7 +184,7 @@ def _interleave(cores: dict[str, Core], running: dict[str, Iterator]) -> None:
 
 
 def _granted(cores: dict[str, Core], name: str, wanted: tuple) -> bool:
-    """Take a flag that the other kind of core set: a cube core needs that of both vector cores."""
+    """Take a flag that the other kind of core set; a cube core needs it from both vector cores."""
     flag, pipe = wanted
     others = [other for each, other in cores.items() if (each == "cube") != (name == "cube")]
     queues = [other.flags["block", flag, name if name != "cube" else ""] for other in others]

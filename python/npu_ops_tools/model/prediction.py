@@ -1,4 +1,4 @@
-"""What the model says of a launch. None of it was measured: the label is `npu-model`."""
+"""Predictions of the model for a launch. They are not measured: their label is `npu-model`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ LABEL = "npu-model"
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Times in microseconds, bytes of the whole launch.
+    """A prediction. Times in microseconds, bytes of the whole launch.
 
-    us: by the model. likely_us: what such a kernel took where others measured it; low_us, high_us:
-    the range that four of five of them lie in (docs/npu-model.md).
-    bottleneck: "start" of the programs, or "memory", if that takes longest; else the pipe that is
-    busiest, or "waiting" where none is half of the time.
-    shares: pipe -> which part of the busiest core's time it is busy.
-    loaded, stored: from and to the tensors; workspace: what cube and vector cores hand to each
-    other. limit_us: what the bytes of the tensors take that it moves, each once. balance: the mean
-    core's work over the busiest one's. assumed: vectors decide between two numbers, as where
-    lengths are checked, and the first was taken: that of lengths that are right. backward: whether
-    autograd launches it.
+    us: by the model.
+    likely_us: `us` corrected by measured times of such kernels; low_us, high_us: the range that
+    contains four of five of them (docs/npu-model.md).
+    bottleneck: "start" of the programs or "memory", if that takes longest; else the busiest pipe,
+    or "waiting" if none is busy half of the time.
+    shares: pipe -> busy fraction of the busiest core's time.
+    loaded, stored: bytes from and to the tensors.
+    workspace: bytes that cube and vector cores pass to each other.
+    limit_us: time to move the bytes of its tensors once.
+    balance: mean work of the cores over that of the busiest one.
+    assumed: a condition depends on vectors, e.g. a check of lengths, and was assumed to hold.
+    backward: whether autograd launches it.
     """
 
     kernel: str
@@ -56,11 +58,11 @@ class Prediction:
 
     @property
     def of_limit(self) -> float:
-        """1: as fast as the memory allows; 0.5: half as fast."""
+        """Speed relative to the memory limit: 1 is as fast as memory allows, 0.5 half as fast."""
         return min(1.0, self.limit_us / self.us)
 
     def fields(self) -> dict:
-        """For JSON and CSV."""
+        """Return the fields for JSON and CSV."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {name: value for name, value in found.items() if name != "spans"} | {
             "of_limit": self.of_limit
@@ -68,17 +70,18 @@ class Prediction:
 
 
 def predict(launch: Launch, soc: str, *, unknown: Iterable[torch.Tensor] = (), spans: bool = False):
-    """What a recorded launch takes on `soc`.
+    """Predict a recorded launch on `soc`.
 
-    unknown: tensors whose values are not what they will be at the launch, as earlier kernels of the
-        same call write them.
+    unknown: tensors whose values differ from those at the launch, because earlier kernels of the
+    same call write them.
 
     Returns:
         A `Prediction`.
 
     Raises:
-        machine.Unknown: the kernel has what the model does not know; it lists all of it.
-        ValueError: no costs for this SoC. vendor.CompileError: it does not compile.
+        machine.Unknown: the model lacks knowledge of the kernel; the error lists all unknowns.
+        ValueError: there are no costs for this SoC.
+        vendor.CompileError: the kernel does not compile.
     """
     return _predict(launch, soc, module_of(launch, soc), unknown, spans)
 
@@ -101,8 +104,8 @@ def predict_all(
 
 
 def module_of(launch: Launch, soc: str) -> ir.Module:
-    """A launch as the vendor compiles it."""
-    target = soc.removesuffix("-1")  # 910B4 with twice the memory: the same to the compiler
+    """Compile a launch with the vendor's compiler, and parse the result."""
+    target = soc.removesuffix("-1")  # -1 means twice the memory; the compiler makes no difference
     options = dict(launch.options)
     text = vendor.lower(
         launch.kernel, dict(launch.signature), dict(launch.constants), target, **options
@@ -157,7 +160,8 @@ def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _loader(unknown: set[int]):
-    """Reads whole numbers from the tensors of a launch; what else they hold decides no bounds."""
+    """Return a function that loads integers from a launch's tensors; no bounds need other
+    values."""
 
     def load(tensor, offset: int):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype.is_floating_point:
@@ -173,7 +177,7 @@ def _loader(unknown: set[int]):
 
 
 def totals(found: list[Prediction]) -> dict[str, float]:
-    """Of the launches of one call."""
+    """Sum the predictions of one call's launches."""
     names = ("us", "likely_us", "low_us", "high_us", "limit_us", "loaded", "stored", "workspace")
     summed: collections.Counter[str] = collections.Counter()
     for prediction in found:

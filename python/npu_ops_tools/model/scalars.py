@@ -1,4 +1,5 @@
-"""What the scalar unit computes: integers, addresses and views, exactly; None is "not known"."""
+"""The scalar unit's operations: integers, addresses and views, computed exactly; None is
+unknown."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ COMPARE = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
     "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
-SLOW = ("div", "rem", "floordiv", "ceildiv")  # the scalar unit divides over many cycles
+SLOW = ("div", "rem", "floordiv", "ceildiv")  # division takes many cycles
 
 
 def constant(text: str):
@@ -54,7 +55,7 @@ def constant(text: str):
 
 
 def arith(name: str, text: str, values: list):
-    """The result of an operation of the dialect `arith`."""
+    """Compute an operation of the dialect `arith`."""
     if name == "select":
         condition, yes, no = values
         return None if condition is None else (yes if condition else no)
@@ -87,8 +88,10 @@ def knows(name: str) -> bool:
 
 
 def view(name: str, text: str, source, value) -> View | None:
-    """The view that an operation of the dialect `memref` makes of `source`; `value` gives a name's
-    value. None where the operation is not known."""
+    """Return the view that a `memref` operation makes of `source`; None if it is unknown.
+
+    value: returns the value of a name.
+    """
     return _VIEWS[name](text, source, value) if name in _VIEWS else None
 
 
@@ -97,7 +100,7 @@ def _result(text: str) -> View:
 
 
 def _lists(text: str, value) -> list[list]:
-    """The bracketed lists of operands, e.g. offsets, sizes and strides."""
+    """Return the bracketed lists of operands, e.g. offsets, sizes and strides."""
     found = re.findall(r"\[([^\[\]]*)\]", text.partition(" : ")[0])
     return [[value(item.strip()) for item in one.split(",") if item.strip()] for one in found]
 
@@ -108,7 +111,7 @@ def _subview(text: str, source: View, value) -> View:
     offset = _plus(source.offset, *(_times(a, b) for a, b in zip(offsets, source.strides)))  # noqa: B905
     result = _result(text)
     axes = list(zip(sizes, strides, strict=True))
-    while len(axes) > len(result.shape):  # dimensions of one are dropped
+    while len(axes) > len(result.shape):  # dimensions of size 1 are dropped
         axes.pop(next(i for i, (size, _) in enumerate(axes) if size == 1))
     shape, strides = zip(*axes, strict=True) if axes else ((), ())
     return dataclasses.replace(source, shape=shape, strides=strides, offset=offset)
@@ -136,13 +139,13 @@ def _collapse(text: str, source: View, value) -> View:
 
 
 def _groups(text: str) -> list[list[int]]:
-    """Of "[[0, 1], [2]]": which axes become one, or are made of one."""
+    """Parse "[[0, 1], [2]]": the axes that are merged into one, or split from one."""
     found = re.search(r"\[(?:\[[\d, ]*\](?:, )?)*\]", text)[0]
     return json.loads(found)
 
 
 def _inner_stride(source: View, group: list[int]):
-    """The stride of the innermost axis of a group that is longer than one."""
+    """Return the stride of the innermost axis of a group whose size is not 1."""
     longer = [i for i in group if source.shape[i] != 1] or group
     return source.strides[longer[-1]]
 
@@ -159,7 +162,7 @@ def _expand(text: str, source: View, value) -> View:
 
 
 def _base(text: str, source: View, value) -> View:
-    """The base buffer. The other results (offset, sizes, strides) are not modelled."""
+    """Return the base buffer. The other results (offset, sizes, strides) are not modelled."""
     return dataclasses.replace(source, shape=(), strides=(), offset=0)
 
 

@@ -1,4 +1,4 @@
-"""A walked program as a Chrome trace: open it in chrome://tracing or ui.perfetto.dev."""
+"""Writes a walked program as a Chrome trace, for chrome://tracing or ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from npu_ops_tools.model.prediction import LABEL, Prediction
 
 
 def write(path: pathlib.Path, predictions: Iterable[Prediction]) -> None:
-    """Each kernel is a process, each pipe a thread; times are in microseconds."""
+    """Write a trace: each kernel is a process, each pipe a thread; times are in microseconds."""
     events = []
     for number, prediction in enumerate(predictions):
         events.append(

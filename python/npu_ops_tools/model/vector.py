@@ -1,7 +1,7 @@
-"""How long the vector unit takes for an operation of HIVM.
+"""Times of HIVM operations on the vector unit.
 
-An instruction works through repeats of 256 bytes; one starts for every 255 of them, and for every
-row that is not contiguous with the one before. The cycles are the vendor's (costs.csv).
+An instruction processes repeats of 256 bytes. A new instruction starts every 255 repeats, and for
+every row that is not contiguous with the previous one. The cycles are the vendor's (costs.csv).
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import re
 from npu_ops_tools.model.costs import MOST_REPEATS, REPEAT, Vector
 from npu_ops_tools.model.ir import View
 
-WIDTH = {"bf16": "f16", "i1": "i16", "i8": "i16", "ui8": "i16"}  # as what it costs
+# dtypes that cost the same as another
+WIDTH = {"bf16": "f16", "i1": "i16", "i8": "i16", "ui8": "i16"}
 TWO = ("vadd", "vsub", "vmul", "vdiv", "vmax", "vmin")
 
 
 def cost(core, name: str, text: str, reads: list, writes: list) -> bool:
-    """Keep the core's vector pipe busy; False where the cost is not known."""
+    """Occupy the core's vector pipe for an operation; return False if its cost is unknown."""
     sources = [view for view in reads if isinstance(view, View)]
     results = [view for view in writes if isinstance(view, View)]
     if not results:
@@ -57,7 +58,7 @@ def _cycles(costs, name: str, text: str, sources: list, results: list, operands:
 
 
 def _table(costs, name: str, dtype: str, kind: str, view: View, more: float = 0.0):
-    """Cycles of an operation on each element of `view`."""
+    """Return the cycles of an element-wise operation on `view`."""
     one = _instruction(costs, name, dtype, kind)
     if one is None or dtype == "i64":
         return None
@@ -83,9 +84,11 @@ def _cast(sources: list, results: list) -> str:
 
 
 def _broadcast(costs, text: str, sources: list, widest: View) -> float:
-    """Of spreading an operand that has one column: a block for each element. An operand of one row
-    is read again by repeating without a stride: an instruction for each repeat of a row, or one for
-    each row, whichever are fewer."""
+    """Return the extra cycles of an operand that is broadcast.
+
+    A one-column operand is expanded: a block for each element. A one-row operand is read again with
+    stride 0: one instruction for each repeat of a row, or one for each row, whichever are fewer.
+    """
     axes = [int(i) for i in re.search(r"broadcast = \[([\d, ]*)\]", text)[1].split(",")]
     rows = widest.elements // widest.shape[-1] if widest.shape else 1
     smallest = min(sources, key=lambda view: view.elements)
@@ -97,7 +100,8 @@ def _broadcast(costs, text: str, sources: list, widest: View) -> float:
 
 
 def _spread(costs, source: View, result: View):
-    """A tensor repeated along an axis: copies of rows, or blocks of one element each."""
+    """Return the cycles to repeat a tensor along an axis: copies of rows, or blocks of one
+    element."""
     block = costs.vector["broadcast f32"]
     copies = _table(costs, "copy", result.dtype, "", result)
     if copies is None:
@@ -113,8 +117,11 @@ def _transpose(costs, result: View):
 
 
 def _reduce(costs, text: str, source: View):
-    """Halve until a row is one repeat, then reduce each row within its repeat; along another axis
-    halve to the end."""
+    """Return the cycles of a reduction.
+
+    It halves rows until they are one repeat, then reduces each row within its repeat. Along another
+    axis it halves to the end.
+    """
     axes = [int(i) for i in re.search(r"reduce_dims = \[([\d, ]*)\]", text)[1].split(",")]
     kind = "vmax" if re.search(r"<(max|min)", text) else "vadd"
     halve = _instruction(costs, kind, source.dtype, "")
@@ -132,7 +139,7 @@ def _reduce(costs, text: str, source: View):
 
 
 def _cumulative(costs, text: str, source: View):
-    """One addition for each element along the axis."""
+    """Return the cycles of a cumulative sum: one addition for each element along the axis."""
     axis = int(re.search(r"cum_dims = \[(\d+)\]", text)[1])
     one = _instruction(costs, "vadd", source.dtype, "")
     if one is None:

@@ -1,4 +1,4 @@
-"""Reports: one HTML page, with nothing to load from elsewhere, and the same as Markdown."""
+"""Reports: a self-contained HTML page, and the same as Markdown."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from npu_ops_tools.report import page, plots, tables
 
 
 def read(paths: Iterable[pathlib.Path]) -> dict:
-    """What `npu-ops bench`, `npu-ops compile --csv` and the model's scripts wrote, by kind.
+    """Read the results of `npu-ops bench`, `npu-ops compile --csv` and the model's scripts, by
+    kind.
 
-    paths: files, or folders with such files in them; of a folder's files others are left out.
+    paths: files, or folders that contain such files; other files in a folder are ignored.
 
     Raises:
-        FileNotFoundError: there is no such file or none in a folder. ValueError: it is no such.
+        FileNotFoundError: there is no such file, or none in a folder.
+        ValueError: a file has another format.
     """
     found: dict = {"rows": [], "compiled": [], "predicted": []}
     for path in paths:
@@ -51,7 +53,7 @@ def write(
     comparison=None,
     found=None,
 ) -> pathlib.Path:
-    """Write index.html and report.md to `folder`, of those parts that are given.
+    """Write index.html and report.md to `folder`, with the parts that are given.
 
     compiled, predicted: see `read`. comparison, found: see `npu_ops_tools.demo` and `doctor`.
     """
@@ -84,7 +86,7 @@ def _render(name: str, autoescape: bool, given: dict) -> str:
 
 
 def curves(losses: dict[str, list[float]], title: str) -> plots.Plot:
-    """Loss by step, a line for each name."""
+    """Plot loss by step, one line for each name."""
     series = [
         plots.Series(name, f"s{n}", [plots.Point(x, y) for x, y in enumerate(values)])
         for n, (name, values) in enumerate(losses.items())

@@ -19,9 +19,9 @@ def report_command(
         pathlib.Path, typer.Option("--output", "-o", help="Folder of the report.")
     ] = pathlib.Path("report"),
 ) -> None:
-    """Make a page of benchmark results, index.html, and report.md beside it.
+    """Make a page of benchmark results, index.html, with report.md beside it.
 
-    Of what `npu-ops verify` wrote, its page again.
+    For a verify.json of `npu-ops verify`, make its page again.
     """
     from npu_ops_tools import report
     from npu_ops_tools.verify import report as verified

@@ -17,13 +17,13 @@ from npu_ops_tools.report import plots, summary
 from npu_ops_tools.report.plots import Plot, Point, Series
 
 MODES = ("forward", "backward", "forward+backward")
-WIDE = 1.5  # the 80th percentile over the 20th
-STYLES = 7  # colours and markers that the page has, ours the first
+WIDE = 1.5  # limit for the ratio of the 80th percentile to the 20th
+STYLES = 7  # colours and markers of the page; npu-ops has the first
 
 
 @dataclasses.dataclass
 class Figure:
-    """Plots of the same work. more: those that are folded away. command: measures all of it."""
+    """Plots of the same work. more: plots that are folded away. command: measures all of it."""
 
     title: str
     plots: list[Plot]
@@ -34,7 +34,7 @@ class Figure:
 
 @dataclasses.dataclass
 class Section:
-    """An op on a device. table: (row, its number as marks know it, times as fast as it ours is)."""
+    """An op on a device. table: (row, its number for links, speedup of npu-ops over it)."""
 
     op: str
     about: str
@@ -55,7 +55,7 @@ class Section:
 
 @dataclasses.dataclass
 class Device:
-    """All that was measured on one machine, with so many threads."""
+    """All measurements of one machine with one number of threads."""
 
     name: str
     rows: list[Row]
@@ -64,7 +64,7 @@ class Device:
 
     @property
     def commits(self) -> str:
-        """With a word on trees that had changes."""
+        """The commits of the rows; uncommitted changes are mentioned."""
         found = collections.Counter(
             f"{row.commit}{', with changes that are not committed' if row.dirty else ''}"
             for row in self.rows
@@ -73,7 +73,7 @@ class Device:
 
     @property
     def id(self) -> str:
-        """Of the page's anchors."""
+        """The id for the page's anchors."""
         return re.sub(r"\W+", "-", self.name).strip("-").lower()
 
     @property
@@ -95,24 +95,24 @@ class Device:
 
     @property
     def wide(self) -> int:
-        """Stable rows whose runs differ much."""
+        """Number of stable rows with a wide spread of times."""
         stable = [row for row in self.rows if row.state == "stable"]
         return sum(row.ms_p80 > WIDE * row.ms_p20 for row in stable)
 
     @property
     def behind(self) -> list[summary.Against]:
-        """What is slower on average."""
+        """Peers that are faster than npu-ops on average."""
         found = [each for s in self.sections for each in s.against if each.pairs]
         return [each for each in found if each.mean < summary.LEVEL]
 
     @property
     def pairs(self) -> list[summary.Pair]:
-        """What the headline counts."""
+        """The pairs that the headline counts."""
         return [pair for s in self.sections for each in s.against for pair in each.pairs]
 
 
 def devices(rows: Iterable[Row]) -> list[Device]:
-    """One for each machine and number of threads: they never share a plot."""
+    """Group rows by machine and number of threads: different groups never share a plot."""
     groups = collections.defaultdict(list)
     for row in rows:
         groups[row.device, row.machine, row.threads].append(row)
@@ -135,7 +135,7 @@ def _device(device, machine, threads, rows) -> Device:
 
 
 def _styles(rows: list[Row]) -> dict[str, str]:
-    """A provider looks the same in every plot."""
+    """Assign styles, so that a provider looks the same in every plot."""
     names = collections.Counter(row.provider for row in rows if row.provider != OURS)
     others = [name for name, _ in names.most_common()]
     styles = {name: f"s{1 + n % (STYLES - 1)}" for n, name in enumerate(others)}
@@ -154,7 +154,7 @@ def _section(op: str, rows: list[Row], styles, numbers) -> Section:
 
 
 def _about(op: str) -> str:
-    """The first line of its first public function's docstring."""
+    """Return the first line of the docstring of the op's first public function."""
     functions = where.ops().get(op, [])
     return (
         getattr(npu_ops, functions[0]).__doc__.partition("\n")[0].replace("`", "")
@@ -164,7 +164,7 @@ def _about(op: str) -> str:
 
 
 def _figures(op: str, rows: list[Row], styles, numbers):
-    """Lines where there are sizes, then rows of marks for models and dtypes of one size."""
+    """Yield line plots over sizes, then a plot of marks for models and dtypes of one size."""
     groups = collections.defaultdict(list)
     for row in rows:
         groups[row.shape, row.unit, row.dtype, row.mode].append(row)
@@ -219,7 +219,7 @@ def _over_sizes(op, shape, unit, dtype, mode, rows, styles, numbers) -> Figure:
         rate = [*series(lambda r: r.gbps), _roof("a copy of as many bytes", roof)]
         shown.append(plot("Rate", rate, "GB/s"))
     more = []
-    # An error of 0 is there, too.
+    # Show an error of 0, too, at the axis' lower end.
     errors = series(lambda r: None if r.error is None else max(r.error, plots.LEAST))
     if errors:
         more.append(plot("Error", errors, "RMS of error / RMS of result"))
@@ -264,14 +264,15 @@ def _command(op: str, *parts: str) -> str:
 
 
 def _said(row: Row) -> str:
-    """A mark in words."""
+    """Describe a mark in words."""
     spread = f"{row.ms_p50:.4g} ms (p20 {row.ms_p20:.4g}, p80 {row.ms_p80:.4g})"
     state = "" if row.state == "stable" else ", unstable"
     return f"{row.provider}, {row.size} {row.unit}: {spread}{state}"
 
 
 def readable(shape: str) -> str:
-    """`Qwen3.5-9B, Qwen3-Next-80B, TP4` of `qwen3.5-9b = qwen3-next-80b-a3b tp4`."""
+    """Format a shape: `qwen3.5-9b = qwen3-next-80b-a3b tp4` -> `Qwen3.5-9B, Qwen3-Next-80B,
+    TP4`."""
     sweep, of, models = shape.rpartition(" of ")
     models, _, ranks = models.rpartition(" tp")
     names = [re.sub(r"-a\d+b$", "", name) for name in models.split(" = ")]

@@ -1,6 +1,6 @@
-"""Plots as data: where marks, lines and labels go. The template draws them as inline SVG.
+"""Plots as data: positions of marks, lines and labels. The template draws them as inline SVG.
 
-Colours and fonts are the page's, so that a plot follows dark mode and scales with its text.
+Colours and fonts are the page's, so a plot follows dark mode and scales with the text.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import math
 from collections.abc import Sequence
 
 WIDTH, HEIGHT = 300, 206
-WIDE = 400  # of rows of marks
+WIDE = 400  # width of a plot with categories
 LEFT, RIGHT, TOP, BOTTOM = 50, 8, 8, 34
-# Pixels that labels need beside and above each other.
+# Minimum distance of labels in pixels, horizontally and vertically.
 LABEL_WIDTH, SIZE_WIDTH, LABEL_HEIGHT = 34, 23, 15
 ROW_HEIGHT = 36  # of a category, with its name above
-LEAST = 1e-9  # of a logarithmic axis
+LEAST = 1e-9  # lower limit of a logarithmic axis
 MOST_TICKS = 6
-LONGEST_LABEL = 6  # characters, which LEFT has room for
+LONGEST_LABEL = 6  # characters that fit into LEFT
 
 
 @dataclasses.dataclass
 class Point:
-    """One measurement; low and high: the band around y. row: its row in the table, or None."""
+    """One measurement. low, high: the band around y. row: its row in the table, or None."""
 
     x: float
     y: float
@@ -35,7 +35,7 @@ class Point:
 
 @dataclasses.dataclass
 class Series:
-    """Points of one provider, by x. style: which colour and marker; "roof": a line that bounds."""
+    """Points of one provider, sorted by x. style: colour and marker; "roof": a line for a bound."""
 
     name: str
     style: str
@@ -44,7 +44,7 @@ class Series:
 
 @dataclasses.dataclass
 class Axis:
-    """Values to pixels, with labelled ticks."""
+    """Maps values to pixels; has labelled ticks."""
 
     ticks: list[tuple[float, str]]
     low: float
@@ -62,8 +62,11 @@ class Axis:
 
 @dataclasses.dataclass
 class Plot:
-    """What the template draws. alt: the plot in a sentence. categories: names of rows, if it has
-    rows instead of a vertical axis; a point's y then is the number of its row."""
+    """The data that the template draws.
+
+    alt: the plot in a sentence. categories: names of rows, for a plot with rows in place of a
+    vertical axis; y is then the number of a point's row.
+    """
 
     title: str
     alt: str
@@ -77,7 +80,7 @@ class Plot:
     width: float = WIDTH
 
     def at(self, point: Point) -> tuple[float, float]:
-        """A point's pixels."""
+        """Return a point's pixels."""
         y = self.y(point.y) if self.y else self.row(int(point.y))
         return self.x(point.x), y
 
@@ -85,11 +88,11 @@ class Plot:
         return TOP + ROW_HEIGHT * number + 25
 
     def line(self, series: Series) -> str:
-        """An SVG path through the points."""
+        """Return an SVG path through the points."""
         return "M" + "L".join(f"{x} {y}" for x, y in map(self.at, series.points))
 
     def band(self, series: Series) -> str:
-        """An SVG polygon from the low to the high ends."""
+        """Return an SVG polygon between the low and the high ends."""
         if len(series.points) < 2 or any(p.low is None for p in series.points):
             return ""
         ends = [(p.x, p.low) for p in series.points] + [(p.x, p.high) for p in series.points[::-1]]
@@ -106,7 +109,7 @@ class Plot:
 
 
 def lines(title, series, x_label, y_label, log_x=True, log_y=True) -> Plot:
-    """A plot of series over a size."""
+    """Make a plot of series over a size."""
     points = [point for each in series for point in each.points]
     xs = sorted({point.x for point in points})
     ends = [y for p in points for y in (p.y, p.low, p.high) if y is not None]
@@ -116,7 +119,7 @@ def lines(title, series, x_label, y_label, log_x=True, log_y=True) -> Plot:
 
 
 def dots(title, series, categories, x_label) -> Plot:
-    """A row of marks for each category, on one logarithmic axis."""
+    """Make a plot with a row of marks for each category, on one logarithmic axis."""
     points = [point for each in series for point in each.points]
     x = _axis([point.x for point in points], True, 14, WIDE - 20, LABEL_WIDTH)
     height = TOP + ROW_HEIGHT * len(categories) + BOTTOM + 4
@@ -155,7 +158,7 @@ def _axis(values, log, begin, end, apart, at=None) -> Axis:
 
 
 def _widened(low, high, log):
-    """With room at the ends; values that only rounding tells apart are one value."""
+    """Widen an axis range at both ends. Nearly equal limits count as equal."""
     if log:
         low, high = max(low, LEAST), max(high, LEAST)
         factor = 2 if math.isclose(low, high) else (high / low) ** 0.04
@@ -165,14 +168,14 @@ def _widened(low, high, log):
 
 
 def _candidates(low, high, log):
-    """Round values, most of them first."""
+    """Yield lists of round tick values, the longest first."""
     if log:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         for digits in ((1, 2, 5), (1, 3), (1,)):
             yield [d * 10.0**p for p in powers for d in digits if low <= d * 10.0**p <= high]
         for step in (2, 3, 4):
             yield [10.0**p for p in powers if p % step == 0 and low <= 10.0**p <= high]
-    # Of a range without two powers, too.
+    # also for a range without two powers of ten
     for step in (n * 10.0**p for p in range(-9, 12) for n in (1, 2, 5)):
         if (high - low) / step <= 6:
             first = math.ceil(low / step)
@@ -180,7 +183,7 @@ def _candidates(low, high, log):
 
 
 def _apart(ticks, apart):
-    """As many of the ticks as there is room for, the last among them."""
+    """Drop ticks that are too close; keep the last."""
     kept: list[tuple[float, str]] = []
     for tick in reversed(ticks):
         if not kept or abs(kept[-1][0] - tick[0]) >= apart:
@@ -189,7 +192,7 @@ def _apart(ticks, apart):
 
 
 def short(value: float) -> str:
-    """A number with as few characters as it needs: 0.02, 1.5, 32k."""
+    """Format a number with few characters: 0.02, 1.5, 32k."""
     if value and abs(value) < 0.001:
         return f"{value:.0e}".replace("e-0", "e-")
     for size, suffix in ((2**20, "M"), (1024, "k")):

@@ -1,4 +1,4 @@
-"""What rows say together: how many times as fast as each peer, and where the least so."""
+"""Summaries of rows: the speedup over each peer, and the worst case."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from npu_ops_tools.bench.rows import Row
 from npu_ops_tools.bench.work import OURS
 
-# A row that is slower than this against the best peer is named: timers are no better.
+# A row slower than this against the best peer is listed: timers are not more precise.
 LEVEL = 0.97
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Our row and a peer's of the same work; ratio: how many times as fast ours is."""
+    """npu-ops' row and a peer's of the same work. ratio: speedup of npu-ops."""
 
     ours: Row
     peer: Row
@@ -54,12 +54,12 @@ class Against:
 
 
 def family(provider: str) -> str:
-    """`SDPA` of `SDPA, keys gathered`."""
+    """Return the family of a provider: `SDPA` for `SDPA, keys gathered`."""
     return provider.partition(",")[0]
 
 
 def pairs(rows: Iterable[Row]) -> list[Pair]:
-    """Ours beside each peer's, of all rows that were timed. Other rows of ours are no peers."""
+    """Pair npu-ops' rows with each peer's timed row. Other rows of npu-ops are no peers."""
     timed = [row for row in rows if row.state != "absent"]
     ours = {row.benchmark: row for row in timed if row.provider == OURS}
     return [
@@ -70,7 +70,7 @@ def pairs(rows: Iterable[Row]) -> list[Pair]:
 
 
 def against(rows: Iterable[Row]) -> list[Against]:
-    """Each op against each family of peers; what is unstable takes no part."""
+    """Compare each op with each family of peers; unstable pairs are excluded."""
     groups = collections.defaultdict(list)
     for pair in pairs(rows):
         groups[pair.ours.op, family(pair.peer.provider)].append(pair)
@@ -82,7 +82,7 @@ def against(rows: Iterable[Row]) -> list[Against]:
 
 
 def slower(rows: Iterable[Row]) -> list[Pair]:
-    """Stable pairs with the fastest peer that are below LEVEL, the slowest first."""
+    """Return stable pairs with the fastest peer whose ratio is below LEVEL, the slowest first."""
     best: dict[tuple, Pair] = {}
     for pair in pairs(rows):
         if pair.stable and pair.ratio < best.get(pair.ours.benchmark, pair).ratio + 1e-12:

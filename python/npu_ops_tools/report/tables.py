@@ -1,4 +1,4 @@
-"""Tables that `npu-ops compile` and `npu-ops model` write, as the report shows them."""
+"""Tables of `npu-ops compile` and `npu-ops model` for the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PREDICTED = {"call", "kernel", "us", "low_us", "high_us", "label"}
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A kernel of an op for a SoC: the most on-chip memory that one of its launches takes."""
+    """A kernel of an op on an SoC, with the most on-chip memory that any of its launches needs."""
 
     op: str
     kernel: str
@@ -27,7 +27,7 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Predicted:
-    """What `npu-ops model` says of a kernel. bytes_per_token: in and out of the chip's memory."""
+    """A kernel's prediction by `npu-ops model`. bytes_per_token: moved in and out of the chip."""
 
     call: str
     kernel: str
@@ -43,7 +43,7 @@ class Predicted:
 
 
 def fields_of(path: pathlib.Path) -> set[str]:
-    """The columns of a CSV."""
+    """Return the columns of a CSV."""
     with path.open(newline="") as file:
         return set(next(csv.reader(file), ()))
 
@@ -57,10 +57,10 @@ def is_predicted(path: pathlib.Path) -> bool:
 
 
 def compiled(path: pathlib.Path) -> list[Compiled]:
-    """A row for each op, kernel and SoC, of all its launches."""
+    """Return a row for each op, kernel and SoC, over all its launches."""
     groups: dict[tuple, list[dict]] = {}
     for row in _rows(path):
-        if row["ub_bytes"]:  # it compiles
+        if row["ub_bytes"]:  # it compiled
             groups.setdefault((row["op"], row["kernel"], row["soc"]), []).append(row)
     return [
         Compiled(
@@ -73,7 +73,7 @@ def compiled(path: pathlib.Path) -> list[Compiled]:
 
 
 def predicted(path: pathlib.Path) -> list[Predicted]:
-    """Its rows; a call's name says how many tokens or sequences it has."""
+    """Return the rows. A call's name contains its number of tokens or sequences."""
     return [
         Predicted(
             row["call"], row["kernel"], row["soc"], float(row["us"]), float(row["low_us"]),

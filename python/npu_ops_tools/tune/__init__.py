@@ -1,7 +1,8 @@
-"""Which implementation is fastest on this machine, by op, class of shape and dtype.
+"""Finds the fastest implementation on this machine, by op, class of shape and dtype.
 
-Each is timed in a process of its own, as `npu-ops verify` does, and only what is right there. What
-comes out is a table that `npu_ops.core.preferences` reads. The command: `npu-ops tune --help`.
+Each implementation runs in its own process, as in `npu-ops verify`, and is timed only if its
+results are right. The output is a table that `npu_ops.core.preferences` reads. The command:
+`npu-ops tune --help`.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from npu_ops.core import preferences
 from npu_ops.core.models import MODELS
 from npu_ops_tools.verify import jobs, worker
 
-# Of these, all shapes; decoding, short and long prompts.
+# Default models, with all their shapes; tokens for decoding, short and long prompts.
 SHAPES = ("qwen3.5-9b", "qwen3-vl-8b", "qwen3-next-80b-a3b")
 TOKENS = {"cpu": (1, 32, 512), "npu": (1, 64, 1024, 8192), "cuda": (1, 64, 1024, 8192)}
-WORTH = 0.95  # of the time of what is first anyway; more is noise
+WORTH = 0.95  # required fraction of the default's time; smaller gains are noise
 
 
 def plan(device: str, only: list[str], models: list[str], tokens: list[int]) -> list[jobs.Job]:
-    """What is to be timed.
+    """Return the timing jobs.
 
     Raises:
-        ValueError: no such op or model, or a device without times.
+        ValueError: there is no such op or model, or the device has no meaningful times.
     """
     if device not in TOKENS:
         raise ValueError(f"device: got {device!r}, needs one of {', '.join(TOKENS)}, with times")
@@ -47,7 +48,7 @@ def measure(
     device: str, planned: list[jobs.Job], modules: list[str], limit: float,
     say: Callable[[jobs.Job, dict], None],
 ) -> list[dict]:  # fmt: skip
-    """What a process says of each job, see `verify.worker`; one process for each op."""
+    """Return the result of each job, see `verify.worker`; each op has its own process."""
     found = []
     for op in dict.fromkeys(job.op for job in planned):
         mine = worker.Worker(device, modules, {})
@@ -64,8 +65,8 @@ def measure(
 def rows(results: list[dict]) -> list[dict]:
     """Make the table of preferences: the fastest implementation for each class of calls.
 
-    Implementations with a wrong result anywhere are left out. A class has no fastest one unless it
-    is clearly faster than the one that runs by default.
+    Implementations with a wrong result anywhere are left out. The default implementation is kept
+    unless another is clearly faster.
     """
     wrong = {(r["op"], r["implementation"]) for r in results if r["verdict"] == "wrong"}
     right = [r for r in results if r["verdict"] == "right"]
@@ -80,7 +81,7 @@ def rows(results: list[dict]) -> list[dict]:
 
 
 def _time(result: dict, table: str) -> float:
-    """The median, in us."""
+    """Return the median time in us."""
     mode = "backward" if table.endswith("_backward") else "forward"
     return result["times"][mode]["p50"]
 
@@ -109,7 +110,7 @@ def _first(call: dict[str, float]) -> float:
 
 
 def table(soc: str, found: list[dict], environment: dict) -> dict:
-    """What is written: the rows, and what they are from."""
+    """Return the table to write: the rows and their provenance."""
     return {
         "format": preferences.FORMAT,
         "soc": soc,
@@ -120,7 +121,7 @@ def table(soc: str, found: list[dict], environment: dict) -> dict:
 
 
 def write(found: dict, folder: pathlib.Path) -> pathlib.Path:
-    """Write a table to a folder, named after its SoC; whole or not at all."""
+    """Write a table to a folder, named after its SoC; atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / preferences.file_name(found["soc"])
     whole = path.with_suffix(".part")
@@ -130,12 +131,12 @@ def write(found: dict, folder: pathlib.Path) -> pathlib.Path:
 
 
 def changed(found: list[dict]) -> list[dict]:
-    """The rows that change what runs."""
+    """Return the rows that change which implementation runs."""
     return [row for row in found if row["implementation"] != row["instead_of"]]
 
 
 def lines(found: list[dict]) -> Iterator[str]:
-    """A table as text: what changes, and how much there is of it."""
+    """Format a table: what changes, and the number of classes."""
     for row in changed(found):
         speedup = row["instead_us"] / row["us"] if row["us"] else float("inf")
         yield (

@@ -13,7 +13,7 @@ from npu_ops_tools.options import AsJson, Modules, Only, check_device, fail, pri
 
 
 class TunedDevice(str, enum.Enum):
-    """What has times."""
+    """Devices with meaningful times."""
 
     CPU = "cpu"
     NPU = "npu"
@@ -39,10 +39,10 @@ def tune_command(
     modules: Modules = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time the implementations that are right here, and prefer the fastest from now on.
+    """Time the implementations with right results, and prefer the fastest from now on.
 
-    The table is of this SoC, in the user's cache, and is read when npu-ops is next imported.
-    All ranks of a job need the same: --export it, and put the file on every machine.
+    The table is for this SoC, in the user's cache, and is read when npu-ops is next imported. All
+    ranks of a job need the same table: --export it, and put the file on every machine.
 
     \b
     npu-ops tune                        # on an NPU

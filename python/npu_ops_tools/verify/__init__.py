@@ -1,14 +1,14 @@
-"""Whether npu-ops is right and fast on this machine, in a form that can be sent to others.
+"""Verifies that npu-ops is right and fast on this machine, and writes a report to share.
 
-    jobs.py     what there is to check: ops, implementations, cases, dtypes
-    runs.py     goes through it within a time, keeps a journal, makes the report
-    worker.py   a process that checks, and what becomes of one that hangs or crashes
+    jobs.py     the checks: ops, implementations, cases, dtypes
+    runs.py     runs them within a time limit, keeps a journal, makes the report
+    worker.py   a process that runs checks, and may hang or crash
     checks.py   one call: values, bounds, determinism, streams, graphs
     guards.py   canaries around every tensor of a launch
-    times.py    how long a call takes, on the device and on the host
+    times.py    times of a call on the device and on the host
     ranks.py    two devices: collectives, the same results on both
     report.py   one JSON file and one page, without names of hosts or users
-    compare.py  two reports
+    compare.py  compares two reports
 
 The command: `npu-ops verify --help`.
 """

@@ -1,4 +1,4 @@
-"""What one call of one implementation must be: right, within its tensors, the same each time."""
+"""Checks of one call by one implementation: right values, no access out of bounds, determinism."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from npu_ops_tools import parity
 from npu_ops_tools.verify import guards
 from npu_ops_tools.verify.jobs import Job
 
-RUNS = 10  # that must agree in every bit
-EMULATED_RUNS = 3  # where one program runs after another, and slowly
+RUNS = 10  # runs that must agree bitwise
+EMULATED_RUNS = 3  # on the emulated NPU, where programs run one after another, and slowly
 RIGHT, WRONG, NOT_HERE = "right", "wrong", "not here"
 
 Note = Callable[[str], None]
-_FORCED = "NPU_OPS_IMPL forces"  # how the registry's refusals begin
+_FORCED = "NPU_OPS_IMPL forces"  # beginning of the registry's error for a forced implementation
 
 
 class Declined(Exception):
-    """The implementation does not take this call; says why."""
+    """The implementation does not support this call; the message says why."""
 
 
 class Subject:
-    """A call, made by one implementation on a device."""
+    """A call, run by one implementation on a device."""
 
     def __init__(self, job: Job, device: torch.device):
         self.job, self.device, self.case = job, device, job.find()
@@ -41,15 +41,20 @@ class Subject:
 
     @contextlib.contextmanager
     def forced(self) -> Iterator[None]:
-        """The implementation runs all operators of the op that it has; what drops, drops always the
-        same."""
+        """In a block, force the implementation for all operators of the op that have it.
+
+        Dropout draws the same mask in every call.
+        """
         name = self.job.implementation
         having = [op for op in tables(self.job.op) if name in preferences.implementations[op]]
         with env.override(impl=dict.fromkeys(having, name)), one_mask():
             yield
 
     def refuse_what_it_declines(self) -> None:
-        """Raises Declined; forgets the gradients if only the backward is declined."""
+        """Raise Declined if the implementation does not support the call.
+
+        If only the backward is not supported, drop the gradients instead.
+        """
         with self.forced():
             verdicts = explain(self.function, **self.inputs())
         for verdict in verdicts:
@@ -57,7 +62,7 @@ class Subject:
                 raise Declined(verdict.why_not)
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Outputs, what was written, and gradients, on the CPU."""
+        """Return outputs, written arguments, and gradients, on the CPU."""
         with self.forced():
             try:
                 return parity.evaluate(self.function, self.inputs(), self.wrt)
@@ -70,7 +75,7 @@ class Subject:
                 return parity.evaluate(self.function, self.inputs(), self.wrt)
 
     def outcome(self, inputs: dict) -> list[torch.Tensor]:
-        """What a call returns, and its arguments afterwards, where they are."""
+        """Return a call's outputs, and its arguments afterwards, on their device."""
         with torch.no_grad():
             outputs = self.function(**inputs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -80,9 +85,9 @@ class Subject:
 
 @contextlib.contextmanager
 def one_mask() -> Iterator[None]:
-    """Every call drops with seed 3 and offset 5.
+    """In a block, every call drops with seed 3 and offset 5.
 
-    They are made on the device: a graph that is being captured takes nothing from the host.
+    They are made on the device: a graph that is being captured cannot copy from the host.
     """
 
     def state(device, generator):
@@ -93,8 +98,7 @@ def one_mask() -> Iterator[None]:
 
 
 class Expected:
-    """What the reference computes in fp64 on the CPU; small cases are kept for the next
-    implementation."""
+    """The reference's results in fp64 on the CPU; those of small cases are cached."""
 
     def __init__(self):
         self._kept: dict[tuple, dict] = {}
@@ -115,9 +119,9 @@ class Expected:
 
 
 def check(subject: Subject, expected: Expected, note: Note) -> Iterator[tuple[str, dict]]:
-    """Yield the name of each check and what it found, until one is wrong.
+    """Yield the name and the result of each check, until one is wrong.
 
-    Bounds come first: what writes beside its tensors may break anything that comes later.
+    Bounds come first: a write out of bounds may break anything that comes later.
     """
     poisoned = mock.patch.object(library, "poison_outputs", True)
     found: list[str] = []
@@ -140,7 +144,7 @@ def _verdict(wrong: list[str]) -> dict:
 
 
 def values(subject: Subject, results: dict, expected: dict) -> dict:
-    """`used`: the largest error as a part of what is allowed, and of which tensor."""
+    """Compare the values. `used`: the largest error relative to its tolerance, and its tensor."""
     if results.keys() != expected.keys():
         names = ", ".join(sorted(results.keys() ^ expected.keys()))
         return _verdict([f"{names}: written by one of implementation and reference alone"])
@@ -162,7 +166,7 @@ def values(subject: Subject, results: dict, expected: dict) -> dict:
 
 
 def determinism(subject: Subject) -> dict:
-    """Ten runs agree in every bit."""
+    """Check that ten runs agree bitwise."""
     first = subject.results()
     for run in range(2, (EMULATED_RUNS if is_emulated() else RUNS) + 1):
         for name, value in subject.results().items():
@@ -173,14 +177,14 @@ def determinism(subject: Subject) -> dict:
 
 
 def _differing(a: torch.Tensor, b: torch.Tensor) -> int:
-    """How many elements are not the same bits."""
+    """Return the number of elements that differ bitwise."""
     if not a.numel():
         return 0
     return int((bits(a) != bits(b)).any(-1).sum())
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element, `[elements, bytes]`, on the CPU."""
+    """Return the bytes of each element, `[elements, bytes]`, on the CPU."""
     dense = x.detach().cpu().clone(memory_format=torch.contiguous_format)
     return dense.view(-1, 1).view(torch.uint8)
 
@@ -211,7 +215,7 @@ def streams(subject: Subject) -> dict:
 
 
 def _changes(value) -> bool:
-    """Whether other numbers can be put there: floating, and each element in a place of its own."""
+    """Return whether values can be replaced: a floating tensor without overlapping elements."""
     floating = isinstance(value, torch.Tensor) and value.is_floating_point()
     return floating and not any(s == 0 for s in value.stride())
 
@@ -222,7 +226,7 @@ def _agree(got: list[torch.Tensor], wanted: list[torch.Tensor], where: str) -> d
 
 
 def _keep_busy(device: torch.device) -> None:
-    """Milliseconds of work, so that what is launched elsewhere comes first."""
+    """Launch milliseconds of work, so that a launch on another stream would run first."""
     size = 256 if is_emulated() else 4096
     x = torch.zeros((size, size), dtype=torch.float32, device=device)
     for _ in range(20):
@@ -236,12 +240,12 @@ def is_emulated() -> bool:
 
 
 def graphs(subject: Subject) -> dict:
-    """A captured call computes from what is in its inputs when it is replayed."""
+    """Check that a captured call uses its inputs' values at replay."""
     kinds = {"npu": "NPUGraph", "cuda": "CUDAGraph"}
     backend = getattr(torch, subject.device.type)
     if not hasattr(backend, kinds.get(subject.device.type, "")):
         return {"verdict": NOT_HERE, "detail": f"{subject.device.type} has no graphs"}
-    if is_emulated():  # its graphs are tested with every operator: tests/ops/test_graphs.py
+    if is_emulated():  # tests/ops/test_graphs.py tests its graphs with every operator
         return {"verdict": NOT_HERE, "detail": "not part of this on the emulated NPU"}
     if subject.job.implementation == "reference":
         return {"verdict": NOT_HERE, "detail": "the reference may read on the host"}
@@ -254,7 +258,8 @@ def graphs(subject: Subject) -> dict:
                 got = subject.outcome(static)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            if "NPU_OPS_IMPL forces" in reason:  # in a graph it declines this call
+            # the implementation does not support this call in a graph
+            if "NPU_OPS_IMPL forces" in reason:
                 return {"verdict": NOT_HERE, "detail": reason}
             return _verdict([f"cannot be captured: {reason}"])
         other = subject.inputs(seed=1)
@@ -277,7 +282,7 @@ def _own(value):
 
 
 def _warm_up(backend, subject: Subject) -> None:
-    """Compiles and allocates outside of the capture."""
+    """Compile and allocate outside the capture."""
     stream = backend.Stream()
     stream.wait_stream(backend.current_stream())
     with backend.stream(stream):
@@ -287,5 +292,5 @@ def _warm_up(backend, subject: Subject) -> None:
 
 
 def tables(op: str) -> list[str]:
-    """The names of an op's tables: one of each operator, forward and backward."""
+    """Return the names of an op's tables: one per operator, forward and backward."""
     return [name for name, table in Table.tables.items() if table.folder == op]

@@ -1,6 +1,6 @@
-"""The process that checks: reads jobs, one JSON object a line, and writes what it finds.
+"""The process that runs checks: reads jobs, one JSON object per line, and writes the results.
 
-`python -m npu_ops_tools.verify.child DEVICE [MODULE...]`. Its first line says what the machine is.
+`python -m npu_ops_tools.verify.child DEVICE [MODULE...]`. Its first line describes the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from npu_ops_tools.verify import checks, jobs
 
 def main() -> None:
     device, *modules = sys.argv[1:]
-    # What others print, also from native code, is no answer.
+    # Redirect other output, also of native code, to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -31,8 +31,9 @@ def main() -> None:
     for module in modules:
         importlib.import_module(module)
     here = torch.device(jobs.torch_device(device), 0)
-    torch.zeros(1, dtype=torch.float32, device=here)  # a broken device breaks here
-    npu_ops.explain("l2norm", torch.zeros((1, 8), dtype=torch.float32, device=here))  # imports
+    torch.zeros(1, dtype=torch.float32, device=here)  # fail early on a broken device
+    # triggers the imports
+    npu_ops.explain("l2norm", torch.zeros((1, 8), dtype=torch.float32, device=here))
     say(ready=environment(device))
     expected = checks.Expected()
     for line in sys.stdin:
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def judge(job: jobs.Job, device: torch.device, expected: checks.Expected, note) -> dict:
-    """What is to be said of a job: verdict, checks, times."""
+    """Return a job's result: verdict, checks, times."""
     start, found = time.perf_counter(), {}
     try:
         if job.kind == jobs.MICROBENCHMARKS:
@@ -49,7 +50,7 @@ def judge(job: jobs.Job, device: torch.device, expected: checks.Expected, note) 
             verdict, why = _judge(job, device, expected, note, found)
     except checks.Declined as error:
         verdict, why = "declined", str(error)
-    except Exception as error:  # whatever an implementation raises is what is to be found out
+    except Exception as error:  # any exception of an implementation is a finding
         verdict, why = checks.WRONG, f"{type(error).__name__}: {first_line(error)}"
     return found | {"verdict": verdict, "why": why, "seconds": time.perf_counter() - start}
 
@@ -82,7 +83,7 @@ def _is_wrong(result: dict) -> bool:
 
 
 def _timed(subject: checks.Subject, expected: checks.Expected, note, found: dict) -> list[str]:
-    """What is wrong is not timed."""
+    """Time a call if its values are right."""
     from npu_ops_tools.verify import times
 
     note("values")
@@ -99,11 +100,11 @@ def _timed(subject: checks.Subject, expected: checks.Expected, note, found: dict
 
 
 def environment(device: str) -> dict:
-    """What the report says of the machine: SoC, driver, CANN, versions, how npu-ops was built."""
+    """Return a description of the machine: SoC, driver, CANN, versions, npu-ops' build."""
     from npu_ops_tools import doctor, known_bad
 
     versions = {name: doctor.version(name, module) for name, module in doctor.PACKAGES.items()}
-    emulated = checks.is_emulated()  # where CANN's own folders are not missed
+    emulated = checks.is_emulated()  # the emulated NPU does not need CANN's folders
     build = {n: value for n, value in npu_ops.build_info().items() if value is not None}
     return {
         "device": device,
@@ -118,7 +119,7 @@ def environment(device: str) -> dict:
 
 
 def _driver() -> str | None:
-    """The version of Ascend's driver, where it is installed."""
+    """Return the version of Ascend's driver, if installed."""
     path = pathlib.Path("/usr/local/Ascend/driver/version.info")
     lines = path.read_text().splitlines() if path.exists() else []
     found = (line.partition("=")[2].strip() for line in lines if line.startswith("Version="))

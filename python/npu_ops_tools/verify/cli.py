@@ -12,7 +12,7 @@ from npu_ops_tools.options import Modules, Only, check_device, fail
 
 
 class VerifiedDevice(str, enum.Enum):
-    """What can be verified."""
+    """Devices that can be verified."""
 
     CPU = "cpu"
     NPU = "npu"
@@ -41,10 +41,10 @@ def verify_command(
         typer.Option(metavar="A.json B.json", help="Compare two reports instead."),
     ] = None,
 ) -> None:
-    """Check every op and implementation on this machine, time them, and write a report to send.
+    """Check every op and implementation on this machine, time them, and write a report to share.
 
-    The exit status is 1 if anything is wrong. A run that was stopped goes on when it is called
-    again. With --compare it is 1 if something is wrong in B that is not in A.
+    The exit status is 1 if anything is wrong. Calling it again resumes a stopped run. With
+    --compare it is 1 if something is wrong in B that is not wrong in A.
 
     \b
     npu-ops verify                       # on an NPU, 5 minutes

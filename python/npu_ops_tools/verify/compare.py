@@ -1,4 +1,4 @@
-"""Two reports: what has become wrong or right, slower or faster."""
+"""Compares two reports: what became wrong or right, slower or faster."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 
 def compare(before: dict, after: dict) -> dict:
-    """What differs between two reports.
+    """Return the differences between two reports.
 
     Returns:
-        "environment": facts that differ, each with both values; "newly wrong", "newly right",
-        "not in both": names of calls; "times": for each call that is timed in both its time now as
-        a part of that before, and whether the ranges from p20 to p80 lie apart.
+        "environment": facts that differ, each with both values; "newly wrong", "newly right", "not
+        in both": names of calls; "times": for each call timed in both, its time after over before,
+        and whether the p20 to p80 ranges are disjoint.
     """
     old, new = ({r["name"]: r for r in report["results"]} for report in (before, after))
     both = [name for name in new if name in old]
@@ -48,7 +48,7 @@ def _ratio(old: dict, new: dict) -> dict:
 
 
 def lines(found: dict) -> Iterator[str]:
-    """A comparison as text."""
+    """Format a comparison as lines of text."""
     for name, (old, new) in found["environment"].items():
         yield f"{name}: {old} -> {new}"
     for what in ("newly wrong", "newly right", "not in both"):

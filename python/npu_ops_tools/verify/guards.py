@@ -10,17 +10,17 @@ import torch
 from npu_ops.core.registry import Table, launched_by
 
 MARGIN = 1 << 16  # bytes on each side, more than a tile
-# Beside what is read: NaN in every floating dtype, so that a read shows in the result. Beside what
-# is written: something else, for NaN copied onto NaN would not show.
+# Canary bytes. Beside read tensors: NaN in every floating dtype, so that a stray read changes the
+# result. Beside written tensors: another value, because a NaN copied onto NaN would go unnoticed.
 BESIDE_READ, BESIDE_WRITTEN = 0xFF, 0x5A
 
 
 @contextlib.contextmanager
 def guarded(found: list[str], note: Callable[[str], None]) -> Iterator[None]:
-    """Let every launch in a block work on copies with canaries around them.
+    """In a block, run every launch on copies with canaries around them.
 
-    found: gets a sentence for each tensor beside which, or to which, something was written that may
-        not be. note: is told of each launch before it runs.
+    found: gets a sentence for each write beside a tensor, or to a tensor that is not an output.
+    note: called before each launch.
     """
     launch = Table.launch
 
@@ -37,7 +37,7 @@ def guarded(found: list[str], note: Callable[[str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted(note: Callable[[Table, tuple], None]) -> Iterator[None]:
-    """Tell `note` of each launch in a block, its op and its arguments, before it runs."""
+    """In a block, call `note` with the op and the arguments before each launch."""
     launch = Table.launch
 
     def noting(table: Table, chosen, args) -> None:
@@ -49,7 +49,7 @@ def noted(note: Callable[[Table, tuple], None]) -> Iterator[None]:
 
 
 class _Copies:
-    """The arguments of a launch again, in memory of their own."""
+    """Copies of a launch's arguments, in separate memory."""
 
     def __init__(self, table: Table, args: tuple):
         names = iter(table.arguments)
@@ -83,14 +83,14 @@ class _Copies:
 
 
 def _each(args: tuple, function: Callable) -> tuple:
-    """`function` of each argument, those of a group one by one."""
+    """Apply `function` to each argument; groups are expanded."""
     return tuple(
         type(arg)(*map(function, arg)) if hasattr(arg, "_fields") else function(arg) for arg in args
     )
 
 
 class _Memory:
-    """A storage, its copy between canaries, and the tensors that lie in it."""
+    """A storage, its copy between canaries, and the tensors in it."""
 
     def __init__(self, x: torch.Tensor):
         self._original = _bytes(x)
@@ -139,7 +139,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _placed(base: torch.Tensor, x: torch.Tensor, offset: int) -> torch.Tensor:
-    """A tensor like `x` in the memory of `base`, so many bytes later than in its own."""
+    """Return a tensor like `x` in the memory of `base`, moved by `offset` bytes."""
     empty = torch.empty(0, dtype=x.dtype, device=base.device)
     first = x.storage_offset() + offset // x.element_size()
     return empty.set_(base.untyped_storage(), first, x.shape, x.stride())

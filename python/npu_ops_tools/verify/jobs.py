@@ -1,4 +1,4 @@
-"""What there is to check."""
+"""The jobs of a verification."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from npu_ops.core.registry import Table
 from npu_ops_tools.where import ops
 
 DEVICES = ("cpu", "npu", "npu-emulated", "cuda")
-# Of these models the first that has an op gives the shapes that it is timed at.
+# Models for timing: the first one that has an op provides its shapes.
 TIMED_MODELS = ("qwen3.5-9b", "qwen3-vl-8b", "qwen3.5-35b-a3b")
 DTYPES = ("bfloat16", "float32", "float16")
-MICROBENCHMARKS = "microbenchmarks"  # of a device: what npu-ops model's constants stand for
-OF_AN_OP = ("check", "time")  # kinds
-FEW = 64  # tokens of a large case where it is not there for its size
+MICROBENCHMARKS = "microbenchmarks"  # of a device: they measure the constants of npu-ops model
+OF_AN_OP = ("check", "time")  # kinds of jobs that belong to an op
+FEW = 64  # tokens to use for a large case whose size does not matter
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """One implementation of an op and one call of it.
 
-    kind: "check", of one of the op's cases, or "time", of `case` of `model`; or MICROBENCHMARKS, of
-        no op. tokens: instead of the case's own; of a model's case, its.
+    kind: "check", for a case of the op; "time", for `case` of `model`; or MICROBENCHMARKS, for no
+    op.
+    tokens: overrides the case's own; for a model's case, its number of tokens.
     """
 
     kind: str
@@ -46,7 +47,7 @@ class Job:
         return f"{self.op} by {self.implementation}, {shape} in {self.dtype}"
 
     def find(self) -> cases.Case:
-        """The case that it is of."""
+        """Return the job's case."""
         module = cases.of(self.op)
         known = module.of_model(MODELS[self.model], self.tokens) if self.model else module.CASES
         found = next(case for case in known if case.name == self.case)
@@ -60,12 +61,12 @@ class Job:
 
 
 def plan(device: str, full: bool, only: list[str]) -> dict[str, list[Job]]:
-    """The jobs of each op; what tells most comes first, for there may be no time for all.
+    """Return the jobs of each op, the most informative first, because time may run out.
 
     device: one of DEVICES.
 
     Raises:
-        ValueError: no such device or op.
+        ValueError: there is no such device or op.
     """
     if device not in DEVICES:
         raise ValueError(f"device: got {device!r}, needs one of {', '.join(DEVICES)}")
@@ -86,7 +87,7 @@ def _of_op(op: str, device: str, full: bool) -> Iterator[Job]:
         if implementation != "reference" or tokens or not case.large
     ]
     timed = list(_timed(op, names, device, full))
-    # The first case by each implementation, the times, the rest; plain PyTorch comes last.
+    # Order: each implementation's first case, the times, the rest; plain PyTorch comes last.
     first, checks = checks[: len(names)], checks[len(names) :]
     ours = [job for job in checks if job.implementation != "reference"]
     others = [job for job in checks if job.implementation == "reference"]
@@ -94,20 +95,20 @@ def _of_op(op: str, device: str, full: bool) -> Iterator[Job]:
 
 
 def implementations(op: str, device: str) -> list[str]:
-    """Those that are meant for a device, and the reference, which runs anywhere."""
+    """Return the implementations for a device, including the reference, which runs anywhere."""
     kind = torch_device(device)
     listed = Table.tables[op].implementations
     return [i.name for i in listed if not i.devices or kind in i.devices]
 
 
 def representative(op: str) -> list[cases.Case]:
-    """Cases that together take every branch of the kernels; the most ordinary comes first."""
+    """Return cases that together take every branch of the kernels, the most ordinary first."""
     by_name = {case.name: case for case in cases.of(op).CASES}
     return [by_name[name] for name in cases.of(op).REPRESENTATIVE]
 
 
 def few(case: cases.Case) -> int:
-    """Tokens for a case that is not there for its size; 0: its own."""
+    """Return the tokens for a case whose size does not matter; 0: its own."""
     return FEW if case.large else 0
 
 
@@ -116,11 +117,11 @@ def torch_device(device: str) -> str:
 
 
 def _checked(op: str, full: bool, device: str) -> Iterator[tuple[cases.Case, str, int]]:
-    """Cases, dtypes and tokens, 0 for the case's own.
+    """Yield cases, dtypes and tokens; 0 is the case's own number.
 
-    Of a quick run the cases that take every branch of the kernels, with few tokens where they are
-    large, the first in all dtypes; of a full one, all. Large ones take an emulated NPU minutes, and
-    plain PyTorch more memory than a machine may have: both are left out.
+    A quick run has the representative cases, with few tokens if they are large, the first one in
+    all dtypes. A full run has all cases. Large ones are left out on the emulated NPU, where they
+    take minutes, and for plain PyTorch, which may run out of memory.
     """
     module, chosen = cases.of(op), representative(op)
     for number, case in enumerate(chosen):
@@ -135,7 +136,7 @@ def _checked(op: str, full: bool, device: str) -> Iterator[tuple[cases.Case, str
 
 
 def _timed(op: str, names: list[str], device: str, full: bool) -> Iterator[Job]:
-    """Nothing on an emulated NPU, which has no times."""
+    """Yield timing jobs; none on the emulated NPU, which has no meaningful times."""
     if device == "npu-emulated":
         return
     small = (64,) if device == "cpu" else (1024,)
@@ -148,7 +149,7 @@ def timed(
     op: str, names: Iterable[str], models: Iterable[str], tokens: Iterable[int],
     dtype: str = DTYPES[0],
 ) -> Iterator[Job]:  # fmt: skip
-    """A job for each implementation and shape of some models."""
+    """Yield a job for each implementation and shape of some models."""
     for model in models:
         for count in tokens:
             for case in cases.of(op).of_model(MODELS[model], count):

@@ -1,6 +1,6 @@
-"""Two devices of this machine: their collectives, and the same results on both.
+"""Checks two devices of this machine: collectives, and the same results on both.
 
-`python -m npu_ops_tools.verify.ranks DEVICE RANK FILE` is one of them.
+`python -m npu_ops_tools.verify.ranks DEVICE RANK FILE` runs one of the two processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RANKS = 2
 
 
 def run(device: str, modules: list[str], variables: dict[str, str], limit: float) -> dict:
-    """What two processes, each with a device, say; as `Worker.do` does."""
+    """Run two processes, each with a device; return their result in the form of `Worker.do`."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "npu_ops_tools.verify.ranks", device]
@@ -49,7 +49,7 @@ def run(device: str, modules: list[str], variables: dict[str, str], limit: float
 
 
 def _said(process: subprocess.Popen, limit: float) -> list[str]:
-    """What is wrong with a rank."""
+    """Return the problems that a rank reports."""
     try:
         out, words = process.communicate(timeout=max(1.0, limit))
     except subprocess.TimeoutExpired:
@@ -75,7 +75,8 @@ def main() -> None:
         timeout=datetime.timedelta(seconds=120),
     )  # fmt: skip
     wrong = list(_other_tables(kind))
-    if not _on_any(bool(wrong), here):  # else ops raise there, and the others would wait for it
+    # otherwise ops would raise on one rank, and the other would wait
+    if not _on_any(bool(wrong), here):
         wrong = [*_gathered(here), *_split(here), *_alike(here)]
     print(json.dumps({"wrong": wrong}), flush=True)
     distributed.barrier()
@@ -83,7 +84,7 @@ def main() -> None:
 
 
 def _other_tables(kind: str):
-    """Ranks with other tables of `npu-ops tune` would choose other implementations."""
+    """Yield an error if the ranks have different tables of `npu-ops tune`."""
     try:
         preferences.settle(kind)
     except RuntimeError as error:
@@ -97,7 +98,7 @@ def _on_any(flag: bool, device: torch.device) -> bool:
 
 
 def _gathered(device: torch.device):
-    """Values of all ranks, and the sum of their gradients."""
+    """Check the values of an all_gather, and the sum of gradients."""
     rank = distributed.get_rank()
     x = torch.full((3,), float(rank + 1), dtype=torch.float32, device=device, requires_grad=True)
     out = collective.all_gather(x, distributed.group.WORLD)
@@ -109,7 +110,7 @@ def _gathered(device: torch.device):
 
 
 def _split(device: torch.device):
-    """A sequence over the ranks is as on one."""
+    """Check that a sequence split over the ranks gives the result of one rank."""
     rank, tokens = distributed.get_rank(), 128
     draw = torch.Generator(device="cpu").manual_seed(0)
     x = torch.randn(1, tokens, 32, generator=draw, dtype=torch.float32, device="cpu").to(device)
@@ -123,7 +124,7 @@ def _split(device: torch.device):
 
 
 def _alike(device: torch.device):
-    """Every op gives both ranks the same bits."""
+    """Check that every op gives both ranks the same bits."""
     for op in ops():
         case = jobs.representative(op)[0]
         job = jobs.Job("check", op, "", case.name, "bfloat16", tokens=jobs.few(case))

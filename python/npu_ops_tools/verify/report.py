@@ -20,10 +20,11 @@ _ADDRESSES = re.compile(r"\b\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b")
 
 
 def read(path: pathlib.Path) -> dict:
-    """What `write` wrote.
+    """Read a report of `write`.
 
     Raises:
-        OSError: there is no such file. ValueError: it is something else.
+        OSError: there is no such file.
+        ValueError: it is not such a report.
     """
     try:
         found = json.loads(path.read_text())
@@ -53,7 +54,7 @@ def counts(report: dict) -> dict[str, int]:
 
 
 def summary(report: dict) -> str:
-    """One line for each thing that is wrong, then how much there is of everything."""
+    """Return one line for each wrong result, then the counts of all verdicts."""
     said = [f"WRONG: {result['name']}: {result['why']}" for result in wrong(report)]
     numbers = ", ".join(f"{number} {verdict}" for verdict, number in counts(report).items())
     return "\n".join([*said, f"{report['device']}, {report['mode']}: {numbers}"])
@@ -63,7 +64,7 @@ def summary(report: dict) -> str:
 
 
 def scrubbed(value):
-    """A value without the names of this host, its users and their folders, in any text of it."""
+    """Remove the names of this host, its users and their folders from all texts in a value."""
     if isinstance(value, dict):
         return {key: scrubbed(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -81,7 +82,7 @@ def _scrubbed(text: str) -> str:
 
 
 def _folders() -> list[tuple[str, str]]:
-    """Places of this machine, the longest first."""
+    """Return folders of this machine, the longest first."""
     known = [(str(ROOT), "<npu-ops>"), (sys.prefix, "<python>"), (str(pathlib.Path.home()), "~")]
     return sorted(((path, name) for path, name in known if len(path) > 1), key=lambda x: -len(x[0]))
 
@@ -89,7 +90,7 @@ def _folders() -> list[tuple[str, str]]:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without an entry
+    except (KeyError, OSError):  # a container's user may have no entry
         return ""
 
 
@@ -97,7 +98,7 @@ def _user() -> str:
 
 
 def page(report: dict) -> str:
-    """The report as one HTML page that loads nothing."""
+    """Return the report as one self-contained HTML page."""
     import jinja2
 
     source = importlib.resources.files("npu_ops_tools").joinpath("templates/verify.html")
@@ -113,7 +114,7 @@ def page(report: dict) -> str:
 
 
 def unknown(report: dict) -> list[str]:
-    """The implementations of which no check was reached."""
+    """Return the implementations for which no check was reached."""
     reached = {_who(r): False for r in report["results"] if r["kind"] in OF_AN_OP}
     for result in report["results"]:
         if result["kind"] in OF_AN_OP and result["verdict"] != "not reached":
@@ -126,7 +127,7 @@ def _who(result: dict) -> str:
 
 
 def _by_implementation(report: dict):
-    """Of each op and implementation: how many of each verdict, and the largest error."""
+    """For each op and implementation: the count of each verdict, and the largest error."""
     groups = collections.defaultdict(list)
     for result in report["results"]:
         if result["kind"] in OF_AN_OP:
@@ -160,7 +161,7 @@ def _state(results: list[dict], check: str) -> str:
 
 
 def _times(report: dict):
-    """Rows of times, with a length from 0 to 1 against the slowest of the same call."""
+    """Return rows of times, each with a bar from 0 to 1 relative to the slowest of its call."""
     timed = [result for result in report["results"] if result.get("times")]
     calls = collections.defaultdict(list)
     for result in timed:
@@ -180,7 +181,7 @@ def _times(report: dict):
 
 
 def _declined(report: dict) -> dict[tuple[str, str], list[str]]:
-    """The cases that an implementation declines, by its reason."""
+    """Return the cases that an implementation does not support, by its reason."""
     groups = collections.defaultdict(list)
     for result in report["results"]:
         if result["verdict"] == "declined" and result["kind"] in OF_AN_OP:
@@ -189,7 +190,7 @@ def _declined(report: dict) -> dict[tuple[str, str], list[str]]:
 
 
 def _not_here(report: dict) -> list[str]:
-    """What this device has not, or what was left out, in sentences."""
+    """Return sentences on what this device lacks, or what was left out."""
     said = [
         check["detail"]
         for result in report["results"]

@@ -1,4 +1,4 @@
-"""Goes through the jobs within a time, and keeps a journal, so that a stop loses nothing."""
+"""Runs the jobs within a time limit, and keeps a journal, so that a stopped run can resume."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from npu_ops.core import compile_cache
 from npu_ops_tools.verify import jobs, ranks, worker
 
 QUICK = 300.0  # seconds of a quick run
-LIMITS = {"npu-emulated": 300.0}  # seconds for one job; a first compilation there takes a minute
+LIMITS = {"npu-emulated": 300.0}  # seconds per job; a first compilation there takes a minute
 LIMIT = 120.0
 FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to verify.
+    """Options of a verification.
 
-    device: one of `jobs.DEVICES`. full: all cases, without a limit of time. only: ops; empty: all.
-    limit: seconds for one call; None: by the device. budget: seconds for all; None: by `full`.
-    modules: are imported in the processes that check, e.g. for an implementation of one's own.
+    device: one of `jobs.DEVICES`.
+    full: all cases, without a time limit.
+    only: ops; empty: all.
+    limit: seconds for one call; None: by the device.
+    budget: seconds for all; None: by `full`.
+    modules: imported in the processes that check, e.g. for your own implementation.
     """
 
     device: str = "npu"
@@ -39,9 +42,9 @@ class Options:
 
 
 class Journal:
-    """A file with a line for each event of a job, so that a stopped run can go on.
+    """A file with a line for each event of a job, so that a stopped run can resume.
 
-    A job that began, but neither finished nor was interrupted, killed verify itself, or stopped the
+    A job that began, but neither finished nor was interrupted, has killed verify or stopped the
     machine. It counts as wrong and is not tried again.
     """
 
@@ -95,7 +98,7 @@ class Journal:
 
 
 def _is_whole(line: str) -> bool:
-    """The last line may be cut off."""
+    """Return whether a line is complete: the last one may be cut off."""
     try:
         json.loads(line)
     except ValueError:
@@ -104,12 +107,13 @@ def _is_whole(line: str) -> bool:
 
 
 def run(options: Options, output: pathlib.Path, say: Callable[[str], None]) -> dict:
-    """Check everything there is time for, and return the report, as `report.write` takes it.
+    """Run all checks that fit the time limit; return the report for `report.write`.
 
-    output: folder, for the journal. say: is told each result, as one line.
+    output: folder for the journal. say: called with each result as one line.
 
     Raises:
-        ValueError: no such device or op. worker.NoWorker: nothing can be checked here.
+        ValueError: there is no such device or op.
+        worker.NoWorker: nothing can be checked here.
     """
     plan = jobs.plan(options.device, options.full, list(options.only))
     device = worker.label(options.device)
@@ -140,7 +144,7 @@ def run(options: Options, output: pathlib.Path, say: Callable[[str], None]) -> d
 
 
 class _Run:
-    """Through the plan, op by op, each in a process of its own."""
+    """Runs the plan, each op in its own process."""
 
     def __init__(self, options: Options, device: str, journal: Journal, say, budget: float | None):
         self._options, self._device, self._journal, self._say = options, device, journal, say
@@ -165,7 +169,7 @@ class _Run:
             if not self.environment:
                 mine.start()
                 self.environment = mine.environment
-            # The first that is not known yet in any case: each run gets further, with every op.
+            # Always run the first unknown job, even without time: so each run advances every op.
             first = next((job for job in members if job.name not in self._journal.done), None)
             return [self._one(mine, job, None if job is first else until) for job in members]
         finally:
@@ -192,7 +196,7 @@ class _Run:
         return result
 
     def _ranks(self) -> dict:
-        """Two of them, where there are two devices; a CPU is as many as are wanted."""
+        """Check two ranks, if there are two devices; a CPU counts as any number."""
         kind, name = jobs.torch_device(self._device), "two ranks"
         machine = self.environment.get("machine", {})
         count = ranks.RANKS if kind == "cpu" else machine.get(f"{kind} devices") or 0
@@ -208,7 +212,7 @@ class _Run:
         return about | self._result(name, False, do)
 
     def _microbenchmarks(self) -> dict:
-        """What `npu-ops model --calibrate` takes."""
+        """Measure the times that `npu-ops model --calibrate` uses."""
         job = jobs.Job(jobs.MICROBENCHMARKS, "", "", "", "")
         about = {"kind": job.kind, "name": job.name}
         if self._device != "npu":
@@ -222,7 +226,7 @@ class _Run:
 
 
 def line(name: str, result: dict) -> str:
-    """A result as text."""
+    """Format a result as text."""
     if result["verdict"] == "wrong":
         return f"WRONG: {name}: {result['why']}"
     why = f" ({result['why']})" if result["why"] else ""

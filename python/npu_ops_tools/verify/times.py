@@ -1,4 +1,4 @@
-"""How long a call takes: on the device with a cold cache, and on the host."""
+"""Times of a call: on the device with a cold cache, and on the host."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from npu_ops.core.registry import Table, launched_by
 from npu_ops_tools.verify import guards
 from npu_ops_tools.verify.checks import Subject, tables
 
-# Bytes that push tensors out of the cache: a device's last one; a core's own one, for what the
-# interpreter lives by is in the others.
+# Bytes that evict tensors from a cache: on a device, its last-level cache; on a CPU, only the
+# core's own cache, because the interpreter uses the others.
 FLUSHED = {"cpu": 4 << 20, "npu": 256 << 20, "cuda": 256 << 20}
-SECONDS, FEWEST, MOST = 0.5, 5, 100  # of one measurement
+SECONDS, FEWEST, MOST = 0.5, 5, 100  # seconds and runs of one measurement
 
 
 def measure(subject: Subject) -> dict:
-    """Times in us: {"forward": {"p20", "p50", "p80", "runs"}, "backward": ..., "host"}."""
+    """Return times in us: {"forward": {"p20", "p50", "p80", "runs"}, "backward": ..., "host"}."""
     found = {}
     with subject.forced():
         inputs = subject.inputs()
@@ -35,7 +35,7 @@ def measure(subject: Subject) -> dict:
 
 
 def classes(subject: Subject) -> dict[str, dict]:
-    """The class of the call, as preferences know it, of the op's table and of its backward's."""
+    """Return the call's class, as in preferences, in the op's table and in its backward's."""
     found = {}
 
     def note(table: Table, args: tuple) -> None:
@@ -54,7 +54,7 @@ def _forward(subject: Subject, inputs: dict):
 
 
 def _graph(subject: Subject) -> tuple[list, list, list]:
-    """Outputs with a gradient, the inputs that get one, and gradients of the outputs."""
+    """Return differentiable outputs, inputs that need a gradient, and gradients of the outputs."""
     inputs = subject.inputs()
     leaves = [inputs[n].requires_grad_() for n in subject.wrt if inputs.get(n) is not None]
     outputs = _differentiable(subject.function(**inputs))
@@ -67,8 +67,11 @@ def _differentiable(outputs) -> list[torch.Tensor]:
 
 
 def timed(run: Callable[[], object], device: torch.device) -> dict:
-    """Percentiles in us. Before each run memory is written that pushes the tensors out of the
-    cache; on a device that also gives the host a head start."""
+    """Return percentiles in us.
+
+    Before each run, other memory is written to evict the tensors from the cache. On a device that
+    also lets the host run ahead.
+    """
     for _ in range(3):
         run()
     flush = torch.empty(FLUSHED[device.type], dtype=torch.uint8, device=device)
@@ -99,8 +102,10 @@ def _once_on_device(run, device) -> float:
 
 
 def host_us(run: Callable[[], object], device: torch.device, calls: int = 50) -> float:
-    """Until a call returns that nobody waits for, the fastest of a few. On a CPU, where the call is
-    the computation, without its kernel."""
+    """Return the host time until a call returns, in us, the fastest of a few.
+
+    On a CPU, where the call includes the computation, the kernel is skipped.
+    """
     without = _no_kernels() if device.type == "cpu" else contextlib.nullcontext()
     best = float("inf")
     with without:
@@ -115,7 +120,8 @@ def host_us(run: Callable[[], object], device: torch.device, calls: int = 50) ->
 
 
 def _no_kernels() -> contextlib.AbstractContextManager[None]:
-    """Choose an implementation for each call in a block, but launch nothing: host time alone."""
+    """In a block, choose an implementation for each call but launch nothing: only host time
+    remains."""
     return launched_by(lambda table, chosen, args: None)
 
 
@@ -125,8 +131,10 @@ def _synchronize(device: torch.device) -> None:
 
 
 def predicted(subject: Subject, soc: str) -> dict:
-    """What npu-model says of the Triton kernels on `soc`: {"forward": {"us", "low", "high"}}, or
-    {"why_not": a sentence}."""
+    """Return npu-model's prediction of the Triton kernels on `soc`.
+
+    The result is {"forward": {"us", "low", "high"}}, or {"why_not": a sentence}.
+    """
     try:
         from npu_ops_tools.model import of_call, predict_all
         from npu_ops_tools.model.prediction import totals

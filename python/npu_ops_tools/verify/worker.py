@@ -1,4 +1,4 @@
-"""A process that checks, and what becomes of one that hangs or crashes."""
+"""A process that runs checks, and the handling of one that hangs or crashes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import time
 
 from npu_ops_tools.verify.jobs import Job, torch_device
 
-STARTS_WITHIN = 300.0  # seconds: torch, a driver, a context on the device
+STARTS_WITHIN = 300.0  # seconds to load torch and a driver, and create a context on the device
 
 
 class NoWorker(RuntimeError):
-    """The process that checks does not start; says why."""
+    """The process that runs checks does not start; the message says why."""
 
 
 class Worker:
-    """Does jobs one after another in another process, which is started again where needed."""
+    """Runs jobs one after another in another process, and restarts it if needed."""
 
     def __init__(self, device: str, modules: list[str], variables: dict[str, str]):
         self._command = [sys.executable, "-m", "npu_ops_tools.verify.child", device, *modules]
@@ -36,7 +36,7 @@ class Worker:
         """Start the process.
 
         Raises:
-            NoWorker: it does not get ready.
+            NoWorker: it does not become ready.
         """
         self._said = tempfile.TemporaryFile("w+", errors="replace")
         self._process = subprocess.Popen(
@@ -57,7 +57,7 @@ class Worker:
         self.environment = json.loads(answer)["ready"]
 
     def do(self, job: Job, limit: float) -> dict:
-        """What the process says of a job; one that takes longer than `limit` seconds is killed."""
+        """Return a job's result. A process that takes longer than `limit` seconds is killed."""
         if self._process is None:
             self.start()
         start, at = time.monotonic(), "its start"
@@ -90,12 +90,12 @@ class Worker:
         return " / ".join(lines[-3:]) or "it said nothing"
 
     def stop(self) -> None:
-        """End the process, and what it started."""
+        """End the process and its children."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may keep it
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may keep it alive
             self._process.wait(timeout=10)
         self._process.stdin.close()
         self._said.close()
@@ -107,7 +107,7 @@ def _wrong(what: str, why: str, seconds: float) -> dict:
 
 
 def _read(stream, answers) -> None:
-    """What torch_npu prints as torch imports it comes before the first answer."""
+    """Read answers; skip lines that torch_npu prints during import."""
     for line in stream:
         if line.startswith("{"):
             answers.put(line)
@@ -115,7 +115,7 @@ def _read(stream, answers) -> None:
 
 
 def variables_of(device: str) -> dict[str, str]:
-    """What the environment of a process for `device` has besides ours.
+    """Return the extra environment variables of a process for `device`.
 
     Raises:
         EmulatorError: the emulated NPU cannot be built here.
@@ -128,6 +128,6 @@ def variables_of(device: str) -> dict[str, str]:
 
 
 def label(device: str) -> str:
-    """What a report says it is of: an emulated NPU is not an NPU."""
+    """Return the device name for reports: an emulated NPU is not an NPU."""
     emulated = os.environ.get("NPU_OPS_EMULATOR") == "1" and torch_device(device) == "npu"
     return "npu-emulated" if emulated else device

@@ -1,6 +1,6 @@
-"""What the model's constants stand for, measured on an NPU, and constants that fit it.
+"""Calibration: measure the model's constants on an NPU, and fit them.
 
-kernels.py      Triton kernels, each of which is about one thing
-benchmarks.py   how they are launched and timed: a part of `npu-ops verify --full`
-fit.py          constants for what was measured: `npu-ops model --calibrate report.json`
+kernels.py      Triton kernels, each dominated by one cost
+benchmarks.py   launches and times them, in `npu-ops verify --full`
+fit.py          fits the constants to the times: `npu-ops model --calibrate report.json`
 """

@@ -1,4 +1,4 @@
-"""The microbenchmarks: which launches, and how long they take on an NPU."""
+"""The microbenchmarks: their launches, and their times on an NPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-BYTES = 8 << 20  # of a copy that the cache holds
-BEYOND = 256 << 20  # of one that it does not
-STRIDE = 512  # elements from row to row, of copies in short bursts
+BYTES = 8 << 20  # bytes of a copy that fits the cache
+BEYOND = 256 << 20  # bytes of a copy that exceeds the cache
+STRIDE = 512  # elements between rows in copies of short bursts
 TIMES = 2048  # additions to one tile
 TILE = 16384  # elements of a copy's tile
 RUNS = 30
@@ -19,7 +19,8 @@ RUNS = 30
 
 @dataclasses.dataclass(frozen=True)
 class Microbenchmark:
-    """A launch. group: what it is about. make: allocates on a device, and returns what launches."""
+    """A launch. group: the cost it measures. make: allocates on a device, returns the launch
+    function."""
 
     group: str
     name: str
@@ -27,7 +28,7 @@ class Microbenchmark:
 
 
 def of(cube: int, vector: int) -> list[Microbenchmark]:
-    """The microbenchmarks of an SoC with so many cores."""
+    """Return the microbenchmarks of an SoC with these numbers of cores."""
     some = sorted({1, vector // 2, vector, 4 * vector, 16 * vector})
     found = [Microbenchmark("launch by blocks", f"{n} programs", _blocks(n)) for n in some]
     for cores in (1, 4, vector // 2, vector):
@@ -47,7 +48,7 @@ def of(cube: int, vector: int) -> list[Microbenchmark]:
 
 
 def measure(device: torch.device) -> list[dict]:
-    """Each as {"group", "name", "us"}: the median, with what the cache can hold in the cache."""
+    """Return {"group", "name", "us"} of each: the median time with a warm cache."""
     from npu_ops.core import hardware
 
     backend = getattr(torch, device.type)
@@ -65,7 +66,7 @@ def _median(run: Callable[[], object], backend, device: torch.device) -> float:
     taken = []
     for _ in range(RUNS):
         begin, end = (backend.Event(enable_timing=True) for _ in range(2))
-        for _ in range(8):  # what the device does meanwhile gives the host a head start
+        for _ in range(8):  # keeps the device busy, so that the host runs ahead
             torch.mm(busy, busy)
         begin.record()
         run()
@@ -76,7 +77,7 @@ def _median(run: Callable[[], object], backend, device: torch.device) -> float:
 
 
 def _kernels():
-    """Not imported before they are launched: triton is no dependency."""
+    """Import the kernels when they are launched: triton is not a dependency."""
     return importlib.import_module("npu_ops_tools.model.calibration.kernels")
 
 
@@ -132,5 +133,5 @@ def _both(shape, device, dtype=torch.bfloat16) -> Iterator[torch.Tensor]:
 
 
 def _empty(shape, device, dtype=torch.bfloat16) -> torch.Tensor:
-    """Times do not depend on the values, but for those of a NaN's handler; none is one."""
+    """Return a tensor of zeros. Times do not depend on the values, unless there are NaNs."""
     return torch.zeros(shape, dtype=dtype, device=device)

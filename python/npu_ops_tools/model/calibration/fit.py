@@ -1,4 +1,4 @@
-"""Constants of the model that fit what the microbenchmarks took, and how far off it was."""
+"""Fits constants of the model to the times of the microbenchmarks, and reports the error."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ from npu_ops_tools.model.prediction import module_of
 from npu_ops_tools.model.validation.check import minimise
 from npu_ops_tools.verify.jobs import MICROBENCHMARKS
 
-# Five at most; the others are the vendor's tables, which the groups hold against what was measured.
+# At most five are fitted. The others are from the vendor's tables; the groups compare them with
+# measurements.
 CONSTANTS = ("launch", "program", "latency", "memory", "restart")
 FITTED_ON = ("launch by blocks", "copy by cores")
-LATENCIES = (0.05, 2.0)  # us, between which it is looked for
+LATENCIES = (0.05, 2.0)  # us: search range of the latency
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """was, now: the constants before and after. off: of each group of microbenchmarks the median of
-    measured over predicted, with the constants before and after."""
+    """The result of a fit.
+
+    was, now: the constants before and after. off: for each group of microbenchmarks, the median of
+    measured over predicted times, with the constants before and after.
+    """
 
     soc: str
     was: dict[str, float]
@@ -40,7 +44,7 @@ class Fit:
 
 
 class Predicted:
-    """What the model says of the microbenchmarks of an SoC."""
+    """The model's predictions for the microbenchmarks of an SoC."""
 
     def __init__(self, soc: str):
         self.soc = soc
@@ -48,7 +52,7 @@ class Predicted:
 
     @functools.cached_property
     def modules(self) -> dict[tuple[str, str], ir.Module]:
-        """Compiled once for all that are launched with other numbers alone."""
+        """The compiled modules; launches that differ only in numbers share one."""
         compiled: dict[Launch, ir.Module] = {}
         for launch in self.launches.values():
             alike = dataclasses.replace(launch, case="")
@@ -60,20 +64,20 @@ class Predicted:
         }
 
     def of(self, key: tuple[str, str], prices: Costs) -> float:
-        """In microseconds."""
+        """Return the predicted time in microseconds."""
         launch, module = self.launches[key], self.modules[key]
         count, cores = launch.grid[0], machine.cores_of(module)
         walked = self._walked(key, prices.latency)
         return machine.combine(walked, count, cores, prices, _footprint(launch)).total
 
-    @functools.cache  # noqa: B019 - as long as a fit
+    @functools.cache  # noqa: B019 - lives only as long as a fit
     def _walked(self, key: tuple[str, str], latency: float) -> list[machine.Walked]:
         launch, prices = self.launches[key], costs.of(self.soc).replace(latency=latency)
         return machine.walk(self.modules[key], list(launch.values), (launch.grid[0], 1, 1), prices)
 
 
 def launches(soc: str) -> dict[tuple[str, str], Launch]:
-    """Of each microbenchmark, by its group and name."""
+    """Return the launch of each microbenchmark, by its group and name."""
     found = {}
     for one in benchmarks.of(*vendor.cores(soc.removesuffix("-1"))):
         with recorded(one.name) as launched:
@@ -87,10 +91,10 @@ def _footprint(launch: Launch) -> float:
 
 
 def measured(report: dict) -> tuple[str, dict[tuple[str, str], float]]:
-    """The SoC of a report of `npu-ops verify --full`, and what its microbenchmarks took.
+    """Return the SoC and the microbenchmark times of a report of `npu-ops verify --full`.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the report has none.
     """
     for result in report["results"]:
         if result["kind"] == MICROBENCHMARKS and result.get(MICROBENCHMARKS):
@@ -102,10 +106,10 @@ def measured(report: dict) -> tuple[str, dict[tuple[str, str], float]]:
 
 
 def fit(soc: str, times: dict[tuple[str, str], float], said: Predicted | None = None) -> Fit:
-    """The constants that fit best.
+    """Return the constants that fit best.
 
     Raises:
-        ValueError: no costs for this SoC, or times of other microbenchmarks than there are.
+        ValueError: there are no costs for this SoC, or the times are of unknown microbenchmarks.
     """
     before, said = costs.of(soc), said or Predicted(soc)
     unknown = times.keys() - said.launches.keys()
@@ -130,7 +134,7 @@ def fit(soc: str, times: dict[tuple[str, str], float], said: Predicted | None = 
 
 
 def _fitted(times: dict, said: Predicted, start: Costs) -> tuple[float, Costs]:
-    """The loss, and the constants but for the latency, which takes another walk."""
+    """Return the loss and the fitted constants, except the latency: that one needs another walk."""
     free = [name for name in CONSTANTS if name != "latency"]
 
     def with_(x: list[float]) -> Costs:
@@ -145,7 +149,7 @@ def _fitted(times: dict, said: Predicted, start: Costs) -> tuple[float, Costs]:
 
 
 def _lowest(at, steps: int = 12):
-    """By golden sections of the logarithm."""
+    """Find the minimum by golden-section search over the logarithm."""
     low, high = map(math.log, LATENCIES)
     part = (math.sqrt(5) - 1) / 2
     inner = [high - part * (high - low), low + part * (high - low)]
@@ -166,7 +170,7 @@ _UNITS = {"memory": ("GB/s", 1e-3)}  # the others are us
 
 
 def lines(found: Fit) -> Iterator[str]:
-    """A fit as text."""
+    """Format a fit as lines of text."""
     yield f"{found.soc}: constants that fit the microbenchmarks"
     for name, now in found.now.items():
         unit, scale = _UNITS.get(name, ("us", 1.0))

@@ -1,4 +1,4 @@
-"""Triton kernels of which the time is mostly that of one thing."""
+"""Triton kernels whose time is mostly one cost."""
 
 import triton
 import triton.language as tl
@@ -6,14 +6,14 @@ import triton.language as tl
 
 @triton.jit
 def blocks(out, BLOCK: tl.constexpr):
-    """Starts programs: each writes one tile."""
+    """Start programs: each writes one tile."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + i, tl.zeros((BLOCK,), tl.float32))
 
 
 @triton.jit
 def copy(x, out, n, BLOCK: tl.constexpr):
-    """Moves contiguous tiles."""
+    """Copy contiguous tiles."""
     for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
         i = tile * BLOCK + tl.arange(0, BLOCK)
         tl.store(out + i, tl.load(x + i, mask=i < n), mask=i < n)
@@ -21,7 +21,7 @@ def copy(x, out, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def bursts(x, out, rows, stride, R: tl.constexpr, W: tl.constexpr):
-    """Moves tiles of rows of W elements, `stride` elements from row to row."""
+    """Copy tiles of rows with W elements; rows are `stride` elements apart."""
     for tile in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
         row = tile * R + tl.arange(0, R)
         at = row[:, None] * stride + tl.arange(0, W)[None, :]
@@ -31,7 +31,7 @@ def bursts(x, out, rows, stride, R: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def add(x, out, times, BLOCK: tl.constexpr):
-    """Adds to one tile, many times: BLOCK / 64 repeats of a vector instruction each."""
+    """Add to one tile many times; each addition is BLOCK / 64 repeats of a vector instruction."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(x + i)
     total = a
@@ -42,7 +42,8 @@ def add(x, out, times, BLOCK: tl.constexpr):
 
 @triton.jit
 def matmul(a, b, out, tiles, K, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr):
-    """`tiles` products [M, K] x [K, N]; with few K what is left is the way out of the cube core."""
+    """Compute `tiles` products [M, K] x [K, N]. For small K, the store from the cube core
+    dominates."""
     row, column, inner = tl.arange(0, M), tl.arange(0, N), tl.arange(0, BK)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         total = tl.zeros((M, N), tl.float32)

@@ -1,7 +1,10 @@
-"""The model held against measured silicon: docs/npu-model.md.
+"""Validation of the model against measured times of NPUs: docs/npu-model.md.
 
-`measured.csv` has times of real NPUs, each with its source and licence (MulanPSL-2.0.txt is beside
-costs.csv). `kernels.py` has kernels that do the same, `compiled.json.xz` what the vendor's compiler
-made of them, `cases.py` which of them stands for which row, `check.py` what the model says of them,
-and `page.py` writes it down.
+measured.csv       measured times, each with its source and licence (MulanPSL-2.0.txt is next to
+costs.csv)
+kernels.py         Triton kernels that do the same work
+compiled.json.xz   the vendor compiler's output for them
+cases.py           which kernel stands for which row
+check.py           the model's predictions for the rows
+page.py            writes the results to the docs page
 """

@@ -1,4 +1,4 @@
-"""Which of our kernels stands for which measured row, and with which arguments."""
+"""Which of the kernels stands for a measured row, and with which arguments."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from collections.abc import Iterator
 FOLDER = pathlib.Path(__file__).parent
 POINTERS = {"bf16": "*bf16", "fp32": "*fp32", "fp16": "*fp16"}
 SOCS = {"910B4-1": "Ascend910B4-1", "910B4": "Ascend910B4", "910B1/A3": "Ascend910_9391"}
-TILES = (4096, 8192, 16384)  # elements; the fastest by the model is taken, as the vendor has tuned
+# elements; the fastest by the model is used, because the vendor has tuned its own
+TILES = (4096, 8192, 16384)
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A row of measured.csv. bytes: of all tensors; soc: its name for the model."""
+    """A row of measured.csv. bytes: of all tensors; soc: its name in the model."""
 
     op: str
     soc: str
@@ -35,7 +36,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A kernel of kernels.py with what a launch gives to it."""
+    """A kernel of kernels.py with the arguments of a launch."""
 
     kernel: str
     signature: tuple[tuple[str, str], ...]
@@ -45,7 +46,7 @@ class Candidate:
 
 
 def rows() -> Iterator[Measured]:
-    """The measured rows that a kernel of ours can stand for."""
+    """Yield the measured rows for which there is a kernel."""
     with (FOLDER / "measured.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             measured = _measured(row)
@@ -67,9 +68,10 @@ def _measured(row: dict[str, str]) -> Measured | None:
 
 
 def candidates(row: Measured) -> list[Candidate]:
-    """Kernels that do what was measured, of several tile sizes; none where we have none.
+    """Return kernels of several tile sizes that do the measured work; [] if there are none.
 
-    The file with CANN's Cast was measured beside other work (up to 16 times slower): left out.
+    The file with CANN's Cast is excluded: it was measured beside other work (up to 16 times
+    slower).
     """
     plans = {
         "Add": _add, "Mul": _binary, "DtypeCast": _cast, "RmsNorm": _rows_kernel,
@@ -85,7 +87,7 @@ def candidates(row: Measured) -> list[Candidate]:
 
 
 def _power(n: float) -> int:
-    """The power of two at or above n."""
+    """Return the power of two at or above n."""
     return 1 << (max(1, math.ceil(n)) - 1).bit_length()
 
 
@@ -138,7 +140,7 @@ def _cast(row: Measured) -> list[Candidate]:
 
 
 def _rows_kernel(row: Measured) -> list[Candidate]:
-    """Kernels that go over rows: their pointers, then "rows", and "eps" where they have one."""
+    """Return kernels that process rows: their pointers, then "rows", and "eps" if they have one."""
     pointer = POINTERS[row.dtypes[0]]
     name, pointers, width = {
         "RmsNorm": ("rms_norm", "x w out rstd", "D"),
@@ -163,7 +165,7 @@ def _rows_kernel(row: Measured) -> list[Candidate]:
 
 
 def _flat(row: Measured) -> list[Candidate]:
-    """2048 elements a program (`compute_activation_block_size` of fla at 7dd7cf5e)."""
+    """Use 2048 elements per program (`compute_activation_block_size` of fla at 7dd7cf5e)."""
     name, n = row.op.removeprefix("triton_"), _elements(row)
     pointers = ("x", "y", "z") if name == "swiglu" else ("x", "y")
     signature = dict.fromkeys(pointers, "*bf16")
@@ -183,7 +185,7 @@ def _l2norm(row: Measured) -> list[Candidate]:
 
 
 def _rope(row: Measured) -> list[Candidate]:
-    """Heads a tile by Liger's rule for the unified buffer, a program for each token."""
+    """Use Liger's rule for heads per tile in the unified buffer, and a program per token."""
     _, tokens, heads, width = row.shapes[0]
     fits = 1 << int(192 * 1024 * 8 * 0.9 / (20 * 16 * width)).bit_length() - 1
     block = min(_power(heads), fits)
@@ -195,9 +197,11 @@ def _rope(row: Measured) -> list[Candidate]:
 
 
 def _matmul(row: Measured) -> list[Candidate]:
-    """Weights are [N, K] in MatMul and [K, N] of each batch or group in the others.
+    """Return matrix products. Weights are [N, K] in MatMul and [K, N] per batch or group in the
+    others.
 
-    How many tokens a group had was not recorded: rows that say more than 256 took no longer.
+    The tokens per group were not recorded; rows with more than 256 took no longer, so they are
+    excluded.
     """
     transposed = int(row.op.startswith("MatMul"))
     first, weight = row.shapes[:2]
@@ -221,7 +225,7 @@ def _matmul(row: Measured) -> list[Candidate]:
 
 
 def _tiles(m: int, n: int) -> list[tuple[int, int, int]]:
-    """As many as fit the chip's memories twice."""
+    """Return tiles that fit the on-chip memories twice."""
     if m <= 64:
         return [(16, 128, 256), (16, 256, 256), (16, 64, 512)]
     return [(128, 256, 64), (128, 256, 128), (128, 128, 256), (128, 64, 256)][2 * (n <= 128) :]

@@ -1,4 +1,4 @@
-"""What the model predicts for the measured rows, how well, and the fit of its few constants."""
+"""Predicts the measured rows, scores the predictions, and fits the model's few constants."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from npu_ops_tools.model.costs import Costs
 from npu_ops_tools.model.validation.cases import Candidate, Measured, candidates, rows
 
 FITTED_ON = ("Add", "Mul", "DtypeCast", "triton_sigmoid", "triton_swish")
-LOOKED_AT = ("MatMulV2", "MatMulV3")  # when the rates of cube cores were mended (held_out.md)
-CONSTANTS = {  # what may be fitted for a family: five at most
+# rows that were looked at to correct the rates of cube cores (held_out.md)
+LOOKED_AT = ("MatMulV2", "MatMulV3")
+CONSTANTS = {  # constants that may be fitted for a family: five at most
     "Ascend910B4-1": ("launch", "program", "latency", "memory", "l2"),
     "Ascend910_93": ("launch", "program", "latency", "restart"),
 }
-LATENCIES = (0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  # us; only this one needs another walk
+LATENCIES = (0.2, 0.3, 0.45, 0.6, 0.8, 1.0)  # us; only the latency needs another walk
 COMPILED = pathlib.Path(__file__).with_name("compiled.json.xz")
-SHORT = 10.0  # us, under which a launch is most of the time
+SHORT = 10.0  # us; below it, most of the time is the launch
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A measured row and what is said of it, in microseconds.
+    """A measured row and its predictions, in microseconds.
 
-    `bytes_only` is launch + bytes / memory, `waves_only` launch + waves x a constant; both with
-    constants fitted on the same rows as the model's.
+    `bytes_only` is launch + bytes / memory, `waves_only` launch + waves x a constant; the constants
+    of both are fitted on the same rows as the model's.
     """
 
     row: Measured
@@ -49,7 +50,7 @@ class Point:
 
     @property
     def group(self) -> str:
-        """What rows of one operator share."""
+        """The operator, by which rows are grouped."""
         return self.row.op
 
     @property
@@ -63,7 +64,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Of some rows. bias: the median of predicted / measured."""
+    """Score of some rows. bias: the median of predicted / measured."""
 
     count: int
     median: float
@@ -73,7 +74,7 @@ class Score:
 
 
 def points() -> list[Point]:
-    """The rows that the model has an answer to."""
+    """Return the rows with their predictions."""
     measured = list(rows())
     plain = _baselines(measured)
     found = []
@@ -84,7 +85,7 @@ def points() -> list[Point]:
 
 
 def predict(row: Measured, prices: Costs) -> float:
-    """The time of the fastest of the kernels that stand for a row."""
+    """Return the predicted time of the fastest kernel that stands for a row."""
     said = [_time(walked, row, prices) for walked in _walked(row, prices)]
     return min(said)
 
@@ -115,7 +116,7 @@ def _programs(candidate: Candidate, row: Measured, cores: int, family: str, late
 
 @functools.cache
 def _module(candidate: Candidate, soc: str) -> ir.Module | None:
-    """None where its tiles are too large for the chip's memory."""
+    """Return the parsed kernel; None if its tiles do not fit the on-chip memory."""
     text = _compiled()[key(candidate, soc)]
     return ir.parse(text) if text else None
 
@@ -126,13 +127,13 @@ def _compiled() -> dict[str, str]:
 
 
 def key(candidate: Candidate, soc: str) -> str:
-    """What its kernel is compiled from and for."""
+    """Return a key of everything that the compiled kernel depends on."""
     parts = (candidate.kernel, dict(candidate.signature), dict(candidate.constants))
     return json.dumps([*parts, soc.removesuffix("-1")])
 
 
 def compile_all() -> dict[str, str]:
-    """Every candidate's kernel as the vendor compiles it, "" where its tiles do not fit."""
+    """Compile every candidate's kernel; "" if its tiles do not fit."""
     wanted = {key(each, row.soc): (each, row.soc) for row in rows() for each in candidates(row)}
     return {name: compile_one(*each) for name, each in sorted(wanted.items())}
 
@@ -151,13 +152,13 @@ def compile_one(candidate: Candidate, soc: str) -> str:
 
 
 def keep(compiled: dict[str, str]) -> None:
-    """For those who have no compiler, and because compiling takes minutes."""
+    """Store the compiled kernels: some users have no compiler, and compiling takes minutes."""
     text = json.dumps(compiled, indent=0, sort_keys=True)
     COMPILED.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
 
 
 def score(found: list, said: str = "model") -> Score:
-    """Of points, or of stages."""
+    """Score predictions of points or stages. said: the attribute to score."""
     predicted = [getattr(each, said) for each in found]
     measured = [each.us for each in found]
     ratios = [a / b for a, b in zip(predicted, measured, strict=True)]
@@ -172,12 +173,13 @@ def score(found: list, said: str = "model") -> Score:
 
 
 def judged(found: list[Point], core: str = "vector") -> list[Point]:
-    """The rows that a gate is about: never fitted or looked at, and longer than a launch."""
+    """Return the rows for the accuracy gate: held out, and longer than a launch."""
     return [p for p in found if p.core == core and p.held_out and p.row.time > SHORT]
 
 
 def likely(found: list[Point]) -> list[Point]:
-    """The same rows, each predicted by the model times what the other operators took of theirs."""
+    """Return the rows with predictions scaled by the other operators' median of measured /
+    predicted."""
     medians = {op: statistics.median(each) for op, each in ratios(found).items()}
     return [
         dataclasses.replace(point, model=point.model * statistics.median(
@@ -188,7 +190,7 @@ def likely(found: list[Point]) -> list[Point]:
 
 
 def ratios(found: list) -> dict[str, list[float]]:
-    """Measured / predicted of points or of stages, by their group."""
+    """Return measured / predicted of points or stages, by group."""
     by_group = collections.defaultdict(list)
     for each in found:
         by_group[each.group].append(each.us / each.model)
@@ -196,13 +198,14 @@ def ratios(found: list) -> dict[str, list[float]]:
 
 
 def _ranks(values: list[float]) -> list[float]:
-    """From 1; equal values share the mean of theirs."""
+    """Return ranks from 1; equal values share their mean rank."""
     order = sorted(values)
     return [order.index(value) + (order.count(value) + 1) / 2 for value in values]
 
 
 def _baselines(measured: list[Measured]) -> dict[bool, object]:
-    """For 910B4 and for the others: a function of a row that returns both."""
+    """Return the baselines of 910B4 and of other SoCs: functions of a row that return both
+    times."""
     return {b4: _baseline([row for row in measured if _is_b4(row) == b4]) for b4 in (True, False)}
 
 
@@ -237,7 +240,7 @@ def _loss(measured: list[Measured], said) -> float:
 
 
 def fit(family: str) -> dict[str, float]:
-    """The constants of a family that fit the rows of FITTED_ON best."""
+    """Fit the constants of a family to the rows of FITTED_ON."""
     names = CONSTANTS[family]
     fitted = [row for row in rows() if row.op in FITTED_ON and costs.of(row.soc).family == family]
     best = (math.inf, {})
@@ -258,7 +261,7 @@ def fit(family: str) -> dict[str, float]:
 
 
 def minimise(function, start: list[float], turns: int = 40, smallest: float = 0.005) -> list[float]:
-    """By moving one positive number after the other, with steps that get smaller."""
+    """Minimize over positive numbers, one coordinate after the other, with decreasing steps."""
     best, step = list(start), 0.5
     lowest = function(best)
     for _ in range(turns):

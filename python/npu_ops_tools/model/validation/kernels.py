@@ -1,7 +1,7 @@
-"""Triton kernels that do what the measured kernels of measured.csv do.
+"""Triton kernels that do the work of the measured kernels in measured.csv.
 
-Those of CANN's operators are our guess of how these work: a program for each core, which walks over
-tiles. Those named `one_*` give a program to each tile, as fla's and Liger's kernels for Ascend do.
+For CANN's operators, whose code is unknown, they assume one program per core that loops over tiles.
+Those named `one_*` have one program per tile, as fla's and Liger's kernels for Ascend do.
 """
 
 import triton
@@ -152,7 +152,7 @@ def one_rope_of_pairs(
     q, k, table, stride_q, stride_k, stride_table,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """In place, pairs side by side, each half of the pairs stored apart."""
+    """Rotate in place: pairs are adjacent, and both halves of the pairs are stored separately."""
     token, column, half = tl.program_id(0).to(tl.int64), tl.arange(0, D), tl.arange(0, D // 2)
     angles = tl.load(table + token * stride_table + column).reshape(D // 2, 2)
     cos, sin = tl.split(angles)
@@ -181,7 +181,7 @@ def matmul(
     x, w, out, M, N, K, batches,
     ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """x [batches, M, K] times w: [N, K], with ROWS, or [batches, K, N]."""
+    """Compute x [batches, M, K] times w: [N, K] with ROWS, else [batches, K, N]."""
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(M, BM) * columns
     for i in range(tl.program_id(0), tiles * batches, tl.num_programs(0)):

@@ -18,7 +18,7 @@ SAID = {"model": "npu-model", "bytes_only": "bytes only", "waves_only": "waves o
 
 
 def text(points: list[Point]) -> str:
-    """The part of the page that numbers are in."""
+    """Return the part of the page that contains numbers."""
     return "\n\n".join([_summary(points), _by_op(points), _stages(), _ranges(points), _constants()])
 
 
@@ -32,7 +32,7 @@ def write(points: list[Point], folder: pathlib.Path = DOCS) -> None:
 
 
 def _summary(points: list[Point]) -> str:
-    """How far off it is, on what nobody looked at when the model was made."""
+    """Return the errors on held-out rows, which were not used to make the model."""
     kinds = {
         "vector cores": check.judged(points),
         "vector cores, likely time": check.likely(check.judged(points)),
@@ -58,7 +58,7 @@ def _summary(points: list[Point]) -> str:
 
 
 def looked_at(points: list[Point]) -> list[Point]:
-    """Products that were looked at when rates were mended, but those of a few rows."""
+    """Return matrix products that were looked at to correct rates, except those with few rows."""
     return [
         point for point in points
         if point.row.op in check.LOOKED_AT and point.row.time > check.SHORT
@@ -73,7 +73,8 @@ def _by_op(points: list[Point]) -> str:
         long = [point for point in of_op if point.row.time > check.SHORT] or of_op
         held = "" if of_op[0].held_out else f" ({_seen(op)})"
         bias = check.score(long).bias
-        shown = SAID if of_op[0].core == "vector" else ["model"]  # others are fitted on such rows
+        # the baselines of others are fitted on such rows
+        shown = SAID if of_op[0].core == "vector" else ["model"]
         errors = [f"{check.score(long, said).median:.0%}" for said in shown]
         errors += [""] * (len(SAID) - len(errors))
         count = sum(point.row.time > check.SHORT for point in of_op)
@@ -115,8 +116,11 @@ def _ranges(points: list[Point]) -> str:
 
 
 def spread(points: list[Point], core: str = "vector") -> tuple[float, float, float]:
-    """Of measured / predicted: the tenth percentile, the median of operators, the ninetieth
-    percentile. Of cube cores all rows above 10 us count, as few are held out."""
+    """Return the 10th percentile, the median of operators, and the 90th percentile of measured /
+    predicted.
+
+    For cube cores all rows above 10 us count, because few are held out.
+    """
     chosen = {
         "vector": lambda: check.judged(points),
         "cube": lambda: [p for p in points if p.core == "cube" and p.us > check.SHORT],
@@ -132,7 +136,7 @@ def _spread(ratios: dict) -> tuple[float, float, float]:
 
 
 def _coverage(points: list[Point]) -> float:
-    """Which part of the times lies in the range that the other operators' times make."""
+    """Return the fraction of times that lie in the range derived from the other operators."""
     ratios, covered = check.ratios(points), 0
     for op, own in ratios.items():
         low, _, high = _spread({name: each for name, each in ratios.items() if name != op})
@@ -150,7 +154,7 @@ def _constants() -> str:
 
 
 def write_rows(points: list[Point], path: pathlib.Path) -> None:
-    """Every row, for those who want to look for themselves."""
+    """Write every row to a CSV for readers of the page."""
     with path.open("w", newline="") as file:
         out = csv.writer(file, lineterminator="\n")
         out.writerow(
@@ -185,7 +189,7 @@ def _plot(points: list[Point], path: pathlib.Path) -> None:
 
 
 def _panel(axes, core: str, found: list) -> None:
-    """Measured against predicted times of points or stages: o held out, x not."""
+    """Plot measured against predicted times of points or stages: o held out, x not."""
     from matplotlib import pyplot
 
     for color, group in enumerate(dict.fromkeys(each.group for each in found)):

@@ -15,7 +15,7 @@ SEEN = (32, 64)  # value heads of the rows that constants were fitted on (held_o
 class Stage:
     """A stage of vllm-ascend's forward: packed sequences of `tokens` each, K = V = 128.
 
-    us: the median of its measured times, None where nobody measured it. model: what npu-model says.
+    us: the median of its measured times; None if not measured. model: npu-model's prediction.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Stage:
 
     @property
     def group(self) -> str:
-        """What rows of one kernel share."""
+        """The kernel, by which rows are grouped."""
         return f"{self.name} {self.chunk}"
 
     @property
@@ -38,7 +38,8 @@ class Stage:
 
 
 def measured() -> Iterator[Stage]:
-    """Without the sums of gates: 0.9 to 1.3 ms at every size, which is the host's time."""
+    """Yield the measured stages, without the sums of gates: 0.9 to 1.3 ms at every size is host
+    time."""
     with FILE.open(newline="") as file:
         for row in csv.DictReader(file):
             if row["stage"] != "cumsum":
@@ -46,7 +47,7 @@ def measured() -> Iterator[Stage]:
 
 
 def predicted(path: pathlib.Path) -> list[Stage]:
-    """Measured stages with npu-model's times, from the CSV that model_stages.py writes."""
+    """Return measured stages with npu-model's times, from the CSV that model_stages.py writes."""
     with path.open(newline="") as file:
         return [
             _stage(row["name"], row, float(row["us"]), float(row["model"]))
