@@ -1,10 +1,10 @@
 """An NPU in software: the real torch_npu on a runtime in host memory.
 
-    npu-ops emulate -- python train.py          any command, and what it starts
+    npu-ops emulate -- python train.py          any command, and its child processes
     npu_ops_emulator.install()                  this process, e.g. in conftest.py
 
-It shows that registration, dispatch, argument checks, streams and arithmetic are right. It says
-nothing about device time, the rounding of matrix units, or synchronisation inside a kernel.
+It tests registration, dispatch, argument checks, streams and arithmetic. It says nothing about
+device time, the rounding of matrix units, or synchronisation inside a kernel.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["EmulatorError", "Settings", "environment", "install", "installed", "
 
 
 def environment(settings: Settings | None = None, torch_npu: str | None = None) -> dict[str, str]:
-    """Variables under which a new process, and what it starts, has the emulated NPU.
+    """Return environment variables that give a new process, and its children, the emulated NPU.
 
-    Builds the emulator if that was not done. torch_npu: see `build.ensure`.
+    Builds the emulator if necessary. torch_npu: see `build.ensure`.
 
     Raises:
         EmulatorError: it cannot be built.
@@ -46,7 +46,7 @@ def install(settings: Settings | None = None, torch_npu: str | None = None) -> N
     Call it before anything imports torch_npu. `settings` cannot change afterwards.
 
     Raises:
-        EmulatorError: it cannot be built, torch_npu is imported already, or this process has an
+        EmulatorError: it cannot be built, torch_npu is already imported, or this process has an
             emulated NPU with other settings.
     """
     if installed():
@@ -69,12 +69,12 @@ def install(settings: Settings | None = None, torch_npu: str | None = None) -> N
 
 
 def installed() -> bool:
-    """Whether this process runs on the emulated NPU."""
+    """Return whether this process runs on the emulated NPU."""
     return "torch_npu" in sys.modules and os.environ.get("NPU_OPS_EMULATOR") == "1"
 
 
 def status() -> dict[str, str]:
-    """What is built and where, and what is missing; builds nothing."""
+    """Return what is built and where, and what is missing; builds nothing."""
     torch_npu = wheels.torch_npu_version()
     installed_in = f"in {wheels.folder()}" if wheels.is_installed() else "not installed yet"
     return {
@@ -101,7 +101,7 @@ def _prepend(value: str, variable: str) -> str:
 
 
 def _import_torch() -> None:
-    """Import torch without the backends that it would load by itself: ours is not ready yet."""
+    """Import torch without autoloading backends: the emulated NPU is not ready yet."""
     before = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     try:

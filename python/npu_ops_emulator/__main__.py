@@ -14,7 +14,7 @@ import npu_ops_emulator
 from npu_ops_emulator import EmulatorError, Settings
 from npu_ops_emulator import headers as ascendc_headers
 
-# Options behind the name of the command are the command's.
+# Options after the name of the command belong to the command.
 CONTEXT = {"allow_interspersed_args": False}
 DEFAULT = Settings()
 
@@ -45,7 +45,7 @@ def emulate(
 ) -> None:
     """Run a command as if this machine had NPUs: the real torch_npu, on a runtime in host memory.
 
-    It shows that code is right, not that it is fast.
+    It tests that code is right, not that it is fast.
     """
     if headers:
         print(f"AscendC headers: in {_or_fail(lambda: ascendc_headers.keep(headers))}")
@@ -70,7 +70,7 @@ def _print_status(as_json: bool) -> None:
 
 def _run(command: list[str], variables: dict[str, str]) -> None:
     """Replace this process by the command."""
-    # `python`, `pytest` and `torchrun` are those of the environment that the emulator belongs to.
+    # `python`, `pytest` and `torchrun` come from the emulator's environment.
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     program = shutil.which(command[0], path=path)
     if program is None:
@@ -87,13 +87,13 @@ def _or_fail(make):
 
 
 def fail(sentence: str, code: int) -> None:
-    """Say on stderr what is wrong, and end."""
+    """Print an error to stderr and exit."""
     print(f"npu-ops emulate: {sentence}", file=sys.stderr)
     raise typer.Exit(code)
 
 
 def main() -> None:
-    """`python -m npu_ops_emulator`."""
+    """Run `python -m npu_ops_emulator`."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(context_settings=CONTEXT)(emulate)
     app()

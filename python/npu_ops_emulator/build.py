@@ -1,4 +1,4 @@
-"""Builds csrc/emulator into one library under the names of the vendor's runtime libraries."""
+"""Builds csrc/emulator into one library, with the names of the vendor's runtime libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import time
 from npu_ops_emulator import wheels
 from npu_ops_emulator.errors import EmulatorError
 
-# What torch_npu links against or opens by name. Each is an empty library that depends on ours.
+# Libraries that torch_npu links against or opens by name. Each is an empty library that depends on
+# the emulator's.
 NAMES = (
     "acl_op_compiler", "acl_tdt_channel", "ascend_dump", "ascend_hal", "ascendcl", "ge_runner",
     "graph", "hccl", "hcomm", "msprofiler", "nnopbase", "opapi", "runtime",
@@ -29,7 +30,7 @@ FLAGS = ("-O1", "-g0", "-std=c++20", "-fPIC", "-Wno-attributes")
 
 
 def sources() -> list[pathlib.Path]:
-    """The C++ files, from an installed package or from a checkout."""
+    """Return the C++ files, from an installed package or from a checkout."""
     here = pathlib.Path(__file__).resolve().parent
     for folder in (here / "_sources", here.parents[1] / "csrc" / "emulator"):
         if folder.is_dir():
@@ -49,7 +50,7 @@ def compiler() -> list[str]:
 
 @functools.cache
 def digest() -> str:
-    """Changes with the sources and with how they are compiled."""
+    """Return a hash of the sources and of how they are compiled."""
     state = hashlib.sha256(repr((FLAGS, NAMES, os.environ.get("CXX"))).encode())
     for path in sources():
         state.update(path.read_bytes())
@@ -63,7 +64,7 @@ def _headers() -> bytes:
 
 
 def folder() -> pathlib.Path:
-    """Where the libraries of these sources are, or will be."""
+    """Return the folder of the libraries built from these sources; it may not exist yet."""
     return wheels.cache() / f"lib-{digest()}"
 
 
@@ -73,7 +74,7 @@ def is_built() -> bool:
 
 @contextlib.contextmanager
 def locked():
-    """One process builds, the others wait for it."""
+    """Lock the build: one process builds, the others wait."""
     wheels.cache().mkdir(parents=True, exist_ok=True)
     with open(wheels.cache() / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -81,7 +82,7 @@ def locked():
 
 
 def ensure(torch_npu: str | None = None) -> pathlib.Path:
-    """Install torch_npu and build the libraries unless that is done; return the libraries' folder.
+    """Install torch_npu and build the libraries if necessary; return the libraries' folder.
 
     torch_npu: a wheel or a folder of wheels; default: $NPU_OPS_TORCH_NPU, else pip finds one.
 
@@ -110,13 +111,13 @@ def _build() -> None:
     ]
     compile_one = [*command, *FLAGS, *(f"-I{path}" for path in include), "-c"]
     with tempfile.TemporaryDirectory(dir=wheels.cache()) as scratch:
-        # The largest first, so that the last to finish is a short one.
+        # The largest first, so that a short one finishes last.
         ordered = sorted(sources(), key=lambda path: -path.stat().st_size)
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(lambda path: _object(compile_one, path, scratch), ordered))
         out = pathlib.Path(scratch) / "lib"
         out.mkdir()
-        # torch's libraries are found by name, as the process has loaded them already.
+        # No rpath for torch's libraries: the process has already loaded them.
         _run([*command, "-shared", "-o", f"{out}/lib{LIBRARY}.so", f"-Wl,-soname,lib{LIBRARY}.so",
               *objects, f"-L{torch}/lib", "-ltorch_cpu", "-lc10"])  # fmt: skip
         for name in NAMES:
@@ -128,7 +129,8 @@ def _build() -> None:
 
 
 def _object(command: list[str], source: pathlib.Path, scratch: str) -> str:
-    """Compile one file, unless it was compiled before exactly so; return the object's path."""
+    """Compile one file, or reuse a cached object of the same source and command; return its
+    path."""
     key = hashlib.sha256(f"{command}{_headers()}".encode() + source.read_bytes()).hexdigest()[:16]
     kept = wheels.cache() / f"object-{source.stem}-{key}.o"
     if not kept.exists():
@@ -139,7 +141,7 @@ def _object(command: list[str], source: pathlib.Path, scratch: str) -> str:
 
 
 def _forget_old() -> None:
-    """Remove what earlier versions of the sources left, but for the last day's: it may be used."""
+    """Remove files of earlier sources that are older than a day; newer ones may be in use."""
     yesterday = time.time() - 86400
     for path in wheels.cache().glob("object-*.o"):
         if path.stat().st_mtime < yesterday:

@@ -1,4 +1,4 @@
-"""What goes wrong before a process runs on the emulated NPU."""
+"""The error of an emulated NPU that cannot be built or started."""
 
 
 class EmulatorError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Triton kernels in graphs: csrc/emulator/graph.cpp records their launches, and repeats them."""
+"""Triton kernels in graphs: csrc/emulator/graph.cpp records their launches and replays them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable, Iterator
 
 _WORK = ctypes.CFUNCTYPE(ctypes.c_int)
-_recorded: list = []  # a graph has addresses of these
+_recorded: list = []  # keeps these alive: graphs hold their addresses
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The emulated NPU; None where Triton kernels run on CPU tensors alone."""
+    """Return the emulated NPU's library; None if Triton kernels run on CPU tensors only."""
     try:
         return ctypes.CDLL("libascendcl.so", mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
     except OSError:
@@ -22,7 +22,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def record(run: Callable[[], int]) -> None:
-    """In a capture, `run` is called by each replay; it returns 0, or an error."""
+    """During a capture, record `run` for replays. It returns 0 or an error code."""
     library = _library()
     if library is not None and library.npu_ops_emulator_capturing():
         _recorded.append(_WORK(run))
@@ -31,7 +31,7 @@ def record(run: Callable[[], int]) -> None:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """In it, this thread may wait for its queue, also in a capture."""
+    """In a block, allow this thread to wait for its queue, also during a capture."""
     library = _library()
     if library is not None:
         library.npu_ops_emulator_wait(1)

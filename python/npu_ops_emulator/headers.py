@@ -1,8 +1,8 @@
-"""The vendor's AscendC headers: found, checked against what is pinned, and staged for the twin.
+"""The vendor's AscendC headers: finds them, checks their digests, and stages them for twins.
 
-Their licence (CANN Open Software License 2.0) keeps them out of this package, so they come from a
-folder of the user's. A staged copy lives in the cache and differs from what the vendor published in
-one file: LocalTensor and GlobalTensor tell the twin of their scalar accesses.
+Their licence (CANN Open Software License 2.0) keeps them out of this package, so the user provides
+a folder. A staged copy is in the cache. It differs from the vendor's in one file: LocalTensor and
+GlobalTensor report their scalar accesses to the twin.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ VARIABLE = "NPU_OPS_ASCENDC_HEADERS"
 
 
 class Pin:
-    """A repository of the vendor's: what is used of it, and the digest of that."""
+    """A repository of the vendor: its commit, the parts in use, and their digest."""
 
     def __init__(self, commit: str, parts: tuple[str, ...], digest: str):
         self.commit, self.parts, self.digest = commit, parts, digest
 
 
-# The two carry different copies of some headers, so both are pinned.
+# Both contain copies of some headers, which differ, so both are pinned.
 PINS = {
     "asc-devkit": Pin("82b89a15f", ("include", "impl"), "6b34ef0243f0659ee2adfd6ada8b0ca1"),
     "asc-tools": Pin("2113e48", ("cpudebug",), "41d7c30985489369fc195ad547eef844"),
@@ -39,12 +39,12 @@ PINS = {
 
 
 def cache() -> pathlib.Path:
-    """Where headers and twins are kept; neither depends on torch."""
+    """Return the folder of headers and twins; neither depends on torch."""
     return wheels.cache().parent / "ascendc"
 
 
 def why_not() -> str | None:
-    """None, or one sentence on why AscendC kernels cannot run here."""
+    """Return None, or why AscendC kernels cannot run here."""
     if source() is None:
         wanted = " and ".join(f"{name} at {pin.commit}" for name, pin in PINS.items())
         return (
@@ -62,7 +62,7 @@ def keep(folder: str) -> pathlib.Path:
     """Copy the headers in `folder` to the cache, where they are found from then on.
 
     Raises:
-        EmulatorError: it does not hold them, or others than those that are pinned.
+        EmulatorError: the headers are missing or not the pinned ones.
     """
     with tempfile.TemporaryDirectory(dir=_made(cache())) as scratch:
         _unpack(pathlib.Path(folder), pathlib.Path(scratch))
@@ -73,10 +73,10 @@ def keep(folder: str) -> pathlib.Path:
 
 
 def staged() -> pathlib.Path:
-    """The folder of the staged headers; made on first use.
+    """Return the folder of the staged headers; makes it on first use.
 
     Raises:
-        EmulatorError: there are none, or they are not those that are pinned.
+        EmulatorError: the headers are missing or not the pinned ones.
     """
     found = source()
     if found is None:
@@ -92,14 +92,14 @@ def staged() -> pathlib.Path:
         _generate(folder)
         try:
             folder.rename(target)
-        except OSError:  # another process was quicker
+        except OSError:  # another process was faster
             if not target.exists():
                 raise
     return target
 
 
 def include_dirs(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Where a kernel finds AscendC's headers."""
+    """Return the include folders for AscendC's headers."""
     devkit = folder / "asc-devkit"
     parts = ("", "include", "include/basic_api", "include/utils", "include/adv_api", "impl")
     inner = ("impl/basic_api", "impl/adv_api")
@@ -111,7 +111,7 @@ def include_dirs(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def source() -> pathlib.Path | None:
-    """The folder that holds the headers, or None."""
+    """Return the folder that contains the headers, or None."""
     named = os.environ.get(VARIABLE)
     for folder in (pathlib.Path(named) if named else None, cache() / "headers"):
         if folder and all(_found(folder, name) for name in PINS):
@@ -120,7 +120,7 @@ def source() -> pathlib.Path | None:
 
 
 def _found(folder: pathlib.Path, name: str) -> pathlib.Path | None:
-    """A repository's checkout in a folder, or its archive."""
+    """Return a repository's checkout in a folder, or its archive."""
     if (folder / name / PINS[name].parts[0]).is_dir():
         return folder / name
     return next(iter(sorted(folder.glob(f"{name}-*.tar.xz"))), None)
@@ -156,14 +156,14 @@ def _tree_digest(folder: pathlib.Path, parts: tuple[str, ...]) -> str:
 
 
 def _digest_of_staging() -> str:
-    """Changes with the pins, and with what staging does to the headers."""
+    """Return a hash of the pins and of the staging code."""
     code = map(inspect.getsource, (_tell_of_scalars, _generate))
     state = "".join([*(pin.digest for pin in PINS.values()), *code])
     return hashlib.sha256(state.encode()).hexdigest()[:16]
 
 
 def kernel_sources() -> pathlib.Path:
-    """csrc, from an installed package or from a checkout; of it, what AscendC kernels need."""
+    """Return csrc of an installed package (only files for AscendC kernels) or of a checkout."""
     here = pathlib.Path(__file__).resolve().parent
     for folder in (here / "_csrc", here.parents[1] / "csrc"):
         if (folder / "twin").is_dir():
@@ -172,12 +172,12 @@ def kernel_sources() -> pathlib.Path:
 
 
 def twin_sources() -> pathlib.Path:
-    """csrc/twin."""
+    """Return csrc/twin."""
     return kernel_sources() / "twin"
 
 
 def _tell_of_scalars(folder: pathlib.Path) -> None:
-    """Announce to the twin what GetValue, SetValue and operator() of tensors touch."""
+    """Make GetValue, SetValue and operator() of tensors report their accesses to the twin."""
     path = folder / "asc-devkit" / "impl" / "basic_api" / "kernel_tensor_impl.h"
     text = path.read_text()
     told = "::npu_ops::twin::scalar(::npu_ops::twin::Access::{}, {}, sizeof(PrimType)); "
@@ -189,7 +189,7 @@ def _tell_of_scalars(folder: pathlib.Path) -> None:
         if not found:
             raise EmulatorError(f"headers: {path.name} has no scalar access of the form {pattern}")
 
-    # The second of its form is operator(), whose reference may be written through.
+    # Only the first match: the second is operator(), whose reference may also be written.
     announce(r"return \*\((GetPhyAddr\(offset\))\);", "kRead", r"\1", 1)
     announce(r"(?<=[ ;{])\*\((GetPhyAddr\(index\))\) = ", "kWrite", r"\1", 0)
     announce(r"return this->(\w+)\[offset\];", "kRead", r"this->\1 + offset", 0)
@@ -198,7 +198,7 @@ def _tell_of_scalars(folder: pathlib.Path) -> None:
 
 
 def _generate(folder: pathlib.Path) -> None:
-    """What the vendor's own build makes of its headers."""
+    """Run the vendor's scripts that generate headers."""
     devkit, generated = folder / "asc-devkit", folder / "generated"
     (generated / "kernel_tiling").mkdir(parents=True)
     script = devkit / "impl/adv_api/cmake/scripts/gen_kernel_tiling_data_def.py"
@@ -210,14 +210,14 @@ def _generate(folder: pathlib.Path) -> None:
 
 
 def missing_instructions(folder: pathlib.Path) -> str:
-    """C++ that stops a kernel at an instruction which the headers call and the twin lacks."""
+    """Return C++ that stops a kernel at instructions which the headers call and the twin lacks."""
     missing = sorted(_called(folder / "asc-devkit") - _defined())
     stop = "template <class... T>\nnpu_ops::twin::Nothing {0}(T...) {{ "
     stop += 'npu_ops::twin::not_emulated("{0}"); }}\n'
     return "#pragma once\n" + "".join(map(stop.format, missing))
 
 
-# How names of instructions begin; what else begins so in the headers is defined there.
+# Prefixes of instruction names; the headers define all other names with these prefixes.
 _INSTRUCTION = re.compile(
     r"(?<![\w:.>])((?:v|mad|set_|get_|copy_|load_|load3d|img2col|create_|scatter_|broadcast_|ffts_|"
     r"fix_matrix|dma_|winograd|depthwise|rpn_|__ib_)[a-z0-9_]+|wait_flag_dev|hset_flag|hwait_flag|"
@@ -227,7 +227,7 @@ _WORDS = {"value", "void", "volatile"}
 
 
 def _called(devkit: pathlib.Path) -> set[str]:
-    """Names of instructions that the headers for this architecture call."""
+    """Return the names of instructions that the headers for this architecture call."""
     basic = devkit / "impl" / "basic_api"
     files = [*basic.glob("dav_c220/**/*.h"), *basic.glob("*.h"), *basic.glob("utils/*.h"),
              *devkit.glob("impl/adv_api/**/*.h")]  # fmt: skip
@@ -238,13 +238,13 @@ def _called(devkit: pathlib.Path) -> set[str]:
 
 
 def _defined() -> set[str]:
-    """Names that the twin's instructions define, after the preprocessor."""
+    """Return the names that the twin's instructions define, after preprocessing."""
     sources = twin_sources()
     headers = ("arithmetic", "control", "conversion", "moves", "rearrangement", "reductions",
                "selection")  # fmt: skip
     text = "".join(f'#include "{name}.h"\n' for name in headers)
     with tempfile.TemporaryDirectory() as scratch:
-        pathlib.Path(scratch, "stub_def.h").touch()  # the vendor's types have no say in this
+        pathlib.Path(scratch, "stub_def.h").touch()  # the vendor's types are not needed here
         done = subprocess.run(
             [*build.compiler(), "-E", "-P", "-std=c++17", f"-I{scratch}", f"-I{sources}",
              "-x", "c++", "-"],

@@ -1,4 +1,4 @@
-"""Joins the emulator to a process: parts that wait for the modules they serve."""
+"""Installs the emulator's plugins in a process, after the modules they patch are imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.abc
 import sys
 from collections.abc import Callable
 
-# Imported once the module is, and then installed: {module: ours}.
+# {module: plugin}. A plugin is imported and installed after its module is imported.
 PLUGINS = {
     "triton": "npu_ops_emulator.triton_driver",
     "npu_ops.core.ascendc": "npu_ops_emulator.ascendc",
@@ -17,12 +17,13 @@ PLUGINS = {
 
 
 def start() -> None:
-    """Let each plugin install itself after the module it serves is imported."""
+    """Install each plugin after its module is imported."""
     for module, plugin in PLUGINS.items():
         if module in sys.modules:
             importlib.import_module(plugin).install()
             continue
-        # Who imports the plugin first imports the module by it: then it is half there, and waits.
+        # If the plugin is imported first, it imports the module itself. Then the plugin is only
+        # half imported when the module is ready, so its installation waits for the plugin's import.
         _after(module, lambda _, plugin=plugin: importlib.import_module(plugin))
         _after(plugin, lambda imported: imported.install())
 
@@ -33,7 +34,7 @@ def _after(name: str, action: Callable) -> None:
 
 
 class _After(importlib.abc.MetaPathFinder):
-    """Calls an action with a module once that was imported."""
+    """Calls an action with a module after it was imported."""
 
     def __init__(self, name: str, action: Callable):
         self.name, self.action = name, action
@@ -49,7 +50,7 @@ class _After(importlib.abc.MetaPathFinder):
         return spec
 
     def _execute(self, execute, module):
-        # Not before: who only asks whether there is such a module takes nothing away.
+        # Not earlier: a lookup by find_spec alone must not remove this finder.
         sys.meta_path.remove(self)
         execute(module)
         self.action(module)

@@ -1,11 +1,11 @@
-"""What the emulated NPU is: the options, and the variables that carry them into a process."""
+"""Settings of the emulated NPU, and the environment variables that carry them."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 
-# AI cores (each with one cube and two vector cores) of the chips whose name begins so.
+# Name prefix of a chip -> AI cores, each with one cube and two vector cores.
 CORES = {"Ascend910B3": 20, "Ascend910B4": 20, "Ascend910B": 24, "Ascend910_": 24, "Ascend950": 32}
 
 
@@ -39,11 +39,11 @@ class Settings:
 
     @property
     def cores(self) -> int:
-        """AI cores: programs a kernel's grid is spread over."""
+        """Number of AI cores, over which a kernel's programs are spread."""
         return next(cores for prefix, cores in CORES.items() if self.soc.startswith(prefix))
 
     def environment(self) -> dict[str, str]:
-        """The variables that carry these settings; csrc/emulator/runtime.cpp reads them."""
+        """Return the variables that carry these settings; csrc/emulator/runtime.cpp reads them."""
         return {
             "NPU_OPS_EMULATOR_DEVICES": str(self.devices),
             "NPU_OPS_EMULATOR_SOC": self.soc,
@@ -55,7 +55,7 @@ class Settings:
 
     @classmethod
     def current(cls, environ=os.environ) -> Settings:
-        """The settings of this process."""
+        """Return the settings of this process."""
         prefix = "NPU_OPS_EMULATOR_"
         default = cls()
         return cls(

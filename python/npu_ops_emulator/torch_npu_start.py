@@ -1,4 +1,4 @@
-"""What torch_npu does at import that has no meaning here."""
+"""Skips parts of torch_npu's import that are useless on the emulated NPU."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import sys
 
 
 def install() -> None:
-    """Skip the search for a CANN installation: not finding one is printed to stdout."""
+    """Skip the search for CANN, which prints to stdout if it finds none."""
     sys.modules["torch_npu._init.registry.registry_manager"]._cann_package_check = lambda: None

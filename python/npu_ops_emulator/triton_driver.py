@@ -1,9 +1,9 @@
 """Triton-Ascend kernels on an emulated NPU.
 
-After `install()`, every `@triton.jit` kernel launched on CPU tensors, or on the emulated NPU's,
-goes through the vendor's front end, is judged by the vendor's compiler, and is executed on the CPU.
-That proves a kernel compiles, fits on-chip memory, and computes the right numbers. It proves
-nothing of time, of the cube's rounding, or of synchronisation between cores and pipes.
+After `install()`, every `@triton.jit` kernel launched on tensors of the CPU or of the emulated NPU
+goes through the vendor's front end, is checked by the vendor's compiler, and runs on the CPU. That
+shows that a kernel compiles, fits on-chip memory, and computes the right numbers. It says nothing
+about time, the cube's rounding, or synchronisation between cores and pipes.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ __all__ = [
     "statistics",
 ]
 
-_UB_KIB = {False: 192, True: 248}  # by whether the SoC is of the next generation
+_UB_KIB = {False: 192, True: 248}  # by whether the SoC is an Ascend950
 
 
 class KernelRejected(MLIRCompilationError):
-    """The vendor's compiler refused a kernel.
+    """The vendor's compiler rejected a kernel.
 
-    Derived from what autotuning takes for "this configuration does not fit".
+    Its base class tells autotuning that a configuration does not fit.
     """
 
     def __init__(self, message: str):
@@ -71,20 +71,20 @@ def install(
     check_bounds: bool | None = None,
     judge: bool = True,
 ) -> None:
-    """Make this process's Triton launch on an emulated NPU. May be called again to change options.
+    """Make this process's Triton launch on an emulated NPU. Call it again to change options.
 
-    Before modules with `@triton.autotune` are imported: a decorator asks for the driver.
-    Options left out are those of the emulated machine that this process has, if it has one.
+    Call it before modules with `@triton.autotune` are imported: the decorator uses the driver. The
+    defaults are those of this process's emulated machine, if it has one.
 
     Args:
-        soc: what the vendor's compiler compiles for, e.g. Ascend910B3 (the default),
-            Ascend910_9391, Ascend950.
-        vector_cores, cube_cores: what the driver tells kernels' launchers of the NPU; default 48
-            and 24.
-        check_bounds: raise OutOfBounds where a kernel reads or writes outside its tensors' memory,
-            before it does. Default: no.
-        judge: ask the vendor's compiler whether each kernel fits the NPU. Without it a kernel
-            compiles faster, and one that overflows on-chip memory runs.
+        soc: the target of the vendor's compiler, e.g. Ascend910B3 (the default), Ascend910_9391,
+            Ascend950.
+        vector_cores, cube_cores: core counts that the driver reports to launchers; default 48 and
+            24.
+        check_bounds: raise OutOfBounds before a kernel reads or writes outside its tensors' memory.
+            Default: no.
+        judge: let the vendor's compiler check that each kernel fits the NPU. Without it kernels
+            compile faster, and one that overflows on-chip memory runs.
 
     Raises:
         EmulatorError: Triton is not Ascend's.
@@ -102,13 +102,13 @@ def install(
         vector_cores = vector_cores or 2 * machine.cores
         cube_cores = cube_cores or machine.cores
         check_bounds = machine.check_bounds if check_bounds is None else check_bounds
-    # Kept apart from a real NPU's: same keys, other binaries.
+    # Separate from a real NPU's cache, which has other binaries for the same keys.
     os.environ.setdefault("TRITON_CACHE_DIR", str(lowering.cache_folder() / "front_end"))
     if "ascend" not in backends:
         raise EmulatorError('this Triton has no Ascend backend: pip install "triton-ascend==3.2.0"')
     target = lowering.Target(soc or "Ascend910B3")
     tools.tool("bishengir-compile")
-    # Where libraries cannot ask CANN, they size tiles by this, or for 64 KiB.
+    # Libraries that cannot ask CANN size tiles by this variable; the default is 64 KiB.
     bits = _UB_KIB[target.next_generation] << 13
     os.environ.setdefault("ASCEND_UB_CAPACITY_BITS", str(bits))
     launch.check_bounds = bool(check_bounds)
@@ -119,7 +119,7 @@ def install(
 
 
 def statistics() -> dict[str, Statistics]:
-    """What each kernel's launches did since the process began or `reset_statistics`."""
+    """Return each kernel's statistics since the process began or `reset_statistics` was called."""
     return {
         name: dataclasses.replace(k, arguments=dict(k.arguments))
         for name, k in launch.kernels.items()
@@ -131,12 +131,12 @@ def reset_statistics() -> None:
 
 
 def compiled_kernels() -> list[str]:
-    """Names of the kernels that this process compiled, rather than took from the cache."""
+    """Return the names of the kernels that this process compiled, not loaded from the cache."""
     return list(lowering.compiled)
 
 
 class Driver:
-    """What Triton asks of a device."""
+    """Triton's driver interface for the emulated device."""
 
     def __init__(self, soc: str, vector_cores: int, cube_cores: int):
         self.utils = Utils(soc, vector_cores, cube_cores)
@@ -155,7 +155,7 @@ class Driver:
             npu.set_device(device)
 
     def get_current_stream(self, device: int | None = None) -> int:
-        return 0  # a launch runs at once, after what the device has queued
+        return 0  # a launch runs synchronously, after the device's queue
 
     def get_device_interface(self):
         return launch.torch_npu() or HostInterface
@@ -170,13 +170,13 @@ class Driver:
 
 
 class Utils:
-    """What Triton asks about a device."""
+    """Triton's interface for device properties."""
 
     def __init__(self, soc: str, vector_cores: int, cube_cores: int):
         self.soc, self.vector_cores, self.cube_cores = soc, vector_cores, cube_cores
 
     def get_device_properties(self, device) -> dict[str, int]:
-        # The vendor's driver, too, leaves on-chip memory to the compiler.
+        # The vendor's driver leaves on-chip memory to the compiler, too.
         return {
             "max_shared_mem": 1,
             "num_aicore": self.cube_cores,
@@ -201,7 +201,7 @@ class Utils:
 
 
 class HostInterface:
-    """The part of torch.npu that benchmarks use, on the host's clock, where torch_npu is not."""
+    """The part of torch.npu that benchmarks use, on the host's clock; used without torch_npu."""
 
     class Event:
         def __init__(self, enable_timing: bool = False):
@@ -223,17 +223,17 @@ class HostInterface:
 
 
 def run_once(function, quantiles=None, **_):
-    """The benchmark behind `triton.autotune`: each configuration that runs is as fast as another.
+    """Replace the benchmark of `triton.autotune`: every configuration that runs gets the same time.
 
-    Times here would say nothing of an NPU. So the first configuration that compiles is chosen.
+    Times here say nothing about an NPU, so the first configuration that compiles is chosen.
     """
     function()
     return [1.0] * len(quantiles) if quantiles else 1.0
 
 
 def _patch_backend(backend, target: lowering.Target, judge: bool) -> None:
-    """Replace the vendor backend's last stage, and give it the options of later releases."""
-    # The module is loaded under a private name; its globals are reached through a method.
+    """Replace the vendor backend's last stage, and add the options of later releases."""
+    # The module is loaded under a private name, so get its globals from a method.
     vendor = backend.add_stages.__globals__
     original = vendor.setdefault("_npu_ops_options", vendor["NPUOptions"])
     extra = [
@@ -241,7 +241,7 @@ def _patch_backend(backend, target: lowering.Target, judge: bool) -> None:
         for name in lowering.LATER_OPTIONS
         if name not in original.__dataclass_fields__
     ]
-    if target.next_generation:  # as vendor's module does where it finds such an NPU
+    if target.next_generation:  # as the vendor's module does on such an NPU
         changed = {
             "compile_on_910_95": True,
             "multibuffer": False,
@@ -271,15 +271,15 @@ def _patch_backend(backend, target: lowering.Target, judge: bool) -> None:
 
 @contextlib.contextmanager
 def _one_process_at_a_time(linalg: str):
-    """Of processes that want a kernel at once, as ranks do, one compiles it for all."""
-    name = lowering.digest(linalg.encode())[:2]  # a few hundred locks for all kernels
+    """Lock a kernel: if several processes need it, as ranks do, one compiles it for all."""
+    name = lowering.digest(linalg.encode())[:2]  # a few hundred locks serve all kernels
     with open(lowering.cache_folder() / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _patch_front_end(npu: lowering.Target) -> None:
-    """Make two errors of Triton say which kernel they are about."""
+    """Add the kernel's name to two errors of Triton."""
     compile_ = getattr(triton.compiler.compile, "original", triton.compiler.compile)
     run = getattr(JITFunction.run, "original", JITFunction.run)
 
@@ -325,7 +325,7 @@ def _rejection_text(src, cause: lowering.Rejected, target: lowering.Target) -> s
 
 
 def _provide_cann_module() -> None:
-    """`triton.language.extra.cann`, which later releases have: this release's own functions."""
+    """Provide `triton.language.extra.cann` of later releases, with this release's functions."""
     name = "triton.language.extra.cann"
     with contextlib.suppress(ImportError):
         if not getattr(importlib.import_module(name), "npu_ops", False):

@@ -1,4 +1,4 @@
-"""Launches of compiled Triton kernels: arguments, threads, accounting, the bounds guard."""
+"""Launches of compiled Triton kernels: arguments, threads, statistics, bounds checks."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ GRID_LIMIT = 65535
 
 
 class OutOfBounds(RuntimeError):
-    """A kernel left the memory of one of its tensors; found by `check_bounds`."""
+    """A kernel accessed memory outside its tensors; raised with `check_bounds`."""
 
 
 class GridTooLarge(RuntimeError):
-    """A launch has more programs than the NPU's runtime takes."""
+    """A launch has more programs than the NPU's runtime accepts."""
 
 
 @dataclasses.dataclass
 class Statistics:
-    """What a kernel's launches did, all together.
+    """Totals of a kernel's launches.
 
     Attributes:
         launches, programs: how many ran.
-        bytes_loaded, bytes_stored: moved from and to global memory. Masked-off elements count where
+        bytes_loaded, bytes_stored: moved from and to global memory. Masked-off elements count if
             the compiled kernel moves them: a gather reads its masked elements, a block does not.
-        arguments: (bytes loaded, bytes stored) by argument name. Arguments that point at the same
-            byte count as the first of them.
+        arguments: (bytes loaded, bytes stored) by argument name. If several arguments point to the
+            same byte, the first of them counts.
     """
 
     launches: int = 0
@@ -93,10 +93,10 @@ _SCALARS = {
 
 @functools.cache
 def runtime() -> ctypes.CDLL:
-    """The compiled runtime; made once for all processes."""
-    library = ctypes.CDLL(None)  # a process with the whole emulated NPU has it already
+    """Return the compiled runtime, which is built once for all processes."""
+    library = ctypes.CDLL(None)  # in a process with the emulated NPU, it is already loaded
     if not hasattr(library, "npu_ops_launch"):
-        # The kernels' shared objects find its functions.
+        # Global, so that the kernels' shared objects find its functions.
         library = ctypes.CDLL(_build_runtime(), mode=ctypes.RTLD_GLOBAL)
     library.npu_ops_launch.restype = ctypes.c_int
     library.npu_ops_launch.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] + [
@@ -118,7 +118,7 @@ def _build_runtime() -> pathlib.Path:
 
 
 class Loaded:
-    """A kernel's shared object in this process."""
+    """A kernel's shared object, loaded in this process."""
 
     def __init__(self, data: bytes):
         runtime()
@@ -137,11 +137,11 @@ class Loaded:
 
 
 class Launcher:
-    """What Triton calls to launch one compiled kernel; made with its signature."""
+    """Triton's launcher for one compiled kernel; made with its signature."""
 
     def __init__(self, src, metadata):
         self.name = src.fn.__name__
-        # A specialised argument (None, 1) is in the kernel's code, not among its parameters.
+        # A specialised argument (None, 1) is a constant in the kernel's code, not a parameter.
         self.parameters = [
             (position, name, kind)
             for position, (name, kind) in enumerate(src.signature.items())
@@ -195,7 +195,7 @@ class Launcher:
             leave(launch_metadata)
 
     def _settle(self, arguments) -> None:
-        """Refuse memory that the NPU cannot reach, and let the NPU finish what is queued."""
+        """Reject memory that the NPU cannot access, and wait for the NPU's queue."""
         npu = torch_npu()
         if npu is None:
             return
@@ -211,7 +211,7 @@ class Launcher:
             npu.synchronize()
 
     def _slots(self, arguments):
-        """The arguments, eight bytes each, after two null pointers: the lock, the workspace."""
+        """Return the arguments as eight-byte slots, after two null pointers: lock and workspace."""
         slots = (ctypes.c_int64 * (2 + len(self.parameters)))()
         address = ctypes.addressof(slots) + 16
         for i, (position, name, kind) in enumerate(self.parameters):
@@ -245,14 +245,14 @@ class Launcher:
 
 
 def threads() -> int:
-    """How many programs run at a time: as many as OMP_NUM_THREADS says, else one on each CPU."""
+    """Return how many programs run at a time: OMP_NUM_THREADS, else one per CPU."""
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_grid(name: str, grid) -> None:
-    """Refuse what the NPU's runtime refuses, unless its own switch for larger grids is on."""
+    """Reject grids that the NPU's runtime rejects, unless its switch for larger grids is on."""
     programs = math.prod(grid)
     if programs <= GRID_LIMIT or os.environ.get("TRITON_ALL_BLOCKS_PARALLEL", "0") != "0":
         return
@@ -264,7 +264,7 @@ def check_grid(name: str, grid) -> None:
 
 
 def _extent(argument) -> _Argument:
-    """Where the memory of a pointer argument begins and ends; a bare address has no end."""
+    """Return the memory range of a pointer argument; a bare address has no range."""
     tensor = argument if hasattr(argument, "untyped_storage") else getattr(argument, "base", None)
     if tensor is None:
         address = argument if isinstance(argument, int) else argument.data_ptr()
@@ -275,7 +275,7 @@ def _extent(argument) -> _Argument:
 
 
 def torch_npu():
-    """`torch.npu`, if this process has the emulated NPU; else kernels run on CPU tensors."""
+    """Return `torch.npu` of the emulated NPU; None without one, as kernels then use CPU tensors."""
     return getattr(sys.modules.get("torch"), "npu", None) if "torch_npu" in sys.modules else None
 
 

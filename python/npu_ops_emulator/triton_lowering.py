@@ -1,7 +1,7 @@
-"""From the IR of a Triton kernel to the vendor compiler's verdict and to CPU code.
+"""Lowers the IR of a Triton kernel, for the vendor compiler's verdict and to CPU code.
 
 linalg -> HIVM          ascendnpu-ir's bishengir-compile: the real plan of UB, L1 and L0. It stops
-                        for want of `hivmc`, which no wheel has, after everything that can fail.
+                        at the missing `hivmc`, which no wheel has, after all that can fail.
 linalg -> LLVM dialect  ascendnpu-ir's bishengir-opt
 LLVM dialect -> .so     triton's translation, llvmlite's optimiser, gcc
 """
@@ -23,7 +23,8 @@ from npu_ops_emulator import build as sources
 from npu_ops_emulator import vendor
 from npu_ops_emulator.triton_rewrite import HOOK, Kernel, Unsupported
 
-compiled: list[str] = []  # names of the kernels this process compiled: not those from the cache
+# names of the kernels that this process compiled, not loaded from the cache
+compiled: list[str] = []
 
 _PASSES = (
     "--execution-engine-convert-hfusion-to-upstream",
@@ -39,7 +40,7 @@ _PASSES = (
     "--convert-linalg-to-loops",
     "--canonicalize",
     "--convert-scf-to-cf",
-    "--math-legalize-to-f32",  # bishengir-opt 1.2.0 dies of it where there are structured branches
+    "--math-legalize-to-f32",  # crashes bishengir-opt 1.2.0 if there are structured branches
     "--lower-affine",
     "--arith-emulate-unsupported-floats=source-types=bf16 target-type=f32",
     "--arith-expand=include-bf16=true",
@@ -52,10 +53,10 @@ _PASSES = (
     "--convert-arith-to-llvm",
     "--reconcile-unrealized-casts",
 )
-# What the judge leaves out: four fifths of its time, and here every pipe of a core waits for the
-# others. `npu-ops compile` does it too.
+# Synchronisation flags, which the check skips: they take four fifths of its time, and here every
+# pipe of a core waits for the others. `npu-ops compile` includes them.
 _UNJUDGED = ("--disable-hivm-auto-inject-sync",)
-# Launch options of the vendor's backend, and the compiler's flags they become there.
+# Launch options of the vendor's backend -> flags of its compiler.
 _FLAGS = {
     "multibuffer": "enable-auto-multi-buffer",
     "enable_auto_bind_sub_block": "enable-auto-bind-sub-block",
@@ -72,23 +73,23 @@ _FLAGS = {
     "tile_mix_vector_loop": "tile-mix-vector-loop",
     "tile_mix_cube_loop": "tile-mix-cube-loop",
     "disable_auto_inject_block_sync": "disable-auto-inject-block-sync",
-    # Options of later releases than triton-ascend 3.2.0, which this compiler has flags for already.
+    # Options of releases after triton-ascend 3.2.0, for which this compiler already has flags.
     "enable_ubuf_saving": "enable-ubuf-saving",
 }
 LATER_OPTIONS = ("enable_ubuf_saving",)
 
 
 class Rejected(Exception):
-    """The vendor compiler refused a kernel; the text is what it said."""
+    """The vendor's compiler rejected a kernel; the message is the compiler's."""
 
 
 class NotLowered(Exception):
-    """The vendor compiler takes the kernel, but it cannot be executed here; the text says why."""
+    """The vendor's compiler accepts the kernel, but it cannot run here; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """An NPU to compile for: its name as users say it, and as the compiler does."""
+    """An NPU to compile for: its user-visible name, and the compiler's name for it."""
 
     soc: str
 
@@ -102,7 +103,7 @@ class Target:
 
 
 def cache_folder() -> pathlib.Path:
-    """Where compiled kernels are kept between processes."""
+    """Return the folder of compiled kernels, which all processes share."""
     root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     folder = pathlib.Path(root) / "npu_ops" / "triton"
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,20 +115,20 @@ def digest(data: bytes) -> str:
 
 
 def store(path: pathlib.Path, data: bytes) -> None:
-    """Write a file of the cache so that no other process sees a part of it."""
+    """Write a file of the cache atomically."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(data)
     os.replace(file.name, path)
 
 
 def runtime_source() -> pathlib.Path:
-    """The C++ file of what kernels call."""
+    """Return the C++ file with the functions that kernels call."""
     return next(path for path in sources.sources() if path.name == "triton_runtime.cpp")
 
 
 @functools.cache
 def fingerprint() -> str:
-    """Of everything but the kernel that decides what is compiled."""
+    """Return a hash of everything except the kernel that affects compilation."""
     import llvmlite.binding as llvm
 
     here = pathlib.Path(__file__)
@@ -145,15 +146,15 @@ def fingerprint() -> str:
 
 
 def build(linalg: str, options: dict, target: Target, judge: bool) -> bytes:
-    """A shared object of the kernel; from the cache if any process made it before.
+    """Return a shared object of the kernel, from the cache if possible.
 
     Args:
-        linalg: the kernel as the vendor's front end hands it to the vendor's compiler.
+        linalg: the kernel, as the vendor's front end passes it to the vendor's compiler.
         options: launch options, by their names in `triton_launch`.
-        judge: ask the vendor's compiler whether the kernel fits the NPU.
+        judge: let the vendor's compiler check that the kernel fits the NPU.
 
     Raises:
-        Rejected: it does not.
+        Rejected: it does not fit.
         NotLowered: the kernel cannot run here.
     """
     flags = compiler_flags(options, target)
@@ -173,7 +174,7 @@ def build(linalg: str, options: dict, target: Target, judge: bool) -> bytes:
             data = _shared_object(kernel, folder)
         except Unsupported as error:
             raise NotLowered(str(error)) from error
-        finally:  # the vendor's verdict first: its words are about the user's kernel
+        finally:  # the vendor's error takes precedence: it is about the user's kernel
             notes = _judge(*_finish(compiler)) if compiler else []
     known = {"object": digest(data), "judged": judge, "notes": notes}
     store(object_path(known["object"]), data)
@@ -182,12 +183,12 @@ def build(linalg: str, options: dict, target: Target, judge: bool) -> bytes:
 
 
 def object_path(name: str) -> pathlib.Path:
-    """The shared object called `name`, a digest of its content."""
+    """Return the path of the shared object `name`, a digest of its content."""
     return cache_folder() / f"{name}.so"
 
 
 def compiler_flags(options: dict, target: Target) -> list[str]:
-    """The vendor backend's command line for `bishengir-compile`, but for the file names."""
+    """Return the vendor backend's flags for `bishengir-compile`, without file names."""
     flags = [f"--target={target.compiler_name}"]
     for option, flag in _FLAGS.items():
         value = options.get(option)
@@ -202,10 +203,10 @@ def compiler_flags(options: dict, target: Target) -> list[str]:
 
 
 def _judge(log: str, status: int) -> list[str]:
-    """The compiler's notes on a kernel that it accepts.
+    """Return the compiler's notes on a kernel that it accepts.
 
-    It looks for `hivmc`, which only CANN has, when all that can fail is done: without CANN, that
-    nothing else went wrong is its assent.
+    The compiler calls `hivmc`, which only CANN has, after all steps that can fail. So without CANN,
+    a missing `hivmc` as the only error means that the kernel is accepted.
     """
     wrong = [line for line in log.splitlines() if "error:" in line and "hivmc" not in line]
     if status == 0 or (status > 0 and "Cannot find hivmc" in log and not wrong):
@@ -214,7 +215,7 @@ def _judge(log: str, status: int) -> list[str]:
 
 
 def _complaint(log: str) -> str:
-    """The lines of a compiler's log that say what is wrong, the reason first."""
+    """Return the lines of a compiler's log that describe the error, the reason first."""
     lines = [re.sub(r"^loc\(.*?\): ", "", line.strip()) for line in log.splitlines()]
     lines = [line for line in dict.fromkeys(lines) if line and "hivmc" not in line]
     words = r"error:|\[NOTE\]"
@@ -232,7 +233,7 @@ def _start_judge(folder: pathlib.Path, *flags: str) -> subprocess.Popen:
 
 
 def _finish(process: subprocess.Popen) -> tuple[str, int]:
-    """What a process printed, and its exit status; negative for a signal."""
+    """Return a process's output and its exit status, which is negative for a signal."""
     log, _ = process.communicate()
     return log, process.returncode
 
@@ -261,11 +262,11 @@ def _llvm_ir(path: pathlib.Path) -> str:
 
 
 def _machine_code(text: str, vectorise: bool) -> bytes:
-    """An object file.
+    """Compile LLVM IR to an object file.
 
-    Vectorising takes four times as long to compile. That pays for matrix products, which then run
-    ten times as fast, and not for element-wise code, which runs three times as fast: kernels of
-    tests run for milliseconds.
+    Vectorizing takes four times as long to compile. That pays off for matrix products, which then
+    run ten times as fast. It does not for element-wise code, which runs three times as fast:
+    kernels of tests run for milliseconds.
     """
     import llvmlite.binding as llvm
 
@@ -279,7 +280,7 @@ def _machine_code(text: str, vectorise: bool) -> bytes:
         cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(),
         opt=2 if vectorise else 1, reloc="pic", codemodel="default",
     )  # fmt: skip
-    # Never unrolled: that doubles the time to compile and gains nothing to run.
+    # Never unroll: it doubles the compile time and does not speed up the kernels.
     tuning = llvm.create_pipeline_tuning_options(speed_level=2 if vectorise else 0)
     tuning.loop_vectorization, tuning.loop_unrolling = vectorise, False
     builder = llvm.create_pass_builder(machine, tuning)
@@ -291,11 +292,11 @@ _LLVM_TYPES = {"f32": "float", "f64": "double", "f16": "half", "bf16": "bfloat",
 
 
 def _entry(kernel: Kernel) -> str:
-    """LLVM IR of the two functions that join a kernel to the runtime.
+    """Return LLVM IR of two functions that connect a kernel to the runtime.
 
-    `npu_ops_program` takes the arguments as an array of eight-byte slots, a pointer or a scalar in
-    each. The hooks put sizes and strides into an array. What a launch must know of the kernel is
-    here too, so that the shared object is all there is to keep.
+    `npu_ops_program` takes the arguments as an array of eight-byte slots, each a pointer or a
+    scalar. The hooks put sizes and strides into an array. Data that a launch needs about the kernel
+    is included too, so the shared object is all that has to be cached.
     """
     body, arguments = [], []
     user, unwatched = kernel.parameters[:-6], " ".join(sorted(kernel.unwatched))

@@ -1,7 +1,7 @@
-"""Rewrites of a Triton kernel's IR, as text, between the vendor's front end and the CPU lowering.
+"""Rewrites a Triton kernel's IR as text, between the vendor's front end and the CPU lowering.
 
-The text is what `triton-adapter-opt` prints: one operation a line, linalg on tensors, `memref`
-for global memory. No MLIR bindings come with the vendor's tools, hence text.
+`triton-adapter-opt` prints the text: one operation per line, linalg on tensors, `memref` for global
+memory. It is text because the vendor's tools come without MLIR bindings.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ MAX_RANK = 8
 
 _BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
 _VALUE = r"%[\w$.#-]+"
-# Synchronisation between cores and pipes: programs run one after another on a core here.
+# Synchronisation between cores and pipes. Removed: here, programs run one after another on a core.
 _BARRIERS = ("gpu.barrier", "hivm.hir.sync_block", "hivm.hir.pipe_barrier")
 
 
 class Unsupported(Exception):
-    """The kernel uses something that has no CPU lowering; the text says what."""
+    """The kernel uses something without a CPU lowering; the message says what."""
 
 
 class Kernel:
@@ -68,7 +68,7 @@ def _without_barriers(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-# The ordinary lowering of a matmul ends in a reduction, which LLVM may not vectorise; this order
+# The standard lowering of a matmul ends in a reduction, which LLVM must not vectorise. This order
 # adds in the same sequence and vectorises over columns.
 _MATMUL = re.compile(
     rf"^(?P<head>\s*{_VALUE} = )linalg\.matmul (?:\{{[^}}]*\}} )?"
@@ -114,12 +114,12 @@ _CALL = re.compile(
     r"(?: loc\(.*\))?$",
     re.MULTILINE,
 )
-# Output and checks of a debug build.
+# Prints and asserts of a debug build.
 _PRINTS = re.compile(r"^.*@triton_(?:print|assert)_\d+\(.*\n", re.MULTILINE)
 
 
 def _calls(text: str) -> str:
-    """Write out the functions on whole tensors that the vendor's front end leaves as calls."""
+    """Replace calls of whole-tensor functions, left by the vendor's front end, by loops."""
     constants = dict(re.findall(rf"({_VALUE}) = arith\.constant ([-\w]+)", text))
 
     def body(match: re.Match) -> str:
@@ -134,7 +134,7 @@ def _calls(text: str) -> str:
 
 
 class _Loops:
-    """Loops, on tensors, that compute one element of a call's result after another."""
+    """Loops over tensors that compute a call's result element by element."""
 
     def __init__(self, match: re.Match, source: str, axis: int):
         self.operation, self.result, self.source = match["op"], match["result"], source
@@ -147,7 +147,7 @@ class _Loops:
         self.at = [f"{self.name}_i{d}" for d in range(len(self.shape))]
 
     def write(self, *arguments) -> str:
-        """The loops, the axis outermost so that the others vectorise."""
+        """Write the loops, the axis outermost so that the others vectorise."""
         name = self.name
         order = [self.axis] + [d for d in range(len(self.shape)) if d != self.axis]
         carried = f"{name}_init"
@@ -178,7 +178,7 @@ class _Loops:
         return "\n".join(lines)
 
     def _place(self, along: str) -> str:
-        """Indices with `along` on the axis."""
+        """Return indices with `along` at the axis."""
         return ", ".join(along if d == self.axis else i for d, i in enumerate(self.at))
 
     def _extract(self, name: str, tensor: str, along: str) -> str:
@@ -210,7 +210,7 @@ class _Loops:
 
     def _scan(self, carried: str, combine: str, reverse: bool):
         name, i = self.name, self.at[self.axis]
-        # The first element has no predecessor: it reads itself, and the sum is not used.
+        # The first element has no predecessor: it reads itself, and the sum is discarded.
         step, edge, bound = (
             ("addi", "minsi", f"{name}_last") if reverse else ("subi", "maxsi", f"{name}_zero")
         )
@@ -228,7 +228,7 @@ class _Loops:
         return lines, self._place(f"{name}_here")
 
     def _sort(self, carried: str, descending: bool):
-        """An element's place is the number of elements that come before it; NaN is the largest."""
+        """Sort: an element's place is the number of elements before it; NaN is the largest."""
         name, i, j = self.name, self.at[self.axis], f"{self.name}_j"
         x, y = (f"{name}_y", f"{name}_v") if descending else (f"{name}_v", f"{name}_y")
         if self.float:
@@ -265,7 +265,7 @@ class _Loops:
         return lines, self._place(f"{name}_place")
 
 
-# Functions of triton.language.extra.ascend.libdevice, computed in fp32: lines from %x to %r.
+# Functions of triton.language.extra.ascend.libdevice in fp32: MLIR lines from %x to %r.
 _FUNCTIONS = {
     "recip": ["%one = arith.constant 1.0 : f32", "%r = arith.divf %one, %x : f32"],
     "relu": ["%zero = arith.constant 0.0 : f32", "%r = arith.maximumf %x, %zero : f32"],
@@ -322,7 +322,7 @@ def _functions(text: str) -> str:
 
 
 def _type_at(text: str, start: int) -> str:
-    """The type that begins at `start`, to its closing bracket."""
+    """Return the type that begins at `start`, up to its closing bracket."""
     depth = 0
     for end in range(start, len(text)):
         char = text[end]
@@ -338,7 +338,7 @@ def _type_at(text: str, start: int) -> str:
 
 
 def _typed_values(text: str) -> Iterator[tuple[str, str]]:
-    """(type, name) of every `%name: type` in `text`."""
+    """Yield (type, name) of every `%name: type` in `text`."""
     for match in re.finditer(rf"({_VALUE}): ", text):
         yield _type_at(text, match.end()), match[1]
 
@@ -350,7 +350,7 @@ _VIEW = re.compile(
 
 
 def _views(line: str, known: dict[str, str]) -> dict[str, str]:
-    """Names that `line` defines and that may be views of global memory, with their types."""
+    """Return names that `line` defines and that may be views of global memory, with their types."""
     if "memref<" not in line:
         return {}
     if "func.func @" in line or "^bb" in line:
@@ -391,7 +391,7 @@ def _loop_views(line: str, known: dict[str, str]) -> dict[str, str]:
 
 
 def _accesses(line: str, views: dict[str, str], unwatched: set[str]):
-    """(kind, value, indices or None) of each access of `line` to a view in `views`."""
+    """Yield (kind, value, indices or None) for each access of `line` to a view in `views`."""
     used = [value for value in re.findall(_VALUE, line) if value in views]
     if not used or "memref<" not in line:
         return
@@ -413,7 +413,7 @@ def _accesses(line: str, views: dict[str, str], unwatched: set[str]):
     elif operation.startswith("linalg."):
         outs = line[line.index("outs(") :]
         for value in dict.fromkeys(used):
-            # A read-modify-write reads what it writes: one transfer, by the store.
+            # A read-modify-write counts as one transfer, by the store.
             yield ("write" if re.search(rf"{re.escape(value)}\b", outs) else "read"), value, None
     elif not (
         _VIEW.match(line)
@@ -424,7 +424,7 @@ def _accesses(line: str, views: dict[str, str], unwatched: set[str]):
 
 
 def _hook_call(number: int, kind: str, value: str, type_: str, indices: list[str] | None):
-    """Lines that call the hook for one access, and the rank they call it with."""
+    """Return lines that call the hook for one access, and the rank of the access."""
     shape, element = re.match(r"memref<((?:[\d?]+x)*)(\w+)", type_).groups()
     rank = shape.count("x")
     if element not in _BYTES or rank > MAX_RANK:
@@ -455,5 +455,5 @@ def _hook_call(number: int, kind: str, value: str, type_: str, indices: list[str
 
 
 def _hook_types(rank: int) -> str:
-    """Types of the hook's parameters: kind, bytes of an element; base, offset, sizes, strides."""
+    """Return the hook's parameter types: kind, bytes per element; base, offset, sizes, strides."""
     return ", ".join(["i64", "i64"] + ["index"] * (2 + 2 * rank))

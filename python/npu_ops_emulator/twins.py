@@ -1,8 +1,8 @@
-"""AscendC kernels on the CPU: compiled with the twin, run, and judged.
+"""AscendC kernels on the CPU: compiles them as twins, runs and checks them.
 
 A twin is a kernel's source, compiled with g++ against the vendor's headers and the instructions in
-csrc/twin. It computes what the kernel computes, and says what is wrong with it: bounds, alignment,
-queues, events, races. It says nothing about time, and nothing here was compiled by bisheng.
+csrc/twin. It computes the kernel's results and reports errors: bounds, alignment, queues, events,
+races. It says nothing about time, and bisheng compiles nothing here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from npu_ops_emulator import build, headers
 from npu_ops_emulator.errors import EmulatorError
 
 LIBRARY = "libnpu_ops_twin.so"
-# C++17 is what AscendC's headers are written in. Frame pointers lead from an instruction to the
-# kernel's line. -fno-access-control: the vendor's types keep a core's state private.
+# AscendC's headers are C++17. Frame pointers connect an instruction to the kernel's source line.
+# -fno-access-control: a core's state is private in the vendor's types.
 FLAGS = ("-std=c++17", "-w", "-O2", "-g1", "-fPIC", "-fno-omit-frame-pointer",
          "-fno-optimize-sibling-calls", "-fno-access-control")  # fmt: skip
 ARCHITECTURE = ("-D__NPU_ARCH__=2201", "-D__DAV_C220__", "-D__DAV_C220_VEC__", "-D__DAV_VEC__",
@@ -35,11 +35,14 @@ _KERNEL = re.compile(r"__global__\s+__aicore__\s+void\s+(\w+)\s*\(")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is wrong with a launch.
+    """A problem found in a launch.
 
-    severity: "error", or "warning" for what the vendor's compiler mends by itself. check: e.g.
-    "race". block: the core. what: a sentence. access, other: the instruction, its pipe and its line
-    in the kernel, and the earlier one where two are to blame.
+    severity: "error", or "warning" if the vendor's compiler fixes it by itself.
+    check: e.g. "race".
+    block: the core.
+    what: a sentence.
+    access, other: the instruction with its pipe and its line in the kernel; and the earlier
+    instruction if two conflict.
     """
 
     severity: str
@@ -57,7 +60,7 @@ class Finding:
 
 
 def parse(text: str) -> list[Finding]:
-    """The findings in what the twin hands out, one a line."""
+    """Parse the twin's findings, one per line."""
     found = []
     for line in text.splitlines():
         severity, check, block, what, access, other = line.split("\t")
@@ -81,10 +84,11 @@ class Twin:
         vector_order: bool = False,
         goes_on: bool = False,
     ) -> list[Finding]:
-        """Run a kernel; it may touch `tensors`, {name: (address, bytes)}, alone.
+        """Run a kernel, which may access only `tensors`, {name: (address, bytes)}; return the
+        findings.
 
-        vector_order: also warn where the vector pipe needs a barrier to read what it wrote.
-        goes_on: where a check of the vendor's fails, the core goes on, to see what comes of it.
+        vector_order: also warn if the vector pipe needs a barrier to read its own results.
+        goes_on: continue after a failed check of the vendor's, to see the consequences.
         """
         twin = _loaded_library()
         run = ctypes.cast(getattr(_loaded(self.path), f"{kernel}__twin"), ctypes.c_void_p)
@@ -99,10 +103,10 @@ class Twin:
 
 
 def compile(source: pathlib.Path | str, include: Sequence[pathlib.Path] = ()) -> Twin:
-    """The twin of an AscendC source file; compiled unless it was before, exactly so.
+    """Compile the twin of an AscendC source file, or reuse a cached one.
 
     Raises:
-        EmulatorError: there are no headers, or it does not compile.
+        EmulatorError: there are no headers, or the file does not compile.
     """
     source = pathlib.Path(source)
     library_folder = library().parent
@@ -126,7 +130,7 @@ def compile(source: pathlib.Path | str, include: Sequence[pathlib.Path] = ()) ->
 
 
 def _texts(text: str, folders: Sequence[pathlib.Path]) -> list[str]:
-    """A source's text, and that of each header in `folders` that it includes, however deep."""
+    """Return a source's text, and those of headers in `folders` that it includes, recursively."""
     texts, seen = [text], set()
     for including in texts:
         for name in re.findall(r'^#include "(.*)"', including, re.M):
@@ -139,7 +143,7 @@ def _texts(text: str, folders: Sequence[pathlib.Path]) -> list[str]:
 
 @functools.cache
 def library() -> pathlib.Path:
-    """The library of the twin itself; built on first use.
+    """Return the twin's own library; builds it on first use.
 
     Raises:
         EmulatorError: there are no headers, or it does not compile.
@@ -178,16 +182,16 @@ def _build_library(folder: pathlib.Path) -> None:
         _run([*build.compiler(), "-shared", "-o", out / LIBRARY, *objects, "-ldl"])
         try:
             out.rename(folder)
-        except OSError:  # another process was quicker
+        except OSError:  # another process was faster
             if not folder.exists():
                 raise
 
 
 def _vendor_checks() -> dict[str, list[pathlib.Path]]:
-    """List the sources of the vendor's checks of sizes, alignment, masks and repeats.
+    """Return the sources of the vendor's checks of sizes, alignment, masks and repeats.
 
-    All files of a key are compiled as one translation unit, in a tenth of the time. There are two,
-    because the file for sorting defines names that the others define too.
+    The files of a key are compiled as one translation unit, which takes a tenth of the time. There
+    are two keys, because the file for sorting redefines names of the others.
     """
     tools = headers.staged() / "asc-tools" / "cpudebug"
     alone = tools / "src/api_check/kernel_vec_sort_check.cpp"

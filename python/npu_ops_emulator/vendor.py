@@ -16,24 +16,26 @@ import tempfile
 from collections.abc import Callable
 
 INSTALL = "pip install 'npu-ops[compile]'"
-# The path of another bishengir-compile than the wheel's, whose judgement counts: a CANN's own.
+# Variable with the path of a bishengir-compile that replaces the wheel's: a CANN's own.
 COMPILER = "NPU_OPS_BISHENGIR_COMPILE"
 SOCS = ("Ascend910B3", "Ascend910_9391", "Ascend950PR_9579")
-SECONDS = 600  # after which a compilation is given up
-RETRIES = 3  # of a tool that was killed
+SECONDS = 600  # timeout of a compilation
+RETRIES = 3  # retries of a tool that was killed by a signal
 
 # The last dialect before instructions. The wheel has no assembler, so this is also the last result.
 LAST_PASS = "convert-hivm-to-std"
 
 
 class CompileError(RuntimeError):
-    """A kernel that the vendor's tools refuse; the message ends with what they said."""
+    """The vendor's tools reject a kernel; the message ends with their output."""
 
 
 @functools.cache
 def tool(name: str) -> str:
-    """The path of a tool: the compiler that NPU_OPS_BISHENGIR_COMPILE names, the ascendnpu-ir
-    wheel's, or one on PATH.
+    """Return the path of a tool.
+
+    It is the compiler that NPU_OPS_BISHENGIR_COMPILE names, the ascendnpu-ir wheel's, or one on
+    PATH.
 
     Raises:
         FileNotFoundError: there is none.
@@ -51,14 +53,14 @@ def tool(name: str) -> str:
 
 @functools.cache
 def _path() -> str:
-    """PATH with the wheel's tools first: one of them starts others."""
+    """Return PATH with the wheel's tools first, because one of them starts others."""
     path = os.environ.get("PATH", os.defpath)
     spec = importlib.util.find_spec("ascendnpuir")
     if spec is None:
         return path
     folder = pathlib.Path(spec.origin).parent / "bin"
     for file in folder.iterdir():
-        if not os.access(file, os.X_OK):  # the wheel drops the bit
+        if not os.access(file, os.X_OK):  # the wheel drops the executable bit
             _make_executable(file)
     return f"{folder}{os.pathsep}{path}"
 
@@ -74,15 +76,15 @@ def _make_executable(file: pathlib.Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The environment in which to run a tool."""
+    """Return the environment for running a tool."""
     return os.environ | {"PATH": _path()}
 
 
 def retried(call: Callable, *args, **named):
-    """Call what runs a tool, again where the tool was killed by a signal.
+    """Call a function that runs a tool; repeat it if a signal killed the tool.
 
-    triton-adapter-opt 3.2.0 dies of a segmentation fault in about one of a hundred runs on the same
-    kernel, and succeeds in the others. Can go when a release does not.
+    triton-adapter-opt 3.2.0 crashes with a segmentation fault in about one of a hundred runs of the
+    same kernel. Remove this when a release no longer does.
     """
     for _ in range(RETRIES):
         try:
@@ -95,7 +97,7 @@ def retried(call: Callable, *args, **named):
 
 @functools.cache
 def versions() -> str:
-    """The versions of the front end and of the compiler."""
+    """Return the versions of the front end and of the compiler."""
     found = []
     named = os.environ.get(COMPILER)
     for package in ("triton-ascend", *([] if named else ["ascendnpu-ir"])):
@@ -108,20 +110,20 @@ def versions() -> str:
 
 
 def leaves_the_plan_to_hivmc() -> bool:
-    """Whether it is the compiler of ascendnpu-ir 1.0, which calls itself 0.1."""
+    """Return whether the compiler is that of ascendnpu-ir 1.0, which reports version 0.1."""
     return bool(re.search(r"ascendnpu-ir 1\.0|bishengir-compile version 0\.", versions()))
 
 
 def frontend():
-    """triton-ascend's compiler backend.
+    """Return triton-ascend's compiler backend.
 
     Raises:
-        FileNotFoundError: triton is not there, or is another than triton-ascend.
-        RuntimeError: triton is interpreting kernels in this process.
+        FileNotFoundError: triton is missing, or is not triton-ascend.
+        RuntimeError: triton interprets kernels in this process.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("TRITON_INTERPRET=1: kernels of this process cannot be compiled")
-    os.environ["TRITON_DISABLE_LINE_INFO"] = "0"  # faults are reported with their line
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "0"  # for the source lines of faults
     try:
         from triton.backends import backends
     except ImportError as error:
@@ -132,10 +134,10 @@ def frontend():
 
 
 def lower(kernel, signature: dict, constants: dict, soc: str, **options) -> str:
-    """A kernel in the dialect that the vendor's compiler takes.
+    """Lower a kernel to the dialect that the vendor's compiler takes.
 
     Raises:
-        CompileError: the front end refuses it.
+        CompileError: the front end rejects it.
     """
     compiler = frontend()
     from triton._C.libtriton import ir
@@ -164,7 +166,7 @@ def lower(kernel, signature: dict, constants: dict, soc: str, **options) -> str:
 
 
 def flags(options: dict) -> list[str]:
-    """Launch options as the compiler's; most are spelt alike."""
+    """Convert launch options to flags of the compiler; most have the same name."""
     names = {
         "multibuffer": "enable-auto-multi-buffer",
         "sync_solver": "enable-hivm-graph-sync-solver",
@@ -175,12 +177,13 @@ def flags(options: dict) -> list[str]:
 
 
 def compile(name: str, text: str, soc: str, **options) -> tuple[str, tuple[str, ...]]:
-    """What `lower` made, in the vendor's last dialect with source locations, and its notes.
+    """Compile the result of `lower`; return the last dialect with source locations, and notes.
 
     options: of the launch, e.g. `multibuffer`.
 
     Raises:
-        CompileError: it does not compile, e.g. for "ub overflow". FileNotFoundError: no compiler.
+        CompileError: it does not compile, e.g. for "ub overflow".
+        FileNotFoundError: there is no compiler.
     """
     wanted = ("--mlir-print-debuginfo", f"--mlir-print-ir-after={LAST_PASS}")
     output, printed = _compile(name, text, soc, options, wanted)
@@ -188,11 +191,13 @@ def compile(name: str, text: str, soc: str, **options) -> tuple[str, tuple[str, 
 
 
 def pipes(name: str, text: str, soc: str, **options) -> str:
-    """What `lower` made, one pass earlier than `compile`: operations of HIVM, with the pipes' flags
-    and the buffers' addresses.
+    """Compile the result of `lower` up to one pass before `compile`.
+
+    Returns operations of HIVM, with the pipes' flags and the buffers' addresses.
 
     Raises:
-        CompileError: it does not compile. FileNotFoundError: no compiler.
+        CompileError: it does not compile.
+        FileNotFoundError: there is no compiler.
     """
     wanted = (f"--mlir-print-ir-before={LAST_PASS}",)
     return _compile(name, text, soc, options, wanted)[1].partition("\n}\n")[0] + "\n}\n"
@@ -200,10 +205,11 @@ def pipes(name: str, text: str, soc: str, **options) -> str:
 
 @functools.cache
 def cores(soc: str) -> tuple[int, int]:
-    """How many cube and vector cores the compiler says that an SoC has.
+    """Return an SoC's numbers of cube and vector cores, according to the compiler.
 
     Raises:
-        CompileError: no such SoC. FileNotFoundError: no compiler.
+        CompileError: there is no such SoC.
+        FileNotFoundError: there is no compiler.
     """
     said = dict(
         re.findall(r'"(CUBE|VECTOR)_CORE_COUNT", (\d+)', pipes("nothing", "module {}", soc))
@@ -212,7 +218,7 @@ def cores(soc: str) -> tuple[int, int]:
 
 
 def _compile(name: str, text: str, soc: str, options: dict, wanted: tuple[str, ...]):
-    """What the compiler says, and the IR that it was told to print."""
+    """Return the compiler's output, and the IR that it was told to print."""
     if leaves_the_plan_to_hivmc():
         raise CompileError(
             f"{name}: ascendnpu-ir 1.0 leaves the plan of buffers to CANN's hivmc, without which "
@@ -241,6 +247,6 @@ def _compile(name: str, text: str, soc: str, options: dict, wanted: tuple[str, .
 
 def _tail(output: str | bytes) -> str:
     text = output.decode() if isinstance(output, bytes) else output
-    said = re.compile(r"error:|Assertion .* failed")  # an assertion comes with a stack trace
+    said = re.compile(r"error:|Assertion .* failed")  # assertions print a stack trace, too
     errors = [line for line in text.splitlines() if said.search(line)] or text.splitlines()[-5:]
-    return "\n".join(dict.fromkeys(errors))  # it tries several times, and fails the same way
+    return "\n".join(dict.fromkeys(errors))  # the compiler retries, and fails the same way

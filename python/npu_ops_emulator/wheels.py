@@ -1,7 +1,7 @@
-"""torch_npu in a folder of its own.
+"""torch_npu in a separate folder.
 
 With torch_npu in the ordinary environment and no CANN, `import torch` fails. So it is installed
-next to the emulator's library, and only an emulated process has that folder on its path.
+next to the emulator's library, and only emulated processes have that folder on their path.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from npu_ops_emulator.errors import EmulatorError
 
 
 def version(package: str) -> str:
-    """Version of a package in this environment, without importing it.
+    """Return the version of a package in this environment, without importing it.
 
     Raises:
         EmulatorError: it is not installed.
@@ -30,26 +30,27 @@ def version(package: str) -> str:
 
 
 def torch_version() -> str:
-    """Version of torch."""
+    """Return the version of torch."""
     return version("torch")
 
 
 def torch_npu_version() -> str:
-    """The torch_npu that belongs to that torch: the same release, of several the pinned post."""
+    """Return the torch_npu version for this torch: the same release; if there are several, the
+    pinned one."""
     release = torch_version().partition("+")[0]
     found = re.search(rf"^torch_npu==({re.escape(release)}(\.post\d+)?) ", _pins(), re.MULTILINE)
     return found[1] if found else release
 
 
 def cache() -> pathlib.Path:
-    """Where everything the emulator makes is kept."""
+    """Return the folder of everything that the emulator makes."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     versions = f"{torch_version()}-{torch_npu_version()}"
     return pathlib.Path(home) / "npu_ops" / "emulator" / versions
 
 
 def folder() -> pathlib.Path:
-    """The folder that holds torch_npu; what an emulated process has on its path."""
+    """Return the folder of torch_npu, which an emulated process has on its path."""
     return cache() / "torch_npu"
 
 
@@ -58,20 +59,20 @@ def is_installed() -> bool:
 
 
 def include_dirs() -> list[str]:
-    """The runtime's C headers that the wheel brings; needed to build, not kept."""
+    """Return the folders of the runtime's C headers in the wheel; needed only to build."""
     package = folder() / "torch_npu" / "include"
     parts = ("", "third_party/acl/inc", "third_party/hccl/inc")
     return [str(package / part) for part in parts]
 
 
 def pinned() -> str | None:
-    """That torch_npu with the SHA-256 of each of its wheels, as pip reads it; None if unknown."""
+    """Return that torch_npu and its wheels' SHA-256 as a pip requirement; None if unknown."""
     wanted = f"torch_npu=={torch_npu_version()} "
     return next((line for line in _pins().splitlines() if line.startswith(wanted)), None)
 
 
 def _pins() -> str:
-    """A line for each torch_npu."""
+    """Return the pins, one line for each torch_npu."""
     text = pathlib.Path(__file__).with_name("torch_npu.txt").read_text()
     return text.replace("\\\n", "")
 
@@ -79,8 +80,8 @@ def _pins() -> str:
 def install(source: str | None = None) -> None:
     """Install torch_npu into `folder()`.
 
-    source: a wheel, or a folder of wheels; by default pip finds the wheel as it is configured to,
-        and takes none whose contents are not those of `torch_npu.txt`.
+    source: a wheel, or a folder of wheels. By default pip finds the wheel with its configuration,
+    and accepts only wheels whose hashes are in `torch_npu.txt`.
 
     Raises:
         EmulatorError: there is no such wheel.
@@ -107,7 +108,7 @@ def install(source: str | None = None) -> None:
 
 
 def _given(path: pathlib.Path) -> list[str]:
-    """What pip is told of a wheel, or of a folder of wheels, and nowhere else."""
+    """Return pip's arguments for a wheel, or for a folder of wheels as the only source."""
     if not path.exists():
         raise EmulatorError(f"torch_npu: {path} does not exist")
     if path.is_file():
@@ -116,7 +117,7 @@ def _given(path: pathlib.Path) -> list[str]:
 
 
 def _pinned_only(scratch: pathlib.Path) -> list[str]:
-    """What pip is told so that it takes no other wheel than the pinned ones."""
+    """Return pip's arguments for accepting only the pinned wheels."""
     wanted = pinned()
     if wanted is None:
         raise EmulatorError(

@@ -1,7 +1,7 @@
 """First on an emulated process's PYTHONPATH: Python runs it at start.
 
-It prepares what an import of torch does not bring in (Triton's driver), then runs the
-sitecustomize that it hides, if there is one.
+It prepares Triton's driver, which an import of torch does not load. Then it runs the sitecustomize
+that it shadows, if there is one.
 """
 
 import importlib.machinery
@@ -13,7 +13,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _prepare():
-    # Another Python than the one that started the emulator has no npu_ops_emulator.
+    # A Python other than the one that started the emulator may lack npu_ops_emulator.
     if os.environ.get("NPU_OPS_EMULATOR") == "1" and importlib.util.find_spec("npu_ops_emulator"):
         from npu_ops_emulator import runtime
 
