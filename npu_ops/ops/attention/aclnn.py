@@ -1,8 +1,8 @@
-"""Attention by torch_npu's operators, told what the plan says.
+"""Attention by torch_npu's operators, with the arguments that the plan chooses.
 
-The inference operators return the log of the softmax's denominator; the training operators a
-maximum and a sum for each row, from which it is made. Backward they are given it as the maximum,
-with a sum of 1, so nothing else has to be kept.
+The inference operators return the log of the softmax's denominator. The training operators return a
+maximum and a sum for each row, from which the log is computed. The backward gets the log as the
+maximum, with a sum of 1, so nothing else has to be saved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from npu_ops.ops.attention.plan import AttentionPlan
 from npu_ops.ops.attention.routing import plan_of
 from npu_ops.ops.attention.table import COMPRESSED
 
-_STATISTICS = 8  # copies of each number in a row of softmax_max and softmax_sum
+_STATISTICS = 8  # copies of each number per row in softmax_max and softmax_sum
 _kept: dict[torch.device, torch.Tensor] = {}
 
 
@@ -29,11 +29,11 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
     run = _infer if "infer" in plan.operator else _train
     found, log_sum = run(plan, q, k, v, extra, rule)
     found = _normal(found, plan, q.shape[0], q.shape[1])[..., : v.shape[3]]
-    if extra.mask is not None:  # a query without a key
+    if extra.mask is not None:  # for a query without a key
         nothing = ~extra.mask.any(-1).expand(lse.shape)
         found = found.masked_fill(nothing[..., None], 0)
         log_sum = log_sum.masked_fill(nothing, -torch.inf)
-    if extra.sinks is not None:  # one more score in the denominator
+    if extra.sinks is not None:  # an extra score in the denominator
         both = torch.logaddexp(log_sum, extra.sinks[:, None].expand_as(lse))
         found, log_sum = found * (log_sum - both).exp()[..., None], both
     out.copy_(found)
@@ -44,7 +44,7 @@ def attention_backward(
     grad_out, grad_lse, out, lse, q, k, v, extra: Extra, rule: Rule,
     grad_q, grad_k, grad_v, grad_bias, grad_sinks,
 ) -> None:  # fmt: skip
-    """Write the gradients, those of the bias and the sinks where they are not None."""
+    """Write the gradients; grad_bias and grad_sinks may be None."""
     plan = plan_of(q, k, v, extra, rule, "npu")
     starts_q, starts_k = extra.cu_seqlens_q_cpu, extra.cu_seqlens_k_cpu
     q, grad_out, out, lse, grad_q = _owned(starts_q, (q, grad_out, out, lse), (grad_q,))
@@ -56,7 +56,7 @@ def attention_backward(
         return
     mine = [_padded(x, plan) for x in (q, k, v, grad_out, out)]
     given_q, given_k, given_v, dy, result = (_given(x, plan) for x in mine)
-    # A row without a key has weights exp(-inf - 0), not exp(-inf + inf).
+    # For a row without a key: weights become exp(-inf - 0), not exp(-inf + inf).
     rows = lse.masked_fill(lse == -torch.inf, 0)
     rows = rows[0].transpose(0, 1) if plan.layout == "TND" else rows
     statistics = rows[..., None].expand(*rows.shape, _STATISTICS).contiguous()
@@ -79,8 +79,10 @@ def attention_backward(
 
 
 def _owned(starts, read, written=()):
-    """Of `[1, heads, tokens, ...]` the tokens of sequences, for the operators take no others. What
-    is written becomes 0 behind them."""
+    """Return the tokens of `[1, heads, tokens, ...]` that belong to sequences: operators need that.
+
+    Sets the tokens behind the last sequence to 0 in the tensors that are `written`.
+    """
     if starts is None:
         return *read, *written
     end = int(starts[-1])
@@ -110,13 +112,13 @@ def _told(plan: AttentionPlan, q, k, extra: Extra) -> dict:
         told |= {
             "actual_seq_qlen": _ends(extra.cu_seqlens_q_cpu),
             "actual_seq_kvlen": _ends(extra.cu_seqlens_k_cpu),
-            "softmax_layout": "TND",  # tokens first, as everything else
+            "softmax_layout": "TND",  # tokens first, like the other tensors
         }
     return told
 
 
 def _spelled(plan: AttentionPlan) -> dict:
-    """How many keys before and after the diagonal; v2 alone spells it right."""
+    """Return the keys before and after the diagonal. Only v2 spells "tokens" correctly."""
     name = "tokens" if plan.operator.endswith("v2") else "tockens"
     return {f"pre_{name}": plan.pre_tokens, f"next_{name}": plan.next_tokens}
 
@@ -141,15 +143,15 @@ def _infer(plan: AttentionPlan, q, k, v, extra: Extra, rule: Rule):
         pre_tokens=plan.pre_tokens, next_tokens=plan.next_tokens, input_layout=plan.layout,
     )  # fmt: skip
     log_sum = log_sum[..., 0]
-    log_sum = log_sum.masked_fill(log_sum == torch.inf, -torch.inf)  # a query without a key
+    log_sum = log_sum.masked_fill(log_sum == torch.inf, -torch.inf)  # for a query without a key
     if plan.layout != "TND":
         return out, log_sum
-    rows = log_sum.view(q.shape[0], -1, q.shape[1])  # packed, or queries of a batch
+    rows = log_sum.view(q.shape[0], -1, q.shape[1])  # packed queries, or a batch
     return out, rows.transpose(1, 2)
 
 
 def _lengths(plan: AttentionPlan, q, extra: Extra):
-    """Where queries end, and the keys' ends or lengths; None where all are there."""
+    """Return the ends of the queries, and the ends or lengths of the keys; None: all keys exist."""
     queries = None
     if extra.cu_seqlens_q_cpu is not None:
         queries = _ends(extra.cu_seqlens_q_cpu)
@@ -166,7 +168,8 @@ def _ends(starts) -> list[int]:
 
 
 def _mask(plan: AttentionPlan, q, k, extra: Extra):
-    """True leaves out. A dense one in full: a row that stands for all would be read as one."""
+    """Return the mask, True masks. A dense mask is expanded: the operator misreads
+    broadcast rows."""
     if plan.mask == "none":
         return None
     if plan.mask == "compressed":
@@ -175,7 +178,10 @@ def _mask(plan: AttentionPlan, q, k, extra: Extra):
 
 
 def _compressed(device: torch.device) -> torch.Tensor:
-    """Made once for a device; within a captured graph its memory would be the graph's."""
+    """Return the compressed causal mask, cached per device.
+
+    During a graph capture it is not cached, because its memory would belong to the graph.
+    """
     if device not in _kept:
         with torch.inference_mode(False):
             mask = torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=device).triu(1)
@@ -186,13 +192,13 @@ def _compressed(device: torch.device) -> torch.Tensor:
 
 
 def _padded(x, plan: AttentionPlan):
-    """Zeros after each head, which add nothing to a score."""
+    """Pad each head with zeros, which do not change the scores."""
     to = plan.pad_head_dim
     return torch.nn.functional.pad(x, (0, to - x.shape[3])) if to else x
 
 
 def _given(x, plan: AttentionPlan):
-    """A tensor in normal form as the operator's layout has it."""
+    """Convert a tensor from normal form to the operator's layout."""
     if plan.layout == "BNSD":
         return x.contiguous()
     if plan.layout == "SBH":
@@ -212,5 +218,5 @@ def _normal(x, plan: AttentionPlan, batch: int, heads: int):
 
 
 def _blocks(cache):
-    """`[blocks, heads, size, dim]`, or `[blocks, size, heads * dim]` of rows first."""
+    """Return `[blocks, heads, size, dim]`, or `[blocks, size, heads * dim]` if rows come first."""
     return cache if cache.is_contiguous() else cache.transpose(1, 2).flatten(2)

@@ -1,4 +1,4 @@
-"""Attention by blocks of queries, in fp32, on the CPU: what torch's flash attention has not."""
+"""Attention by blocks of queries in fp32 on the CPU, for what torch's flash attention lacks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from npu_ops.core import make, rng
 from npu_ops.ops.attention.arguments import Rule
 from npu_ops.ops.attention.reference import keep_mask, weighted
 
-_SCORES = 1 << 20  # of a block: 4 MiB, which stays in the cache
+_SCORES = 1 << 20  # scores per block: 4 MiB, which fits the cache
 
 
 class Pairs(NamedTuple):
-    """What belongs to pairs of queries and keys: see `arguments.Extra`; rows is for dropout."""
+    """Tensors that belong to pairs of queries and keys, see `arguments.Extra`. rows: for
+    dropout."""
 
     bias: torch.Tensor | None
     mask: torch.Tensor | None
@@ -25,7 +26,7 @@ class Pairs(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Some queries, and all keys that may take part for one of them."""
+    """A block of queries, and the range of keys that its queries may attend to."""
 
     first: int
     end: int
@@ -39,7 +40,7 @@ class Block(NamedTuple):
         return x[:, :, self.key : self.key_end]
 
     def pairs(self, x):
-        """Of a tensor that may have one row for all queries."""
+        """Return the block of a tensor that may have one row for all queries."""
         x = x if x.shape[2] == 1 else self.rows(x)
         return x[..., self.key : self.key_end]
 
@@ -66,15 +67,15 @@ def backward(
 
 
 def all_finite(*tensors) -> bool:
-    """Whether there is no NaN and nothing infinite, nearly: also a sum of them is finite.
+    """Return whether no element is NaN or infinite. (False also if a sum overflows.)
 
-    Only then matrices may be multiplied with 0 for what takes no part. Elsewhere it takes longer.
+    Only then masked pairs may be multiplied by 0. Otherwise a slower product is used.
     """
     return all(math.isfinite(_sum(x)) for x in tensors)
 
 
 def _sum(x) -> float:
-    """In fp32, whose range bf16 has too: a sum of that needs no copy of x."""
+    """Sum in fp32 or wider. bf16 has fp32's range, so its sum needs no copy of x."""
     return x.sum(dtype=torch.float32 if x.dtype == torch.float16 else x.dtype).item()
 
 
@@ -133,7 +134,7 @@ def _blocks(q, k, rule: Rule) -> Iterator[Block]:
 
 
 def blocks(queries: int, keys: int, size: int, rule: Rule) -> Iterator[Block]:
-    """Blocks of `size` queries, with the keys in the windows of any of them."""
+    """Yield blocks of `size` queries, with the keys in the windows of their queries."""
     shift = keys - queries if rule.bottom_right else 0
     for first in range(0, queries, size):
         end = min(first + size, queries)
@@ -144,7 +145,7 @@ def blocks(queries: int, keys: int, size: int, rule: Rule) -> Iterator[Block]:
 
 
 def in_window(block: Block, shift: int, rule: Rule):
-    """bool `[queries, keys]` of a block; the diagonal is `shift` keys ahead."""
+    """Return a block's window mask, bool `[queries, keys]`; the diagonal is `shift` keys ahead."""
     key = make.counted(block.key, block.key_end)
     ahead = key - make.counted(block.first, block.end)[:, None] - shift
     inside = torch.ones_like(ahead, dtype=torch.bool)
@@ -156,7 +157,7 @@ def in_window(block: Block, shift: int, rule: Rule):
 
 
 def _scores(block: Block, q, k, pairs: Pairs, rule: Rule):
-    """The scores, -inf where a key does not take part, and the derivative of the soft cap."""
+    """Return the scores, -inf for masked pairs, and the derivative of the soft cap."""
     scores = _times(block.rows(q).float() * rule.scale, block.columns(k).mT)
     slope = 1.0
     if rule.softcap:
@@ -185,27 +186,27 @@ def _dropped(weights, block: Block, pairs: Pairs, rule: Rule):
 
 
 def _times(x, y, scores=None):
-    """x @ y, where query heads in a row share a head of y."""
+    """Return x @ y; adjacent query heads share a head of y."""
     return (_folded(x, y) @ y).unflatten(2, (x.shape[1] // y.shape[1], -1)).flatten(1, 2)
 
 
 def _times_of_part(x, y, scores):
-    """`_times`, where a score of -inf is of a pair that takes no part."""
+    """Return x @ y as `_times` does, where pairs with a score of -inf are masked."""
     product = weighted(_folded(x, y), _folded(scores != -torch.inf, y), y)
     return product.unflatten(2, (x.shape[1] // y.shape[1], -1)).flatten(1, 2)
 
 
 def _transposed_times(x, y, like, scores, times):
-    """x^T @ y, summed over the query heads that share a head of `like`."""
+    """Return x^T @ y, summed over the query heads that share a head of `like`."""
     x, y, scores = (_folded(t, like) for t in (x, y, scores))
     return times(x.mT, y, scores.mT)
 
 
 def _folded(x, like):
-    """`[batch, heads, rows, ..]` with the rows of the query heads that share a head of `like`."""
+    """Fold the query heads that share a head of `like` into rows: `[batch, heads, rows, ..]`."""
     return x.unflatten(1, (-1, x.shape[1] // like.shape[1])).flatten(2, 3)
 
 
 def _of_part(x, scores):
-    """0 where a pair takes no part, whatever is there."""
+    """Set masked pairs to 0, whatever value they have."""
     return x.masked_fill(scores == -torch.inf, 0)

@@ -12,18 +12,20 @@ from npu_ops.core.cases import Call, options, replaced, shaped, shapes, values, 
 from npu_ops.core.compare import tolerances
 from npu_ops.core.models import Model
 
-# Against fp64 on the same inputs: fp32 arithmetic; with bf16 and fp16 also weights that are rounded
-# to those before they meet the values, as everyone's are.
+# Against fp64 on the same inputs. fp32 arithmetic; with bf16 and fp16, weights are also rounded
+# before the product with values, as in other implementations.
 TOLERANCES = tolerances((1e-13, 1e-12), (2e-6, 5e-6), (2e-3, 4e-3), (1e-2, 2e-2))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """q of `tokens`, k and v of `more` tokens more (fewer where negative).
+    """Shapes of a call: q has `tokens` tokens, k and v have `more` in addition (may be negative).
 
-    keys: "dense"; "packed": the tokens of all sequences; "padded", "paged": of each sequence.
-    sequences: of packed tokens, of lengths that differ; else the batch.
-    bias: "none", "row" (one for all queries) or "full". block_size: of paged keys.
+    keys: "dense"; "packed": tokens is the total of all sequences; "padded", "paged": tokens per
+    sequence.
+    sequences: number of packed sequences, whose lengths differ; otherwise the batch size.
+    bias: "none", "row" (one for all queries) or "full".
+    block_size: of paged keys.
     large: takes seconds.
     """
 
@@ -54,7 +56,8 @@ class Case:
         return () if self.keys == "paged" else DIFFERENTIABLE
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments of `attention`: the same on every device, with lengths on the host too."""
+        """Return the arguments of `attention`, the same on every device; lengths also on
+        the host."""
         draw = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
@@ -103,7 +106,7 @@ class Case:
         return (number,) if self.layout == "TND" else (self.sequences, number)
 
     def _starts(self, keys: int, device) -> dict:
-        """Where packed sequences start: the first is short, the last the longest."""
+        """Return the starts of packed sequences: the first is short, the last the longest."""
         n = self.sequences
 
         def starts(tokens):
@@ -117,7 +120,7 @@ class Case:
         return found | {"cu_seqlens_cpu": tuple(map(torch.tensor, ends))}
 
     def _cache(self, keys: int, dims, normal, draw, device) -> dict:
-        """Blocks in any order, of sequences whose lengths differ."""
+        """Make a paged cache with shuffled blocks and sequences of different lengths."""
         lengths = [max(keys - 3 * b, 0) for b in range(self.sequences)]
         width = -(-max(keys, 1) // self.block_size)
         blocks = width * self.sequences + 1
@@ -137,7 +140,7 @@ _QWEN3_8B = {"heads": 32, "kv_heads": 8, "dim": 128, "causal": True}
 
 CASES = [
     Case("causal-64", 64, causal=True),
-    # Qwen3-VL's vision tower: images of 1k to 4k patches, each to itself.
+    # Qwen3-VL's vision tower: images of 1k to 4k patches, each attends to itself.
     Case("qwen3-vl-vision-16384", 16384, sequences=8, **_VISION, large=True),
     Case("qwen3-vl-vision-200", 200, sequences=3, **_VISION),
     Case("qwen3-8b-train-4096", 4096, sequences=1, **_QWEN3_8B, large=True),
@@ -194,7 +197,7 @@ CASES = [
 ]
 
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = (
     "qwen3-vl-vision-200",
     "qwen3.5-9b-prefill-90",
@@ -240,7 +243,7 @@ CALLS = [
     Call("attention", _call_of_blocks, "attention_paged", differentiable=()),
 ]
 
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 WRONG = [
     *wrong("attention", TypeError,
         ("k: got bfloat16, needs q's float32", {"k": torch.Tensor.bfloat16}),
@@ -371,13 +374,13 @@ WRONG = [
 
 
 def _checkered(*shape):
-    """A change: a mask that hides every third pair of a query and a key."""
+    """Return a change: a mask that hides every third pair of a query and a key."""
     return lambda _: make.counted(shape[0] * shape[1]).view(shape) % 3 != 0
 
 
 _EQUAL = {"q": shaped(4, 4, 4, 8), "k": shaped(4, 4, 4, 8), "v": shaped(4, 4, 4, 8), "bias": None}
 
-# Options to vary.
+# Changes that every implementation must honour.
 OPTIONS = [
     *options("attention", {"is_causal": True}, {"window": (1, 1)}, {"window": (2, -1)},
              {"window": (-1, 0)}, {"scale": 0.5}, {"softcap": 2.0}, {"return_lse": False},
@@ -402,7 +405,7 @@ OPTIONS = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """A prompt, the token after it and, where it has one, the vision tower."""
+    """Return cases for a prompt, the next token and, if the model has one, the vision tower."""
     grouped = model.heads, model.kv_heads, model.head_dim
     cases = [
         Case("text", tokens, *grouped, causal=True),

@@ -1,6 +1,7 @@
-"""The checks of calls of attention.
+"""Argument checks of attention.
 
-A call has the public function's arguments by name, in one form (see `arguments.in_one_form`).
+`call` is a NamedTuple of the public function's arguments, in one form (see
+`arguments.in_one_form`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from npu_ops.ops.attention.reference import compute_dtype
 
 
 def check_call(call) -> None:
-    """Check a call of `attention`."""
+    """Check the arguments of `attention`."""
     _check_heads(call.q, call.k, call.v, paged=call.block_table is not None)
     check.one_of("causal_alignment", call.causal_alignment, ("bottom_right", "top_left"))
     _check_window(call.window)
@@ -52,7 +53,7 @@ def _check_window(window) -> None:
 
 
 def _check_what_goes_together(call) -> None:
-    """Lengths and blocks with the layout, masks with what they exclude."""
+    """Check lengths and blocks against the layout, and masks against the options they exclude."""
     packed, paged = call.layout == "TND", call.block_table is not None
     if packed and call.cu_seqlens_q is None:
         raise ValueError("cu_seqlens_q: got None, needs the starts of the sequences for layout TND")
@@ -88,7 +89,7 @@ def _check_bias_and_mask(call) -> None:
 
 
 def _check_pairs(name: str, x, q, k) -> None:
-    """A mask or bias, of 2 or 4 dimensions. One of 1 or 3 could be read in two ways."""
+    """Check a mask or bias of 2 or 4 dimensions; 1 or 3 dimensions would be ambiguous."""
     check.tensor(name, x)
     check.same_device(name, x, "q", q)
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
@@ -113,7 +114,7 @@ def _check_sinks(call) -> None:
 
 
 def _check_all_lengths(call) -> None:
-    """Lengths and blocks, against the tokens and each other."""
+    """Check lengths and blocks against the tokens and each other."""
     q, starts_q, starts_k = call.q, call.cu_seqlens_q, call.cu_seqlens_k
     sequences = q.shape[0]
     if starts_q is not None:
@@ -138,9 +139,9 @@ def _check_all_lengths(call) -> None:
 
 
 def _check_lengths_on_host(call, sequences: int) -> None:
-    """Copies of lengths: with what they are copies of, and of the same form."""
+    """Check that copies of lengths come with their originals and have the same form."""
     starts_q, starts_k = call.cu_seqlens_cpu
-    # Each once: a copy may be its original, which is checked, and one may be for both.
+    # Skip duplicates: a copy may be its original, which is checked already, or serve q and k.
     for_both = starts_k is starts_q and call.q.shape[2] == keys_of(call)
     if starts_q is call.cu_seqlens_q:
         starts_q = None
@@ -180,9 +181,9 @@ def _check_blocks(call, sequences: int) -> None:
 
 
 def _check_lengths(name: str, x, q, entries: int | None, total: int | None = None) -> None:
-    """Check lengths, or with `total` the starts of sequences and their end.
+    """Check lengths, or with `total` the starts of sequences and the end of the last.
 
-    Values only where reading them waits for no device and breaks no trace.
+    Values are checked only if reading them waits for no device and breaks no trace.
     """
     check.indices(name, x)
     if q is not None:
@@ -202,7 +203,7 @@ def _check_values(name, x, total) -> None:
 
 
 def _check_longest(name: str, given, lengths) -> None:
-    """A bound of lengths; against them where they can be read."""
+    """Check an upper bound of lengths, against the lengths if they can be read."""
     if not isinstance(given, int) or given < 0:
         raise ValueError(f"{name}: got {given!r}, needs a number of tokens")
     if library.readable(lengths) and lengths.numel():

@@ -1,7 +1,8 @@
-"""Attention on the CPU: native code for each short sequence and for a step with a cache, torch's
-flash attention for each long one, blocks of queries for what none of these knows.
+"""Attention on the CPU, by the fastest method that supports each sequence.
 
-Memory is linear in tokens either way: nothing is padded, and no mask of all pairs is made.
+Native code computes short sequences and decoding steps with a cache. torch's flash attention
+computes long sequences. Blocks of queries compute the rest. Memory is linear in tokens: nothing is
+padded, and no mask of all pairs is made.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from npu_ops.ops.attention import blocks, decode, short
 from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.routing import operator_of
 
-_WINDOW = 256  # queries at a time, where they have windows
-_FEW = 128  # keys: more than torch's flash attention ever takes one at a time
-# For how many queries, by dtype and whether backward. Measured, of 4 to 32 heads of 72 to 256: fp16
-# takes up to twice as long as fp32, 10 to 20 times backward; bf16 backward 1.1 to 3 times.
+_WINDOW = 256  # queries per block, if they have windows
+_FEW = 128  # keys: more than torch's flash attention ever processes one at a time
+# Numbers of queries for which fp32 is faster, by dtype and whether backward. Measured with 4 to 32
+# heads of 72 to 256: fp16 takes up to twice as long as fp32, in backward 10 to 20 times; bf16
+# backward 1.1 to 3 times.
 _FASTER_IN_FP32 = {
     (torch.float16, False): range(33, sys.maxsize),
     (torch.float16, True): range(3, sys.maxsize),
@@ -33,7 +35,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class Piece(NamedTuple):
-    """Sequences of equal lengths: functions from tensors in normal form to views of theirs."""
+    """Sequences of equal lengths: functions that return views of tensors in normal form."""
 
     queries: Callable[[torch.Tensor], torch.Tensor]
     keys: Callable[[torch.Tensor], torch.Tensor]
@@ -54,7 +56,7 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
         _add_sinks(extra.sinks, out, lse)
     if extra.cu_seqlens_q is not None:
         end = int(extra.cu_seqlens_q[-1])
-        for x in (out, lse):  # of tokens that belong to nobody
+        for x in (out, lse):  # tokens behind the last sequence
             x[:, :, end:].zero_()
 
 
@@ -88,13 +90,13 @@ def attention_backward(
     grad_out, grad_lse, out, lse, q, k, v, extra: Extra, rule: Rule,
     grad_q, grad_k, grad_v, grad_bias, grad_sinks,
 ) -> None:  # fmt: skip
-    """Write the gradients, those of the bias and the sinks where they are not None."""
+    """Write the gradients; grad_bias and grad_sinks may be None."""
     gradients = grad_q, grad_k, grad_v
     if grad_lse is None and short.serves_all(q, k, v, extra, rule, *gradients):
         return short.backward(grad_out, lse, q, k, v, rule, *gradients)
     operator = operator_of(q, k, v, extra, rule, grad_lse is not None)
     by_blocks = operator != "torch flash attention"
-    # Of queries and keys that no sequence has; sums.
+    # zero unowned queries and keys, and sums
     packed = extra.cu_seqlens_q is not None
     for gradient in (grad_q if packed else None, grad_k, grad_v, grad_bias):
         if gradient is not None:
@@ -125,7 +127,7 @@ def attention_backward(
 
 
 def _rows(lse, rule: Rule):
-    """The number of each row for dropout's random numbers, in lse's form."""
+    """Return the number of each row for dropout's random numbers, in lse's shape."""
     return make.counted(lse.numel()).view(lse.shape) if rule.dropout_p else None
 
 
@@ -134,11 +136,11 @@ def _of_piece(piece: Piece, extra: Extra, rows) -> blocks.Pairs:
     return blocks.Pairs(*one, None if rows is None else piece.queries(rows), extra.rng_state)
 
 
-# Which sequences there are
+# Sequences of a call
 
 
 def pieces(q, k, extra: Extra) -> Iterator[Piece]:
-    """All sequences. Index values are checked before the first of them."""
+    """Yield all sequences. Checks index values before the first."""
     if extra.block_table is not None:
         yield from _paged(q, k, extra)
     elif extra.cu_seqlens_q is not None:
@@ -154,7 +156,7 @@ def _starts_of_queries(q, extra: Extra) -> list[int]:
 
 
 def _packed(q, k, extra: Extra) -> Iterator[Piece]:
-    """Neighbours of equal lengths are a batch."""
+    """Yield packed sequences; adjacent ones of equal lengths form a batch."""
     starts_q = starts_k = _starts_of_queries(q, extra)
     if extra.cu_seqlens_k is not extra.cu_seqlens_q or k.shape[2] != q.shape[2]:
         starts_k = indices.starts_of("cu_seqlens_k", extra.cu_seqlens_k, k.shape[2])
@@ -171,9 +173,10 @@ def _lengths(starts: list[int]) -> list[int]:
 
 
 def _folded(begin: int, count: int, length: int):
-    """A function to `[count, heads, length, ..]` of the packed `[1, heads, tokens, ..]`."""
+    """Return a function that views packed `[1, heads, tokens, ..]` as `[count, heads,
+    length, ..]`."""
 
-    def view(x):  # in one step: narrow, unflatten and transpose take five times as long
+    def view(x):  # as_strided: narrow, unflatten and transpose take five times as long
         _, heads, _, *rest = x.shape
         _, head, token, *steps = x.stride()
         size, strides = (count, heads, length, *rest), (length * token, head, token, *steps)
@@ -207,7 +210,8 @@ def _paged(q, k, extra: Extra) -> Iterator[Piece]:
 
 
 def _gathered(used, length: int):
-    """A function to the `[1, heads, length, dim]` that a sequence has in the blocks `used`."""
+    """Return a function that gathers a sequence's keys from its blocks: `[1, heads, length,
+    dim]`."""
 
     def keys(cache):
         return cache[used].transpose(0, 1).flatten(1, 2)[None, :, :length]
@@ -215,13 +219,14 @@ def _gathered(used, length: int):
     return keys
 
 
-# By torch's flash attention
+# torch's flash attention
 
 
 class Span(NamedTuple):
-    """Some queries and keys, with torch's causal mask, which starts at the first key, or another.
+    """A range of queries and keys for one call of torch's flash attention.
 
-    more: the same queries have keys in the span before this.
+    causal: use torch's causal mask, which starts at the first key. mask: another mask.
+    more: the same queries also have keys in the previous span.
     """
 
     block: blocks.Block
@@ -231,7 +236,7 @@ class Span(NamedTuple):
 
 
 def _spans(queries: int, keys: int, mask, rule: Rule) -> Iterator[Span]:
-    """What flash attention has to be asked; queries in none of them see no key."""
+    """Yield the calls to make; queries in none of them have no key."""
     shift = keys - queries if rule.bottom_right else 0
     if rule.window_left >= 0 or rule.window_right > 0:
         for block in blocks.blocks(queries, keys, _WINDOW, rule):
@@ -248,7 +253,7 @@ def _spans(queries: int, keys: int, mask, rule: Rule) -> Iterator[Span]:
 
 
 def _forward(q, k, v, mask, rule: Rule, out, lse, own: bool) -> None:
-    """own: out is no view, and may be given other memory."""
+    """Compute with flash attention. own: out is not a view, so its memory may be replaced."""
     spans = list(_spans(q.shape[2], k.shape[2], mask, rule))
     whole = _is_whole(spans, q)
     everything = whole and spans[0].block.key_end == k.shape[2]
@@ -265,7 +270,7 @@ def _forward(q, k, v, mask, rule: Rule, out, lse, own: bool) -> None:
         flash = _one_query if added is None and not causal and _shares_keys(*mine) else _flash
         found, log_sum = flash(*mine, 0.0, causal, attn_mask=added, scale=rule.scale)
         to, to_lse = rows(out), rows(lse)
-        if part is not None:  # there may be a query without a key
+        if part is not None:  # a query may have no key
             nothing = ~part.any(-1).expand(to_lse.shape)
             found = found.masked_fill(nothing[..., None], 0)
             log_sum = log_sum.masked_fill(nothing, -torch.inf)
@@ -275,14 +280,14 @@ def _forward(q, k, v, mask, rule: Rule, out, lse, own: bool) -> None:
             continue
         _put(out if whole else to, found, own and whole)
         to_lse.copy_(log_sum)
-        hidden = hidden or _may_hide_nan(to_lse, k)  # which lies in one piece
-    # Flash attention adds -inf, also to scores that are NaN, and multiplies values by 0.
+        hidden = hidden or _may_hide_nan(to_lse, k)  # to_lse is contiguous
+    # Flash attention adds -inf to scores even if they are NaN, and multiplies values by 0.
     if hidden or (masked and not blocks.all_finite(out)):
         blocks.forward(q, k, v, blocks.Pairs(None, mask, None, None), rule, out, lse)
 
 
 def _is_whole(spans: list[Span], q) -> bool:
-    """Whether there is one span, of all queries and from the first key on."""
+    """Return whether there is one span, with all queries and starting at the first key."""
     return len(spans) == 1 and spans[0].block[:3] == (0, q.shape[2], 0)
 
 
@@ -291,7 +296,8 @@ def _all(x):
 
 
 def _as_fast(*tensors: torch.Tensor, backward: bool) -> Sequence[torch.Tensor]:
-    """q and more of its dtype: as they are, or in fp32 where flash attention is faster so."""
+    """Return the tensors, which have q's dtype, or fp32 copies if flash attention is faster
+    then."""
     q = tensors[0]
     slow = q.shape[2] in _FASTER_IN_FP32.get((q.dtype, backward), ())
     if slow or (backward and q.dtype == torch.bfloat16 and not _multiplies_bf16()):
@@ -301,31 +307,36 @@ def _as_fast(*tensors: torch.Tensor, backward: bool) -> Sequence[torch.Tensor]:
 
 @functools.cache
 def _multiplies_bf16() -> bool:
-    """Whether torch has products of bf16 matrices for this CPU, on x86 from AVX-512 on.
+    """Return whether torch has bf16 matrix products for this CPU (on x86 from AVX-512 on).
 
-    Else one takes 5 to 100 times as long as in fp32. (The forward multiplies in fp32.)
+    Otherwise one takes 5 to 100 times as long as in fp32. (The forward multiplies in fp32.)
     """
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _shares_keys(q, k, v) -> bool:
-    """Whether there is one query, of several heads to a head of keys."""
+    """Return whether there is one query, and several query heads share a key head."""
     return q.shape[2] == 1 and q.shape[1] > k.shape[1]
 
 
 def _one_query(q, k, v, *settings, **named):
-    """`_flash` of a query that sees all keys: heads that share keys are queries of one head, so
-    that keys are read once for all of them."""
+    """Run `_flash` for a query that sees all keys.
+
+    Query heads that share a key head become queries of one head, so keys are read once for all.
+    """
     of_one = q.unflatten(1, (k.shape[1], -1)).squeeze(3)
-    if q.dtype == torch.float16:  # which takes twice as long as fp32
+    if q.dtype == torch.float16:  # fp16 takes twice as long as fp32
         of_one, k, v = of_one.float(), k.float(), v.float()
     found, log_sum = _flash(of_one, k, v, *settings, **named)
     return found.flatten(1, 2).unsqueeze(2), log_sum.flatten(1, 2).unsqueeze(2)
 
 
 def _put(to, found, own: bool) -> None:
-    """Write `found` to `to`. Where `to` may be given its memory and both lie alike, nothing is
-    copied: new memory is slower to touch than a short sequence is to compute."""
+    """Write `found` to `to`.
+
+    If `to` may take over the memory and the strides agree, nothing is copied: touching new memory
+    is slower than computing a short sequence.
+    """
     own = own and to.dtype == found.dtype
     if own and to.shape == found.shape and to.stride() == found.stride():
         to.set_(found)
@@ -334,10 +345,10 @@ def _put(to, found, own: bool) -> None:
 
 
 def _may_hide_nan(log_sum, k) -> bool:
-    """Whether there may be a row of scores that are all NaN.
+    """Return whether a row of scores may be all NaN.
 
-    Where flash attention takes keys one at a time, it takes such a row for one without keys, and
-    gives 0 for its output and for its log-sum.
+    If flash attention processes keys one at a time, it mistakes such a row for one without keys,
+    and returns 0 for its output and log-sum.
     """
     if k.shape[2] >= _FEW or not log_sum.numel():
         return False
@@ -348,11 +359,12 @@ def _may_hide_nan(log_sum, k) -> bool:
 def _backward(
     grad_out, out, lse, q, k, v, mask, rule: Rule, grad_q, grad_k, grad_v, own: bool
 ) -> None:  # fmt: skip
-    """The softmax is over all spans: each is given the output and the denominator of all.
+    """Write the gradients of all spans.
 
-    own: the gradients are no views, and may be given other memory.
+    The softmax runs over all spans, so each call gets the output and the denominator of all. own:
+    the gradients are not views, so their memory may be replaced.
     """
-    finite_lse = lse.masked_fill(lse == -torch.inf, 0)  # and weights of 0, not exp(-inf + inf)
+    finite_lse = lse.masked_fill(lse == -torch.inf, 0)  # so that weights are 0, not exp(-inf + inf)
     spans = list(_spans(q.shape[2], k.shape[2], mask, rule))
     whole = _is_whole(spans, q) and spans[0].block.key_end == k.shape[2]
     if not whole:
@@ -390,14 +402,14 @@ def _backward(
 
 
 def _added(mask, q):
-    """A mask as flash attention takes it."""
+    """Convert a mask to flash attention's additive form."""
     if mask is None:
         return None
     return torch.zeros(mask.shape, dtype=q.dtype, device="cpu").masked_fill_(~mask, -torch.inf)
 
 
 def _merge(out, lse, found, log_sum) -> None:
-    """Add what other keys give to out and lse."""
+    """Merge the result for further keys into out and lse."""
     both = torch.logaddexp(lse, log_sum)
     mine, theirs = ((x - both).exp()[..., None] for x in (lse, log_sum))
     out.copy_(out * mine + found * theirs)
@@ -405,7 +417,7 @@ def _merge(out, lse, found, log_sum) -> None:
 
 
 def _add_sinks(sinks, out, lse) -> None:
-    """One more score in the denominator of each head."""
+    """Add an extra score to each head's denominator."""
     both = torch.logaddexp(lse, sinks[:, None].expand_as(lse))
     out.copy_(out * (lse - both).exp()[..., None])
     lse.copy_(both)

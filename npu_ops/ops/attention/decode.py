@@ -20,21 +20,23 @@ _forward = from_native(
 
 
 def serves(q, extra: Extra, rule: Rule) -> bool:
-    """Whether the native kernel supports the call: one query per sequence, which sees all keys."""
+    """Return whether the native kernel supports the call: one query per sequence that sees all
+    keys."""
     one = q.shape[2] == 1 and extra.cu_seqlens_q is None and extra.seqlens_k is not None
     last = rule.window_right < 0 or (rule.window_right == 0 and rule.bottom_right)
     return one and last and serves_each(q, extra, rule)
 
 
 def serves_each(q, extra: Extra, rule: Rule) -> bool:
-    """Whether the native kernel supports each query alone: it sees all keys up to a last one."""
+    """Return whether the native kernel supports each query alone: it sees all keys up to a last
+    one."""
     seen = rule.window_left < 0 and extra.bias is None and extra.mask is None
     plain = not rule.softcap and not rule.dropout_p and q.dtype in _DTYPES
     return seen and plain and library.native_why_not() is None
 
 
 def forward(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
-    """Write out and lse. Index values are checked before."""
+    """Write out and lse. Index values must be checked before."""
     _forward(q, k, v, extra.block_table, extra.seqlens_k, rule.scale, out, lse)
 
 

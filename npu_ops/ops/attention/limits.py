@@ -1,4 +1,4 @@
-"""What the Triton kernels do not take. Does not import triton."""
+"""Calls that the Triton kernels do not support. Does not import triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WIDEST = next(row.largest for row in OPERATORS if row.runs == "triton_ascend")
 
 
 def triton_why_not(arguments) -> str | None:
-    """None, or a sentence on why the Triton kernels do not take the implementations' arguments."""
+    """Return None, or why the Triton kernels do not support the arguments."""
     q, k = arguments.q, arguments.k
     for name, x in (("q", q), ("v", arguments.v)):
         if x.shape[3] > _WIDEST:

@@ -1,6 +1,6 @@
-"""Which operator computes an attention call, how it is told, and why nothing better does.
+"""Chooses the operator of an attention call and its arguments, and explains why no better one fits.
 
-A pure function of plain values: no tensor is read, no framework imported, nothing waits.
+It is a pure function of plain values: no tensor is read, no framework imported, nothing waits.
 """
 
 from __future__ import annotations
@@ -17,26 +17,32 @@ _KEYS = ("dense", "packed", "padded", "paged")
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """What is to be computed.
+    """Description of an attention call.
 
     layout: of q: BSND, BNSD, SBND, BSH, SBH, or TND for packed queries.
-    kv_heads: None: as heads. value_dim: None: as head_dim. dtype: as "bfloat16".
-    query_length, key_length: of a sequence, or of the longest; None where they are not known.
+    kv_heads: None: as heads.
+    value_dim: None: as head_dim.
+    dtype: e.g. "bfloat16".
+    query_length, key_length: of a sequence, or of the longest; None if unknown.
     same_lengths: packed sequences have as many queries as keys.
     keys: "dense", "packed" (cu_seqlens), "padded" (seqlens_k) or "paged" (block_table).
-    block_size: of paged keys. contiguous_blocks: the cache is, in either order of heads and rows.
-    host_lengths: cu_seqlens or seqlens_k are given in host memory too.
-    leading_zero: cu_seqlens start with 0, as they do in `npu_ops.attention`.
-    is_causal, causal_alignment, window: as in `npu_ops.attention`. prefix: all queries see the
-        first keys, with is_causal for the rest.
-    mask: a dense boolean mask. bias, softcap, sinks, dropout: there is one.
+    block_size: of paged keys.
+    contiguous_blocks: the cache is contiguous, with heads first or rows first.
+    host_lengths: cu_seqlens or seqlens_k are also given in host memory.
+    leading_zero: cu_seqlens start with 0, as in `npu_ops.attention`.
+    is_causal, causal_alignment, window: as in `npu_ops.attention`.
+    prefix: all queries see the first keys, with is_causal for the rest.
+    mask: there is a dense boolean mask.
+    bias, softcap, sinks, dropout: there is one.
     nonpositive_scale: scores are multiplied by 0 or less.
-    training: a gradient is wanted. lse_gradient: one comes for the log-sum-exp.
-    deterministic: the same bits from run to run.
-    consistent: NPU_OPS_CONSISTENT is set: a query's bits are those that it has in training.
+    training: a gradient is needed.
+    lse_gradient: the log-sum-exp has an incoming gradient.
+    deterministic: the same bits in every run.
+    consistent: NPU_OPS_CONSISTENT is set: a query gets the bits that it has in training.
     graph_capture: the call is captured in a graph and replayed.
-    device: npu, cpu or cuda. soc: of an NPU.
-    operators: names of torch_npu's attention operators; None: all that the table knows.
+    device: npu, cpu or cuda.
+    soc: of an NPU.
+    operators: names of torch_npu's attention operators; None: all in the table.
     """
 
     layout: str = "BSND"
@@ -73,7 +79,7 @@ class AttentionSpec:
     operators: tuple[str, ...] | None = None
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be computed by anything, or could be read two ways."""
+        """Raise ValueError for a call that nothing can compute, or that is ambiguous."""
         for name, allowed in (
             ("layout", _LAYOUTS),
             ("keys", _KEYS),
@@ -126,7 +132,7 @@ class AttentionSpec:
         bottom_right = square or self.causal_alignment == "bottom_right"
         if left < 0 and right == 0:
             if self.query_length == 1 and bottom_right:
-                return "none"  # the one query is the last
+                return "none"  # the only query is the last one
             top = self.causal_alignment == "top_left"
             return f"causal {'from the top left' if top else 'to the bottom right'}"
         return f"window {'to the bottom right' if bottom_right else 'from the top left'}"
@@ -134,18 +140,20 @@ class AttentionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPlan:
-    """One operator, and everything that it has to be told.
+    """An operator and its arguments.
 
-    operator: its name; runs: the implementation of `npu_ops.attention` that calls it.
-    layout: what is passed as input_layout.
+    operator: its name.
+    runs: the implementation of `npu_ops.attention` that calls it.
+    layout: its input_layout.
     mask_kind: a key of `table.MASKS`, or "window from the top left".
-    sparse_mode, pre_tokens, next_tokens, mask: how it is told ("none", "compressed", "dense").
-    lengths: "none", "ends" (cumulative, without the leading zero) or "each" (per sequence) of the
-        keys; queries are always ends.
-    drop_leading_zero: of the cu_seqlens that the caller has.
-    pad_head_dim: what head dimensions are padded to with zeros, 0 where they are not.
-    graph_update: the argument that has to be set before a captured graph is replayed, or "".
-    refused: (operator, why not) for each that comes before it in the table.
+    sparse_mode, pre_tokens, next_tokens: its arguments.
+    mask: form of its mask tensor: "none", "compressed" or "dense".
+    lengths: form of the keys' lengths: "none", "ends" (cumulative, without the leading zero) or
+    "each" (per sequence); queries always use ends.
+    drop_leading_zero: whether to drop the first element of the caller's cu_seqlens.
+    pad_head_dim: pad head dimensions with zeros to this size; 0: no padding.
+    graph_update: the argument to update before a captured graph is replayed, or "".
+    refused: (operator, why not) for each operator before it in the table.
     """
 
     operator: str
@@ -164,7 +172,7 @@ class AttentionPlan:
     refused: tuple[tuple[str, str], ...]
 
     def as_dict(self) -> dict:
-        """Everything by name."""
+        """Return all fields by name."""
         return dataclasses.asdict(self)
 
     def why_not(self, runs: str) -> str | None:
@@ -203,18 +211,19 @@ _LENGTHS = {"ends": "cumulative ends", "each": "one for each sequence"}
 def plan_attention(spec: AttentionSpec) -> AttentionPlan:
     """Choose the operator that computes an attention call.
 
-    A pure function of `spec`, from the table in `npu_ops/ops/attention/table.py`; nothing is read
-    from a device, and torch_npu is not asked. `npu_ops.attention` executes what this returns.
+    It is a pure function of `spec` and the table in `npu_ops/ops/attention/table.py`; it reads
+    nothing from a device and does not query torch_npu. `npu_ops.attention` executes the returned
+    plan.
 
     Args:
         spec: layouts, heads, lengths and masks; see `AttentionSpec`.
 
     Returns:
-        An `AttentionPlan`; `print` shows a paragraph, `as_dict()` gives its fields.
+        An `AttentionPlan`; `print` shows a paragraph, `as_dict()` returns its fields.
 
     Raises:
-        ValueError: nothing could compute it, or it could be read in two ways; the message names
-            the field, what it got and what it needs.
+        ValueError: no operator can compute it, or the spec is ambiguous; the message names the
+            field, what it got and what it needs.
 
     Source: the schemas and documents of torch_npu 2.13.
     """
@@ -237,7 +246,7 @@ def _planned(spec: AttentionSpec) -> AttentionPlan:
 
 
 def _why_not(operator: Operator, spec: AttentionSpec) -> str | None:
-    """None, or the first thing that an operator lacks, as a sentence."""
+    """Return None, or the first requirement that an operator does not meet, as a sentence."""
     vendor = operator.runs == "aclnn"
     if vendor and spec.operators is not None and operator.name not in spec.operators:
         return "this torch_npu does not have it"
@@ -262,7 +271,7 @@ def _why_not(operator: Operator, spec: AttentionSpec) -> str | None:
 
 
 def page_why_not(size: int, soc: str, consistent: bool) -> str | None:
-    """Why our kernels do not support a paged cache with blocks of `size` keys, or None.
+    """Return why npu-ops' kernels do not support a paged cache with blocks of `size` keys, or None.
 
     A block must be a multiple of a tile of keys: 16 for the matrix unit, 32 for Ascend950's
     compiler, 64 to get the bits of training.
@@ -301,7 +310,7 @@ def _dims_why_not(operator: Operator, spec: AttentionSpec) -> str | None:
 
 
 def _vendor_why_not(operator: Operator, spec: AttentionSpec) -> str | None:
-    """What holds for torch_npu's operators."""
+    """Return None, or which limit of all torch_npu operators the call exceeds."""
     if spec.consistent:
         return "nothing says in which order it sums, which NPU_OPS_CONSISTENT asks for"
     if spec.heads > 256:
@@ -331,7 +340,8 @@ def _cache_why_not(operator: Operator, spec: AttentionSpec) -> str | None:
 
 
 def _input_layout(operator: Operator, spec: AttentionSpec) -> str:
-    """What the operator is told; queries of a paged cache are packed where there are several."""
+    """Return the operator's input_layout; multiple queries per sequence of a paged cache are
+    packed."""
     if operator.runs != "aclnn":
         return spec.layout
     if spec.keys == "paged" and spec.query_length != 1:

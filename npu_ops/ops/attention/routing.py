@@ -1,4 +1,4 @@
-"""From the tensors of a call to its plan. Shapes, dtypes and strides alone are read."""
+"""Makes the plan of a call from the shapes, dtypes and strides of its tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from npu_ops.core import check, env, hardware
 from npu_ops.ops.attention.arguments import Extra, Rule
 from npu_ops.ops.attention.plan import AttentionPlan, AttentionSpec, plan_attention
 
-# What aclnn.py passes to torch_npu's operators that older versions of them do not have.
+# Arguments that aclnn.py passes and that older versions of torch_npu's operators lack.
 _NEEDED = {
     "npu_fused_infer_attention_score_v2": "return_softmax_lse",
     "npu_fused_infer_attention_score": "softmax_lse_flag",
@@ -23,17 +23,17 @@ _NEEDED = {
 def plan_of(
     q, k, v, extra: Extra, rule: Rule, device: str | None = None, lse_gradient: bool = False
 ) -> AttentionPlan:
-    """The plan of a call, on q's device or another one."""
+    """Return the plan of a call, on q's device or another one."""
     return plan_attention(spec_of(q, k, v, extra, rule, device or q.device.type, lse_gradient))
 
 
 def operator_of(q, k, v, extra: Extra, rule: Rule, lse_gradient: bool = False) -> str:
-    """The name of the operator that computes a call on the CPU."""
+    """Return the name of the operator that computes a call on the CPU."""
     return plan_of(q, k, v, extra, rule, "cpu", lse_gradient).operator
 
 
 def spec_of(q, k, v, extra: Extra, rule: Rule, device: str, lse_gradient: bool) -> AttentionSpec:
-    """What a call asks for."""
+    """Describe a call as an `AttentionSpec`."""
     packed, paged = extra.cu_seqlens_q is not None, extra.block_table is not None
     keys = "paged" if paged else "packed" if packed else "padded"
     keys = keys if packed or extra.seqlens_k is not None else "dense"
@@ -64,7 +64,7 @@ def spec_of(q, k, v, extra: Extra, rule: Rule, device: str, lse_gradient: bool) 
         dropout=bool(rule.dropout_p),
         training=rule.training,
         lse_gradient=lse_gradient,
-        # torch_npu's kernels are deterministic where torch is asked to be.
+        # With torch's deterministic mode, torch_npu's kernels are deterministic.
         deterministic=rule.deterministic and not torch.are_deterministic_algorithms_enabled(),
         consistent=bool(env.settings.consistent),
         graph_capture=device == "npu" and _capturing(),
@@ -75,7 +75,7 @@ def spec_of(q, k, v, extra: Extra, rule: Rule, device: str, lse_gradient: bool) 
 
 
 def whole_blocks(cache) -> bool:
-    """Whether a cache is contiguous, heads first in a block or rows first."""
+    """Return whether a cache is contiguous, with heads first or rows first in a block."""
     return cache.is_contiguous() or cache.transpose(1, 2).is_contiguous()
 
 
@@ -93,7 +93,7 @@ def _capturing() -> bool:
 
 @functools.cache
 def _operators() -> tuple[str, ...]:
-    """torch_npu's attention operators that take what they are told."""
+    """Return torch_npu's attention operators that have all arguments that aclnn.py passes."""
     found = ((name, getattr(torch.ops.npu, name, None)) for name in _NEEDED)
     schemas = {name: op.default._schema for name, op in found if op is not None}
     return tuple(

@@ -1,7 +1,7 @@
 """Attention of short sequences on the CPU, by native code.
 
-It takes less time than torch's flash attention, which is made for long ones, and what it computes
-need not be searched for a NaN that a mask has hidden.
+It is faster than torch's flash attention, which is made for long sequences. Its result need not be
+checked for a NaN that a mask has hidden.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from npu_ops.core import library
 from npu_ops.core.registry import from_native
 from npu_ops.ops.attention.arguments import Extra, Rule, last_seen
 
-# Tokens. Measured, of 4 to 32 heads of 72 to 256: where a query sees all keys, and each of them is
-# multiplied, torch catches up sooner; for a few queries it reads keys with fewer steps.
+# Tokens, measured with 4 to 32 heads of 72 to 256. If a query sees all keys, all are multiplied and
+# torch catches up sooner. For few queries, torch reads keys in fewer steps.
 LONGEST, LONGEST_SEEN = 512, 128
 _KEYS_OF_A_QUERY = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,8 +32,11 @@ _backward = from_native(
 
 
 def serves(q, k, mask, rule: Rule, *gradients) -> bool:
-    """Whether the native code computes these, dense and in normal form: there is no mask of pairs,
-    a query sees all keys up to some, and tokens are few. It writes elements one after another."""
+    """Return whether the native code supports these dense tensors in normal form.
+
+    That needs no mask of pairs, queries that see all keys up to a last one, and few tokens. The
+    gradients must have contiguous rows.
+    """
     queries, keys = q.shape[2], k.shape[2]
     longest = LONGEST_SEEN if rule.window_right < 0 else LONGEST
     few = max(queries, keys) <= longest and keys <= _KEYS_OF_A_QUERY * queries
@@ -44,7 +47,7 @@ def serves(q, k, mask, rule: Rule, *gradients) -> bool:
 
 def serves_all(q, k, v, extra: Extra, rule: Rule, *gradients) -> bool:
     """Whether the native kernel supports a call without changes: dense, without extra tensors."""
-    # Not ==, which asks tensors, too: that takes as long as a short sequence.
+    # Not ==, which compares tensors: that takes as long as a short sequence.
     plain = all(map(operator.is_, extra, _NO_EXTRA)) and not rule.softcap and not rule.dropout_p
     return plain and q.shape[3] == v.shape[3] and serves(q, k, None, rule, *gradients)
 

@@ -1,32 +1,31 @@
-"""What computes attention, in order of preference, and what each can do: all that a plan knows.
+"""The attention operators in order of preference, and their capabilities: the data of a plan.
 
-Read from top to bottom: the first operator that has everything a call needs runs it. Facts are of
-torch_npu 2.13's schemas and the vendor's documents; a fact that was learnt from a bug names it.
-
-npu_prompt_flash_attention and npu_incre_flash_attention have no row: they return no statistics of
-the softmax, and npu_fused_infer_attention_score covers both.
+The first operator that supports a call runs it. The facts are from torch_npu 2.13's schemas and the
+vendor's documents; a fact learnt from a bug names the bug. npu_prompt_flash_attention and
+npu_incre_flash_attention have no row: they return no softmax statistics, and
+npu_fused_infer_attention_score covers both.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-UNBOUNDED = 2**31 - 1  # of pre_tokens and next_tokens
-# The mask that sparse modes 2, 3 and 4 are described by, whatever the lengths: ones above the
-# diagonal. Kept for each device; never made for a call.
+UNBOUNDED = 2**31 - 1  # unlimited pre_tokens or next_tokens
+# Size of the mask for sparse modes 2, 3 and 4, for all lengths: ones above the diagonal. It is
+# cached per device, never made per call.
 COMPRESSED = 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """How a vendor's operator is told a mask. tensor: "none", "compressed" or "dense"."""
+    """How to pass a mask to a vendor operator. tensor: "none", "compressed" or "dense"."""
 
     sparse_mode: int
     tensor: str
     meaning: str
 
 
-# Without a mask tensor every operator ignores sparse_mode, so a mode above 0 always has one.
+# Without a mask tensor every operator ignores sparse_mode, so modes above 0 always have one.
 MASKS = {
     "none": Mask(0, "none", "every key takes part"),
     "dense": Mask(1, "dense", "the mask of all pairs, inverted: the vendor's True leaves out"),
@@ -41,14 +40,18 @@ class Operator:
     """One way to compute attention.
 
     runs: the implementation that calls it, as in `npu_ops.explain`.
-    serves: "training" has a backward.
-    keys: "dense"; "packed" by cu_seqlens; "padded", of which some exist; "paged".
-    takes: of bias, softcap, sinks, dropout, nonpositive_scale (0 or less), lse gradient. Sinks can
-        be put in afterwards by whatever returns the softmax's statistics.
-    largest: head dimension. multiple_of: what head dimensions are padded to. one_dim: values have
-        the same. dims: the (head, value) dimensions that packed queries may have, if not any.
-    lengths: "host" where they must be lists. captured: why a graph cannot capture it. update: the
-        argument that has to be set before a replay.
+    serves: "training" means that it has a backward.
+    keys: supported keys: "dense"; "packed" by cu_seqlens; "padded", with a length per sequence;
+    "paged".
+    takes: supported options: bias, softcap, sinks, dropout, nonpositive_scale (0 or less), lse
+    gradient. Sinks can be added afterwards if the operator returns the softmax's statistics.
+    largest: largest head dimension.
+    multiple_of: head dimensions are padded to a multiple of it.
+    one_dim: values must have the same head dimension.
+    dims: the (head, value) dimensions that packed queries may have; empty: any.
+    lengths: "host" if they must be lists.
+    captured: why a graph cannot capture it.
+    update: the argument to update before a replay.
     """
 
     name: str
@@ -78,9 +81,9 @@ _VENDOR = tuple(MASKS)
 _EVERY_MASK = (*MASKS, "window from the top left")
 _EVERYTHING = ("bias", "softcap", "sinks", "dropout", "nonpositive_scale", "lse gradient")
 
-# vllm-ascend #9632: the tiling of packed queries knows these and no others.
+# vllm-ascend #9632: the tiling of packed queries supports only these.
 _PACKED_DIMS = ((64, 64), (128, 128), (192, 192), (192, 128))
-# No dense mask or bias: past key 512 masks of one row are read wrong (vllm-ascend #15503).
+# No dense mask or bias: past key 512, masks with one row are misread (vllm-ascend #15503).
 _INFERENCE_MASKS = ("none", *list(MASKS)[2:])
 
 _FUSED_INFER = Operator(
@@ -137,7 +140,7 @@ OPERATORS = (
         takes=("sinks", "bias"),
         lengths="",
     ),  # fmt: skip
-    # Its lengths are tensors, but of the host; a graph captures it without lengths alone.
+    # Its lengths are tensors, but in host memory; a graph can only capture it without lengths.
     dataclasses.replace(
         _FUSION, name="npu_fusion_attention_v3", keys=("dense",), lengths="", captured=""
     ),

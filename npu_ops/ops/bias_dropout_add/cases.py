@@ -14,8 +14,8 @@ from npu_ops.core.models import Model
 
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
 TOLERANCES = tolerances((2e-15, 1e-14), (1e-7, 3e-7), (3e-4, 6e-4), (2.5e-3, 5e-3))
-# The gradient of a [h] bias is a sum over rows in fp32, then rounded to the dtype. It may have few
-# elements, so its ratio is that of the worst rounding and not of the average one.
+# The gradient of a [h] bias is a sum over rows in fp32, then rounded to the dtype. With few
+# elements, its error ratio is that of the worst rounding, not an average.
 SUM_TOLERANCES = tolerances((2e-15, 1e-14), (5e-7, 1e-6), (5e-4, 6e-4), (4e-3, 5e-3))
 
 HIDDEN_SIZES = {
@@ -44,7 +44,8 @@ class Case:
     large: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments of `bias_dropout_add` in training: normal, the same on every device."""
+        """Return arguments of `bias_dropout_add` in training: normal numbers, the same on every
+        device."""
         draw = torch.Generator().manual_seed(seed)
         shape = (self.tokens, self.batch, self.hidden)
         bias_shape = {"none": None, "row": shape[-1:], "full": shape}[self.bias]
@@ -82,7 +83,7 @@ CASES = [
         for tokens, hidden in ((0, 80), (1, 1), (63, 129), (65, 7), (131, 1000))
         for bias in ("none", "row", "full")
     ),
-    Case("odd-t1031-h4099", 1031, 4099),  # outputs too large for the cache, rows not aligned
+    Case("odd-t1031-h4099", 1031, 4099),  # outputs exceed the cache, rows are not aligned
     Case("lanes-not-whole-chunks", 24, 300),  # the AscendC kernel cuts 48 columns into 32 and 16
     Case("batch-3", 65, 192, batch=3),
     Case("batch-3-full-bias", 63, 96, batch=3, bias="full"),
@@ -91,9 +92,9 @@ CASES = [
     Case("p-0.99", 65, 128, p=0.99),
 ]
 
-# What the function is differentiable in.
+# The arguments that have a gradient.
 DIFFERENTIABLE = ("x", "bias", "residual")
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = ("megatron-train-8192", "qwen3-4b-decode-64", "batch-3-full-bias", "p-0")
 
 CALLS = [
@@ -108,7 +109,7 @@ CALLS = [
     ),
 ]  # fmt: skip
 
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 WRONG = [
     *wrong("bias_dropout_add", TypeError,
         ("dtype: got int64, needs float32, bfloat16, float16 or float64", {"dtype": torch.int64}),
@@ -145,7 +146,7 @@ WRONG = [
         ("inplace: got True, needs False because", {"residual": torch.Tensor.requires_grad_}),
         in_place=True),
 ]  # fmt: skip
-# Options to vary.
+# Changes that every implementation must honour.
 OPTIONS = [
     *options("bias_dropout_add", {"p": 0.25}, {"p": 0}, {"training": False}, {"bias": None}),
     *options("bias_dropout_add", {"dtype": torch.bfloat16}, {"bias": shaped(6, 8)}),
@@ -154,5 +155,5 @@ OPTIONS = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """What follows attention and the MLP; Qwen's have no bias."""
+    """Return the case after attention and the MLP; Qwen models have no bias."""
     return [Case("hidden", tokens, model.hidden, bias="none")]

@@ -1,7 +1,7 @@
-"""The gradients of bias_dropout_add, which `Backward` does not write.
+"""The gradients of bias_dropout_add, which `Backward` cannot express.
 
-The residual's is the output's own. That of a bias of x's shape is x's, in the bias's dtype. Where
-nothing is dropped, no kernel runs. And the gradient has a gradient.
+The residual's gradient is the output's. The gradient of a bias with x's shape is x's, in the bias's
+dtype. If nothing is dropped, no kernel runs. The backward can be differentiated again.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def _gradients(ctx, grad):
 
 
 def _of_sum(ctx, grad, dtype, row_dtype):
-    """The gradient of x + bias, and its sum over rows unless row_dtype is None.
+    """Return the gradient of x + bias, and its sum over rows unless row_dtype is None.
 
-    Where nothing is dropped it is `grad` itself, and torch adds rows as wide as our kernel does.
+    If nothing is dropped, the gradient is `grad` itself, and torch sums rows in as wide a dtype as
+    the kernel.
     """
     (rng_state,) = ctx.saved_tensors
     if rng_state is None and row_dtype in (None, grad.dtype):
@@ -59,7 +60,8 @@ def _save_backward(ctx, inputs, output):
 
 
 def _double_backward(ctx, grad_of_x, grad_of_bias):
-    """The backward is linear in `grad`: its gradient is the forward without a residual."""
+    """Differentiate the backward: it is linear in `grad`, so this is the forward without a
+    residual."""
     (rng_state,) = ctx.saved_tensors
     bias, residual = grad_of_bias if ctx.sum_rows else None, torch.zeros_like(grad_of_x)
     grad = forward(grad_of_x, bias, residual, rng_state, ctx.p, ctx.dtype)

@@ -1,9 +1,10 @@
-"""Shared by bias_dropout_add and attention, which takes `draw`: kernels in Triton.
+"""Shared by bias_dropout_add and attention, which uses `draw`: kernels in Triton.
 
-For Ascend and NVIDIA. Definition: reference.py
+For Ascend and NVIDIA. Reference: reference.py
 
-A row is cut into 8 lanes (npu_ops/core/rng.py). A program walks over tiles of BR rows by BJ columns
-of a lane, makes four Philox words for each, and uses them for the same tile of all eight lanes.
+A row is cut into 8 lanes (npu_ops/core/rng.py). A program loops over tiles of BR rows by BJ columns
+of a lane. It computes four Philox words per element of the tile, which serve the same tile of all
+eight lanes.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import triton.language as tl
 from npu_ops.core import rng
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 
-# Elements in a tile, by the bytes on chip that the vendor's compiler plans for each
-# (fp32, with a drawn mask).
+# Elements of a tile, from the on-chip bytes per element that the vendor's compiler plans (fp32,
+# with a drawn mask).
 TILE = tile_elements(96)
-WIDEST = 512  # columns: 1 KiB of bf16 in one piece is enough for the data mover
-# Pieces that the rows are cut into where their sums are wanted.
+WIDEST = 512  # columns: 1 KiB of contiguous bf16 is enough for efficient transfers
+# Number of pieces that the rows are divided into to sum them.
 PIECES = 48
 
 
 @triton.jit
 def _multiply(a, b: tl.constexpr):
-    """High and low 32 bits of a * b, from 16-bit limbs: Ascend computes `umulhi` by scalars."""
+    """Return the high and low 32 bits of a * b, from 16-bit limbs: `umulhi` is scalar on Ascend."""
     low = (a & 0xFFFF) * (b & 0xFFFF)
     middle = (a >> 16) * (b & 0xFFFF) + (low >> 16)
     cross = (a & 0xFFFF) * (b >> 16) + (middle & 0xFFFF)
@@ -35,7 +36,7 @@ def _multiply(a, b: tl.constexpr):
 
 @triton.jit
 def _xor(a, b):
-    """In three instructions of Ascend, which has none for it; the compiler would take four."""
+    """Return a ^ b in three instructions: Ascend has no xor, and the compiler would take four."""
     return (a | b) - (a & b)
 
 
@@ -48,10 +49,10 @@ def _round(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _philox(column, row, low, high, k0, k1):
-    """Philox4x32-10 of a tile: column is [1, BJ], row [BR, 1], the rest are numbers.
+    """Compute Philox4x32-10 of a tile: column is [1, BJ], row [BR, 1], the rest are scalars.
 
-    Only from the third round on is there a number for each element. The others are in a loop: the
-    compiler's analysis is exponential in rounds that are unrolled.
+    Only from the third round on do values differ per element. The other rounds are in a loop,
+    because the compiler's analysis is exponential in unrolled rounds.
     """
     c0, c1, c2, c3 = column, row, low, high
     for _ in tl.static_range(3):
@@ -68,7 +69,7 @@ def _philox(column, row, low, high, k0, k1):
 
 @triton.jit
 def draw(rng_state, row, column):
-    """The four words of a tile, uint32 [BR, BJ]; the state is (seed, offset), int64."""
+    """Return the four words of a tile, uint32 [BR, BJ]; the state is (seed, offset), int64."""
     seed, offset = tl.load(rng_state), tl.load(rng_state + 1)
     return _philox(
         column[None, :].to(tl.uint32),
@@ -82,14 +83,14 @@ def draw(rng_state, row, column):
 
 @triton.jit
 def _drop(x, word, HALF: tl.constexpr, threshold, scale):
-    """x * scale where the word's 16-bit half is at least the threshold, else 0."""
+    """Return x * scale if the word's 16-bit half is at least the threshold, else 0."""
     draw = (word >> 16) if HALF else (word & 0xFFFF)
     return tl.where(draw.to(tl.int32) >= threshold, x * scale, 0.0)
 
 
 @triton.jit
 def _lane_columns(column, LANE: tl.constexpr, lane_width, width):
-    """A lane's columns and which of them exist."""
+    """Return a lane's columns, and which of them exist."""
     at = LANE * lane_width + column
     return at, (column < lane_width) & (at < width)
 
@@ -97,7 +98,7 @@ def _lane_columns(column, LANE: tl.constexpr, lane_width, width):
 @triton.jit
 def _add_lane(x, bias, residual, out, row, column, rows, width, lane_width, word, threshold, scale,
               LANE: tl.constexpr, DROPS: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
-    """One tile of one lane."""
+    """Compute one tile of one lane."""
     at, exists = _lane_columns(column, LANE, lane_width, width)
     mask = (row < rows)[:, None] & exists[None, :]
     offset = row[:, None].to(tl.int64) * width + at[None, :]
@@ -147,7 +148,7 @@ def bias_dropout_add(x, bias, residual, rng_state, p, out):
 @triton.jit
 def _lane_gradient(grad, grad_x, row, column, rows, width, lane_width, word, threshold, scale,
                    LANE: tl.constexpr, DROPS: tl.constexpr):  # fmt: skip
-    """One tile of one lane; returns the sum over its rows, [BJ]."""
+    """Compute one tile of one lane; return the sum over its rows, [BJ]."""
     at, exists = _lane_columns(column, LANE, lane_width, width)
     mask = (row < rows)[:, None] & exists[None, :]
     offset = row[:, None].to(tl.int64) * width + at[None, :]
@@ -169,9 +170,10 @@ def _bias_dropout_add_backward_kernel(
     grad, rng_state, grad_x, partials, rows, width, lane_width, row_tiles, threshold, scale,
     DROPS: tl.constexpr, SUM: tl.constexpr, BR: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """A piece of work is `row_tiles` tiles, one below the other; its sums are one row of partials.
+    """Compute gradients. A work item is `row_tiles` tiles, one below the other; its sums are a row
+    of partials.
 
-    The sums are carried in eight names because a tile of them could not be indexed by lane.
+    The sums are in eight variables, because a tile of them could not be indexed by lane.
     """
     across = tl.cdiv(lane_width, BJ)
     pieces = tl.cdiv(rows, BR * row_tiles)
@@ -217,8 +219,8 @@ def _bias_dropout_add_backward_kernel(
 def bias_dropout_add_backward(grad, rng_state, p, grad_x, grad_bias):
     """Write the gradient of x, and of a [h] bias unless grad_bias is None.
 
-    Sums over rows meet in `partials`, one row a piece, so that no atomics are needed and the result
-    is the same each time.
+    Sums over rows are combined via `partials`, one row per piece, so no atomics are needed and the
+    result is deterministic.
     """
     width = grad.shape[-1]
     rows = grad.numel() // width
@@ -237,11 +239,12 @@ def bias_dropout_add_backward(grad, rng_state, p, grad_x, grad_bias):
 
 
 def _tile(lane_width: int) -> tuple[int, int]:
-    """Rows and columns of a tile; they depend on the model's width, never on how many rows."""
+    """Return the rows and columns of a tile; they depend on the width, never on the number
+    of rows."""
     columns = min(WIDEST, next_power_of_2(lane_width))
     return TILE // columns, columns
 
 
 def _dropout(p: float) -> tuple[int, float]:
-    """The threshold of the draws and the scale of what is kept."""
+    """Return the threshold of the draws and the scale of kept elements."""
     return rng.threshold(p), rng.scale(p)

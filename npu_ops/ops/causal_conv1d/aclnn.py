@@ -1,7 +1,7 @@
 """The causal convolution by torch_npu's `npu_masked_causal_conv1d`, forward, on an Ascend 950.
 
-What it takes is from torch_npu's documentation of it. It has three taps, which is one less than
-Gated Delta Net's filters have: for other models. Bias, activation and residual are added behind it.
+Its limits are from torch_npu's documentation. It has three taps; Gated Delta Net's filters have
+four, so it serves other models. Bias, activation and residual are applied afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TAPS = 3
 
 
 def why_not(arguments) -> str | None:
-    """None, or a sentence on why the operator does not take the implementations' arguments."""
+    """Return None, or why the operator does not support the arguments."""
     x, weight = arguments.x, arguments.weight
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         got = f"x is {check.short(x.dtype)} and weight {check.short(weight.dtype)}"

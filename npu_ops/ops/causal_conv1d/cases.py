@@ -14,7 +14,7 @@ from npu_ops.core.models import Model
 # Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
 TOLERANCES = tolerances((2e-15, 2e-14), (5e-7, 2e-6), (4e-4, 1e-3), (3e-3, 8e-3))
 
-# Channels of the convolution (q, k and v together) of one layer.
+# Channels of one layer's convolution (q, k and v together).
 CHANNELS = {"qwen3-next": 8192, "qwen3.5-0.8b": 6144}
 
 
@@ -22,8 +22,8 @@ CHANNELS = {"qwen3-next": 8192, "qwen3.5-0.8b": 6144}
 class Case:
     """x is [batch, tokens, channels], or packed sequences if there are `lengths`.
 
-    lengths: "" for none, "even" for tokens in four equal sequences, "odd" for what goes wrong:
-        empty sequences, single tokens, fewer tokens than the filter is wide.
+    lengths: "" for none; "even" for four equal sequences; "odd" for edge cases: empty sequences,
+    single tokens, fewer tokens than filter taps.
     large: takes seconds; for benchmarks and `make test-all`.
     """
 
@@ -40,7 +40,7 @@ class Case:
     large: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments of `causal_conv1d`: normal, the same on every device."""
+        """Return arguments of `causal_conv1d`: normal numbers, the same on every device."""
         draw = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
@@ -65,7 +65,7 @@ class Case:
         return inputs
 
     def starts(self) -> torch.Tensor | None:
-        """The starts of the packed sequences and their end."""
+        """Return the starts of the packed sequences, and the end of the last."""
         if not self.lengths:
             return None
         cut = [0, 0, 1, 2, 2, 5, 5] if self.lengths == "odd" else [0, 1, 2, 3]
@@ -106,9 +106,9 @@ CASES = [
     Case("two-blocks", 33, 2100, bias=True, residual=True, state=True, lengths="odd"),
 ]  # fmt: skip
 
-# What the function is differentiable in.
+# The arguments that have a gradient.
 DIFFERENTIABLE = ("x", "weight", "bias", "residual", "initial_state")
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = (
     "qwen3-next-t64", "qwen3-next-packed-128", "odd-t65-w4-packed-state", "odd-t63-w3-packed",
     "odd-t7-w2-plain", "two-blocks", "wide-w5-packed", "wide-w6-plain", "wide-w7-few",
@@ -125,7 +125,7 @@ CALLS = [
     ),
 ]  # fmt: skip
 
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 _OF_A_POOL = {
     "initial_state": None, "output_final_state": False, "residual": None,
      "conv_state": shaped(4, 8, 3), "conv_state_indices": make.indices([2, 1]),
@@ -188,7 +188,7 @@ WRONG = [
         ("has_initial_state: got list, needs a tensor", {"has_initial_state": [True, False]}),
         given=_OF_A_POOL),
 ]  # fmt: skip
-# Options to vary.
+# Changes that every implementation must honour.
 OPTIONS = [
     *options("causal_conv1d", {"bias": None}, {"residual": None}, {"activation": None},
              {"output_final_state": False}, {"initial_state": None},
@@ -204,5 +204,5 @@ OPTIONS = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Gated Delta Net's q, k and v together."""
+    """Return the case of Gated Delta Net's q, k and v together."""
     return [Case("linear", tokens, model.linear_channels)] if model.linear else []

@@ -1,7 +1,8 @@
 """The causal convolution by fla_npu's `npu_causal_conv1d`, forward.
 
-What it takes is from the documentation of fla_npu of August 2026; it was only ever called as a
-double. Starts of packed sequences would be read on the host, which waits for the device.
+Its limits are from fla_npu's documentation of August 2026; it was only ever tested with a test
+double. Packed sequences are not supported: it would read their starts on the host, and wait for the
+device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MULTIPLE = 16  # of channels
 
 
 def why_not(arguments) -> str | None:
-    """None, or a sentence on why the operator does not take the implementations' arguments."""
+    """Return None, or why the operator does not support the arguments."""
     x, parameters = arguments.x, (arguments.weight, arguments.bias)
     same = all(p is None or p.dtype == x.dtype for p in parameters)
     if x.dtype not in (torch.bfloat16, torch.float16) or not same:

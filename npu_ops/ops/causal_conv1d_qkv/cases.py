@@ -76,9 +76,9 @@ CASES = [
     Case("odd-dim-96", 9, (2, 3, 96, 96), state=True, lengths="odd"),
 ]  # fmt: skip
 
-# What the function is differentiable in.
+# The arguments that have a gradient.
 DIFFERENTIABLE = ("x", "weight", "bias", "initial_state")
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = (
     "qwen3-next-packed-128", "odd-t65-w4-packed-state", "odd-t63-w3-plain", "odd-t7-w2-plain",
     "odd-plain-keys",
@@ -95,7 +95,7 @@ CALLS = [
     ),
 ]  # fmt: skip
 
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 _PACKED = {
     "x": shaped(1, 5, 48), "cu_seqlens": make.indices([0, 2, 5]),
 }  # fmt: skip
@@ -129,7 +129,7 @@ WRONG = [
         ("cu_seqlens: got a negative length, needs starts", {"cu_seqlens": replaced(1, to=6)}),
         given=_PACKED, reads=True),
 ]  # fmt: skip
-# Options to vary.
+# Changes that every implementation must honour.
 OPTIONS = [
     *options("causal_conv1d_qkv", {"bias": None}, {"activation": None}, {"eps": 1.0},
              {"use_qk_l2norm": False}, {"output_final_state": False}, {"initial_state": None}),

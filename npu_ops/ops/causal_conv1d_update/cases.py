@@ -132,7 +132,7 @@ def _in_pieces(right):
     return right.repeat_interleave(2, -1)[..., ::2]
 
 
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 _PACKED = {
     "x": shaped(6, 8), "query_start_loc": make.indices([0, 3, 6]), "intermediate_conv_window": None,
 }  # fmt: skip
@@ -225,7 +225,7 @@ WRONG = [
         ("query_start_loc: got length 5, needs 3", {"query_start_loc": make.indices([0, 5, 6])}),
         given=_PACKED_VERIFIED, reads=True),
 ]  # fmt: skip
-# Options to vary.
+# Changes that every implementation must honour.
 OPTIONS = [
     *options("causal_conv1d_update", {"bias": None}, {"activation": "silu"},
              {"conv_state_indices": make.indices([2, -1])}, {"disable_state_update": True},

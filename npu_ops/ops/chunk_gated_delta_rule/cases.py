@@ -73,9 +73,9 @@ CASES = [
     Case("empty", 0, 1, 2, 16, 24, chunk=16),
 ]
 
-# What the function is differentiable in.
+# The arguments that have a gradient.
 DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = ("qwen3.5-9b-tp1-t1", "packed", "no-state", "chunk-32", "wide")
 
 CALLS = [
@@ -95,7 +95,7 @@ CALLS = [
 CARRIED = {"carry_unfinished": True, "state_v_first": True, "chunk_size": 64,
            "initial_state": None}  # fmt: skip
 
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 WRONG_STARTS = [
     ("cu_seqlens: got 0 first and 21 last, needs 0 and", {"cu_seqlens": replaced(2, to=21)}),
     ("cu_seqlens: got 1 first and 20 last, needs 0 and", {"cu_seqlens": replaced(0, to=1)}),
@@ -134,7 +134,7 @@ WRONG = [
                        reads=True)),
     *wrong("chunk_gated_delta_rule", ValueError, *delta.WRONG_GATES, given=delta.GATED),
 ]  # fmt: skip
-# Options to vary.
+# Changes that every implementation must honour.
 OPTIONS = [
     *options("chunk_gated_delta_rule", *delta.CHANGES,
              {"cu_seqlens": make.indices([0, 9, 20])}),

@@ -55,9 +55,9 @@ CASES = [
     Case("empty", 0, 1, 2, 16, 24, chunk=16),
 ]
 
-# What the function is differentiable in.
+# The arguments that have a gradient.
 DIFFERENTIABLE = chunk.DIFFERENTIABLE
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = ("kimi-linear-48b-tp1-t1", "packed", "no-state", "chunk-32", "wide")
 
 CALLS = [
@@ -77,7 +77,7 @@ CALLS = [
 GATED = {"use_gate_in_kernel": True, "A_log": shaped(4), "dt_bias": shaped(64)}
 BOUNDED = GATED | {"lower_bound": -5.0}
 
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 WRONG = [
     *wrong("chunk_kda", TypeError,
         *delta.WRONG_DTYPES,

@@ -147,11 +147,11 @@ CASES = [
     Case("long-packed", 200, 2, 2, 16, 16, sequences=2),
 ]
 
-# What the function is differentiable in.
+# The arguments that have a gradient.
 DIFFERENTIABLE = (
     "q", "k", "v", "g", "gk", "gv", "beta", "initial_state", "A_log", "dt_bias",
 )  # fmt: skip
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = (
     "qwen3.5-9b-tp1-t1", "packed", "all-gates", "all-gates-v-first", "wide",
 )  # fmt: skip
@@ -168,7 +168,7 @@ CALLS = [
     ),
 ]  # fmt: skip
 
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 _PACKED = {name: lambda x: x[:1] for name in ("q", "k", "v", "g", "beta")}
 _PACKED |= {"cu_seqlens": make.indices([0, 2, 5])}
 # What both delta rules refuse.
@@ -243,7 +243,7 @@ CHANGES = (
     GATED,
 )  # fmt: skip
 
-# Options to vary.
+# Changes that every implementation must honour.
 OPTIONS = [
     *options("fused_recurrent_gated_delta_rule", *CHANGES, {"beta": None}, {"g": None},
              {"gk": shaped(2, 5, 4, 8)}, {"gv": shaped(2, 5, 4, 8)},

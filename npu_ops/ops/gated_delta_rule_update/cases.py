@@ -161,7 +161,7 @@ CASES = [
 
 # There is no gradient.
 DIFFERENTIABLE = ()
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = (
     "qwen3.5-9b-tp1-b1-t1-fp32", "qwen3.5-9b-tp1-b1-t1-bf16", "ragged-k-first",
     "sglang", "sglang-k-first", "vllm", "vllm-ragged-k-first", "wide",
@@ -180,7 +180,7 @@ CALLS = [
     ),
 ]  # fmt: skip
 
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 
 
 def _split(*parts):
@@ -290,7 +290,7 @@ WRONG = [
         ("num_accepted_tokens: got [3, 1], needs", {"num_accepted_tokens": make.indices([3, 1])}),
         given=_BY_TOKEN, reads=True),
 ]  # fmt: skip
-# Options to vary.
+# Changes that every implementation must honour.
 OPTIONS = [
     *options("gated_delta_rule_update", {"scale": 0.5}, {"use_qk_l2norm_in_kernel": False},
              {"state_v_first": False}, {"disable_state_update": True}, {"softplus_beta": 2.0},

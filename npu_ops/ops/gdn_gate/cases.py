@@ -66,9 +66,9 @@ CASES = [
     Case("whole-blocks-neg-eigval", 9, 32, allow_neg_eigval=True),
 ]
 
-# What the function is differentiable in.
+# The arguments that have a gradient.
 DIFFERENTIABLE = ("a", "A_log", "dt_bias", "b")
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = ("qwen3-next-tp1-t64", "qwen3-next-tp4-t64", "neither", "many-heads")
 
 CALLS = [
@@ -84,7 +84,7 @@ def _heads(count: int) -> dict:
     return rows | dict.fromkeys(("A_log", "dt_bias"), shaped(count))
 
 
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 WRONG = [
     *wrong("gdn_gate", ValueError,
         *shapes("A_log", "[4], one number for each head of a", (1,), (3,), (1, 4), (3, 4)),
@@ -97,7 +97,7 @@ WRONG = [
         *values("softplus_threshold", "0 or more", "1"),
     ),
 ]  # fmt: skip
-# Options to vary.
+# Changes that every implementation must honour.
 OPTIONS = [
     *options("gdn_gate", {"allow_neg_eigval": True}, {"dt_bias": None}, {"b": None}),
     *options("gdn_gate", {"softplus_beta": 2.0}, {"softplus_threshold": 0.5}),

@@ -63,7 +63,7 @@ CALLS = [
         },
     ),
 ]
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 WRONG = [
     *wrong("grouped_linear", ValueError,
         *shapes("x", "[T, K]", (8,), (2, 3, 8)),

@@ -45,14 +45,14 @@ CASES = [
     Case("wide-20000", 2, 3, 20000, 64),  # wider than a tile
 ]
 
-# What the function is differentiable in.
+# The arguments that have a gradient.
 DIFFERENTIABLE = ("x",)
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = ("qwen3-next-tp1-t64", "qwen3-next-dense-t64", "one-element", "wide-20000")
 
 CALLS = [Call("l2norm", lambda draw: {"x": draw(3, 8)})]
 
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 WRONG = [
     *wrong("l2norm", TypeError,
         ("output_dtype: got int32, needs float32, bfloat16", {"output_dtype": torch.int32}),
@@ -65,7 +65,7 @@ WRONG = [
         ("eps: got a tensor, needs a finite number, 0 or more", {"eps": shaped()}),
     ),
 ]  # fmt: skip
-# Options to vary.
+# Changes that every implementation must honour.
 OPTIONS = [
     *options("l2norm", {"eps": 0.5}, {"output_dtype": torch.bfloat16},
              {"output_dtype": torch.float16}),

@@ -51,7 +51,7 @@ REPRESENTATIVE = ("two-steps-t33", "odd-t2")
 CALLS = [
     Call("linear", lambda draw: {"x": draw(3, 8), "weight": draw(5, 8), "bias": draw(5)}),
 ]  # fmt: skip
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 WRONG = [
     *wrong("linear", ValueError,
         *shapes("weight", "[N, 8], x's last dimension", (8,), (5, 7), (1, 5, 8)),

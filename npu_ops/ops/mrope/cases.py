@@ -115,9 +115,9 @@ CASES = [
     Case("no-time", 63, 2, 1, 64, 64, mrope_section=(0, 16, 16), section_layout="chunked"),
 ]
 
-# What the function is differentiable in.
+# The arguments that have a gradient.
 DIFFERENTIABLE = ("q", "k")
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = ("qwen3-vl-8b-tp1-t64", "qwen3.5-9b-tp4-t64", "few-pairs-interleaved")
 
 
@@ -144,7 +144,7 @@ CALLS = [
     Call("apply_multimodal_rotary_pos_emb_cached", _call_by_position, "cached", **_IN_PLACE),
 ]
 
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 _PACKED = {
     "q": shaped(5, 4, 8), "k": shaped(5, 3, 8), "cos": shaped(3, 5, 8), "sin": shaped(3, 5, 8),
      "layout": "TND",
@@ -234,7 +234,7 @@ WRONG = [
         ("inplace: got True, needs False because k requires", {"k": torch.Tensor.requires_grad_}),
         in_place=True),
 ]  # fmt: skip
-# Options to vary.
+# Changes that every implementation must honour.
 OPTIONS = [
     *options("mrope", {"k": None}, {"pair_layout": "interleaved"}, {"inverse": True},
              {"section_layout": "chunked"}, {"mrope_section": [4, 0, 0]},

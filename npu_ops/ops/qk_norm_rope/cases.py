@@ -131,9 +131,9 @@ CASES = [
     Case("wide-512-t3", 3, 2, 1, 512, 128),
 ]  # fmt: skip
 
-# What the function is differentiable in.
+# The arguments that have a gradient.
 DIFFERENTIABLE = ("qkv", "q_weight", "k_weight")
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = (
     "qwen3-8b-t64", "qwen3-vl-8b-tp8-t64", "qwen3.5-9b-t64", "qwen3-8b-serve-t64",
     "qwen3-vl-8b-serve-t64", "qwen3.5-9b-serve-t64", "odd-t63-gated-pairs", "odd-t65-sections",
@@ -171,7 +171,7 @@ CALLS = [
     Call("qk_norm_rope_cached", _call_by_position, "qk_norm_rope_cached"),
 ]
 
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 WRONG = [
     *wrong("qk_norm_rope", ValueError,
         ("qkv: got shape [2, 5, 56], needs a last dimension of 72 for 5 query", {"num_heads": 5}),
@@ -226,7 +226,7 @@ WRONG = [
         ("positions: got 3 to 20, needs 0 to 19", {"positions": replaced(1, to=20)}),
         reads=True),
 ]  # fmt: skip
-# Options to vary.
+# Changes that every implementation must honour.
 OPTIONS = [
     *options("qk_norm_rope", {"eps": 1.0}, {"zero_centered": True}, {"pair_layout": "interleaved"},
              {"rotary_dim": 8} | cos_sin(2, 5, 4), cos_sin(1, 5, 8), cos_sin(2, 5, 6)),

@@ -63,7 +63,7 @@ CASES = [
     Case("wide-add-20000", 3, 1, 20000, add=True, zero_centered=True),
 ]  # fmt: skip
 DIFFERENTIABLE = ("x", "residual", "weight")
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = (
     "qwen3-8b-t64", "qwen3-8b-add-t64", "qwen3.5-9b-q-t33", "odd-t65", "odd-add-t65", "wide-20000",
     "wide-add-20000",
@@ -79,7 +79,7 @@ _EITHER = (
     *shapes("weight", "[8], x's last dimension", (1,), (7,), (3, 8)),
     *values("eps", "a finite number, 0 or more", -1.0, math.nan, math.inf, None, "1e-6"),
 )
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 WRONG = [
     *wrong("rms_norm", ValueError, *_EITHER),
     *wrong("add_rms_norm", ValueError, *_EITHER,
@@ -87,7 +87,7 @@ WRONG = [
     *wrong("add_rms_norm", TypeError,
         ("residual: got float16, needs x's float32", {"residual": cast(torch.float16)})),
 ]  # fmt: skip
-# Options to vary.
+# Changes that every implementation must honour.
 OPTIONS = [
     option
     for name in ("rms_norm", "add_rms_norm")

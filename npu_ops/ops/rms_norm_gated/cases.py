@@ -82,9 +82,9 @@ CASES = [
     Case("wide-9000-after-sigmoid", 2, 1, 9000, 0, False, "sigmoid"),
 ]
 
-# What the function is differentiable in.
+# The arguments that have a gradient.
 DIFFERENTIABLE = ("x", "weight", "z")
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = (
     "qwen3-next-tp1-t64", "qwen3-next-fused-t8", "odd-t63-d60-after-sigmoid", "mamba2-groups",
     "wide-8192", "wide-9000-after-sigmoid", "wide-groups",
@@ -99,7 +99,7 @@ def _wide(dim: int) -> dict:
     return dict.fromkeys("xz", shaped(2, dim)) | {"weight": shaped(dim)}
 
 
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 WRONG = [
     *wrong("rms_norm_gated", ValueError,
         *shapes("weight", "[8], x's last dimension", (1,), (7,), (3, 8)),
@@ -110,7 +110,7 @@ WRONG = [
         *values("group_size", "a divisor of 8", 0, -4, 3, 16, 4.0, "4"),
     ),
 ]  # fmt: skip
-# Options to vary.
+# Changes that every implementation must honour.
 OPTIONS = [
     *options("rms_norm_gated", {"eps": 0.5}, {"activation": "sigmoid"},
              {"norm_before_gate": False}),

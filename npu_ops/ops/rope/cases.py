@@ -136,9 +136,9 @@ CASES = [
     Case("head-192-partial", 63, 2, 2, 192, 128, layout="SBND", batch=3, half_table=True),
 ]
 
-# What the function is differentiable in.
+# The arguments that have a gradient.
 DIFFERENTIABLE = ("q", "k")
-# Across these, every branch of the Triton kernels.
+# Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = (
     "qwen3-vl-8b-tp1-t64", "qwen3.5-9b-tp4-t64", "qwen3-vl-8b-vision-256",
     "odd-BNSD-t65-interleaved", "head-96-interleaved-half-table", "few-pairs-interleaved",
@@ -176,7 +176,7 @@ CALLS = [
     Call("apply_rotary_pos_emb_freqs", _call_by_freqs, "freqs", **_IN_PLACE),
 ]
 
-# Wrong calls, and how each is refused.
+# Invalid calls, and the error of each.
 
 
 def cos_sin(*shape):
@@ -312,7 +312,7 @@ WRONG = [
         ("cu_seqlens: got int16, needs int32 or int64", {"cu_seqlens": torch.Tensor.short}),
         given=_OF_A_RANK),
 ]  # fmt: skip
-# Options to vary.
+# Changes that every implementation must honour.
 OPTIONS = [
     *options("rope", {"k": None}, {"pair_layout": "interleaved"}, {"inverse": True}),
     *options("rope", cos_sin(2, 5, 6), {"rotary_dim": 8} | cos_sin(2, 5, 4)),

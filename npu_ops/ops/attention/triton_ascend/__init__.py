@@ -1,8 +1,9 @@
-"""Flash attention in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""Flash attention in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-Forward, a program takes a block of queries of one head through the keys in its window (forward.py).
-Backward, one kernel takes a block of keys through its queries, another a block of queries through
-its keys (backward.py). The blocks of packed sequences are found on the device (blocks.py).
+Forward: a program processes a block of queries of one head against the keys in its window
+(forward.py). Backward: one kernel processes a block of keys against its queries, another a block of
+queries against its keys (backward.py). The blocks of packed sequences are found on the device
+(blocks.py).
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from npu_ops.ops.attention.triton_ascend.blocks import blocks_of
 from npu_ops.ops.attention.triton_ascend.dropout import keep_bits
 from npu_ops.ops.attention.triton_ascend.forward import forward_kernel
 
-# Rows of queries that a group of heads may have for a sequence to share one tile, as in decoding.
+# A group of heads shares one tile per sequence, as in decoding, if it has at most this many rows of
+# queries.
 SHARED_ROWS = 128
 SMALL_TILE = 32
-# Queries and keys in a tile, by the wider head dimension: half of a tile's scores must fit into the
+# Wider head dimension -> (queries, keys) of a tile: half of a tile's scores must fit into the
 # unified buffer of a vector core.
 FORWARD_TILES = {128: (128, 64), 256: (64, 32)}
-# By the bytes of a row of q and one of v: gradients are summed beside the matrix unit.
+# By the bytes of a row of q plus one of v: gradient sums need memory next to the matrix unit.
 KEYS_TILES = {512: (64, 64), 1024: (32, 32), 2048: (16, 32)}
 QUERIES_TILES = {1024: (64, 32), 2048: (32, 32)}
 DELTA_BYTES = 32 * 1024
@@ -79,7 +81,7 @@ def attention_backward(
     size_q, size_k = _tile(QUERIES_TILES, row_bytes)
     blocks = blocks_of(q, extra.cu_seqlens_q, size_q)
     grad_pairs = None
-    if grad_bias is not None:  # also for pairs that no tile has
+    if grad_bias is not None:  # includes pairs that are in no tile
         grad_pairs = grad_bias.new_zeros((*q.shape[:3], k.shape[2]))
     backward.queries_kernel[_cube_grid(blocks.number * q.shape[1], q.device)](
         *given, keep, blocks.table, *lengths, grad_q, grad_pairs, *strides, *grad_q.stride()[:3],
@@ -104,20 +106,20 @@ def _dense(extra):
 
 
 def _forward(q, k, v, extra, rule, sinks, out, lse, rows=None, step=1):
-    """`attention`, where each position has `step` rows of q and a sequence has at most `rows`."""
+    """Run `attention` with `step` rows of q per position and at most `rows` rows per sequence."""
     constants = _constants(q, k, v, rule)
     size_q, size_k = _tile(FORWARD_TILES, max(constants["BD"], constants["BDV"]))
     if rows is not None and rows <= SMALL_TILE:
         size_q = SMALL_TILE
     if constants["CAPPED"] and extra.bias is not None:
         size_k = min(size_k, SMALL_TILE)
-    if rule.dropout_p:  # its bits take the place of half of a tile
+    if rule.dropout_p:  # its bits need half of a tile's space
         size_q //= 2
     page, pages_stride, keys = 1, 0, k.shape[2]
     if extra.block_table is not None:
         page, pages_stride = k.shape[2], extra.block_table.stride(0)
         keys = extra.block_table.shape[1] * page
-        size_k = min(size_k, page & -page)  # which divides a block
+        size_k = min(size_k, page & -page)  # a divisor of the block size
     blocks = blocks_of(q, extra.cu_seqlens_q, size_q)
     given, strides = _with_strides(q, (q, k, v, extra.bias, extra.mask))
     keep, *numbers = _keep_and_numbers(k, extra, rule, lse)
@@ -130,7 +132,7 @@ def _forward(q, k, v, extra, rule, sinks, out, lse, rows=None, step=1):
 
 
 def _delta(grad_out, grad_lse, out):
-    """fp32 `[B, N, Sq]`: the inner products of rows of out and grad_out, less grad_lse."""
+    """Return fp32 `[B, N, Sq]`: the inner products of rows of out and grad_out, minus grad_lse."""
     batch, heads, queries, dim = out.shape
     delta = out.new_empty((batch, heads, queries), dtype=torch.float32)
     width = max(16, next_power_of_2(dim))
@@ -144,22 +146,22 @@ def _delta(grad_out, grad_lse, out):
 
 
 def _shares_rows(extra, rule, step: int) -> bool:
-    """Whether the heads of a group go through the keys as rows of one tile."""
+    """Return whether the heads of a group are processed as rows of one tile."""
     decodes = extra.seqlens_k is not None or rule.max_seqlen_q == 1
     plain = extra.bias is None and extra.mask is None
     return decodes and plain and not rule.dropout_p and rule.max_seqlen_q * step <= SHARED_ROWS
 
 
 def _shared(x, step: int):
-    """`[batch, heads, tokens, dim]` as `[batch, heads / step, tokens * step, dim]`.
+    """Return `[batch, heads, tokens, dim]` as `[batch, heads / step, tokens * step, dim]`.
 
-    A view where that is possible, else a copy.
+    A view if possible, else a copy.
     """
     return x.unflatten(1, (-1, step)).transpose(2, 3).flatten(2, 3)
 
 
 def _constants(q, k, v, rule) -> dict:
-    """The compile-time constants that all kernels have."""
+    """Return the compile-time constants of all kernels."""
     width, columns = (max(16, next_power_of_2(x.shape[3])) for x in (q, v))
     return {
         "GROUP": q.shape[1] // k.shape[1], "D": q.shape[3], "DV": v.shape[3], "BD": width,
@@ -169,7 +171,7 @@ def _constants(q, k, v, rule) -> dict:
 
 
 def _keep_and_numbers(k, extra, rule, lse) -> tuple:
-    """The bits of dropout, or None; then the kernels' numbers, dropout's two last."""
+    """Return the dropout bits or None, then the kernels' numbers; dropout's two are last."""
     numbers = rule.scale, rule.softcap, rule.window_left, rule.window_right
     if not rule.dropout_p:
         return None, *numbers, 0, 1.0
@@ -184,7 +186,8 @@ def _tile(tiles: dict, size: int) -> tuple[int, int]:
 
 
 def _with_strides(q, given):
-    """Tensors as kernels read them, masks as bytes; the strides of their first three dimensions."""
+    """Return tensors for the kernels, with masks as bytes, and strides of their first three
+    dimensions."""
     tensors, strides = [], []
     for x in given:
         if x is not None and x.dtype == torch.bool:

@@ -1,7 +1,7 @@
-"""Gradients. The weights are computed again from lse; no tile of them is kept.
+"""Gradients. The weights are recomputed from lse, tile by tile.
 
 One kernel sums over the queries of each block of keys, another over the keys of each block of
-queries. Both compute the scores, but no sum depends on which program runs first.
+queries. Both recompute the scores, so no sum depends on the order of programs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def delta_kernel(
     out_head, out_stride, number, across, heads, queries, DV: tl.constexpr, BDV: tl.constexpr,
     BQ: tl.constexpr,
 ):  # fmt: skip
-    """delta, fp32 like lse: the inner product of each row of out and grad_out, less grad_lse."""
+    """Compute delta, fp32 like lse: the inner product of each row of out and grad_out, minus
+    grad_lse."""
     row = tl.arange(0, BQ)
     for item in range(tl.program_id(0), number * heads, tl.num_programs(0)):
         block, head = item // heads, item % heads
@@ -47,7 +48,7 @@ def delta_kernel(
 @triton.jit
 def _gradient_of_scores(scores, b_lse, b_delta, b_grad_out, b_v, keep, keep_stride, kept_scale,
                         row0, rows, key0, BQ: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """The weights that dropout leaves, not scaled yet, and the gradients of the scores."""
+    """Return the unscaled weights after dropout, and the gradients of the scores."""
     weights = tl.exp(scores - tl.maximum(b_lse, LOWEST)[:, None])
     grad_weights = tl.dot(b_grad_out, tl.trans(b_v), input_precision="ieee")
     dropped = weights
@@ -66,7 +67,7 @@ def _of_queries(
     BDV: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of BK keys and values with BQ more queries."""
+    """Add the contribution of BQ queries to the gradients of BK keys and values."""
     rows, row = lq - query0, tl.arange(0, BQ)
     b_q = load_rows(q, q_stride, first_q + query0, rows, D, BD, BQ, MASKED)
     b_grad_out = load_rows(grad_out, grad_out_stride, first_q + query0, rows, DV, BDV, BQ, MASKED)
@@ -104,7 +105,7 @@ def keys_kernel(
     BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """grad_k and grad_v of BK keys of one key head, summed over its GROUP query heads."""
+    """Compute grad_k and grad_v of BK keys of one key head, summed over its GROUP query heads."""
     for item in range(tl.program_id(0), number * heads, tl.num_programs(0)):
         block, key_head = item // heads, item % heads
         _, within, batch, first_q, lq, first_k, lk = find(
@@ -116,7 +117,7 @@ def keys_kernel(
         key0 = within * BK
         rows = lk - key0
         lq = tl.where(rows > 0, lq, 0)
-        if keep is not None:  # no keys that it has no bits for
+        if keep is not None:  # keys without dropout bits are skipped
             lq = tl.where(key0 < keep_stride * 8, lq, 0)
         from_k = of_head(k, batch, key_head, k_batch, k_head)
         from_v = of_head(v, batch, key_head, v_batch, v_head)
@@ -153,7 +154,7 @@ def keys_kernel(
                     kept_scale, D, DV, BD, BDV, BQ, BK, LEFT, RIGHT, CAPPED, True,
                 )  # fmt: skip
         written = rows
-        if lengths_k is not None:  # keys that do not exist have gradients, too
+        if lengths_k is not None:  # keys beyond a length have gradients, too
             written = keys - key0
             exists = (tl.arange(0, BK) < rows)[:, None]
             sum_k, sum_v = tl.where(exists, sum_k, 0.0), tl.where(exists, sum_v, 0.0)
@@ -173,7 +174,7 @@ def _of_keys(
     BDV: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of BQ queries with BK more keys."""
+    """Add the contribution of BK keys to the gradient of BQ queries."""
     b_k = load_rows(k, k_stride, first_k + key0, lk - key0, D, BD, BK, MASKED)
     b_v = load_rows(v, v_stride, first_k + key0, lk - key0, DV, BDV, BK, MASKED)
     scores, slope = scores_of(
@@ -206,7 +207,7 @@ def queries_kernel(
     BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """grad_q of BQ queries of a head; grad_bias [batch, heads, queries, keys] of keys they meet."""
+    """Compute grad_q of BQ queries, and their part of grad_bias [batch, heads, queries, keys]."""
     row = tl.arange(0, BQ)
     for item in range(tl.program_id(0), number * heads, tl.num_programs(0)):
         block, head = item // heads, item % heads

@@ -1,6 +1,6 @@
-"""The blocks of tokens, found on the device, and which blocks of the other side each one meets.
+"""Finds the blocks of tokens on the device, and which blocks of the other side each one meets.
 
-A block is a piece of one sequence. In dense tensors, each entry of the batch is a sequence.
+A block is a part of one sequence. In dense tensors, each batch entry is a sequence.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from npu_ops.core.grid import cdiv
 class Blocks(NamedTuple):
     """The blocks of a tensor's tokens; made without waiting for the device.
 
-    number: of blocks at the most; those beyond the last one have no rows.
-    across: of blocks of each sequence, where all have equally many.
-    table: int32 [number, 2]: the sequence of each block and which of its blocks it is; None where
-        that follows from `across`.
+    number: upper bound of the number of blocks; those beyond the last one have no rows.
+    across: blocks per sequence, if all sequences have equally many.
+    table: int32 [number, 2]: the sequence of each block, and its index within it; None if that
+    follows from `across`.
     """
 
     number: int
@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(x, starts, size: int) -> Blocks:
-    """Blocks of `size` tokens of x `[batch, heads, tokens, dim]`."""
+    """Make blocks of `size` tokens of x `[batch, heads, tokens, dim]`."""
     batch, _, tokens, _ = x.shape
     if starts is None:
         across = cdiv(tokens, size)
@@ -46,7 +46,7 @@ def blocks_of(x, starts, size: int) -> Blocks:
 
 @triton.jit
 def _within(starts, sequence, tokens):
-    """The first token of a sequence and how many it has: among `tokens`, whatever is in starts."""
+    """Return a sequence's first token and length, clamped to `tokens` for invalid starts."""
     first = tl.load(starts + sequence).to(tl.int32)
     end = tl.load(starts + sequence + 1).to(tl.int32)
     first = tl.minimum(tl.maximum(first, 0), tokens)
@@ -55,8 +55,8 @@ def _within(starts, sequence, tokens):
 
 @triton.jit
 def find(block, table, number, across, starts_q, starts_k, lengths_k, queries, keys):
-    """The sequence of a block and which of its blocks that is; the entry of the batch; the first
-    token and the number of its queries, and of its keys."""
+    """Return a block's sequence, its index in it, batch entry, and (first token, count) of queries
+    and keys."""
     if table is None:
         sequence, within = block // across, block % across
     else:
@@ -76,11 +76,11 @@ def find(block, table, number, across, starts_q, starts_k, lengths_k, queries, k
 @triton.jit
 def partners(first, last, behind, ahead, length, SIZE: tl.constexpr, BEHIND: tl.constexpr,
              AHEAD: tl.constexpr, WHOLE: tl.constexpr = True):  # fmt: skip
-    """Blocks of the other side that tokens first..last meet, if token x meets those from
-    x - behind (where BEHIND) to x + ahead (where AHEAD) of `length`.
+    """Return the blocks of the other side that tokens first..last meet.
 
-    Returns begin, whole, split, end: of blocks begin..end those in whole..split need no mask, of
-    which there are none unless WHOLE.
+    Token x meets tokens from x - behind (if BEHIND) to x + ahead (if AHEAD), out of `length`.
+    Returns begin, whole, split, end: blocks begin..end are met; those in whole..split need no mask
+    (none, unless WHOLE).
     """
     low, high, inner_low, inner_high = 0, length, 0, length
     if BEHIND:
@@ -100,5 +100,5 @@ def partners(first, last, behind, ahead, length, SIZE: tl.constexpr, BEHIND: tl.
 
 @triton.jit
 def edge_block(index, whole, split):
-    """Block `index` of those that need a mask, counted from `begin`."""
+    """Return the number of the `index`-th block that needs a mask, counted from `begin`."""
     return tl.where(index < whole, index, index + (split - whole))

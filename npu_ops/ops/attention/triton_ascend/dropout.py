@@ -1,7 +1,7 @@
-"""Which weights dropout keeps. Definition: reference.keep_mask
+"""Dropout's keep mask. Reference: reference.keep_mask
 
-A kernel of its own draws a bit for each weight; beside the matrix unit's work the vendor's compiler
-finds no room for that, nor an end. A byte has the bits of eight keys, 16 apart.
+A separate kernel draws a bit for each weight: next to the matrix unit's work, the vendor's compiler
+runs out of memory for it and takes forever. A byte has the bits of eight keys, which are 16 apart.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from npu_ops.core import rng
 from npu_ops.core.grid import cdiv, tile_elements, vector_grid
 from npu_ops.ops.bias_dropout_add.triton_ascend import draw
 
-# Bytes that four words need on chip while they are drawn, by the plan of the vendor's compiler.
+# On-chip bytes that four words need while they are drawn, by the plan of the vendor's compiler.
 TILE = tile_elements(96)
-ACROSS = 16  # bytes of a row that a tile has
+ACROSS = 16  # bytes of a row per tile
 
 
 @triton.jit
 def _bits(word, threshold, LANE: tl.constexpr):
-    """The bits of the two draws in each word."""
+    """Return the bits of the two draws in each word."""
     low = tl.where((word & 0xFFFF).to(tl.int32) >= threshold, 1 << LANE, 0)
     return low | tl.where((word >> 16).to(tl.int32) >= threshold, 2 << LANE, 0)
 
@@ -51,16 +51,17 @@ def keep_bits(rows: int, columns: int, p: float, rng_state: torch.Tensor) -> tor
 
 @triton.jit
 def load_keep(keep, stride, row0, rows, key0, BQ: tl.constexpr, BK: tl.constexpr):
-    """1 where the weight of a row and a key is kept, else 0; fp32 [BQ, BK].
+    """Return 1 for kept weights of rows and keys, else 0; fp32 [BQ, BK].
 
-    key0: in the sequence, a multiple of BK, which is 16, 32 or 64. rows: that exist.
+    key0: position in the sequence, a multiple of BK, which is 16, 32 or 64. rows: number of
+    existing rows.
     """
     row, byte = tl.arange(0, BQ), tl.arange(0, 16)
     at = keep + (row0 + row).to(tl.int64)[:, None] * stride + (key0 // 128 * 16 + byte)[None, :]
     bits = tl.load(at, mask=(row < rows)[:, None], other=0).to(tl.int32)
     lane = tl.arange(0, BK // 16)
     first = 1 << (key0 % 128 // 16)
-    # No vector of them is shifted by another: the compiler would do that element by element.
+    # Avoid shifting a vector by a vector: the compiler would do that element by element.
     low = tl.where((lane & 1) == 0, first, first * 2)
     bit = tl.where(lane < 2, low, low * 4)
     kept = (bits[:, None, :] & bit[None, :, None]) > 0

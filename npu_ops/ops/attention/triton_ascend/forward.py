@@ -25,8 +25,10 @@ def _absorb(
     STEP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What the softmax's numerator and denominator are with BK more keys; NaN where the cache has
-    no such page."""
+    """Update the softmax's numerator and denominator with BK more keys.
+
+    They become NaN if the cache does not have the page.
+    """
     place = first_k + key0
     if pages is not None:
         page = tl.load(pages + key0 // PAGE).to(tl.int64)
@@ -67,9 +69,9 @@ def forward_kernel(
     STEP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of BQ queries of one head.
+    """Compute out and lse of BQ queries of one head.
 
-    Where heads share positions (STEP > 1), sinks are [heads, rows of a sequence].
+    If heads share positions (STEP > 1), sinks are [heads, rows of a sequence].
     """
     row = tl.arange(0, BQ)
     for item in range(tl.program_id(0), number * heads, tl.num_programs(0)):
@@ -83,7 +85,7 @@ def forward_kernel(
         if BOTTOM_RIGHT:
             shift = lk - lq // STEP
         lk = tl.where(rows > 0, lk, 0)
-        if keep is not None:  # no more than it has bits for
+        if keep is not None:  # keys without dropout bits are skipped
             lk = tl.minimum(lk, keep_stride * 8)
         from_k = of_head(k, batch, head // GROUP, k_batch, k_head)
         from_v = of_head(v, batch, head // GROUP, v_batch, v_head)

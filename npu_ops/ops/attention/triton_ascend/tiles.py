@@ -1,26 +1,26 @@
-"""Tiles of tensors, and the scores of a tile."""
+"""Tiles: loads and stores, and the scores of a tile."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Below any score, and finite: the difference of two of them is a number.
+# Lower than any score, but finite, so that the difference of two is not NaN.
 LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
 def of_head(x, batch, head, batch_stride, head_stride):
-    """Where the tokens of one head start."""
+    """Return the address of one head's tokens."""
     return x + tl.cast(batch, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
 
 
 @triton.jit
 def load_rows(x, stride, first, rows, D: tl.constexpr, BD: tl.constexpr, SIZE: tl.constexpr,
               MASKED: tl.constexpr = True):  # fmt: skip
-    """Rows from `first` of [tokens, D], as [SIZE, BD]; 0 beyond `rows` and D.
+    """Load rows from `first` of [tokens, D] as [SIZE, BD]; 0 beyond `rows` and D.
 
-    rows: not looked at unless MASKED.
+    rows: ignored unless MASKED.
     """
     row, d = tl.arange(0, SIZE), tl.arange(0, BD)
     at = x + (first + row).to(tl.int64)[:, None] * stride + d[None, :]
@@ -35,7 +35,7 @@ def load_rows(x, stride, first, rows, D: tl.constexpr, BD: tl.constexpr, SIZE: t
 @triton.jit
 def store_rows(x, value, stride, first, rows, D: tl.constexpr, BD: tl.constexpr,
                SIZE: tl.constexpr):  # fmt: skip
-    """The inverse of `load_rows`."""
+    """Store rows; the inverse of `load_rows`."""
     row, d = tl.arange(0, SIZE), tl.arange(0, BD)
     at = x + (first + row).to(tl.int64)[:, None] * stride + d[None, :]
     tl.store(at, value.to(x.dtype.element_ty), mask=(row < rows)[:, None] & (d < D)[None, :])
@@ -43,7 +43,7 @@ def store_rows(x, value, stride, first, rows, D: tl.constexpr, BD: tl.constexpr,
 
 @triton.jit
 def load_pairs(x, stride, query0, key0, queries, keys, BQ: tl.constexpr, BK: tl.constexpr):
-    """A tile of a bias or a mask [queries, keys]; 0 beyond them."""
+    """Load a tile of a bias or a mask [queries, keys]; 0 outside."""
     query, key = query0 + tl.arange(0, BQ), key0 + tl.arange(0, BK)
     at = x + query.to(tl.int64)[:, None] * stride + key[None, :]
     return tl.load(at, mask=(query < queries)[:, None] & (key < keys)[None, :], other=0)
@@ -52,7 +52,7 @@ def load_pairs(x, stride, query0, key0, queries, keys, BQ: tl.constexpr, BK: tl.
 @triton.jit
 def store_pairs(x, value, stride, query0, key0, queries, keys, BQ: tl.constexpr,
                 BK: tl.constexpr):  # fmt: skip
-    """The inverse of `load_pairs`."""
+    """Store a tile; the inverse of `load_pairs`."""
     query, key = query0 + tl.arange(0, BQ), key0 + tl.arange(0, BK)
     at = x + query.to(tl.int64)[:, None] * stride + key[None, :]
     tl.store(at, value, mask=(query < queries)[:, None] & (key < keys)[None, :])
@@ -60,7 +60,8 @@ def store_pairs(x, value, stride, query0, key0, queries, keys, BQ: tl.constexpr,
 
 @triton.jit
 def position(row0, BQ: tl.constexpr, STEP: tl.constexpr):
-    """The position of each row, of which STEP have the same. In fp32: no vectors divide ints."""
+    """Return the position of each row; STEP rows share one. In fp32: NPUs lack vector int
+    division."""
     row = row0 + tl.arange(0, BQ)
     if STEP > 1:
         row = ((row.to(tl.float32) + 0.5) * (1.0 / STEP)).to(tl.int32)
@@ -73,14 +74,14 @@ def scores_of(
     scale, softcap, BQ: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The scores of a tile, -inf where a key takes no part (if MASKED), and the slope of the cap.
+    """Return a tile's scores, -inf for masked keys (if MASKED), and the slope of the cap.
 
     keys, shift: of the sequence, in keys. query0, queries: in rows of queries.
     """
     scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
     slope = 1.0
     if CAPPED:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1), whose exp may become 0 or infinite.
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1) stays right if exp becomes 0 or infinite.
         tanh = 1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0)
         scores = tanh * softcap
         slope = 1.0 - tanh * tanh
