@@ -1,4 +1,4 @@
-"""A server's pool of states: where a prefill's sequences begin, and what they leave."""
+"""A server's pool of states: read the initial states of a prefill, and write its final states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def check_call(
     x, weight, bias, residual, cu_seqlens, conv_state, conv_state_indices, has_initial_state,
     pad_slot_id,
 ) -> None:  # fmt: skip
-    """Check the pool and its slots; on the CPU the values too. The rest was checked before."""
+    """Check the pool and its slots; on the CPU their values too. Others are checked before."""
     check.floating("conv_state", conv_state)
     check.same_device("conv_state", conv_state, "x", x)
     channels, width = weight.shape
@@ -47,19 +47,19 @@ def _check_slots(conv_state, slots, pad_slot_id, count, x) -> None:
         indices.check_distinct(
             "conv_state_indices", indices.within("conv_state_indices", used, 0, last)
         )
-    elif slots.device.type == "cpu":  # in a trace, whose result is run on the CPU
+    elif slots.device.type == "cpu":  # for a trace whose result is run on the CPU
         inside = (slots >= 0) & (slots <= last) & _distinct(slots, pad_slot_id)
         needs = f"conv_state_indices: got one twice or outside, needs 0 to {last}, all different"
         torch._assert_async((inside | (slots == pad_slot_id)).all(), needs)
 
 
 def _distinct(slots, pad_slot_id: int) -> torch.Tensor:
-    """Whether each slot is there once, or is none; for as many as a server has sequences."""
+    """Return whether no other sequence has the slot, by comparing all pairs: slots are few."""
     return (slots[:, None] == slots).sum(1) == 1
 
 
 class Slots:
-    """The slots of a call's sequences, without asking the device which they are."""
+    """The pool's slots of a call's sequences. Their values stay on the device, without a wait."""
 
     def __init__(self, conv_state, slots, pad_slot_id: int, x, cu_seqlens):
         self._pool = conv_state
@@ -71,13 +71,13 @@ class Slots:
             self._real = (slots >= 0) & (slots < conv_state.shape[0]) & (slots != pad_slot_id)
         self._places = torch.where(self._real, slots, 0).long()
         self._kept = self._real
-        if cu_seqlens is not None:  # wrong ones change no state
+        if cu_seqlens is not None:  # invalid starts change no state
             self._kept = self._real & lengths.are_right(cu_seqlens, x.shape[1])
 
     def read(self, width: int, x_dtype: torch.dtype, has_initial_state):
-        """Initial states `[N, D, W]`; zeros where there is none.
+        """Return the initial states `[N, D, W]`: zeros for a sequence without one.
 
-        Their dtype holds x and what is in the pool: states pass no narrower one.
+        Their dtype is wide enough for x and the pool, so no state is rounded on the way.
         """
         dtype = torch.promote_types(self._pool.dtype, x_dtype)
         if not self._pool.shape[0]:
@@ -89,10 +89,10 @@ class Slots:
         return functional.pad(before, (1, 0))  # a column that no filter reads
 
     def write(self, final_state) -> None:
-        """The last rows of each sequence, to its slot.
+        """Write the last rows of each sequence to its slot.
 
-        What goes nowhere repeats the first that goes somewhere; if none does, slot 0 is written as
-        it is.
+        A sequence without a slot repeats the write of the first sequence that has one. If none has
+        one, slot 0 gets its own values again.
         """
         if not self._places.numel() or not self._pool.shape[0]:
             return

@@ -1,4 +1,4 @@
-"""Shared by the kernels of causal_conv1d, whatever their filters: where sequences are."""
+"""Shared by the kernels of causal_conv1d for narrow and wide filters: find the sequences."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def _sequence_of(cu_seqlens, sequences, token, STARTS: tl.constexpr):
-    """The sequence that a packed token belongs to: the last one that starts at or before it. The
-    first one where, wrongly, none does."""
+    """Return the index of the sequence of a packed token: the last that starts at or before it.
+
+    Return 0 if the starts are invalid and none does.
+    """
     started = 0
     for first in range(0, sequences, STARTS):
         n = first + tl.arange(0, STARTS)
@@ -20,7 +22,7 @@ def _sequence_of(cu_seqlens, sequences, token, STARTS: tl.constexpr):
 
 @triton.jit
 def bounds_of(cu_seqlens, n, length, PACKED: tl.constexpr):
-    """Where a sequence starts and stops: in the tokens, whatever is in cu_seqlens."""
+    """Return a sequence's first token and its end, both clamped to the tokens that there are."""
     if PACKED:
         start = tl.minimum(tl.maximum(tl.load(cu_seqlens + n), 0), length)
         stop = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1), start), length)
@@ -32,7 +34,7 @@ def bounds_of(cu_seqlens, n, length, PACKED: tl.constexpr):
 @triton.jit
 def piece_of(item, cu_seqlens, sequences, length, chunk, blocks, PACKED: tl.constexpr,
            STARTS: tl.constexpr):  # fmt: skip
-    """Tokens [first, last) of batch element b, and sequences [n_first, n_last]."""
+    """Return the piece's batch element b, tokens [first, last) and sequences [n_first, n_last]."""
     chunks = tl.cdiv(length, chunk)
     b = item // blocks // chunks
     first = (item // blocks % chunks) * chunk

@@ -1,10 +1,10 @@
 """Shared by causal_conv1d, causal_conv1d_qkv and causal_conv1d_update: kernels in Triton.
 
-For Ascend and NVIDIA. Definition: reference.py
+For Ascend and NVIDIA. Reference: reference.py
 
-A piece of work is a run of tokens and a block of BD channels. A program walks down the tokens and
-keeps the rows that a filter still needs on chip, so that each row is read once and not once a tap.
-In names, a number counts tokens back: x1 is the row before x0, and w1 the tap that meets it.
+A piece of work is a run of tokens and a block of BD channels. A program loops over the tokens and
+keeps on chip the rows that the filter still needs, so each row is read once instead of once a tap.
+In names, a number counts tokens back: x1 is the row before x0, and w1 the tap that multiplies it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from npu_ops.ops.causal_conv1d import wide_triton_ascend as wide
 from npu_ops.ops.causal_conv1d.starts_triton_ascend import bounds_of, piece_of
 from npu_ops.ops.l2norm.triton_ascend import normalise, normalise_backward
 
-# Channels in a block, by the bytes on chip that the vendor's compiler plans for each
-# (fp32, W = 4): filter, rows before, the row itself; backward also sums and gradients.
+# Channels in a block, by the bytes on chip that the vendor's compiler plans for each channel
+# (fp32, W = 4): filter, rows before, the row itself; in the backward also sums and gradients.
 BLOCK = tile_elements(96)
 BACKWARD_BLOCK = tile_elements(192)
-# Tokens of a piece at the least: it reads W - 1 rows that are not its own.
+# The fewest tokens of a piece: each piece also reads W - 1 rows of the piece before it.
 SHORTEST = 32
-# Tokens in one turn of the loop, whose rows move from name to name for nothing.
+# Tokens in one turn of the loop: unrolled, the rows change names without a copy.
 UNROLLED = 4
-# Starts of sequences looked at in one piece.
+# Starts of sequences that are compared at a time.
 STARTS = 1024
 
 
 @triton.jit
 def load_row(row, column, limit):
-    """Channels `column` of a row as fp32, zero from `limit` on."""
+    """Load channels `column` of a row as fp32, zero from `limit` on."""
     return tl.load(row + column, mask=column < limit, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_taps(taps, column, width, edge, W: tl.constexpr):
-    """The filter, [W, width] with the present last, as one vector a tap; zero from `edge` on."""
+    """Load the filter `[W, width]`, the present last, as one vector a tap; zero from `edge` on."""
     w0 = load_row(taps + (W - 1) * width, column, edge)
     w1 = load_row(taps + (W - 2) * width, column, edge)
     w2 = load_row(taps + (W - 3) * width, column, edge) if W > 2 else w0
@@ -50,7 +50,7 @@ def load_taps(taps, column, width, edge, W: tl.constexpr):
 
 @triton.jit
 def convolve(x0, x1, x2, x3, w0, w1, w2, w3, W: tl.constexpr):
-    """One row of the convolution."""
+    """Return one row of the convolution, without bias and activation."""
     z = x0 * w0 + x1 * w1
     if W > 2:
         z += x2 * w2
@@ -62,7 +62,7 @@ def convolve(x0, x1, x2, x3, w0, w1, w2, w3, W: tl.constexpr):
 @triton.jit
 def _row_before(x, state, t, start, column, width, x_t, state_w, W: tl.constexpr,
                 STATE: tl.constexpr):  # fmt: skip
-    """Row t of a sequence that starts at `start`; before that, of its state; fp32 [BD]."""
+    """Load row t of a sequence, or a row of its state if t is before `start`; fp32 [BD]."""
     row = load_row(x + tl.cast(t, tl.int64) * x_t, column, tl.where(t >= start, width, 0))
     if STATE:
         at = tl.cast(W + t - start, tl.int64) * state_w
@@ -73,7 +73,7 @@ def _row_before(x, state, t, start, column, width, x_t, state_w, W: tl.constexpr
 @triton.jit
 def _rows_before(x, state, t, start, column, width, x_t, state_w, W: tl.constexpr,
                  STATE: tl.constexpr):  # fmt: skip
-    """The three rows before row t, of which a filter narrower than 4 needs fewer."""
+    """Load the three rows before row t; a filter with fewer than 4 taps needs fewer."""
     x1 = _row_before(x, state, t - 1, start, column, width, x_t, state_w, W, STATE)
     x2, x3 = x1, x1
     if W > 2:
@@ -85,14 +85,14 @@ def _rows_before(x, state, t, start, column, width, x_t, state_w, W: tl.constexp
 
 @triton.jit
 def _unit(y, eps, HEAD: tl.constexpr):
-    """Each HEAD channels of a row over their norm."""
+    """Divide each group of HEAD channels of a row by its norm."""
     heads = tl.reshape(y, (1, y.shape[0] // HEAD, HEAD))
     return tl.reshape(normalise(heads, eps), (y.shape[0],))
 
 
 @triton.jit
 def _unit_backward(grad, y, eps, HEAD: tl.constexpr):
-    """The gradient of y."""
+    """Return the gradient of `_unit`'s y."""
     shape: tl.constexpr = (1, y.shape[0] // HEAD, HEAD)
     grad_y = normalise_backward(tl.reshape(grad, shape), tl.reshape(y, shape), eps)
     return tl.reshape(grad_y, (y.shape[0],))
@@ -105,9 +105,9 @@ def convolve_channels(
     W: tl.constexpr, SILU: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
     UNROLLED: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of the channels [left, right) of x, which are all that y has.
+    """Compute this program's share of the channels [left, right) of x, which are all that y has.
 
-    A block is STEP channels in BD lanes; HEAD, unless 0, are normalised together.
+    A block is STEP channels in BD lanes. Unless HEAD is 0, groups of HEAD channels are normalised.
     """
     blocks = tl.cdiv(right - left, STEP)
     items = batch * tl.cdiv(length, chunk) * blocks
@@ -169,7 +169,7 @@ def _final_state_kernel(
     x, state, cu_seqlens, final_state, items, length, width, blocks, x_b, x_t, state_n, state_w,
     final_n, final_w, W: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The last W rows of each sequence."""
+    """Write the last W rows of each sequence."""
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         n = item // blocks
         column = (item % blocks) * BD + tl.arange(0, BD)
@@ -188,7 +188,7 @@ def _final_state_kernel(
 
 
 def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu, y, final_state):
-    """Write y, and the final state unless it is None; the arguments are the operator's."""
+    """Write y, and the final state unless it is None. Arguments as in the operator."""
     batch, length, width = x.shape
     block = min(BLOCK, next_power_of_2(width))
     blocks = cdiv(width, block)
@@ -212,7 +212,7 @@ def causal_conv1d(x, weight, bias, residual, initial_state, cu_seqlens, silu, y,
 
 
 def write_final_state(x, initial_state, starts, final_state):
-    """The last rows of each sequence, unless `final_state` is None."""
+    """Write the last rows of each sequence, unless `final_state` is None."""
     if final_state is None:
         return
     sequences, width, taps = final_state.shape
@@ -234,11 +234,13 @@ def convolve_channels_backward(
     W: tl.constexpr, SILU: tl.constexpr, HEAD: tl.constexpr, BD: tl.constexpr, STEP: tl.constexpr,
     STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the channels [left, right); `sums` gets a piece's share of taps and bias.
+    """Write the gradients of channels [left, right), and to `sums` the piece's share of taps and
+    bias.
 
-    The gradient of row p needs g, the gradient of the convolution, of the rows p to p + W - 1. The
-    walk is at row t = p + W - 1 when it has them, so it ends W - 1 rows behind the piece. At the
-    start of a sequence its first W - 1 rows p are those of the state.
+    Let g be the gradient of the convolution. The gradient of row p needs g of the rows p to
+    p + W - 1, so the loop can write it when it is at row t = p + W - 1. The loop therefore ends W -
+    1 rows behind the piece. At the start of a sequence, the first W - 1 rows p are rows of the
+    state.
     """
     blocks = tl.cdiv(right - left, STEP)
     items = batch * tl.cdiv(length, chunk) * blocks
@@ -262,8 +264,8 @@ def convolve_channels_backward(
                 state_at = state + tl.cast(n, tl.int64) * state_n
             x1, x2, x3 = _rows_before(x_at, state_at, begin, start, column, edge, x_t, state_w, W,
                                       state is not None)  # fmt: skip
-            # Three values: Triton 3.6 takes names that begin as one value, and that the loop only
-            # passes on, for names that it does not change.
+            # Three separate zeros: Triton 3.6 treats names that begin as one value, and that the
+            # loop only passes on, as names that the loop does not change.
             g1, g2 = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
             g3 = tl.zeros((BD,), tl.float32)
             walk_end = tl.where(begin < end, end + W - 1, begin)
@@ -286,7 +288,7 @@ def convolve_channels_backward(
                 sum0 += own * x0
                 sum1 += own * x1
                 p = row - (W - 1)
-                # The taps in reverse: the oldest of the g was the present to row p.
+                # The taps in reverse: for the oldest g, row p was the present.
                 if W == 2:
                     value = convolve(g1, g0, g0, g0, w0, w1, w1, w1, W)
                 elif W == 3:
@@ -374,7 +376,7 @@ def causal_conv1d_backward(
 
 
 def write_totals(sums, grad_weight, grad_bias):
-    """Add up the shares of the pieces, in their order."""
+    """Add up the pieces' shares of the filter's and the bias's gradients, in a fixed order."""
     total = sums.sum(0)
     grad_weight.copy_(total[1:].t())
     if grad_bias is not None:
@@ -382,7 +384,7 @@ def write_totals(sums, grad_weight, grad_bias):
 
 
 def fill_state_gradient(grad_initial_state, grad_final_state, starts):
-    """What the kernel does not write: the first column, and sequences without tokens."""
+    """Write what the kernel leaves out: the first column, and the states of empty sequences."""
     grad_initial_state.zero_()
     if grad_final_state is not None and starts is not None:
         empty = (starts.diff() == 0)[:, None, None]
@@ -390,7 +392,7 @@ def fill_state_gradient(grad_initial_state, grad_final_state, starts):
 
 
 def taps_first(weight):
-    """The filter as `[W, D]`: an NPU reads single elements slowly."""
+    """Return the filter as `[W, D]`, because an NPU reads single elements slowly."""
     return weight.t().contiguous()
 
 
@@ -399,6 +401,6 @@ def strides(tensor, *dims: int) -> tuple[int, ...]:
 
 
 def tokens_of_a_piece(batch: int, length: int, blocks: int, device: torch.device) -> int:
-    """One piece of work a core, unless that makes them too short."""
+    """Return the tokens of a piece: one piece for each core, but at least SHORTEST tokens."""
     share = cdiv(batch * length * blocks, hardware.num_vector_cores(device))
     return min(length, max(SHORTEST, share))

@@ -1,7 +1,8 @@
-"""causal_conv1d in Triton for filters of more than 4 taps. Definition: reference.py
+"""causal_conv1d in Triton for filters of more than 4 taps. Reference: reference.py
 
-A tile is BT tokens by BD channels, and is read once a tap: more taps than names would hold. The
-backward writes the gradient of the convolution, fp32, from which the others follow.
+A tile is BT tokens by BD channels and is read once for each tap: the rows of so many taps are too
+many to keep on chip under names. The backward writes the gradient of the convolution in fp32; the
+other gradients are computed from it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WIDEST = 256  # channels of a tile
 
 @triton.jit
 def _tile(pointer, row, column, stride, exists):
-    """Rows and channels of a matrix in fp32, zero where they do not exist."""
+    """Load rows and channels of a matrix in fp32, zero where they do not exist."""
     at = row[:, None].to(tl.int64) * stride + column[None, :]
     return tl.load(pointer + at, mask=exists, other=0.0).to(tl.float32)
 
@@ -28,7 +29,7 @@ def _tile(pointer, row, column, stride, exists):
 @triton.jit
 def _before(x, state, t, n, start, end, back, column, inside, x_t, state_n, state_w,
             W: tl.constexpr):  # fmt: skip
-    """The rows `back` before rows t of sequence n: of its tokens, or of its state."""
+    """Load the rows that lie `back` before rows t of sequence n: from its tokens or its state."""
     row = t + -back
     mask = ((t < end) & (row >= start))[:, None] & inside[None, :]
     rows = _tile(x, row, column, x_t, mask)
@@ -42,7 +43,7 @@ def _before(x, state, t, n, start, end, back, column, inside, x_t, state_n, stat
 @triton.jit
 def _convolution(x, taps, bias, state, t, n, start, end, column, width, x_t, state_n, state_w,
                  W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Rows t of sequence n, before the activation."""
+    """Return rows t of sequence n before the activation."""
     inside = column < width
     z = tl.zeros((BT, BD), tl.float32)
     if bias is not None:
@@ -89,7 +90,7 @@ def _convolution_gradient_kernel(
     grad_b, grad_t, x_b, x_t, state_n, state_w,
     W: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """g `[B, T, width]`: the gradient of the convolution before its activation."""
+    """Write g `[B, T, width]`: the gradient of the convolution before its activation."""
     blocks = tl.cdiv(width, BD)
     items = batch * tl.cdiv(length, chunk) * blocks
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
@@ -116,7 +117,7 @@ def _convolution_gradient_kernel(
 @triton.jit
 def _by_rows(g, taps, grad_final, t, n, start, stop, column, width, final_n, final_w,
              W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """The gradient of rows t of sequence n, which may lie before its start."""
+    """Return the gradient of rows t of sequence n, which may lie before its start."""
     inside = column < width
     value = tl.zeros((BT, BD), tl.float32)
     for back in tl.static_range(W):
@@ -162,7 +163,7 @@ def _state_gradient_kernel(
     final_n, final_w, grad_state_n, grad_state_w,
     W: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The columns of the states but the first, which no filter reads."""
+    """Write the columns of the states' gradients, except the first, which no filter reads."""
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         n = item // blocks
         column = (item % blocks) * BD + tl.arange(0, BD)
@@ -185,7 +186,10 @@ def _sums_kernel(
     x_b, x_t, state_n, state_w,
     W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """`[pieces, W + 1, width]`: a piece's share of the bias, and of the taps, the oldest first."""
+    """Write sums `[pieces, W + 1, width]`: each piece's share of the bias, then of the taps.
+
+    The oldest tap comes first.
+    """
     blocks = tl.cdiv(width, BD)
     items = batch * tl.cdiv(length, chunk) * blocks
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
@@ -212,7 +216,7 @@ def _sums_kernel(
 
 
 class Call:
-    """What the kernels of one call share: their launch, and its sizes."""
+    """The launch and the sizes that the kernels of one call share."""
 
     def __init__(self, x, taps: int, starts, chunk: int, most_starts: int):
         self.device, self.starts, self.taps = x.device, starts, taps
@@ -226,14 +230,14 @@ class Call:
         self.constants = {"W": taps, "BT": rows, "BD": self.block, "STARTS": most_starts}
 
     def run(self, kernel, *arguments, **constants):
-        """Launch `kernel` on the pieces; the sizes follow its tensors, then come strides."""
+        """Launch `kernel` on the pieces: tensors first, then sizes, then strides."""
         tensors, strides = arguments
         grid = vector_grid(self.pieces * self.blocks, self.device)
         kernel[grid](*tensors, *self.sizes, *strides, **self.constants, **constants)
 
 
 def forward(call: Call, x, taps, bias, residual, initial_state, silu, y, strides):
-    """Write y. strides: of a tensor that may be None."""
+    """Write y. `strides` returns the strides of a tensor that may be None."""
     call.run(
         _forward_kernel,
         (x, taps, bias, residual, initial_state, call.starts, y),

@@ -13,7 +13,7 @@ from npu_ops.core.compare import tolerances
 from npu_ops.core.models import LINEAR_DIM, Model
 from npu_ops.ops.causal_conv1d import cases as conv
 
-# Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
+# Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding to the dtype.
 TOLERANCES = tolerances((4e-15, 4e-14), (1e-6, 4e-6), (4e-4, 1e-3), (3e-3, 8e-3))
 
 
@@ -22,7 +22,7 @@ class Case:
     """x is [batch, tokens, 2 HK K + HV V], or packed sequences if there are `lengths`.
 
     heads: HK, HV, K, V.
-    lengths: as of causal_conv1d's cases.
+    lengths: as in causal_conv1d's cases.
     large: takes seconds; for benchmarks and `make test-all`.
     """
 
@@ -39,7 +39,7 @@ class Case:
     large: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments of `causal_conv1d_qkv`: normal, the same on every device."""
+        """Return arguments of `causal_conv1d_qkv`: normal, the same on every device."""
         key_heads, value_heads, key_dim, value_dim = self.heads
         channels = 2 * key_heads * key_dim + value_heads * value_dim
         inputs = conv.Case(
@@ -52,7 +52,7 @@ class Case:
         }  # fmt: skip
 
 
-# 9B of Qwen3.5 and 80B of Qwen3-Next have these heads; the second, one of four ranks' share.
+# The heads of the 9B of Qwen3.5 and the 80B of Qwen3-Next; then the share of one of four ranks.
 QWEN, QWEN_TP4 = (16, 32, 128, 128), (4, 8, 128, 128)
 CASES = [
     *(Case(f"qwen3-next-t{tokens}", tokens, QWEN, large=tokens > 64) for tokens in (1, 64, 4096)),
@@ -129,7 +129,7 @@ WRONG = [
         ("cu_seqlens: got a negative length, needs starts", {"cu_seqlens": replaced(1, to=6)}),
         given=_PACKED, reads=True),
 ]  # fmt: skip
-# Changes that every implementation must honour.
+# Options that a call varies.
 OPTIONS = [
     *options("causal_conv1d_qkv", {"bias": None}, {"activation": None}, {"eps": 1.0},
              {"use_qk_l2norm": False}, {"output_final_state": False}, {"initial_state": None}),
@@ -137,7 +137,7 @@ OPTIONS = [
     *options("causal_conv1d_qkv", {"cu_seqlens": make.indices([0, 4, 5])},
              {"cu_seqlens": make.indices([0, 2, 4])}, given=_PACKED),
 ]  # fmt: skip
-# What kernels for NPUs do not take.
+# Calls that kernels for NPUs do not support.
 DECLINED = declined("causal_conv1d_qkv", "triton_ascend",
     ("a filter of 5 taps has more than 4",
      {"weight": shaped(48, 5), "initial_state": shaped(2, 48, 5)}),
@@ -145,5 +145,5 @@ DECLINED = declined("causal_conv1d_qkv", "triton_ascend",
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Gated Delta Net's layers, in training."""
+    """Return the cases of Gated Delta Net's layers in training."""
     return [Case("linear", tokens, (*model.linear, *[LINEAR_DIM] * 2))] if model.linear else []

@@ -1,7 +1,7 @@
-"""causal_conv1d_qkv in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""causal_conv1d_qkv in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-The walk of causal_conv1d over the channels of q, of k and of v, in one launch. A row's block is
-whole heads, so that it is normalised where it is.
+One launch runs causal_conv1d's loop over the channels of q, of k and of v. A block of q or k holds
+whole heads, so a row is normalised before it leaves the chip.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.core.lengths_triton_ascend import finish, int32_starts
 from npu_ops.ops.causal_conv1d import triton_ascend as conv
 
-# Channels in a block, by the bytes on chip that the vendor's compiler plans for each
+# Channels in a block, by the bytes on chip that the vendor's compiler plans for each channel
 # (fp32, W = 4).
 BLOCK = tile_elements(96)
 BACKWARD_BLOCK = tile_elements(192)
@@ -76,7 +76,7 @@ def _causal_conv1d_qkv_backward_kernel(
 def causal_conv1d_qkv(
     x, weight, bias, initial_state, cu_seqlens, silu, eps, heads, q, k, v, final_state
 ):  # fmt: skip
-    """Write q, k and v, normalised unless eps is None, and the final state unless that is None."""
+    """Write q, k and v, normalised unless eps is None, and the final state unless it is None."""
     starts = int32_starts(cu_seqlens)
     plan = _Plan(x, heads, starts, eps, BLOCK)
     _causal_conv1d_qkv_kernel[plan.grid](
@@ -114,7 +114,7 @@ def causal_conv1d_qkv_backward(
 class _Plan:
     """How a launch divides the work.
 
-    A block of q or k is whole heads: as many as fit where their size is a power of two, else one.
+    A block of q or k holds whole heads: as many as fit if their size is a power of two, else one.
     """
 
     def __init__(self, x, heads, starts, eps, most: int):

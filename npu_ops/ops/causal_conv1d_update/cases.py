@@ -1,4 +1,4 @@
-"""Named shapes and tolerances of the convolution's decoding step."""
+"""Named shapes and tolerances of the convolution's decoding step, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Case:
     """`sequences` of `tokens` each, or of lengths from 0 to `tokens` if they are packed.
 
     mode: "decode", "vllm" (accepted tokens), or "sglang" (a window for each token).
-    channels_last: the pool's channels are in one piece.
+    channels_last: the pool's channels are contiguous.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Case:
     large: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments of `causal_conv1d_update`; every third sequence is skipped."""
+        """Return arguments of `causal_conv1d_update`; every third sequence is skipped."""
         draw = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
@@ -78,7 +78,7 @@ class Case:
 
     def _shape(self) -> tuple[int, ...]:
         if self.packed:
-            return (int(self._starts()[-1]) + 1,)  # one token is of no sequence
+            return (int(self._starts()[-1]) + 1,)  # the last token belongs to no sequence
         return (self.sequences, self.tokens)
 
     def _starts(self) -> torch.Tensor:
@@ -106,7 +106,7 @@ CASES = [
     Case("channels-first-vllm", 3, 4, 40, mode="vllm", channels_last=False),
 ]  # fmt: skip
 
-# There is no gradient.
+# The function has no gradient.
 DIFFERENTIABLE = ()
 # Across these, every branch of the Triton kernel.
 REPRESENTATIVE = (
@@ -128,7 +128,7 @@ CALLS = [
 
 
 def _in_pieces(right):
-    """A change: every second element in memory."""
+    """Return the tensor with the same values, at every second element in memory."""
     return right.repeat_interleave(2, -1)[..., ::2]
 
 
@@ -225,7 +225,7 @@ WRONG = [
         ("query_start_loc: got length 5, needs 3", {"query_start_loc": make.indices([0, 5, 6])}),
         given=_PACKED_VERIFIED, reads=True),
 ]  # fmt: skip
-# Changes that every implementation must honour.
+# Options that a call varies.
 OPTIONS = [
     *options("causal_conv1d_update", {"bias": None}, {"activation": "silu"},
              {"conv_state_indices": make.indices([2, -1])}, {"disable_state_update": True},
@@ -238,7 +238,7 @@ OPTIONS = [
              given=_VERIFIED),
     *options("causal_conv1d_update", {"query_start_loc": make.indices([0, 2, 5])}, given=_PACKED),
 ]  # fmt: skip
-# What kernels for NPUs do not take.
+# Calls that kernels for NPUs do not support.
 _FIVE_TAPS = {
     "weight": shaped(8, 5), "conv_state": shaped(4, 8, 4), "intermediate_conv_window": None,
 }  # fmt: skip
@@ -260,5 +260,5 @@ DECLINED = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """A token of one sequence."""
+    """Return the case of one token of one sequence."""
     return [Case("decode", 1, 1, model.linear_channels)] if model.linear else []

@@ -1,4 +1,4 @@
-"""causal_conv1d_update in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""causal_conv1d_update in Triton, for Ascend and NVIDIA. Reference: reference.py
 
 A piece of work is a sequence and a block of BD channels. A number in a name counts tokens back.
 Plain decoding, one token of each sequence, has a kernel without a loop over tokens.
@@ -13,16 +13,16 @@ from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.core.lengths_triton_ascend import STARTS, int32_starts, looked_at, span_of
 from npu_ops.ops.causal_conv1d.triton_ascend import convolve, load_row, load_taps, taps_first
 
-# Channels in a block, by the bytes on chip that the vendor's compiler plans for each
+# Channels in a block, by the bytes on chip that the vendor's compiler plans for each channel
 # (fp32, W = 4, windows). Blocks are not wider, so that few sequences still keep many cores busy.
 BLOCK = tile_elements(192)
-# Where the channels of states lie apart, each takes 32 bytes of its own in every row.
+# As BLOCK, for states whose channels are not contiguous: each takes 32 bytes in every row.
 APART_BLOCK = tile_elements(768)
 
 
 @triton.jit
 def _load(row, column, stride, limit):
-    """Channels of a row that may lie apart, as fp32."""
+    """Load channels of a row as fp32; they need not be contiguous."""
     return tl.load(row + column * stride, mask=column < limit, other=0.0).to(tl.float32)
 
 
@@ -33,7 +33,7 @@ def _store(row, value, column, stride, limit):
 
 @triton.jit
 def _keep(state, value, at, columns, column, state_w, state_d, limit):
-    """Store a row as a state's column `at`, if there is one."""
+    """Store a row as a state's column `at`, if the state has that column."""
     limit = tl.where((at >= 0) & (at < columns), limit, 0)
     _store(state + tl.cast(at, tl.int64) * state_w, value, column, state_d, limit)
 
@@ -46,9 +46,12 @@ def _causal_conv1d_update_kernel(
     W: tl.constexpr, SILU: tl.constexpr, UPDATE: tl.constexpr, APART: tl.constexpr,
     BD: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Behind the last of packed sequences is one that has the tokens of nobody: all, where starts
-    are wrong. The outputs of packed tokens are zeros before."""
-    if not APART:  # known when compiled, so that rows move in one piece
+    """Update states and outputs of every sequence.
+
+    An extra sequence behind the packed ones holds the unowned tokens: all of them, where starts
+    are invalid. The outputs of packed tokens are zeros before the launch.
+    """
+    if not APART:  # a constant, so that rows are loaded and stored contiguously
         state_d, window_d = 1, 1
     sequences = items // blocks
     if starts is not None:
@@ -62,7 +65,7 @@ def _causal_conv1d_update_kernel(
             begin, end = span_of(starts, n, sequences, tokens, right, last)
             b = tl.cast(0, tl.int64)
             nobodys = n >= sequences
-            end = tl.where(nobodys & right, begin, end)  # zeros already
+            end = tl.where(nobodys & right, begin, end)  # their outputs are zeros already
             n = tl.minimum(n, sequences - 1)
         slot, first = tl.cast(n, tl.int64), 0
         if indices is not None:
@@ -70,15 +73,15 @@ def _causal_conv1d_update_kernel(
         if accepted is not None:
             first = tl.load(accepted + n).to(tl.int32) - 1
         good = (slot >= 0) & (slot < slots) & (slot != pad)
-        good = good & (first >= 0) & (first <= columns - (W - 1))  # first + W may wrap
+        good = good & (first >= 0) & (first <= columns - (W - 1))  # first + W may overflow
         nothing = tl.where(slot == pad, 0.0, float("nan"))
         if starts is not None:
             good = good & (nobodys == 0)
             nothing = tl.where(nobodys, float("nan"), nothing)
         limit = tl.where(good, width, 0)
         state_at = state + tl.where(good, slot, 0) * state_n
-        # Rows move to the left. The oldest is read and written first, so that no row is
-        # overwritten before it is read.
+        # Rows move to the left. The oldest is read and written first, so that no row is overwritten
+        # before it is read.
         at = state_at + tl.cast(first, tl.int64) * state_w
         x3 = _load(at, column, state_d, limit)
         x2 = _load(at + (W - 3) * state_w, column, state_d, limit) if W > 2 else x3
@@ -133,10 +136,11 @@ def _one_token_kernel(
     W: tl.constexpr, SILU: tl.constexpr, UPDATE: tl.constexpr, APART: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """new_state is state: under one name the next block's loads would wait for these stores.
+    """Update states and outputs for one token of each sequence.
 
-    A sequence that is skipped reads slot 0, of which nothing is kept: to load nothing is to fill
-    with zeros, for which each load would wait.
+    new_state is the same tensor as state. Under one name, the next block's loads would wait for
+    these stores. A skipped sequence reads slot 0 and drops the values: a masked load fills with
+    zeros first, and each load would wait for that.
     """
     there = tl.where(slots > 0, width, 0)
     if not APART:
@@ -174,7 +178,7 @@ def causal_conv1d_update(
     x, conv_state, weight, bias, indices, accepted, starts, window, window_indices, pad, silu,
     update, y,
 ):  # fmt: skip
-    """Write y, and the states and windows in place; the arguments are the operator's."""
+    """Write y, and the states and windows in place. Arguments as in the operator."""
     batch, tokens, width = x.shape
     count = batch if starts is None else starts.shape[0] - 1
     windows = (0, 0, 1, 0) if window is None else window.stride()
@@ -203,10 +207,10 @@ def causal_conv1d_update(
 
 
 def _block(width: int, most: int) -> int:
-    """How many channels a block has, at the most `most`.
+    """Return the number of channels in a block, at most `most`.
 
-    One that reaches beyond the last channel fills with zeros what it does not load, and waits for
-    that. So blocks are half or a quarter as wide where those end with it.
+    A block that ends behind the last channel fills with zeros what it does not load, and waits for
+    that. So a half or a quarter of the width is used if it divides the channels.
     """
     whole = min(most, next_power_of_2(width))
     return next((b for b in (whole, whole // 2, whole // 4) if b and width % b == 0), whole)

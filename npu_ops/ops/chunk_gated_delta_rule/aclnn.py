@@ -1,7 +1,7 @@
-"""The chunked gated delta rule by torch_npu's `npu_chunk_gated_delta_rule`, forward.
+"""The forward of the chunked gated delta rule by torch_npu's `npu_chunk_gated_delta_rule`.
 
-What it takes is from torch_npu's documentation of it. It computes with beta and states in bf16; a
-state that is handed on is fp32 here, so calls with states are not its.
+Its limits are from torch_npu's documentation. The operator computes with beta and states in bf16.
+A state passed to the caller is fp32 here, so calls with states do not use it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HEADS, _DIM = 64, 128
 
 
 def why_not(arguments) -> str | None:
-    """None, or a sentence on why the operator does not take the implementations' arguments."""
+    """Return None, or a sentence on why the operator does not support the arguments."""
     q, v = arguments.q, arguments.v
     if env.settings.consistent:
         return "its bits are not known to be the same however a sequence is cut"
@@ -47,10 +47,10 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
     o, final_state,
 ) -> None:  # fmt: skip
-    """Write o. The size of a chunk is the operator's own."""
+    """Write o. The operator chooses the chunk size."""
     batch, tokens, heads, values = v.shape
     if normalize:
-        # Rounded to bf16, as the operator reads it.
+        # Rounded to bf16, the dtype that the operator reads.
         q, k = (norm.l2norm(x, reference.EPS).to(x.dtype) for x in (q, k))
     lengths = torch.full((batch,), tokens, dtype=torch.int32, device=q.device)
     state = torch.zeros((batch, heads, values, q.shape[3]), dtype=q.dtype, device=q.device)

@@ -1,4 +1,4 @@
-"""Named shapes and tolerances of the chunked gated delta rule."""
+"""Named shapes and tolerances of the chunked gated delta rule, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from npu_ops.core.models import LINEAR_DIM, Model
 from npu_ops.ops.fused_recurrent_gated_delta_rule import cases as delta
 from npu_ops.ops.fused_recurrent_gated_delta_rule.cases import MODELS
 
-# Against fp64 on the same inputs: fp32 arithmetic between fp32 inputs; with bf16 and fp16 inputs
-# also operands of matrix products that are rounded to those, as everyone's are.
+# Measured against fp64 on the same inputs. fp32 inputs have fp32 arithmetic. With bf16 and fp16
+# inputs, operands of matrix products are rounded to that dtype, as in every implementation.
 TOLERANCES = tolerances((1e-12, 1e-11), (1e-5, 1e-5), (2e-3, 4e-3), (1e-2, 3e-2))
-# For all outputs by the inputs' dtype, fp32 states of bf16 inputs too.
+# The inputs' dtype chooses the tolerance of all outputs, also of fp32 states of bf16 inputs.
 TOLERANCES_BY_INPUT = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Case(delta.RuleCase):
-    """norms: l2norm is left to the function; flags: gate and sigmoid, too."""
+    """norms: the function computes l2norm; flags: the function also computes gate and sigmoid."""
 
     chunk: int = 64
     norms: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments of the function; keys are positively correlated, gates and beta fp32."""
+        """Return arguments of the function; keys are positively correlated, gates and beta fp32."""
         draw = torch.Generator().manual_seed(seed)
         tokens = (self.batch, self.tokens)
         normalize = self.norms or self.flags
@@ -57,7 +57,7 @@ def model_case(model: str, tokens: int, **changes) -> Case:
     return Case(f"{model}-t{tokens}", tokens, *MODELS[model], **changes)
 
 
-# Few, for each K, V, chunk and dtype is one more set of kernels.
+# Few cases: each K, V, chunk and dtype compiles one more set of kernels.
 CASES = [
     *(model_case(model, tokens, large=tokens > 1) for model in MODELS for tokens in (1, 4096)),
     Case("dense", 40, 1, 2, 16, 24, chunk=16, batch=2),
@@ -134,7 +134,7 @@ WRONG = [
                        reads=True)),
     *wrong("chunk_gated_delta_rule", ValueError, *delta.WRONG_GATES, given=delta.GATED),
 ]  # fmt: skip
-# Changes that every implementation must honour.
+# Options that a call varies.
 OPTIONS = [
     *options("chunk_gated_delta_rule", *delta.CHANGES,
              {"cu_seqlens": make.indices([0, 9, 20])}),
@@ -148,5 +148,5 @@ OPTIONS = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Gated Delta Net's layers, in training and for a prompt."""
+    """Return the cases of Gated Delta Net's layers, in training and for a prompt."""
     return [Case("linear", tokens, *model.linear, *[LINEAR_DIM] * 2)] if model.linear else []

@@ -1,12 +1,14 @@
-"""Sequences over several ranks, each with a part of their tokens.
+"""Context parallelism: sequences over several ranks, each with a part of their tokens.
 
-What a part does to a state is affine, `S -> M S + h`, with a K by K matrix M and an h of a state's
-size. h is the final state from 0. M is the final state from the identity, of the same part with
-v = 0. Each rank finds its own M and h, at once with the others. All gather all, and compose those
-before their own into the state that they start from. Gradients go back the same way.
+A part changes a state by an affine map, `S -> M S + h`: M is a K by K matrix, and h has the size of
+a state. h is the final state of the part from the initial state 0. M is the final state from the
+identity, of the same part with v = 0. All ranks compute their own M and h at the same time and
+gather those of all. Each composes the maps before its own into its initial state. Gradients go
+back the same way.
 
-Of packed sequences in contiguous spans only the one that a span ends in reaches the next rank, so
-there is one M and one h. In zigzag every sequence reaches all ranks, with two chunks on each.
+Of packed sequences in contiguous spans, only the sequence that a span ends in reaches the next
+rank, so there is one M and one h. In zigzag every sequence reaches all ranks, with two chunks on
+each.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from npu_ops.ops.chunk_gated_delta_rule import op
 
 
 def continued(inputs, group, layout: str):
-    """The operator's inputs with the states before this rank's tokens, which have gradients.
+    """Return the operator's inputs with the states before this rank's tokens; those have gradients.
 
     Every rank of `group` calls this, also in the backward.
     """
@@ -34,10 +36,13 @@ def continued(inputs, group, layout: str):
 
 
 def _packed(inputs, group):
-    """One span of packed sequences. The state of the sequence that comes in; all others begin."""
+    """Return the inputs for one span of packed sequences.
+
+    Only the sequence that began on an earlier rank has a state; all others begin here.
+    """
     span = spans.contiguous(inputs.cu_seqlens, inputs.v.shape[1], group)
     leaving = span.leaving[None, :, None]
-    # Tokens of other sequences leave a state as it is; what they hold, NaN too, is not read.
+    # Tokens of other sequences must not change the state. Their values, even NaN, are not read.
     alone = inputs._replace(
         k=torch.where(leaving[..., None], inputs.k, 0),
         v=torch.where(leaving[..., None], inputs.v, 0),
@@ -54,7 +59,7 @@ def _packed(inputs, group):
 
 
 def _zigzag(inputs, group):
-    """Two chunks of each sequence."""
+    """Return the inputs for the zigzag layout: two chunks of each sequence."""
     starts = spans.zigzag(inputs.cu_seqlens, inputs.v.shape[1], group)
     inputs = inputs._replace(cu_seqlens=starts)
     kept, added = _split(spans.in_order(torch.cat(_changes(inputs), -1), group))
@@ -62,7 +67,7 @@ def _zigzag(inputs, group):
 
 
 def _changes(inputs):
-    """M and h of each sequence here."""
+    """Return M and h of each sequence on this rank."""
     k, v, g = inputs.k, inputs.v, inputs.g
     batch, length, value_heads = v.shape[:3]
     keys = k.shape[3]
@@ -79,7 +84,7 @@ def _changes(inputs):
 
 
 def _split(changes):
-    """M and h, side by side: `[..., K, K + V]`."""
+    """Split `[..., K, K + V]` into M and h."""
     keys = changes.shape[-2]
     return changes.split([keys, changes.shape[-1] - keys], -1)
 
@@ -90,9 +95,9 @@ def _with_state(inputs, state):
 
 
 def _compose(kept, added, passes=None):
-    """The state before every part: all of them, so that every rank's backward meets the others'.
+    """Return the state before every part, on every rank: the backwards of all ranks then match.
 
-    passes: whether the sequence that a part ends in began before it; None: all did.
+    passes: for each part, whether the sequence that it ends in began before it; None: all did.
     """
     states = [torch.zeros_like(added[0])]
     with torch.autocast(added.device.type, enabled=False):

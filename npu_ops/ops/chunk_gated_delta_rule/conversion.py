@@ -1,4 +1,4 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: a checked call, as the operator takes it."""
+"""Shared by chunk_gated_delta_rule and chunk_kda: convert a checked call for the operator."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from npu_ops.ops.l2norm import l2norm
 
 
 def consistent(call):
-    """What NPU_OPS_CONSISTENT makes of a checked call: `l2norm` normalises q and k, and by "tokens"
-    the rule goes token by token."""
+    """Apply NPU_OPS_CONSISTENT to a checked call.
+
+    `l2norm` normalises q and k before the call; with "tokens" the rule runs token by token.
+    """
     if not env.settings.consistent:
         return call
     check_consistent(call)
@@ -20,7 +22,7 @@ def consistent(call):
 
 
 def beta(call, wide):
-    """The call's beta in the dtype that the operator computes in."""
+    """Return the call's beta in the dtype that the operator computes in."""
     given = call.beta.to(wide)
     if call.use_beta_sigmoid_in_kernel:
         given = given.sigmoid() * (2 if call.allow_neg_eigval else 1)

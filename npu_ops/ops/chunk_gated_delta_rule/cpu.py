@@ -35,7 +35,7 @@ _gates_backward = from_native(
     "Tensor kept, Tensor faded, Tensor(a!) grad_recalled, Tensor(b!) grad_g, "
     "Tensor(c!) grad_beta) -> ()"
 )()
-# That of `gated_delta_rule_update`.
+# The native decoding step, from `gated_delta_rule_update`.
 _step = torch.ops.npu_ops.gated_delta_rule_update_cpu.default
 
 
@@ -44,20 +44,20 @@ def _flat(x):
 
 
 def _each(a, b, out):
-    """`a @ b` for each g of what has one, to `out`."""
+    """Write `a @ b` to `out` for each g; an `a` of three dimensions serves every g."""
     for g in range(out.shape[0]):
         torch.bmm(a if a.dim() == 3 else a[g], b[g], out=out[g])
     return out
 
 
 def _add_each(total, a, b):
-    """Add `a[g] @ b[g]` to `total[g]` for each g. a or total may have no dimension g."""
+    """Add `a[g] @ b[g]` to `total[g]` for each g. a or total may lack the dimension g."""
     for g in range(b.shape[0]):
         (total if total.dim() == 3 else total[g]).baddbmm_(a if a.dim() == 3 else a[g], b[g])
 
 
 class _Chunk:
-    """The tokens `span` of sequence b: what the state before them makes of them."""
+    """The tokens `span` of sequence b: their decays, solved values and outputs, given the state."""
 
     def __init__(self, x: Inputs, scratch, b, span, state, *, queries=True):
         self.count = count = span.stop - span.start
@@ -90,12 +90,12 @@ class _Chunk:
         torch.mul(self.solved, self.decays[1, ..., None], out=self.written)
 
     def read(self):
-        """O, `[G, H, c, V]`."""
+        """Return O, `[G, H, c, V]`."""
         _flat(self.o).baddbmm_(_flat(self.attention), _flat(self.solved))
         return self.o
 
     def decay(self):
-        """Of a state over the whole chunk."""
+        """Return the decay of a state over the whole chunk."""
         return self.decays[0, :, :, -1, None, None]
 
     def next_state(self, state, out):
@@ -105,7 +105,8 @@ class _Chunk:
 
     def backward(self, x, scratch, grad_o_tokens, state, grad_state,
                  grad_q, grad_k, grad_v, grad_g, grad_beta):  # fmt: skip
-        """Write the chunk's gradients, and take `grad_state` from after it to before it."""
+        """Write the chunk's gradients; change `grad_state` from that after the chunk to that before
+        it."""
         group, heads, count, values = like = self.v.shape
         keys, square = self.k.shape[2], (group, heads, count, count)
         grad_o = scratch("grad_o", *like).copy_(grouped(grad_o_tokens, heads))
@@ -158,7 +159,7 @@ def chunk_gated_delta_rule(
 ):  # fmt: skip
     """Compute the forward pass on the CPU: write o, final_state and chunk_states.
 
-    The operator's arguments. final_state and chunk_states may be None: they are not written then.
+    Arguments as in the operator. If final_state or chunk_states is None, it is not written.
     """
     if chunk_size == TOKEN:
         inputs = q, k, v, g, beta, initial_state, cu_seqlens, scale, state_v_first, normalize

@@ -1,8 +1,8 @@
-"""The chunked gated delta rule by fla_npu's operators, forward: six, one after another.
+"""The forward of the chunked gated delta rule by six of fla_npu's operators, one after another.
 
-What they take is from the documentation of fla_npu of August 2026; they were only ever called as
-doubles. Heads come before tokens there, chunks have 64 tokens, and between the operators all but
-gates and the last states is rounded to q's dtype.
+Their limits are from the documentation of fla_npu of August 2026; only test doubles of them were
+ever called. In these operators, heads come before tokens, chunks have 64 tokens, and between the
+operators everything but gates and final states is rounded to q's dtype.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from npu_ops.ops.chunk_gated_delta_rule.arguments import TOKEN
 from npu_ops.ops.l2norm import reference as norm
 
 _CHUNK, _KEYS, _VALUES = 64, 128, (128, 256)
-# The operators, with what they are given by name.
+# The operators, each with its arguments that are passed by name.
 _NEEDED = {
     "npu_chunk_local_cumsum": ("head_first",),
     "npu_chunk_scaled_dot_kkt": ("chunk_size",),
@@ -30,7 +30,7 @@ _NEEDED = {
 
 
 def why_not(arguments) -> str | None:
-    """None, or a sentence on why the operators do not take the implementations' arguments."""
+    """Return None, or a sentence on why the operators do not support the arguments."""
     q, v = arguments.q, arguments.v
     if env.settings.consistent:
         return "its bits are not known to be the same however a sequence is cut"
@@ -52,7 +52,7 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
     o, final_state,
 ) -> None:  # fmt: skip
-    """Write o and the final states. The size of a chunk is the operators' own."""
+    """Write o and the final states. The operators choose the chunk size."""
     of = importlib.import_module("fla_npu.ops.ascendc")
     if normalize:
         q, k = (norm.l2norm(x, reference.EPS).to(x.dtype) for x in (q, k))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK_SIZES, TOKEN
 
 _WIDEST = 256  # K and V
-_TOKENS = 1 << 22  # packed tokens, which a kernel counts in fp32
+_TOKENS = 1 << 22  # packed tokens; a kernel counts them in fp32
 
 
 def triton_why_not(arguments) -> str | None:
-    """Return None, or a sentence on why the kernels do not take the implementations' arguments."""
+    """Return None, or a sentence on why the kernels do not support the arguments."""
     for name, x in (("K", arguments.q), ("V", arguments.v)):
         if x.shape[-1] > _WIDEST:
             return f"{name} is {x.shape[-1]}, above {_WIDEST}"

@@ -1,12 +1,12 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: through the chunks of sequences, on the CPU.
+"""Shared by chunk_gated_delta_rule and chunk_kda: loop over the chunks of sequences on the CPU.
 
 One sequence and one chunk at a time, all heads at once. Each rule brings its own `Chunk`:
 
     chunk = Chunk(x, scratch, b, span, state, queries=True)   tokens `span` of sequence b
-    chunk.read()                                              what they read, `[G, H, c, V]`
-    chunk.next_state(state, out)                              the state after them, to `out`
+    chunk.read()                                              returns their output, `[G, H, c, V]`
+    chunk.next_state(state, out)                              writes the state after them to `out`
     chunk.backward(x, scratch, grad_o, state, grad_state, *outputs)
-                  writes their gradients, and takes `grad_state` from after them to before them
+                  writes their gradients, and changes `grad_state` from that after to that before
 
 Tensors by value head are `[G, H, ...]` for G value heads to each of H heads. Sequences of a few
 tokens go token by token, in one call for all of them.
@@ -24,21 +24,21 @@ from npu_ops.core import env, indices, make
 from npu_ops.ops.chunk_gated_delta_rule.arguments import TOKEN
 from npu_ops.ops.chunk_gated_delta_rule.reference import EPS
 
-# Those of `l2norm`, whose op.py defines them.
+# The operators of `l2norm`, whose op.py defines them.
 _l2norm = torch.ops.npu_ops.l2norm_cpu.default
 _l2norm_backward = torch.ops.npu_ops.l2norm_backward_cpu.default
-# Those of `fused_recurrent_gated_delta_rule`.
+# The operators of `fused_recurrent_gated_delta_rule`.
 _recurrent = torch.ops.npu_ops.fused_recurrent_gated_delta_rule_cpu.default
 _recurrent_backward = torch.ops.npu_ops.fused_recurrent_gated_delta_rule_backward_cpu.default
 
-# Tokens of a sequence up to which that takes less time than a chunk. Other sequences do not matter:
-# they must not change the result.
+# Sequences of up to so many tokens go token by token: it is faster than a chunk. The other
+# sequences of the call have no say in this, because they must not change the result.
 SHORT = 4
 _TOKENS = ("q", "k", "v", "g", "beta")
 
 
 class Scratch:
-    """Uninitialised fp32 tensors by name. A name's memory is the same each time."""
+    """Uninitialised fp32 tensors by name. Each call with a name returns the same memory."""
 
     def __init__(self):
         self._memory = {}
@@ -69,7 +69,7 @@ class Inputs:
         return self.v.shape[2] // heads, heads, keys, self.v.shape[3]
 
     def read(self, tokens, out):
-        """Rows of q or k `[c, H, K]` to `out` `[H, c, K]` in fp32, over their norms if wanted."""
+        """Copy rows of q or k `[c, H, K]` to `out` `[H, c, K]` in fp32, normalised if wanted."""
         if self.normalize:
             _l2norm(tokens, EPS, out.transpose(0, 1))
         else:
@@ -77,7 +77,7 @@ class Inputs:
         return out
 
     def read_backward(self, gradient, tokens, out):
-        """From the gradient of what `read` gave to that of q or k, like `tokens`."""
+        """Write the gradient of q or k, like `tokens`, from the gradient of `read`'s output."""
         gradient = gradient.transpose(0, 1)
         if self.normalize:
             _l2norm_backward(gradient, tokens, EPS, out)
@@ -85,7 +85,7 @@ class Inputs:
             out.copy_(gradient)
 
     def sequences(self):
-        """(index in the batch, first token, end) of each sequence."""
+        """Return (index in the batch, first token, end) of each sequence."""
         if self.cu_seqlens is None:
             batch, length = self.q.shape[:2]
             return [(b, 0, length) for b in range(batch)]
@@ -93,28 +93,28 @@ class Inputs:
         return [(0, *ends) for ends in itertools.pairwise(starts)]
 
     def is_whole(self):
-        """Whether no chunk has fewer tokens than others."""
+        """Return whether all chunks are full."""
         return not any((end - begin) % self.chunk_size for _, begin, end in self.sequences())
 
     def spans(self, begin, end):
-        """Those of a sequence's chunks."""
+        """Return the slices of the chunks of one sequence."""
         return [
             slice(at, min(at + self.chunk_size, end)) for at in range(begin, end, self.chunk_size)
         ]
 
     def clear_nobodys(self, *outputs):
-        """Write zeros to the rows of tokens behind the last sequence."""
+        """Write zeros to the rows of unowned tokens."""
         for out in outputs if self.cu_seqlens is not None else ():
             out[:, int(self.cu_seqlens[-1]) :].zero_()
 
     def by_head(self, states, n):
-        """A view of state n, `[G, H, K, V]`."""
+        """Return a view of state n, `[G, H, K, V]`."""
         state = states[n].unflatten(0, (self.q.shape[2], -1)).transpose(0, 1)
         return state.transpose(2, 3) if self.state_v_first else state
 
 
 class Short:
-    """The sequences of a few tokens, one behind the other; of any number where chunks have one."""
+    """The sequences of at most SHORT tokens, packed; with chunks of one token, all sequences."""
 
     def __init__(self, x: Inputs):
         self.x, length = x, x.q.shape[1]
@@ -133,7 +133,7 @@ class Short:
         return n in self._places
 
     def forward(self, initial_state, o, final_state) -> None:
-        """Write their rows of o and final_state."""
+        """Write the rows of o and final_state that belong to these sequences."""
         taken, given = self._taken(o), self._states(final_state)
         _recurrent(*self._inputs(initial_state), taken, given)
         self._put(o, taken)
@@ -141,7 +141,8 @@ class Short:
             final_state[self._sequences] = given
 
     def backward(self, grad_o, grad_final_state, initial_state, *gradients) -> None:
-        """Write their rows of the gradients: of q, k, v, g, beta, and the states unless None."""
+        """Write these sequences' rows of the gradients: of q, k, v, g, beta, and the states unless
+        None."""
         *of_tokens, of_states = gradients
         q, k, v, g, beta = found = [self._taken(x).float() for x in of_tokens]
         given = self._states(of_states)
@@ -151,7 +152,8 @@ class Short:
         )  # fmt: skip
         if self.x.normalize:
             for gradient, x in ((q, self.x.q), (k, self.x.k)):
-                rows = self._taken(x)[0].float()  # it writes what is of x's dtype
+                # fp32, because the operator writes the gradient in its dtype
+                rows = self._taken(x)[0].float()
                 _l2norm_backward(gradient[0].clone(), rows, EPS, gradient[0])
         for out, value in zip(of_tokens, found, strict=True):
             self._put(out, value)
@@ -173,7 +175,7 @@ class Short:
 
     @staticmethod
     def _decays(g):
-        """The recurrent rule's g, gk and gv: g is by head, or by head and key."""
+        """Return the recurrent rule's g, gk and gv: g is by head, or by head and key."""
         return (g, None, None) if g.dim() == 3 else (None, g, None)
 
     def _taken(self, x):
@@ -187,7 +189,7 @@ class Short:
 
 
 def grouped(tokens, heads):
-    """A view `[G, H, c, V]` of `[c, HV, V]`."""
+    """Return a view `[G, H, c, V]` of `[c, HV, V]`."""
     return tokens.unflatten(1, (heads, -1)).permute(2, 1, 0, 3)
 
 
@@ -221,8 +223,10 @@ def forward(chunk_type, x: Inputs, initial_state, o, final_state, chunk_states=N
 
 
 def _by_whole_chunks(chunk_type, x: Inputs, initial_state, o, final_state, chunk_states) -> None:
-    """The same, with zeros behind each sequence that fill its last chunk: PyTorch's products have
-    other bits where there are fewer rows."""
+    """Run `forward` with zeros behind each sequence that fill its last chunk.
+
+    PyTorch's matrix products return other bits where there are fewer rows.
+    """
     length, ends, place, starts = x.q.shape[1], x.sequences(), [], [0]
     nothing = x.q.shape[0] * length  # the row of zeros behind all tokens
     for b, begin, end in ends:
@@ -248,7 +252,7 @@ def _by_whole_chunks(chunk_type, x: Inputs, initial_state, o, final_state, chunk
 def backward(chunk_type, x: Inputs, grad_o, grad_final_state, initial_state, *gradients) -> None:
     """Write the gradients: of q, k, v, g, beta, and the initial state unless it is None.
 
-    Keeps the state before each chunk of a sequence.
+    Stores the state before each chunk of the sequence that it works on.
     """
     *of_tokens, grad_initial_state = gradients
     scratch, short = Scratch(), Short(x)
@@ -274,5 +278,5 @@ def backward(chunk_type, x: Inputs, grad_o, grad_final_state, initial_state, *gr
 
 
 def first_state(x: Inputs, states, n: int, out):
-    """State n to `out`; 0 where there are none."""
+    """Copy state n to `out`, or write zeros if there are no states."""
     return out.zero_() if states is None else out.copy_(x.by_head(states, n))

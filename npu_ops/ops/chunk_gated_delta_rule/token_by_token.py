@@ -1,7 +1,7 @@
 """Shared by chunk_gated_delta_rule and chunk_kda: the rule token by token, where chunk_size is 1.
 
-By the decoding step's kernel. A token has the same bits whichever call brings it: a prompt, a part
-of one, or a decoding step.
+It uses the decoding step's kernel. A token gets the same bits from every kind of call: a whole
+prompt, a part of one, or a decoding step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK_SIZES, TOKEN
 
 
 def chunk_size_of_backward(size: int) -> int:
-    """The backward goes by chunks in any case."""
+    """Return the chunk size of the backward, which goes by chunks even if the forward does not."""
     return CHUNK_SIZES[-1] if size == TOKEN else size
 
 
@@ -21,8 +21,8 @@ def forward(
 ):  # fmt: skip
     """Write o, and final_state unless it is None.
 
-    step: an implementation of `gated_delta_rule_update`. Its states have values first, whichever
-    come first in these: else its sums would have another order.
+    step: an implementation of `gated_delta_rule_update`. Its states always have values first: with
+    keys first, its sums would have another order.
     """
     count = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     pool = g.new_zeros(count, *v.shape[2:], q.shape[3])

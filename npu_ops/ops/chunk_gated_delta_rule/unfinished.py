@@ -1,13 +1,13 @@
 """States that carry the tokens of their unfinished chunk, so that a sequence can be cut anywhere.
 
-A chunk's arithmetic needs all of its tokens. So a state stays as it was before the last chunk, and
-has that chunk's tokens beside it, in rows of its own: whoever copies, caches or clears a state does
-so with its tokens. A call computes that chunk once more, with the new tokens behind.
+A chunk's arithmetic needs all of its tokens. So a carried state is the state before the last chunk,
+with that chunk's tokens in additional rows: code that copies, caches or clears a state does the
+same to its tokens. The next call computes that chunk again, with the new tokens appended.
 
 A carried state is `[HV, V + R, K]`, values first, R = `unfinished_rows(K, V)`. Below the V rows of
-the state are CHUNK rows, the keys of CHUNK tokens. The rest is one run of numbers: their values,
-their g, their beta, and how many tokens there are, 0 to CHUNK. What is not there is 0, so that a
-state of zeros is that of a sequence that has not begun.
+the state are CHUNK rows, the keys of CHUNK tokens. The remaining rows hold one run of numbers: the
+tokens' values, their g, their beta, and the number of tokens, 0 to CHUNK. Unused numbers are 0, so
+a state of zeros is that of a sequence that has not begun.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from npu_ops.ops.chunk_gated_delta_rule.arguments import CHUNK, counts_of, unfin
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """Carried states taken apart: the states `[N, HV, V, K]`, and the tokens of unfinished chunks:
-    k `[N, CHUNK, H, K]`, v `[N, CHUNK, HV, V]`, g and beta `[N, CHUNK, HV]`, count `[N]`."""
+    """Carried states taken apart: the states, and the tokens of their unfinished chunks.
+
+    state `[N, HV, V, K]`, k `[N, CHUNK, H, K]`, v `[N, CHUNK, HV, V]`, g and beta `[N, CHUNK, HV]`,
+    count `[N]`.
+    """
 
     state: torch.Tensor
     k: torch.Tensor
@@ -50,7 +53,7 @@ class _Held:
         )
 
     def carried(self) -> torch.Tensor:
-        """In one tensor."""
+        """Return the carried states as one tensor."""
         dtype, value_heads = self.state.dtype, self.state.shape[1]
         values, keys = self.state.shape[2:]
         run = torch.cat(
@@ -70,10 +73,10 @@ class _Held:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Where tokens stand in a call that begins with the unfinished chunks' tokens.
+    """The rows of tokens in a call that begins with the unfinished chunks' tokens.
 
-    starts: of its sequences. old: the rows of tokens that are held, `[N, CHUNK]`; new: those of the
-    call's own tokens, `[T]`. What is not there has the row behind all.
+    starts: where its sequences begin. old: the rows of the carried tokens, `[N, CHUNK]`. new: the
+    rows of the call's own tokens, `[T]`. Absent tokens have the row behind all others.
     """
 
     starts: torch.Tensor
@@ -90,12 +93,12 @@ class _Layout:
         old = torch.where(place < count[:, None], begins[:-1, None] + place, rows)
         token = make.counted(tokens, device=device)
         sequence = torch.searchsorted(starts[1:].contiguous(), token, right=True)
-        known = sequence.clamp(max=sequences - 1)  # tokens of nobody go behind the last sequence
+        known = sequence.clamp(max=sequences - 1)  # unowned tokens follow the last sequence
         new = token - starts[known] + begins[known] + count[known]
         return cls(begins, *(x.clamp(0, rows) for x in (old, new)), rows)
 
     def together(self, held: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor:
-        """`[1, rows, ...]`, of what is held and what the call gives; zeros if nothing is held."""
+        """Return carried and new tokens in one `[1, rows, ...]`; zeros if none are carried."""
         out = given.new_zeros((self.rows + 1, *given.shape[1:]))
         if held is not None:
             out[self.old.flatten()] = held.flatten(0, 1).to(out.dtype)
@@ -104,9 +107,9 @@ class _Layout:
 
 
 def forward(inputs):
-    """o, and the carried states behind the tokens, from the operator's inputs as for `op.prefill`.
+    """Return o and the carried states after the tokens, from the operator's inputs.
 
-    inputs.initial_state: carried, or None.
+    The inputs are those of `op.prefill`. inputs.initial_state: carried, or None.
     """
     x = inputs
     tokens = tuple(t.flatten(0, 1) for t in (x.q, x.k, x.v, x.g, x.beta))
@@ -119,7 +122,7 @@ def forward(inputs):
         rows = values + unfinished_rows(keys, values)
         carried = x.g.new_zeros((starts.shape[0] - 1, value_heads, rows, keys))
     held = _checked(_Held.of(carried, heads, values, x.k.dtype), starts, count)
-    starts = starts.long().clamp(0, count).cummax(0).values  # wrong ones stay within memory
+    starts = starts.long().clamp(0, count).cummax(0).values  # invalid starts stay within memory
     layout = _Layout.of(starts, count, held.count)
     q, k, v, g, beta = (
         layout.together(of, given)
@@ -135,8 +138,10 @@ def forward(inputs):
 
 
 def _checked(held: _Held, starts, tokens: int) -> _Held:
-    """With counts as integers. States of wrong ones, or of wrong starts, are NaN: nobody has looked
-    at a device's."""
+    """Return `held` with integer counts; states with an invalid count or start are NaN.
+
+    Values on a device were not checked before.
+    """
     right = (held.count >= 0) & (held.count <= CHUNK) & (held.count == held.count.floor())
     state = held.state.masked_fill(
         ~(right & lengths.are_right(starts, tokens))[:, None, None, None], torch.nan
@@ -145,7 +150,7 @@ def _checked(held: _Held, starts, tokens: int) -> _Held:
 
 
 def _after(held: _Held, layout: _Layout, before, *tokens) -> _Held:
-    """The states before the last chunks, and the tokens in these."""
+    """Return the states before the last chunks, and the tokens of these chunks."""
     ends, counts = layout.starts[1:], layout.starts.diff()
     chunks = (counts + (CHUNK - 1)) // CHUNK
     last = (chunks.cumsum(0) - 1).clamp(0)

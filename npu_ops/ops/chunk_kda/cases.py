@@ -1,4 +1,4 @@
-"""Named shapes and tolerances of Kimi Delta Attention."""
+"""Named shapes and tolerances of Kimi Delta Attention, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from npu_ops.core.models import LINEAR_DIM, Model
 from npu_ops.ops.chunk_gated_delta_rule import cases as chunk
 from npu_ops.ops.fused_recurrent_gated_delta_rule import cases as delta
 
-# As those of the chunked gated delta rule; with bf16 inputs q and k are rounded again where a decay
-# was multiplied with them.
+# Those of the chunked gated delta rule. With bf16 inputs, q and k are rounded once more, after the
+# product with a decay.
 TOLERANCES = chunk.TOLERANCES
 TOLERANCES_BY_INPUT = True
 
-# key heads, value heads, K, V of one rank
+# key heads, value heads, K and V of one rank
 MODELS = {"kimi-linear-48b-tp1": (32, 32, 128, 128), "kimi-linear-48b-tp4": (8, 8, 128, 128)}
 
 
@@ -26,7 +26,7 @@ class Case(chunk.Case):
     """A case of the chunked gated delta rule, with a decay for each key."""
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments of the function; keys are positively correlated, gates and beta fp32."""
+        """Return arguments of the function; keys are positively correlated, gates and beta fp32."""
         given = super().inputs(dtype, device, seed)
         draw = torch.Generator().manual_seed(seed + 1)
         g = make.normal((*given["v"].shape[:3], self.keys), draw).to(device)
@@ -40,7 +40,7 @@ def model_case(model: str, tokens: int, **changes) -> Case:
     return Case(f"{model}-t{tokens}", tokens, *MODELS[model], **changes)
 
 
-# Few, for each K, V, chunk and dtype is one more set of kernels.
+# Few cases: each K, V, chunk and dtype compiles one more set of kernels.
 CASES = [
     *(model_case(model, tokens, large=tokens > 1) for model in MODELS for tokens in (1, 4096)),
     Case("dense", 40, 1, 2, 16, 24, chunk=16, batch=2),
@@ -73,7 +73,7 @@ CALLS = [
     ),
 ]  # fmt: skip
 
-# Raw gates, and what is refused then.
+# Raw gates; and raw gates with a lower bound.
 GATED = {"use_gate_in_kernel": True, "A_log": shaped(4), "dt_bias": shaped(64)}
 BOUNDED = GATED | {"lower_bound": -5.0}
 
@@ -101,7 +101,7 @@ WRONG = [
         *values("lower_bound", "a finite number below 0", 0.0, 1, float("nan"), "1"),
         given=GATED),
 ]  # fmt: skip
-# What options change.
+# Options that a call varies.
 OPTIONS = [
     *options("chunk_kda", *(change for change in delta.CHANGES if "dt_bias" not in change), GATED,
              BOUNDED, BOUNDED | {"A_log": None}, {"cu_seqlens": make.indices([0, 9, 20])}),
@@ -111,5 +111,5 @@ OPTIONS = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """In the place of Gated Delta Net."""
+    """Return the cases of a layer that replaces Gated Delta Net."""
     return [Case("linear", tokens, *model.linear, *[LINEAR_DIM] * 2)] if model.linear else []

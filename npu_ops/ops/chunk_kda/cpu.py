@@ -7,10 +7,11 @@ before a chunk, G_i the sums of the log decays up to token i, [K], and c the las
     A = (1 + L)^-1      R = beta (V - (exp(G) K) S)      N = A R
     O = (exp(G) Q) S + P N      S' = exp(G_c) S + (exp(G_c - G) K)^T N
 
-exp(G_i - G_j) is no product of a row's and a column's factor that stay finite, so pairs of tokens
-are taken by levels. At level b a chunk is cut into blocks of 2 b tokens, and a pair belongs to the
-level at which j is in the first half of a block and i in its second half. With r the first row of
-that half both exp(G_i - G_r) and exp(G_r - G_j) are decays, at most 1 where g is not positive.
+exp(G_i - G_j) cannot be split into a factor of row i and one of column j that both stay finite. So
+pairs of tokens are computed by levels. At level b a chunk is cut into blocks of 2 b tokens, and a
+pair belongs to the level at which j is in the first half of a block and i in its second half. With
+r the first row of that half, both exp(G_i - G_r) and exp(G_r - G_j) are decays, at most 1 where g
+is not positive.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from npu_ops.core import make
 from npu_ops.ops.chunk_gated_delta_rule import sequences_cpu, token_by_token
 from npu_ops.ops.chunk_gated_delta_rule.sequences_cpu import Inputs, grouped
 
-# Below, a decay is 0; a sum of -inf would make the next differences NaN.
+# The lowest sum of log decays: its decay is 0, and differences of -inf would be NaN.
 _LOWEST = -1e5
 
 
 def _levels(sums):
-    """For each level its decays `[G, H, c, K]`, and which pairs `[c, c]` belong to it.
+    """Yield, for each level, its decays `[G, H, c, K]` and the pairs `[c, c]` that belong to it.
 
     sums: fp64 `[G, H, c, K]`.
     """
@@ -39,14 +40,14 @@ def _levels(sums):
         middle = (token // (2 * half) * 2 * half + half).clamp(max=count - 1)
         to_middle = sums - sums[:, :, middle]
         decays = torch.where(is_second[:, None], to_middle, -to_middle)
-        # What a short block has no second half for is in no pair.
+        # Tokens of a short block without a second half are in no pair.
         decays = decays.masked_fill((middle // half % 2 == 0)[:, None], 0.0)
         yield decays.exp().float(), same & is_second[:, None] & ~is_second[None], is_second
         half *= 2
 
 
 class _Chunk:
-    """The tokens `span` of sequence b: what the state before them makes of them."""
+    """The tokens `span` of sequence b: decays, written values and outputs, given the state."""
 
     def __init__(self, x: Inputs, scratch, b, span, state, *, queries=True):
         heads, count = x.q.shape[2], span.stop - span.start
@@ -76,25 +77,26 @@ class _Chunk:
         self.o = (self.since * self.q) @ state if queries else None
 
     def read(self):
-        """O, `[G, H, c, V]`."""
+        """Return O, `[G, H, c, V]`."""
         return self.o + self.scores @ self.written
 
     def next_state(self, state, out):
-        """The state after the chunk, to `out`, which may be `state`."""
+        """Write the state after the chunk to `out`, which may be `state`."""
         return torch.add(self._decay() * state, (self.until * self.k).mT @ self.written, out=out)
 
     def _decay(self):
-        """Of a state over the whole chunk, `[G, H, K, 1]`."""
+        """Return the decay of a state over the whole chunk, `[G, H, K, 1]`."""
         return self.since[:, :, -1, :, None]
 
     def backward(self, x, scratch, grad_o_tokens, state, grad_state,
                  grad_q, grad_k, grad_v, grad_g, grad_beta):  # fmt: skip
-        """Write the chunk's gradients, and take `grad_state` from after it to before it.
+        """Write the chunk's gradients; change `grad_state` from that after the chunk to that before
+        it.
 
         The gradient of the sums G_i is q_i times its gradient, plus k_i times its gradient as a row
-        of L and of what is recalled, less k_i times its gradient as a column. What token i leaves
-        in the state depends on the gates behind i alone, and is summed apart: in the sums it would
-        have to cancel.
+        of L and of the recalled values, less k_i times its gradient as a column. What token i
+        leaves in the state depends only on the gates after i. Its share is summed separately,
+        because in the sums it would have to cancel.
         """
         q, k, heads = self.q, self.k, x.q.shape[2]
         grad_o = grouped(grad_o_tokens, heads).float()
@@ -107,7 +109,7 @@ class _Chunk:
         grad_betas = (grad_missed * self.missed).sum(-1) + (grad_solve * self.kk).sum(-1)
         grouped(grad_v, heads).copy_(grad_values)
         grouped(grad_beta[..., None], heads).copy_(grad_betas[..., None])
-        # What is asked of the state, recalled from it and written to it.
+        # What q reads from the state, what k recalls from it, and what is written to it.
         of_q = self.since * (grad_o @ state.mT)
         of_k = -self.since * (grad_values @ state.mT)
         of_written = self.until * (self.written @ grad_state.mT)
@@ -138,7 +140,7 @@ def chunk_kda(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
     o, final_state,
 ):  # fmt: skip
-    """Write o, and final_state unless it is None; the arguments are the operator's."""
+    """Write o, and final_state unless it is None. Arguments as in the operator."""
     x = Inputs(q, k, v, g, beta, cu_seqlens, scale, chunk_size, state_v_first, normalize)
     sequences_cpu.forward(_Chunk, x, initial_state, o, final_state)
 

@@ -23,7 +23,7 @@ def log_decay(g, A_log, dt_bias, lower_bound: float | None):
     """
     heads, keys = g.shape[-2:]
     if lower_bound is None:
-        # Each channel is a head of Gated Delta Net's gate.
+        # Each channel is computed as a head of Gated Delta Net's gate.
         each = A_log.repeat_interleave(keys)
         return gdn_gate(g.flatten(-2), each, dt_bias).unflatten(-1, (heads, keys))
     x = g.to(compute_dtype(g, A_log, dt_bias))

@@ -1,4 +1,4 @@
-"""Named shapes and tolerances of the recurrent gated delta rule."""
+"""Named shapes and tolerances of the recurrent gated delta rule, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from npu_ops.core.cases import Call, cast, options, replaced, shaped, shapes, va
 from npu_ops.core.compare import tolerances
 from npu_ops.core.models import LINEAR_DIM, Model
 
-# Against fp64 on the same inputs: fp32 arithmetic, then one rounding. The gradient
-# of a gate is a sum over a whole state, in which much cancels.
+# Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding. The gradient of a
+# gate is a sum over a whole state, in which much cancels.
 TOLERANCES = tolerances((1e-13, 1e-12), (1e-5, 1e-5), (4e-4, 1e-3), (3e-3, 8e-3))
 
-# key heads, value heads, K, V of one rank
+# key heads, value heads, K and V of one rank
 MODELS = {
     "qwen3.5-9b-tp1": (16, 32, 128, 128),
     "qwen3-next-80b-tp4": (4, 8, 128, 128),
@@ -25,7 +25,7 @@ MODELS = {
 
 
 def starts(tokens: int, sequences: int, device) -> torch.Tensor | None:
-    """Where sequences begin and the last one ends; every third is empty. None for no sequences."""
+    """Return the starts of sequences and the end, every third one empty; None without sequences."""
     if not sequences:
         return None
     lengths = torch.zeros(sequences, dtype=torch.int64, device="cpu")
@@ -37,12 +37,12 @@ def starts(tokens: int, sequences: int, device) -> torch.Tensor | None:
 
 @dataclasses.dataclass(frozen=True)
 class RuleCase:
-    """Of a gated delta rule: q, k `[batch, tokens, heads, keys]`, v `[batch, tokens, value_heads,
-    values]`.
+    """A case of a gated delta rule.
 
-    flags: l2norm, gate and sigmoid are left to the operator.
+    q, k `[batch, tokens, heads, keys]`, v `[batch, tokens, value_heads, values]`.
+    flags: the operator computes l2norm, gate and sigmoid.
     state: "none", or which dimension of the states is first: "k" or "v".
-    sequences: 0, or how many the tokens are cut into; every third is empty.
+    sequences: 0, or the number of sequences that the tokens are cut into; every third is empty.
     large: takes seconds; for benchmarks and `make test-all`.
     """
 
@@ -59,7 +59,7 @@ class RuleCase:
     large: bool = False
 
     def state_and_flags(self, normal: Callable, device) -> dict:
-        """The arguments behind q, k, v, gates and beta; normal: draws a tensor of a shape."""
+        """Return the arguments after q, k, v, gates and beta. normal: draws a tensor of a shape."""
         states = self.sequences or self.batch
         matrix = (self.values, self.keys) if self.state == "v" else (self.keys, self.values)
         return {
@@ -80,7 +80,10 @@ class RuleCase:
 
 @dataclasses.dataclass(frozen=True)
 class Case(RuleCase):
-    """gates: which of g, gk and gv there are. beta: its last dimension, "head" or "value", or
+    """A case of the recurrent rule.
+
+    gates: the ones that are passed, of g, gk and gv. beta: its last dimension, "head" or "value",
+    or
     "none".
     """
 
@@ -88,7 +91,7 @@ class Case(RuleCase):
     beta: str = "head"
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments of the function; keys are positively correlated, gates and beta fp32."""
+        """Return arguments of the function; keys are positively correlated, gates and beta fp32."""
         draw = torch.Generator().manual_seed(seed)
         tokens = (self.batch, self.tokens)
 
@@ -171,7 +174,7 @@ CALLS = [
 # Invalid calls, and the error of each.
 _PACKED = {name: lambda x: x[:1] for name in ("q", "k", "v", "g", "beta")}
 _PACKED |= {"cu_seqlens": make.indices([0, 2, 5])}
-# What both delta rules refuse.
+# Invalid calls of both delta rules.
 WRONG_DTYPES = [
     ("k: got float32, needs q's float16", {"q": torch.Tensor.half}),
     ("v: got float16, needs q's float32", {"v": torch.Tensor.half}),
@@ -199,7 +202,7 @@ WRONG_SHAPES = [
     ("dt_bias: got a tensor, needs use_gate_in_kernel=True", {"dt_bias": shaped(4)}),
     *values("scale", "a finite number", "1"),
 ]  # fmt: skip
-# Both rules with raw gates, and what they refuse then.
+# Calls of both rules with raw gates, and the invalid ones among these.
 GATED = {"use_gate_in_kernel": True, "A_log": shaped(4), "dt_bias": shaped(4)}
 WRONG_GATES = [*shapes("A_log", "[4]", (1,)), *shapes("dt_bias", "[4]", (1,))]
 WRONG = [
@@ -233,7 +236,7 @@ WRONG = [
     *wrong("fused_recurrent_gated_delta_rule", ValueError, *WRONG_GATES, given=GATED),
 ]  # fmt: skip
 
-# Of both delta rules.
+# Options that a call of either delta rule varies.
 CHANGES = (
     {"scale": 0.5}, {"initial_state": None}, {"output_final_state": False},
     {"use_qk_l2norm_in_kernel": False}, {"state_v_first": True},
@@ -243,7 +246,7 @@ CHANGES = (
     GATED,
 )  # fmt: skip
 
-# Changes that every implementation must honour.
+# Options that a call varies.
 OPTIONS = [
     *options("fused_recurrent_gated_delta_rule", *CHANGES, {"beta": None}, {"g": None},
              {"gk": shaped(2, 5, 4, 8)}, {"gv": shaped(2, 5, 4, 8)},
@@ -255,7 +258,7 @@ OPTIONS = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """A token of one sequence."""
+    """Return the case of one token of one sequence."""
     if model.linear is None:
         return []
     return [Case("decode", 1, *model.linear, LINEAR_DIM, LINEAR_DIM, state="v")]

@@ -11,13 +11,13 @@ from npu_ops.core import indices, lengths
 
 
 def new(inputs, dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised states of all sequences, from the operator's inputs by name."""
+    """Return uninitialised states of all sequences, from the operator's inputs by name."""
     starts = inputs.cu_seqlens
     return several(inputs, inputs.q.shape[0] if starts is None else starts.shape[0] - 1, dtype)
 
 
 def several(inputs, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """So many uninitialised states."""
+    """Return `count` uninitialised states."""
     keys, values = inputs.q.shape[3], inputs.v.shape[3]
     matrix = (values, keys) if inputs.state_v_first else (keys, values)
     return inputs.v.new_empty((count, inputs.v.shape[2], *matrix), dtype=dtype)
@@ -29,7 +29,7 @@ def check_starts(arguments) -> None:
 
 
 def pass_on(arguments) -> None:
-    """Write the final states of sequences without tokens: their initial ones."""
+    """Write the final states of sequences without tokens: their initial states."""
     given = arguments.initial_state
     lengths.pass_through(given, arguments.final_state, arguments.cu_seqlens)
 

@@ -1,8 +1,8 @@
 """Gated Delta Net's decoding step by torch_npu's `npu_recurrent_gated_delta_rule`.
 
-What it takes is from torch_npu's documentation of it. It has no slot -1, and whether one of ours is
--1 cannot be asked of a device without waiting for it. So it works on states copied out of the pool,
-one for each token, and those that belong somewhere are copied back.
+Its limits are from torch_npu's documentation. The operator does not know slot -1, and reading the
+slots to find a -1 would wait for the device. So it works on states copied out of the pool, one for
+each token, and the states of real slots are copied back.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from npu_ops.ops.gdn_gate import reference as gate
 from npu_ops.ops.l2norm import reference as norm
 
 _HEADS, _DIM, _TOKENS = 256, 512, 8
-_EPS = 1e-6  # of the norm of q and k
+_EPS = 1e-6  # eps of the norm of q and k
 
 
 def why_not(arguments) -> str | None:
-    """None, or a sentence on why the operator does not take the implementations' arguments."""
+    """Return None, or a sentence on why the operator does not support the arguments."""
     return limits(arguments) or _missing()
 
 
 def limits(arguments) -> str | None:
-    """Why torch_npu's operator does not support a call, or None. fla_npu's has the same limits."""
+    """Return why torch_npu's operator does not support a call, or None. fla_npu's has the same
+    limits."""
     q, v, state = arguments.q, arguments.v, arguments.state
     if {x.dtype for x in (q, arguments.k, v)} != {torch.bfloat16}:
         return f"q is {check.short(q.dtype)}, the vendor's operator takes bfloat16 q, k and v"
@@ -53,7 +54,7 @@ _missing = functools.partial(
 
 
 def gated_delta_rule_update(*arguments) -> None:
-    """Write o, and update the states in place; the arguments are the operator's."""
+    """Write o, and update the states in place. Arguments as in the operator."""
     update_by(recurrent, *arguments)
 
 
@@ -62,19 +63,19 @@ def update_by(
     intermediate_states, intermediate_state_indices, scale, normalize, state_v_first, update,
     softplus_beta, softplus_threshold, o,
 ):  # fmt: skip
-    """The same by a function that is called as `recurrent`."""
+    """Do the same as `gated_delta_rule_update` by `run`, which is called as `recurrent` is."""
     tokens, count = q.shape[0], state_indices.shape[0]
     pool = state if state_v_first else state.transpose(-1, -2)
     first, slots, right = _slots(state_indices, num_accepted_tokens, tokens // count)
     known = right & (first >= 0) & (first < pool.shape[0])
-    # The operator reads a sequence's first state here, and writes the state after each token.
+    # The operator reads a sequence's initial state here, and writes the state after each token.
     states = pool.new_empty((tokens, *pool.shape[1:]))
     states[:: tokens // count] = pool[first.clamp(0, pool.shape[0] - 1)]
     g, beta = a, b
     if A_log is not None:
         g, beta = gate.gdn_gate(a, A_log, dt_bias, b, 1.0, softplus_beta, softplus_threshold)
     if normalize:
-        # Rounded to bf16, as the operator reads it.
+        # Rounded to bf16, the dtype that the operator reads.
         q, k = (norm.l2norm(x, _EPS).to(x.dtype) for x in (q, k))
     found = run(q, k, v, states, beta.to(q.dtype), g.float(), count, scale)
     _write(found, known, right & (first == -1), slots, pool.shape[0], o)
@@ -84,7 +85,7 @@ def update_by(
 
 
 def recurrent(q, k, v, states, beta, g, count: int, scale: float):
-    """o `[tokens, HV, V]` of `count` sequences as long as each other; updates a state per token."""
+    """Return o `[tokens, HV, V]` of `count` sequences of equal length; update a state per token."""
     tokens = q.shape[0]
     lengths = torch.full((count,), tokens // count, dtype=torch.int32, device=q.device)
     return torch.ops.npu.npu_recurrent_gated_delta_rule(
@@ -94,8 +95,11 @@ def recurrent(q, k, v, states, beta, g, count: int, scale: float):
 
 
 def _slots(state_indices, accepted, length: int):
-    """Where sequences start `[N]`, where the states after tokens go `[N, length]`, -1 for nowhere,
-    and whether the counts allow it `[N]`."""
+    """Return where each sequence's state is read and written, and whether its counts are valid.
+
+    The slots to read are `[N]`; the slots for the states after tokens are `[N, length]`, -1 for
+    nowhere; the validity is `[N]`.
+    """
     right = torch.ones_like(state_indices.view(len(state_indices), -1)[:, 0], dtype=torch.bool)
     if state_indices.dim() == 1:
         slots = state_indices.new_full((len(state_indices), length), -1)
@@ -111,7 +115,7 @@ def _slots(state_indices, accepted, length: int):
 
 
 def _write(found, known, skipped, slots, size: int, o) -> None:
-    """o: 0 of what is skipped, NaN of a slot that is not in the pool."""
+    """Write o: 0 for skipped sequences, NaN for a slot that is not in the pool."""
     fine = known[:, None] & (slots >= -1) & (slots < size)
     other = torch.where(skipped, 0.0, torch.nan)[:, None].expand_as(fine)
     fine, other = (x.flatten()[:, None, None] for x in (fine, other))
@@ -119,9 +123,10 @@ def _write(found, known, skipped, slots, size: int, o) -> None:
 
 
 def _put(pool, slots, states, kept) -> None:
-    """pool[slots[i]] = states[i] where kept[i], without waiting for the device.
+    """Set pool[slots[i]] = states[i] where kept[i], without waiting for the device.
 
-    What is not kept is written as one that is, to its slot; if none is, a slot as it was.
+    The other rows repeat the write of a kept row; if none is kept, a slot gets its own values
+    again.
     """
     source = torch.where(kept, make.counted(len(kept), device=kept.device), kept.int().argmax())
     target = slots[source].clamp(0, len(pool) - 1)

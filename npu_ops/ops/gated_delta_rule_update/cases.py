@@ -24,16 +24,16 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule import cases as recurrent
 
 TOLERANCES = recurrent.TOLERANCES  # the same arithmetic
 
-# key heads, value heads, K, V of one rank
+# key heads, value heads, K and V of one rank
 MODELS = recurrent.MODELS
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`tokens` of `sequences` sequences, each third of which is skipped.
+    """`tokens` of `sequences` sequences, every third of which is skipped.
 
     mode: "decode", "sglang" (states kept after each token, some accepted) or "vllm" (a slot for
-    each token's state). packed: q, k and v in one tensor. ragged: by cu_seqlens, with an empty one.
+    each token's state). packed: q, k and v in one tensor. ragged: by cu_seqlens, one of them empty.
     pool: the dtype of the states; None: fp32, or fp64 with fp64 inputs.
     large: takes seconds; for benchmarks and `make test-all`.
     """
@@ -54,7 +54,7 @@ class Case:
     large: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments of the function: normal, with a bias, so that keys are alike."""
+        """Return arguments of the function: normal, with a bias, so that keys are correlated."""
         draw = torch.Generator().manual_seed(seed)
         matrix = (self.values, self.keys) if self.v_first else (self.keys, self.values)
         tokens, rows = self._tokens, self.sequences + 2
@@ -102,7 +102,7 @@ class Case:
 
     @property
     def _tokens(self) -> int:
-        """All sequences have as many tokens, unless they are ragged."""
+        """Return the number of all tokens: sequences are of equal length unless they are ragged."""
         return self.tokens if self.ragged else self._length * self.sequences
 
     @property
@@ -159,7 +159,7 @@ CASES = [
     Case("empty", 0, 3, 1, 2, 8, 8),
 ]
 
-# There is no gradient.
+# The function has no gradient.
 DIFFERENTIABLE = ()
 # Together, these cases take every branch of the Triton kernels.
 REPRESENTATIVE = (
@@ -184,7 +184,7 @@ CALLS = [
 
 
 def _split(*parts):
-    """A change: q, k and v by themselves, each zeros of a shape."""
+    """Return a change that passes q, k and v separately, each zeros of a shape."""
     return lambda right: tuple(part(right) for part in parts)
 
 
@@ -290,7 +290,7 @@ WRONG = [
         ("num_accepted_tokens: got [3, 1], needs", {"num_accepted_tokens": make.indices([3, 1])}),
         given=_BY_TOKEN, reads=True),
 ]  # fmt: skip
-# Changes that every implementation must honour.
+# Options that a call varies.
 OPTIONS = [
     *options("gated_delta_rule_update", {"scale": 0.5}, {"use_qk_l2norm_in_kernel": False},
              {"state_v_first": False}, {"disable_state_update": True}, {"softplus_beta": 2.0},
@@ -306,7 +306,7 @@ OPTIONS = [
              {"cu_seqlens": make.indices([0, 1, 3])}, {"num_accepted_tokens": None},
              given=_BY_TOKEN),
 ]  # fmt: skip
-# What kernels for NPUs do not take.
+# Calls that kernels for NPUs do not support.
 DECLINED = declined("gated_delta_rule_update", "ascendc",
     ("gates are ready, it computes them", {"A_log": None, "dt_bias": None}),
     ("softplus has beta 2.0", {"softplus_beta": 2.0}),
@@ -315,5 +315,5 @@ DECLINED = declined("gated_delta_rule_update", "ascendc",
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """A token of one sequence, of a server's pool."""
+    """Return the case of one token of one sequence in a server's pool."""
     return [Case("decode", 1, 1, *model.linear, *[LINEAR_DIM] * 2)] if model.linear else []

@@ -1,7 +1,8 @@
 """Gated Delta Net's decoding step by fla_npu's `npu_recurrent_gated_delta_rule`.
 
-As `aclnn.py`, but for its lengths: one more comes first, of tokens that are of no sequence. What it
-takes is from the documentation of fla_npu of August 2026; it was only ever called as a double.
+As `aclnn.py`, except for the lengths: they begin with one more number, of tokens in no sequence.
+The limits are from the documentation of fla_npu of August 2026; only a test double of the operator
+was ever called.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from npu_ops.ops.gated_delta_rule_update import aclnn
 
 
 def why_not(arguments) -> str | None:
-    """None, or a sentence on why the operator does not take the implementations' arguments."""
+    """Return None, or a sentence on why the operator does not support the arguments."""
     return aclnn.limits(arguments) or _missing()
 
 
@@ -28,13 +29,15 @@ _missing = functools.partial(
 
 
 def gated_delta_rule_update(*arguments) -> None:
-    """Write o, and update the states in place; the arguments are the operator's."""
+    """Write o, and update the states in place. Arguments as in the operator."""
     aclnn.update_by(_recurrent, *arguments)
 
 
 def _recurrent(q, k, v, states, beta, g, count: int, scale: float):
-    """As `aclnn.recurrent`. What it does without num_accepted_tokens its documentation and
-    torch_npu's say differently, so they are given."""
+    """As `aclnn.recurrent`, with num_accepted_tokens.
+
+    The documentation of fla_npu and that of torch_npu differ on what happens without them.
+    """
     tokens = q.shape[0]
     lengths = torch.full((count + 1,), tokens // count, dtype=torch.int32, device=q.device)
     lengths[0] = 0

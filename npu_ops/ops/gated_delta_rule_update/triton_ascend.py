@@ -1,12 +1,13 @@
 """Shared by gated_delta_rule_update and chunk_gated_delta_rule: the decoding step in Triton.
 
-For Ascend and NVIDIA. Definition: reference.py
+For Ascend and NVIDIA. Reference: reference.py
 
-A program loads the state of BV value columns of one head, walks over the sequence's tokens, which
-are few, and stores it: nothing but vector instructions, each state read once and written once.
-Plain decoding, one token of each sequence with states that have values first and raw gates, has a
-kernel without that walk: `_decode_kernel`. Gates that are ready have the walk alone, so that a
-sequence has the same bits however its tokens are spread over calls.
+A program loads the state of BV value columns of one head, loops over the sequence's few tokens, and
+stores the state. It uses only vector instructions, and reads and writes each state once.
+
+Plain decoding has a kernel without that loop, `_decode_kernel`: one token of each sequence, states
+with values first, and raw gates. Calls whose gates are ready always use the loop, so that a
+sequence has the same bits however its tokens are divided over calls.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ from npu_ops.ops.gdn_gate.triton_ascend import rate_of
 # State elements in a tile, by the bytes on chip that the vendor's compiler plans for each.
 TILE = tile_elements(40)
 DECODE_TILE = tile_elements(20)
-# Heads in a tile of `_decode_kernel`: what a head has one of is a vector of so many.
+# Heads in a tile of `_decode_kernel`. Numbers that a head has one of are vectors of this length.
 DECODE_HEADS = 4
 
 
 @triton.jit
 def _span(cu_seqlens, n, sequences, length, tokens, right, last):
-    """Where sequence n begins, and how many tokens it has; the one after the last has those that
-    belong to nobody."""
+    """Return where sequence n begins and its number of tokens.
+
+    The sequence after the last one has the unowned tokens.
+    """
     if cu_seqlens is None:
         return tl.cast(n * length, tl.int64), length
     else:
@@ -55,7 +58,7 @@ def _normalized(x, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def _accepted(num_accepted_tokens, n):
-    """How many tokens of its last step sequence n has accepted; 0 where that is not said."""
+    """Return the number of tokens of its last step that sequence n accepted; 0 if not passed."""
     if num_accepted_tokens is None:
         return 0
     else:
@@ -65,7 +68,7 @@ def _accepted(num_accepted_tokens, n):
 @triton.jit
 def _first_slot(state_indices, accepted, n, count, slots, steps, index_n, index_t,
                 COUNTED: tl.constexpr, SLOT_PER_TOKEN: tl.constexpr):  # fmt: skip
-    """The slot that sequence n starts from, and whether it is in the pool."""
+    """Return the slot of sequence n's initial state, and whether it is in the pool."""
     column = 0
     valid = accepted >= 0
     if SLOT_PER_TOKEN:
@@ -79,7 +82,7 @@ def _first_slot(state_indices, accepted, n, count, slots, steps, index_n, index_
 
 @triton.jit
 def _kept_row(intermediate_states, intermediate_state_indices, accepted, n, count, rows, steps):
-    """Sequence n's row of the intermediate states, -1 for none, and whether that is allowed."""
+    """Return sequence n's row of the intermediate states, -1 for none, and whether it is valid."""
     if intermediate_states is None:
         return -1, accepted >= 0
     else:
@@ -93,7 +96,7 @@ def _kept_row(intermediate_states, intermediate_state_indices, accepted, n, coun
 @triton.jit
 def _load(states, place, key, value, keys, K: tl.constexpr, V: tl.constexpr,
           V_FIRST: tl.constexpr):  # fmt: skip
-    """A tile of the state at `place` in fp32; 0 if `keys` is 0 and not K."""
+    """Load a tile of the state at `place` in fp32; zeros if `keys` is 0 instead of K."""
     at, _ = state_tile(key, value, K, V, V_FIRST)
     exists = (keys_of(key, V_FIRST) < keys) & (values_of(value, V_FIRST) < V)
     return tl.load(states + place + at, mask=exists, other=0.0).to(tl.float32)
@@ -102,7 +105,7 @@ def _load(states, place, key, value, keys, K: tl.constexpr, V: tl.constexpr,
 @triton.jit
 def _store(states, place, key, value, keys, matrix, K: tl.constexpr, V: tl.constexpr,
            V_FIRST: tl.constexpr):  # fmt: skip
-    """Store a tile of the state at `place`; not if `keys` is 0 and not K."""
+    """Store a tile of the state at `place`; store nothing if `keys` is 0 instead of K."""
     at, _ = state_tile(key, value, K, V, V_FIRST)
     exists = (keys_of(key, V_FIRST) < keys) & (values_of(value, V_FIRST) < V)
     tl.store(states + place + at, matrix.to(states.dtype.element_ty), mask=exists)
@@ -113,14 +116,14 @@ def _step(matrix, q, k, v, a, b, A_log, dt_bias, scale, token, q_t, k_t, v_t, a_
           value, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
           V_FIRST: tl.constexpr, NORMALIZE: tl.constexpr, softplus_beta, softplus_threshold,
           PLAIN: tl.constexpr):  # fmt: skip
-    """The state after a token, and what q reads from it.
+    """Return the state after a token, and q's output.
 
     Without A_log, a and b are the gates g and beta.
     """
     qk_head = head // (HV // H)
     b_k = keys_of(_normalized(load_row(k + token * k_t, qk_head, key, K), NORMALIZE), V_FIRST)
     b_q = _normalized(load_row(q + token * q_t, qk_head, key, K), NORMALIZE) * scale
-    # Vectors of one number: the scalar unit has no exp.
+    # Vectors of one number, because the scalar unit has no exp.
     log = tl.zeros(key.shape, tl.float32) + tl.load(a + token * a_t + head).to(tl.float32)
     strength = tl.zeros(value.shape, tl.float32) + tl.load(b + token * b_t + head).to(tl.float32)
     if A_log is not None:
@@ -145,10 +148,11 @@ def _update_kernel(
     NORMALIZE: tl.constexpr, UPDATE: tl.constexpr, SLOT_PER_TOKEN: tl.constexpr,
     PLAIN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """steps: how many tokens a sequence may have where the state after each token is kept.
+    """Loop over the tokens of each sequence; update its state and write its outputs.
 
-    A state that must not be read or written gets 0 keys, for a branch would end the pipelining of
-    loads. One more sequence than there are has the tokens that are of none.
+    steps: the most tokens of a sequence if the state after each token is kept. A state that must
+    not be read or written gets 0 keys, because a branch would end the pipelining of loads. One
+    additional sequence has the unowned tokens.
     """
     blocks: tl.constexpr = (V + BV - 1) // BV
     COUNTED: tl.constexpr = num_accepted_tokens is not None
@@ -211,7 +215,7 @@ def _numbers(at, mask):
 
 @triton.jit
 def _row(at, mask, ALL: tl.constexpr, NORMALIZE: tl.constexpr):
-    """Rows in fp32, and 1 over their norms, or 1."""
+    """Load rows in fp32; return them with 1 over their norms, or with 1."""
     x = tl.load(at).to(tl.float32) if ALL else _numbers(at, mask)
     if NORMALIZE:
         return x, 1.0 / tl.sqrt(tl.sum(x * x, 1) + 1e-6)
@@ -227,15 +231,16 @@ def _decode_kernel(
     UPDATE: tl.constexpr, PLAIN: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """One token of each sequence, and nothing kept but its state, [slots, HV, V, K].
+    """Compute one token of each sequence and update its state, [slots, HV, V, K].
 
-    A tile is [BH heads, BV values, BK keys]; an item of work is a part of the values of BH heads,
-    tile by tile. What a head has one of is thus a vector: a single number the compiler would give
-    to the scalar unit, which would wait for it instead of starting the next tile's loads. k and q
-    meet the state before it decays: o = decay S q + (k q) change. new_state is state: under one
-    name each load would wait for the store.
+    A tile is [BH heads, BV values, BK keys]. A work item is a part of the values of BH heads, tile
+    by tile. Numbers that a head has one of are therefore vectors. The compiler would give a single
+    number to the scalar unit, which would wait for it before the next tile's loads start. k and q
+    are multiplied with the state before it decays: o = decay S q + (k q) change. new_state is the
+    same tensor as state: under one name, each load would wait for the store.
     """
-    ALL: tl.constexpr = (HV % BH == 0) & (K == BK)  # a mask of gathered rows is a tile, too
+    # no mask where none is needed: a mask of rows takes room as a tile does
+    ALL: tl.constexpr = (HV % BH == 0) & (K == BK)
     across: tl.constexpr = (HV + BH - 1) // BH
     blocks: tl.constexpr = (V + BV - 1) // BV
     key = tl.arange(0, BK)
@@ -269,7 +274,8 @@ def _decode_kernel(
             recalled = tl.sum(matrix * b_k[:, None, :], 2) * recall[:, None]
             change = (_numbers(v + n * v_t + column, columns) - recalled) * strength[:, None]
             out = tl.sum(matrix * b_q[:, None, :], 2) * read[:, None] + change * own[:, None]
-            # ascendnpu-ir 1.1 cannot compile one condition for all numbers.
+            # ascendnpu-ir 1.1 cannot compile a condition that is the same for all numbers of a
+            # tile.
             whose = there[:, None] & (value < V)[None, :]
             out = tl.where(whose, out, tl.where(slot == -1, 0.0, float("nan")))
             tl.store(o + n * (HV * V) + column, out.to(o.dtype.element_ty), mask=columns)
@@ -283,7 +289,7 @@ def gated_delta_rule_update(
     intermediate_states, intermediate_state_indices, scale, normalize, state_v_first, update,
     softplus_beta, softplus_threshold, o,
 ):  # fmt: skip
-    """Write o, and update the states in place; the arguments are the operator's."""
+    """Write o, and update the states in place. Arguments as in the operator."""
     tokens, heads, keys = q.shape
     value_heads, values = v.shape[1:]
     sequences = state_indices.shape[0]
@@ -319,17 +325,17 @@ def gated_delta_rule_update(
 
 
 def _decode_tile(heads: int, keys: int, values: int) -> dict:
-    """The shape of a tile of `_decode_kernel`."""
+    """Return the shape of a tile of `_decode_kernel`."""
     wide, most = next_power_of_2(keys), min(DECODE_HEADS, next_power_of_2(heads))
     fits = max(1, DECODE_TILE // (most * wide))
     return {"BH": most, "BV": min(fits, next_power_of_2(values)), "BK": wide}
 
 
 def _parts(items: int, blocks: int, cores: int) -> int:
-    """Into how many parts to cut the `blocks` tiles of each item of work, for `cores`.
+    """Return the number of parts to cut the `blocks` tiles of each work item into.
 
-    An item's own part, its norms and gates, takes about as long as a tile: few parts repeat it
-    rarely, many keep all cores busy.
+    The norms and gates of an item take about as long as a tile, and each part computes them again.
+    Few parts repeat them rarely; many keep all `cores` busy.
     """
     choices = (1 << n for n in range(blocks.bit_length()))
     return min(choices, key=lambda parts: cdiv(items * parts, cores) * (1 + cdiv(blocks, parts)))

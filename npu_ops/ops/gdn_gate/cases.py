@@ -12,8 +12,8 @@ from npu_ops.core.cases import Call, declined, options, shaped, shapes, values, 
 from npu_ops.core.compare import tolerances
 from npu_ops.core.models import Model
 
-# Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. fp32 also
-# has the gradients of A_log and dt_bias: sums over all tokens.
+# Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding to the dtype. The
+# fp32 tolerances also cover the gradients of A_log and dt_bias, which are sums over all tokens.
 TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 2e-6), (4e-4, 6e-4), (3e-3, 5e-3))
 
 
@@ -21,7 +21,7 @@ TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 2e-6), (4e-4, 6e-4), (3e-3, 5e-3)
 class Case:
     """a and b are [tokens, heads], slices of one projection; A_log and dt_bias are fp32.
 
-    bias, beta: whether dt_bias and b are there. large: takes seconds; for benchmarks and
+    bias, beta: whether dt_bias and b are passed. large: takes seconds; for benchmarks and
     `make test-all`.
     """
 
@@ -34,7 +34,7 @@ class Case:
     large: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments of `gdn_gate`: normal a and b, A_log and dt_bias as models start with."""
+        """Return arguments of `gdn_gate`: normal a and b; A_log and dt_bias as in a new model."""
         draw = torch.Generator().manual_seed(seed)
         ba = make.normal((self.tokens, 2 * self.heads), draw) * 3
         b, a = ba.to(device, dtype).chunk(2, dim=-1)
@@ -49,7 +49,7 @@ class Case:
 
 
 CASES = [
-    # Qwen3-Next and Qwen3.5 have 32 value heads, or more; a rank has 1/TP of them.
+    # Qwen3-Next and Qwen3.5 have at least 32 value heads; a rank has 1/TP of them.
     *(
         Case(f"qwen3-next-tp{tp}-t{tokens}", tokens, 32 // tp, large=tokens > 512)
         for tp in (1, 4)
@@ -97,13 +97,13 @@ WRONG = [
         *values("softplus_threshold", "0 or more", "1"),
     ),
 ]  # fmt: skip
-# Changes that every implementation must honour.
+# Options that a call varies.
 OPTIONS = [
     *options("gdn_gate", {"allow_neg_eigval": True}, {"dt_bias": None}, {"b": None}),
     *options("gdn_gate", {"softplus_beta": 2.0}, {"softplus_threshold": 0.5}),
     *options("gdn_gate", {"softplus_beta": 1}, {"softplus_threshold": 20}, same=True),
 ]  # fmt: skip
-# What kernels for NPUs do not take.
+# Calls that kernels for NPUs do not support.
 DECLINED = [
     *declined("gdn_gate", "ascendc",
         ("softplus has beta 2.0", {"softplus_beta": 2.0}),
@@ -115,5 +115,5 @@ DECLINED = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Gated Delta Net's value heads."""
+    """Return the case of Gated Delta Net's value heads."""
     return [Case("linear", tokens, model.linear[1])] if model.linear else []

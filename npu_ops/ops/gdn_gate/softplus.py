@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-# From this argument on softplus is its argument in fp32, with or without a threshold.
+# From this argument on, softplus equals its argument in fp32, with or without a threshold.
 _STRAIGHT = 17.0
 
 
 def rate_of(A_log, x, beta: float, threshold: float):
-    """`exp(A_log) softplus(x)` as `root * plus * root`; its derivative is `root * slope * root`.
+    """Return root, slope and plus: `exp(A_log) softplus(x)` is `root * plus * root`.
 
-    softplus is x where `beta x` is above the threshold, else `log(1 + exp(beta x)) / beta`. Neither
-    factor need be in the range of a dtype where the product is: below -40 softplus is
-    `exp(beta x) / beta` in fp64, of which root takes all that is below `exp(-40)`. Above 40 torch's
-    softplus would overflow, and is its argument.
+    Its derivative is `root * slope * root`. softplus is x where `beta x` is above the threshold,
+    else `log(1 + exp(beta x)) / beta`. exp(A_log) and softplus may leave the range of the dtype
+    even where their product does not. So below -40, where softplus is `exp(beta x) / beta` in fp64,
+    root includes the factor below `exp(-40)`. Above 40 torch's softplus would overflow, and is its
+    argument.
     """
     bent = beta * x
     far = bent < -40
@@ -26,7 +27,7 @@ def rate_of(A_log, x, beta: float, threshold: float):
 
 
 def check_softplus(beta: float, threshold: float) -> tuple[float, float]:
-    """Both as floats.
+    """Check a softplus's beta and threshold, and return both as floats.
 
     Raises:
         ValueError: beta is not above 0 and finite, or the threshold is below 0 or a NaN.
@@ -39,11 +40,11 @@ def check_softplus(beta: float, threshold: float) -> tuple[float, float]:
 
 
 def is_plain(beta: float, threshold: float) -> bool:
-    """Whether such a softplus is log(1 + exp(x)) in fp32."""
+    """Return whether this softplus equals log(1 + exp(x)) in fp32."""
     return beta == 1 and threshold >= _STRAIGHT
 
 
 def plain_alone(arguments) -> str | None:
-    """Why an implementation without beta and threshold does not support a call, or None."""
+    """Return why an implementation without beta and threshold does not support a call, or None."""
     beta, threshold = arguments.softplus_beta, arguments.softplus_threshold
     return None if is_plain(beta, threshold) else f"softplus has beta {beta}, threshold {threshold}"

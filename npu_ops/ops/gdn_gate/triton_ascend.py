@@ -1,8 +1,8 @@
 """Shared by gdn_gate and gated_delta_rule_update: gates in Triton, for Ascend and NVIDIA.
 
-Definition: reference.py
+Reference: reference.py
 
-A program walks over tiles of BT tokens by BH heads.
+A program loops over tiles of BT tokens by BH heads.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PIECES = 48
 
 @triton.jit
 def _sigmoid_and_softplus(x):
-    """Both from exp(-|x|), which cannot overflow.
+    """Return sigmoid(x) and softplus(x), computed from exp(-|x|), which cannot overflow.
 
-    log(1 + e) = 2 artanh(s) with s = e / (2 + e) <= 1/3, by its series: log(1 + e) would lose what
-    of e is smaller than 1. softplus is x from 17 on, and so from torch's threshold of 20 on.
+    log(1 + e) = 2 artanh(s) with s = e / (2 + e) <= 1/3, by its series: log(1 + e) itself would
+    lose the digits of a small e. softplus is x from 17 on, and so from torch's threshold of 20 on.
     """
     e = tl.exp(0.0 - tl.abs(x))
     s = e / (2.0 + e)
@@ -43,11 +43,12 @@ def _sigmoid_and_softplus(x):
 
 @triton.jit
 def rate_of(x, A_log, beta, threshold, PLAIN: tl.constexpr):
-    """exp(A_log) softplus(x) as root * plus * root, and its derivative as root * slope * root.
+    """Return root, slope and plus: exp(A_log) softplus(x) is root * plus * root.
 
-    Neither exp(A_log) nor softplus need be in the range of floats where their product is. Below -17
-    softplus is exp(beta x) / beta, of which root takes all that is below exp(-17). softplus(x) is
-    log(1 + exp(beta x)) / beta, or x above the threshold.
+    Its derivative is root * slope * root. exp(A_log) and softplus may leave the range of floats
+    even where their product does not. So below -17, where softplus is exp(beta x) / beta, root
+    includes the factor below exp(-17). softplus(x) is log(1 + exp(beta x)) / beta, or x above the
+    threshold.
     """
     bent = x if PLAIN else x * beta
     far = bent < -17.0
@@ -61,14 +62,14 @@ def rate_of(x, A_log, beta, threshold, PLAIN: tl.constexpr):
 
 @triton.jit
 def _sigmoid_slope(x):
-    """The derivative of sigmoid; sigmoid(x) * (1 - sigmoid(x)) would be all rounding at large x."""
+    """Return the derivative of sigmoid; sigmoid(x) * (1 - sigmoid(x)) is inexact at large x."""
     e = tl.exp(0.0 - tl.abs(x))
     return e / ((1.0 + e) * (1.0 + e))
 
 
 @triton.jit
 def _load(pointer, row, column, stride, mask):
-    """A tile in fp32."""
+    """Load a tile in fp32."""
     at = row[:, None].to(tl.int64) * stride + column[None, :]
     return tl.load(pointer + at, mask=mask, other=0.0).to(tl.float32)
 
@@ -81,7 +82,7 @@ def _store(pointer, value, row, column, stride, mask):
 
 @triton.jit
 def _heads(A_log, dt_bias, column, exists, HAS_BIAS: tl.constexpr, BH: tl.constexpr):
-    """A_log and dt_bias of a tile's heads."""
+    """Load A_log and dt_bias of a tile's heads."""
     rate = tl.load(A_log + column, mask=exists, other=0.0).to(tl.float32)
     bias = tl.zeros((BH,), tl.float32)
     if HAS_BIAS:
@@ -116,7 +117,7 @@ def _gdn_gate_backward_kernel(
     gg_row, gbeta_row, a_row, b_row, ga_row, gb_row, HAS_BIAS: tl.constexpr, BETA: tl.constexpr,
     PLAIN: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """A piece of work is `row_tiles` tiles, one below the other; its sums are one row of each."""
+    """Write the gradients; a piece of work is `row_tiles` tiles and one row of each sum."""
     across = tl.cdiv(heads, BH)
     pieces = tl.cdiv(rows, BT * row_tiles)
     for work in range(tl.program_id(0), pieces * across, tl.num_programs(0)):
@@ -129,11 +130,12 @@ def _gdn_gate_backward_kernel(
         for tile in range(0, row_tiles):
             row = (piece * row_tiles + tile) * BT + tl.arange(0, BT)
             mask = (row < rows)[:, None] & exists[None, :]
-            # Rows that are not there have a root of 0: infinity times their gradient of 0 is NaN.
+            # Rows that do not exist have a root of 0: infinity times their gradient of 0 would be
+            # NaN.
             x = tl.where(mask, _load(a, row, column, a_row, mask) + bias, float("-inf"))
             root, slope, plus = rate_of(x, rate, softplus_beta, softplus_threshold, PLAIN)
             grad = 0.0 - _load(grad_g, row, column, gg_row, mask)
-            # In an order in which no product leaves the range of floats unless the result does.
+            # The order of the factors keeps every product in the range of floats if the result is.
             of_a = root * slope * grad * root
             _store(grad_a, of_a, row, column, ga_row, mask)
             A_sum += tl.sum(root * plus * grad * root, axis=0)
@@ -148,7 +150,7 @@ def _gdn_gate_backward_kernel(
 
 
 def gdn_gate(a, A_log, dt_bias, b, scale, softplus_beta, softplus_threshold, g, beta):
-    """Write the decay to `g`, and to `beta` unless there is no b; the arguments are the op's."""
+    """Write the decay to `g`, and beta unless there is no b. Arguments as in the operator."""
     rows, heads = a.shape
     bt, bh = _tile(heads)
     _gdn_gate_kernel[vector_grid(cdiv(rows, bt) * cdiv(heads, bh), a.device)](
@@ -165,8 +167,8 @@ def gdn_gate_backward(
 ):  # fmt: skip
     """Write the gradients.
 
-    Sums over rows meet in one row a piece, so that no atomics are needed and the result is the same
-    each time.
+    Each piece writes its sums over rows to a row of its own. So no atomics are needed, and the
+    result is the same each time.
     """
     rows, heads = a.shape
     bt, bh = _tile(heads)
@@ -185,7 +187,7 @@ def gdn_gate_backward(
 
 
 def _tile(heads: int) -> tuple[int, int]:
-    """Tokens and heads of a tile; they depend on the model, never on how many tokens."""
+    """Return the tokens and heads of a tile; they depend on the model, never on the token count."""
     columns = min(WIDEST, max(NARROWEST, next_power_of_2(heads)))
     return TILE // columns, columns
 

@@ -1,6 +1,6 @@
 """grouped_linear by torch_npu's `npu_grouped_matmul`, forward and backward.
 
-What it takes is from torch_npu's documentation of it. Rows behind the last group it does not write.
+Its limits are from torch_npu's documentation. It does not write the rows behind the last group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BY_ROWS, _BY_SUMS = 0, 2  # group_type: the axis that groups divide
 
 
 def why_not(arguments) -> str | None:
-    """None, or a sentence on why the operator does not take the implementations' arguments."""
+    """Return None, or a sentence on why the operator does not support the arguments."""
     x, weight = arguments.x, arguments.weight
     if env.settings.consistent and "out" in arguments._fields:
         return "its bits are not known to be the same for any number of rows"
@@ -28,7 +28,7 @@ def why_not(arguments) -> str | None:
 
 
 def grouped_linear(x, weight, offs, out) -> None:
-    """Write each group's rows of x by its weight^T."""
+    """Write the product of each group's rows of x with the group's weight^T."""
     ends = groups.clamped(offs, x.shape[0])
     out.copy_(_grouped(x, weight.transpose(1, 2), ends, _BY_ROWS))
     groups.finish(offs, ends, out)

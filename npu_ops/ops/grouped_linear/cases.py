@@ -1,4 +1,4 @@
-"""Named shapes and tolerances of grouped_linear. What is what: npu_ops/core/cases.py"""
+"""Named shapes and tolerances of grouped_linear. npu_ops/core/cases.py explains the names."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ __all__ = ["TOLERANCES"]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """x `[tokens, depth]`, of which `behind` are in no group; weight `[groups, columns, depth]`.
+    """x `[tokens, depth]`, of which `behind` rows are in no group; weight `[groups, columns,
+    depth]`.
 
-    The first group is empty where there is more than one; the others are of different sizes.
+    The first group is empty if there is more than one; the others are of different sizes.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Case:
     large: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """The function's arguments: normal, weights such that results are normal too."""
+        """Return the function's arguments: normal, with weights such that results are normal."""
         draw = torch.Generator(device="cpu").manual_seed(seed)
         x = make.normal((self.tokens, self.depth), draw)
         weight = make.normal((self.groups, self.columns, self.depth), draw) / self.depth**0.5
@@ -81,7 +82,10 @@ WRONG = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """The experts of one of many expert-parallel ranks, which get a token each of them."""
+    """Return the cases of the experts of one of many expert-parallel ranks.
+
+    The experts of a rank together get `tokens` tokens.
+    """
     if model.expert is None:
         return []
     up = Case("up", tokens, 8, model.hidden, 2 * model.expert)

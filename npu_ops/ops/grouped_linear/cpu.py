@@ -1,4 +1,4 @@
-"""grouped_linear by `linear`, a product for each group; on GPUs and NPUs its gradients too."""
+"""grouped_linear as one `linear` for each group, and its gradients, also on GPUs and NPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["grouped_linear", "grouped_linear_backward"]
 
 
 def grouped_linear(x, weight, offs, out):
-    """Write each group's rows of x by its weight^T."""
+    """Write the product of each group's rows of x with the group's weight^T."""
     ends = groups.clamped(offs, x.shape[0])
     for rows, matrix in zip(groups.spans(ends), weight, strict=True):
         if rows.start < rows.stop:
@@ -18,7 +18,7 @@ def grouped_linear(x, weight, offs, out):
 
 
 def grouped_linear_backward(grad, x, weight, offs, grad_x, grad_weight):
-    """Write the gradients. Reads from the device where groups end, and so waits for it."""
+    """Write the gradients. Reads the ends of groups from the device, and so waits for it."""
     ends = groups.clamped(offs, x.shape[0])
     for group, rows in enumerate(groups.spans(ends)):
         part = grad[rows]

@@ -1,4 +1,4 @@
-"""Where groups of rows begin and end, and rows that are in none."""
+"""Where groups of rows begin and end, and the rows that are in no group."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def check(arguments) -> None:
 
 
 def clamped(offs: torch.Tensor, rows: int) -> torch.Tensor:
-    """int64: offs; where they are wrong, ends that keep a kernel inside the rows."""
+    """Return offs as int64; invalid ones are changed to ends that keep a kernel inside the rows."""
     return offs.long().clamp(0, rows).cummax(0).values
 
 
 def spans(ends: torch.Tensor) -> Iterator[slice]:
-    """The rows of each group, of clamped ends. Waits for a device."""
+    """Yield the rows of each group, from clamped ends. Waits for a device."""
     begin = 0
     for end in ends.tolist():
         yield slice(begin, end)
@@ -29,7 +29,7 @@ def spans(ends: torch.Tensor) -> Iterator[slice]:
 
 
 def finish(offs: torch.Tensor, ends: torch.Tensor, *by_row: torch.Tensor, others=()) -> None:
-    """Write 0 to rows behind the last group, and NaN to all where offs are not as clamped.
+    """Write 0 to rows behind the last group, and NaN to everything if clamping changed offs.
 
     others: results without rows.
     """
@@ -45,7 +45,7 @@ def finish(offs: torch.Tensor, ends: torch.Tensor, *by_row: torch.Tensor, others
 
 
 def nothing_to_add(arguments) -> None:
-    """Results of a call without a product: 0, or NaN where offs are wrong."""
+    """Write the results of a call without a product: 0, or NaN where offs are invalid."""
     results = [x for n, x in arguments._asdict().items() if n == "out" or n.startswith("grad_")]
     for x in results:
         x.zero_()

@@ -1,7 +1,7 @@
-"""grouped_linear in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""grouped_linear in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-Tiles and sums are those of `linear`, and so are a row's bits. A program looks at where every group
-ends, and takes of the tiles of all groups, counted on, each that is its own.
+Tiles and sums are those of `linear`, so a row has the same bits. The tiles of all groups are
+numbered. A program reads where every group ends and computes the tiles with its own numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["grouped_linear", "grouped_linear_backward"]
 
 @triton.jit
 def _fault(offs, groups, rows):
-    """0, or NaN where offs decrease or end beyond the rows."""
+    """Return 0, or NaN if offs decrease or end beyond the rows."""
     before, wrong = 0, 0
     for group in range(groups):
         end = tl.load(offs + group)

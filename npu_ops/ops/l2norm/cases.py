@@ -11,8 +11,8 @@ from npu_ops.core.cases import Call, RowCase, options, shaped, values, wrong
 from npu_ops.core.compare import tolerances
 from npu_ops.core.models import LINEAR_DIM, Model
 
-# Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. In fp32 the
-# sum over a row counts too, and the gradient is a difference.
+# Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding to the dtype. In fp32
+# the sum over a row counts too, and the gradient is a difference.
 TOLERANCES = tolerances((2e-15, 1e-14), (6e-7, 1e-6), (4e-4, 6e-4), (2.5e-3, 5e-3))
 
 
@@ -38,7 +38,7 @@ CASES = [
         for tokens, dim in ((0, 60), (1, 7), (63, 60), (65, 129), (131, 256))
         for behind in (0, 5)
     ),
-    Case("one-element", 65, 3, 1, eps=0.5),  # with a small eps the gradient is rounding alone
+    Case("one-element", 65, 3, 1, eps=0.5),  # a small eps would leave only rounding in the gradient
     Case("one-head", 131, 1, 96, 32),
     Case("wide-2048", 9, 2, 2048, 64),
     Case("wide-4096", 5, 1, 4096),
@@ -65,7 +65,7 @@ WRONG = [
         ("eps: got a tensor, needs a finite number, 0 or more", {"eps": shaped()}),
     ),
 ]  # fmt: skip
-# Changes that every implementation must honour.
+# Options that a call varies.
 OPTIONS = [
     *options("l2norm", {"eps": 0.5}, {"output_dtype": torch.bfloat16},
              {"output_dtype": torch.float16}),
@@ -74,7 +74,7 @@ OPTIONS = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Gated Delta Net's queries, before keys and values in one projection."""
+    """Return the case of Gated Delta Net's queries, before keys and values in one projection."""
     if model.linear is None:
         return []
     heads = model.linear[0]

@@ -1,6 +1,6 @@
 """Shared by l2norm, causal_conv1d, chunk_gated_delta_rule and chunk_kda: kernels in Triton.
 
-For Ascend and NVIDIA. Definition: reference.py
+For Ascend and NVIDIA. Reference: reference.py
 
 Rows wider than a tile are read twice, in blocks of columns (core/rows_triton_ascend.py).
 """
@@ -20,26 +20,26 @@ BACKWARD_TILE = tile_elements(40)
 
 @triton.jit
 def _reciprocal_norm(squares, eps):
-    """fp32 [BO, BI, 1], of the sums of squares of rows [BO, BI]."""
+    """Return 1 over the norm, fp32 [BO, BI, 1], from the sums of squares of rows [BO, BI]."""
     return (1.0 / tl.sqrt(squares + eps))[:, :, None]
 
 
 @triton.jit
 def _gradient(grad, value, rstd, dots):
-    """The gradient of `value`. dots: of its whole rows with those of `grad`, [BO, BI]."""
+    """Return the gradient of `value`. dots: products of whole rows of it and `grad`, [BO, BI]."""
     along = dots[:, :, None] * rstd
     return rstd * (grad - value * rstd * along)
 
 
 @triton.jit
 def normalise(value, eps):
-    """Whole rows of a tile, fp32 [BO, BI, BD], over their norm."""
+    """Divide whole rows of a tile, fp32 [BO, BI, BD], by their norm."""
     return value * _reciprocal_norm(tl.sum(value * value, axis=2), eps)
 
 
 @triton.jit
 def normalise_backward(grad, value, eps):
-    """The gradient of `value`; `grad` is that of its rows over their norm."""
+    """Return the gradient of `value`; `grad` is the gradient of its normalised rows."""
     rstd = _reciprocal_norm(tl.sum(value * value, axis=2), eps)
     return _gradient(grad, value, rstd, tl.sum(grad * value, axis=2))
 

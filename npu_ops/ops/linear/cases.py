@@ -1,4 +1,4 @@
-"""Named shapes and tolerances of linear. What is what: npu_ops/core/cases.py"""
+"""Named shapes and tolerances of linear. npu_ops/core/cases.py explains the names."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from npu_ops.core.cases import Call, cast, shapes, wrong
 from npu_ops.core.compare import tolerances
 from npu_ops.core.models import Model
 
-# Against fp64 on the same inputs: sums of thousands of products in fp32, and a rounding.
+# Measured against fp64 on the same inputs: sums of thousands of products in fp32, and one rounding.
 TOLERANCES = tolerances((1e-13, 1e-12), (2e-6, 4e-5), (5e-4, 1e-2), (4e-3, 8e-2))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """x `[tokens, depth]`, the first columns of a tensor that is `behind` wider."""
+    """x `[tokens, depth]`: the first columns of a tensor that has `behind` more."""
 
     name: str
     tokens: int
@@ -28,7 +28,7 @@ class Case:
     large: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """The function's arguments: normal, weights such that results are normal too."""
+        """Return the function's arguments: normal, with weights such that results are normal."""
         draw = torch.Generator(device="cpu").manual_seed(seed)
         x = make.normal((self.tokens, self.depth + self.behind), draw)
         weight = make.normal((self.columns, self.depth), draw) / max(self.depth, 1) ** 0.5
@@ -63,5 +63,5 @@ WRONG = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """The output projection of attention."""
+    """Return the case of the output projection of attention."""
     return [Case("o", tokens, model.heads * model.head_dim, model.hidden)]

@@ -1,4 +1,4 @@
-"""Shared by linear and grouped_linear: the vendor's formats, whose memory has no rows."""
+"""Shared by linear and grouped_linear: reject the vendor's formats that do not store rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-# Of torch_npu's enumeration: undefined, NCHW, NHWC, ND, NCDHW.
+# Values of torch_npu's enumeration: undefined, NCHW, NHWC, ND, NCDHW.
 _WITH_ROWS = (-1, 0, 1, 2, 30)
 
 
 def format_why_not(x: torch.Tensor) -> str | None:
-    """None, or which format an NPU keeps a matrix in, if not in rows.
+    """Return the format of a matrix that an NPU does not store in rows, or None.
 
-    Of what is traced nobody knows it: the graph asks again when it runs.
+    A traced tensor has no known format, so None: the graph asks again when it runs.
     """
     if x.device.type != "npu" or is_fake(x):
         return None
@@ -26,7 +26,7 @@ def format_why_not(x: torch.Tensor) -> str | None:
 
 
 def against(arguments) -> str | None:
-    """Why the kernel does not support an operator's arguments, or None."""
+    """Return why the kernel does not support an operator's arguments, or None."""
     for name in ("x", "weight"):
         if why := format_why_not(getattr(arguments, name)):
             return f"{name} has {why}"
@@ -34,11 +34,12 @@ def against(arguments) -> str | None:
 
 
 def refused(reference: Callable) -> Callable:
-    """A reference that is no fallback for the vendor's formats, which it would give other bits
-    without a word.
+    """Wrap a reference so that it rejects the vendor's formats.
+
+    The reference would accept them, but silently give other bits than the kernel.
 
     Raises, when it is called:
-        ValueError: x or weight has one.
+        ValueError: x or weight has such a format.
     """
 
     @functools.wraps(reference)

@@ -1,7 +1,7 @@
 """Multimodal rotation by torch_npu's `npu_mrope`: the serving form, from one cache.
 
-What it takes is from torch_npu's documentation of it. A position outside of the cache, of which our
-own kernels make NaN, is an address outside of it there: nothing looks at values on a device.
+Its limits are from torch_npu's documentation. A position outside of the cache is an address outside
+of it for this operator, because values on a device are not checked. Our own kernels return NaN.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from npu_ops.core import check
 from npu_ops.core.library import dtype_why_not, torch_npu_why_not
 
 _SECTIONS = ([16, 24, 24], [24, 20, 20], [8, 12, 12])
-_CACHE_MODES = {"chunked": "default", "interleaved": "interleave"}  # what it calls our layouts
+# Our layouts, and their names in torch_npu.
+_CACHE_MODES = {"chunked": "default", "interleaved": "interleave"}
 _MODES = {"half": "half", "interleaved": "interleave"}
 
 
 def why_not(arguments) -> str | None:
-    """None, or a sentence on why the operator does not take the implementations' arguments."""
+    """Return None, or a sentence on why the operator does not support the arguments."""
     q, k, cos, sin = arguments[:4]
     if len({x.dtype for x in (q, k, cos, sin)}) > 1:
         got = ", ".join(check.short(x.dtype) for x in (q, k, cos, sin))
@@ -38,7 +39,7 @@ def why_not(arguments) -> str | None:
 
 
 def _one_cache(cos, sin) -> bool:
-    """Whether the tables are the halves of the columns of one."""
+    """Return whether cos and sin are the left and right half of one cache's columns."""
     width = cos.shape[-1]
     return (
         cos.shape == sin.shape

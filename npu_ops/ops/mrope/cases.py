@@ -31,7 +31,8 @@ class Case(rope.Case):
     section_layout: str = "interleaved"
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments of `apply_multimodal_rotary_pos_emb`, with random positions on each axis."""
+        """Return arguments of `apply_multimodal_rotary_pos_emb`, with random positions on each
+        axis."""
         draw = torch.Generator().manual_seed(seed + 1)
         shape = () if self.layout == "TND" else (self.batch,)
         positions = make.integers(32768, (3, *shape, self.tokens), draw)
@@ -46,7 +47,7 @@ class Case(rope.Case):
         }
 
     def cached_inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments of `apply_multimodal_rotary_pos_emb_cached` (layout TND); the cache is fp32."""
+        """Return arguments of `apply_multimodal_rotary_pos_emb_cached` (TND); the cache is fp32."""
         draw = torch.Generator().manual_seed(seed + 1)
         cache = torch.cat(
             rope.tables(make.counted(4096), self.rotary_dim, self.theta, self.pair_layout, True), -1
@@ -64,7 +65,7 @@ class Case(rope.Case):
 
 
 def model_case(model: str, tokens: int, tp: int, **changes) -> Case:
-    """One rank of a model under tensor parallelism."""
+    """Return the case of one rank of a model under tensor parallelism."""
     q_heads, k_heads, head_dim, rotary_dim, theta, section, section_layout = MODELS[model]
     return Case(
         f"{model}-tp{tp}-t{tokens}", tokens, q_heads // tp, k_heads // tp, head_dim, rotary_dim,
@@ -73,20 +74,20 @@ def model_case(model: str, tokens: int, tp: int, **changes) -> Case:
 
 
 def odd_case(layout: str, tokens: int, section_layout: str, pair_layout: str) -> Case:
-    """Nothing a power of two, a batch of three, part of a head rotated."""
+    """Return a case without powers of two: a batch of three, part of a head rotated."""
     name = f"odd-{layout}-t{tokens}-{section_layout}-sections-{pair_layout}-pairs"
     rope_part = name, tokens, 5, 3, 80, 48, 1e4, 3, layout, pair_layout
     return Case(*rope_part, mrope_section=(10, 8, 6), section_layout=section_layout)
 
 
 def half_table_case(section: tuple[int, int, int], section_layout: str) -> Case:
-    """Half-width tables, one k head."""
+    """Return a case with half-width tables and one k head."""
     dim = 2 * sum(section)
     rope_part = f"head-{dim}-{section_layout}-half-table", 65, 3, 1, dim, dim, 1e4, 3, "BSND"
     return Case(*rope_part, half_table=True, mrope_section=section, section_layout=section_layout)
 
 
-# The fifth of five odd lengths takes the first combination again.
+# The fifth of five odd lengths has the first combination again.
 BOTH_LAYOUTS = list(itertools.product(("interleaved", "chunked"), ("half", "interleaved")))
 
 CASES = [
@@ -234,7 +235,7 @@ WRONG = [
         ("inplace: got True, needs False because k requires", {"k": torch.Tensor.requires_grad_}),
         in_place=True),
 ]  # fmt: skip
-# Changes that every implementation must honour.
+# Options that a call varies.
 OPTIONS = [
     *options("mrope", {"k": None}, {"pair_layout": "interleaved"}, {"inverse": True},
              {"section_layout": "chunked"}, {"mrope_section": [4, 0, 0]},
@@ -250,7 +251,7 @@ OPTIONS = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Text with positions of images in it."""
+    """Return the case of a text that contains positions of images."""
     if model.section is None:
         return []
     rope_part = model.heads, model.kv_heads, model.head_dim, model.rotary_dim, model.theta

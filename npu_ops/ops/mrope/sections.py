@@ -1,4 +1,4 @@
-"""Shared by mrope and qk_norm_rope: which frequencies T, H and W own, checked."""
+"""Shared by mrope and qk_norm_rope: check which frequencies belong to T, H and W."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ SECTION_LAYOUTS = ("chunked", "interleaved")
 
 
 def resolve_section(section, section_layout, frequencies) -> list[int]:
-    """How many of the `frequencies` T, H and W own, with these sections.
+    """Return the number of the `frequencies` that belong to T, H and W with these sections.
 
-    Together sections may be longer: they end where the frequencies do, as in vLLM's and
+    The sum of the sections may be larger: they end where the frequencies do, as in vLLM's and
     sgl-kernel-npu's kernels.
     """
     check.one_of("section_layout", section_layout, SECTION_LAYOUTS)
@@ -27,7 +27,7 @@ def resolve_section(section, section_layout, frequencies) -> list[int]:
             f"{frequencies} or more, half the rotary dimension"
         )
     t, h, w = section
-    if section_layout == "interleaved":  # frequencies 3 n + 1 are H's, 3 n + 2 are W's
+    if section_layout == "interleaved":  # frequencies 3 n + 1 belong to H, 3 n + 2 to W
         h, w = min(h, (frequencies + 1) // 3), min(w, frequencies // 3)
         return [frequencies - h - w, h, w]
     t = min(t, frequencies)

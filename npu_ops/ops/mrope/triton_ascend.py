@@ -1,6 +1,8 @@
-"""Shared by mrope and qk_norm_rope: mrope in Triton, for Ascend and NVIDIA; defined in reference.py
+"""Shared by mrope and qk_norm_rope: mrope in Triton, for Ascend and NVIDIA.
 
-As rope, but a tile's coefficients come from three rows, T, H and W, merged on chip.
+Reference: reference.py
+
+As rope, except that a tile's coefficients come from three rows, T, H and W, merged on chip.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from npu_ops.ops.rope.triton_ascend import (
 @triton.jit
 def _merge(t, h, w, H_END: tl.constexpr, W_END: tl.constexpr, T_PAIRS: tl.constexpr,
            H_PAIRS: tl.constexpr, SECTIONS_INTERLEAVED: tl.constexpr, P: tl.constexpr):  # fmt: skip
-    """Each pair's entry from the axis that owns its frequency; all [BT, P]."""
+    """Choose each pair's entry from the axis that its frequency belongs to; all [BT, P]."""
     j = tl.arange(0, P)[None, :]
     if SECTIONS_INTERLEAVED:
-        phase = j - (j // 3) * 3  # Ascend computes % by scalars
+        phase = j - (j // 3) * 3  # Ascend computes % on the scalar unit
         is_h = (phase == 1) & (j < H_END)
         is_w = (phase == 2) & (j < W_END)
     else:
@@ -38,8 +40,10 @@ def _merge(t, h, w, H_END: tl.constexpr, W_END: tl.constexpr, T_PAIRS: tl.conste
 def load_axis(table, positions, axis, token, b, rows, length, table_a, table_b, table_s, pos_a,
                pos_b, pos_s, P: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
                FULL: tl.constexpr, INDEXED: tl.constexpr, BT: tl.constexpr):  # fmt: skip
-    """The table entries of one axis, as `load_row` gives them. token: int32 [BT, 1], or one if
-    indexed; Ascend compares int64 by scalars."""
+    """Load the table entries of one axis, in the form of `load_row`.
+
+    token: int32 [BT, 1], or one if indexed; Ascend compares int64 on the scalar unit.
+    """
     if INDEXED:
         place = positions + axis * pos_a + b * pos_b + token.to(tl.int64) * pos_s
         row = tl.load(place).to(tl.int64)
@@ -58,7 +62,7 @@ def load_merged(table, positions, token, b, rows, length, table_a, table_b, tabl
                  FULL: tl.constexpr, INDEXED: tl.constexpr, BT: tl.constexpr,
                  T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr, W_PAIRS: tl.constexpr,
                  SECTIONS_INTERLEAVED: tl.constexpr):  # fmt: skip
-    """A tile's merged entries for the first and the second of each pair."""
+    """Load a tile's merged entries for the first and the second of each pair."""
     t1, t2 = load_axis(table, positions, 0, token, b, rows, length, table_a, table_b, table_s,
                         pos_a, pos_b, pos_s, P, PAIRS, INTERLEAVED, FULL, INDEXED, BT)  # fmt: skip
     h1, h2 = load_axis(table, positions, 1, token, b, rows, length, table_a, table_b, table_s,
@@ -114,7 +118,7 @@ def mrope(
     q, k, cos, sin, positions, mrope_section, section_layout, layout, pair_layout, inverse,
     rotary_dim, q_out, k_out,
 ):  # fmt: skip
-    """Rotate q into q_out and k into k_out; the arguments are the operator's."""
+    """Rotate q into q_out and k into k_out. Arguments as in the operator."""
     batch, length = sizes(q, layout)
     strides = [token_strides(x, layout) for x in (q, k, q_out, k_out)]
     tables = [_strides(table) for table in (cos, sin)]
@@ -135,5 +139,5 @@ def mrope(
 
 
 def _strides(x):
-    """The strides of axis, batch and row, 0 where there is one of it for all."""
+    """Return the strides of axis, batch and row; 0 for a dimension of size 1, which is shared."""
     return tuple(0 if x.shape[i] == 1 else x.stride(i) for i in (0, 1)) + (x.stride(2),)

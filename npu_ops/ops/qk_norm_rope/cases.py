@@ -13,19 +13,20 @@ from npu_ops.core.compare import tolerances
 from npu_ops.core.models import MODELS, Model
 from npu_ops.ops.rope.cases import cos_sin, tables
 
-# Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. The gradient
-# of a weight is a sum over tokens and heads of few elements: its ratio is that of the worst
-# rounding.
+# Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding to the dtype. The
+# gradient of a weight has few elements, each a sum over tokens and heads, so its ratio is that of
+# the worst rounding.
 TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 4e-6), (5e-4, 1e-3), (4e-3, 8e-3))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """qkv is [batch, tokens, ..], or packed [tokens, ..] where batch is None.
+    """qkv is [batch, tokens, ..], or packed [tokens, ..] if batch is None.
 
-    section: of three axes; None for one. cached: positions and a cache, which is fp32, instead of
-    tables. half_table: cos and sin have one column for each pair.
-    behind: elements of each token that lie behind what is split.
+    section: of three axes; None for one axis. cached: positions and an fp32 cache instead of
+    tables.
+    half_table: cos and sin have one column for each pair.
+    behind: elements of each token behind those that the function splits.
     large: takes seconds; for benchmarks and `make test-all`.
     """
 
@@ -50,11 +51,12 @@ class Case:
 
     @property
     def function(self) -> str:
-        """The public function that it is a call of."""
+        """The name of the public function that the case calls."""
         return "qk_norm_rope_cached" if self.cached else "qk_norm_rope"
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments: normal, weights around 1 or, zero-centered, 0; the same on every device."""
+        """Return arguments: normal; weights around 1, or 0 if zero-centered; the same on every
+        device."""
         draw = torch.Generator(device="cpu").manual_seed(seed)
         queries = self.num_heads * (2 if self.gated else 1)
         width = (queries + 2 * self.num_kv_heads) * self.head_dim
@@ -79,7 +81,7 @@ class Case:
         return given | {n: x.to(device) for n, x in self._angles(tokens, draw).items()}
 
     def _angles(self, tokens: tuple[int, ...], draw: torch.Generator) -> dict:
-        """Random positions on each axis, as tables or as they are."""
+        """Return random positions on each axis: as tables, or as positions and a cache."""
         settings = self.rotary_dim, self.theta, self.pair_layout
         axes = () if self.section is None else (3,)
         if not self.cached:
@@ -92,7 +94,7 @@ class Case:
 
 
 def model_case(name: str, model: Model, tokens: int, tp: int = 1, **changes) -> Case:
-    """One rank of a model under tensor parallelism."""
+    """Return the case of one rank of a model under tensor parallelism."""
     of_next = model.head_dim == 256  # Qwen3-Next and Qwen3.5
     return Case(
         name, tokens, model.heads // tp, max(1, model.kv_heads // tp), model.head_dim,
@@ -101,7 +103,7 @@ def model_case(name: str, model: Model, tokens: int, tp: int = 1, **changes) -> 
     )  # fmt: skip
 
 
-# The first is what `npu-ops doctor` asks about.
+# `npu-ops doctor` reports on the first.
 _NAMED = ("qwen3-8b", "qwen3-vl-8b", "qwen3.5-9b", "qwen3-next-80b-a3b")
 
 CASES = [
@@ -226,7 +228,7 @@ WRONG = [
         ("positions: got 3 to 20, needs 0 to 19", {"positions": replaced(1, to=20)}),
         reads=True),
 ]  # fmt: skip
-# Changes that every implementation must honour.
+# Options that a call varies.
 OPTIONS = [
     *options("qk_norm_rope", {"eps": 1.0}, {"zero_centered": True}, {"pair_layout": "interleaved"},
              {"rotary_dim": 8} | cos_sin(2, 5, 4), cos_sin(1, 5, 8), cos_sin(2, 5, 6)),
@@ -244,7 +246,7 @@ OPTIONS = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Text, with positions of images in it where the model has such."""
+    """Return the case of a text, with positions of images if the model has them."""
     if model.head_dim == 128 and model.section_layout == "chunked":
         return []  # Qwen2-VL has no norm of q and k
     return [model_case("text", model, tokens)]

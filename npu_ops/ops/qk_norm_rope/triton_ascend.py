@@ -1,8 +1,8 @@
-"""qk_norm_rope in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""qk_norm_rope in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-A program walks over tiles of tokens. It takes a tile's coefficients once, and normalises and
-rotates all heads of q and of k with them. A tile is [BT tokens, BH heads]; a head is the first and
-the second elements of its pairs, [P] each, and the tail that is not rotated, [BD].
+A program loops over tiles of tokens. It loads a tile's coefficients once, and normalises and
+rotates all heads of q and of k with them. A tile is [BT tokens, BH heads]. A head has three parts:
+the first and the second elements of its pairs, [P] each, and the tail that is not rotated, [BD].
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from npu_ops.ops.mrope.triton_ascend import load_axis, load_merged
 from npu_ops.ops.rope.triton_ascend import NARROWEST, TABLE_PAIRS, with_direction
 
 # Elements of heads in a tile, by the bytes on chip that the vendor's compiler plans for each
-# (fp32), by whether pairs are interleaved: splitting those takes more room.
+# (fp32).
+# The key is whether pairs are interleaved: splitting those takes more room.
 TILE = {False: tile_elements(48), True: tile_elements(96)}
 BACKWARD_TILE = {False: tile_elements(96), True: tile_elements(192)}
-# Tokens in a tile at the most: their coefficients lie on chip too, those of three axes. With more
-# than one, the compiler spreads them over the heads, for which the backward kernel has no room.
+# The most tokens in a tile. Their coefficients lie on chip too, those of three axes. With more than
+# one token, the compiler copies them for every head, for which the backward kernel has no room.
 TOKENS, BACKWARD_TOKENS = 4, 1
 # Pieces that the tokens are cut into for the sums over them.
 PIECES = 48
@@ -101,7 +102,7 @@ def _coefficients(
     SECTIONS: tl.constexpr, T_PAIRS: tl.constexpr, H_PAIRS: tl.constexpr, W_PAIRS: tl.constexpr,
     SECTIONS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """A tile's coefficients, as `with_direction` gives them."""
+    """Load a tile's coefficients, in the form of `with_direction`."""
     if INDEXED:  # BT is 1
         place = start
     else:
@@ -143,7 +144,7 @@ def _copy_heads(x, out, x_row, out_row, x_head, out_head, inside, HEADS: tl.cons
 @triton.jit
 def _clear_heads(out, out_row, out_head, inside, HEADS: tl.constexpr, D: tl.constexpr,
                  BT: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """Zeros for all heads of a tile of tokens."""
+    """Write zeros to all heads of a tile of tokens."""
     for first_head in range(0, HEADS, BH):
         head = first_head + tl.arange(0, BH)[None, :, None]
         c = tl.arange(0, BC)[None, None, :]
@@ -158,9 +159,9 @@ def _heads_forward(
     HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr,
     TAIL: tl.constexpr, INTERLEAVED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate every head of a tile of tokens. The coefficients have the weights in
-    them; w3 is the tail's.
+    """Normalise and rotate every head of a tile of tokens.
 
+    The coefficients include the norm's weights; w3 is the weight of the tail.
     x_row, out_row: where each token starts, int64 [BT, 1, 1]; inside: whether it exists.
     """
     for first_head in range(0, HEADS, BH):
@@ -185,8 +186,10 @@ def _heads_backward(
     P: tl.constexpr, PAIRS: tl.constexpr, BD: tl.constexpr, TAIL: tl.constexpr,
     INTERLEAVED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of every head of a tile of tokens, and add to the weight's sums, [BT, BH,
-    P] twice and [BT, BH, BD]: adding them up is for the end."""
+    """Write the gradients of every head of a tile of tokens, and add to the weight's sums.
+
+    The sums are [BT, BH, P] twice and [BT, BH, BD]. `_store_sums` adds up their heads at the end.
+    """
     for first_head in range(0, HEADS, BH):
         head = first_head + tl.arange(0, BH)[None, :, None]
         exists = inside & (head < HEADS)
@@ -200,7 +203,7 @@ def _heads_backward(
         y1 = g1 * cos1 + g2 * across1
         y2 = g2 * cos2 + g1 * across2
         r = _reciprocal_rms(x1, x2, x3, eps, D, TAIL)
-        r = tl.where(exists, r, 0.0)  # with an eps of 0 it is infinite where there is no head
+        r = tl.where(exists, r, 0.0)  # where there is no head, r is infinite if eps is 0
         n1, n2 = x1 * r, x2 * r
         dot = tl.sum(y1 * w1 * n1 + y2 * w2 * n2, axis=2)
         n3, d3 = x3, x3
@@ -290,7 +293,10 @@ def _qk_norm_rope_backward_kernel(
     HAS_V: tl.constexpr, HAS_GATE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     BT: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr,
 ):  # fmt: skip
-    """A piece of work is `piece_tiles` tiles; its sums are one row, of q and then of k."""
+    """Write the gradients; a piece of work is `piece_tiles` tiles.
+
+    Its sums are one row, of q and then of k.
+    """
     STEP: tl.constexpr = 2 * D if GATED else D
     qw1, qw2, qw3 = _multipliers(q_weight, P, PAIRS, BD, TAIL, INTERLEAVED, ZERO_CENTERED)
     kw1, kw2, kw3 = _multipliers(k_weight, P, PAIRS, BD, TAIL, INTERLEAVED, ZERO_CENTERED)
@@ -311,7 +317,8 @@ def _qk_norm_rope_backward_kernel(
             )  # fmt: skip
             token = start + tl.arange(0, BT)[:, None, None]
             at, inside = token.to(tl.int64), token < length
-            if not INDEXED or P > PAIRS:  # NaN beyond the last token and pair; sums are over all
+            # It is NaN beyond the last token and pair, which the sums must not include.
+            if not INDEXED or P > PAIRS:
                 j = tl.arange(0, P)[None, None, :]
                 there = inside & (j < PAIRS)
                 cos1, cos2 = tl.where(there, cos1, 0.0), tl.where(there, cos2, 0.0)
@@ -348,7 +355,7 @@ def qk_norm_rope(
     qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps, zero_centered,
     gated, mrope_section, section_layout, pair_layout, rotary_dim, q, k, v, gate,
 ):  # fmt: skip
-    """Write q, k, v and the gate; the arguments are the operator's."""
+    """Write q, k, v and the gate. Arguments as in the operator."""
     batch, length, _ = qkv.shape
     angles, strides = _angles(
         cos, sin, positions, mrope_section, section_layout, pair_layout, rotary_dim
@@ -372,8 +379,8 @@ def qk_norm_rope_backward(
 ):  # fmt: skip
     """Write the gradients.
 
-    Sums over tokens meet in one row a piece, so that no atomics are needed and the result is the
-    same each time.
+    Each piece writes its sums over tokens to a row of its own. So no atomics are needed, and the
+    result is the same each time.
     """
     batch, length, _ = qkv.shape
     dim = q_weight.shape[0]
@@ -401,13 +408,15 @@ def qk_norm_rope_backward(
 
 
 def _strides(x) -> tuple[int, int, int]:
-    """Of batch, token and head."""
+    """Return the strides of batch, token and head."""
     return (0, 0, 0) if x is None else x.stride()[:3]
 
 
 def _angles(cos, sin, positions, mrope_section, section_layout, pair_layout, rotary_dim):
-    """The constants that say how heads are rotated, and the strides of the tables and positions,
-    0 where there is one of an axis or a batch for all."""
+    """Return the constants of the rotation, and the strides of the tables and positions.
+
+    The stride of an axis or a batch of size 1, which is shared, is 0.
+    """
     t, h, w = mrope_section or (0, 0, 0)
     strides = []
     for x in (cos, sin, positions):
@@ -432,15 +441,15 @@ def _tiles(
     tile: dict, dim: int, rotary_dim: int, heads: int, kv_heads: int, angles: dict,
     most_tokens: int, device: torch.device,
 ) -> dict:  # fmt: skip
-    """The shape of a tile, by the elements that fit. It depends on the model, never on lengths."""
+    """Return the shape of a tile that fits on chip. It depends on the model, never on lengths."""
     pairs, tail = max(NARROWEST, next_power_of_2(rotary_dim // 2)), dim - rotary_dim
     if angles["INTERLEAVED"] and pairs == 32 and socs.is_ascend950(hardware.soc(device)):
-        pairs = 64  # that compiler stops at an assertion of its own where a row has 32 pairs
+        pairs = 64  # with 32 pairs in a row, that compiler stops at an assertion of its own
     padded_tail = max(NARROWEST, next_power_of_2(tail))
     width = 2 * pairs + (padded_tail if tail else 0)
     if most_tokens > 1:  # the forward kernel has room for a tail's padding
         width = min(width, next_power_of_2(dim))
-    fits = max(1, tile[angles["INTERLEAVED"]] // width)  # heads of tokens
+    fits = max(1, tile[angles["INTERLEAVED"]] // width)  # heads of tokens in a tile
     fits = next_power_of_2(fits + 1) // 2
     q_heads = min(fits, next_power_of_2(heads))
     tokens = 1 if angles["INDEXED"] else min(most_tokens, fits // q_heads)

@@ -1,4 +1,4 @@
-"""Named shapes and tolerances of rms_norm and add_rms_norm. What is what: npu_ops/core/cases.py"""
+"""Named shapes and tolerances of rms_norm and add_rms_norm, for tests, benchmarks and tools."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from npu_ops.core.cases import Call, RowCase, cast, options, shapes, values, wro
 from npu_ops.core.compare import tolerances
 from npu_ops.core.models import Model
 
-# Against fp64 on the same inputs: a rounding to the dtype, after arithmetic in fp32, and before it
-# that of the sum. The gradient of weight is a sum over rows of few elements: its ratio is that of
-# the worst rounding.
+# Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding to the dtype; the sum
+# of add_rms_norm is rounded before. The gradient of weight has few elements, each a sum over rows,
+# so its ratio is that of the worst rounding.
 TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 2e-6), (1e-3, 1.2e-3), (8e-3, 1e-2))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case(RowCase):
-    """add: of `add_rms_norm`. weight_dtype: None: that of x."""
+    """add: a case of `add_rms_norm`. weight_dtype: None for that of x."""
 
     add: bool = False
     zero_centered: bool = False
@@ -35,7 +35,7 @@ class Case(RowCase):
         return DIFFERENTIABLE if self.add else ("x", "weight")
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """The function's arguments: normal, weight around what it is at first."""
+        """Return the function's arguments: normal, with weights around their initial value."""
         names = ("x", "residual") if self.add else ("x",)
         given = dataclasses.replace(self, names=names)
         draw = torch.Generator(device="cpu").manual_seed(seed + 1)
@@ -87,7 +87,7 @@ WRONG = [
     *wrong("add_rms_norm", TypeError,
         ("residual: got float16, needs x's float32", {"residual": cast(torch.float16)})),
 ]  # fmt: skip
-# Changes that every implementation must honour.
+# Options that a call varies.
 OPTIONS = [
     option
     for name in ("rms_norm", "add_rms_norm")
@@ -99,7 +99,7 @@ OPTIONS = [
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Before every layer, and of the heads of q and k."""
+    """Return the cases before every layer, and of the heads of q and k."""
     zero_centered = model.linear is not None
     return [
         Case("hidden", tokens, 1, model.hidden, add=True, zero_centered=zero_centered),

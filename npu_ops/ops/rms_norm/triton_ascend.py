@@ -1,8 +1,8 @@
-"""rms_norm and add_rms_norm in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""rms_norm and add_rms_norm in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-Rows wider than a tile are read twice, in blocks of columns (core/rows_triton_ascend.py). The
-gradient of weight is summed in pieces of the rows, each by one program, and then over the pieces:
-without atomics, the same in each run.
+Rows wider than a tile are read twice, in blocks of columns (core/rows_triton_ascend.py). The rows
+are cut into pieces. One program sums the gradient of weight over a piece, and the pieces are added
+up at the end: without atomics, the result is the same in each run.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PIECES = 48
 
 @triton.jit
 def _load_weight(weight, d, shift, D: tl.constexpr):
-    """weight, or 1 + weight where shift is 1."""
+    """Load weight, or 1 + weight if shift is 1."""
     return tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32) + shift
 
 
 @triton.jit
 def _reciprocal_rms(squares, eps, D: tl.constexpr):
-    """fp32 [BO, BI, 1], of the sums of squares of rows [BO, BI]."""
+    """Return 1 over the RMS, fp32 [BO, BI, 1], from the sums of squares of rows [BO, BI]."""
     return (1.0 / tl.sqrt(squares / D + eps))[:, :, None]
 
 
@@ -61,7 +61,7 @@ def _rms_norm_kernel(
 
 @triton.jit
 def _load_sum(x, residual, o, i, d, mask, x_outer, x_inner, r_outer, r_inner):
-    """A tile of x + residual in fp32, with the bits that it has in the dtype of x."""
+    """Load a tile of x + residual in fp32, rounded to the dtype of x."""
     value = load_row(x, o, i, d, mask, x_outer, x_inner)
     value += load_row(residual, o, i, d, mask, r_outer, r_inner)
     return value.to(x.dtype.element_ty).to(tl.float32)
@@ -90,7 +90,7 @@ def _add_rms_norm_kernel(
 
 @triton.jit
 def _exists(tile, outer, inner, BO: tl.constexpr, BI: tl.constexpr):
-    """Which rows of a tile there are, [BO, BI, 1]; int64, as `rows_of` has, is slow to compare."""
+    """Return which rows of a tile exist, [BO, BI, 1]; the int64 of `rows_of` is slow to compare."""
     across = tl.cdiv(inner, BI)
     o = tile // across * BO + tl.arange(0, BO)[:, None, None]
     i = tile % across * BI + tl.arange(0, BI)[None, :, None]
@@ -103,8 +103,10 @@ def _backward_kernel(
     g_inner, t_outer, t_inner, x_outer, x_inner, gx_outer, gx_inner,
     D: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """A piece of work is `piece_tiles` tiles of whole rows; its sums are one row. grad_total: None,
-    or what is added to the gradient of x."""
+    """Write the gradients; a piece of work is `piece_tiles` tiles of whole rows.
+
+    Its sums are one row. grad_total: None, or a gradient that is added to that of x.
+    """
     tiles = row_tiles(outer, inner, BO, BI)
     column = tl.arange(0, BD)
     for piece in range(tl.program_id(0), tl.cdiv(tiles, piece_tiles), tl.num_programs(0)):
@@ -116,7 +118,7 @@ def _backward_kernel(
             value = load_row(x, o, i, d, mask, x_outer, x_inner)
             g = load_row(grad, o, i, d, mask, g_outer, g_inner)
             r = _reciprocal_rms(tl.sum(value * value, axis=2), eps, D)
-            # Of no row it is infinite with an eps of 0.
+            # Where there is no row, r is infinite if eps is 0.
             r = tl.where(_exists(tile, outer, inner, BO, BI), r, 0.0)
             grad_n = g * w
             along = r * r * (tl.sum(grad_n * value, axis=2) / D)[:, :, None]
@@ -133,8 +135,10 @@ def _wide_backward_kernel(
     grad, grad_total, x, weight, grad_x, reciprocals, outer, inner, shift, eps, g_outer, g_inner,
     t_outer, t_inner, x_outer, x_inner, gx_outer, gx_inner, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x of rows that do not fit, and the reciprocal RMS of each row, for that of
-    weight."""
+    """Write the gradient of x for rows that do not fit, and the reciprocal RMS of each row.
+
+    `_wide_weight_kernel` uses the reciprocals for the gradient of weight.
+    """
     for row in range(tl.program_id(0), outer * inner, tl.num_programs(0)):
         squares = tl.zeros((1, 1), tl.float32)
         dots = tl.zeros((1, 1), tl.float32)
@@ -162,7 +166,7 @@ def _wide_weight_kernel(
     grad, x, reciprocals, sums, outer, inner, piece_rows, g_outer, g_inner, x_outer, x_inner,
     D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """A piece of work is BD columns of `piece_rows` rows."""
+    """Sum the gradient of weight; a piece of work is BD columns of `piece_rows` rows."""
     rows, across = outer * inner, tl.cdiv(D, BD)
     for work in range(tl.program_id(0), tl.cdiv(rows, piece_rows) * across, tl.num_programs(0)):
         piece, start = work // across, work % across * BD
@@ -178,7 +182,7 @@ def _wide_weight_kernel(
 
 
 def rms_norm(x, weight, eps, zero_centered, out):
-    """Write the norm to `out`; the arguments are the operator's."""
+    """Write the norm to `out`. Arguments as in the operator."""
     launch_rows(_rms_norm_kernel, (x, out), TILE, weight, float(zero_centered), eps)
 
 
@@ -221,7 +225,7 @@ def add_rms_norm_backward(
 
 
 def _wide_backward(grad, grad_total, x, grad_x, weight, shift, eps, strides):
-    """Write the gradient of x; return the sums of pieces for that of weight."""
+    """Write the gradient of x; return the pieces' sums of the gradient of weight."""
     outer, inner, width = x.shape
     rows, block = outer * inner, BACKWARD_TILE
     reciprocals = x.new_empty(rows, dtype=torch.float32)

@@ -12,8 +12,9 @@ from npu_ops.core.cases import Call, declined, options, shaped, shapes, values, 
 from npu_ops.core.compare import tolerances
 from npu_ops.core.models import LINEAR_DIM, Model
 
-# Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32. The gradient
-# of weight is a sum over rows of few elements: its ratio is that of the worst rounding.
+# Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding to the dtype. The
+# gradient of weight has few elements, each a sum over rows, so its ratio is that of the worst
+# rounding.
 TOLERANCES = tolerances((1e-14, 1e-13), (2e-6, 2e-6), (5e-4, 6e-4), (4e-3, 5e-3))
 
 
@@ -22,7 +23,7 @@ class Case:
     """x is [tokens, heads, dim].
 
     behind: elements of each token that lie behind z in its projection.
-    weight_dtype: None: that of x and z.
+    weight_dtype: None for that of x and z.
     large: takes seconds; for benchmarks and `make test-all`.
     """
 
@@ -38,7 +39,7 @@ class Case:
     large: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments of `rms_norm_gated`: normal, weight around 1, the same on every device."""
+        """Return arguments of `rms_norm_gated`: normal, weight around 1, equal on every device."""
         draw = torch.Generator().manual_seed(seed)
         shape, width = (self.tokens, self.heads, self.dim), self.heads * self.dim
         x = make.normal(shape, draw).to(device, dtype)
@@ -55,7 +56,7 @@ class Case:
 
 
 def odd_cases():
-    """Each tail, each formula, each activation, with and without a strided z."""
+    """Yield cases of each tail, formula and activation, with and without a strided z."""
     shapes = ((0, 60), (1, 7), (63, 60), (65, 129), (31, 256))
     for index, (tokens, dim) in enumerate(shapes):
         for before in (True, False):
@@ -110,19 +111,19 @@ WRONG = [
         *values("group_size", "a divisor of 8", 0, -4, 3, 16, 4.0, "4"),
     ),
 ]  # fmt: skip
-# Changes that every implementation must honour.
+# Options that a call varies.
 OPTIONS = [
     *options("rms_norm_gated", {"eps": 0.5}, {"activation": "sigmoid"},
              {"norm_before_gate": False}),
     *options("rms_norm_gated", {"group_size": 4}, {"group_size": 2}),
     *options("rms_norm_gated", {"eps": 1e-6}, {"group_size": 8}, {"activation": "silu"}, same=True),
 ]  # fmt: skip
-# What kernels for NPUs do not take.
+# Calls that kernels for NPUs do not support.
 DECLINED = declined("rms_norm_gated", "ascendc",
     ("rows of 16385 elements are longer than 16384", _wide(16385)), given=_wide(16384),
 )  # fmt: skip
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Gated Delta Net's outputs."""
+    """Return the case of Gated Delta Net's outputs."""
     return [Case("linear", tokens, model.linear[1], LINEAR_DIM)] if model.linear else []

@@ -1,8 +1,8 @@
-"""rms_norm_gated in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""rms_norm_gated in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-A program walks over tiles of BO outer rows by BI inner ones, each of them whole: [BO, BI, BD]. Rows
-that do not fit on chip are read twice, in blocks of BD columns: the `_wide` kernels. Where each
-inner index is a group that has weights of its own, a tile has one inner index.
+A program loops over tiles of BO outer by BI inner whole rows: [BO, BI, BD]. Rows that do not fit
+on chip are read twice, in blocks of BD columns, by the `_wide` kernels. If each inner index is a
+group with weights of its own, a tile has one inner index.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PIECES = 48
 
 @triton.jit
 def _activate(z, SILU: tl.constexpr):
-    """silu, or sigmoid, and its derivative, from exp(-|z|), which cannot overflow."""
+    """Return silu or sigmoid and its derivative, from exp(-|z|), which cannot overflow."""
     e = tl.exp(0.0 - tl.abs(z))
     sigmoid = tl.where(z >= 0, 1.0, e) / (1.0 + e)
     slope = e / ((1.0 + e) * (1.0 + e))
@@ -36,8 +36,8 @@ def _activate(z, SILU: tl.constexpr):
 
 @triton.jit
 def _gate(z, SILU: tl.constexpr):
-    """silu, or sigmoid, where no derivative is wanted: exp may be infinite, for 1 is over it."""
-    return (z if SILU else 1.0) / (1.0 + tl.exp(z * -1.0))  # 0 - z is two instructions
+    """Return silu or sigmoid without the derivative. exp may be infinite: 1 / infinity is 0."""
+    return (z if SILU else 1.0) / (1.0 + tl.exp(z * -1.0))  # 0 - z would be two instructions
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _store(pointer, offset, value, mask):
 
 @triton.jit
 def _offsets(outer_row, inner_row, column, outer_stride, inner_stride):
-    """Where each element of a tile is, int64."""
+    """Return the offset of each element of a tile, int64."""
     return outer_row.to(tl.int64) * outer_stride + inner_row.to(tl.int64) * inner_stride + column
 
 
@@ -63,7 +63,7 @@ def _rms_norm_gated_kernel(
     BEFORE: tl.constexpr, SILU: tl.constexpr, GROUPED: tl.constexpr,
     D: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """weight_inner: the step from one inner index to the next where GROUPED, and BI is 1."""
+    """Write the norms. If GROUPED, BI is 1 and weight_inner is the stride of an inner index."""
     across = tl.cdiv(inner, BI)
     d = tl.arange(0, BD)[None, None, :]
     w = _load(weight, d, d < D)
@@ -86,7 +86,7 @@ def _rms_norm_gated_kernel(
 
 @triton.jit
 def _gradients(grad, x, z, w, r, along, BEFORE: tl.constexpr, SILU: tl.constexpr):
-    """The gradients of x and z, and what the gradient of weight sums; see reference.py."""
+    """Return the gradients of x and z, and the terms of weight's gradient; see reference.py."""
     gate, slope = _activate(z, SILU)
     if BEFORE:
         of_weight = grad * (x * r)
@@ -104,7 +104,7 @@ def _gradients(grad, x, z, w, r, along, BEFORE: tl.constexpr, SILU: tl.constexpr
 
 @triton.jit
 def _normalised(grad, x, z, w, BEFORE: tl.constexpr, SILU: tl.constexpr):
-    """What is normalised, and the gradient of the result of that."""
+    """Return the value that is normalised, and the gradient of its normalised form."""
     gate, _ = _activate(z, SILU)
     if BEFORE:
         u = x
@@ -146,7 +146,7 @@ def _rms_norm_gated_backward_kernel(
             gate = _load(z, _offsets(o, i, c, z_outer, z_inner), mask)
             u, grad_n = _normalised(g, value, gate, w, BEFORE, SILU)
             r = (1.0 / tl.sqrt(tl.sum(u * u, axis=2) / D + eps))[:, :, None]
-            r = tl.where(exists, r, 0.0)  # with an eps of 0 it is infinite where there is no row
+            r = tl.where(exists, r, 0.0)  # where there is no row, r is infinite if eps is 0
             along = r * (r * (tl.sum(grad_n * u, axis=2) / D)[:, :, None])
             of_x, of_z, of_weight = _gradients(g, value, gate, w, r, along, BEFORE, SILU)
             _store(grad_x, _offsets(o, i, c, gx_outer, gx_inner), of_x, mask)
@@ -188,7 +188,7 @@ def _rms_norm_gated_wide_backward_kernel(
     g_outer, g_inner, x_outer, x_inner, z_outer, z_inner, gx_outer, gx_inner, gz_outer, gz_inner,
     BEFORE: tl.constexpr, SILU: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of x and z, and the reciprocal RMS of each row for that of weight."""
+    """Write the gradients of x and z, and each row's reciprocal RMS for the gradient of weight."""
     for row in range(tl.program_id(0), outer * inner, tl.num_programs(0)):
         o, i = row // inner, row % inner
         squares = tl.zeros((BD,), tl.float32)
@@ -222,7 +222,7 @@ def _rms_norm_gated_wide_weight_kernel(
     g_outer, g_inner, x_outer, x_inner, z_outer, z_inner,
     SILU: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """A piece of work is BD columns of `piece_rows` rows of one group of weights."""
+    """Sum the gradient of weight over BD columns of `piece_rows` rows of one group of weights."""
     rows = outer * members
     across = tl.cdiv(D, BD)
     pieces = tl.cdiv(rows, piece_rows)
@@ -244,7 +244,7 @@ def _rms_norm_gated_wide_weight_kernel(
 
 
 def rms_norm_gated(x, weight, z, eps, norm_before_gate, activation, out):
-    """Write the result to `out`; the arguments are the operator's."""
+    """Write the result to `out`. Arguments as in the operator."""
     outer, inner, width = x.shape
     grouped = weight.shape[0] > 1
     constants = {"BEFORE": norm_before_gate, "SILU": activation == "silu", "D": width}
@@ -265,8 +265,8 @@ def rms_norm_gated_backward(
 ):
     """Write the gradients.
 
-    Sums over rows meet in one row a piece, so that no atomics are needed and the result is the same
-    each time.
+    Each piece writes its sums over rows to a row of its own. So no atomics are needed, and the
+    result is the same each time.
     """
     outer, inner, width = x.shape
     groups = weight.shape[0]
@@ -309,7 +309,7 @@ def _wide_backward(grad, x, weight, z, eps, constants, grad_x, grad_weight, grad
 
 
 def _tile(elements: int, inner: int, width: int, grouped: bool) -> dict | None:
-    """The shape of a tile of so many elements; None where a row does not fit."""
+    """Return the shape of a tile of so many elements, or None if a row does not fit."""
     padded = max(NARROWEST, next_power_of_2(width))
     if padded > elements:
         return None

@@ -1,6 +1,6 @@
 """Rotation by torch_npu's operators: `npu_apply_rotary_pos_emb` in place, else `npu_rotary_mul`.
 
-What they take is from torch_npu's documentation of both, for Ascend910B and Ascend910_93.
+Their limits are from torch_npu's documentation of both, for Ascend910B and Ascend910_93.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from npu_ops.core import check
 from npu_ops.core.library import dtype_why_not, torch_npu_why_not
 from npu_ops.ops.rope import reference
 
-_BELOW = 896  # elements of a rotation
+_BELOW = 896  # elements of a rotation; the operators support fewer than this
 _IN_PLACE = (64, 128)  # head dimensions of npu_apply_rotary_pos_emb
-_MODES = {"half": "half", "interleaved": "interleave"}  # how the vendor calls pair layouts
+# Our pair layouts, and their names in torch_npu.
+_MODES = {"half": "half", "interleaved": "interleave"}
 
 
 def why_not(arguments) -> str | None:
-    """None, or a sentence on why the operators do not take the implementations' arguments."""
+    """Return None, or a sentence on why the operators do not support the arguments."""
     q, k, cos, sin = arguments[:4]
     tables = {cos.dtype, sin.dtype}
     if k.dtype != q.dtype or tables != {q.dtype}:
@@ -51,7 +52,10 @@ def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_
 
 
 def _tables(cos, sin, pair_layout: str, inverse: bool, rotary_dim: int):
-    """Full width. Back is the transpose: an element takes the sine of the other of its pair."""
+    """Return cos and sin in full width, with swapped and negated sines for the inverse.
+
+    The inverse is the transpose: each element uses the sine of the other element of its pair.
+    """
     if cos.shape[-1] != rotary_dim:
         cos, sin = (reference.join_pairs(x, x, pair_layout) for x in (cos, sin))
     if inverse:
@@ -61,7 +65,7 @@ def _tables(cos, sin, pair_layout: str, inverse: bool, rotary_dim: int):
 
 
 def _in_place_takes(q, k, q_out, k_out, layout: str, mode: str, rotary_dim: int) -> bool:
-    """Whether `npu_apply_rotary_pos_emb` rotates q and k in one launch."""
+    """Return whether `npu_apply_rotary_pos_emb` rotates q and k in one launch."""
     return (
         layout in ("BSND", "TND")
         and mode == "half"
@@ -75,7 +79,11 @@ def _in_place_takes(q, k, q_out, k_out, layout: str, mode: str, rotary_dim: int)
 
 
 def _in_place(q, k, cos, sin, q_out, k_out) -> None:
-    """q, k: BSND or TND. Its layout TND is newer than it is: tokens are a batch of one."""
+    """Rotate q and k (BSND or TND) in one launch.
+
+    TND tokens are passed as a batch of one, because older versions of the operator lack that
+    layout.
+    """
     outs = []
     for x, out in ((q, q_out), (k, k_out)):
         if out.data_ptr() != x.data_ptr():
@@ -87,7 +95,7 @@ def _in_place(q, k, cos, sin, q_out, k_out) -> None:
 
 
 def _rotate(x, cos, sin, mode: str, rotary_dim: int, out) -> None:
-    """cos, sin: shaped to broadcast over heads."""
+    """Rotate x into `out`. cos, sin: shaped to broadcast over heads."""
     given = [t if t.dim() == 4 else t[None] for t in (x[..., :rotary_dim], cos, sin)]
     rotated = torch.ops.npu.npu_rotary_mul(*given, mode)
     out[..., :rotary_dim].copy_(rotated.view(out[..., :rotary_dim].shape))

@@ -13,7 +13,7 @@ from npu_ops.core.compare import tolerances
 from npu_ops.core.models import Model
 from npu_ops.ops.rope.arguments import PAIR_LAYOUTS
 
-# Against fp64 on the same inputs: one rounding to the dtype, after arithmetic in fp32.
+# Measured against fp64 on the same inputs: fp32 arithmetic, then one rounding to the dtype.
 TOLERANCES = tolerances((2e-15, 1e-14), (1e-7, 3e-7), (3e-4, 6e-4), (2.5e-3, 5e-3))
 
 # q heads, kv heads, head_dim, rotary_dim, theta
@@ -28,7 +28,7 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """q has `q_heads` heads and k `k_heads`, of which the first `rotary_dim` elements rotate.
+    """q has `q_heads` heads and k has `k_heads`; the first `rotary_dim` elements of a head rotate.
 
     tokens: S of a batch, or T of layout TND.
     half_table: cos and sin are rotary_dim / 2 wide.
@@ -49,7 +49,8 @@ class Case:
     large: bool = False
 
     def inputs(self, dtype: torch.dtype, device="cpu", seed: int = 0) -> dict:
-        """Arguments of `apply_rotary_pos_emb`: normal q and k, fp32 tables of random positions.
+        """Return arguments of `apply_rotary_pos_emb`: normal q and k, fp32 tables of random
+        positions.
 
         They are the same on every device.
         """
@@ -68,13 +69,13 @@ class Case:
         }
 
     def shape(self, heads: int) -> tuple[int, ...]:
-        """The shape of a q or k with so many heads."""
+        """Return the shape of a q or k with so many heads."""
         sizes = dict(B=self.batch, S=self.tokens, T=self.tokens, N=heads, D=self.head_dim)
         return tuple(sizes[axis] for axis in self.layout)
 
 
 def tables(positions, rotary_dim: int, theta: float, pair_layout: str, half_table: bool):
-    """cos and sin in fp32, `[..., S, rotary_dim]` or half as wide, of positions `[..., S]`."""
+    """Return cos and sin, fp32 `[..., S, rotary_dim]` or half as wide, of positions `[..., S]`."""
     exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=torch.float64)
     angles = positions[..., None] * theta ** -(exponents / rotary_dim)
     if not half_table:
@@ -83,27 +84,27 @@ def tables(positions, rotary_dim: int, theta: float, pair_layout: str, half_tabl
 
 
 def widen(half: torch.Tensor, pair_layout: str) -> torch.Tensor:
-    """A half-width table to full width, in the order of the pairs."""
+    """Expand a half-width table to full width, in the order of the pairs."""
     if pair_layout == "half":
         return torch.cat((half, half), dim=-1)
     return half.repeat_interleave(2, dim=-1)
 
 
 def model_case(model: str, tokens: int, tp: int, **changes) -> Case:
-    """One rank of a model under tensor parallelism."""
+    """Return the case of one rank of a model under tensor parallelism."""
     q_heads, k_heads, *dims = MODELS[model]
     name = f"{model}-tp{tp}-t{tokens}"
     return Case(name, tokens, q_heads // tp, k_heads // tp, *dims, **changes)
 
 
 def odd_case(layout: str, tokens: int, pair_layout: str) -> Case:
-    """Nothing a power of two, a batch of three, part of a head rotated."""
+    """Return a case without powers of two: a batch of three, part of a head rotated."""
     name = f"odd-{layout}-t{tokens}-{pair_layout}"
     return Case(name, tokens, 5, 3, 80, 48, 1e4, 3, layout, pair_layout)
 
 
 def model_cases(make, models) -> list:
-    """Cases of each model on one device and on four, from one token to a long prompt."""
+    """Return cases of each model on one device and on four, from one token to a long prompt."""
     lengths = (1, 64, 512, 8192, 20480)
     return [
         make(model, tokens, tp, large=tokens > 64)
@@ -112,7 +113,7 @@ def model_cases(make, models) -> list:
 
 
 def half_table_case(head_dim: int, pair_layout: str) -> Case:
-    """Half-width tables, one k head."""
+    """Return a case with half-width tables and one k head."""
     name = f"head-{head_dim}-{pair_layout}-half-table"
     return Case(name, 65, 3, 1, head_dim, head_dim, 1e4, 3, "BSND", pair_layout, half_table=True)
 
@@ -180,7 +181,7 @@ CALLS = [
 
 
 def cos_sin(*shape):
-    """A change: cosines and sines of another shape."""
+    """Return a change: cosines and sines of another shape."""
     return {"cos": shaped(*shape), "sin": shaped(*shape)}
 
 
@@ -312,7 +313,7 @@ WRONG = [
         ("cu_seqlens: got int16, needs int32 or int64", {"cu_seqlens": torch.Tensor.short}),
         given=_OF_A_RANK),
 ]  # fmt: skip
-# Changes that every implementation must honour.
+# Options that a call varies.
 OPTIONS = [
     *options("rope", {"k": None}, {"pair_layout": "interleaved"}, {"inverse": True}),
     *options("rope", cos_sin(2, 5, 6), {"rotary_dim": 8} | cos_sin(2, 5, 4)),
@@ -331,7 +332,7 @@ OPTIONS = [
     *options("freqs", {"cp_rank": 0}, {"max_seqlen": 16}, {"cu_seqlens": make.indices([0, 8, 16])},
              given=_OF_A_RANK),
 ]  # fmt: skip
-# What kernels for NPUs do not take.
+# Calls that kernels for NPUs do not support.
 
 
 def _wide(dim: int) -> dict:
@@ -344,7 +345,7 @@ DECLINED = declined("rope", "ascendc",
 
 
 def of_model(model: Model, tokens: int) -> list[Case]:
-    """Make the cases of a model: its language model and, if it has one, its vision tower."""
+    """Return the cases of a model: its language model and, if it has one, its vision tower."""
     rotated = model.head_dim, model.rotary_dim, model.theta
     cases = [Case("text", tokens, model.heads, model.kv_heads, *rotated)]
     if model.vision:

@@ -1,4 +1,4 @@
-"""Rotary embedding from angles, as Megatron calls it."""
+"""Rotary embedding from angles, with the arguments that Megatron passes."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def _prepare(
     q, k, freqs, *, layout="SBND", pair_layout="half", mscale=1.0, cu_seqlens=None,
     max_seqlen=None, cp_size=1, cp_rank=0, inverse=False, inplace=False,
 ):  # fmt: skip
-    """The public arguments as the operator takes them."""
+    """Check the public arguments; return the operator's."""
     layout = arguments.resolve_layout(q, layout, 1)
     _check(q, k, freqs, layout, pair_layout, mscale, cu_seqlens, cp_size, cp_rank, inplace)
     cos, sin = _cos_sin(freqs, mscale)
-    if env.settings.consistent:  # servers and Megatron store these tables in the model's dtype
+    if env.settings.consistent:  # servers and Megatron also round tables to the model's dtype
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)
     positions = None
     if cu_seqlens is not None:
@@ -118,7 +118,7 @@ def _check_packing(cu_seqlens, q, layout, cp_size, cp_rank):
 
 
 def _cos_sin(freqs, mscale):
-    """Tables [1 or B, S, R] in fp32 (fp64 for fp64 freqs)."""
+    """Return tables [1 or B, S, R] in fp32 (fp64 for fp64 freqs)."""
     angles = freqs.squeeze(2).transpose(0, 1)
     angles = angles if angles.dtype == torch.float64 else angles.float()
     cos, sin = angles.cos(), angles.sin()

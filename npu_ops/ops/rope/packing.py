@@ -1,7 +1,7 @@
-"""The table rows of packed tokens, as torch operators: compiled callers' lengths are checked too.
+"""The table rows of packed tokens, as torch operators, so that compiled callers are checked too.
 
-On the CPU, that is; on a device it would wait for it. There a token whose row is not in the table
-becomes NaN, as all of them do where the lengths are wrong (core/lengths.py).
+Lengths are checked on the CPU; on a device the check would wait for it. There a token whose row is
+not in the table becomes NaN, and all tokens do if the lengths are invalid (core/lengths.py).
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import torch
 
 from npu_ops.core import indices, lengths, library, make
 
-# The row of a token that belongs to no sequence, whose result is 0 (csrc/rope/rotate.h).
+# The row of an unowned token, whose result is 0 (csrc/rope/rotate.h).
 NOBODY = -(1 << 30)
 _NO_ROW = -1
 
 
 def packed_positions(cu_seqlens, tokens: int, rows: int) -> torch.Tensor:
-    """The position of each packed token within its sequence, `[1, tokens]`, made on the device.
+    """Return the position of each packed token in its sequence, `[1, tokens]`, made on the device.
 
     cu_seqlens: `[n + 1]`, the sequences' starts and their end. No sequence is longer than a table
-    of `rows`. Tokens behind the last one have NOBODY.
+    of `rows`. Unowned tokens have NOBODY.
     """
     return _positions_of(cu_seqlens, tokens, rows)
 
 
 def packed_rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank) -> torch.Tensor:
-    """The row of Megatron's freqs of each token of this rank, `[1, tokens]`, made on the device.
+    """Return each token's row of Megatron's freqs on this rank, `[1, tokens]`, made on the device.
 
-    cu_seqlens: of the whole sequences; tokens behind the last one have NOBODY. rows: of freqs,
-    which are for each position, or for each token if there are more than max_seqlen.
+    cu_seqlens: of the whole sequences; unowned tokens have NOBODY. rows: the number of rows of
+    freqs; one row is for a position, or for a token if there are more than max_seqlen.
     """
     return _rows_of(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank)
 
@@ -48,10 +48,10 @@ def _positions(cu_seqlens, tokens, rows):
 
 
 def _of_somebody(starts, tokens: int, row, token):
-    """`row`, `[1, tokens]`; where a token is nobody's and where starts are wrong, no row.
+    """Return `row`, `[1, tokens]`, with NOBODY for unowned tokens and no row for invalid starts.
 
-    starts: of the `tokens` that all ranks have. token: the numbers of this rank's tokens, as if all
-    of them were one behind the other.
+    starts: of the `tokens` that all ranks have. token: this rank's tokens, numbered as if the
+    tokens of all ranks followed each other.
     """
     row = torch.where(token < starts[-1], row, NOBODY)
     return torch.where(lengths.are_right(starts, tokens), row, _NO_ROW)[None]
@@ -75,7 +75,8 @@ def _rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank):
     sequence = sequence.clamp(0, local.numel() - 1)
     position = token - local_starts[sequence]
     chunk = local[sequence] // 2
-    behind = 2 * (cp_size - 1 - cp_rank) * chunk  # from the end of the first chunk to the second
+    # The distance from the end of this rank's first chunk to its second.
+    behind = 2 * (cp_size - 1 - cp_rank) * chunk
     position = cp_rank * chunk + position + torch.where(position < chunk, 0, behind)
     if per_token:
         position = position + starts[sequence]
@@ -83,7 +84,7 @@ def _rows(cu_seqlens, tokens, rows, max_seqlen, cp_size, cp_rank):
 
 
 def _by_triton(cu_seqlens, tokens: int) -> bool:
-    """Whether one launch finds the rows: on a device they are made for each call."""
+    """Return whether one Triton launch computes the rows; a device computes them for each call."""
     on_device = cu_seqlens.device.type in ("npu", "cuda")
     return on_device and tokens > 0 and library.triton_why_not() is None
 
@@ -96,7 +97,7 @@ def _found(cu_seqlens, tokens: int, dtype: torch.dtype, per_token: bool):
 
 
 def _whole_rows(starts, tokens, rows, per_token):
-    """`_rows` of a single rank."""
+    """Return `_rows` for a single rank."""
     token = make.counted(tokens, device=starts.device)
     position = token
     if not per_token:

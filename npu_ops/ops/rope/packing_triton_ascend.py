@@ -1,4 +1,4 @@
-"""The table rows of packed tokens in one launch, in Triton. Definition: packing.py"""
+"""The table rows of packed tokens in one launch, in Triton. Reference: packing.py"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _rows_kernel(
     starts, rows, sequences, tokens, NOBODY: tl.constexpr, NO_ROW: tl.constexpr,
     PER_TOKEN: tl.constexpr, BT: tl.constexpr, BLOCK: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """A token's row is its place in its sequence, whose start is the last one up to it."""
+    """Write each token's place in its sequence, which starts at the last start up to the token."""
     right, last = looked_at(starts, sequences, tokens, STARTS)
     for tile in range(tl.program_id(0), tl.cdiv(tokens, BT), tl.num_programs(0)):
         token = tile * BT + tl.arange(0, BT)
@@ -37,7 +37,7 @@ def _rows_kernel(
 
 
 def packed_rows(cu_seqlens, rows: torch.Tensor, nobody: int, no_row: int, per_token: bool) -> None:
-    """Write the row of each token, `[1, tokens]`; per_token: its own number."""
+    """Write the row of each token, `[1, tokens]`; per_token: the row is the token's own number."""
     tokens = rows.shape[1]
     _rows_kernel[vector_grid(cdiv(tokens, TOKENS), rows.device)](
         int32_starts(cu_seqlens), rows, cu_seqlens.shape[0] - 1, tokens, NOBODY=nobody,

@@ -1,4 +1,4 @@
-"""Shared by rope, mrope and qk_norm_rope: q and k rotated in place or not, and the gradient."""
+"""Shared by rope, mrope and qk_norm_rope: rotate q and k, in place or not, with gradients."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from npu_ops.core.operator import InPlace, Operator
 from npu_ops.core.rows import in_one_piece, like_one_piece
 from npu_ops.ops.rope.packing import NOBODY
 
-# The widest rotation whose coefficients fit its kernel's table of axes (csrc/rope/rotary_tiling.h).
+# The widest rotation whose coefficients fit the kernels' table of axes (csrc/rope/rotary_tiling.h).
 _ASCENDC_WIDEST = 256
 
 
 class Rotation:
     """An operator that writes `q_out` and `k_out`, like q and k.
 
-    Its gradient is itself, backwards: a rotation's inverse is its transpose.
+    Its gradient is the same operator with the inverse rotation, because a rotation's inverse is its
+    transpose.
 
     Args:
         name: of the operator.
-        tables: what it takes besides q and k: tensors first, `bool inverse` among the settings.
-        reference: as `Operator` takes it.
+        tables: its arguments after q and k: tensors first; `bool inverse` is one of the settings.
+        reference: as for `Operator`.
         aclnn_why_not: returns why the op's `aclnn.py` does not support a call, or None.
     """
 
@@ -45,7 +46,7 @@ class Rotation:
         library.differentiable(name, self._gradients, self._save)
 
     def __call__(self, k: torch.Tensor | None, inplace: bool, *inputs):
-        """The public function's results; `k` is the caller's, `inputs` the operator's."""
+        """Return the public function's results; `k` is the caller's, `inputs` the operator's."""
         if inplace:
             self.in_place(*inputs)
             return inputs[0], k
@@ -53,7 +54,7 @@ class Rotation:
         return q_out, None if k is None else k_out
 
     def _save(self, ctx, inputs, output):
-        """Keep the tables; q and k are not needed."""
+        """Save the tables for the backward, which does not need q and k."""
         _, _, *tables = inputs
         ctx.save_for_backward(*(x for x in tables if _is_tensor_or_none(x)))
         ctx.settings = [x for x in tables if not _is_tensor_or_none(x)]
@@ -77,7 +78,7 @@ def check_positions(arguments) -> None:
 
 
 def _why_not(arguments) -> str | None:
-    """Why the kernels do not support a call, or None.
+    """Return why the kernels do not support a call, or None.
 
     Only in-place calls get here with a last dimension that is not contiguous: others are copied.
     """
@@ -92,7 +93,7 @@ def _why_not(arguments) -> str | None:
 
 
 def why_not_wide(arguments) -> str | None:
-    """Why the AscendC kernels do not support a rotation, or None."""
+    """Return why the AscendC kernels do not support a rotation, or None."""
     if arguments.rotary_dim > _ASCENDC_WIDEST:
         return f"{arguments.rotary_dim} rotated elements are more than {_ASCENDC_WIDEST}"
     return None

@@ -1,6 +1,8 @@
-"""Shared by rope, mrope and qk_norm_rope: Triton for Ascend and NVIDIA; defined in reference.py
+"""Shared by rope, mrope and qk_norm_rope: rope in Triton, for Ascend and NVIDIA.
 
-A program walks over tiles of tokens. It takes a tile's coefficients once and rotates all heads of q
+Reference: reference.py
+
+A program loops over tiles of tokens. It loads a tile's coefficients once and rotates all heads of q
 and of k with them. Tiles are [BT tokens, BH heads, P pairs]; P is a power of two.
 """
 
@@ -14,20 +16,20 @@ from npu_ops.core import hardware, socs
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.rope.packing import NOBODY
 
-# Pairs in a tile, by the bytes on chip that the vendor's compiler plans for each (fp32, with a
-# tail to copy), by whether pairs are interleaved: splitting those takes twice the room.
+# Pairs in a tile, by the bytes on chip that the vendor's compiler plans for each (fp32, with a tail
+# to copy). The key is whether pairs are interleaved: splitting those takes twice the room.
 TILE = {False: tile_elements(96), True: tile_elements(192)}
-# Pairs of a full-width interleaved table in a tile: on chip each lies in 32 bytes of its own, in
-# four tables, double-buffered.
+# Pairs of a full-width interleaved table in a tile. On chip each takes 32 bytes of its own, in four
+# tables, double-buffered.
 TABLE_PAIRS = 128
-# Narrower rows than this are not worth a vector instruction, and the compiler refuses some.
+# Narrower rows are not worth a vector instruction, and the compiler rejects some.
 NARROWEST = 16
 
 
 @triton.jit
 def load_row(row, exists, P: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
              FULL: tl.constexpr, BT: tl.constexpr):  # fmt: skip
-    """Table entries of the first and second of each pair, fp32 [BT, P] each; NaN without a row.
+    """Load table entries of the first and second of each pair, fp32 [BT, P]; NaN without a row.
 
     row: pointers [BT, 1], or one pointer. exists: whether it may be read, likewise.
     """
@@ -49,7 +51,7 @@ def load_row(row, exists, P: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.
 
 @triton.jit
 def with_direction(cos1, cos2, sin1, sin2, INVERSE: tl.constexpr):
-    """What multiplies (x1, x2, x2, x1) to give out1 and out2, shaped [BT, 1, P]."""
+    """Return the factors of (x1, x2, x2, x1) in out1 and out2, shaped [BT, 1, P]."""
     if INVERSE:
         across1, across2 = sin2, 0.0 - sin1
     else:
@@ -59,7 +61,7 @@ def with_direction(cos1, cos2, sin1, sin2, INVERSE: tl.constexpr):
 
 @triton.jit
 def _owned(mask, owned):
-    """What of `mask` is read."""
+    """Restrict `mask` to tokens of a sequence."""
     if owned is None:
         return mask
     else:
@@ -71,17 +73,18 @@ def rotate_heads(x, out, x_row, out_row, x_head, out_head, inside, HEADS: tl.con
                  cos2, across1, across2, P: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
                  INTERLEAVED: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
                  owned=None):  # fmt: skip
-    """Rotate every head of a tile of tokens, and copy what lies behind the rotated part.
+    """Rotate every head of a tile of tokens, and copy the elements behind the rotated part.
 
     x_row, out_row: where each token starts, int64 [BT, 1, 1]; inside: whether it exists. owned:
-    whether tokens belong to a sequence, None for yes; what others hold is not read.
+    whether tokens belong to a sequence, None for yes; values of other tokens are not read.
     """
     for first_head in range(0, HEADS, BH):
         head = first_head + tl.arange(0, BH)[None, :, None]
         exists = inside & (head < HEADS)
         x_at = x + x_row + head.to(tl.int64) * x_head
         out_at = out + out_row + head.to(tl.int64) * out_head
-        if INTERLEAVED:  # as they lie, split on chip: a strided load would move single elements
+        # one contiguous load, split on chip: a strided load would move single elements
+        if INTERLEAVED:
             e = tl.arange(0, 2 * P)[None, None, :]
             mask = exists & (e < 2 * PAIRS)
             both = tl.load(x_at + e, mask=_owned(mask, owned), other=0.0).to(tl.float32)
@@ -150,7 +153,7 @@ def _rope_kernel(
 
 
 def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_out, k_out):
-    """Rotate q into q_out and k into k_out; the arguments are the operator's."""
+    """Rotate q into q_out and k into k_out. Arguments as in the operator."""
     batch, length = sizes(q, layout)
     strides = [token_strides(x, layout) for x in (q, k, q_out, k_out)]
     tables = [(0 if t.shape[0] == 1 else t.stride(0), t.stride(1)) for t in (cos, sin)]
@@ -165,7 +168,7 @@ def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_
     constants = tile_constants(
         q, k, layout, pair_layout, rotary_dim, q_out, full, positions is not None
     )
-    if positions is not None and layout == "TND":  # also of tokens that are nobody's
+    if positions is not None and layout == "TND":  # clear the tail of unowned tokens too
         constants["TAIL"] = q.shape[-1] - rotary_dim
     items = batch * cdiv(length, constants["BT"])
     _rope_kernel[vector_grid(items, q.device)](
@@ -177,33 +180,33 @@ def rope(q, k, cos, sin, positions, layout, pair_layout, inverse, rotary_dim, q_
 
 
 def sizes(x: torch.Tensor, layout: str) -> tuple[int, int]:
-    """Batch and length; TND has a batch of one."""
+    """Return batch and length; TND has a batch of one."""
     if layout == "TND":
         return 1, x.shape[0]
     return x.shape[layout.index("B")], x.shape[layout.index("S")]
 
 
 def token_strides(x: torch.Tensor, layout: str) -> tuple[int, int, int]:
-    """The strides of batch, token and head."""
+    """Return the strides of batch, token and head."""
     if layout == "TND":
         return 0, x.stride(0), x.stride(1)
     return tuple(x.stride(layout.index(axis)) for axis in "BSN")
 
 
 def heads(x: torch.Tensor, layout: str) -> int:
-    """How many heads."""
+    """Return the number of heads."""
     return x.shape[layout.index("N")]
 
 
 def tile_constants(
     q, k, layout, pair_layout, rotary_dim, q_out, full: bool, one_token: bool
 ) -> dict:
-    """The compile-time constants of a launch. They depend on the model, never on lengths."""
+    """Return the compile-time constants of a launch. They depend on the model, never on lengths."""
     pairs = rotary_dim // 2
     interleaved = pair_layout == "interleaved"
     padded = max(NARROWEST, next_power_of_2(pairs))
     if interleaved and padded == 32 and socs.is_ascend950(hardware.soc(q.device)):
-        padded = 64  # that compiler stops at an assertion of its own where a row has 32 pairs
+        padded = 64  # with 32 pairs in a row, that compiler stops at an assertion of its own
     fits = max(1, TILE[interleaved] // padded)  # heads of tokens in a tile
     q_heads = min(fits, next_power_of_2(heads(q, layout)))
     tokens = 1 if one_token else fits // q_heads

@@ -1,9 +1,9 @@
-"""The chunked gated delta rule in Triton, for Ascend and NVIDIA. Definition: reference.py
+"""The chunked gated delta rule in Triton, for Ascend and NVIDIA. Reference: reference.py
 
-Forward, in three steps. Gates are laid out by chunk (chunks.py). Tokens of one chunk act on each
-other (intra.py). One pass through each sequence computes the rest: states, and what tokens write to
-them, stay on the chip (forward.py), in segments side by side where sequences are long and few
-(segments.py). Backward: backward.py.
+The forward has three steps. The first lays out gates by chunk (chunks.py). The second computes how
+tokens of one chunk act on each other (intra.py). The third loops over the chunks of each sequence
+and keeps the state, and what tokens write to it, on the chip (forward.py). Where sequences are long
+and few, it cuts them into segments that run side by side (segments.py). Backward: backward.py.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.plan import ROOM
 from npu_ops.ops.gated_delta_rule_update.triton_ascend import gated_delta_rule_update
 from npu_ops.ops.l2norm import triton_ascend as norm
 
-# Segments of a sequence, from which on it is worth walking them all twice, and the chunks of each
-# from which on two launches more are (docs/npu-model.md).
+# Sequences are cut only into at least so many segments, because all are computed twice, and of at
+# least so many chunks each, because of the two additional launches (docs/npu-model.md).
 FEWEST_SEGMENTS = 4
 SEGMENT = 16
-# Widest keys of which a matrix of K by K is multiplied in one piece.
+# The widest keys whose K by K matrix is multiplied as one tile.
 WIDEST_MOVE = 128
-# For each such core, of the rows of states that gradients_kernel multiplies at a time; half where a
-# token's row of values takes more room itself.
+# Bytes for the rows of states that gradients_kernel multiplies at a time, on each core of a tile;
+# half where a token's row of values takes more room itself.
 PRODUCT_BYTES = 16 * 1024
 # Rows of two states that are multiplied at a time.
 ROWS = 32
@@ -46,18 +46,18 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
     o, final_state, chunk_states=None,
 ):  # fmt: skip
-    """Write o, and of the states what is not None; the arguments are the operator's."""
+    """Write o, and each of the states that is not None. Arguments as in the operator."""
     if chunk_size == TOKEN:
         step = gated_delta_rule_update
         inputs = q, k, v, g, beta, initial_state, cu_seqlens, scale, state_v_first, normalize
         token_by_token.forward(step, *inputs, o, final_state)
         return finish(int32_starts(cu_seqlens), o, states=(final_state,))
-    wanted = chunk_size  # states are kept before chunks of that size
+    wanted = chunk_size  # states are stored before chunks of this size
     chunk_size = plan.chunk_size_of(q, v, chunk_size)
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
     solved, scores, *norms = _within_chunks(q, k, gates, spans, scale, normalize, weighed=True)
-    # The first of a sequence's rows of chunk_states.
+    # The first row of each sequence in chunk_states.
     kept = None if chunk_states is None else chunks.chunks_of(q, cu_seqlens, wanted)
     number, last = _segments(q, v, spans.sequences, chunk_size), final_state
     if number > 1:
@@ -89,7 +89,7 @@ def chunk_gated_delta_rule_backward(
     grad_o, grad_final_state, q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size,
     state_v_first, normalize, grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial_state,
 ):  # fmt: skip
-    """Write the gradients; grad_initial_state may be None. The arguments are the operator's."""
+    """Write the gradients; grad_initial_state may be None. Arguments as in the operator."""
     chunk_size = plan.chunk_size_of(q, v, token_by_token.chunk_size_of_backward(chunk_size))
     spans = chunks.chunks_of(q, cu_seqlens, chunk_size)
     gates = chunks.gather(g, beta, spans, chunk_size)
@@ -116,7 +116,8 @@ def chunk_gated_delta_rule_backward(
             written, None, None, 1.0, walk.piece, walk.end, **walk.constants,
         )  # fmt: skip
     blocks = max(cdiv(v.shape[3], walk.constants["BV"]) for walk in walks)
-    new = gates[0].new_empty if len(walks) == 1 else gates[0].new_zeros  # not all have all blocks
+    # zeros, because not all walks have all blocks
+    new = gates[0].new_empty if len(walks) == 1 else gates[0].new_zeros
     of_values = new((blocks, *gates[0].shape))
     for walk in walks:
         backward.state_gradients_kernel[walk.grid](
@@ -163,7 +164,7 @@ def _gradients(
         grad_o, q, k, *gates, *norms, spans.spans, states, written, grad_states, grad_wanted,
         grad_q, grad_k, grad_g_sums, kept_sums, grad_betas, scale, spans.number, H=q.shape[2],
         HV=v.shape[2], K=q.shape[3], V=v.shape[3], BK=keys, BV=values, C=chunk_size,
-        # Double buffering for loads alone: two buffers for results of the matrix unit do not fit.
+        # Double buffering for loads only: two buffers for results of the matrix unit do not fit.
         **hardware.ascend_options(
             kernel, q.device, limit_auto_multi_buffer_only_for_local_buffer=True
         ),
@@ -176,7 +177,7 @@ def _gradients(
 
 
 def _inner_products(states, grad_states, g_sums):
-    """Of each chunk: decay times (state before it, grad of the state after), fp32 [chunks, HV]."""
+    """Return decay * sum(state before * gradient of state after) by chunk, fp32 [chunks, HV]."""
     number, value_heads, keys, values = states.shape
     totals = g_sums.new_empty((number, value_heads))
     backward.inner_products_kernel[vector_grid(totals.numel(), states.device)](
@@ -187,14 +188,14 @@ def _inner_products(states, grad_states, g_sums):
 
 
 def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
-    """What tokens of one chunk do to each other: the matrix unit's part, then the vector cores'.
+    """Compute how tokens of one chunk act on each other: on the matrix unit, then on vector cores.
 
     Returns:
         solved and scores `[chunks, HV, C, C]`; then 1 over the norms of q and of k, fp32
         `[chunks, H, C]`, or None twice. weighed: the columns of solved are multiplied by betas.
     """
     number, value_heads, size = gates[0].shape
-    # fp16 cannot hold what a state may grow to, so its products are fp32.
+    # fp16 cannot hold the values that a state may grow to, so its products are fp32.
     wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     square = number, value_heads, size, size
     solved, scores = q.new_empty(square, dtype=wide), q.new_empty(square, dtype=wide)
@@ -216,21 +217,22 @@ def _within_chunks(q, k, gates, spans, scale, normalize: bool, weighed: bool):
 
 
 def _segments(q, v, sequences: int, size: int) -> int:
-    """Into how many segments sequences are cut, by what all cores find out about at once; or 1.
+    """Return the number of segments of each sequence; 1 where cutting would not pay.
 
-    Only on an NPU, for nobody has seen what it does to a GPU, whose programs share their cores.
-    Not with NPU_OPS_CONSISTENT: it depends on the other sequences.
+    It is what all cores can work on at once. Sequences are cut only on an NPU: the effect on a GPU,
+    whose programs share their cores, was never measured. They are not cut with NPU_OPS_CONSISTENT,
+    because the number depends on the other sequences.
     """
     if env.settings.consistent or v.device.type == "cuda" or q.shape[3] > WIDEST_MOVE:
         return 1
     most = plan.most_columns(q, v)
     own, moves = cdiv(v.shape[3], most), cdiv(q.shape[3], most)
-    a_head = hardware.num_cube_cores(v.device) // (sequences * v.shape[2])  # cores for it
+    a_head = hardware.num_cube_cores(v.device) // (sequences * v.shape[2])  # cores for each head
     chunks_of_each = q.shape[0] * q.shape[1] // (sequences * size)
     number = min((a_head + moves) // (own + moves) + 1, chunks_of_each // SEGMENT)
     return number if number >= FEWEST_SEGMENTS else 1
 
 
 def _whole(q, v, state_v_first: bool, size: int) -> dict:
-    """Of walks that find what segments do, with as many columns as there is room for."""
+    """Return the constants of the walks over segments, with as many columns as fit."""
     return plan.constants_of(q, v, state_v_first, size) | {"BV": plan.most_columns(q, v)}

@@ -1,12 +1,13 @@
 """Shared by chunk_gated_delta_rule and chunk_kda: gradients in three steps, in Triton.
 
-States once more, their gradients backwards, then all chunks at once.
+The first recomputes the states, the second computes their gradients from last to first, and the
+third computes the gradients of all chunks at once.
 
-With R = beta (v - gamma k S) and A the inverse, a token writes A R. So the gradient of what was
-solved is -(A^T grad_written) written^T: nothing of the inverse has to be differentiated.
+With R = beta (v - gamma k S) and A the inverse, a token writes A R. So the gradient of the matrix
+that was inverted is -(A^T grad_written) written^T: the inversion itself is not differentiated.
 
-Rows of q and k are multiplied as they were given. over_q and over_k, 1 over their norms, go into
-the other factor.
+Rows of q and k are multiplied as the caller passed them. The other factor is multiplied by over_q
+and over_k, which are 1 over their norms.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def store_product(x, product, one, first, rows, heads, head, D: tl.constexpr, BD
     """Store a product that the matrix unit also uses itself. `one` is 1.
 
     The product with 1 gives vector cores something to do on this tile. Without that, the compiler
-    does not share out the kernel's tiles between the two vector cores.
+    does not divide the kernel's tiles between the two vector cores.
     """
     store_rows(x, product.to(tl.float32) * one, first, rows, heads, head, D, BD, C, column)
 
@@ -51,8 +52,9 @@ def states_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """states: the state before each chunk, [chunks, HV, K, V]. written: what each token adds to it,
-    like v. kept, decays: as in `forward_kernel`.
+    """Write the state before each chunk and what each token adds to it.
+
+    states: [chunks, HV, K, V]. written: like v. kept, decays: as in `forward_kernel`.
     """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
@@ -94,15 +96,15 @@ def state_gradients_kernel(
     number, piece, end, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """From the last chunk of a sequence to the first.
+    """Compute the gradients of the states, from the last chunk of a sequence to the first.
 
-    grad_states: of the state after each chunk, [chunks, HV, K, V].
-    grad_wanted: of what A is multiplied with, like v. grad_v: like v.
-    grad_betas: what v adds to the gradient of betas, [blocks of values, chunks, HV, C]. There are
-        `number` chunks.
+    grad_states: gradient of the state after each chunk, [chunks, HV, K, V].
+    grad_wanted: gradient of the factor that A is multiplied with, like v. grad_v: like v.
+    grad_betas: the share of v in the gradient of betas, [blocks of values, chunks, HV, C]. There
+    are `number` chunks.
 
-    Gates multiply rows of A, grad_o and grad_wanted. Rows of q and k are as they were given.
-    kept, decays: as in `forward_kernel`; q and k then have the gates.
+    Gates multiply rows of A, grad_o and grad_wanted. Rows of q and k are as the caller passed them.
+    kept, decays: as in `forward_kernel`; q and k then include the gates.
     """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
@@ -154,7 +156,7 @@ def state_gradients_kernel(
                 b_q = load_tile(q, place, C, K, BK)
                 more = tl.dot(tl.trans(b_q), b_grad_o, more, input_precision="ieee")
                 decay = load_decays(decays, place, K, BK)
-            # After what the chunk before waits for.
+            # These come last: the chunk before does not wait for them.
             store_rows(grad_wanted, b_grad_wanted, first, rows, HV, head, V, BV, C, column)
             part = tl.cast(item % blocks, tl.int64) * number * HV + place
             tl.store(grad_betas + part * C + row, tl.sum(b_grad_wanted * b_v, 1))
@@ -168,8 +170,10 @@ def inner_products_kernel(
     states, grad_states, g_sums, totals, number, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, ROWS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """totals: the state before a chunk times the gradient of the one after it, summed, times the
-    decay of the whole chunk; fp32 [chunks, HV].
+    """Write totals: the decay of a chunk times sum(state before it * gradient of the state after
+    it).
+
+    totals: fp32 [chunks, HV].
     """
     value = tl.arange(0, BV)
     for item in range(tl.program_id(0), number * HV, tl.num_programs(0)):
@@ -189,7 +193,7 @@ def inner_products_kernel(
 @triton.jit
 def load_keys(states, place, key, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
               BV: tl.constexpr):  # fmt: skip
-    """Rows `key` of a state, [BK, BV]."""
+    """Load rows `key` of a state, [BK, BV]."""
     value = tl.arange(0, BV)
     at = place * (K * V) + key[:, None] * V + value[None, :]
     if K % BK == 0 and BV == V:
@@ -200,9 +204,9 @@ def load_keys(states, place, key, K: tl.constexpr, V: tl.constexpr, BK: tl.const
 
 @triton.jit
 def norms_backward(grad, rows, over, WHOLE: tl.constexpr):
-    """The gradient of rows [C, BK], or of rows over their norms unless they are WHOLE.
+    """Return the gradient of rows [C, BK], or of rows over their norms unless they are WHOLE.
 
-    grad: that of rows as if their norms were constants. over: 1 over the norms.
+    grad: the gradient of rows as if their norms were constants. over: 1 over the norms.
     """
     if WHOLE:
         rows = rows.to(tl.float32)
@@ -219,12 +223,14 @@ def gradients_kernel(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Everything of one chunk and BK keys of one head, summed over its value heads.
+    """Write all gradients of one chunk and BK keys of one head, summed over its value heads.
 
     Each block of keys adds to the gradients of gates and betas. It writes a part of its own:
     grad_g_sums, kept_sums and grad_betas are [blocks of keys, chunks, HV, C].
-    No sum crosses rows, for the two vector cores share out a tile by rows. A column of scores sums
-    up to k times the gradient of k by them.
+
+    No sum crosses rows, because the two vector cores divide a tile by rows. The sum of a column of
+    scores is computed as k times its share of the gradient of k.
+
     With norms, sums are of the gradients of q and k as if their norms were constants. Where BK is
     all keys, `norms_backward` corrects that. Else grad_q and grad_k are the gradients of q and k
     over their norms.
@@ -262,7 +268,7 @@ def gradients_kernel(
             grad_kk = (0.0 - grad_kk) * decay * of_k[:, None]
             kk = tl.dot(b_k, tl.trans(b_k), input_precision="ieee")
             b_grad_beta = tl.sum(grad_kk * kk, 1)
-            # Rounded first: `within` takes it rounded, and the gates' sums are the difference of
+            # Rounded first: `within` uses it rounded, and the gates' sums are the difference of
             # both.
             grad_kk = (grad_kk * b_beta[:, None]).to(wide)
             b_grad_g = 2.0 * tl.sum(grad_kk.to(tl.float32) * kk, 1)

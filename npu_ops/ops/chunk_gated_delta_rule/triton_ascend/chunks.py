@@ -1,9 +1,8 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: where the chunks are, found on the device.
+"""Shared by chunk_gated_delta_rule and chunk_kda: find the chunks on the device.
 
-Gates and betas by chunk, their gradients by token.
-
-Gates come as [tokens, heads]. The kernels of a chunk want the tokens of one head in one piece. So
-gates are laid out as [chunks, heads, C] once, and summed up on the way.
+This file also lays out gates and betas by chunk, and their gradients by token. Gates come as
+[tokens, heads], but the kernels need the tokens of one head to be contiguous within a chunk. So
+gates are written as [chunks, heads, C] once, and summed up on the way.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import triton.language as tl
 
 from npu_ops.core.grid import cdiv, next_power_of_2, vector_grid
 
-# A sum along tokens is a vector instruction from so many columns on.
+# From so many columns on, a sum along tokens is a vector instruction.
 NARROWEST = 8
 # Chunks per tile. For packed sequences: chunks and sequences per tile.
 INDICES, SEARCHED, SEQUENCES = 256, 64, 32
@@ -24,12 +23,12 @@ INDICES, SEARCHED, SEQUENCES = 256, 64, 32
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Where the chunks of all sequences lie; made without waiting for the device.
+    """Where the chunks of all sequences lie; computed without waiting for the device.
 
-    number: of chunks at the most; what is beyond the last has no rows.
-    spans: int32 [number, 2]: the first row of each chunk and how many it has.
+    number: an upper bound of the chunks; those beyond the last have no rows.
+    spans: int32 [number, 2]: the first row of each chunk and its number of rows.
     starts: int32 [sequences + 1]: the first row of each sequence, and the end.
-    firsts: int32 [sequences]: the first chunk of each.
+    firsts: int32 [sequences]: the first chunk of each sequence.
     """
 
     number: int
@@ -40,14 +39,14 @@ class Chunks:
 
     @classmethod
     def empty(cls, number: int, sequences: int, device) -> Chunks:
-        """For a kernel to fill."""
+        """Return uninitialised tensors for a kernel to fill."""
         shapes = (number, 2), (sequences + 1,), (sequences,)
         index = (torch.empty(shape, device=device, dtype=torch.int32) for shape in shapes)
         return cls(number, sequences, *index)
 
 
 def chunks_of(q, cu_seqlens, size: int) -> Chunks:
-    """The chunks of q's sequences."""
+    """Return the chunks of q's sequences."""
     batch, length = q.shape[:2]
     if cu_seqlens is None:
         return _of_one_length(batch, length, size, q.device)
@@ -62,7 +61,7 @@ def chunks_of(q, cu_seqlens, size: int) -> Chunks:
 
 
 def _of_one_length(batch: int, length: int, size: int, device) -> Chunks:
-    """The chunks of sequences of the same length, in one launch."""
+    """Return the chunks of sequences of the same length, in one launch."""
     each = cdiv(length, size)
     found = Chunks.empty(batch * each, batch, device)
     numbers = max(batch * each, batch + 1)
@@ -85,12 +84,16 @@ def _store_spans(spans, index, first, rows, number):
 @triton.jit(do_not_specialize=["batch", "length", "each", "numbers"])
 def _one_length_kernel(spans, starts, firsts, batch, length, each, numbers, C: tl.constexpr,
                        BLOCK: tl.constexpr):  # fmt: skip
-    """each: chunks of a sequence. numbers: how many are written to the longest of the three."""
+    """Write spans, starts and firsts for sequences of one length.
+
+    each: chunks of a sequence. numbers: elements of the longest of the three.
+    """
     for begin in range(tl.program_id(0) * BLOCK, numbers, tl.num_programs(0) * BLOCK):
         index = begin + tl.arange(0, BLOCK)
         tl.store(starts + index, index * length, mask=index <= batch)
         tl.store(firsts + index, index * each, mask=index < batch)
-        # Vector cores divide floats alone; exact, for there are less than 2^22.
+        # Vector cores divide floats only. Floats are exact, because there are less than 2^22
+        # chunks.
         n = ((index.to(tl.float32) + 0.5) / each).to(tl.int32)
         before = (index - n * each) * C
         rows = tl.minimum(length - before, C)
@@ -103,8 +106,8 @@ def _packed_kernel(cu_seqlens, spans, starts, firsts, sequences, length, number,
     """Each program reads all lengths and finds the sequence of each of its chunks by comparing.
 
     cu_seqlens was not checked. It is clamped to the tokens and made non-decreasing, so that every
-    access is in bounds; `finish` overwrites the results of wrong lengths. Vector cores compare and
-    divide floats only. Floats are exact here, because `why_not` refuses 2^22 tokens and more.
+    access is in bounds; `finish` overwrites the results of invalid lengths. Vector cores compare
+    and divide floats only. Floats are exact here, because `why_not` rejects 2^22 tokens and more.
     """
     row, of_tile = tl.arange(0, BLOCK), tl.arange(0, S)
     is_before = of_tile[None, :] <= of_tile[:, None]
@@ -141,7 +144,7 @@ def _packed_kernel(cu_seqlens, spans, starts, firsts, sequences, length, number,
 @triton.jit(do_not_specialize=["number"])
 def _gather_kernel(g, beta, spans, g_sums, betas, number, HV: tl.constexpr, BH: tl.constexpr,
                    C: tl.constexpr):  # fmt: skip
-    """[tokens, HV] -> [chunks, HV, C]. g is summed up within its chunk.
+    """Lay out g and beta by chunk: [tokens, HV] -> [chunks, HV, C]. g is summed within its chunk.
 
     Rows beyond a chunk's end neither decay nor write.
     """
@@ -153,8 +156,8 @@ def _gather_kernel(g, beta, spans, g_sums, betas, number, HV: tl.constexpr, BH: 
         to = tl.cast(chunk, tl.int64) * (HV * C) + head[:, None] * C + row[None, :]
         exists = (head < HV)[:, None] & (row < C)[None, :]
         if g is not None:
-            # A decay to 4e-28 is one to nothing. A smaller gate would only take digits from the
-            # sums, whose differences are the decays of later tokens.
+            # A decay to 4e-28 is as good as 0. A smaller gate would only take digits from the sums,
+            # whose differences are the decays of later tokens.
             sums = tl.cumsum(tl.maximum(tl.load(g + at, mask=mask, other=0.0), -63.0), 0)
             tl.store(g_sums + to, tl.trans(sums), mask=exists)
         tl.store(betas + to, tl.trans(tl.load(beta + at, mask=mask, other=0.0)), mask=exists)
@@ -163,7 +166,7 @@ def _gather_kernel(g, beta, spans, g_sums, betas, number, HV: tl.constexpr, BH: 
 @triton.jit(do_not_specialize=["number"])
 def _scatter_kernel(grad_g_sums, kept_sums, totals, grad_betas, spans, grad_g, grad_beta, number,
                     HV: tl.constexpr, BH: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """The transpose of `_gather_kernel`.
+    """Compute the transpose of `_gather_kernel`.
 
     A gate acts on its own token and on later ones (grad_g_sums), on what earlier ones leave in the
     state (kept_sums), and on the state before the chunk (totals).
@@ -189,7 +192,7 @@ def _scatter_kernel(grad_g_sums, kept_sums, totals, grad_betas, spans, grad_g, g
 
 
 def gather(g, beta, chunks: Chunks, size: int):
-    """The sums of g within each chunk and beta, fp32 [chunks, HV, C]. No g, no sums."""
+    """Return the sums of g within each chunk, or None without g, and beta; fp32 [chunks, HV, C]."""
     heads = beta.shape[-1]
     betas = beta.new_empty((chunks.number, heads, size))
     sums = None if g is None else torch.empty_like(betas)
@@ -198,14 +201,14 @@ def gather(g, beta, chunks: Chunks, size: int):
 
 
 def summed(parts):
-    """The sum of parts `[blocks, ...]`, as programs wrote them."""
+    """Return the sum of parts `[blocks, ...]`, one from each block."""
     return parts[0] if parts.shape[0] == 1 else parts.sum(0)
 
 
 def scatter(grad_g_sums, kept_sums, totals, grad_betas, chunks: Chunks, grad_g, grad_beta) -> None:
-    """Write the gradients of g and beta, fp32 [tokens, HV], from those of what `gather` made.
+    """Write the gradients of g and beta, fp32 [tokens, HV], from the gradients by chunk.
 
-    grad_g: None where g was. The first three are then, too.
+    grad_g: None if g was None; the first three arguments are None then, too.
     """
     tensors = grad_g_sums, kept_sums, totals, grad_betas, chunks.spans, grad_g, grad_beta
     _launch(_scatter_kernel, tensors, chunks, *grad_betas.shape[1:])

@@ -1,6 +1,6 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: through the chunks of a sequence, in Triton.
+"""Shared by chunk_gated_delta_rule and chunk_kda: loop over the chunks of a sequence, in Triton.
 
-The state, and what each token reads from it.
+Each chunk updates the state, and its tokens read from it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from npu_ops.ops.chunk_gated_delta_rule.triton_ascend.intra import (
 @triton.jit
 def state_place(value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
                 V_FIRST: tl.constexpr):  # fmt: skip
-    """Where columns `value` of a stored state lie, in the order that they lie in, and which are."""
+    """Return the offsets of columns `value` in a stored state, in its order, and which exist."""
     key = tl.arange(0, BK)
     if V_FIRST:
         return value[:, None] * K + key[None, :], (value < V)[:, None] & (key < K)[None, :]
@@ -31,9 +31,9 @@ def state_place(value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
 @triton.jit
 def load_columns(states, place, value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
                  BV: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
-    """Columns of a state, [BK, BV], 0 beyond it."""
+    """Load columns of a state, [BK, BV], 0 beyond it."""
     at, exists = state_place(value, K, V, BK, V_FIRST)
-    if BK == K and V % BV == 0:  # a mask is a tile, too
+    if BK == K and V % BV == 0:  # no mask where none is needed: it takes room as a tile does
         state = tl.load(states + place * (K * V) + at)
     else:
         state = tl.load(states + place * (K * V) + at, mask=exists, other=0.0)
@@ -45,7 +45,7 @@ def load_columns(states, place, value, K: tl.constexpr, V: tl.constexpr, BK: tl.
 @triton.jit
 def load_state(states, place, value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
                BV: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
-    """Columns of an fp32 state; 0 where there are no states."""
+    """Load columns of an fp32 state; 0 if there are no states."""
     if states is None:
         return tl.zeros((BK, BV), tl.float32)
     else:
@@ -55,7 +55,7 @@ def load_state(states, place, value, K: tl.constexpr, V: tl.constexpr, BK: tl.co
 @triton.jit
 def store_state(states, state, place, value, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
                 BV: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
-    """The inverse of `load_state`."""
+    """Store columns of a state: the inverse of `load_state`."""
     if states is not None:
         at, exists = state_place(value, K, V, BK, V_FIRST)
         if V_FIRST:
@@ -69,8 +69,10 @@ def store_state(states, state, place, value, K: tl.constexpr, V: tl.constexpr, B
 
 @triton.jit
 def dot_in_two(x, y, product, TURNED: tl.constexpr = False):
-    """product + x y, or x^T y where TURNED, of which one is in fp32. Beside one in bf16 it comes as
-    the sum of two: rounded, and what that leaves."""
+    """Return product + x y, or product + x^T y where TURNED; one of x and y may be fp32.
+
+    An fp32 factor beside one in bf16 is split into two in bf16: its rounding and the rest.
+    """
     if x.dtype == y.dtype:
         return tl.dot(tl.trans(x) if TURNED else x, y, product, input_precision="ieee")
     elif y.dtype == tl.float32:
@@ -88,10 +90,10 @@ def dot_in_two(x, y, product, TURNED: tl.constexpr = False):
 
 @triton.jit
 def written_to(state, solved, k, v, decay_k, C: tl.constexpr, BV: tl.constexpr):
-    """What a chunk's tokens write to a state: solved (v - decay_k k S), in the dtype of k and v.
+    """Return what a chunk's tokens write to a state, in their dtype: solved (v - decay_k k S).
 
-    state: in that dtype. k S never leaves the matrix unit. solved may be in fp32. decay_k: None
-    where k has it.
+    state: in the dtype of k and v. k S never leaves the matrix unit. solved may be in fp32.
+    decay_k: None where k includes it.
     """
     if decay_k is None:
         forgets = (0.0 - solved.to(tl.float32)).to(solved.dtype)
@@ -142,7 +144,7 @@ def written_and_added_by_key(
     operand, recalled, kept, v, solved, place, first, rows, head, column, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """`written_and_added` where each key has a decay of its own.
+    """As `written_and_added`, where each key has a decay of its own.
 
     recalled, kept: k times the decays from the chunk's start, and times those to its end,
     [chunks, HV, C, K].
@@ -155,7 +157,7 @@ def written_and_added_by_key(
 
 @triton.jit
 def load_decays(decays, place, K: tl.constexpr, BK: tl.constexpr):
-    """The decays of a state's keys over a chunk, [BK, 1], of fp32 [chunks, HV, K]."""
+    """Load the decays of a state's keys over a chunk, [BK, 1], from fp32 [chunks, HV, K]."""
     key = tl.arange(0, BK)
     return tl.load(decays + place * K + key, mask=key < K, other=0.0)[:, None]
 
@@ -167,15 +169,15 @@ def forward_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A program takes BV columns of one head's state through a sequence.
+    """Take BV columns of one head's state through a sequence, and write the outputs of its tokens.
 
-    The state is fp32; what is multiplied has the dtype of `solved`, whose columns have been
-    multiplied by betas. q, k and v are as they were given: where 1 over their norms weighs on q and
-    k, over_q and over_k, it is multiplied with what multiplies their rows. chunk_states, unless it
-    is None, gets the state before every KEEP tokens, of sequence n from row states_firsts[n] on.
+    The state is fp32. Operands of matrix products have the dtype of `solved`, whose columns have
+    been multiplied by betas. q, k and v are as the caller passed them: over_q and over_k, 1 over
+    the norms of q and k, are multiplied into the other factor. chunk_states, unless it is None,
+    gets the state before every KEEP tokens; its rows of sequence n begin at states_firsts[n].
 
-    kept, decays: None, or each key has a decay of its own; q, k and kept are then what chunk_kda's
-    `pairs_kernel` writes, and decays [chunks, HV, K].
+    kept, decays: None, unless each key has a decay of its own; q, k and kept are then the outputs
+    of chunk_kda's `pairs_kernel`, and decays is [chunks, HV, K].
     """
     row = tl.arange(0, C)
     wide = solved.dtype.element_ty
@@ -203,7 +205,7 @@ def forward_kernel(
                     operand, k, v, b_solved, b_g, last, of_k, first, rows, head, column, H, HV, K,
                     V, BK, BV, C,
                 )  # fmt: skip
-                # After what the next chunk waits for.
+                # These come last: the next chunk does not wait for them.
                 asked = (b_q.to(tl.float32) * (gamma * scale * of_q)[:, None]).to(wide)
                 decay = tl.exp(last)
             else:

@@ -1,6 +1,6 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: within a chunk, before any state is known.
+"""Shared by chunk_gated_delta_rule and chunk_kda: how tokens of one chunk act on each other.
 
-How its tokens act on each other.
+This part does not depend on the states, so it runs before any state is known.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 @triton.jit
 def load_rows(x, first, rows, heads, head, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
               column=0):  # fmt: skip
-    """A chunk's rows of one head of [tokens, heads, D]: [C, BD] columns from `column`, 0 beyond."""
+    """Load a chunk's rows of one head of [tokens, heads, D]: [C, BD] from `column`, 0 beyond."""
     row, d = tl.arange(0, C), column + tl.arange(0, BD)
     at = ((first + row).to(tl.int64) * heads + head)[:, None] * D + d[None, :]
     return tl.load(x + at, mask=(row < rows)[:, None] & (d < D)[None, :], other=0.0)
@@ -21,7 +21,7 @@ def load_rows(x, first, rows, heads, head, D: tl.constexpr, BD: tl.constexpr, C:
 @triton.jit
 def store_rows(x, value, first, rows, heads, head, D: tl.constexpr, BD: tl.constexpr,
                C: tl.constexpr, column=0):  # fmt: skip
-    """The inverse of `load_rows`."""
+    """Store a chunk's rows of one head: the inverse of `load_rows`."""
     row, d = tl.arange(0, C), column + tl.arange(0, BD)
     at = ((first + row).to(tl.int64) * heads + head)[:, None] * D + d[None, :]
     mask = (row < rows)[:, None] & (d < D)[None, :]
@@ -30,7 +30,7 @@ def store_rows(x, value, first, rows, heads, head, D: tl.constexpr, BD: tl.const
 
 @triton.jit
 def decays(g, C: tl.constexpr):
-    """exp(g_i - g_j) where i >= j, else 0. Masked before exp, which could overflow."""
+    """Return exp(g_i - g_j) where i >= j, else 0. Masked before exp, which could overflow."""
     row = tl.arange(0, C)
     lower = row[:, None] >= row[None, :]
     return tl.exp(tl.where(lower, g[:, None] - g[None, :], float("-inf")))
@@ -38,7 +38,7 @@ def decays(g, C: tl.constexpr):
 
 @triton.jit
 def inverse(lower, C: tl.constexpr):
-    """(1 + lower)^-1 of a strictly lower triangular [C, C] in fp32, row after row."""
+    """Return (1 + lower)^-1 of a strictly lower triangular [C, C] in fp32, row after row."""
     row = tl.arange(0, C)
     result = 0.0 - lower
     for i in range(1, C):
@@ -51,11 +51,11 @@ def inverse(lower, C: tl.constexpr):
 
 @triton.jit
 def inverse_in_halves(lower, C: tl.constexpr):
-    """`inverse`, its upper and its lower half, [C / 2, C] each, by slices, which Ascend's Triton
-    alone has. A sum over a masked tile takes a vector core eight times as long.
+    """Return the upper and the lower half of `inverse`, [C / 2, C] each.
 
-    A row that is final is taken out of all behind it: a column of `lower` times that row. Rows of
-    the upper half have nothing in the right half of the columns, and are final before the others.
+    It uses slices, which only Ascend's Triton has: a sum over a masked tile takes a vector core
+    eight times as long. Each finished row, times its column of `lower`, is subtracted from all rows
+    behind it. Rows of the upper half are 0 in the right half of the columns, and are done first.
     """
     HALF: tl.constexpr = C // 2
     row, half = tl.arange(0, C), tl.arange(0, HALF)
@@ -79,8 +79,10 @@ def inverse_in_halves(lower, C: tl.constexpr):
 @triton.jit
 def over_norms(x, first, rows, heads, head, eps, K: tl.constexpr, C: tl.constexpr,
                PART: tl.constexpr = 64):  # fmt: skip
-    """1 over the norms of a chunk's rows of one head, fp32 [C]. There is no room for whole rows of
-    the widest heads."""
+    """Return 1 over the norms of a chunk's rows of one head, fp32 [C].
+
+    It reads PART columns at a time, because whole rows of the widest heads do not fit.
+    """
     squares = tl.zeros((C, PART), tl.float32)
     for column in range(0, K, PART):
         part = load_rows(x, first, rows, heads, head, K, PART, C, column).to(tl.float32)
@@ -90,7 +92,7 @@ def over_norms(x, first, rows, heads, head, eps, K: tl.constexpr, C: tl.constexp
 
 @triton.jit
 def load_over_norms(stored, place, C: tl.constexpr):
-    """1 over the norms of a chunk's rows; 1 where rows are taken as they are."""
+    """Load 1 over the norms of a chunk's rows; return 1 where rows are not normalised."""
     if stored is None:
         return tl.full((C,), 1.0, tl.float32)
     else:
@@ -99,7 +101,7 @@ def load_over_norms(stored, place, C: tl.constexpr):
 
 @triton.jit
 def load_tile(x, place, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, column=0):
-    """BK columns of a [C, K] of [places, C, K], 0 beyond it."""
+    """Load BK columns of one [C, K] of [places, C, K], 0 beyond it."""
     row, key = tl.arange(0, C), column + tl.arange(0, BK)
     at = place * (C * K) + row[:, None] * K + key[None, :]
     if K % BK == 0:
@@ -110,7 +112,7 @@ def load_tile(x, place, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, colu
 
 @triton.jit
 def store_tile(x, value, place, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, column=0):
-    """The inverse of `load_tile`."""
+    """Store BK columns of one [C, K]: the inverse of `load_tile`."""
     row, key = tl.arange(0, C), column + tl.arange(0, BK)
     at = place * (C * K) + row[:, None] * K + key[None, :]
     value = value.to(x.dtype.element_ty)
@@ -122,7 +124,7 @@ def store_tile(x, value, place, C: tl.constexpr, K: tl.constexpr, BK: tl.constex
 
 @triton.jit
 def load_square(squares, place, C: tl.constexpr):
-    """A [C, C] of [places, C, C]."""
+    """Load one [C, C] of [places, C, C]."""
     row = tl.arange(0, C)
     return tl.load(squares + place * (C * C) + row[:, None] * C + row[None, :])
 
@@ -130,7 +132,7 @@ def load_square(squares, place, C: tl.constexpr):
 @triton.jit
 def store_square(squares, place, value, C: tl.constexpr, FIRST: tl.constexpr = 0,
                  ROWS: tl.constexpr = None):  # fmt: skip
-    """The inverse of `load_square`; or of ROWS rows from FIRST on."""
+    """Store one [C, C], or its ROWS rows from FIRST on: the inverse of `load_square`."""
     row = FIRST + tl.arange(0, C if ROWS is None else ROWS)
     at = place * (C * C) + row[:, None] * C + tl.arange(0, C)[None, :]
     tl.store(squares + at, value.to(squares.dtype.element_ty))
@@ -141,7 +143,7 @@ def products_kernel(
     q, k, spans, qk, kk, number, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """q k^T and k k^T of each chunk and head, fp32 [chunks, H, C, C]: the matrix unit's part."""
+    """Write q k^T and k k^T of each chunk and head, fp32 [chunks, H, C, C], by the matrix unit."""
     for item in range(tl.program_id(0), number * H, tl.num_programs(0)):
         chunk, head = item // H, item % H
         first, rows = tl.load(spans + 2 * chunk), tl.load(spans + 2 * chunk + 1)
@@ -158,11 +160,12 @@ def intra_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, WEIGHED: tl.constexpr,
     SLICES: tl.constexpr = False,
 ):  # fmt: skip
-    """solved: (1 + tril(beta k k^T decay, -1))^-1; scores: tril(scale q k^T decay); [.., C, C].
+    """Write solved and scores, [.., C, C].
 
+    solved is (1 + tril(beta k k^T decay, -1))^-1, and scores is tril(scale q k^T decay).
     WEIGHED: the columns of solved are multiplied by betas.
-    g_sums: None where qk and kk have the decays and the scale, with zeros above the diagonal.
-    over_q, over_k: None, or 1 over the norms of q and k [chunks, H, C], written and multiplied.
+    g_sums: None where qk and kk include the decays and the scale, with zeros above the diagonal.
+    over_q, over_k: None, or outputs [chunks, H, C]: 1 over the norms of q and k, also applied here.
     """
     row = tl.arange(0, C)
     for item in range(tl.program_id(0), number * H, tl.num_programs(0)):

@@ -1,4 +1,5 @@
-"""Shared by chunk_gated_delta_rule and chunk_kda: the size of tiles, and who walks which states."""
+"""Shared by chunk_gated_delta_rule and chunk_kda: the size of tiles, and which program has which
+state."""
 
 from __future__ import annotations
 
@@ -10,30 +11,33 @@ from npu_ops.core import hardware
 from npu_ops.core.grid import cdiv, next_power_of_2
 from npu_ops.core.room import Room
 
-# For each vector core that shares a tile. Its unified buffer holds the state in fp32 and what is
-# added to it, beside a chunk's rows.
+# Bytes on each vector core that shares a tile. The core's unified buffer holds the state in fp32
+# and the tile that is added to it, beside a chunk's rows.
 STATE_BYTES = 32 * 1024
-# Columns of a state that a program takes at the least where there are cores without any: below, a
-# step waits as long as with these (docs/npu-model.md).
+# The fewest columns of a state in a program, even if cores stay idle: with fewer, a step still
+# waits as long (docs/npu-model.md).
 FEWEST_COLUMNS = 32
-# Chunks of a sequence, on average, from which on a second launch is worth its time.
+# With so many chunks per sequence, on average, a second launch pays off.
 LONG = 8
-# The shortest side of what is multiplied, by the vector cores that share it. The compiler for
-# Ascend950, which has one, stops at an assertion of its own where a side is 16.
+# The shortest side of a factor of a product, by the number of vector cores that share it. On
+# Ascend950, which has one, the compiler stops at an assertion of its own if a side is 16.
 NARROWEST = {1: 32, 2: 16}
 ROOM = Room("chunk_gated_delta_rule")
 
 
 def chunk_size_of(q, v, size: int) -> int:
-    """Tokens in a chunk. Rows of more than 128 fp32 leave room for 32, and those of bf16 where an
-    older compiler keeps more beside them. The result is the same."""
+    """Return the number of tokens in a chunk.
+
+    Rows of more than 128 fp32 leave room for 32 tokens; so do bf16 rows with an older compiler that
+    keeps more beside them. The result is the same.
+    """
     wide = (q.dtype != torch.bfloat16 or ROOM.halvings) and max(q.shape[3], v.shape[3]) > 128
     return max(narrowest(q.device), min(size, 32) if wide else size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """One launch of the kernel that goes through sequences chunk by chunk: its share of the work.
+    """One launch of the kernel that goes through sequences chunk by chunk.
 
     piece, end: its first work item, and the one behind its last. A work item is one head's state of
     one sequence, or BV of its columns; BV is in `constants`.
@@ -68,7 +72,7 @@ def walks_of(q, v, sequences: int, state_v_first: bool, size: int) -> list[Walk]
 
 
 def constants_of(q, v, state_v_first: bool, size: int) -> dict:
-    """Of all walks."""
+    """Return the compile-time constants that all walks share."""
     return {
         "H": q.shape[2], "HV": v.shape[2], "K": q.shape[3], "V": v.shape[3],
         "V_FIRST": state_v_first, "BK": width_of(q.shape[3], q.device), "C": size,
@@ -76,15 +80,14 @@ def constants_of(q, v, state_v_first: bool, size: int) -> dict:
 
 
 def most_columns(q, v) -> int:
-    """How many columns of a state there is room for."""
+    """Return the number of columns of a state that fit on chip."""
     room = ROOM.of(STATE_BYTES) * hardware.cores_of_a_tile(q.device)
     fits = room // (4 if q.dtype == torch.bfloat16 else 8) // width_of(q.shape[3], q.device)
     return min(width_of(v.shape[3], v.device), fits)
 
 
 def columns_of(v, heads: int, most: int) -> int:
-    """How many columns of a state a program takes: all pieces of these heads run at once, or
-    the most."""
+    """Return a program's columns of a state: few enough to use all cores, at most `most`."""
     cores = hardware.num_cube_cores(v.device)
     while most > FEWEST_COLUMNS and heads * cdiv(v.shape[3], most // 2) <= cores:
         most //= 2
@@ -92,7 +95,7 @@ def columns_of(v, heads: int, most: int) -> int:
 
 
 def width_of(elements: int, device) -> int:
-    """The width of a tile that holds so many elements in a row."""
+    """Return the width of a tile that holds so many elements in a row."""
     return max(narrowest(device), next_power_of_2(elements))
 
 

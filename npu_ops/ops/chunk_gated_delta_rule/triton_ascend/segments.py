@@ -1,12 +1,13 @@
-"""Long sequences of few heads: their segments are walked side by side, from states that are joined.
+"""Cut long sequences of few heads into segments that run at the same time.
 
-What a segment does to a state is affine, `S -> M S + h`, as in context_parallel.py. `ends_kernel`
-finds each segment's h, its final state from 0, and M, its final state from the identity with v = 0.
-`join_kernel` composes those into the states that segments start from, with which forward.py walks
-all of them at once. Each step of a walk waits for the one before: fewer are worth their work twice.
+A segment changes a state by an affine map, `S -> M S + h`, as in context_parallel.py. `ends_kernel`
+computes each segment's h, its final state from 0, and M, its final state from the identity with
+v = 0. `join_kernel` composes the maps into the initial states of all segments, with which
+forward.py processes them at once. Each step of a sequence waits for the step before. Segments have
+fewer steps, which is worth computing them twice.
 
-Gradients of states go back the same way: `gradient_ends_kernel` finds M^T and what the outputs of a
-segment add, and the last segment is joined first.
+Gradients of states go back the same way: `gradient_ends_kernel` computes M^T and the share of a
+segment's outputs, and the last segment is joined first.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def first_or_identity(states, place, is_first, value, own: tl.constexpr, K: tl.c
     key = tl.arange(0, BK)
     state = tl.where(key[:, None] == (value - own)[None, :], 1.0, 0.0)
     if states is not None:
-        none_but_first = tl.where(is_first, 0, V)  # which are columns beyond it
+        # shifts the columns beyond the state, where nothing is loaded
+        none_but_first = tl.where(is_first, 0, V)
         at, exists = state_place(value + none_but_first, K, V, BK, V_FIRST)
         given = tl.load(states + place * (K * V) + at, mask=exists, other=0.0)
         state += tl.trans(given) if V_FIRST else given
@@ -54,7 +56,7 @@ def first_or_identity(states, place, is_first, value, own: tl.constexpr, K: tl.c
 
 @triton.jit
 def store_end(ends, state, place, value, K: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr):
-    """Store BV columns of a segment's end, `[K, WIDTH]`: of its state h, or of its matrix M."""
+    """Store BV columns of a segment's end, `[K, WIDTH]`: of its state h or of its matrix M."""
     key = tl.arange(0, BK)
     exists = (key < K)[:, None] & (value < WIDTH)[None, :]
     at = key[:, None] * WIDTH + value[None, :]
@@ -67,9 +69,10 @@ def ends_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """ends: h and M of all segments but the last, [sequences, segments - 1, HV, K, V' + K] in fp32,
-    V' being V rounded up to whole BV. heads: of all sequences. betas: None where the columns of
-    `solved` have been multiplied by them.
+    """Write h and M of all segments but the last.
+
+    ends: fp32 [sequences, segments - 1, HV, K, V' + K], where V' is V rounded up to whole BV.
+    heads: of all sequences. betas: None where the columns of `solved` include them.
 
     A program takes BV columns through a segment, as in `forward_kernel`. The first segment starts
     from the initial state: its M is not needed, and not written.
@@ -79,7 +82,7 @@ def ends_kernel(
     own: tl.constexpr = (V + BV - 1) // BV
     blocks: tl.constexpr = own + (K + BV - 1) // BV
     WIDTH: tl.constexpr = own * BV + K
-    pieces = (segments - 2) * blocks + own  # of a head
+    pieces = (segments - 2) * blocks + own  # pieces of one head
     for item in range(tl.program_id(0), heads * pieces, tl.num_programs(0)):
         n, head, piece = item // pieces // HV, item // pieces % HV, item % pieces
         segment = segments - 2 - piece // blocks
@@ -99,7 +102,7 @@ def ends_kernel(
             b_solved = load_square(solved, place, C)
             if betas is not None:
                 b_solved = b_solved.to(tl.float32) * tl.load(betas + place * C + row)[None, :]
-            # v is 0 for M.
+            # For the columns of M, v is 0.
             _, added = written_and_added(
                 state.to(wide), k, v, b_solved, b_g, last, of_k, first, rows, head, column, H, HV,
                 K, V, BK, BV, C,
@@ -115,8 +118,10 @@ def gradient_ends_kernel(
     ends, scale, heads, segments, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """ends: of all segments but the first, the last before the others, the gradient of the state
-    before it, and M^T: [sequences, segments - 1, HV, K, V' + K], as in `ends_kernel`.
+    """Write M^T and the gradient of the state before each segment, for all segments but the first.
+
+    ends: [sequences, segments - 1, HV, K, V' + K], as in `ends_kernel`; the last segment comes
+    first.
 
     A program takes BV columns back through a segment, as in `state_gradients_kernel`. The last
     segment starts from grad_final_state: its M^T is not needed, and not written.
@@ -126,7 +131,7 @@ def gradient_ends_kernel(
     own: tl.constexpr = (V + BV - 1) // BV
     blocks: tl.constexpr = own + (K + BV - 1) // BV
     WIDTH: tl.constexpr = own * BV + K
-    pieces = (segments - 2) * blocks + own  # of a head
+    pieces = (segments - 2) * blocks + own  # pieces of one head
     for item in range(tl.program_id(0), heads * pieces, tl.num_programs(0)):
         n, head, piece = item // pieces // HV, item // pieces % HV, item % pieces
         segment = 1 + piece // blocks
@@ -152,7 +157,7 @@ def gradient_ends_kernel(
             b_k = load_rows(k, first, rows, H, head // (HV // H), K, BK, C).to(wide)
             b_grad_o = load_rows(grad_o, first, rows, HV, head, V, BV, C, column).to(wide)
             gamma = tl.exp(b_g)
-            # As in `state_gradients_kernel`, without the gradients that are in between.
+            # As in `state_gradients_kernel`, without the intermediate gradients.
             forgets = load_square(solved, place, C).to(tl.float32)
             forgets = forgets * (0.0 - gamma * b_beta * of_k)[None, :]
             faded = forgets * (tl.exp(last - b_g) * of_k)[:, None]
@@ -175,10 +180,12 @@ def join_kernel(
     V: tl.constexpr, V_FIRST: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     MOVES: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """states: the one before each segment, [sequences, segments, HV, ...] as initial_state; where
-    BACK the one after it, from the last segment on.
+    """Compose the maps of segments into states.
 
-    A program takes BV columns of one head. M is ends' columns from MOVES on.
+    states: the state before each segment, [sequences, segments, HV, ...] like initial_state; with
+    BACK the gradient of the state after each segment, from the last segment on.
+
+    A program takes BV columns of one head. M is in the columns of `ends` from MOVES on.
     """
     key = tl.arange(0, BK)
     blocks: tl.constexpr = (V + BV - 1) // BV
@@ -208,9 +215,10 @@ def join_kernel(
 
 
 def cut(chunks: Chunks, segments: int, size: int, unit: int) -> Chunks:
-    """The same chunks, of `size` tokens, with the segments of each sequence in place of sequences.
+    """Return the same chunks, of `size` tokens, with each segment as a sequence of its own.
 
-    All but the last of a sequence have as many whole `unit` tokens; short ones leave some empty.
+    All segments but a sequence's last have the same number of tokens, a multiple of `unit`. Short
+    sequences leave some segments empty.
     """
     lengths = chunks.starts.diff()
     most = (lengths + (segments * unit - 1)) // (segments * unit) * unit
@@ -227,10 +235,10 @@ def cut(chunks: Chunks, segments: int, size: int, unit: int) -> Chunks:
 
 def states_before(k, v, g_sums, betas, solved, over_k, initial_state, chunks: Chunks, segments: int,
                   constants: dict, joined: int):  # fmt: skip
-    """The state before each segment of `chunks`, fp32 [sequences * segments, HV, ...].
+    """Return the state before each segment of `chunks`, fp32 [sequences * segments, HV, ...].
 
-    betas: None where `solved` has them. constants: a walk's; joined: how many columns a program
-    composes.
+    betas: None where `solved` includes them. constants: a walk's. joined: the number of columns
+    that a program composes.
     """
     ends, pieces = _ends(chunks, segments, v.device, constants)
     ends_kernel[(pieces,)](
@@ -242,7 +250,7 @@ def states_before(k, v, g_sums, betas, solved, over_k, initial_state, chunks: Ch
 
 def gradients_after(grad_o, grad_final_state, q, k, gates, solved, scores, norms, chunks: Chunks,
                     segments: int, scale, constants: dict, joined: int):  # fmt: skip
-    """The gradient of the state after each segment of `chunks`, as `states_before`."""
+    """Return the gradient of the state after each segment of `chunks`, as `states_before`."""
     ends, pieces = _ends(chunks, segments, q.device, constants)
     gradient_ends_kernel[(pieces,)](
         grad_o, grad_final_state, q, k, *gates, solved, scores, *norms, chunks.starts,
@@ -252,7 +260,7 @@ def gradients_after(grad_o, grad_final_state, q, k, gates, solved, scores, norms
 
 
 def _ends(chunks: Chunks, segments: int, device, constants: dict):
-    """Room for what segments do to a state, and how many programs find it."""
+    """Return uninitialised memory for the segments' maps, and the number of programs to launch."""
     heads, keys, width = constants["HV"], constants["K"], constants["BV"]
     own, sequences = cdiv(constants["V"], width), chunks.sequences // segments
     shape = sequences, segments - 1, heads, keys, own * width + keys
@@ -262,7 +270,7 @@ def _ends(chunks: Chunks, segments: int, device, constants: dict):
 
 
 def _join(ends, initial_state, constants: dict, joined: int, back: bool):
-    """The states between segments, from what they do to them."""
+    """Return the states between segments, composed from the segments' maps."""
     sequences, segments, heads, keys, width = ends.shape[0], ends.shape[1] + 1, *ends.shape[2:]
     values = constants["V"]
     matrix = (values, keys) if constants["V_FIRST"] else (keys, values)

@@ -1,10 +1,10 @@
 """Shared by fused_recurrent_gated_delta_rule and chunk_kda: token by token, in Triton.
 
-For Ascend and NVIDIA. Definition: reference.py
+For Ascend and NVIDIA. Reference: reference.py
 
-A program keeps BV value columns of one head's state on chip. The state is fp32, in the layout that
-it has in memory. The program walks over the tokens, by vector instructions alone. No column depends
-on another one, so programs share out the columns of a head.
+A program keeps BV value columns of one head's state on chip, in fp32 and in the layout of memory.
+It loops over the tokens and uses only vector instructions. Columns do not depend on each other, so
+several programs can divide the columns of a head.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
 # State elements in a tile, by the bytes on chip that the vendor's compiler plans for each.
 TILE = tile_elements(40)
 TILE_BACKWARD = tile_elements(80)
-# Tokens between two states that the backward keeps. It computes the ones between again for each
-# token, so that a state is never written and read back within one launch.
+# Tokens between two states that the backward stores. It computes the states between them again for
+# each token, so that no launch reads a state that it has written.
 SEGMENT = 16
 
 
 @triton.jit
 def span_of(cu_seqlens, n, length):
-    """Where sequence n begins and ends in the tokens, int32.
+    """Return where sequence n begins and ends in the tokens, int32.
 
-    Packed tokens are of one batch element: whatever is in cu_seqlens, an end is within `length`.
+    Packed tokens belong to one batch element. An end is within `length`, whatever cu_seqlens holds.
     """
     if cu_seqlens is None:
         return n * length, (n + 1) * length
@@ -52,7 +52,7 @@ def span_of(cu_seqlens, n, length):
 @triton.jit
 def decayed(state, g, gk, gv, row, key, value, K: tl.constexpr, V: tl.constexpr,
             V_FIRST: tl.constexpr):  # fmt: skip
-    """The state after the decay of a token."""
+    """Return the state after the decay of a token."""
     if g is not None or gk is not None:
         log = tl.zeros(key.shape, tl.float32)
         if g is not None:
@@ -76,8 +76,10 @@ def load_beta(beta, row, value, V: tl.constexpr, PER_VALUE: tl.constexpr):
 @triton.jit
 def written(state, k, v, beta, row, qk_row, key, value, K: tl.constexpr, V: tl.constexpr,
             V_FIRST: tl.constexpr, PER_VALUE: tl.constexpr):  # fmt: skip
-    """The key of a token as a tile, how far its value is from what the decayed state recalls, and
-    its beta."""
+    """Return a token's key as a tile, the error of the decayed state's value, and beta.
+
+    The error is the token's value minus the value that the state recalls for the key.
+    """
     b_k = keys_of(load_row(k, qk_row, key, K), V_FIRST)
     error = load_row(v, row, value, V) - over_keys(state * b_k, V_FIRST)
     return b_k, error, load_beta(beta, row, value, V, PER_VALUE)
@@ -86,7 +88,7 @@ def written(state, k, v, beta, row, qk_row, key, value, K: tl.constexpr, V: tl.c
 @triton.jit
 def advanced(state, k, v, g, gk, gv, beta, row, qk_row, key, value, K: tl.constexpr,
              V: tl.constexpr, V_FIRST: tl.constexpr, PER_VALUE: tl.constexpr):  # fmt: skip
-    """The state after a token."""
+    """Return the state after a token."""
     state = decayed(state, g, gk, gv, row, key, value, K, V, V_FIRST)
     b_k, error, b_beta = written(state, k, v, beta, row, qk_row, key, value, K, V, V_FIRST,
                                  PER_VALUE)  # fmt: skip
@@ -95,7 +97,7 @@ def advanced(state, k, v, g, gk, gv, beta, row, qk_row, key, value, K: tl.conste
 
 @triton.jit
 def load_state(states, here, at, exists):
-    """A tile of a state in fp32; 0 where there are no states."""
+    """Load a tile of a state in fp32; 0 if there are no states."""
     if states is not None:
         return tl.load(states + here + at, mask=exists, other=0.0).to(tl.float32)
     else:
@@ -130,7 +132,7 @@ def _forward_kernel(
 def fused_recurrent_gated_delta_rule(
     q, k, v, g, gk, gv, beta, initial_state, cu_seqlens, scale, state_v_first, o, final_state
 ):
-    """Write o, and final_state unless it is None; the arguments are the operator's."""
+    """Write o, and final_state unless it is None. Arguments as in the operator."""
     batch, length, heads, keys = q.shape
     value_heads, values = v.shape[2:]
     sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -176,9 +178,10 @@ def _backward_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
     PER_VALUE: tl.constexpr, SEGMENT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Walk over the tokens backwards.
+    """Loop over the tokens backwards, and write their gradients.
 
-    All blocks of values share the gradients of q, k, g, gk and beta. Each writes a part of its own.
+    Every block of values contributes to the gradients of q, k, g, gk and beta. Each writes a part
+    of its own, and the parts are summed later.
     """
     blocks: tl.constexpr = (V + BV - 1) // BV
     key = tl.arange(0, BK)
@@ -238,7 +241,7 @@ def fused_recurrent_gated_delta_rule_backward(
     state_v_first,
     grad_q, grad_k, grad_v, grad_g, grad_gk, grad_gv, grad_beta, grad_initial_state,
 ):  # fmt: skip
-    """Write the gradients, all fp32, that are not None."""
+    """Write those gradients, all fp32, that are not None."""
     batch, length, heads, keys = q.shape
     value_heads, values = v.shape[2:]
     tokens = batch * length

@@ -1,6 +1,6 @@
 """Shared by fused_recurrent_gated_delta_rule and gated_delta_rule_update: tiles of states.
 
-A tile is BK keys by BV values; where V_FIRST, it is BV values by BK keys, as the state in memory.
+A tile is BK keys by BV values; with V_FIRST it is BV values by BK keys, like the state in memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from npu_ops.core.grid import next_power_of_2
 
 @triton.jit
 def keys_of(x, V_FIRST: tl.constexpr):
-    """A vector of keys as a tile that broadcasts over values."""
+    """Return a vector of keys as a tile that broadcasts over values."""
     if V_FIRST:
         return x[None, :]
     else:
@@ -22,7 +22,7 @@ def keys_of(x, V_FIRST: tl.constexpr):
 
 @triton.jit
 def values_of(x, V_FIRST: tl.constexpr):
-    """A vector of values as a tile that broadcasts over keys."""
+    """Return a vector of values as a tile that broadcasts over keys."""
     if V_FIRST:
         return x[:, None]
     else:
@@ -31,7 +31,7 @@ def values_of(x, V_FIRST: tl.constexpr):
 
 @triton.jit
 def over_keys(x, V_FIRST: tl.constexpr):
-    """The sum over the keys of a state tile."""
+    """Return the sum over the keys of a state tile."""
     if V_FIRST:
         return tl.sum(x, 1)
     else:
@@ -40,7 +40,7 @@ def over_keys(x, V_FIRST: tl.constexpr):
 
 @triton.jit
 def over_values(x, V_FIRST: tl.constexpr):
-    """The sum over the values of a state tile."""
+    """Return the sum over the values of a state tile."""
     if V_FIRST:
         return tl.sum(x, 0)
     else:
@@ -49,7 +49,7 @@ def over_values(x, V_FIRST: tl.constexpr):
 
 @triton.jit
 def state_tile(key, value, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
-    """Where a tile of a state lies in it, and which of it exists."""
+    """Return the offsets of a tile within its state, and which elements exist."""
     key, value = keys_of(key, V_FIRST), values_of(value, V_FIRST)
     exists = (key < K) & (value < V)
     if V_FIRST:
@@ -61,9 +61,9 @@ def state_tile(key, value, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constex
 @triton.jit
 def columns_of(item, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
                BK: tl.constexpr, BV: tl.constexpr):  # fmt: skip
-    """A piece of work, BV columns of one head's state.
+    """Decode the index of a work item: BV columns of one head's state.
 
-    Returns the sequence, the head, the columns, and `state_tile` of them.
+    Returns the sequence, the head, the columns, and the columns' `state_tile`.
     """
     blocks: tl.constexpr = (V + BV - 1) // BV
     value = item % blocks * BV + tl.arange(0, BV)
@@ -73,18 +73,18 @@ def columns_of(item, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST
 
 @triton.jit
 def load_row(x, row, at, WIDTH: tl.constexpr):
-    """Part of a row of [rows, WIDTH] in fp32, 0 beyond its end."""
+    """Load part of a row of [rows, WIDTH] in fp32, 0 beyond its end."""
     return tl.load(x + row * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def within(begin, end, tokens):
-    """A span within so many tokens, whatever begin and end are."""
+    """Clamp a span to so many tokens, whatever begin and end are."""
     begin = tl.minimum(tl.maximum(begin, 0), tokens)
     return begin, tl.minimum(tl.maximum(end, begin), tokens)
 
 
 def tile_constants(keys: int, values: int, tile: int) -> dict:
-    """A tile of up to `tile` elements: all keys, and as many values as fit."""
+    """Return the constants of a tile of up to `tile` elements: all keys, and values that fit."""
     rows = next_power_of_2(keys)
     return {"BK": rows, "BV": min(next_power_of_2(values), tile // rows)}
