@@ -1,10 +1,12 @@
-"""Builds the native library from csrc/*/*.cpp; everything else is in pyproject.toml.
+"""Build the native library from csrc/*/*.cpp; everything else is in pyproject.toml.
 
 From torch 2.10 on the library uses torch's stable ABI: npu_ops/_native.abi3.so serves every torch
 from TORCH_TARGET on. For torch 2.7 to 2.9 the same sources are built with that torch's C++ API:
 npu_ops/_native_torch2_9.abi3.so. Neither has a PyInit, so one file serves every Python.
-NPU_OPS_SKIP_NATIVE=1 installs without them. NPU_OPS_OLDER_TORCH, folders of unpacked torch wheels
-with colons between them, builds the libraries of those too, for a wheel that serves all.
+
+NPU_OPS_SKIP_NATIVE=1 installs without the libraries. NPU_OPS_OLDER_TORCH lists folders of unpacked
+torch wheels, separated by colons. The libraries of those are built too, for a wheel that serves
+all.
 
 Where CANN is installed (ASCEND_HOME_PATH), csrc/CMakeLists.txt compiles the AscendC kernels too:
 they are shipped as npu_ops/_ascendc/<family>/<op>.o. NPU_OPS_SKIP_ASCENDC=1 installs without them.
@@ -24,7 +26,7 @@ import sys
 import setuptools
 from setuptools.command.build_py import build_py
 
-if int(setuptools.__version__.split(".")[0]) < 77:  # older ones cannot read pyproject.toml
+if int(setuptools.__version__.split(".")[0]) < 77:  # older versions cannot read pyproject.toml
     raise SystemExit(
         f"npu-ops: got setuptools {setuptools.__version__} to build with, needs 77 or newer: "
         "pip install 'setuptools>=77' ninja"
@@ -39,12 +41,12 @@ WITHOUT = (
 
 
 def release(torch):
-    """(2, 9) of "2.9.0a0+git1234"."""
+    """Return the release of a version: (2, 9) for "2.9.0a0+git1234"."""
     return tuple(int(number) for number in torch.split(".")[:2])
 
 
 def find_compiler():
-    """The C++ compiler's command, and how it calls itself."""
+    """Return the C++ compiler's command, and the name that it prints of itself."""
     compiler = os.environ.get("CXX", "g++").split()
     if shutil.which(compiler[0]) is None:
         raise SystemExit(
@@ -69,7 +71,7 @@ def write_build_info(**info):
 
 
 def library(torch, **options):
-    """The native library for a release of torch."""
+    """Return the native library's extension for a release of torch."""
     from torch.utils.cpp_extension import CppExtension
 
     here, stable = os.getcwd(), torch >= STABLE_FROM
@@ -80,8 +82,8 @@ def library(torch, **options):
         define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET)] if stable else [],
         extra_compile_args=[
             "-O3",
-            # No one asks for floating-point traps; if they could come, a condition in a loop would
-            # keep it from being vectorised, but where there are masks, as in AVX-512.
+            # Nothing here uses floating-point traps. If the compiler had to allow for them, a
+            # condition in a loop would prevent vectorisation, except with masks as in AVX-512.
             "-fno-trapping-math",
             "-std=c++20",
             "-g0",
@@ -95,12 +97,12 @@ def library(torch, **options):
 
 
 def older_library(folder):
-    """The library for the torch in a folder, an unpacked wheel."""
+    """Return the extension of the library for the torch in a folder, an unpacked wheel."""
     version = (pathlib.Path(folder) / "torch" / "version.py").read_text()
     torch = release(re.search(r"__version__ = '([^']+)'", version)[1])
     made = library(torch)
     headers = f"{folder}/torch/include"
-    # In place of those of the torch that builds.
+    # These replace the headers of the torch that runs the build.
     made.include_dirs = [os.path.abspath("csrc"), headers, f"{headers}/torch/csrc/api/include"]
     made.library_dirs = [f"{folder}/torch/lib"]
     return made
@@ -123,17 +125,17 @@ def native_extensions():
         )
 
     class BuildNative(BuildExtension):
-        """Keeps the objects, so that ninja compiles again only what has changed."""
+        """Build the libraries and keep their objects, so that ninja compiles only changes again."""
 
         def finalize_options(self):
             super().finalize_options()
-            # Without this pip gives each build a new folder. setuptools reads the variable when it
+            # Without this, pip gives each build a new folder. setuptools reads the variable when it
             # builds for another machine.
             platform = os.environ.get("_PYTHON_HOST_PLATFORM", "native")
             self.build_temp = f"build/{platform}/torch-{torch.__version__}"
 
         def run(self):
-            """One at a time: make begins to build while pip downloads what it will build for."""
+            """Run one build at a time: make starts one while pip downloads for another."""
             pathlib.Path("build").mkdir(exist_ok=True)
             with open("build/lock", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -147,7 +149,7 @@ def native_extensions():
                     ) from None
 
         def build_extension(self, extension):
-            """Objects of each torch in a folder of their own."""
+            """Compile the objects for each torch in a folder of their own."""
             before = self.build_temp
             self.build_temp = f"{before}/{extension.name}"
             super().build_extension(extension)
@@ -168,20 +170,20 @@ def native_extensions():
 
 
 class BuildPython(build_py):
-    """Also writes the stub of the package, and compiles the AscendC kernels if CANN is there."""
+    """Also write the stub of the package, and compile the AscendC kernels if CANN is there."""
 
     def run(self):
         super().run()
         package = pathlib.Path("." if self.editable_mode else self.build_lib, "npu_ops")
         (package / "__init__.pyi").write_text(stub(pathlib.Path("npu_ops")))
         folder = (package / "_ascendc").absolute()
-        shutil.rmtree(folder, ignore_errors=True)  # of another CANN
+        shutil.rmtree(folder, ignore_errors=True)  # kernels of another CANN
         if kernels_wanted():
             compile_kernels(folder)
 
 
 def stub(package):
-    """`npu_ops/__init__.pyi`: the public names, written out.
+    """Return the text of `npu_ops/__init__.pyi`, which lists the public names.
 
     `npu_ops/__init__.py` finds the operators in a loop, which type checkers do not run.
     """
@@ -196,7 +198,7 @@ def stub(package):
 
 
 def exported(source):
-    """The literal `__all__` of a module."""
+    """Return the literal `__all__` of a module's source."""
     return ast.literal_eval(re.search(r"^__all__ = (\[.*?\])", source, re.M | re.S)[1])
 
 
@@ -211,9 +213,9 @@ def kernels_wanted():
 
 
 def compile_kernels(folder):
-    """Fill `folder`; a kernel that does not compile ends the installation."""
+    """Compile the kernels into `folder`; a kernel that does not compile ends the installation."""
     build = "build/ascendc"
-    shutil.rmtree(build, ignore_errors=True)  # CMake keeps the compiler that it found first
+    shutil.rmtree(build, ignore_errors=True)  # CMake would keep the compiler that it found first
     try:
         for step in (
             ["-S", "csrc", "-B", build, f"-DCMAKE_INSTALL_PREFIX={folder}"],
@@ -236,7 +238,7 @@ def native_settings():
     return native_extensions()
 
 
-# What the emulated NPU builds on first use: itself, and twins of AscendC kernels.
+# The sources that the emulated NPU compiles on first use: its own, and twins of AscendC kernels.
 EMULATOR_SOURCES = "npu_ops_emulator._sources"
 KERNEL_SOURCES = "npu_ops_emulator._csrc"
 

@@ -1,4 +1,4 @@
-"""attention against torch's: a causal prompt, decoding from a paged cache, images packed."""
+"""Compare attention with torch's: a causal prompt, decoding from a paged cache, packed images."""
 
 import dataclasses
 import types
@@ -20,7 +20,7 @@ def prompt(op, model, size):
 
 
 def decode(op, model, size):
-    """A token for each of 8 sequences, from a paged cache of about `size` keys."""
+    """Return a case of a token for each of 8 sequences and a paged cache of about `size` keys."""
     return cases.Case(
         "decode", 1, model.heads, model.kv_heads, model.head_dim, more=size - 1, keys="paged",
         block_size=128, sequences=8,
@@ -28,7 +28,7 @@ def decode(op, model, size):
 
 
 def vision(op, model, size):
-    """Equal images, so that a size is a size."""
+    """Return a case of images of equal size, so that `size` determines the work."""
     if model.vision is None:
         return None
     heads, dim = model.vision
@@ -57,7 +57,7 @@ def sdpa(q, k, v, is_causal):
 
 
 def eager(q, k, v, is_causal):
-    """transformers' attn_implementation="eager"."""
+    """Run transformers' attn_implementation="eager"."""
     layer = types.SimpleNamespace(num_key_value_groups=q.shape[2] // k.shape[2], training=False)
     tokens, scale = q.shape[1], q.shape[3] ** -0.5
     mask = torch.full((tokens, tokens), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
@@ -66,7 +66,7 @@ def eager(q, k, v, is_causal):
 
 
 def gathered(q, k, v, block_table, seqlens_k, **rest):
-    """What a server without a paged kernel does."""
+    """Gather the paged keys and values first, as a server without a paged kernel does."""
     width = block_table.shape[1] * k.shape[1]
     mask = torch.arange(width, device=q.device) < seqlens_k.view(-1, 1, 1, 1)
     k, v = (x[block_table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v))
@@ -75,7 +75,7 @@ def gathered(q, k, v, block_table, seqlens_k, **rest):
 
 
 def masked(q, k, v, cu_seqlens_q, **rest):
-    """All images in one call."""
+    """Run all images in one call, with a mask that separates them."""
     image = torch.repeat_interleave(torch.arange(IMAGES), cu_seqlens_q.diff()).to(q.device)
     rows = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = F.scaled_dot_product_attention(*rows, attn_mask=image[:, None] == image)
@@ -83,14 +83,14 @@ def masked(q, k, v, cu_seqlens_q, **rest):
 
 
 def image_by_image(q, k, v, cu_seqlens_q, **rest):
-    """As transformers' vision towers do without flash-attn."""
+    """Run one image at a time, as transformers' vision towers do without flash-attn."""
     lengths = cu_seqlens_q.diff().tolist()
     rows = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)), strict=True)
     return torch.cat([F.scaled_dot_product_attention(*row) for row in rows], 2)[0].transpose(0, 1)
 
 
 def flop(case):
-    """Two products of all pairs, of half of them where it is causal."""
+    """Return the operations: two products over all pairs, or over half of them if causal."""
     pairs = case.tokens * (case.tokens + case.more)
     if isinstance(case, Images):
         pairs //= IMAGES
@@ -99,7 +99,7 @@ def flop(case):
 
 
 def cache(case, inputs):
-    """The keys and values that sequences have, of a pool that has more."""
+    """Return the bytes of the keys and values of sequences, not of the pool, and of q and out."""
     rows = inputs["seqlens_k"].sum().item()
     return 2 * rows * inputs["k"][0, 0].nbytes + 2 * inputs["q"].nbytes
 
@@ -112,7 +112,7 @@ SWEEPS = [
         models=TEXT,
         case=prompt,
         prepare=plain,
-        sizes=(2, 16, 64, 512, 2048),  # of one token q and k have no gradient
+        sizes=(2, 16, 64, 512, 2048),  # with one token, q and k have no gradient
         backward_to=512,
         exact_to=512,
         at_most={"eager": 512},

@@ -1,4 +1,4 @@
-"""bias_dropout_add against Megatron's, fused by its compiler and not."""
+"""Compare bias_dropout_add with Megatron's function, compiled and not."""
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ def megatrons():
 
 
 def with_bias(inputs, p):
-    """A linear layer's, which Megatron leaves to this op; Qwen's have none."""
+    """Add the bias of a linear layer, which Megatron leaves to this op; Qwen's layers have none."""
     x = inputs["x"]
     return inputs | {"bias": torch.linspace(-1, 1, x.shape[-1]).to(x), "p": p}
 

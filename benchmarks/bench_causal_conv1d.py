@@ -1,4 +1,4 @@
-"""causal_conv1d against the layer of transformers' Qwen3-Next without a kernel."""
+"""Compare causal_conv1d with the layer of transformers' Qwen3-Next without a kernel."""
 
 import torch.nn.functional as F
 from npu_ops_tools.bench import Sweep

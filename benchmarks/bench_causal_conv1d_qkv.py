@@ -1,4 +1,4 @@
-"""causal_conv1d_qkv against the layer of transformers' Qwen3-Next, and our own parts of it."""
+"""Compare causal_conv1d_qkv with transformers' Qwen3-Next, and with our separate ops."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""The convolution's decoding step against transformers'."""
+"""Compare the convolution's decoding step with transformers'."""
 
 from npu_ops_tools.bench import Sweep
 from npu_ops_tools.bench.peers import ON_GPUS, SGLANG
@@ -7,7 +7,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_upd
 
 
 def without_a_pool(inputs):
-    """transformers has a state for each sequence, in their order."""
+    """Replace the pool by one state for each sequence, in their order, as transformers needs."""
     batch, channels = inputs["x"].shape[0], inputs["x"].shape[2]
     state = inputs["conv_state"][:batch].reshape(batch, channels, -1).contiguous()
     del inputs["conv_state_indices"]

@@ -1,4 +1,4 @@
-"""The chunked gated delta rule against transformers', Megatron's and fla's in PyTorch."""
+"""Compare the chunked gated delta rule with transformers', Megatron's and fla's in PyTorch."""
 
 import torch.nn.functional as F
 from npu_ops_tools.bench import Sweep
@@ -25,7 +25,8 @@ def megatrons():
     function = megatron("ssm.gated_delta_net", "torch_chunk_gated_delta_rule")
 
     def run(q, k, v, g, beta, use_qk_l2norm_in_kernel, **rest):
-        q, k = repeated(l2norm(q), l2norm(k), v)  # its own is fla's, which wants a GPU
+        # the function's own l2norm is fla's, which needs a GPU
+        q, k = repeated(l2norm(q), l2norm(k), v)
         return function(q, k, v, g=g, beta=beta, **rest)
 
     return run
@@ -45,7 +46,7 @@ def naive():
 
 
 def repeated(q, k, v):
-    """A key head for each value head."""
+    """Repeat the key heads so that each value head has one of its own."""
     times = v.shape[2] // q.shape[2]
     return q.repeat_interleave(times, dim=2), k.repeat_interleave(times, dim=2)
 
@@ -64,7 +65,7 @@ SWEEPS = [
         prepare=as_layers_call_it,
         sizes=(16, 64, 256, 1024, 4096),
         backward_to=1024,
-        exact_to=16,  # the definition goes token by token, and keeps all states
+        exact_to=16,  # the reference goes token by token, and keeps all states
         beyond="transformers",
         at_most={"fla naive": 1024, "Megatron": 1024},
         flop=lambda case: 7 * case.tokens * case.value_heads * case.keys * case.values,

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention against fla's in PyTorch."""
+"""Compare Kimi Delta Attention with fla's in PyTorch."""
 
 import torch.nn.functional as F
 from npu_ops_tools.bench import Sweep
@@ -31,7 +31,7 @@ SWEEPS = [
         prepare=as_layers_call_it,
         sizes=(16, 64, 256, 1024, 4096),
         backward_to=1024,
-        exact_to=16,  # the definition goes token by token, and keeps all states
+        exact_to=16,  # the reference goes token by token, and keeps all states
         at_most={"fla naive": 256},
         flop=lambda case: 7 * case.tokens * case.value_heads * case.keys * case.values,
     )

@@ -1,4 +1,4 @@
-"""The recurrent gated delta rule against transformers' recurrence."""
+"""Compare the recurrent gated delta rule with transformers' recurrence."""
 
 from npu_ops_tools.bench import Sweep
 from npu_ops_tools.bench.peers import ON_GPUS, fla_naive

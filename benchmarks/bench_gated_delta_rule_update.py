@@ -1,4 +1,4 @@
-"""The decoding step against transformers' recurrence on states gathered from the same pool."""
+"""Compare the decoding step with transformers' recurrence on states gathered from the same pool."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ recurrent = getattr(
 
 
 def of_pool(pool):
-    """States with the keys first, as transformers has them."""
+    """Return a function that makes cases with the keys of states first, as in transformers."""
 
     def case(op, model, size):
         found = of_sequences(op, model, size)
@@ -27,7 +27,7 @@ def of_pool(pool):
 
 
 def all_decode(inputs):
-    """The case skips every third sequence, which transformers cannot."""
+    """Let every sequence decode: the case skips every third, which transformers cannot do."""
     slots, batch = inputs["state"].shape[0], inputs["qkv"].shape[0]
     inputs["state_indices"] = torch.arange(slots - 1, slots - 1 - batch, -1).to(
         inputs["state_indices"]
@@ -37,7 +37,7 @@ def all_decode(inputs):
 
 
 def transformers(qkv, a, b, A_log, dt_bias, state, state_indices, state_v_first):
-    """The same from the convolution's output to o."""
+    """Compute the decoding step in transformers, from the convolution's output to o."""
     value_heads, keys, values = state.shape[1:]
     key_width = (qkv.shape[1] - value_heads * values) // 2
     q, k, v = qkv[:, None].split((key_width, key_width, value_heads * values), -1)
@@ -52,7 +52,7 @@ def transformers(qkv, a, b, A_log, dt_bias, state, state_indices, state_v_first)
 
 
 def moved(case, inputs):
-    """The states of the batch, read and written."""
+    """Return the bytes of the batch's states, read and written, and of qkv and o."""
     return 2 * case.sequences * inputs["state"][0].nbytes + 2 * inputs["qkv"].nbytes
 
 

@@ -1,4 +1,4 @@
-"""gdn_gate against the two lines of transformers' Qwen3NextGatedDeltaNet."""
+"""Compare gdn_gate with the two lines of transformers' Qwen3NextGatedDeltaNet."""
 
 import torch.nn.functional as F
 from npu_ops_tools.bench import Sweep

@@ -1,4 +1,4 @@
-"""grouped_linear against a product for each group, as transformers has it without a kernel."""
+"""Compare grouped_linear with a product for each group, as in transformers without a kernel."""
 
 import torch
 from npu_ops_tools.bench import Sweep

@@ -1,4 +1,4 @@
-"""l2norm against transformers' function, of queries in one projection with the rest."""
+"""Compare l2norm with transformers' function, on queries that are a slice of one projection."""
 
 from npu_ops_tools.bench import Sweep
 from transformers.models.qwen3_next.modeling_qwen3_next import l2norm

@@ -1,4 +1,4 @@
-"""linear against torch's function."""
+"""Compare linear with torch's function."""
 
 import torch
 from npu_ops_tools.bench import Sweep

@@ -1,4 +1,4 @@
-"""Multimodal rotary embedding against transformers': merge three tables, then rotate."""
+"""Compare multimodal rotary embedding with transformers', which merges three tables first."""
 
 from npu_ops_tools.bench import Sweep
 from npu_ops_tools.bench.peers import ON_GPUS, SGLANG
@@ -6,7 +6,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_
 
 
 def of_hugging_face(inputs):
-    """q and k are [B, N, S, D], laid out as [B, S, N, D]; tables in their dtype."""
+    """Return q and k as [B, N, S, D] views of [B, S, N, D] memory, and tables in their dtype."""
     q, k = (inputs[x][None].transpose(1, 2) for x in "qk")
     cos, sin = (inputs[x][:, None].to(q.dtype) for x in ("cos", "sin"))
     settings = {name: inputs[name] for name in ("mrope_section", "section_layout")}
@@ -14,7 +14,7 @@ def of_hugging_face(inputs):
 
 
 def transformers(q, k, cos, sin, mrope_section, section_layout):
-    """As Qwen3-VL and Qwen3.5 do, where each layer merges."""
+    """Merge the tables and rotate, as each layer of Qwen3-VL and Qwen3.5 does."""
     return apply_rotary_pos_emb(q, k, merged(cos, mrope_section), merged(sin, mrope_section))
 
 

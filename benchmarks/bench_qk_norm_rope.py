@@ -1,4 +1,4 @@
-"""qk_norm_rope against transformers' layers, and against their norms with our rope."""
+"""Compare qk_norm_rope with transformers' layers, and with their norms and our rope."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ import npu_ops
 
 
 def of_text(op, model, size):
-    """Of one axis of positions, as transformers' function takes."""
+    """Return the case with one axis of positions, which transformers' function needs."""
     return dataclasses.replace(first_case(op, model, size), section=None)
 
 
@@ -22,7 +22,7 @@ def in_one_dtype(inputs):
 
 
 def transformers(qkv, q_weight, k_weight, cos, sin, **case):
-    """As Qwen3Attention and Qwen3_5Attention have it."""
+    """Compute the function as Qwen3Attention and Qwen3_5Attention do."""
     q, k, v, gate = normed(qkv, q_weight, k_weight, **case)
     return *apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=-2), v, gate
 
@@ -44,7 +44,7 @@ def normed(qkv, q_weight, k_weight, num_heads, num_kv_heads, zero_centered, gate
 
 
 def norm(x, weight, zero_centered):
-    """Qwen3RMSNorm's and Qwen3NextRMSNorm's."""
+    """Compute the norm as Qwen3RMSNorm or, if zero-centered, Qwen3NextRMSNorm does."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
     if zero_centered:

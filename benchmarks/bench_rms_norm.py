@@ -1,4 +1,4 @@
-"""rms_norm and add_rms_norm against torch's function."""
+"""Compare rms_norm and add_rms_norm with torch's function."""
 
 import torch
 from npu_ops_tools.bench import Sweep

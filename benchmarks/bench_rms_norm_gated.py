@@ -1,4 +1,4 @@
-"""rms_norm_gated against transformers' module."""
+"""Compare rms_norm_gated with transformers' module."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Rotary embedding against transformers' function, and against Megatron's from its angles."""
+"""Compare rotary embedding with transformers' function, and with Megatron's from angles."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ MODELS = ("qwen3-vl-8b", "qwen3.5-9b", "qwen3-next-80b-a3b", "qwen3.5-35b-a3b")
 
 
 def of_hugging_face(inputs):
-    """q and k are [B, N, S, D], laid out as [B, S, N, D]; tables in their dtype."""
+    """Return q and k as [B, N, S, D] views of [B, S, N, D] memory, and tables in their dtype."""
     q, k = (inputs[x][None].transpose(1, 2) for x in "qk")
     cos, sin = (inputs[x][None].to(q.dtype) for x in ("cos", "sin"))
     return {"q": q, "k": k, "cos": cos, "sin": sin}
@@ -22,7 +22,7 @@ def of_hugging_face(inputs):
 
 @dataclasses.dataclass(frozen=True)
 class Angles(cases.Case):
-    """As Megatron has it: [S, B, N, D], and angles for each layer to take cos and sin of."""
+    """A case as in Megatron: [S, B, N, D], and angles, of which each layer computes cos and sin."""
 
     function = "apply_rotary_pos_emb_freqs"
 

@@ -1,13 +1,20 @@
-"""The time of a call in two checkouts, each built in its own environment, in turns.
+"""Compare the time of calls in two checkouts, each built in its own environment, in turns.
 
     python benchmarks/between_commits.py BEFORE AFTER [--calls packed] [--rounds 100] > ratios.csv
 
-BEFORE, AFTER: roots of checkouts, with an environment in .venv. A process for each is asked for one
-row after the other, so what else the machine does falls on both; a ratio is that of a round.
---calls: packed, which look at contents; small, of 16 tokens, and one, of one token, where Python is
-most of the time; fp16, of 256 tokens; long, of 1024; decode, attention of a token of each of 8
-sequences, from a paged cache; recurrent, the gated delta rule by token; dropout, bias_dropout_add
-that drops; prompts, attention of short ones and of packed images; gates, of gdn_gate in slices.
+BEFORE, AFTER: roots of checkouts, with an environment in .venv. Each has a process, and the two
+time the same call in turns. So other load on the machine affects both, and each ratio is of one
+round.
+
+--calls chooses the calls:
+    packed: calls that read the contents of lengths and angles.
+    small, one: 16 tokens, and one token, where Python takes most of the time.
+    fp16: 256 tokens. long: 1024 tokens.
+    decode: attention of a token of each of 8 sequences, from a paged cache.
+    recurrent: the gated delta rule by token.
+    dropout: bias_dropout_add with dropout.
+    prompts: attention of short prompts and of packed images.
+    gates: gdn_gate on slices.
 """
 
 import argparse
@@ -26,7 +33,7 @@ LENGTHS = {64: [16] * 4, 512: [128] * 4}
 
 
 def _normal(dtype):
-    """A function that draws tensors, of `dtype` where it is not told another."""
+    """Return a function that draws normal tensors, of `dtype` by default."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape, dtype=dtype):
@@ -36,7 +43,7 @@ def _normal(dtype):
 
 
 def packed():
-    """Calls that look at contents: what was made of lengths and of angles is kept for them."""
+    """Return calls that read contents; npu-ops caches what it computes from lengths and angles."""
     import npu_ops
 
     normal, calls = _normal(torch.bfloat16), {}
@@ -71,7 +78,7 @@ def packed():
 
 
 def layer(n, dtype):
-    """Forward, and forward and backward, of n tokens, in the shapes of Qwen3-Next on 4 ranks."""
+    """Return calls, forward and with backward, of n tokens, shaped as Qwen3-Next on 4 ranks."""
     import npu_ops
 
     normal = _normal(dtype)
@@ -98,9 +105,9 @@ def layer(n, dtype):
 
 
 def decode():
-    """Attention of a token of 8 sequences with 512 keys each, from a paged cache.
+    """Return calls of attention for a token of 8 sequences with 512 keys each, from a paged cache.
 
-    Of Qwen3-VL-8B on one rank and on 4, and of Qwen3.5-9B on one.
+    The shapes are those of Qwen3-VL-8B on one rank and on 4, and of Qwen3.5-9B on one.
     """
     import npu_ops
 
@@ -119,7 +126,10 @@ def decode():
 
 
 def recurrent():
-    """The gated delta rule by token, and a decoding step of 8 sequences: Qwen3-Next on 4 ranks."""
+    """Return calls of the gated delta rule by token, and of a decoding step of 8 sequences.
+
+    The shapes are those of Qwen3-Next on 4 ranks.
+    """
     import npu_ops
 
     normal = _normal(torch.float32)
@@ -151,7 +161,7 @@ def recurrent():
 
 
 def dropout():
-    """bias_dropout_add with a bias, which drops a tenth: a row of Qwen3-VL-8B."""
+    """Return calls of bias_dropout_add with a bias and p = 0.1, on rows of Qwen3-VL-8B."""
     import npu_ops
 
     calls = {}
@@ -168,7 +178,7 @@ def dropout():
 
 
 def gates():
-    """gdn_gate of slices of a projection, of Qwen3-Next on 1, 4 and 8 ranks."""
+    """Return calls of gdn_gate on slices of a projection, of Qwen3-Next on 1, 4 and 8 ranks."""
     import npu_ops
 
     normal, calls = _normal(torch.bfloat16), {}
@@ -182,7 +192,10 @@ def gates():
 
 
 def prompts():
-    """Attention of causal prompts, Qwen3-VL-8B and Qwen3.5-9B on 8 ranks, and of 8 images."""
+    """Return calls of attention for causal prompts and for 8 images.
+
+    The prompts are of Qwen3-VL-8B and Qwen3.5-9B on 8 ranks.
+    """
     import npu_ops
 
     normal, calls = _normal(torch.bfloat16), {}
@@ -206,7 +219,7 @@ def prompts():
 
 
 def _training(function, args, kwargs):
-    """All that a step asks of a function: its outputs, and the gradients of what is in `args`."""
+    """Return a training step of a function: its outputs, and the gradients of all `args`."""
     leaves = [x.detach().requires_grad_() for x in args]
 
     def step():
@@ -233,7 +246,7 @@ CALLS = {
 
 
 def work(calls: str) -> None:
-    """Answer a line "row count" with the lower quartile of so many calls, in seconds."""
+    """Answer each line "row count" with the lower quartile of so many timed calls, in seconds."""
     torch.set_num_threads(1)
     calls = [call for _, call in CALLS[calls]()]
     print(len(calls), flush=True)

@@ -1,4 +1,4 @@
-"""What `pytest benchmarks/` times: the small sizes, or with --all all of them."""
+"""Choose what `pytest benchmarks/` times: the small sizes, or with --all all of them."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def pytest_addoption(parser):
 
 
 def pytest_generate_tests(metafunc):
-    """A test for each provider of each benchmark. Nothing is computed before it runs."""
+    """Make a test for each provider of each benchmark. Inputs are computed only when it runs."""
     if "provider" not in metafunc.fixturenames:
         return
     quick = not metafunc.config.getoption("--all")
@@ -34,12 +34,12 @@ _last: dict = {}
 
 @pytest.fixture
 def work(request):
-    """The work of a benchmark: inputs are made once for all its providers."""
+    """Return the work of a benchmark; all its providers share the inputs."""
     benchmark, device = request.param, request.config.getoption("--device")
     if _last.get("benchmark") is not benchmark:
         _last.clear()
         torch.manual_seed(0)
         made = Work(benchmark, device)
-        made.errors()  # what is wrong is not timed
+        made.errors()  # raises if a result is wrong, so that it is not timed
         _last.update(benchmark=benchmark, work=made)
     return _last["work"]

@@ -1,9 +1,10 @@
-"""Writes the picture and table of docs/cpu-speed.md: a stable row of each op, with its spread.
+"""Write the picture and table of docs/cpu-speed.md: a stable row of each op, with its spread.
 
     python benchmarks/cpu_speed.py
 
-From benchmarks/results/cpu, between the two comments `speed`. Of each op and sweep it takes
-its largest size that was trained, or computed where there is no gradient, and its peers.
+It reads benchmarks/results/cpu and writes between the two comments `speed`. Of each op and sweep it
+chooses the largest size that was timed with gradients, or without if there are none, and the peers
+at that size.
 """
 
 import pathlib
@@ -25,7 +26,7 @@ PICTURE = """<picture>
 
 
 def table(found: list[rows.Row]) -> str:
-    """A line for each op and kind of call that has a stable row and a stable peer.
+    """Return a table with a line for each op and kind of call that has a stable row and peer.
 
     Raises:
         ValueError: the rows are of a tree with changes, of several commits or machines.

@@ -1,20 +1,21 @@
-"""Host time of a call: what the CPU does before a kernel runs. Two tables.
+"""Measure the host time of a call: the CPU's work before a kernel runs. Two tables.
 
     npu-ops emulate -- python benchmarks/launch_cost.py [--rounds 30] [--calls 100]
 
-Each op with AscendC kernels, by those and by Triton's, in one process. From the public function to
-the runtime's launch: checks, torch's dispatcher, allocation of outputs, the choice of an
-implementation, and for Triton the look-up of a compiled kernel. No kernel is run, so the NPU's time
-is not in it; nor is Triton's own launcher in C++, which the emulated NPU does not have. Rounds
-alternate between the two, in processor time of the whole process. Read the ratio: the time is that
-of this machine and of the emulated NPU's runtime.
+Times each op that has AscendC kernels, by those and by Triton's, in one process. The time is from
+the public function to the runtime's launch: checks, torch's dispatcher, allocation of outputs, the
+choice of an implementation, and for Triton the look-up of a compiled kernel. No kernel runs, so the
+NPU's time is not included; nor is Triton's own launcher in C++, which the emulated NPU does not
+have. Rounds alternate between the two and count processor time of the whole process. Only the ratio
+is meaningful: the time is that of this machine and of the emulated NPU's runtime.
 
     python benchmarks/launch_cost.py --no-launcher [--rounds 5] [--calls 200]
 
-The same without any launcher: on CPU tensors, with an implementation that does nothing. This is
-what npu-ops and torch's dispatcher cost, forward, and forward with backward. The minimum of the
-rounds. `dispatcher` is a torch operator with l2norm's schema whose kernel in Python does nothing,
-`autograd.Function` one whose forward allocates and whose backward returns what it is given.
+Times the same without any launcher: on CPU tensors, with an implementation that does nothing. This
+is the cost of npu-ops and torch's dispatcher, for the forward, and for forward and backward. A time
+is the minimum of the rounds. `dispatcher` is a torch operator with l2norm's schema whose kernel in
+Python does nothing. `autograd.Function` is one whose forward allocates and whose backward returns
+its argument.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ HOST_FIELDS = ("call", "device", "us_forward", "us_forward_backward", "rounds", 
                "repro")  # fmt: skip
 RESULTS = pathlib.Path(__file__).parent / "results" / "launch" / "npu-emulated.csv"
 HOST = RESULTS.with_name("host.csv")
-# What the emulated runtime asks of a library of twins (csrc/emulator/kernels.cpp).
+# The functions that the emulated runtime calls in a library of twins (csrc/emulator/kernels.cpp).
 NOTHING = """
 void npu_ops_twin_regions(const char* const*, const unsigned long*, const unsigned long*, long) {}
 long npu_ops_twin_launch(void (*)(const void*), long, const void*, int, int) { return 0; }
@@ -52,7 +53,7 @@ const char* npu_ops_twin_findings() { return ""; }
 
 
 def launch_nothing(folder: str) -> None:
-    """Let launches be taken and not run."""
+    """Let the emulated NPU accept launches without running them."""
     import torch_npu  # noqa: F401
     from npu_ops_emulator import build, headers, triton_launch, twins
 
@@ -73,7 +74,7 @@ def launch_nothing(folder: str) -> None:
 
 
 def call_of(op: str):
-    """A small call of an op on the NPU, without gradients."""
+    """Return a small call of an op on the NPU, without gradients."""
     call = cases.of(op).CALLS[0]
     inputs = {name: value.npu() if isinstance(value, torch.Tensor) else value
               for name, value in call.arguments().items()}  # fmt: skip
@@ -82,7 +83,7 @@ def call_of(op: str):
 
 
 def seconds(run, calls: int) -> float:
-    """Of the processor, for a call."""
+    """Return the processor time of one call, in seconds."""
     begin = time.process_time()
     for _ in range(calls):
         run()
@@ -91,7 +92,7 @@ def seconds(run, calls: int) -> float:
 
 def measure(op: str, rounds: int, calls: int) -> dict:
     run, times = call_of(op), {name: [] for name in BOTH}
-    for number in range(rounds + 1):  # the first compiles
+    for number in range(rounds + 1):  # the first round compiles
         for name in BOTH if number % 2 else BOTH[::-1]:
             with env.override(impl={op: name}):
                 times[name].append(seconds(run, calls))
@@ -111,8 +112,10 @@ def commit() -> str:
 
 
 def without_launcher() -> dict:
-    """Calls by name: a function of tensors, and the tensors, of which the floating ones are
-    differentiable."""
+    """Return calls by name: a function of tensors, and the tensors.
+
+    Floating-point tensors are differentiable.
+    """
     x, z, weight, gate, heads = map(torch.randn, ((4, 64), (4, 64), (64,), (4, 8), (8,)))
     q, k, v = torch.randn(1, 8, 4, 64), torch.randn(1, 8, 2, 64), torch.randn(1, 8, 2, 64)
     cos, sin = torch.randn(2, 8, 64)
@@ -139,7 +142,7 @@ def without_launcher() -> dict:
 
 
 class Nothing(torch.autograd.Function):
-    """What any gradient that is written in Python costs."""
+    """A gradient that does nothing: the cost of any gradient that is written in Python."""
 
     @staticmethod
     def forward(ctx, x):
@@ -151,7 +154,7 @@ class Nothing(torch.autograd.Function):
 
 
 def dispatched():
-    """A torch operator that does nothing in Python."""
+    """Return a torch operator that does nothing in Python."""
     library = torch.library.Library("launch_cost", "DEF")
     library.define("nothing(Tensor x, float eps, ScalarType dtype) -> Tensor")
     library.impl("nothing", lambda x, eps, dtype: x.detach(), "CompositeExplicitAutograd")
@@ -160,7 +163,7 @@ def dispatched():
 
 
 def do_nothing() -> None:
-    """Let the CPU's implementation of each op do nothing."""
+    """Replace the CPU's implementation of each op by one that does nothing."""
     for table in Table.tables.values():
         for implementation in table.implementations:
             if implementation.name == "cpu":
@@ -168,12 +171,12 @@ def do_nothing() -> None:
 
 
 def least(run, rounds: int, calls: int) -> float:
-    """Microseconds of a call in the quickest round."""
+    """Return the microseconds of a call in the quickest round."""
     return 1e6 * min(seconds(run, calls) for _ in range(rounds))
 
 
 def backward_of(function, tensors):
-    """A call with its backward; None where there is none."""
+    """Return a function that runs a call with its backward, or None if it has no gradient."""
     leaves = [x.clone().requires_grad_() for x in tensors]
 
     def run():

@@ -1,9 +1,10 @@
-"""What `npu-ops model` says of our ops at the shapes that matter, against the memory limit.
+"""Run `npu-ops model` on our ops at the shapes that matter, and compare with the memory limit.
 
     python benchmarks/model_ops.py [NAME ...]
 
 Writes the rows of the named calls (default: all, which takes an hour) into
-results/npu-model/ops.csv, and prints them. Nothing in it was measured: docs/npu-model.md.
+results/npu-model/ops.csv, and prints them. All times are predictions, none was measured:
+docs/npu-model.md.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ FIELDS = (
 def delta_rule(
     batch: int, tokens: int, heads: int, value_heads: int, sequences: int = 0, backward=False
 ) -> Callable[[], list]:
-    """A forward or a backward; sequences: 0, or how many the tokens are cut into, of 512 to 1536
-    tokens."""
+    """Return the launches of a forward or a backward.
+
+    sequences: 0, or the number of sequences of 512 to 1536 tokens that the tokens are cut into.
+    """
 
     def launches():
         q, k = (torch.empty(batch, tokens, heads, 128, dtype=torch.bfloat16) for _ in range(2))
@@ -72,7 +75,7 @@ def decode(batch: int, heads: int, value_heads: int) -> Callable[[], list]:
 
 
 def decode_by_chunks(batch: int, heads: int, value_heads: int) -> Callable[[], list]:
-    """A token of each sequence, whose unfinished chunk is nearly full."""
+    """Return the launches of a token of each sequence whose unfinished chunk is nearly full."""
 
     def launches():
         q, k = (torch.zeros(1, batch, heads, 128).bfloat16() for _ in range(2))
@@ -111,7 +114,7 @@ def step_of_convolution(batch: int, channels: int) -> Callable[[], list]:
 
 
 def convolution(taps: int) -> Callable[[], list]:
-    """A prompt's, of all channels of Qwen3-Next: models have 4 taps."""
+    """Return the launches for a prompt with all channels of Qwen3-Next; models have 4 taps."""
 
     def launches():
         inputs = {
@@ -174,7 +177,7 @@ CALLS = {
 
 
 def rows(name: str) -> Iterator[dict]:
-    """One for each kernel; forward and backward of rope are the same one."""
+    """Yield a row for each kernel; rope's forward and backward are the same kernel."""
     seen = set()
     for said in model.predict_all(CALLS[name](), SOC):
         row = {"call": name} | row_of(said)
@@ -184,7 +187,7 @@ def rows(name: str) -> Iterator[dict]:
 
 
 def row_of(said: model.Prediction) -> dict:
-    """A prediction in the table's words."""
+    """Return a prediction as a row of the table."""
     row = {"kernel": said.kernel, "soc": said.soc, "label": said.label}
     times = ("us", "likely_us", "low_us", "high_us", "limit_us")
     row |= {each: f"{getattr(said, each):.3g}" for each in times}
@@ -195,7 +198,7 @@ def row_of(said: model.Prediction) -> dict:
 
 
 def _commit() -> str:
-    """The kernels' and the model's; the table itself changes as it is written."""
+    """Return the commit of the kernels and the model; the table changes as it is written."""
 
     def git(*arguments):
         return subprocess.run(["git", *arguments], capture_output=True, text=True)

@@ -1,12 +1,12 @@
-"""What `npu-ops model` says of other projects' Triton kernels, beside ours of the same job.
+"""Run `npu-ops model` on other projects' Triton kernels and on ours for the same job.
 
     python benchmarks/model_peers.py [--sgl CHECKOUT] [--vllm CHECKOUT] [--liger CHECKOUT]
         [--fla CHECKOUT] [--mindspeed CHECKOUT] [NAME ...]
 
-Each job's rows, ours and those of the projects that are given, go into results/npu-model/peers.csv;
-rows of projects that are not given stay. Nothing in it was measured: docs/npu-model.md. Wrappers
-are called as their frameworks call them, with tables that are gathered already; ours gathers none
-there either. Of tuned kernels it is the first configuration.
+Each job's rows, ours and those of the given projects, go into results/npu-model/peers.csv; rows of
+other projects stay. All times are predictions, none was measured: docs/npu-model.md. Wrappers are
+called as their frameworks call them, with tables that are already gathered; our calls use gathered
+tables too. Of tuned kernels, the first configuration is used.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ Function = tuple[str, Callable[[], dict]]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Ours by op, case and tokens, forward; theirs by option: functions by module and name, and
-    what makes their arguments, one or several one after the other."""
+    """A forward of an op, and the functions of other projects that do the same.
+
+    op, case, tokens: our call. theirs: by option, functions as (module and name, maker of
+    arguments), one or several that run one after the other.
+    """
 
     op: str
     case: str
@@ -53,7 +56,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """As `Job`, of a call of model_ops.py."""
+    """As `Job`, for a call of model_ops.py."""
 
     call: str
     theirs: dict[str, list[Function]]
@@ -63,7 +66,7 @@ class Call:
 
 
 def split(tokens: int) -> Callable[[], dict]:
-    """Qwen3-8B's."""
+    """Return a maker of arguments in the sizes of Qwen3-8B."""
     return lambda: {
         "input": rows(tokens, 48 * 128), "sin": rows(tokens, 1, 1, 128),
         "cos": rows(tokens, 1, 1, 128), "q_hidden_size": 32 * 128, "kv_hidden_size": 8 * 128,
@@ -72,7 +75,7 @@ def split(tokens: int) -> Callable[[], dict]:
 
 
 def split_with_gate(tokens: int) -> Callable[[], dict]:
-    """Qwen3-Next's."""
+    """Return a maker of arguments in the sizes of Qwen3-Next."""
     return lambda: {
         "input": rows(tokens, 36 * 256), "sin": rows(tokens, 1, 1, 64),
         "cos": rows(tokens, 1, 1, 64), "q_hidden_size": 16 * 256, "kv_hidden_size": 2 * 256,
@@ -81,7 +84,7 @@ def split_with_gate(tokens: int) -> Callable[[], dict]:
 
 
 def split_by_sections(tokens: int) -> Callable[[], dict]:
-    """Qwen3.5-9B's."""
+    """Return a maker of arguments in the sizes of Qwen3.5-9B."""
     return lambda: {
         "qkv": rows(tokens, 40 * 256), "q_weight": rows(256), "k_weight": rows(256),
         "cos_sin": rows(3, tokens, 64), "num_q_heads": 16, "num_kv_heads": 4,
@@ -98,13 +101,13 @@ def gates(tokens: int) -> dict:
 
 
 def heads_first(tokens: int, *tables: int) -> dict:
-    """Qwen3-VL-8B's heads as transformers has them, and tables for all of a head."""
+    """Return q and k of Qwen3-VL-8B as in transformers, heads first, and tables of equal width."""
     q, k = (rows(1, tokens, heads, 128).transpose(1, 2) for heads in (32, 8))
     return {"q": q, "k": k} | {n: rows(*tables, tokens, 128) for n in ("cos", "sin")}
 
 
 def gated(tokens: int, gate: str, bias: str = "bias") -> dict:
-    """Qwen3-Next's gated norm."""
+    """Return arguments for Qwen3-Next's gated norm."""
     shape = 32 * tokens, 128
     return {
         "x": rows(*shape), gate: rows(*shape), "weight": rows(128), bias: None, "eps": 1e-6,
@@ -191,7 +194,7 @@ JOBS = {
 
 
 def of_job(name: str, versions: dict[str, str]) -> Iterator[dict]:
-    """A row for each kernel, of ours and of each project with a version."""
+    """Yield a row for each kernel, of ours and of each project with a version."""
     job = JOBS[name]
     yield from _rows(name, "npu-ops", "", job.ours())
     for option, functions in job.theirs.items():
@@ -202,7 +205,7 @@ def of_job(name: str, versions: dict[str, str]) -> Iterator[dict]:
 
 
 def _rows(job: str, project: str, version: str, launches: list) -> Iterator[dict]:
-    """Of each kernel; one that is refused has no time."""
+    """Yield a row for each kernel; a kernel that does not compile has no time."""
     labels = {"job": job, "project": project, "version": version}
     for launch in launches:
         try:
@@ -218,7 +221,7 @@ def _rows(job: str, project: str, version: str, launches: list) -> Iterator[dict
 
 
 def save(name: str, found: list[dict]) -> None:
-    """Put a job's rows in the place of those of the same projects."""
+    """Replace the stored rows of a job and the same projects by `found`."""
     kept = list(csv.DictReader(RESULTS.open())) if RESULTS.exists() else []
     made = {(row["job"], row["project"]) for row in found}
     found = found + [row for row in kept if (row["job"], row["project"]) not in made]

@@ -1,12 +1,12 @@
-"""The stages of vllm-ascend's chunked delta rule: npu-model beside times that others measured.
+"""Compare npu-model with times that others measured: the stages of vllm-ascend's delta rule.
 
     python benchmarks/model_stages.py                       # every measured shape
     python benchmarks/model_stages.py --sequences 8 --tokens 2048 --heads 8 --value-heads 24
 
 megagdn-pto (3a59190) timed vllm-ascend v0.18.0rc1's Triton kernels on Ascend910B2, stage by stage,
-with event pairs and an emptied cache. Each stage of vllm-ascend 0.18.0 is compiled as the vendor's
-compiler of that time did, whose workspace had one buffer (ascendnpu-ir 1.1; 1.2 has four), and
-walked. `make fetch` puts vllm-ascend where this looks for it.
+with event pairs and an emptied cache. Here each stage of vllm-ascend 0.18.0 is compiled and
+modelled. The workspace has one buffer, as with the vendor's compiler of that time (ascendnpu-ir
+1.1; 1.2 has four). `make fetch` puts vllm-ascend where this script looks for it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FUNCTIONS = {name: function for name, function in VLLM_STAGES.items() if name !=
 
 
 def predict(stage: Stage) -> float:
-    """Microseconds of a stage's launches, by npu-model."""
+    """Return the microseconds that npu-model predicts for a stage's launches."""
     launches = peer_projects.launches(FUNCTIONS[stage.name], arguments(stage))
     found = model.predict_all(
         [dataclasses.replace(x, options=(*x.options, *ONE_BUFFER)) for x in launches], SOC
@@ -45,7 +45,7 @@ def predict(stage: Stage) -> float:
 
 
 def arguments(stage: Stage) -> dict:
-    """Of a stage's function: packed sequences of one length, whose values nobody reads."""
+    """Return a stage's arguments: packed sequences of one length, whose values are never read."""
     tokens = stage.sequences * stage.tokens
     q, k = (rows(1, tokens, stage.heads, DIM) for _ in range(2))
     v, w = (rows(1, tokens, stage.value_heads, DIM) for _ in range(2))
@@ -69,7 +69,7 @@ def arguments(stage: Stage) -> dict:
 def stages_of(
     sequences: int, tokens: int, heads: int, value_heads: int, chunk: int
 ) -> Iterator[Stage]:
-    """The stages of a shape, with their measured times where somebody measured them."""
+    """Yield the stages of a shape, with their measured times if there are any."""
     known = {dataclasses.replace(each, us=None): each for each in stages.measured()}
     for name in FUNCTIONS:
         asked = Stage(name, chunk, sequences, tokens, heads, value_heads, None)

@@ -1,9 +1,9 @@
-"""How other projects' wrappers of Gated Delta Net are called: by project, function and arguments.
+"""How to call other projects' wrappers of Gated Delta Net: functions and arguments by project.
 
-A forward of the chunked delta rule is six functions in each of them, here in their order; q and k
-are normalised already. vllm-ascend's own forward has the last two in AscendC; the Triton ones that
-it keeps beside those are taken here. What torch itself does between the kernels, copies to other
-layouts above all, is in nobody's times.
+A forward of the chunked delta rule is six functions in each project, listed in their order; q and k
+are normalised before. vllm-ascend's own forward has the last two in AscendC; here they are the
+Triton versions that it also contains. The work of torch between the kernels, mainly copies to other
+layouts, is in no project's time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rows(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def chunked(batch: int, tokens: int, heads: int, value_heads: int) -> dict[str, list]:
-    """Of each project, its functions and what makes their arguments."""
+    """Return each project's functions, each with a function that makes its arguments."""
     size = batch, tokens, heads, value_heads
     return {
         "sgl": _stages(size, {
@@ -53,7 +53,7 @@ def chunked(batch: int, tokens: int, heads: int, value_heads: int) -> dict[str, 
                        "chunk_gated_delta_rule_fwd_h_npu",
             "chunk_o": "fla.ops.common.backends.triton_ascend.chunk_o:chunk_fwd_o_npu",
         }),
-        # As many keys as values: it repeats keys before.
+        # As many key heads as value heads: MindSpeed repeats keys before.
         "mindspeed": _stages((batch, tokens, value_heads, value_heads), {
             "cumsum": f"{MINDSPEED}.cumsum:chunk_local_cumsum",
             "kkt": f"{MINDSPEED}.chunk_scaled_dot_kkt:chunk_scaled_dot_kkt_fwd",
@@ -75,8 +75,11 @@ def _stages(size, functions, **layout) -> list:
 def _arguments(
     stage, batch, tokens, heads, value_heads, sums="g", packed=False, heads_first=False
 ) -> dict:
-    """Of one function. sums: what it calls the sums of gates. packed: its kernel for products with
-    the inverse reads a name that is set for packed sequences alone."""
+    """Return the arguments of one function.
+
+    sums: the function's name for the sums of gates. packed: its kernel for products with the
+    inverse reads a name that is set only for packed sequences.
+    """
     gates = torch.zeros(batch, tokens, value_heads)
     beta, scale = rows(batch, tokens, value_heads), DIM**-0.5
     k, v = (rows(batch, tokens, n, DIM) for n in (heads, value_heads))
@@ -101,7 +104,7 @@ def _arguments(
 
 
 def decoding(batch: int, heads: int, value_heads: int) -> dict[str, list]:
-    """A token a sequence; with keys first, as theirs have states."""
+    """Return calls for one token of each sequence; the projects' states have keys first."""
     states = functools.partial(torch.empty, batch, value_heads, DIM, DIM)
 
     def qkv(first, second):

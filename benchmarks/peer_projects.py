@@ -1,7 +1,7 @@
-"""Other projects' Triton-Ascend kernels, from checkouts, without an NPU or their compiled halves.
+"""Other projects' Triton-Ascend kernels, from checkouts, without an NPU or compiled extensions.
 
-`import_from` makes a project's modules importable; no file of it is changed or copied. What is
-recorded here is launched on CPU tensors and never run.
+`import_from` makes a project's modules importable; no file of it is changed or copied. Launches are
+recorded on CPU tensors and never run.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from unittest import mock
 from npu_ops_emulator import vendor
 from npu_ops_tools.compile.launches import Launch, recorded
 
-CORES = 24, 48  # of an Ascend910B2
+CORES = 24, 48  # cube and vector cores of an Ascend910B2
 UB_BITS = 192 * 1024 * 8
-# Option -> project and the folder that its modules are in.
+# For each option: the project, its package, and the folder of the package's modules.
 PROJECTS = {
     "sgl": ("sgl-kernel-npu", "sgl_kernel_npu", "python/sgl_kernel_npu/sgl_kernel_npu"),
     "vllm": ("vllm-ascend", "vllm_ascend", "vllm_ascend"),
@@ -33,7 +33,7 @@ PROJECTS = {
 
 
 def import_from(checkouts: dict[str, pathlib.Path]) -> dict[str, str]:
-    """Make the projects of these options importable; option -> the checkout's version."""
+    """Make the projects of these options importable; return each checkout's version by option."""
     _pretend()
     for option, checkout in checkouts.items():
         _, package, folder = PROJECTS[option]
@@ -46,11 +46,12 @@ def import_from(checkouts: dict[str, pathlib.Path]) -> dict[str, str]:
 
 
 def launches(function: str, arguments: dict) -> list[Launch]:
-    """What "module:function" launches."""
+    """Return the launches of "module:function"."""
     module, _, name = function.partition(":")
     with recorded("") as found:
         getattr(importlib.import_module(module), name)(**arguments)
-    # Options of Triton for NVIDIA, and of later releases of Ascend's, mean nothing to its compiler.
+    # Options of Triton for NVIDIA, and of later releases of Ascend's, are removed: its compiler
+    # does not know them.
     foreign = ("num_warps", "num_stages", "num_ctas", "maxnreg", "unit_flag")
     return [
         dataclasses.replace(x, options=tuple(o for o in x.options if o[0] not in foreign))
@@ -59,18 +60,19 @@ def launches(function: str, arguments: dict) -> list[Launch]:
 
 
 def _pretend() -> None:
-    """What the projects ask of Triton and of torch about the device."""
+    """Replace the functions by which the projects ask Triton and torch about the device."""
     vendor.frontend()
     import torch
     import triton
     import triton.language as tl
     from triton.runtime.autotuner import Autotuner
 
-    # Where a later triton-ascend than there is on PyPI has what 3.2.0 has in triton.language.
+    # Later releases of triton-ascend than those on PyPI have these here; 3.2.0 has them in
+    # triton.language.
     slices = {name: getattr(tl, name) for name in ("extract_slice", "insert_slice", "get_element")}
     _module("triton.language.extra.cann", __path__=[])
     _module("triton.language.extra.cann.extension", **slices)
-    os.environ["ASCEND_UB_CAPACITY_BITS"] = str(UB_BITS)  # where CANN would be asked
+    os.environ["ASCEND_UB_CAPACITY_BITS"] = str(UB_BITS)  # else CANN would be asked
     known = {"num_aicore": CORES[0], "num_vectorcore": CORES[1]}
     target = types.SimpleNamespace(backend="npu", arch="Ascend910B2")
     driver = types.SimpleNamespace(
@@ -84,22 +86,24 @@ def _pretend() -> None:
         device=lambda index: contextlib.nullcontext(),
         is_available=lambda: False,
     )
-    # Tuning would time them: the first of their configurations.
+    # Tuning would time kernels, so the first configuration is used.
     Autotuner.run = lambda tuner, *args, **named: tuner.fn.run(
         *args, **named, **tuner.configs[0].kwargs
     )
 
 
 def _packages(package: str, home: pathlib.Path) -> None:
-    """Every folder as a package whose __init__ is not executed: those load compiled operators, or
-    ask for a GPU."""
+    """Make every folder a package without executing its __init__.
+
+    Those would load compiled operators, or ask for a GPU.
+    """
     for folder in (home, *(path.parent for path in home.rglob("__init__.py"))):
         name = ".".join((package, *folder.relative_to(home).parts))
         _module(name, __path__=[str(folder)])
 
 
 def _fill_in(checkouts: dict) -> None:
-    """Names that the kernels' modules import from packages that were not executed."""
+    """Set the names that the kernels' modules import from packages that were not executed."""
     import torch
     import triton
     import triton.language as tl
@@ -114,7 +118,7 @@ def _fill_in(checkouts: dict) -> None:
         _module("vllm.v1.attention.backends.utils", PAD_SLOT_ID=-1)
         utils = importlib.import_module("vllm_ascend.ops.triton.triton_utils")
         utils.init_device_properties_triton()
-        # Which of its launches are this SoC's; nothing else of these modules is used.
+        # It asks which launches fit this SoC; nothing else of these modules is used.
         soc = types.SimpleNamespace(A2=object(), A5=object(), _310P=object())
         _module("torch_npu")
         for name in ("device.utils", "quantization.quant_type", "quantization.utils"):
@@ -132,7 +136,7 @@ def _fill_in(checkouts: dict) -> None:
 
 
 def _unguarded(function=None, **options):
-    """A decorator, or what makes one."""
+    """Return a decorator that changes nothing; works with and without options."""
     return function or (lambda function: function)
 
 

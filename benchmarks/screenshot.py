@@ -1,4 +1,4 @@
-"""The first screen of the report, as docs/cpu-speed.md shows it.
+"""Take a picture of the first screen of the report, for docs/cpu-speed.md.
 
     make report && python benchmarks/screenshot.py
 

@@ -1,6 +1,7 @@
-"""Every provider of every benchmark under pytest-benchmark: `pytest benchmarks/ --op rope`.
+"""Time every provider of every benchmark under pytest-benchmark: `pytest benchmarks/ --op rope`.
 
-`npu-ops bench` times the same turn by turn; this has --benchmark-json and --benchmark-compare.
+`npu-ops bench` times the same providers in turns; this command supports --benchmark-json and
+--benchmark-compare.
 """
 
 import torch

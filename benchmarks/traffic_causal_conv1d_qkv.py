@@ -1,9 +1,10 @@
-"""Bytes that the front end of Gated Delta Net moves per token, fused and in its three parts.
+"""Count the bytes per token of Gated Delta Net's front end, fused and in its three parts.
 
     npu-ops emulate -- python benchmarks/traffic_causal_conv1d_qkv.py
 
-Counted as in traffic_chunk_gated_delta_rule.py: what kernels and torch operators load and store on
-the emulated NPU, at 512 tokens less at 256, 16 key heads and 32 value heads of 128, bf16.
+Counted as in traffic_chunk_gated_delta_rule.py: the loads and stores of kernels and torch operators
+on the emulated NPU, as the difference between 512 and 256 tokens, with 16 key heads and 32 value
+heads of 128, bf16.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "traffic" / "front-npu-emu
 
 
 def moved(tokens: int) -> dict[tuple[str, str], tuple[int, int]]:
-    """("form pass", kernel) -> bytes loaded and stored."""
+    """Return the bytes loaded and stored by ("form pass", kernel)."""
     draw = torch.Generator().manual_seed(0)
     channels = 2 * KEYS + VALUES
     x, weight = (
@@ -33,7 +34,7 @@ def moved(tokens: int) -> dict[tuple[str, str], tuple[int, int]]:
         for shape in ((1, tokens, channels), (channels, 4))
     )
     found = {}
-    # Not through torch's dispatcher, which hides what is inside.
+    # Called without torch's dispatcher, which would hide the operators inside.
     with counted("fused forward", found):
         heads = [HEADS, VALUE_HEADS, DIM, DIM]
         *qkv, _ = op.forward.run(x, weight, None, None, None, True, EPS, heads, False)

@@ -1,12 +1,13 @@
-"""Bytes that the chunked gated delta rule moves per token, forward and backward.
+"""Count the bytes per token of the chunked gated delta rule, forward and backward.
 
     npu-ops emulate -- python benchmarks/traffic_chunk_gated_delta_rule.py
 
-Global memory: what the kernels load and store, counted as they run on the emulated NPU, and the
-inputs and outputs of every torch operator between them; at 1024 tokens less at 512, so that what
-does not grow with them cancels. Workspace: what the compiled kernels hand over between matrix unit
-and vector cores, written and read once, from the vendor compiler's output; and what the matrix unit
-keeps there for its own next product. "normalized": with use_qk_l2norm_in_kernel.
+Global memory: the loads and stores of the kernels, counted as they run on the emulated NPU, and the
+inputs and outputs of every torch operator between them. The result is the difference between 1024
+and 512 tokens, so that constant parts cancel. Workspace: tiles that the compiled kernels pass
+between matrix unit and vector cores, written and read once, from the vendor compiler's output; and
+tiles that the matrix unit keeps there for its own next product. "normalized": with
+use_qk_l2norm_in_kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "traffic" / "npu-emulated.
 
 
 class Glue(TorchDispatchMode):
-    """Adds up the bytes that torch's own operators read and write."""
+    """Add up the bytes that torch's own operators read and write."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +58,7 @@ def _bytes(x) -> int:
 
 
 def moved(tokens: int, normalize: bool) -> dict[tuple[str, str], tuple[int, int]]:
-    """(pass, kernel) -> bytes loaded and stored."""
+    """Return the bytes loaded and stored by (pass, kernel)."""
     forward, backward = (name + " normalized" * normalize for name in PASSES)
     draw = torch.Generator().manual_seed(0)
     shapes = [(HEADS, DIM), (HEADS, DIM), (VALUE_HEADS, DIM)]
@@ -65,7 +66,8 @@ def moved(tokens: int, normalize: bool) -> dict[tuple[str, str], tuple[int, int]
     g, beta = (torch.rand((1, tokens, VALUE_HEADS), generator=draw).npu() for _ in range(2))
     inputs = (q, k, v, -g, beta, None, None, DIM**-0.5, CHUNK, False, normalize)
     found = {}
-    with counted(forward, found):  # not through torch's dispatcher, which hides what is inside
+    # without torch's dispatcher, which would hide the operators inside
+    with counted(forward, found):
         o, _ = op.forward.run(*inputs, False)
     grad = torch.ones_like(o)
     with counted(backward, found):
@@ -74,7 +76,7 @@ def moved(tokens: int, normalize: bool) -> dict[tuple[str, str], tuple[int, int]
 
 
 class counted:
-    """Counts a block into `found`."""
+    """Count the bytes of a block of code into `found`."""
 
     def __init__(self, name: str, found: dict):
         self.name, self.found, self.glue = name, found, Glue()
@@ -91,7 +93,8 @@ class counted:
 
 
 def workspaces(normalize: bool) -> dict[str, tuple[float, float]]:
-    """kernel -> bytes per token handed over, and of the matrix unit's own."""
+    """Return, by kernel, the workspace bytes per token: passed between units, and the matrix
+    unit's."""
     launches = importlib.import_module("npu_ops_tools.compile.launches")
     sizes = [(HEADS, DIM), (HEADS, DIM), (VALUE_HEADS, DIM)]
     inputs = [torch.randn(1, CHUNK, *s, dtype=torch.bfloat16) for s in sizes]
@@ -106,7 +109,7 @@ def workspaces(normalize: bool) -> dict[str, tuple[float, float]]:
 
 
 def _workspace(launch) -> tuple[int, int]:
-    """Bytes of all heads of one chunk: of what both halves of a kernel have, and of the rest."""
+    """Return the bytes for all heads of one chunk: tiles of both halves of a kernel, and others."""
     options = dict(launch.options)
     signature, constants = dict(launch.signature), dict(launch.constants)
     text = vendor.lower(launch.kernel, signature, constants, vendor.SOCS[0], **options)
@@ -116,7 +119,7 @@ def _workspace(launch) -> tuple[int, int]:
 
 
 def _tiles(kernel: str, made: str, half: str) -> collections.Counter:
-    """The tiles in the workspace of the matrix unit's or the vector cores' half of a kernel."""
+    """Return the workspace tiles in the matrix unit's or the vector cores' half of a kernel."""
     functions = [f for f in hivm.functions(made) if f"@{kernel}_mix_{half}" in f]
     return collections.Counter(
         re.findall(
@@ -128,13 +131,13 @@ def _tiles(kernel: str, made: str, half: str) -> collections.Counter:
 
 def _size(tiles: collections.Counter) -> int:
     return sum(
-        count * hivm.BYTES[dtype] * math.prod(map(int, shape.split("x")[-3:-1]))  # no buffers
+        count * hivm.BYTES[dtype] * math.prod(map(int, shape.split("x")[-3:-1]))  # without buffers
         for (shape, dtype), count in tiles.items()
     )
 
 
 def table(normalize: bool) -> list[list]:
-    """Rows of what is written, of each kernel and of all."""
+    """Return the rows to write, for each kernel and for all together."""
     small, large = moved(512, normalize), moved(1024, normalize)
     through = workspaces(normalize)
     rows = []

@@ -4,9 +4,10 @@
     dpkg --add-architecture arm64 && apt-get update && apt-get install qemu-user-static
     python packaging/aarch64.py [--torch 2.9.1] [pytest's arguments]
 
-Python and the C libraries come from Debian's packages, torch and the rest from pip: 2.10.0 for the
-library of torch 2.10 and newer, an older one for the library that is its own. All of it lies in
-.cache/aarch64. By default every op's cases run in bf16, forward and backward.
+Python and the C libraries come from Debian's packages, torch and the other packages from pip. The
+default is torch 2.10.0, for the library that serves torch 2.10 and newer; an older torch tests the
+library built for it. All files lie in .cache/aarch64. By default the cases of every op run in bf16,
+forward and backward.
 """
 
 import argparse
@@ -41,7 +42,7 @@ TESTS = (
 
 
 def system():
-    """Debian's packages of aarch64, unpacked."""
+    """Download and unpack Debian's packages for aarch64."""
     packages = HERE / "debian"
     packages.mkdir(parents=True)
     names = [f"{name}:arm64" for name in DEBIAN]
@@ -51,7 +52,7 @@ def system():
 
 
 def site(torch: str, folder: pathlib.Path):
-    """Wheels of aarch64, and of any architecture, unpacked."""
+    """Download and unpack Python wheels for aarch64, and wheels for any architecture."""
     downloads = HERE / f"wheels-{torch}"
     platforms = ("manylinux_2_28_aarch64", "manylinux2014_aarch64")
     subprocess.run(

@@ -1,7 +1,7 @@
-"""The build backend: setuptools', which asks for torch only where native kernels are compiled.
+"""A build backend on top of setuptools that needs torch only if native kernels are compiled.
 
-A list in pyproject.toml cannot depend on NPU_OPS_SKIP_NATIVE, and torch is a download of a GB. pip
-and build call these hooks (PEP 517, PEP 660) in the folder of the sources.
+The list of requirements in pyproject.toml cannot depend on NPU_OPS_SKIP_NATIVE, and torch is a
+download of a GB. pip and build call these hooks (PEP 517, PEP 660) in the folder of the sources.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def get_requires_for_build_sdist(config_settings=None):
 
 
 def build_sdist(sdist_directory, config_settings=None):
-    """Compiles nothing, and leaves the folder of the sources as it was."""
+    """Build the source distribution: compile nothing, and leave the folder unchanged."""
     before = os.environ.get(SKIP)
     os.environ[SKIP] = "1"
     try:
@@ -56,7 +56,7 @@ def build_sdist(sdist_directory, config_settings=None):
 
 @contextlib.contextmanager
 def kept(file):
-    """Restore a file that setup.py writes: it says how the library beside it was built."""
+    """Restore a file that setup.py overwrites; it describes how the library beside it was built."""
     before = file.read_bytes() if file.exists() else None
     try:
         yield

@@ -1,4 +1,4 @@
-"""Say what is missing before a release, or what to upload and to tag.
+"""Print what is missing for a release, or else the files to upload and the tag to set.
 
     make release        # builds dist/ and site/, checks them, and calls this
 
@@ -18,7 +18,7 @@ KINDS = ("*-manylinux_*_x86_64.whl", "*-manylinux_*_aarch64.whl", "*-none-any.wh
 
 
 def missing(root, today):
-    """What keeps `root` from being released, one sentence each."""
+    """Yield the reasons why `root` cannot be released, one sentence each."""
     version = wheels.version(root)
     dated = re.search(
         rf"^## \[{re.escape(version)}\] - (\S+)$", (root / "CHANGELOG.md").read_text(), re.M

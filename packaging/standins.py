@@ -1,9 +1,8 @@
-"""Stand-ins for CUDA's libraries: a CUDA build of torch loads here, and torch_npu beside it.
+"""Stand-ins for CUDA's libraries, so that a CUDA build of torch loads here, with torch_npu beside
+it.
 
-Their functions only return cudaErrorNoDevice.
-
-Only torch 2.13 has a build for CPUs in every registry. CUDA's libraries are several GB,
-and a machine without a GPU needs none of them.
+Their functions only return cudaErrorNoDevice. They exist because only torch 2.13 has a CPU build in
+every registry, CUDA's libraries are several GB, and a machine without a GPU needs none of them.
 """
 
 import collections
@@ -14,7 +13,7 @@ import subprocess
 _CUDA = re.compile(r"lib(cu|nv|nccl)")
 _NO_DEVICE = 100  # cudaErrorNoDevice
 
-# The names of settings that allocators of devices have registered; see `one_allocator`.
+# The set of names of settings that device allocators have registered; see `one_allocator`.
 _KEYS = """
 #include <string>
 #include <unordered_set>
@@ -30,10 +29,14 @@ std::unordered_set<std::string>& AcceleratorAllocatorConfig::getMutableKeys() {
 
 
 def one_allocator(folder: pathlib.Path) -> pathlib.Path:
-    """A library to preload, by which each allocator registers its settings as if it were alone.
+    """Build a library to preload that lets each allocator register its settings as if it were
+    alone.
 
-    From torch 2.14 on CUDA's and torch_npu's have names in common, and torch aborts. torch_npu is
-    made for builds without CUDA, in which there is one allocator of a device.
+    From torch 2.14 on, the allocators of CUDA and torch_npu have names in common, and torch aborts.
+    torch_npu is made for builds without CUDA, in which there is only one device allocator.
+
+    Returns:
+        The library's path.
     """
     folder.mkdir(parents=True, exist_ok=True)
     source, library = folder / "one_allocator.cpp", folder / "libone_allocator.so"
@@ -43,7 +46,7 @@ def one_allocator(folder: pathlib.Path) -> pathlib.Path:
 
 
 def make(libraries: pathlib.Path, folder: pathlib.Path) -> None:
-    """Write to `folder` what torch's `libraries` need of CUDA and do not bring."""
+    """Write to `folder` the CUDA libraries that torch's `libraries` need and do not include."""
     shipped = {path.name for path in libraries.iterdir()}
     needed, wanted, owner = set(), collections.defaultdict(set), {}
     for path in libraries.glob("*.so*"):
@@ -65,7 +68,7 @@ def make(libraries: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def _library(folder, library, versions, plain) -> None:
-    """A library of functions by their version; `plain` have none."""
+    """Build a library with the given functions by version; functions in `plain` have no version."""
     functions = sorted(plain.union(*versions.values()))
     source = folder / f"{library}.c"
     source.write_text("".join(

