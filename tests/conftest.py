@@ -74,7 +74,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    # Single tests of a minute: begun last, all processes but one would wait for them.
+    # Single tests that take a minute come first: at the end, all processes but one would wait for
+    # them.
     items.sort(key=lambda item: item.path.parent.name not in ("trainers", "tools"))
     device = config.getoption("--device")
     if device is None:

@@ -41,9 +41,9 @@ CONTRACT = (
     "test_contract", "test_declined_calls", "test_every_function", "test_index_values",
     "test_wrong_calls",
 )  # fmt: skip
-# Files with tests of every op that are no part of the contract.
+# Files with tests of every op that are not part of the contract tests.
 SHARED = ("test_defaults", "test_lengths")
-# Tests of an op in files that do not have its name.
+# Tests of an op in files that are not named after it.
 MORE = {
     "causal_conv1d": ("test_context_parallel", "test_fla_npu", "test_wide_filters"),
     "causal_conv1d_update": ("test_wide_filters",),
@@ -62,9 +62,9 @@ MORE = {
     "gdn_gate": ("test_softplus",),
     "qk_norm_rope": ("test_consistent_rope",),
 }
-# Tests that take seconds each: the score is without them, and at most too low.
+# Tests that take seconds each. The score leaves them out, so it may be too low, never too high.
 LONG = {"compile", "compiled", "compilation", "opcheck", "threads", "checkpointing"}
-# Seconds of a processor that the tests of one mutant have, and after which it never ends.
+# Processor seconds for the tests of one mutant, and the limit after which it counts as endless.
 BUDGET, LIMIT = 30, 60
 
 

@@ -9,18 +9,18 @@ import pathlib
 from collections.abc import Callable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Another operator where a bound is: one off at its end.
+# A comparison, and the one that differs from it only at equality.
 BOUNDS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
-# Methods that copy or convert a tensor; a mutant calls none of them.
+# Methods that copy or convert a tensor; a mutant leaves out the call.
 FORMS = {"contiguous", "to", "float", "clone"}
-# What is not read as a value: messages, annotations, names of what a module exports.
+# Syntax that is not read as a value: messages, annotations, imports.
 SKIPPED = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom, ast.arguments)
 
-# Keywords of an operator's declaration: those it must have, and those that name kernels of devices.
+# Keywords of an operator's declaration: the required ones, and those that name kernels of devices.
 REQUIRED = {"takes", "writes", "new", "reference"}
 OF_DEVICES = {"ascendc", "aclnn", "fla_npu"}
-# zip's, an assertion: without it, right code does the same.
+# An argument of zip that only asserts: without it, valid code does the same.
 ASSERTING = {"strict"}
 
 

@@ -56,7 +56,7 @@ def test_there_are_ops():
     assert {"bias_dropout_add", "rope", "mrope"} <= set(OPS)
 
 
-# Where things are
+# Files and folders
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -322,8 +322,8 @@ def test_core_does_not_know_the_ops():
 DELTA_RULES = (
     "fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule", "gated_delta_rule_update",
 )  # fmt: skip
-# Parts of an op that others import: the module, and who. Its first line names all of them, or the
-# group that they are.
+# Modules of an op that other ops import, and which ones. The first line of the module's docstring
+# names all of them, or the group that they form.
 GROUPS = {"all gated delta rules": {*DELTA_RULES, "chunk_kda"}}
 SHARED = {
     "gated_delta_rule_update.triton_ascend": {"chunk_gated_delta_rule"},
@@ -370,7 +370,7 @@ SHARED = {
     "rope.rotation": {"mrope", "qk_norm_rope"},
     "rope.triton_ascend": {"mrope", "qk_norm_rope"},
 }
-# Ops that call another one, as a user would: its public function.
+# Ops that call another op through its public function, as a user would.
 CALLED = {
     "gdn_gate": {*DELTA_RULES, "chunk_kda"},
     "l2norm": set(DELTA_RULES),
@@ -466,7 +466,8 @@ def test_argument_checks_use_what_torch_compile_of_torch_2_7_traces(tree):
             assert not refused, f"{relative(path)}:{node.lineno}: {called}"
 
 
-# What makes a tensor of no other: torch gives it default dtypes and devices, which loaders change.
+# Functions that make a tensor from nothing: torch gives it default dtypes and devices, which
+# loaders change.
 MAKERS = {
     "arange", "as_tensor", "asarray", "complex", "empty", "empty_permuted", "empty_strided", "eye",
     "frombuffer", "full", "linspace", "logspace", "normal", "ones", "rand", "randint", "randn",
@@ -524,7 +525,7 @@ def test_what_a_module_shares_is_made_once():
     assert len(shared) > 5
 
 
-# Draws
+# Random numbers
 
 
 DRAWS = re.compile(r"torch\.(randn|rand|randint|randperm)(_like)?\(|\.normal_\(|\brandom\.\w+\(")
@@ -568,7 +569,7 @@ def test_messages_spell_dtypes_in_one_way():
     assert found == []
 
 
-# Text
+# Wording of documents and messages
 
 
 def text_files():

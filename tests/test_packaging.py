@@ -65,7 +65,7 @@ def test_the_readme_lists_the_extras():
     assert extras == set(re.findall(r"`npu-ops\[(\w+)\]`", (ROOT / "README.md").read_text()))
 
 
-# What is distributed
+# Contents of the packages
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def installed(sdist, tmp_path_factory):
     return copy({"npu_ops/_native.abi3.so", "npu_ops/_build_info.json"}, folder / "site")
 
 
-# What each prints in a clone, where it gets so far, and that it ends with this status.
+# The output of each command in a clone, as far as it gets, and its exit status.
 IN_A_CLONE = {
     "new-op toy": ("tests/fuzz/ops/toy.py", 0),
     "bench l2norm --quick --longest 0 --only decoding": ("only: got ['decoding']", 2),
@@ -201,7 +201,7 @@ def test_the_native_library_asks_for_no_newer_glibc():
         assert tuple(map(int, version.split("."))) <= newest[name], f"{name}_{version}"
 
 
-# AscendC kernels, with a stand-in for CANN whose compiler writes down how it was called
+# AscendC kernels, with a stand-in for CANN whose compiler records how it was called.
 
 CANN = ROOT / "tests" / "cann_stand_in"
 

@@ -1,4 +1,4 @@
-"""Checkpoints of tiny models in another dtype."""
+"""Copies of tiny models' checkpoints in another dtype."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 def in_dtype(
     model: pathlib.Path, dtype: str, into: pathlib.Path, trained: bool = False
 ) -> pathlib.Path:
-    """A copy in the dtype that is trained: a server may keep A_log in fp32.
+    """Copy a model in the dtype that is trained, because a server may keep A_log in fp32.
 
-    trained: with weights of norms that are not 0 nor 1, as transformers draws them.
+    trained: give norms weights that are neither 0 nor 1. transformers draws only those.
     """
     shutil.copytree(model, into / model.name)
     file = into / model.name / "model.safetensors"

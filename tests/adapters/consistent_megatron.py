@@ -1,10 +1,11 @@
-"""A tiny model with NPU_OPS_CONSISTENT=1: Megatron's logits of packed sequences, and transformers'.
+"""Compare Megatron's logits of packed sequences with transformers', with NPU_OPS_CONSISTENT=1.
 
 python consistent_megatron.py MEGATRON MODEL DTYPE [DEVICE]
 
-MODEL: qwen3, qwen3_5 or qwen3_moe. Prints how many logits differ, how many there are, and how many
-weights have wrong gradients in fp32. On an NPU Megatron calls torch_npu's norm and activation, as
-MindSpeed has it do. Sequences are not packed where Megatron's Gated Delta Net takes none that are.
+MODEL: a tiny qwen3, qwen3_5 or qwen3_moe. Prints how many logits differ, how many there are, and
+how many weights have wrong gradients in fp32. On an NPU, Megatron calls torch_npu's norm and
+activation, as with MindSpeed. Sequences are not packed if Megatron's Gated Delta Net does not
+support that.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ LINEAR = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
-ROTATED = {"qwen3": 1.0, "qwen3_5": 0.25, "qwen3_moe": 1.0}  # of a head
+ROTATED = {"qwen3": 1.0, "qwen3_5": 0.25, "qwen3_moe": 1.0}  # the rotated share of a head
 EXPERTS, CHOSEN, WIDTH = 8, 3, 96
 
 
 def theirs(kind: str, dtype: torch.dtype) -> torch.nn.Module:
-    """transformers' model, with norms of weights that are not all 1, or 0 where 1 is added."""
+    """Return transformers' model, with norms whose weights are not all 1, or 0 where 1 is added."""
     made, model, own = {
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
         "qwen3_5": (
@@ -58,7 +59,7 @@ def theirs(kind: str, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def is_less_one(kind: str, name: str) -> bool:
-    """Whether this norm multiplies by 1 + weight."""
+    """Return whether this norm multiplies by 1 + weight."""
     return kind == "qwen3_5" and "linear_attn" not in name
 
 
@@ -109,7 +110,7 @@ def megatrons(kind: str, weights: dict, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def renamed(kind: str, weights: dict, one: int = 1) -> dict:
-    """transformers' weights, or their gradients, by Megatron's names.
+    """Return transformers' weights, or their gradients, under Megatron's names.
 
     one: is added to the weights of norms that multiply by 1 + weight in transformers, because
     Megatron's multiply by the weight; 0 for gradients.
@@ -153,7 +154,8 @@ def experts_or_one(own: dict) -> dict:
 
 
 def attention(own: dict) -> dict:
-    """A group's q, gates of q, k and v are together."""
+    """Return attention's weights in Megatron's order: q, gates of q, k and v of each group
+    together."""
     q, k, v = (own[f"self_attn.{x}_proj"].view(GROUPS, -1, HIDDEN) for x in "qkv")
     gated = q.shape[1] == 2 * DIM * (HEADS // GROUPS)
     parts = q.view(GROUPS, -1, 2 if gated else 1, DIM, HIDDEN).unbind(2)
@@ -203,7 +205,7 @@ def packed(device: str):
 
 
 def packs(kind: str) -> bool:
-    """Whether this Megatron takes packed sequences, in Gated Delta Net too."""
+    """Return whether this Megatron supports packed sequences, in Gated Delta Net too."""
     if kind != "qwen3_5":
         return True
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
@@ -212,7 +214,7 @@ def packs(kind: str) -> bool:
 
 
 def of_each(model, ids, device: str) -> torch.Tensor:
-    """Megatron's logits of sequences one after another."""
+    """Return Megatron's logits, computed sequence by sequence."""
     logits = []
     for part in ids.split(LENGTHS, 1):
         length = part.shape[1]
@@ -222,7 +224,7 @@ def of_each(model, ids, device: str) -> torch.Tensor:
 
 
 def wrong_gradients(kind: str, model, other, expected, found) -> int:
-    """How many weights have gradients that are off by more than 1e-5 of the largest."""
+    """Return how many weights have gradients with an error above 1e-5 of the largest gradient."""
     draw = torch.Generator().manual_seed(1)
     seeds = torch.randn(found.shape, generator=draw).to(found)
     (expected * seeds).sum().backward()

@@ -1,9 +1,10 @@
-"""A tiny Qwen3.5 with NPU_OPS_CONSISTENT=1: tokens in training, as a prompt, and decoded.
+"""Compare logits of a tiny Qwen3.5 in training, as a prompt and decoded, in consistent mode.
 
 python consistent_model.py DTYPE [DEVICE]
 
-Prints how many logits are not those of one forward of all tokens: first of a prompt of 50, then of
-8 that follow from its cache, one by one. And how many logits there are.
+Runs with NPU_OPS_CONSISTENT=1. Prints how many logits differ from those of one forward of all
+tokens: first of a prompt of 50 tokens, then of 8 tokens decoded one by one from its cache. Then
+prints how many logits there are.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""A tiny Qwen3 with experts on the emulated NPU, and under verl's own patches for NPUs.
+"""Compare a tiny Qwen3 with experts on the emulated NPU with and without verl's patches for NPUs.
 
-By those experts and SwiGLU are torch_npu's operators; NPU_OPS_CONSISTENT=1 replaces them.
+With the patches, experts and SwiGLU are torch_npu's operators; NPU_OPS_CONSISTENT=1 replaces them.
 
 python consistent_verl.py DTYPE DEVICE
 

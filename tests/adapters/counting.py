@@ -1,4 +1,4 @@
-"""The calls that reach npu_ops: the adapters look its operators up in it at each call."""
+"""Count the calls that reach npu_ops; the adapters look up its operators at each call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TORCH_NPU = (
     "npu_moe_token_permute", "npu_moe_token_unpermute", "npu_cross_entropy_loss",
 )  # fmt: skip
 
-# Of a layer of Gated Delta Net.
+# The operators of a layer of Gated Delta Net.
 DELTA_NET = (
     "causal_conv1d", "causal_conv1d_update", "chunk_gated_delta_rule",
     "fused_recurrent_gated_delta_rule", "gdn_gate", "l2norm", "rms_norm_gated",
@@ -25,19 +25,20 @@ DELTA_NET = (
 def on_calls(
     names: Iterable[str], note: Callable[[str], None], home: ModuleType | None = None
 ) -> None:
-    """From now on `note(name)` comes before each call of these operators of npu_ops, or `home`.
+    """Call `note(name)` before each later call of these operators of npu_ops, or of `home`.
 
-    Calls that are traced by torch.compile are not noted, nor are those on the CPU of a machine with
-    an NPU: they compare a model's functions with ours.
+    Calls that torch.compile traces are not noted. On a machine with an NPU, calls on the CPU are
+    not
+    noted either: they compare a model's functions with ours.
     """
     if home is None:
-        import npu_ops as home  # no earlier: checks depend on who is imported first
+        import npu_ops as home  # imported late: checks depend on the order of imports
     for name in names:
         setattr(home, name, _noted(getattr(home, name), functools.partial(note, name)))
 
 
 def count_calls(names: Iterable[str]) -> collections.Counter[str]:
-    """From now on, how often each operator has been called."""
+    """Count the later calls of each operator, in the counter that is returned."""
     calls = collections.Counter()
     on_calls(names, lambda name: calls.update([name]))
     return calls
@@ -46,7 +47,7 @@ def count_calls(names: Iterable[str]) -> collections.Counter[str]:
 def _noted(operator: Callable, note: Callable[[], None]) -> Callable:
     @functools.wraps(operator)
     def call(*args, **kwargs):
-        # A count is a guard, and recompiles.
+        # Inside a compiled graph a count would be a guard, and recompile.
         if not torch.compiler.is_compiling() and not _compares([*args, *kwargs.values()]):
             note()
         return operator(*args, **kwargs)
@@ -60,7 +61,7 @@ def _compares(values: list) -> bool:
 
 
 def operators() -> list[str]:
-    """The functions of npu_ops that compute."""
+    """Return the names of npu_ops' functions that compute."""
     import npu_ops
 
     asked = ("build_info", "explain", "is_npu", "plan_attention", "unfinished_rows")

@@ -1,9 +1,9 @@
-"""Core attention of a sequence that ranks share, with gloo, against the same on one rank.
+"""Compare core attention of a sequence that ranks share with the same on one rank, with gloo.
 
 python cp_ranks.py STORE RANK RANKS    in as many processes
 
-Prints the largest error of the output and of each gradient, of the largest number of each, and how
-many calls of npu-ops each case has.
+Prints the largest error of the output and of each gradient, relative to its largest number, and the
+number of calls to npu-ops in each case.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LENGTH = 48
 
 
 def attention(group, kind, **config):
-    """Megatron's spec of core attention, as npu-ops builds it; group: that shares sequences."""
+    """Build Megatron's core attention by npu-ops; group: the ranks that share sequences."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from npu_ops_adapters.megatron import attention as adapter
 
@@ -36,7 +36,7 @@ def attention(group, kind, **config):
 
 
 def dealt(starts: list[int], rank: int, ranks: int) -> torch.Tensor:
-    """The tokens of a rank: of each sequence a chunk and its mirror image."""
+    """Return the tokens of a rank: of each sequence, a chunk and the chunk that mirrors it."""
     found = []
     for start, stop in zip(starts, starts[1:], strict=False):
         chunks = torch.arange(start, stop).chunk(2 * ranks)

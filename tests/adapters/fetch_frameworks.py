@@ -1,4 +1,4 @@
-"""Downloads frameworks of other versions than the environment has into .cache/frameworks.
+"""Download frameworks in other versions than the environment's into .cache/frameworks.
 
 python tests/adapters/fetch_frameworks.py [NAME...]
 """
@@ -15,7 +15,7 @@ _REQUESTS = (
     "requests==2.32.5", "urllib3==2.6.3", "idna==3.11", "certifi==2026.1.4",
     "charset_normalizer==3.4.4",
 )  # fmt: skip
-# Each with what it wants that the environment has not, or not in that version.
+# Each framework with the packages that the environment lacks, or has in another version.
 FRAMEWORKS = {
     "fla-core-0.5.2": (),
     "fla-core-0.6.0": (),
@@ -32,12 +32,12 @@ FRAMEWORKS = {
 
 
 def tree(name: str) -> pathlib.Path:
-    """The folder to put on PYTHONPATH; FileNotFoundError if it was not downloaded."""
+    """Return the folder to put on PYTHONPATH; FileNotFoundError if it was not downloaded."""
     return fetching.tree(FOLDER / name, "tests/adapters/fetch_frameworks.py")
 
 
 def fetch(name: str) -> None:
-    """Download one, unless it is there."""
+    """Download a framework, unless it is there."""
     fetching.install(FOLDER / name, "==".join(name.rsplit("-", 1)), *FRAMEWORKS[name])
 
 

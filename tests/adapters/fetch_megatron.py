@@ -1,4 +1,4 @@
-"""Downloads the megatron-core releases that the adapters are tested with into .cache/megatron.
+"""Download the megatron-core releases that the adapters are tested with into .cache/megatron.
 
 python tests/adapters/fetch_megatron.py [VERSION...]
 """
@@ -12,12 +12,12 @@ import fetching
 
 FOLDER = fetching.CACHE / "megatron"
 VERSIONS = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
-# Published for Python 3.12 and later only; what is Python in them runs on 3.10 too.
+# Published for Python 3.12 and later only, but their Python code runs on 3.10 too.
 NEEDS_PYTHON_312 = ("0.17.1", "0.18.2", "0.19.2")
 
 
 def tree(version: str) -> pathlib.Path:
-    """The folder to put on PYTHONPATH; FileNotFoundError if it was not downloaded."""
+    """Return the folder to put on PYTHONPATH; FileNotFoundError if it was not downloaded."""
     return fetching.tree(FOLDER / version, "tests/adapters/fetch_megatron.py")
 
 

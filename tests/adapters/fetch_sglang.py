@@ -1,10 +1,10 @@
-"""Makes .cache/sglang: SGLang and what it needs on a CPU, in a folder that goes before .venv's.
+"""Make .cache/sglang: SGLang and the packages it needs on a CPU, in a folder that precedes .venv's.
 
 python tests/adapters/fetch_sglang.py
 
-Two packages are made for GPUs alone. torchvision's binary does not load beside a CPU build of
-torch; its Python does, once two operators are declared. And SGLang runs on a CPU, and on the
-emulated NPU, through platforms that come as plugins, which are registered in this folder alone.
+Two packages exist for GPUs only. torchvision's binary does not load beside a CPU build of torch;
+its Python does, after two operators are declared. SGLang runs on a CPU, and on the emulated NPU,
+through platform plugins. They are registered only in this folder.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PLUGINS = {
 
 
 def tree(version: str = VERSION) -> pathlib.Path:
-    """The folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
+    """Return the folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
     return fetching.tree(FOLDER / version, "tests/adapters/fetch_sglang.py")
 
 
 def fetch(version: str = VERSION) -> None:
-    """Download it all, unless it is there."""
+    """Download everything, unless it is there."""
     if (FOLDER / version).exists():
         return
     print("0.3 GB, a minute", flush=True)
@@ -51,7 +51,7 @@ def fetch(version: str = VERSION) -> None:
 
 
 def register(folder: pathlib.Path) -> None:
-    """Our platforms as two distributions, whose modules lie beside this file."""
+    """Register our platforms as two distributions, whose modules lie beside this file."""
     for name, points in PLUGINS.items():
         plugin = folder / f"{name}-1.dist-info"
         plugin.mkdir(exist_ok=True)
@@ -61,13 +61,13 @@ def register(folder: pathlib.Path) -> None:
 
 
 def wheel(version: str) -> pathlib.Path:
-    """A release as it is published, to be read: others need other packages to run."""
+    """Return the wheel of a release, to read its sources; running it would need other packages."""
     (found,) = (FOLDER / "wheels").glob(f"sglang-{version}-*.whl")
     return found
 
 
 def fetch_wheels() -> None:
-    """Download those that are not there."""
+    """Download the missing wheels."""
     folder = FOLDER / "wheels"
     wanted = [version for version in READ if not list(folder.glob(f"sglang-{version}-*.whl"))]
     for version in wanted:

@@ -1,10 +1,10 @@
-"""Makes .cache/trainers: verl and what it needs, in folders that go before .venv's.
+"""Make .cache/trainers: verl and the packages it needs, in folders that precede .venv's.
 
 python tests/adapters/fetch_verl.py
 
-Where the environment has VERL, a checkout of verl, tests run that one with the same packages.
-torch stays the environment's. torchvision's binary is for CUDA; its Python is enough, once two
-operators are declared.
+If VERL names a checkout of verl, tests run it with the same packages. torch stays the
+environment's. torchvision's binary is for CUDA; its Python is enough, after two operators are
+declared.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from fetch_sglang import DECLARED
 
 VERSION = "0.9.1"
 FOLDER = fetching.CACHE / "trainers" / f"verl-{VERSION}"
-QUEUE = FOLDER.with_name("transfer-queue-0.1.11")  # which verl's RL trainers alone import
+QUEUE = FOLDER.with_name("transfer-queue-0.1.11")  # only verl's RL trainers import it
 REQUIREMENTS = pathlib.Path(__file__).with_name("verl_requirements.txt")
 
 
 def tree() -> pathlib.Path:
-    """The folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
+    """Return the folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
     return fetching.tree(FOLDER, "tests/adapters/fetch_verl.py")
 
 
 def path() -> list[pathlib.Path]:
-    """What goes on PYTHONPATH: the checkout, where there is one, before tree().
+    """Return the folders for PYTHONPATH: the checkout, if VERL is set, before tree().
 
     Raises:
-        FileNotFoundError: it is none, or tree() was not made.
+        FileNotFoundError: VERL is no checkout, or tree() was not made.
     """
     if "VERL" not in os.environ:
         return [tree()]
@@ -41,12 +41,12 @@ def path() -> list[pathlib.Path]:
 
 
 def queue() -> pathlib.Path:
-    """The folder of TransferQueue, likewise."""
+    """Return the folder of TransferQueue; FileNotFoundError if it was not made."""
     return fetching.tree(QUEUE, "tests/adapters/fetch_verl.py")
 
 
 def fetch() -> None:
-    """Download it all, unless it is there."""
+    """Download everything, unless it is there."""
     fetching.install(QUEUE, "transferqueue==0.1.11", "prometheus_client==0.26.0")
     if FOLDER.exists():
         return
@@ -54,7 +54,7 @@ def fetch() -> None:
     with fetching.whole(FOLDER) as partial:
         fetching.pip(
             "install", "--no-compile", "--no-build-isolation", "--target", str(partial),
-            "--no-binary=antlr4-python3-runtime",  # Python, and published as source alone
+            "--no-binary=antlr4-python3-runtime",  # pure Python, published only as source
             "--requirement", str(REQUIREMENTS),
         )  # fmt: skip
         with open(partial / "torchvision" / "extension.py", "a") as extension:

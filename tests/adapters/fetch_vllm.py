@@ -1,10 +1,10 @@
-"""Makes .cache/vllm: vLLM's and vllm-ascend's Python, and what they need on a CPU.
+"""Make .cache/vllm: vLLM's and vllm-ascend's Python, and the packages they need on a CPU.
 
 python tests/adapters/fetch_vllm.py
 
-vLLM's wheel is 0.4 GB of CUDA. Its source makes an installation without native code if told so, as
-vllm-ascend's instructions have it. torch stays the environment's. torchvision's binary does not
-load beside it; its Python is enough, once two operators are declared.
+vLLM's wheel is 0.4 GB of CUDA. Its source can be installed without native code, as vllm-ascend's
+instructions say. torch stays the environment's. torchvision's binary does not load beside it; its
+Python is enough, after two operators are declared.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from fetch_sglang import DECLARED
 FOLDER = fetching.CACHE / "vllm"
 VERSION = "0.18.0"
 READ = "0.23.0"
-BUILDS = FOLDER / "setuptools-scm-8.3.1"  # for vLLM's setup.py
+BUILDS = FOLDER / "setuptools-scm-8.3.1"  # vLLM's setup.py needs it
 HERE = pathlib.Path(__file__).parent
 REQUIREMENTS = HERE / "vllm_cpu" / "requirements.txt"
 ENGINE = HERE / "vllm_npu" / "requirements.txt"
 
 
 def tree() -> pathlib.Path:
-    """The folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
+    """Return the folder to put on PYTHONPATH; FileNotFoundError if it was not made."""
     return fetching.tree(FOLDER / VERSION, "tests/adapters/fetch_vllm.py")
 
 
 def engine() -> pathlib.Path:
-    """What goes before `tree` on PYTHONPATH for vLLM's engine."""
+    """Return the folder that precedes `tree` on PYTHONPATH for vLLM's engine."""
     return fetching.tree(FOLDER / f"engine-{VERSION}", "tests/adapters/fetch_vllm.py")
 
 
 def ascend() -> pathlib.Path:
-    """A later vllm-ascend, to be read: it needs another vLLM to run."""
+    """Return a later vllm-ascend to read its sources; running it would need another vLLM."""
     return fetching.tree(FOLDER / f"ascend-{READ}", "tests/adapters/fetch_vllm.py")
 
 
 def fetch() -> None:
-    """Download it all, unless it is there."""
+    """Download everything, unless it is there."""
     fetching.install(FOLDER / f"ascend-{READ}", f"vllm-ascend=={READ}")
     fetching.install(BUILDS, "setuptools-scm==8.3.1")
     fetching.install(FOLDER / f"engine-{VERSION}", "--no-compile", "--requirement", str(ENGINE))

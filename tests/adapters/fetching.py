@@ -1,4 +1,4 @@
-"""Folders of packages under .cache, which tests put on PYTHONPATH: made whole or not at all."""
+"""Folders of packages under .cache for PYTHONPATH; a folder is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CACHE = pathlib.Path(__file__).parents[2] / ".cache"
 
 
 def tree(folder: pathlib.Path, script: str) -> pathlib.Path:
-    """The folder that `script` makes.
+    """Return the folder that `script` makes.
 
     Raises:
-        FileNotFoundError: it did not.
+        FileNotFoundError: the folder does not exist.
     """
     if not folder.exists():
         raise FileNotFoundError(f"{folder} is missing; run {script}")
@@ -24,7 +24,7 @@ def tree(folder: pathlib.Path, script: str) -> pathlib.Path:
 
 
 def install(folder: pathlib.Path, *packages: str) -> None:
-    """Install `packages`, pip's arguments, and nothing that they need, unless that was done."""
+    """Install `packages` (pip's arguments) without dependencies, unless the folder exists."""
     if not folder.exists():
         with whole(folder) as partial:
             pip("install", "--target", str(partial), *packages)
@@ -32,7 +32,7 @@ def install(folder: pathlib.Path, *packages: str) -> None:
 
 @contextlib.contextmanager
 def whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder to fill, which becomes `folder` if nothing is raised."""
+    """Yield a folder to fill, which becomes `folder` if nothing is raised."""
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     print(f"{folder.parent.name} {folder.name}", flush=True)
@@ -41,7 +41,7 @@ def whole(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def pip(command: str, *arguments: str) -> None:
-    """Wheels alone, and without what they need."""
+    """Run a pip command, with wheels only and without dependencies."""
     subprocess.run(
         [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check"]
         + ["--no-deps", "--only-binary=:all:", *arguments],

@@ -1,9 +1,9 @@
-"""A double of flash-linear-attention: its modules, signatures and registry, in both forms.
+"""A double of flash-linear-attention: its modules, signatures and registry, in two forms.
 
-`write(folder, form)` makes a package `fla`; "main" is 0.5.2 and the main branch of August 2026,
-"0.6" what was released after it. Functions return ("theirs", their name). Registries do what fla's
-do: main's is loaded at the first call, under a lock and without import errors; the lowest priority
-is asked first; a verifier that raises declines.
+`write(folder, form)` makes a package `fla`. "main" is 0.5.2 and the main branch of August 2026;
+"0.6" is the release after it. Functions return ("theirs", their name). Registries behave like
+fla's: main's is loaded at the first call, under a lock and without import errors; the backend with
+the lowest priority is asked first; a verifier that raises declines.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ _SIGNATURES = {
     "causal_conv1d_update": "x, cache, residual=None, weight=None, bias=None, activation=None",
 }
 _GDR = "fla.ops.gated_delta_rule"
-MODULES = {  # of each function
+MODULES = {  # the module of each function
     "main": {
         "fused_recurrent_gated_delta_rule": f"{_GDR}.fused_recurrent",
         "fused_gdn_gate": f"{_GDR}.gate",
@@ -231,7 +231,8 @@ def write(folder: pathlib.Path, form: str) -> None:
         takes = _SIGNATURES[function].replace("{graph}", _GRAPH[form])
         source = f"def {function}({takes}):\n    return 'theirs', '{function}'\n"
         modules[module] = modules.get(module, "") + source
-        modules["fla.layers"] += f"from {module} import {function}\n"  # by value, as layers do
+        # imported by value, as in fla's layers
+        modules["fla.layers"] += f"from {module} import {function}\n"
     modules["fla.layers"] += f"from {_GDR}.chunk import chunk_gated_delta_rule, chunk_gdn\n"
     for module, source in modules.items():
         path = folder / module.replace(".", "/")

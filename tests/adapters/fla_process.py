@@ -1,4 +1,4 @@
-"""Real fla, with npu-ops in force, against its own naive functions on the CPU. Prints JSON.
+"""Compare real fla with npu-ops active against its own naive functions on the CPU. Prints JSON.
 
 python tests/adapters/fla_process.py FOLDER, where fla-core is installed
 """
@@ -16,7 +16,7 @@ import upstream_fla
 
 
 def inputs() -> dict[str, torch.Tensor]:
-    """Two sequences of a chunk and a bit, with a state, and two value heads for a key head."""
+    """Return two sequences of more than a chunk, a state, and two value heads for a key head."""
     draw = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 2, 70, 2, 32, generator=draw)
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
@@ -27,7 +27,7 @@ def inputs() -> dict[str, torch.Tensor]:
 
 
 def evaluate(function, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The output, the final state and the gradient of each input."""
+    """Return the output, the final state and the gradient of each input."""
     leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
     o, state = function(**leaves, output_final_state=True)
     loss = o.sin().sum() + state.cos().sum()
@@ -38,7 +38,7 @@ def evaluate(function, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def with_a_query_for_each_value_head(naive):
-    """fla's naive functions have no groups of value heads."""
+    """Repeat q and k for a naive function, because those of fla have no groups of value heads."""
 
     def call(q, k, **more):
         return naive(q.repeat_interleave(2, dim=2), k.repeat_interleave(2, dim=2), **more)
@@ -47,7 +47,8 @@ def with_a_query_for_each_value_head(naive):
 
 
 def product(errors: dict[str, float]) -> None:
-    """Gated Delta Product of two steps a token, dense and packed, against fla's naive function."""
+    """Compare Gated Delta Product of two steps a token, dense and packed, with fla's naive
+    function."""
     from fla.ops import gated_delta_product as theirs
     from fla.ops.gated_delta_product import naive
 
@@ -79,7 +80,7 @@ def product(errors: dict[str, float]) -> None:
 
 
 def kimi(errors: dict[str, float]) -> None:
-    """Kimi Delta Attention, by chunks and token by token, against fla's naive function."""
+    """Compare Kimi Delta Attention, by chunks and token by token, with fla's naive function."""
     from fla.ops import kda as theirs
     from fla.ops.kda import naive
 

@@ -1,9 +1,9 @@
-"""Real fla's functions of ranks that share packed sequences, with gloo, against each one alone.
+"""Compare real fla's functions for ranks that share packed sequences with each sequence alone.
 
-python fla_ranks.py STORE RANK RANKS    in as many processes; fla-core is on the path
+python fla_ranks.py STORE RANK RANKS    in as many processes, with gloo; fla-core is on the path
 
-Prints the largest error of the output and of each gradient, of the largest number of each, and the
-calls that reached npu-ops. What is alone goes through fla's own naive functions and torch's conv1d.
+Prints the largest error of the output and of each gradient, relative to its largest number, and the
+calls that reached npu-ops. The sequences alone use fla's own naive functions and torch's conv1d.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import npu_ops
 
-STARTS = (0, 3, 41, 42, 160, 192)  # one is on all of three ranks, one has one token
+STARTS = (0, 3, 41, 42, 160, 192)  # one sequence is on all of three ranks, one has one token
 KEYS, VALUES, HEADS, VALUE_HEADS, CHANNELS, WIDTH = 32, 16, 2, 4, 6, 4
 FUNCTIONS = ("chunk_gated_delta_rule", "causal_conv1d")
 
@@ -41,7 +41,7 @@ def delta() -> dict[str, torch.Tensor]:
 
 
 def each_delta(naive, q, k, **more):
-    """fla's naive function, which has no groups of value heads, of each sequence."""
+    """Call fla's naive function, which has no groups of value heads, for each sequence."""
     groups = VALUE_HEADS // HEADS
     more |= {"q": q.repeat_interleave(groups, 2), "k": k.repeat_interleave(groups, 2)}
     parts = [naive(**{name: x[:, a:b] for name, x in more.items()})[0] for a, b in sequences()]
@@ -68,7 +68,7 @@ def each_convolution(weight, x, residual):
 
 
 def product() -> dict[str, torch.Tensor]:
-    """Two steps a token: k, v and beta have twice as many rows, which come in pairs."""
+    """Compare two steps a token: k, v and beta have twice as many rows, in pairs."""
     given = tensors(2, q=(HEADS, KEYS), k=(2, HEADS, KEYS), v=(2, HEADS, VALUES), g=(HEADS,),
                     beta=(2, HEADS))  # fmt: skip
     for name in ("q", "k"):
@@ -77,14 +77,14 @@ def product() -> dict[str, torch.Tensor]:
 
 
 def each_product(naive, **given):
-    """fla's naive function of each sequence."""
+    """Call fla's naive function for each sequence."""
     parts = [naive(**in_rows({name: x[:, a:b] for name, x in given.items()}))[0]
              for a, b in sequences()]  # fmt: skip
     return torch.cat(parts, 1)
 
 
 def in_rows(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Steps of tokens as rows, as fla's function of products takes them."""
+    """Return the steps of tokens as rows, the form that fla's function of products needs."""
     return {name: x.flatten(1, 2) if name in ("k", "v", "beta") else x for name, x in given.items()}
 
 

@@ -1,8 +1,9 @@
-"""Prints of a framework's functions whether log-probabilities are log_softmax's in fp32.
+"""Check whether a framework's log-probabilities equal log_softmax in fp32.
 
 python framework_log_probs.py verl|megatron
 
-"right": in every bit. "1e-6": so near. "rounded": farther, but less than 0.1 off.
+Prints for each function: "right" if every bit is equal, "1e-6" if the error is below that,
+"rounded" if it is larger, but less than 0.1.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def megatron() -> dict[str, str]:
 
 
 def smoothed(logits, labels):
-    """Each word that is not the label has 0.1 / (V - 1) of it."""
+    """Return smoothed log-probabilities: each word but the label weighs 0.1 / (V - 1)."""
     rows = torch.log_softmax(logits, -1)
     others = rows.sum(-1) - right(logits, labels)
     return 0.9 * right(logits, labels) + 0.1 * others / (rows.shape[-1] - 1)

@@ -1,10 +1,11 @@
-"""Gated Delta Net on two ranks with gloo, against the same layer on one.
+"""Compare Gated Delta Net on two ranks with the same layer on one, with gloo.
 
 python gdn_ranks.py STORE RANK    in two processes
 
-Each rank builds the whole layer in a group of its own, and its share of it, cut from the same
-weights: of the heads, and of the tokens. Prints the largest error of outputs and gradients, of the
-largest number of each, and the operators of npu-ops that a step calls.
+Each rank builds the whole layer in a group of its own, and its share of the layer, cut from the
+same
+weights: a share of the heads, and a share of the tokens. Prints the largest error of outputs and
+gradients, relative to the largest number of each, and the operators of npu-ops that a step calls.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SECTIONS = (64, 64, 128, 128, 4, 4)  # of in_proj: q, k, v, gate, beta, alpha; t
 
 
 def layer(tensor: bool = False, context: bool = False):
-    """Whole on each rank, or shared: its heads, or the tokens."""
+    """Build the layer: whole on each rank, or with its heads or the tokens shared."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     config = megatron_cpu.transformer_config("rope", **demo_model.HYBRID)
@@ -36,7 +37,7 @@ def layer(tensor: bool = False, context: bool = False):
 
 
 def cut(name: str, weight: torch.Tensor, rank: int) -> torch.Tensor:
-    """A rank's half: of each section of rows, or of out_proj's columns; norms are whole."""
+    """Return a rank's half: of each section of rows, or of out_proj's columns; norms are whole."""
     if name.startswith("out_norm"):
         return weight
     if name.startswith("out_proj"):
@@ -57,7 +58,7 @@ def step(module, hidden, **packing):
 
 
 def randomise(module) -> None:
-    """Weights of the size of trained ones, and a state that lasts: all gradients count."""
+    """Draw weights of the size of trained ones and slow decays, so that all gradients count."""
     for name, p in module.named_parameters():
         p.normal_(std=p[0].numel() ** -0.5 if p.dim() > 1 else 0.5)
         p += {"A_log": -2, "out_norm.weight": 1}.get(name, 0)
@@ -77,7 +78,7 @@ def layers(rank: int):
 
 def errors(rank: int, whole, shared, hidden, **packing) -> dict[str, float]:
     expected, actual = step(whole, hidden, **packing), step(shared, hidden, **packing)
-    dist.all_reduce(actual["out_norm.weight"])  # each rank has that of its heads
+    dist.all_reduce(actual["out_norm.weight"])  # each rank has the gradient of its heads
     found = {}
     for name, value in actual.items():
         wanted = expected[name]
@@ -87,7 +88,7 @@ def errors(rank: int, whole, shared, hidden, **packing) -> dict[str, float]:
 
 
 def context_errors(rank: int, whole, spread, hidden, starts=(), **packing) -> dict[str, float]:
-    """Each rank has two chunks of each sequence's four, and the gradients of weights by those."""
+    """Compare a layer whose tokens are shared; a rank has two of each sequence's four chunks."""
     own = dealt(starts or [0, len(hidden)], rank, 2)
     expected, actual = step(whole, hidden, **packing), step(spread, hidden[own], **packing)
     found = {}
@@ -116,7 +117,7 @@ def main() -> None:
     try:
         found["packed"] = errors(rank, whole, shared, hidden, packed_seq_params=packing)
     except NotImplementedError:
-        found["packed"] = "refused"  # by Megatron up to 0.17
+        found["packed"] = "refused"  # Megatron up to 0.17 rejects them
     calls = {"plain": counter.calls}
     if hasattr(whole, "cp_size"):
         starts = [0, 16, 64, 80]

@@ -9,7 +9,7 @@ from npu_ops_tools import demo_model
 
 
 class NoTracker(demo_model.NoTracker):
-    """Also with the states that activation checkpointing saves and restores."""
+    """A tracker that also has the states that activation checkpointing saves and restores."""
 
     def get_states(self):
         return {}
@@ -19,7 +19,7 @@ class NoTracker(demo_model.NoTracker):
 
 
 def start(store=None, rank: int = 0, ranks: int = 1) -> None:
-    """A process group, and the CPU where Megatron asks for the current CUDA device."""
+    """Start a process group, and give Megatron the CPU when it asks for the CUDA device."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     store = store or torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -37,12 +37,12 @@ def start(store=None, rank: int = 0, ranks: int = 1) -> None:
 
 
 def causal_mask(length: int) -> torch.Tensor:
-    """Megatron's makes one on "cuda"."""
+    """Return a causal mask on the CPU; Megatron makes one on "cuda"."""
     return torch.ones(length, length, dtype=torch.bool).triu(1)
 
 
 def gpt(position: str, spec=None, config=None, **changes):
-    """A two-layer GPTModel with rotary embedding on half of each head, in fp32."""
+    """Return a two-layer GPTModel with rotary embedding on half of each head, in fp32."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def gpt(position: str, spec=None, config=None, **changes):
 
 
 def multi_latent():
-    """Multi-latent attention: heads of 24 for queries and keys, and of 16 for values."""
+    """Return a model with multi-latent attention: q and k heads of 24, value heads of 16."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
@@ -92,13 +92,16 @@ def transformer_config(position: str, kind=None, **config):
 
 
 def hybrid(**config):
-    """Three layers of Gated Delta Net and one of attention; in PyTorch where nothing else is."""
+    """Return a model with three layers of Gated Delta Net and one of attention.
+
+    Layers are in PyTorch if no kernels are installed.
+    """
     config = demo_model.HYBRID | {"deterministic_mode": demo_model.lacks_kernels()} | config
     return gpt("rope", **config)
 
 
 def randomise_biases(model):
-    """They start as zeros, which would hide a bias that is lost."""
+    """Draw biases: they start as zeros, which would hide a bias that is lost."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -107,7 +110,7 @@ def randomise_biases(model):
 
 
 def step(model, batch: int = 2, length: int = 32) -> dict[str, torch.Tensor]:
-    """The loss, and the gradient of every parameter, by name."""
+    """Return the loss and the gradient of every parameter, by name."""
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 128, (batch, length), generator=draw)
     positions = torch.arange(length).expand(batch, length)
@@ -121,6 +124,6 @@ def step(model, batch: int = 2, length: int = 32) -> dict[str, torch.Tensor]:
 
 
 def call(function, *args, **kwargs):
-    """Call `function` with those keywords that this version of it has."""
+    """Call `function` with the keywords that this version of it has."""
     parameters = inspect.signature(function).parameters
     return function(*args, **{name: v for name, v in kwargs.items() if name in parameters})

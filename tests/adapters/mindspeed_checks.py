@@ -1,10 +1,10 @@
-"""What must hold with MindSpeed, or with its double; run in a process of its own.
+"""Checks with MindSpeed, or with its double, in a process of its own.
 
 python -c "import mindspeed_checks; mindspeed_checks.run('ours first')"
 
 with a megatron-core release and `mindspeed` on PYTHONPATH. Prints a line of JSON for each check:
-its name, and null or what went wrong. The order: `ours first`, `megatron first` (npu-ops, Megatron,
-then MindSpeed) or `late` (MindSpeed, then npu-ops).
+its name, and null or the error. The order of imports: `ours first`, `megatron first` (npu-ops,
+Megatron, then MindSpeed) or `late` (MindSpeed, then npu-ops).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ COVERED = {
 ALONE = COVERED - {
     (f"{ROPE}:apply_rotary_pos_emb", "rope"),
     (FORWARD, "attention"),
-}  # what Megatron's adapter replaces
+}  # replaced by Megatron's adapter
 CHECKS: list = []
-OF_THE_DOUBLE: list = []  # which counts the calls of its functions
+OF_THE_DOUBLE: list = []  # checks that need the double, which counts the calls of its functions
 
 
 def check(function):
@@ -52,7 +52,7 @@ def check_double(function):
     return check(function)
 
 
-# What is there
+# Helpers that read the state of the patches
 
 
 def registry():
@@ -72,7 +72,7 @@ def value(target: str):
 
 
 def layers(target: str) -> list:
-    """A function, what it falls through to, and so on."""
+    """Return a function, the function that it falls through to, and so on."""
     found = [value(target)]
     while hasattr(found[-1], "__wrapped__"):
         found.append(found[-1].__wrapped__)
@@ -80,7 +80,7 @@ def layers(target: str) -> list:
 
 
 def theirs(target: str):
-    """What MindSpeed itself puts there, or None."""
+    """Return the function that MindSpeed itself puts there, or None."""
     patch = registry().patches_info.get(target.replace(":", "."))
     return patch and patch.patch_func
 
@@ -92,7 +92,7 @@ def states() -> dict:
 
 
 def in_force() -> None:
-    """Each op once, outermost, over MindSpeed's function or Megatron's; the rest is there too."""
+    """Check that each op is replaced once, outermost, over MindSpeed's or Megatron's function."""
     found = states()
     lost = {key: state for key, state in found.items() if state != "applied"}
     assert lost == {}, lost
@@ -114,7 +114,7 @@ def in_force() -> None:
 
 
 def snapshot() -> dict:
-    """What is in the modules of both, in MindSpeed's registry and in its list of features."""
+    """Return the contents of both's modules, MindSpeed's registry and its list of features."""
     found = {"features": list(manager().FEATURES_LIST)}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("megatron", "mindspeed", "megatron_adaptor"):
@@ -134,7 +134,7 @@ def changed(before: dict, after: dict) -> list:
         return a is b or same_wrapper(a, b)
 
     def same_wrapper(a, b):
-        """Which MindSpeed makes anew whenever it applies a patch."""
+        """Return whether two functions are wrappers of one kind; MindSpeed makes new ones."""
         made = isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType)
         if not (made and a.__code__ is b.__code__ and hasattr(a, "__wrapped__")):
             return False
@@ -153,7 +153,7 @@ def is_ours(held) -> bool:
 
 
 def calls_of(function, *args, **kwargs):
-    """What it returns, and how often npu_ops' rope was called for it."""
+    """Return the result of a call, and how often it called npu-ops' rope."""
     import npu_ops
 
     count, ours = [], npu_ops.apply_rotary_pos_emb_freqs
@@ -211,14 +211,14 @@ def plain_and_multimodal_rope_are_ours_and_the_rest_is_mindspeeds():
         assert (out - expected).abs().max() < 1e-5
         through, calls = calls_of(dispatch, t, freqs, config())
         assert calls == 1 and through.equal(out)
-    freqs = angles(6, 2, 3, 16)  # for each head
+    freqs = angles(6, 2, 3, 16)  # angles for each head
     out, calls = calls_of(leaf, t, freqs)
     assert calls == 0 and out.equal(theirs(f"{ROPE}:_apply_rotary_pos_emb_bshd")(t, freqs))
 
 
 @check
 def the_scale_of_yarn_is_mindspeeds():
-    """Which its function takes from the arguments, whatever it is passed."""
+    """MindSpeed's function takes the scale from the arguments, not from its parameter."""
     t, freqs = heads(6, 2, 3, 16), angles(6, 1, 1, 16)
     leaf = value(f"{ROPE}:_apply_rotary_pos_emb_bshd")
     args = sys.modules["mindspeed.args_utils"].get_full_args()
@@ -238,7 +238,7 @@ def the_scale_of_yarn_is_mindspeeds():
 
 @check
 def arguments_of_later_megatrons_pass():
-    """MindSpeed's functions have not got them."""
+    """MindSpeed's functions lack these arguments."""
     t, freqs = heads(6, 2, 3, 16), angles(6, 1, 1, 16)
     dispatch = value(f"{ROPE}:apply_rotary_pos_emb")
     plain = dispatch(t, freqs, config())
@@ -253,7 +253,7 @@ def arguments_of_later_megatrons_pass():
 
 @check
 def packed_rope_has_its_group():
-    """Which MindSpeed's dispatcher of one version loses, so that Megatron's function raises."""
+    """MindSpeed's dispatcher of one version loses the group, and Megatron's function raises."""
     import torch
 
     lengths = torch.tensor([0, 4, 10], dtype=torch.int32)
@@ -289,7 +289,7 @@ def fused_rope_is_allowed_for_mrope():
 @check
 def repatched_with_a_dict_it_is_there_again():
     for _ in range(2):
-        args = {"context_parallel_size": 1, "use_flash_attn": True}  # as verl has it
+        args = {"context_parallel_size": 1, "use_flash_attn": True}  # as in verl
         sys.modules["mindspeed.megatron_adaptor"].repatch(args)
         in_force()
 
@@ -305,7 +305,7 @@ def repatched_with_a_namespace_it_is_there_again():
 
 @check_double
 def attention_is_ours_over_mindspeeds():
-    """Of a layer that holds DotProductAttention itself; what is not ours has MindSpeed's mask."""
+    """In a layer that holds DotProductAttention itself; other calls get MindSpeed's mask."""
     import torch
 
     import npu_ops
@@ -343,7 +343,7 @@ def lengths_that_are_no_tensor_reach_mindspeeds_function():
     lengths = types.SimpleNamespace(position_ids=torch.tensor([0, 1, 2, 0, 1, 2]))
     t, freqs = heads(6, 1, 3, 16), angles(3, 1, 1, 16)
     calls.clear()
-    out = dispatch(t, freqs, config(), lengths, cp_group=Group())  # a group it has no name for
+    out = dispatch(t, freqs, config(), lengths, cp_group=Group())  # it has no name for a group
     assert "thd" in calls, calls
     leaf = value(f"{ROPE}:_apply_rotary_pos_emb_bshd")
     assert (out[3:] - leaf(t[3:], freqs)).abs().max() < 1e-6
@@ -374,7 +374,7 @@ def gated_delta_net_is_ours_over_mindspeeds():
     for name in ("chunk_gated_delta_rule", "l2norm"):
         held = vars(gated_delta_net)
         assert is_ours(held[name]) and is_ours(held[f"_ms_{name}"]), name
-        assert not is_ours(getattr(gdn_backend, name)), name  # which fla's names are filled from
+        assert not is_ours(getattr(gdn_backend, name)), name  # fla's names are filled from it
     layer = gated_delta_net.GatedDeltaNet()
     g, beta = layer._compute_g_and_beta(torch.zeros(2), torch.zeros(2), gate, gate)
     assert (g + torch.nn.functional.softplus(gate)).abs().max() < 1e-6
@@ -455,7 +455,7 @@ def feature_base() -> type:
 
 @check
 def a_list_set_anew_has_it():
-    """MindSpeed-LLM and -MM set lists of their own; one that comes later goes before ours."""
+    """MindSpeed-LLM and -MM set lists of their own; a later feature goes before ours."""
 
     class Later(feature_base()):
         def register_patches(self, patch_manager, args):
@@ -485,7 +485,7 @@ def what_others_register_comes_under_it():
     in_force()
     x = heads(2, 8)
     seen.clear()
-    value(f"{BDA}:{name}")((x, None), x[:1], 0.0)  # a shape that is not ours
+    value(f"{BDA}:{name}")((x, None), x[:1], 0.0)  # a shape that we do not support
     assert seen == [(1, 8)], seen
     sys.modules["mindspeed.megatron_adaptor"].repatch({})
     in_force()
@@ -523,7 +523,7 @@ def an_op_that_is_disabled_is_left_to_mindspeed():
 
 @check
 def an_error_of_ours_is_none_of_mindspeeds():
-    """It is said; Megatron has MindSpeed's functions then."""
+    """The error is logged, and Megatron has MindSpeed's functions."""
     import npu_ops_adapters
     from npu_ops_adapters.mindspeed import features
 

@@ -1,4 +1,4 @@
-"""How a check ended, for a process that reports its checks one by one."""
+"""The result of a check, for a process that reports its checks one by one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import traceback
 
 
 def error_of(check, *arguments, **options) -> str | None:
-    """The traceback of what the check raises; None if it passes."""
+    """Return the traceback of the error that the check raises, or None if it passes."""
     try:
         check(*arguments, **options)
     except Exception:

@@ -1,4 +1,4 @@
-"""Runs the checks of one megatron-core release in a process of its own."""
+"""Run the checks of one megatron-core release in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 def environment(*folders, **changes) -> dict[str, str]:
-    """This process's environment, with `folders` first on PYTHONPATH."""
+    """Return this process's environment, with `folders` first on PYTHONPATH."""
     before = os.environ.get("PYTHONPATH")
     path = [*map(str, folders), *([before] if before else [])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)} | changes
@@ -23,7 +23,7 @@ def environment(*folders, **changes) -> dict[str, str]:
 
 @functools.cache
 def run_checks(version: str, mode: str) -> dict[str, str | None]:
-    """What went wrong in each check, or None."""
+    """Return the error of each check, or None."""
     autoload = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if mode == "early" else "0"}
     done = subprocess.run(
         [sys.executable, "-c", f"import megatron_checks; megatron_checks.run({mode!r})"],
@@ -39,12 +39,12 @@ def run_checks(version: str, mode: str) -> dict[str, str | None]:
 
 
 def ranks(program: str, store: pathlib.Path, number: int, version: str) -> list[dict]:
-    """What each rank of a program prints beside a release of Megatron."""
+    """Return the output of each rank of a program, with a release of Megatron on the path."""
     return run_ranks(program, store, number, fetch_megatron.tree(version))
 
 
 def run_ranks(program: str, store: pathlib.Path, number: int, *folders) -> list[dict]:
-    """What each rank of a program, `PROGRAM STORE RANK RANKS`, prints as its last line."""
+    """Return the last line that each rank of `PROGRAM STORE RANK RANKS` prints, from JSON."""
     path = environment(HERE, *folders, OMP_NUM_THREADS="1")
     command = [sys.executable, str(HERE / program), str(store)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -1,4 +1,4 @@
-"""The same tests in several runs, one without npu-ops: how each ended, and what only we lose."""
+"""Run the same tests several times, once without npu-ops, and compare how they end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 
 class Record:
-    """A pytest plugin: how each test ended and why, and the calls that reached npu_ops."""
+    """A pytest plugin that records each test's outcome, and the calls that reached npu_ops."""
 
     def __init__(self, operators):
         self.tests = {}
@@ -52,10 +52,10 @@ def run(
     settings: dict[str, str],
     ranks: int = 1,
 ) -> dict:
-    """The report of `script --run NAME REPORT CHECKOUT FILES` in a new process, or in several.
+    """Return the report of `script --run NAME REPORT CHECKOUT FILES` in one or more new processes.
 
-    packages: comes first on its path. `import torch` gives it the adapters unless disabled.
-    ranks: so many processes at once, as torchrun starts them; a test passes if it does in each.
+    packages: comes first on the path. `import torch` gives it the adapters unless disabled.
+    ranks: the number of processes at once, as torchrun starts them; a test must pass in each.
     """
     path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = settings | {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
@@ -80,7 +80,7 @@ def run(
 
 
 def on_emulated_npu() -> None:
-    """Go on, if this process has an emulated NPU; else start this script in one that does."""
+    """Restart this script on the emulated NPU, unless it already runs there."""
     if os.environ.get("NPU_OPS_EMULATOR") != "1":
         command = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, *sys.argv]
         sys.exit(subprocess.run(command, check=False).returncode)
@@ -93,7 +93,7 @@ def as_rank(rank: int, ranks: int) -> dict[str, str]:
 
 
 def together(reports: list[dict]) -> dict:
-    """One report of all ranks': of each test the end of the first rank where it did not pass."""
+    """Combine the reports of all ranks; a test ends as on the first rank where it did not pass."""
     first, *others = reports
     for test, (outcome, _) in list(first["tests"].items()):
         ends = [report["tests"].get(test, ("not run", "")) for report in others]
@@ -103,15 +103,15 @@ def together(reports: list[dict]) -> dict:
 
 
 def reason(report) -> str:
-    """One line on why a test did not pass; the same for tests that failed of the same."""
+    """Return one line on why a test did not pass; equal for tests with the same reason."""
     if report.passed:
         return ""
     if isinstance(report.longrepr, tuple):
         return report.longrepr[2].removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
-    if hasattr(report.longrepr, "errorstring"):  # a fixture that is not there
+    if hasattr(report.longrepr, "errorstring"):  # a missing fixture
         return report.longrepr.errorstring.strip().partition("\n")[0]
-    if crash is None:  # not a test: a file that cannot be collected
+    if crash is None:  # no test, but a file that cannot be collected
         return report.longreprtext.strip().splitlines()[-1].removeprefix("E").strip()
     first = crash.message.partition("\n")[0]
     bare = first == "AssertionError"
@@ -119,7 +119,7 @@ def reason(report) -> str:
 
 
 def compare(reports: dict[str, dict], files: list[str]) -> int:
-    """Print what the runs have given, `without` first, each a Record's report.
+    """Print the results of the runs, `without` first; each is a Record's report.
 
     Returns:
         1 if a test passes only without npu-ops, or if no call reached it.
@@ -141,7 +141,7 @@ def compare(reports: dict[str, dict], files: list[str]) -> int:
 def show(record: Record, meanings) -> int:
     """Print how the tests of a single run ended.
 
-    meanings: `meanings(test, why)` explains a test that did not pass; none: it is a loss.
+    meanings: `meanings(test, why)` explains a test that did not pass; without one, it is a loss.
 
     Returns:
         1 if a test is lost, or if no call reached npu-ops.

@@ -1,4 +1,4 @@
-"""Runs a module of sglang_cpu in a process of its own, in SGLang's environment."""
+"""Run a module of sglang_cpu in a process of its own, in SGLang's environment."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import sys
 import fetch_sglang
 from fetch_sglang import HERE
 
-# As NPU_OPS_LOG=calls says it, from whichever process: "rope(float32[7, 4, 64]@cpu, ...) -> cpu".
+# A line that NPU_OPS_LOG=calls prints: "rope(float32[7, 4, 64]@cpu, ...) -> cpu".
 CALL = re.compile(r"\b([a-z_0-9]+)\([a-z0-9]+\[.*\) -> (\w+)$", re.M)
 
 
 def environment(*first, **changes) -> dict[str, str]:
-    """This process's, with SGLang, or `first`, before everything else on the path."""
+    """Return this process's environment, with SGLang, or `first`, first on the path."""
     before = filter(None, [os.environ.get("PYTHONPATH")])
     path = [*first, fetch_sglang.tree(), HERE, HERE.parent, *before]
     settings = {
@@ -31,7 +31,7 @@ def environment(*first, **changes) -> dict[str, str]:
 
 
 def on_npu(folder: pathlib.Path) -> dict:
-    """What `run` takes to run on the emulated NPU: SGLang's platform and our Triton.
+    """Return the settings with which `run` uses the emulated NPU: SGLang's platform, our Triton.
 
     folder: for a link to the triton of triton-ascend, which SGLang's environment hides.
     """
@@ -47,10 +47,10 @@ def on_npu(folder: pathlib.Path) -> dict:
 
 
 def run(module: str, *arguments, first=(), command=(sys.executable,), **changes):
-    """The lines of JSON that it prints, and all that it and its processes say.
+    """Return the lines of JSON that the module prints, and all output of its processes.
 
     Raises:
-        RuntimeError: it failed; the end of what it said.
+        RuntimeError: it failed; the message is the end of its output.
     """
     done = subprocess.run(
         [*command, "-m", f"sglang_cpu.{module}", *map(str, arguments)],
@@ -65,5 +65,5 @@ def run(module: str, *arguments, first=(), command=(sys.executable,), **changes)
 
 
 def calls(said: str) -> collections.Counter:
-    """How often each (op, implementation) ran, with NPU_OPS_LOG=calls."""
+    """Return how often each (op, implementation) ran, from the output of NPU_OPS_LOG=calls."""
     return collections.Counter(CALL.findall(said))

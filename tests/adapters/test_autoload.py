@@ -38,7 +38,7 @@ def python(code: str, *folders, **changes) -> subprocess.CompletedProcess:
     )
 
 
-# In a process of its own
+# Tests in a process of their own
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_applied_by_hand_without_torchs_help(broken, first):
     assert done.returncode == 0, done.stderr
 
 
-# The finder, here
+# Tests of the finder in this process
 
 
 @pytest.fixture

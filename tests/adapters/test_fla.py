@@ -61,7 +61,7 @@ def registry(form):
     return home.BackendRegistry._registries["gated_delta_rule"]
 
 
-# In force, seen to be, and undone
+# Patches: applied, reported and reverted
 
 
 def test_every_patch_is_applied_verified_and_undone(layers, form):

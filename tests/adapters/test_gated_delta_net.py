@@ -16,7 +16,7 @@ from npu_ops_adapters.megatron import (
 import npu_ops
 
 
-# A module without packed sequences or context parallelism, and a package with both.
+# One module without packed sequences or context parallelism, and a package that has both.
 @pytest.mark.parametrize(
     "version, cases",
     [("0.16.1", {"plain"}), ("0.19.2", {"plain", "packed", "context", "packed context"})],

@@ -325,7 +325,7 @@ def test_a_note_is_shown(host):
     ]
 
 
-# What the user is shown
+# States and sentences that the user sees
 
 
 def test_a_state_is_one_of_a_kind_with_a_detail(host):
@@ -360,7 +360,7 @@ def test_a_plan_prints_as_a_table(monkeypatch):
     ]
 
 
-# Applied by someone else
+# Patches that the framework itself applies
 
 
 def left_to_the_host(host):

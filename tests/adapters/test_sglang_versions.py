@@ -52,7 +52,8 @@ class Release:
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 names[node.targets[0].id] = node.value
             elif isinstance(node, ast.If):
-                # Names under a condition are another machine's, unless there is no other.
+                # Names under a condition are for another machine, unless they are defined only
+                # there.
                 inside = self._of(node) | (
                     self._of(ast.Module(node.orelse, [])) if node.orelse else {}
                 )
@@ -118,7 +119,8 @@ def test_the_delta_rule_of_0_5_9_has_keys_first_in_its_states(monkeypatch):
     checks.close(o[:, :70], right, 2e-4)
     checks.close(keys_first[3].mT, after[0], 2e-4)
     assert last is None and keys_first[[0, 1, 2, 4, 5]].mT.equal(pool[[0, 1, 2, 4, 5]])
-    # On NPUs it takes the states of its sequences alone, and the backend writes the last ones.
+    # On NPUs the kernel gets only the states of its sequences, and the backend writes the final
+    # ones.
     given = pool[[3, 0]].mT.contiguous()
     _, last, _ = chunk_gated_delta_rule.ours(
         *inputs, initial_state=given, cu_seqlens=starts, use_qk_l2norm_in_kernel=True
@@ -197,7 +199,7 @@ def test_the_order_of_a_state_is_that_of_the_kernels(version, source, first, mon
         gated_delta_net._order_of_kernels.cache_clear()
 
 
-# The one function that changed its arguments' places
+# The function whose order of arguments changed
 
 
 def call(width=32, rotated=None):
@@ -248,7 +250,7 @@ def test_what_the_kernel_cannot_is_computed(pairs, rotated):
         torch.testing.assert_close(out.double(), right.flatten(1), atol=1e-5, rtol=1e-5)
 
 
-# Its gated kin, and that of three axes
+# The functions with a gate and with three axes
 
 
 def gated(width, rotated, gate=True):

@@ -399,7 +399,7 @@ def test_nothing_is_read_while_a_graph_is_captured(applied, monkeypatch):
     assert not hasattr(noted, "npu_ops_packing")
 
 
-# What is left to transformers
+# Calls that are left to transformers
 
 
 def test_what_is_not_ours_falls_through(applied):
@@ -453,7 +453,7 @@ def test_in_bf16(name):
     assert error[0] < 1.2 * error[1] and actual.dtype == torch.bfloat16
 
 
-# In force, seen to be, and undone
+# Patches: applied, reported and reverted
 
 
 def test_every_patch_is_applied_verified_and_undone(applied):

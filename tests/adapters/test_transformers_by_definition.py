@@ -23,7 +23,7 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen4_exp
 from npu_ops.core import env
 from npu_ops.core.compare import Tolerance, assert_close
 
-# Of one layer of linear attention, with its norms, and one of attention.
+# The calls of one layer of linear attention with its norms, and of one layer of attention.
 RULE = {"causal_conv1d": 1, "chunk_gated_delta_rule": 1, "rms_norm_gated": 1}
 CHANNELS = {"causal_conv1d": 1, "chunk_kda": 1, "rms_norm_gated": 1}
 CALLS = {
@@ -71,7 +71,7 @@ def test_packed_sequences(name, applied):
     transformers_models.compare_packed(name)
 
 
-# The next model
+# A model that is newer than npu-ops
 
 
 def next_model(folder, monkeypatch, *changes: tuple[str, str]):
@@ -121,7 +121,7 @@ def test_the_next_model_needs_no_release_of_ours(next_one):
     assert states(module) == dict.fromkeys(PATCHED, "applied")
 
 
-# What another formula looks like, and what is left to the model for it.
+# Changes to a formula, and the function that is then left to the model.
 FORMULAS = {
     "a filter that sees the future": (
         "padding = weight.shape[-1] - 1", "padding = weight.shape[-1] - 2; seq_len -= 1",
@@ -211,7 +211,7 @@ def test_importing_a_model_draws_nothing(next_one):
     assert states(module) == dict.fromkeys(PATCHED, "applied")
 
 
-# What is left to the models
+# Calls that are left to the models
 
 
 def test_a_gate_that_is_no_setting_of_ours_is_the_models(applied):

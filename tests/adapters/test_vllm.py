@@ -71,7 +71,7 @@ def test_the_core_of_a_layer_on_the_emulated_npu():
         assert conv == 0 and out < 1e-4 and states < 1e-5, (name, out, conv, states)
 
 
-# Where a later vllm-ascend defines the methods that it gives to vLLM's classes.
+# The modules in which a later vllm-ascend defines the methods that it puts into vLLM's classes.
 DEFINED = {
     "patch_qwen3_5:Qwen3NextAttention.forward": "patch_qwen3_5:AscendQwen3NextAttention.forward",
     "patch_qwen3_5:Qwen3_5GatedDeltaNet._forward_core": (

@@ -10,7 +10,8 @@ import fetch_frameworks
 import pytest
 from processes import environment
 
-# What a worker sees; nothing in it, nor in who starts it, names npu-ops before the last lines.
+# The code of a worker. Neither it, before its last lines, nor the process that starts it names
+# npu-ops.
 WORKER = """
 def worker():
     from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl

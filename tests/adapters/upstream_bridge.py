@@ -42,7 +42,7 @@ GRID = torch.tensor([[1, 4, 4], [1, 4, 6]])  # patches of two pictures, merged b
 IMAGE, VISION_START = 120, 121
 
 
-# What is not here
+# Stand-ins for packages that are not installed
 
 
 class Bare(importlib.abc.MetaPathFinder, importlib.abc.Loader):

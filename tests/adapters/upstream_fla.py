@@ -30,7 +30,7 @@ FILES = (
     "tests/modules/test_layernorm_gated.py",
 )
 NO_DRIVER = "0 active drivers"
-# Part of a failure's message, and what it means.
+# A part of a failure's message, and its meaning.
 KNOWN = {NO_DRIVER: "needs a kernel of fla's that is not ours"}
 
 
@@ -45,7 +45,7 @@ def import_fla(checkout: pathlib.Path, device: str) -> None:
     fla.utils.device = device
     if device == "cpu":
         fla.utils.device_torch_lib = torch.cpu
-        # On other devices the tests leave out grouped heads, for the sake of another backend.
+        # On other devices the tests leave out grouped heads, because another backend lacks them.
         fla.utils.IS_NPU = True
 
 

@@ -68,7 +68,7 @@ REFERENCES = (
 )
 
 
-# CUDA read as the CPU
+# Read CUDA in the sources as the CPU
 
 
 class OnCpu(ast.NodeTransformer):
@@ -142,7 +142,7 @@ def complete_torch_cpu() -> None:
     torch.cpu._lazy_init = lambda: None
 
 
-# What else is not here
+# Other stand-ins for packages that are not installed
 
 
 class NoTriton:
@@ -195,14 +195,14 @@ def without_transformer_engine() -> None:
     make = WrappedTorchNorm.__new__
 
     def norm(cls, config, *args, **options):
-        # Sequence parallelism changes who adds up a norm's gradients, not what it returns.
+        # Sequence parallelism changes which rank adds up a norm's gradients, not the result.
         config = copy.copy(config)
         config.sequence_parallel = False
         return make(cls, config, *args, **options)
 
     WrappedTorchNorm.__new__ = staticmethod(norm)
 
-    # Activation recomputation asks Transformer Engine whether fp8 is on, also in bf16.
+    # Activation recomputation asks Transformer Engine whether fp8 is on, even in bf16.
     off = types.SimpleNamespace(is_fp8_enabled=lambda: False)
     random.FP8GlobalStateManager = getattr(random, "FP8GlobalStateManager", off)
     for name in ("activation_recompute_forward", "fp8_autocast"):
@@ -321,8 +321,8 @@ def run_tests(name: str, checkout: pathlib.Path, files: list[str], output: str) 
         with_references()
     record = runs.Record(OPERATORS)
     record.count_calls()
-    # Not upstream's conftest.py, which downloads data, nor its settings. Rewritten assertions
-    # would go round our loader.
+    # Upstream's conftest.py is not used, because it downloads data; nor are its settings. pytest
+    # must not rewrite assertions, because it would then bypass our loader.
     root = checkout / TESTS
     options = ["-q", "--noconftest", "--assert=plain", "--continue-on-collection-errors"]
     options += ["-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={root}"]

@@ -100,7 +100,7 @@ def stand_in() -> None:
     upstream_megatron.without_python_312()
     source = pathlib.Path(importlib.util.find_spec("mindspeed").origin).read_text()
     on_adaptor = "import megatron_adaptor" in source
-    # Last: what is installed is used.
+    # The stand-ins come last, so that installed packages are used.
     sys.meta_path.append(StandIns(STANDS_IN + (OF_ADAPTOR if on_adaptor else ())))
     if on_adaptor:
         importlib.import_module("transformer_engine.common.recipe")

@@ -34,7 +34,7 @@ FILES = (
     "test_split_qkv_rmsnorm_rope.py",
 )  # fmt: skip
 NO_BIAS = "qk_norm_rope: got a bias behind the norm, needs None"
-# Part of a failure's message, and what it means.
+# A part of a failure's message, and its meaning.
 KNOWN = {
     "with W 2 to 8": "filters of more than 8 taps are refused",
     NO_BIAS: "a bias behind the norm of q and k is refused, which no Qwen3 model has",

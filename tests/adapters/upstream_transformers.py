@@ -29,9 +29,9 @@ FILES = tuple(
     for family in ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 )
 RUNS = {"without": "all", "with": ""}  # NPU_OPS_DISABLE
-# What its tests import, beside what transformers itself asks for.
+# Packages that its tests import, in addition to those that transformers requires.
 MORE = ("datasets", "parameterized", "pillow", "numpy<2.4")
-# Tests of FSDP and of tensor parallelism want it. It asks pip for a torch, which is here already.
+# Tests of FSDP and of tensor parallelism need it. It requires a torch, which is installed already.
 WITHOUT_TORCH = ("accelerate",)
 
 

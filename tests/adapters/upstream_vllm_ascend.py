@@ -30,7 +30,7 @@ FILES = (
     "triton/test_chunk_gated_delta_rule.py", "triton/test_fused_gdn_gating.py",
     "triton/test_fused_recurrent_gated_delta_rule.py", "triton/test_l2norm.py",
 )  # fmt: skip
-# Part of a test's name, and why it fails.
+# A part of a test's name, and the reason why it fails.
 KNOWN = {
     "test_fused_recurrent_gated_delta_rule_310p_parity_precision": "the test rounds normalised "
     "queries and keys to bf16 for the operator alone, and allows 1e-2 (upstream skips it)",

@@ -23,7 +23,7 @@ OPS = [
     for module in pkgutil.iter_modules(ops.__path__)
     if cases.of(module.name).REPRESENTATIVE
 ]
-# (op, case, SoC) -> what its compiler says. The rest of that SoC's compiles, all of the others'.
+# (op, case, SoC) -> the compiler's message, for the cases that do not compile.
 REFUSED = {
     ("rope", "head-2-interleaved-half-table", SOCS[2]): "pass pipeline failed",
 }
@@ -63,10 +63,10 @@ def test_a_row_that_fits_in_a_tile_is_read_once():
     }
 
 
-# What compiles for the chip that the emulated NPU is, the tests of ops ask there. Here each op's
-# last case: what the compiler made of it. For the next generation the two ops that have tiles of
-# their own there. `make test-all` takes all of everything: every branch, fp32, the other ops, and
-# the chip that differs by name.
+# The tests of ops compile for the chip of the emulated NPU. Here only the last case of each op is
+# compiled for it, to look at the compiler's output; for the next generation, the two ops that have
+# tiles of their own there. `make test-all` compiles everything: every branch, fp32, the other ops,
+# and the chip that differs only in its name.
 def chips(op):
     yield op, SOCS[0], slice(-1, None)
     yield pytest.param(op, SOCS[0], slice(None, -1), marks=pytest.mark.slow)

@@ -42,7 +42,8 @@ def line(text):
 def test_a_vector_kernel():
     report = tool.compile_launch(kernel("add", BLOCK=4096))
     assert (report.core, report.faults()) == ("vector", [])
-    # Two inputs and an output, each twice for double buffering; the compiler shares some.
+    # Two inputs and an output, each twice for double buffering; the compiler lets some share
+    # memory.
     assert 3 * 4096 * 4 <= report.ub_bytes <= 196608
     assert report.l1_bytes == report.l0c_bytes == 0
     (body,) = [body for body in report.bodies if body.depth]
@@ -65,7 +66,8 @@ def test_a_mixed_kernel():
 def test_every_soc(soc):
     report = tool.compile_launch(kernel("add", BLOCK=4096), soc)
     assert (report.soc, report.faults()) == (soc, [])
-    # Nothing to overlap where a kernel has no loop of its own; what the compiler adds is none.
+    # A kernel without a loop of its own has nothing to overlap; the loop that the compiler adds
+    # does not count.
     assert tool.compile_launch(kernel("once", BLOCK=4096), soc).multi_buffer
 
 

@@ -315,7 +315,7 @@ IN_PLACE = pytest.mark.parametrize("name", [n for n in public_calls() if len(way
 WAYS = pytest.mark.parametrize("name, way", [(n, way) for n in public_calls() for way in ways(n)])
 
 
-# On CPUs torch computes these, and on NPUs the vendor's operators come first.
+# On CPUs torch computes these; on NPUs the vendor's operators come first.
 BY_TORCH = "attention", "grouped_linear"
 
 

@@ -32,7 +32,7 @@ CHUNK = (
     f"{QKV}, *, Tensor? beta=None, Tensor? initial_state=None, Tensor? actual_seq_lengths=None, "
     "float? scale=None, Tensor? g=None"
 )
-# Of the attention's schemas what follows the arguments that all versions have.
+# The attention's schema: the arguments that all versions have, then {} for the others.
 FUSION = f"{QKV}, int head_num, str input_layout{{}}"
 
 OLD = {

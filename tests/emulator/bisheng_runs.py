@@ -342,7 +342,7 @@ RUNS = {
         split_embedding_codegen_forward_unweighted, mul_add, la_preprocess, norm_rope_concat,
     )
 }  # fmt: skip
-# What the twin reports of a kernel, and why that is so.
+# The reasons for the twin's findings in a kernel.
 UNUSED = "converts whole buffers, of which it uses what was loaded"
 KNOWN = {
     "la_preprocess": {

@@ -26,10 +26,10 @@ STACK = (
 )  # bytes; bisheng's -cce-aicore-stack-size is 0x8000 in the builds of CANN's kernels
 FLAGS = ("-std=c++17", "-O1", "-w", "-ferror-limit=0", "-fno-exceptions", "-fno-rtti",
          "-fno-threadsafe-statics", "-fno-asynchronous-unwind-tables",
-         # The matrix interface says `template` before a name without arguments.
+         # The matrix interface writes `template` before a name without template arguments.
          "-Wno-missing-template-arg-list-after-template-kw")  # fmt: skip
 _HERE = pathlib.Path(__file__).parent
-# Instructions whose names begin like no other; the rest is found in the headers.
+# Instructions with unique names; those with a common prefix are found in the headers.
 _SCALAR = (
     "dcci dsb dc_preload preload pipe_barrier wait_flag get_sys_cnt asc_prof_start asc_prof_stop"
 )

@@ -254,7 +254,7 @@ def sgl_conv_update(lay_out):
         lay_out(npu(x).mT), ours, npu(weight), npu(bias), "silu",
         conv_state_indices=where.int().npu(), num_accepted_tokens=accepted.int().npu(),
     )  # fmt: skip
-    # The window before the tokens starts after those of the last step that were not accepted.
+    # The window before the tokens starts after the last step's tokens that were accepted.
     before = torch.stack([states[w, n - 1 : n + 2] for w, n in zip(where, accepted, strict=True)])
     expected = conv1d(x, weight, before, bias)
     after = torch.cat([before[:, 1:], x], 1)
@@ -315,7 +315,7 @@ def sgl_split(p):
     from sgl_kernel_npu.fla.utils import fused_qkvzba_split_reshape_cat
 
     _, _, parts = split_inputs()
-    # Interleaved: of each key head in turn its q, k, v and z, or its b and a.
+    # Interleaved: q, k, v and z of each key head in turn, or its b and a.
     grouped = [x.unflatten(1, (HEADS, -1)) for x in parts]
     qkvz = torch.cat(grouped[:4], -1).flatten(1)
     ba = torch.cat(grouped[4:], -1).flatten(1)

@@ -14,8 +14,8 @@ SCALE = DIM**-0.5
 LN2 = math.log(2)
 
 
-# Formulas, in fp64. Tensors are [batch, token, head, ...]; there are as many of q's and k's heads
-# as of v's here (`expand`). `G` is the sum of the log gates within each chunk.
+# Formulas, in fp64. Tensors are [batch, token, head, ...]; q and k have as many heads as v here
+# (`expand`). `G` is the sum of the log gates within each chunk.
 
 
 def expand(x):
@@ -149,7 +149,7 @@ class Problem:
         def leaf(x, dtype=torch.bfloat16):
             return rounded(x, dtype).requires_grad_()
 
-        # Keys that resemble each other: with independent ones the inverse is almost the identity.
+        # Keys are similar to each other: with independent keys the inverse is almost the identity.
         self.q = leaf(l2norm(torch.randn(keys)))
         self.k = leaf(l2norm(torch.rand(keys) - 0.2))
         self.v = leaf(torch.randn(values))
@@ -170,7 +170,7 @@ class Problem:
         h, v_new, states = self.scan()
         self.h, self.v_new = rounded(h.detach()), leaf(v_new.detach())
         out = self.output(h, v_new)
-        # `dh`: with respect to the state after each chunk; `du` is called dv upstream.
+        # `dh`: gradient of the state after each chunk. `du`: named dv upstream.
         results = gradients((out, states[-1]), (self.do, self.dht), (self.u, *states))
         self.du, self.dstate = rounded(results[0]), results[1]
         self.dh = torch.stack(results[2:], 1)
@@ -209,7 +209,7 @@ def check_formulas(p: Problem) -> None:
     torch.testing.assert_close(states[-1], last, rtol=1e-9, atol=1e-9)
 
 
-# Cases: each returns {result: (upstream's, the formula's)}
+# Cases: each returns {result: (upstream's, the formula's)}.
 
 CASES: list[tuple[str, str, typing.Callable]] = []
 

@@ -22,7 +22,7 @@ def relu(x):
     return np.where(x > 0, x, np.zeros_like(x))
 
 
-# x and y are the sources, z what the target held. Floats arrive as fp32, integers as they are.
+# x and y are the sources, z is the old value of the target. Floats are fp32, integers unchanged.
 BINARY = {
     "vadd": lambda x, y, z: x + y,
     "vsub": lambda x, y, z: x - y,
@@ -57,7 +57,7 @@ UNARY = {
     "vrelu": relu,
     "vnot": np.invert,
 }
-# How far results may be off, as a part of them: 8 bits for the estimates, else a last bit.
+# The relative error that results may have: 8 bits for the estimates, else the last bit.
 ROUGH = {"vrec": 2.0**-8, "vrsqrt": 2.0**-8, "vexp": 2.0**-23, "vln": 2.0**-23, "vsqrt": 2.0**-23}
 COMPARE = {"lt": np.less, "gt": np.greater, "le": np.less_equal, "ge": np.greater_equal,
            "eq": np.equal, "ne": np.not_equal}  # fmt: skip

@@ -64,7 +64,7 @@ def _more_heads() -> dict[str, dict]:
 
     return {
         "weights of two dtypes": call(3, 2, k_weight=draw(16).bfloat16()),
-        # Of one token, eight heads for each of two cores, all of the first q's.
+        # One token, and eight heads for each of two cores, all of q.
         "pieces of eight heads": call(1, 12),
     }
 
@@ -74,7 +74,7 @@ def _more_norms() -> dict[str, dict]:
     x = {"x": draw(320, 64), "weight": draw(64), "z": draw(320, 64)}
     z = draw(160, 128).as_strided((160, 2, 64), (128, 32, 1))
     overlapping = {"x": draw(160, 2, 64), "weight": draw(64), "z": z}
-    # Eight for each of 40 cores: buffers with a number for each row have no more than those.
+    # Eight rows for each of 40 cores: buffers with a number for each row have no more than eight.
     return {"tiles of eight rows": x, "rows that overlap": overlapping}
 
 
@@ -119,7 +119,8 @@ def _convolutions() -> list[Wrong]:
     }  # fmt: skip
     packed = {"x": draw(9, 8), "conv_state": draw(2, 8, 3), "weight": draw(8, 4)}
     return [
-        # Slots behind the pool and before it, none accepted and too many; windows behind the last.
+        # Slots behind and before the pool; accepted counts of zero and too many; windows behind the
+        # last.
         _call(
             "slots and counts", padded,
             {"conv_state_indices": [2, 0, 9, -2, 4, 5, 7],
@@ -173,8 +174,8 @@ def _more_delta_rules() -> dict[str, dict]:
 def _slots_of_tokens() -> list[Wrong]:
     """A slot for each token's state."""
     return [
-        # Read from behind the pool and before it, none accepted and too many; the last state of
-        # the last but one has no place.
+        # States read from behind and before the pool; accepted counts of zero and too many; the
+        # last state of the last sequence but one has no slot.
         _call(
             "slots and counts", _delta(18, 20),
             {"state_indices": [[7, 1], [20, 3], [-2, 4], [5, 6], [8, 9], [10, -1], [11, 12],
@@ -187,7 +188,7 @@ def _slots_of_tokens() -> list[Wrong]:
         ),
         _call("a place before the pool", _delta(4, 6),
               {"state_indices": [[4, -2], [1, 2]]}, {"state_indices": [[4, -1], [1, 2]]}, [1]),
-        # What is right skips three tokens as two sequences.
+        # A valid call skips three tokens as two sequences.
         _call("more tokens than slots", _delta(5, 6),
               {"state_indices": [[4, 3], [1, 2]], "cu_seqlens": [0, 3, 5]},
               {"state_indices": [[-1, -1], [-1, -1], [1, 2]], "cu_seqlens": [0, 2, 3, 5]},
@@ -199,8 +200,8 @@ def _kept_states() -> list[Wrong]:
     """The states after each token are kept in rows."""
     kept = _normal()(9, 2, 4, 8, 8)
     return [
-        # Fewer than none accepted and more than were kept, rows behind the last and before the
-        # first, and none to begin from.
+        # A negative accepted count and one above the kept states, rows behind the last and before
+        # the first, and a sequence without an initial state.
         _call(
             "rows and counts", _delta(16, 10, intermediate_states=kept),
             {"state_indices": [0, 1, 2, 3, 4, 5, 6, 7],

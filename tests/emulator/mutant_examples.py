@@ -17,13 +17,13 @@ from npu_ops.core.cases import Call
 from npu_ops.core.compare import assert_close
 
 LARGEST = 130_000  # elements of a case's arguments: the twin takes about 1 us for each
-# Of a pool, the twin touches but a few slots.
+# The most elements of a pool: the twin touches only a few slots.
 LARGEST_OF = {"gated_delta_rule_update": 270_000, "causal_conv1d_update": 270_000}
-# Vector cores and bytes of their memory: all there are, and few, so that a core has many tiles.
+# (vector cores, bytes of their memory): the chip's own, and few, so that a core has many tiles.
 CORES = ((None, None), (2, 144 * 1024))
 # Arguments that are also tried with numbers whose exponentials overflow.
 STEEP = {"gdn_gate": ("a", "b"), "rms_norm_gated": ("z",)}
-# Of calls, the argument with positions, which are also tried as int32 and behind their table.
+# The argument of a call that has positions. They are also tried as int32 and beyond their table.
 POSITIONS = {"rope_gather": "position_ids", "cached": "positions",
              "qk_norm_rope_cached": "positions"}  # fmt: skip
 DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -51,7 +51,7 @@ class Example:
             for name, value in actual.items():
                 tolerance = kit.tolerance(self.op, name, value, self.dtype)
                 right = self.expected[name].to(value.device)
-                # A NaN belongs where one is expected, and is then as good as a number.
+                # A NaN counts as right where a NaN is expected.
                 value, right = (torch.nan_to_num(x, nan=100.0) for x in (value, right))
                 assert_close(name, value, right, tolerance)
         except AssertionError:

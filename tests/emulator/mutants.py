@@ -40,7 +40,7 @@ from mutations import Build, Mutant
 
 from npu_ops.core import ascendc, library
 
-# Seconds of a processor that a mutant has, which catches those that never end, and of waiting.
+# A mutant's limit in processor seconds, which catches endless loops, and in seconds of waiting.
 LIMIT, PATIENCE = 15, 1200
 
 
@@ -232,7 +232,7 @@ def main() -> int:
         for op, mutants in chosen.items():
             build = builds[op].result()
             results |= dict.fromkeys(set(mutants) & set(build.refused), "does not compile")
-            # A mutant of a shared header that one op has caught is caught.
+            # If one op caught a mutant of a shared header, the mutant counts as caught.
             left = [m for m in mutants if m in build.mutants and results.get(m) not in CAUGHT]
             for mutant, verdict in verdicts(op, left, build):
                 if mutant not in results or verdict != "unreached":

@@ -41,7 +41,7 @@ class Mutant:
 
 # ---- rules ----
 
-# A place to change in a text without comments: from, to, what to put there.
+# A place to change in a text without comments: start, end, replacement.
 Place = tuple[int, int, str]
 Find = Callable[[str], Iterator[Place]]
 
@@ -173,7 +173,7 @@ def other_connectives(text: str) -> Iterator[Place]:
             yield match.start(1), match.end(1), " ".join(new.split())
 
 
-# Instructions that change values; which of the other arguments is the count.
+# Instructions that change values, and the argument that is the count.
 _INSTRUCTION = ("Add|Sub|Mul|Div|Max|Min|Adds|Muls|Maxs|Mins|Abs|Exp|Ln|Sqrt|Reciprocal|Cast|Brcb|"
                 "Select|CompareScalar|Gather|WholeReduceSum|And|Or|ShiftRight|Axpy|"
                 "MulAddDst")  # fmt: skip
@@ -183,7 +183,7 @@ _OWN = ("add_products|add_rows|scale_rows|times_row|plus_row|plus|finish_sums|si
 _NUMBER = r"[a-z_][\w.]*(?:\(\w*\))?"
 
 RULES: dict[str, tuple[Find, bool]] = {
-    # name: (where and what, whether it replaces whole statements)
+    # name: (the places to change with their replacements, whether whole statements are replaced)
     "no EnQue": (dropped("EnQue"), True),
     "no DeQue": (dropped("DeQue"), True),
     "no FreeTensor": (dropped("FreeTensor"), True),
@@ -360,7 +360,7 @@ def rendered(text: str, numbers: dict[Mutant, int]) -> str:
 def _either(old: str, mutants: list[tuple[int, Mutant]]) -> str:
     """C++ that is `old` unless one of the mutants, all of the same place, is on."""
     if mutants[0][1].is_statement:
-        # One line each: findings name the lines of the source.
+        # All alternatives stay on one line, because findings name the lines of the source.
         each = "".join(f"if (npu_ops_mutated({n})) {{ {' '.join(m.text.split())} }} else "
                        for n, m in mutants)  # fmt: skip
         return f"{{ {each}{{ {old} }} }}"

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 )
 MISTAKES = pathlib.Path(__file__).parent / "kernels" / "device_mistakes.cpp"
 
-# What is found of each mistake in device_mistakes.cpp.
+# The finding for each mistake in device_mistakes.cpp.
 FOUND = {
     "kDouble": "Run.*: double",
     "kStandardLibrary": "std::max.*: has no __aicore__",

@@ -25,7 +25,7 @@ def pytest_inside(*names: str, options=(), **variables):
 
     One more costs six seconds of imports: a file has its own where what it does needs that.
     """
-    # The process may end in the middle of a test: then its last words must not be captured.
+    # The process may end in the middle of a test; its last output must not be captured then.
     return emulate(
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--capture=sys",
         *(str(INSIDE / f"{name}.py") for name in names), options=options, **variables,
@@ -230,7 +230,7 @@ def test_failure_in_the_task_queue_ends_the_process():
 def test_values_that_read_other_memory():
     """A device does not look at them before it computes, so nor does the first phase."""
     calls = {
-        # torch ignores this label; on a device it is an address before the row.
+        # torch ignores this label; the device would read the address before the row.
         "npu_cross_entropy_loss(x, torch.tensor([0, 2, -100]).npu())": "a label outside [0, 4)",
         "npu_moe_token_permute(x, torch.tensor([0, -1, 2]).npu())": "indices: got one outside",
         "npu_grouped_matmul([x.t()], [x], group_list=torch.tensor([2, 4]).npu(), split_item=3,"

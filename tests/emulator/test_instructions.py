@@ -85,7 +85,7 @@ def test_copies():
         _, kind, _ = kinds_of(name)
         for seed in range(3 * TRIES):
             call = Call(name, seed)
-            # Repeats do not overwrite each other, whose order the guide leaves open.
+            # Repeats do not overlap, because the guide leaves open in which order they write.
             call.to = (call.to[0], 1, 300 * TYPES[kind].itemsize // 32 + 1)
             expect = elementwise(call, kind, kind, lambda x, *_: x, operands=1, of_each=True)
             check(call, lambda image, expect=expect: expect(image) and None)
@@ -110,7 +110,7 @@ def test_shift_right(kind):
 
 
 _PAIR = re.compile(r"({0})2({0})".format("|".join(formulas.SHORT)))
-# Of each pair of types, numbers about which conversions differ.
+# Numbers that conversions between each pair of types treat differently.
 SPECIAL = [0.0, -0.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.49999997, 1e-8, -1e-8, 65504.0, 65519.0,
            65520.0, 70000.0, -65520.0, 3e38, -3e38, 2147483648.0, -2147483904.0, 32767.5, -32769.0,
            127.5, 255.5, np.inf, -np.inf, np.nan, 5.96e-8, 2.9e-8, 1e-40]  # fmt: skip

@@ -454,7 +454,8 @@ def test_the_register_of_comparisons_is_stored():
     np.testing.assert_array_equal(call.left[:2].view(np.uint8), call.image[A : A + 16])
 
 
-# What sets registers and orders pipes is tested by its effect on these, or by test_twin.py.
+# Instructions that set registers or order pipes are tested by their effect here, or by
+# test_twin.py.
 ELSEWHERE = re.compile(r"(set|get)_|wait_flag")
 
 

@@ -43,7 +43,7 @@ CONFIGURATIONS = {
     "qwen3_5": Qwen3_5TextConfig(**SIZES, **LINEAR, architectures=["Qwen3_5ForCausalLM"]),
     "qwen3": Qwen3Config(**SIZES),
 }
-# Of each layer, and of the whole step, at the most. Qwen4-Exp's indexer goes token by token.
+# The most launches of each layer, and of a whole step. Qwen4-Exp's indexer goes token by token.
 MOST = {
     "olmo_hybrid": {
         "training, forward": ([33, 21], 76), "training, backward": ([], 121),

@@ -72,7 +72,7 @@ def test_read_outside_a_tensor():
         index = torch.tensor([0, 1, 99, -1], dtype=torch.int64)
         with pytest.raises(triton_driver.OutOfBounds, match="reads bytes -4 to 0 of argument 'x'"):
             pick[(1,)](x, index, out, N=4)
-        # What counts is the storage: a view may read beyond itself.
+        # The limit is the storage: a view may read beyond its own end.
         pick[(1,)](x[50:], index, out, N=2)
         index[2] = 49
         pick[(1,)](x[50:], index, out, N=4)

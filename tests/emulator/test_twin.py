@@ -16,7 +16,7 @@ pytestmark = [
 
 BLOCKS, COUNT = 2, 1024
 
-# What the twin reports of each mistake in doubling.cpp: the check, and a phrase of its sentence.
+# The twin's finding for each mistake in doubling.cpp: the check, and a phrase of its sentence.
 MISTAKES = {
     "kBuffersTooLarge": ("vendor-check", "limits is 196608"),
     "kUnaligned": ("vendor-check", "must align with 32 bytes"),

@@ -39,7 +39,7 @@ def _worker() -> concurrent.futures.Executor:
 
 
 def new_worker(cache: pathlib.Path) -> concurrent.futures.Executor:
-    # `start` comes first in the process: before anything imports Triton.
+    # `start` comes first in the process: before any module imports Triton.
     return concurrent.futures.ProcessPoolExecutor(
         1,
         multiprocessing.get_context("spawn"),

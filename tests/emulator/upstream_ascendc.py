@@ -22,7 +22,7 @@ import numpy as np
 from npu_ops_emulator import EmulatorError, twins
 
 TOLERANCE = 5e-3  # relative RMS: bf16 keeps 8 bits
-# What the twin reports of upstream's kernels, and why that is so.
+# The twin's findings in upstream's kernels, and the reason for each.
 KNOWN = {
     ("sgl causal_conv1d_update", "race"): (
         "the next token's x may be loaded while the vector unit still reads this one's"
@@ -237,7 +237,8 @@ def vllm_rotary(root: pathlib.Path, draw) -> Run:
     right[..., start : start + rotated] = (
         part * numbers(cos)[:, None] + swapped * numbers(sin)[:, None]
     )
-    # Two tokens at a time: three turns of the first core, the last with one, two of the other.
+    # Two tokens at a time: the first core has three turns, the last of them with one token; the
+    # other core has two.
     tiling = np.array([2, heads, rotated, width, 2, 3, 2, 1, 2, start, each], np.int64)
     source = """#include <kernel_operator.h>
 struct RopeRegbaseTilingData {
@@ -293,7 +294,7 @@ def vllm_delta(root: pathlib.Path, draw) -> Run:
                 beta = numbers(step.beta[i, t, h : h + 1])[0]
                 state = state + np.outer((v - state @ k) * beta, k)
                 out[i, t, h], states[slots[i, t], h] = state @ q * step.scale, state
-    # Where the first sequence begins, then the length of each.
+    # The start of the first sequence, then the length of each.
     lengths = np.array([0] + [step.tokens] * step.sequences, np.int32)
     rows, stored, rest = vllm_cut(step.v_heads, step.dim, step.dim)
     tiling = np.frombuffer(struct.pack(

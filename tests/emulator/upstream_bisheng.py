@@ -55,7 +55,7 @@ DTYPES = {
     **{f"{u}int{bits}": f"{u}int{bits}_t" for u in ("", "u") for bits in (8, 16, 32, 64)},
 }  # fmt: skip
 ENUMS = {"float32": "DT_FLOAT", "bfloat16": "DT_BF16"}  # else DT_ and the name in capitals
-# Fields of tilings that are no integers, and arguments of kernels that are templates.
+# Fields of tilings that are no integers, and template arguments of kernels.
 FIELDS = {
     "paddingValueFp32": "float", "paddingValue": "float", "eps": "float", "scale": "float",
     "beta1": "float", "beta2": "float", "beta2sqrt": "float", "learningRate": "float",
@@ -64,8 +64,7 @@ FIELDS = {
 ARGUMENTS = {"norm_rope_concat": "<4, 4, 2, 0, false>"}
 DECLARED = "calls what is declared"
 WIDER = "-Wno-c++11-narrowing"  # all integers of a tiling have 64 bits here
-# Patterns of errors of the twin or the judge, and the cause of each. The first pattern that matches
-# decides.
+# Patterns in the errors of the twin or the judge, and the cause of each. The first match decides.
 CAUSES = {
     r"fatal error: .*(?:arch35/|kernel_common\.hpp|workload_sharder\.h|prompt_flash_attention|"
     r"incre_flash_attention)": "includes a file that the wheel does not have",
@@ -225,7 +224,7 @@ def sources() -> Iterator[Source]:
                 (table,) = objects.values() if objects else (None,)
                 yield Source(name, path.relative_to(folder).parts[2], path, table)
                 continue
-            # 910b and 910_93 are one architecture, and 910's kernels are built of the same file.
+            # 910b and 910_93 are one architecture, and 910's kernels are built from the same file.
             for soc in ("ascend910b", "ascend950"):
                 if soc in objects:
                     yield Source(name, soc, path, objects[soc])

@@ -32,10 +32,10 @@ import torch
 import triton  # noqa: F401  (first: the emulated NPU joins it as it is imported)
 from gdn_problem import CASES, Problem, check_formulas
 
-# Relative L2 error. bf16 keeps 8 bits, so its own rounding is 1.7e-3; gradients chain several.
+# Relative L2 error. bf16 keeps 8 bits, so one rounding is 1.7e-3; gradients have several in a row.
 TOLERANCE = 1e-2
 
-# What does not work, and why; everything else has to, and these are not expected to.
+# The cases that fail, and why; all others have to pass.
 KNOWN = {
     "sgl recompute_w_u_fwd without cu_seqlens": "the kernel reads a name that it then does not set",
     "sgl fused_sigmoid_gating_delta_rule_update_npu, 4 tokens, no state kept": (
@@ -100,7 +100,7 @@ def import_from(fla: pathlib.Path | None, sgl: pathlib.Path | None) -> None:
     if fla:
         sys.path.insert(0, str(fla))
     if sgl:
-        # Its __init__ loads a library of AscendC operators that is built with CANN.
+        # The package's __init__ would load a library of AscendC operators that is built with CANN.
         package = types.ModuleType("sgl_kernel_npu")
         package.__path__ = [str(sgl / "python" / "sgl_kernel_npu" / "sgl_kernel_npu")]
         package.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel_npu", None, is_package=True)

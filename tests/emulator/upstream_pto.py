@@ -33,7 +33,8 @@ OPERATIONS = (
     "row_sum row_max row_min column_sum column_max column_min row_expand column_expand fill count "
     "to_half to_float to_integer compare_scalar select gather gather_blocks keep transpose"
 ).split()
-# The simulator's TCVT rounds to integers alone by its mode: nearest, away from 0, down, up, to 0.
+# The simulator's TCVT uses its rounding mode only for integers: nearest, away from 0, down, up, to
+# 0.
 ROUNDINGS, NEAREST = (1, 2, 3, 4, 5), (1,)
 PATTERNS, COMPARISONS = range(1, 8), range(6)
 

@@ -13,7 +13,7 @@ from fuzz.target import DTYPES
 from npu_ops.core import preferences
 from npu_ops.core.registry import Table
 
-# In no field of a row.
+# Values that no field of a row may have.
 JUNK = (None, -1, 1.5, [], {}, True, 10**30, "load", "", float("inf"), "x" * 1000)
 CHECKED = ("op", "dtype", "implementation", "width", "bits")
 

@@ -31,8 +31,8 @@ MALFORMED = (
 )  # fmt: skip
 FP32 = 2.0**-24  # its unit roundoff
 ALLOWED = (ValueError, TypeError, NotImplementedError)
-# Words that stand for an argument in a message: of what is about to be written, and what has no
-# gradient; parts of `qkv`.
+# Words that stand for an argument in a message: for a tensor that would be overwritten, for one
+# without a gradient, and for parts of `qkv`.
 MORE_NAMES = {"inplace", "positions", "q", "k", "v", "p"}
 
 
@@ -171,7 +171,7 @@ class _Case:
         met = self.target.met(self.arguments(wide=torch.float64)) if self.wrt else 0.0
         for name, (value, part) in right.items():
             deviation = max(_largest(other[name][0] - value) for other in off)
-            # Of sums of what cancels nothing but their rounding is left, in the formula too.
+            # A sum of numbers that cancel contains only rounding errors, in the formula too.
             deviation += _largest(narrow[name][0] - value) * self.unit / FP32
             size = max(met if name.startswith("gradient") else 0.0, _largest(value))
             limits[name] = self.roundings * (deviation + self.unit * size)
@@ -356,7 +356,7 @@ class _Case:
             return
         if not wrt or self.writes or self.plain.get("p") or self.plain.get("dropout_p"):
             return
-        # torch's own duals refuse expanded memory, see test_torch_makes_no_dual_of_expanded_memory.
+        # torch's own duals reject expanded memory, see test_torch_makes_no_dual_of_expanded_memory.
         self.tensors = {
             name: x.clone() if memory.is_expanded(x) else x for name, x in self.tensors.items()
         }

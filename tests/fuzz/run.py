@@ -23,7 +23,7 @@ SIMPLEST = {
     "settings": {}, "seed": 0, "forms": [], "way": "eager", "grad": False,
     "defaults": ["float32", None, "set"], "rewrite": None, "malformed": None,
 }  # fmt: skip
-# How often each way is drawn: compiling takes a second, the others milliseconds.
+# How often each way to call is drawn: compiling takes a second, the others milliseconds.
 WAYS = (
     *["eager"] * 14, *["watched"] * 3, "inference", "checkpoint", "explained", "preferred",
     *["alone"] * 3, *TRANSFORMS, *["compiled"] * 2,

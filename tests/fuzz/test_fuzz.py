@@ -52,7 +52,7 @@ def test_fuzz(function, child):
     assert not found, "\n".join(map(str, found))
 
 
-# That it finds things
+# The fuzzer finds planted faults
 
 
 def case(function="l2norm", **changes):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 pytestmark = pytest.mark.xdist_group("calibration")
 SOC = "Ascend910B4-1"
 OTHER = {"launch": 1.3, "program": 0.05, "latency": 0.7, "memory": 1.0e6, "restart": 0.3}
-# Of the slowest to walk two are enough.
+# Of the kernels that take longest to model, two are enough.
 QUICK = ("40 cores", "40 cores, beyond the cache")
 
 
@@ -67,7 +67,7 @@ def test_times_of_other_microbenchmarks_are_refused(said):
         fit.fit(SOC, {("copy", "by magic"): 1.0}, said)
 
 
-# What verify makes of them
+# The verdicts of verify
 
 
 def test_a_full_run_without_times_says_so(tmp_path, monkeypatch):

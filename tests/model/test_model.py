@@ -60,7 +60,7 @@ def programs(body, **settings):
     return walked
 
 
-# Values
+# Values that the model computes
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def seeded(**inputs):
 run = support.runner(seeded, "bias_dropout_add", TENSORS)
 
 
-# The values
+# Results, compared with the reference
 
 
 @IMPLEMENTATIONS
@@ -193,7 +193,7 @@ def test_empty():
     assert torch.equal(bias.grad, torch.zeros(8))
 
 
-# The randomness
+# Random numbers
 
 
 def block(x, weight, bias, residual):
@@ -408,7 +408,7 @@ def test_inplace_is_allowed_where_nothing_is_recorded(context):
     assert torch.equal(x.detach(), expected)
 
 
-# torch's machinery
+# Support for torch.compile, autograd and other features of torch
 
 
 def operator_inputs(dtype=torch.float32, requires_grad=True):

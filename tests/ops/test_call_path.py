@@ -40,7 +40,7 @@ def outputs_of(found) -> list[torch.Tensor]:
     return [out for out in found if out is not None]
 
 
-# What is kept
+# Memory: what a call keeps
 
 
 def of_model(op: str, tokens: int):
@@ -125,7 +125,7 @@ def test_a_compiled_call_keeps_no_tensor(op):
     assert alive[-1] == alive[-2], alive
 
 
-# What a compiled caller depends on
+# Conditions on which a compiled caller is compiled again
 
 
 @MODES
@@ -155,7 +155,7 @@ def test_eager_calls_between_compiled_ones_recompile_nothing(call, mode):
             compiled(**given())
 
 
-# Who sees it
+# Modes and hooks that see the call
 
 
 def operators(events: list[FunctionEvent]) -> list[str]:

@@ -59,7 +59,7 @@ def random_inputs(tokens=9, channels=6, width=4, lengths=None, batch=1, dtype=to
     return {name: t.to(dtype) for name, t in tensors.items()} | settings
 
 
-# The values
+# Results, compared with the reference
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.channels < 200 and c.tokens], ids=str)
@@ -289,7 +289,7 @@ def test_memory_is_the_outputs_alone():
     assert size <= backward.allocated < size + 10_000
 
 
-# torch's machinery
+# Support for torch.compile, autograd and other features of torch
 
 
 @support.parametrize_dtypes(torch.float64)
@@ -336,7 +336,7 @@ def test_fake_is_like_real(make):
     support.assert_fake_is_like_real(function, make(), torch.randn(8, 3), torch.randn(2, 8, 3))
 
 
-# What the operator checks
+# Checks of the operator
 
 
 X, WEIGHT = torch.randn(1, 6, 8), torch.randn(8, 4)

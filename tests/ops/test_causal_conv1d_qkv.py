@@ -60,7 +60,7 @@ def by_parts(
     return q, k, v.unflatten(-1, (num_v_heads, head_v_dim)), state
 
 
-# The values
+# Results, compared with the reference
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if max(c.heads) < 128 and c.tokens], ids=str)
@@ -89,7 +89,8 @@ def test_it_is_causal_conv1d_then_split_then_l2norm(lengths, dtype, implementati
         parts = support.evaluate(by_parts, inputs, DIFFERENTIABLE)
     assert torch.equal(ours["output 2"], parts["output 2"])
     assert torch.equal(ours["output 3"], parts["output 3"])
-    # A gradient of the parts is rounded between them, four times larger than it ends up.
+    # The separate ops round the gradient between them, where it is four times as large as at the
+    # end.
     tolerances = support.twice(support.twice(TOLERANCES))
     support.assert_all_close(
         ours, {name: value.double() for name, value in parts.items()}, tolerances
@@ -323,7 +324,7 @@ def test_memory_is_the_outputs_alone():
     assert size <= backward.allocated < size + 20_000
 
 
-# torch's machinery
+# Support for torch.compile, autograd and other features of torch
 
 
 @support.parametrize_dtypes(torch.float64)
@@ -375,7 +376,7 @@ def test_fake_is_like_real(make):
     )
 
 
-# Wrong input
+# Invalid calls
 
 
 WIDTH = channels(HEADS)

@@ -79,7 +79,7 @@ def by_concatenation(
     return written if window is None else written | {"intermediate_conv_window": window}
 
 
-# The values
+# Results, compared with the reference
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.tokens and not c.large], ids=str)
@@ -321,7 +321,7 @@ def test_empty():
     assert y.shape == (0, 8) and torch.equal(pool, before)
 
 
-# torch's machinery
+# Support for torch.compile, autograd and other features of torch
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "-t3-" in c.name], ids=str)
@@ -362,7 +362,7 @@ def test_the_version_counts_the_write():
     assert state._version > version
 
 
-# Wrong input
+# Invalid calls
 
 
 X, STATE, WEIGHT = torch.randn(2, 3, 8), torch.randn(4, 8, 5), torch.randn(8, 4)

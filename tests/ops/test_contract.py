@@ -22,11 +22,11 @@ from npu_ops.core import cases, env, make
 from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.core.registry import Table, launched_by
 
-# Its implementations take some calls each, results may be -inf, its kernel for CPUs is torch's, of
-# which bits depend on the threads, and autocast casts for it as for torch's.
+# Attention has its own tests: each implementation supports only some calls, results may be -inf,
+# its CPU kernel is torch's, whose bits depend on the threads, and autocast treats it like torch's.
 COMPARES_ITSELF = {"attention"}
 OURS = [op for op in ops() if op not in COMPARES_ITSELF]
-# The reference goes token by token: at 4096 it is compared with transformers' chunks.
+# The reference goes token by token, so large cases of these are compared with transformers' chunks.
 LARGE_BY_ITSELF = {"attention", "chunk_gated_delta_rule", "chunk_kda"}
 TRAINING = [call for call in CALLS.values() if differentiable(call)]
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=str)
@@ -76,7 +76,7 @@ def compare(op, case, dtype, implementation, device, wide=torch.float64):
         assert value.dtype == of.dtype if of is not None else value.dtype in (dtype, torch.float32)
 
 
-# The values
+# Results, compared with the reference
 
 
 def chosen(large):
@@ -186,9 +186,9 @@ def same_results(some, others):
     )  # fmt: skip
 
 
-# The dtype of their `initial_state` is fixed.
+# Ops whose `initial_state` has a fixed dtype.
 FP32_STATES = {"chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule"}
-# One of its results is rounded before the other is computed from it: test_rms_norm.py.
+# Ops that round one result before they compute the other from it: test_rms_norm.py.
 ROUNDS_BETWEEN = {"add_rms_norm"}
 
 
@@ -372,7 +372,7 @@ def test_each_gradient_alone(call):
         torch.testing.assert_close(alone[key], every[key], rtol=1e-6, atol=1e-6)
 
 
-# torch warns of what has no gradient of its own, and leaves it out.
+# torch warns of an operator without a gradient of its own, and leaves the gradient out.
 @pytest.mark.filterwarnings("error:.*an autograd kernel was not registered")
 @every_training_call
 def test_a_second_derivative_is_right_or_refused(call):
@@ -399,7 +399,7 @@ def test_checkpointing_changes_nothing(call, use_reentrant):
     support.assert_checkpointing_changes_nothing(block, [arguments[n] for n in wrt], use_reentrant)
 
 
-# torch's machinery
+# Support for torch.compile, autograd and other features of torch
 
 
 def copied(args, leaves):
@@ -518,7 +518,7 @@ def test_autocast_changes_nothing(call):
         assert actual[name].dtype == value.dtype and torch.equal(actual[name], value), name
 
 
-# What runs
+# Which implementation runs
 
 
 @every_call

@@ -179,7 +179,7 @@ def test_a_decay_to_nothing(gate, rule, implementation, device):
     assert left < 1e-25 if rule is CHUNK else left == 0 or gate == -80.0
 
 
-# torch's machinery
+# Support for torch.compile, autograd and other features of torch
 
 
 def of_cases(chunk, recurrent):

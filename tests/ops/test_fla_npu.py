@@ -15,7 +15,7 @@ from npu_ops.core.registry import as_if_on, explain
 from npu_ops.ops.chunk_gated_delta_rule import cases as chunks
 
 BFLOAT16 = torch.bfloat16
-# Each op with the operator of fla_npu that it asks for first.
+# Each op, and the first operator of fla_npu that it needs.
 OPS = {
     "causal_conv1d": "npu_causal_conv1d",
     "chunk_gated_delta_rule": "npu_chunk_local_cumsum",

@@ -33,7 +33,7 @@ def compare(inputs, implementation, device, tolerances=TOLERANCES):
     return actual
 
 
-# The values
+# Results, compared with the reference
 
 
 def by_matrices(q, k, v, g, beta, initial_state, scale):
@@ -64,7 +64,7 @@ def test_against_the_paper(implementation, device):
             assert_close("state", final[n, head].cpu(), expected[1], FP32)
 
 
-# Hard numbers
+# Inputs that are hard to compute with
 
 
 @IMPLEMENTATIONS
@@ -89,7 +89,7 @@ def test_large_values_in_bf16(implementation, device):
     assert final.dtype == torch.float32 and o.isfinite().all() and final.abs().max() > 1e29
 
 
-# What it must be
+# Properties of the rule
 
 
 @IMPLEMENTATIONS

@@ -71,7 +71,7 @@ def close(name, actual, expected, pool=torch.float32):
     assert_close(name, actual, expected, TOLERANCES[pool])
 
 
-# The values
+# Results, compared with the reference
 
 
 @LAYOUTS
@@ -126,7 +126,7 @@ def test_a_row_of_zeros_normalizes_to_zeros(implementation, device):
     assert not o.any()
 
 
-# What it leaves alone
+# Memory that the function must not change
 
 
 @POOLS
@@ -203,7 +203,7 @@ def test_slots_that_lie_apart(implementation, device):
     assert (memory[:, :50] == 7).all() and (memory[:, 434:] == 7).all()
 
 
-# Packed or not, strided or not
+# Packed and separate inputs, contiguous and strided
 
 
 @IMPLEMENTATIONS
@@ -354,7 +354,7 @@ def test_a_row_of_minus_one_keeps_nothing(implementation, device):
     assert not kept[[1, 4, 5]].any() and kept[[0, 2, 3]].any()
 
 
-# Wrong values
+# Invalid values
 
 
 def out_of_range():

@@ -15,7 +15,7 @@ from npu_ops.ops.gated_delta_rule_update import aclnn
 OP = "gated_delta_rule_update"
 UPDATE = npu_ops.gated_delta_rule_update
 BFLOAT16 = torch.bfloat16
-# With states in bf16, which few of the cases have.
+# Cases with states in bf16, which few of the op's cases have.
 CASES = [dataclasses.replace(case, pool=BFLOAT16) for case in cases.of(OP).CASES if not case.large]
 # q, k and beta are rounded to bf16 before the operator reads them.
 TOLERANCE = twice(cases.of(OP).TOLERANCES)[BFLOAT16]

@@ -32,7 +32,7 @@ def formula(a, A_log, dt_bias, b):
     return g, beta
 
 
-# The values
+# Results, compared with the reference
 
 
 @IMPLEMENTATIONS
@@ -174,7 +174,7 @@ def test_one_fp64_input_makes_g_fp64(position):
     assert torch.equal(g, npu_ops.gdn_gate(*(t.double() for t in tensors)))
 
 
-# What the function is
+# Properties of the function
 
 
 @settings(max_examples=40, deadline=None)
@@ -311,7 +311,7 @@ def test_gradcheck(bias, beta):
     )
 
 
-# torch's machinery
+# Support for torch.compile, autograd and other features of torch
 
 
 def test_autocast_keeps_g_in_fp32():

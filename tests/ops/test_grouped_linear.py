@@ -11,7 +11,7 @@ from npu_ops.ops.grouped_linear.cases import CASES
 from npu_ops.ops.linear import formats
 
 IMPLEMENTATIONS = every_implementation(op.forward)
-# All that sums as `linear` does.
+# The implementations that sum as `linear` does.
 OURS = pytest.mark.parametrize(
     "implementation, device",
     [c for c in IMPLEMENTATIONS.args[1] if c.values[0] not in ("reference", "aclnn")],

@@ -74,7 +74,7 @@ def draw(*shape):
     return torch.randn(shape)
 
 
-# Right calls
+# Valid calls
 
 
 def rope():
@@ -291,7 +291,7 @@ def assert_refused(function, inputs, name, value, what):
     assert all(torch.equal(inputs[n], x) for n, x in before.items()), what
 
 
-# What operators call arguments with index values, besides the public names.
+# Names of arguments with index values in operators, besides the public names.
 OPERATORS_NAMES = {"positions", "indices", "accepted", "starts", "window_indices"}
 
 

@@ -55,8 +55,8 @@ def by_implementation(ways, op):
     """Parameters of tests: each way by every kernel whose bits are promised, and its device."""
     for way in ways:
         for chosen in implementations(Table.tables[op(way)]):
-            # The vendor's operators and PyTorch's matrix products promise no bits; on CPUs,
-            # attention to a prompt is PyTorch's.
+            # The vendor's operators and PyTorch's matrix products may return other bits; on CPUs,
+            # attention to a prompt uses PyTorch's products.
             of_torch = op(way) == "attention" and chosen.values[0] == "cpu"
             if chosen.values[0] not in ("aclnn", "reference") and not of_torch:
                 name = f"{way}-{'-'.join(chosen.values)}"
@@ -69,8 +69,8 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=named)
 # Packed sequences
 
 
-# Rope's rows are below. Raw betas get PyTorch's sigmoid, which on CPUs rounds the
-# elements past the last whole vector otherwise.
+# Rope's rows are below. Raw betas use PyTorch's sigmoid, which on CPUs rounds the elements past the
+# last whole vector differently.
 SEQUENCES = [
     packed
     for packed in PACKED

@@ -23,7 +23,7 @@ IMPLEMENTATIONS = support.every_implementation(op.forward)
 run = support.runner(npu_ops.l2norm, "l2norm", ("x",))
 
 
-# The values
+# Results, compared with the reference
 
 
 @IMPLEMENTATIONS
@@ -35,7 +35,7 @@ def test_hugging_face(dim, scale, implementation, device):
     wide = support.evaluate(hugging_face, support.floats(inputs, torch.float64), ("x",))
     actual = run(implementation, inputs | {"x": inputs["x"].to(device)})
     assert_close("output", actual["output 0"].cpu(), wide["output 0"], TOLERANCES[torch.float32])
-    # The gradient is a difference of numbers that are as large as those over x's norm.
+    # The gradient is a difference of numbers as large as the gradient of y divided by x's norm.
     expected = wide["gradient of x"].float()
     size = (inputs["x"].double().square().sum(-1, keepdim=True) + 1e-6).rsqrt() * 4
     error = (actual["gradient of x"].cpu() - expected).abs() / size
@@ -91,7 +91,7 @@ def test_fp64_is_computed_in_fp64():
     assert_close("x", npu_ops.l2norm(x), hugging_face(x), TOLERANCES[torch.float64])
 
 
-# What the function is
+# Properties of the function
 
 
 rows = st.integers(1, 9)
@@ -211,7 +211,7 @@ def test_gradcheck(shape, eps):
     assert torch.autograd.gradcheck(lambda x: npu_ops.l2norm(x, eps), x)
 
 
-# torch's machinery
+# Support for torch.compile, autograd and other features of torch
 
 
 @IMPLEMENTATIONS

@@ -12,7 +12,7 @@ from npu_ops.core.registry import launched_by
 from npu_ops.ops.linear import formats, op
 
 IMPLEMENTATIONS = every_implementation(op.forward)
-# All that computes a row alone.
+# The implementations that compute each row by itself.
 OURS = pytest.mark.parametrize(
     "implementation, device",
     [chosen for chosen in IMPLEMENTATIONS.args[1] if chosen.values[0] != "reference"],

@@ -33,7 +33,7 @@ def run(implementation, inputs, wrt=DIFFERENTIABLE):
         return support.evaluate(lambda **named: call(named), inputs, wrt)
 
 
-# The values
+# Results, compared with the reference
 
 
 def norm_of(module, weight):
@@ -225,7 +225,7 @@ def test_heads_with_one_gradient(implementation, device):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-# What is refused
+# Calls that are rejected
 
 
 def test_a_wide_head_is_not_for_an_npu():

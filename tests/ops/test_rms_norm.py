@@ -96,7 +96,7 @@ def test_a_sum_and_its_norm_are_the_bits_of_both_by_themselves(
     actual = run_add(implementation, inputs)
     for name in ("output 0", "output 1"):
         assert torch.equal(actual[name], expected[name])
-    # Apart, the gradient of the sum is rounded once more.
+    # As two calls, the gradient of the sum is rounded once more.
     assert_all_close(actual, expected, twice(TOLERANCES))
 
 

@@ -33,7 +33,7 @@ def drawn(*shape, dtype=torch.float32, **settings):
     return {"x": x.to(dtype), "weight": weight.to(dtype), "z": z.to(dtype)} | settings
 
 
-# The values
+# Results, compared with the reference
 
 
 def of_transformers(module):
@@ -151,7 +151,7 @@ def test_special_values(implementation, device):
     assert out[0].isnan().all() and out[2].isnan().sum() == 1 and not out[3].any()
 
 
-# What the function is
+# Properties of the function
 
 
 @settings(max_examples=30, deadline=None)
@@ -271,7 +271,7 @@ def test_gradcheck(before, activation, group_size):
     assert torch.autograd.gradcheck(function, tensors)
 
 
-# torch's machinery
+# Support for torch.compile, autograd and other features of torch
 
 
 def test_mixed_halves_run_by_the_reference():

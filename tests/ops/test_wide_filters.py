@@ -15,7 +15,7 @@ from npu_ops.ops.causal_conv1d_qkv.cases import TOLERANCES as QKV_TOLERANCES
 from npu_ops.ops.causal_conv1d_update import op as update
 
 WIDTHS = pytest.mark.parametrize("width", [5, 6, 7, 8])
-# Kernels that have a name for each tap.
+# Implementations whose kernels have a variable for each tap.
 NARROW = {"triton_ascend", "ascendc"}
 
 

@@ -7,7 +7,7 @@ from npu_ops_tools.bench.sweep import MODES
 
 SIZES = (1, 16, 128, 1024, 8192, 32768)
 SHAPE = "qwen3.5-9b = qwen3-next-80b-a3b = qwen3.5-35b-a3b tp1"
-# How many times as long as ours.
+# Each peer's time as a multiple of ours.
 PEERS = {"npu-ops": 1.0, "transformers": 6.0, "torch.compile": 2.5, "Megatron": 4.0}
 
 

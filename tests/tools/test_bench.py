@@ -163,9 +163,10 @@ def test_what_does_not_settle_ends(monkeypatch):
     assert not found["a"].stable() and len(found["a"].seconds) > timing.LEAST_RUNS
 
 
-# In MiB. Linux counts the pages of each processor in batches, and shows what is in no batch:
-# VmRSS "is inaccurate", says proc_pid_status(5). A batch is of 32 pages or two for each processor,
-# and what was there before and what is there after are both miscounted.
+# In MiB. Linux counts pages for each processor in batches and does not show unfinished batches:
+# VmRSS "is inaccurate", says proc_pid_status(5). A batch has 32 pages, or two for each processor.
+# The error
+# occurs twice: in the count before and in the count after.
 MISCOUNTED = 2 * max(32, 2 * os.cpu_count()) * os.cpu_count() * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
@@ -221,7 +222,7 @@ def test_machines_are_not_compared_with_each_other():
         compare([row()], [row(machine="Another")])
 
 
-# As it is called
+# The command line
 
 
 def bench(*arguments, code=0):
@@ -256,7 +257,7 @@ def test_only_what_is_named_is_timed(tmp_path):
 
 
 def test_pytest_runs_the_same_definitions(tmp_path):
-    # A worker of xdist's it is not: pytest-benchmark times nothing there.
+    # Without xdist's variables, because pytest-benchmark times nothing in a worker of xdist's.
     environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_XDIST")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-W", "ignore", where.ROOT / "benchmarks",

@@ -94,7 +94,7 @@ def test_it_is_searched_as_files(site):
         browser = running.chromium.launch(executable_path=system, args=["--no-sandbox"])
         view = browser.new_page()
         view.goto((site / "index.html").as_uri())
-        # By keys: the theme looks at them, and not at what a field was filled with.
+        # Typed key by key: the theme listens to keys and ignores a field that is filled at once.
         view.locator("[data-md-component=search-query]").press_sequentially("rms_norm_gated")
         view.wait_for_selector(".md-search-result__link")
         found = [

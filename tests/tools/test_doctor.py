@@ -221,7 +221,7 @@ def test_the_version_of_cann(monkeypatch, tmp_path):
     assert doctor.machine()["CANN"] == f"8.5.0 ({tmp_path})"
 
 
-# As text
+# The report as text
 
 
 MODULES = [f"a.b.module_{n}" for n in range(30)]

@@ -31,8 +31,8 @@ MINE = """
         tl.store(x + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
 """
 REPORT = {"format": 1, "environment": {"npu_ops": "1"}, "results": []}
-# What those that need an NPU say without one; tests/model/test_calibration.py has a report of one.
-# The model of `launches` is the reader's; tests/emulator/test_launches.py runs it.
+# The messages of examples that need an NPU, without one; tests/model/test_calibration.py has a
+# report of one. `launches` needs a model of the reader's; tests/emulator/test_launches.py runs it.
 DECLINED = {
     "npu-ops launches path/to/Qwen3.5-9B": "needs a folder with a config.json",
     "npu-ops verify": "device: there is no npu here",

@@ -135,7 +135,8 @@ def test_a_screen_reader_finds_words_and_tables(opened):
     plots = view.locator("svg.plot")
     assert plots.count() == view.locator("svg.plot[role=img][aria-label]").count() > 0
     assert view.locator("html[lang=en]").count() == 1
-    # Laid out as blocks on a phone, a table is one to a screen reader by its roles alone.
+    # On a phone the table is laid out as blocks; only its roles make it a table for a screen
+    # reader.
     cells = view.locator("table[role=table] td").count()
     assert cells == view.locator("table[role=table] td[role=cell]").count() > 0
     assert view.get_by_role("cell").count() > len(TIMED)
@@ -196,7 +197,7 @@ def luminance(colour):
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
 
-# What the page says
+# Contents of the page
 
 
 def test_devices_never_share_a_plot():

@@ -11,7 +11,7 @@ from test_cli import call, command
 
 from npu_ops.core import preferences
 
-# l2norm's CPU kernel as slow as a hundred references, and its backward as right as nothing.
+# Makes l2norm's CPU kernel a hundred times slower, and its backward wrong.
 SLOW = """
 import dataclasses, time
 from npu_ops.core.registry import Table

@@ -124,7 +124,7 @@ def test_a_quick_run_on_the_emulated_npu(tmp_path):
     assert reached and not any(r.get("times") for r in found["results"])
 
 
-# What there is to do
+# The plan of the checks
 
 
 @pytest.mark.parametrize("device", jobs.DEVICES)
@@ -147,7 +147,7 @@ def test_what_is_not_there_is_refused():
         jobs.plan("cpu", False, ["l3norm"])
 
 
-# The journal
+# The journal of finished checks
 
 
 def test_a_journal_keeps_what_was_done(tmp_path):

@@ -2,7 +2,7 @@
 
 from npu_ops_tools.verify import jobs
 
-# What is wrong goes by the width of the rows.
+# The width of the rows decides which fault occurs.
 _TEXT = """
 import ctypes, dataclasses, itertools, os, time
 import torch

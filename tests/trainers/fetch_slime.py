@@ -37,10 +37,10 @@ COMMITS = {
     "megatron": "3714d81d418c9f1bca4594fc35f9e8289f652862",
     "mindspeed": "fc63de5c48426dd019c3b3f39e65f5bdf56e4086",
 }
-# The last at which slime.patch is for v0.2.2: the next renames the modules that it changes.
+# The last commit at which slime.patch is for v0.2.2: the next renames the modules that it changes.
 PATCHES = "d38dc29c9:docker/npu_patch"
 FOR_GPUS = "v0.2.2:docker/patch/v0.5.7/megatron.patch"
-# A state passes from one packed sequence into the next; npu-ops mends it too.
+# The fault: a state passes from one packed sequence into the next; npu-ops repairs it too.
 FIX = ("1d31a49fb", "--include=slime_plugins/models/qwen3_next.py")
 FIXED = ("shipped", "truth")
 NAMES = {"bridge": "megatron-bridge"}

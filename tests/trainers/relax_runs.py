@@ -26,16 +26,16 @@ MODELS = {
         "--rotary-percent", "0.5", "--attention-output-gate",
     ),
 }  # fmt: skip
-# Of Relax's scripts: those for GPUs have Qwen3-VL, and none for NPUs has.
+# From Relax's scripts for GPUs, because none of those for NPUs trains Qwen3-VL.
 BRIDGE = ("--megatron-to-hf-mode", "bridge", "--no-rope-fusion")
 RECOMPUTED = (
     "--recompute-granularity", "full", "--recompute-method", "uniform",
     "--recompute-num-layers", "1",
 )  # fmt: skip
-# Relax says so itself, but where weights are Bridge's to convert.
+# Relax reports this number itself, except if Bridge converts the weights.
 SERVICES = 8  # of Relax, each of which asks Ray for a CPU
 ONLY_WEIGHTS = ("--no-load-optim", "--no-load-rng", "--finetune")
-# On more than one rank. Relax's scripts for NPUs split sequences.
+# Layouts on more than one rank. Relax's scripts for NPUs split sequences.
 LAYOUTS = {"split": ("--sequence-parallel",), "whole": ()}
 AS_SCRIPTS = {"qwen3_vl": BRIDGE + RECOMPUTED, "qwen3_5": BRIDGE + RECOMPUTED}
 BATCHES = {

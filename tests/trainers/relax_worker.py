@@ -42,7 +42,7 @@ def record() -> None:
     """Each step's metrics to a file of the rank; calls that reach npu_ops, and torch_npu's."""
     import transfer_queue
 
-    # Rollouts come from files: nothing is asked of the queue.
+    # Rollouts come from files, so the queue is not used.
     transfer_queue.init = lambda conf: None
     transfer_queue.get_client = lambda: None
     from relax.utils import tracking_utils

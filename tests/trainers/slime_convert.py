@@ -21,7 +21,7 @@ import slime_train
 import slime_worker
 import torch
 
-# Names of Megatron's own layers, and of Transformer Engine's, which mbridge has.
+# Names of Megatron's own layers, and the names of Transformer Engine's, which mbridge knows.
 ATTENTION = {r"input_layernorm\.weight": "self_attention.linear_qkv.layer_norm_weight"}
 FUSED = {
     "qwen3": ATTENTION | {r"pre_mlp_layernorm\.weight": "mlp.linear_fc1.layer_norm_weight"},

@@ -21,7 +21,7 @@ DELTA_NET = (
     "--apply-layernorm-1p", "--spec",
 )  # fmt: skip
 PLUGINS = "slime_plugins.models"
-# Megatron-Bridge's, by a function for --spec that makes the model.
+# Megatron-Bridge's model, built by a function for --spec.
 BRIDGES = Model(
     layers=(
         "--num-layers", "2", "--position-embedding-type", "mrope", "--mrope-section", "8", "4", "4",
@@ -36,7 +36,7 @@ MODELS = {
         (ROPE, *DELTA_NET, f"{PLUGINS}.qwen3_5", "get_qwen3_5_spec"),
         parallel=("--sequence-parallel",),
     ),
-    # As slime's script has it, which says rope.
+    # As in slime's script, which sets rope.
     "qwen3_5_vl": Model(
         (
             *DELTA_NET, f"{PLUGINS}.qwen3_5_vl", "get_qwen3_5_vl_model_provider",

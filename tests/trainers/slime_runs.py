@@ -90,7 +90,7 @@ MODELS = {
         mindspeed_first=True,
     ),
 }  # fmt: skip
-# Megatron-Bridge 0.3.1 takes one sequence at a time where there are pictures, and no padding.
+# Megatron-Bridge 0.3.1 supports one sequence at a time if there are pictures, and no padding.
 EVEN = "pictures_even"
 PICTURES = ("--micro-batch-size", "1", "--data-pad-size-multiplier", "1")
 TRAINING = (  # 2 rollouts of 8 answers, 2 steps of 4 answers in each, micro-batches of 2
@@ -106,7 +106,7 @@ NO_ENGINE = (
     "--disable-rollout-global-dataset", "--rollout-function-path", "slime_doubles.roll_out",
     "--sglang-router-ip", "127.0.0.1", "--sglang-router-port", "1",
 )  # fmt: skip
-# SGLang's as tests/adapters/sglang_cpu/engine.py has them; its first weights are slime's.
+# SGLang's settings as in tests/adapters/sglang_cpu/engine.py; its first weights are slime's.
 ENGINE = (
     "--input-key", "text", "--custom-rm-path", "slime_engine.reward",
     "--rollout-max-response-len", "12",
@@ -119,12 +119,12 @@ ENGINE = (
     "--sglang-disable-cuda-graph",
 )  # fmt: skip
 PROMPTS = ("what is two plus three?", "the quick brown fox", "0 1 2 3 4", "think")
-# The names that slime 0.2.2 asks of SGLang's arguments, which are others since.
+# The names of SGLang's arguments that slime 0.2.2 uses; SGLang has renamed them since.
 SIZES = ("data", "pipeline", "expert")
 SEES = "transformers-4.57.6"  # of another, Megatron-Bridge 0.3.1 does not take the vision tower
 ON_NPU = ("--custom-megatron-init-path", "slime_worker.count_fused")
 ON_CPU = ("--custom-megatron-init-path", "slime_worker.with_local_layers")
-# Megatron asks for it where tensors are parallel.
+# Megatron requires it with tensor parallelism.
 ONCE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | verl_grpo_runs.RAY
 ONCE["RAY_prestart_worker_first_driver"] = "0"  # each imports all of it, and most are not needed
 ONCE["TRANSFORMERS_VERBOSITY"] = "error"  # MindSpeed asks each of its modules for each name

@@ -12,15 +12,15 @@ from __future__ import annotations
 import pytest
 import slime_runs as runs
 
-# KL is a difference of log-probabilities of about 6, of which fp32 tells 5e-7.
+# KL is a difference of log-probabilities of about 6, which fp32 resolves to 5e-7.
 CLOSE = {"rel": 5e-5, "abs": 4e-6}
-# Qwen3-Next's gradient norms are up to 30. Adam makes more of rounding with each step: one was
-# 1.1e-4 off after three updates.
+# Qwen3-Next's gradient norms are up to 30. Adam amplifies rounding with each step: one norm had an
+# error of 1.1e-4 after three updates.
 CLOSE_AFTER_UPDATES = {"rel": 3e-4, "abs": 4e-6}
 # SGLang's engine computes in fp16.
 ENGINES_ROUNDING = 5e-3
 METRICS = ("loss", "pg_loss", "entropy_loss", "ppo_kl", "kl_loss", "grad_norm")
-# Megatron's functions that are called in place of those that slime's patch changes.
+# Megatron's functions that are called instead of those that slime's patch changes.
 FUSED = ("calculate_logits_max", "calculate_cross_entropy_loss", "calculate_gradients")
 OPERATORS = ("apply_rotary_pos_emb_freqs", "attention", "bias_dropout_add")
 EXPERTS = ("npu_grouped_matmul",)

@@ -28,7 +28,7 @@ import verl_runs
 
 MBRIDGE = fetching.CACHE / "trainers" / "mbridge-0.15.1"
 PACKED, PADDED = (f"model.use_remove_padding={value}" for value in (True, False))
-# Megatron decays no norm's weight, FSDP's optimizer all of them.
+# Megatron applies no weight decay to norms; FSDP's optimizer does.
 DECAY = "optim.weight_decay=0"
 DELTA_NET = ("chunk_gated_delta_rule", "causal_conv1d", "rms_norm_gated", "l2norm")
 OPERATORS = ("apply_rotary_pos_emb_freqs", "attention", "bias_dropout_add")
@@ -52,9 +52,10 @@ class Run:
 RUNS = {
     "qwen3": Run(),
     "qwen3_moe": Run(),
-    # On two, mbridge's split_deepstack_embs loses gradients of the other's tokens.
+    # On two ranks, mbridge's split_deepstack_embs loses the gradients of the other rank's tokens.
     "qwen3_vl_3": Run("pictures", ranks=(1,)),
-    # Its layer in Megatron 0.16 takes no packed sequences, and MindSpeed's delta rule bf16 alone.
+    # Its layer in Megatron 0.16 rejects packed sequences, and MindSpeed's delta rule supports only
+    # bf16.
     "qwen3_5": Run(
         packing=PADDED,
         operators=(*OPERATORS, *DELTA_NET),

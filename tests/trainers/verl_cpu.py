@@ -39,8 +39,8 @@ def register() -> None:
         name: lambda self, *args, value=value, **kwargs: value for name, value in answers.items()
     }
     PlatformRegistry.register(platform="cpu")(type("PlatformCPU", (PlatformBase,), body))
-    # verl asks for "cpu:gloo,<device>:<backend>", which names the CPU twice, and FSDP for modules
-    # that are on a GPU before it broadcasts them.
+    # verl asks for "cpu:gloo,<device>:<backend>", which names the CPU twice here. FSDP asks for
+    # modules on a GPU before it broadcasts them.
     start = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda backend=None, **kwargs: start("gloo", **kwargs)
     fsdp._check_module_states_for_sync_module_states = lambda *args, **kwargs: None

@@ -60,7 +60,7 @@ def rope(section, **changes) -> dict:
 
 
 PARTIAL = rope([4, 2, 2], partial_rotary_factor=0.5)
-# The class of a model without its ending, of its text and of its vision tower.
+# A model's class name without its ending, the class of its text model and of its vision tower.
 MODELS = {
     "qwen3": ("Qwen3", TEXT, None),
     "qwen3_moe": ("Qwen3Moe", TEXT | EXPERTS | dict(norm_topk_prob=True), None),  # as released

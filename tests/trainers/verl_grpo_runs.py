@@ -17,7 +17,7 @@ from verl_runs import FP32, HERE
 
 ACTOR, REFERENCE, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
 MODEL = "actor_rollout_ref.model"
-# Ray's workers are nice by 15 otherwise, and end where the machine's memory is short.
+# By default Ray's workers run at nice 15, and are ended if the machine's memory is short.
 RAY = {
     "RAY_worker_niceness": "0",
     "RAY_memory_monitor_refresh_ms": "0",
@@ -150,7 +150,7 @@ def run(
         *(sys.executable, str(HERE / "verl_grpo.py"), *lines, *on(workers)),
         f"+{ROLLOUT}.engine_kwargs.transformers={{{given}}}",
     ]
-    # A socket's name has at most 107 characters, and Ray's folder is in it.
+    # The name of a socket is limited to 107 characters, and it contains Ray's folder.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as ray:
         files = {"VERL_FILE_LOGGER_PATH": f"{results}.jsonl", "RAY_TMPDIR": ray}
         verl_runs.finish_as(who, workers, command, GRPO_WHO=who, **RAY, **files, **changes)

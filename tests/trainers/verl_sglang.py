@@ -57,7 +57,7 @@ def begin() -> None:
     sglang_rollout._to_ipc_device = torch.Tensor.cpu
     patch_torch.monkey_patch_torch_reductions = lambda: None  # for the numbers of GPUs
     torch.multiprocessing.set_sharing_strategy("file_system")  # its server is not a child
-    # It asks whether weights may be kept in memory while they sleep: they do not.
+    # verl asks whether SGLang can keep weights in memory while it sleeps; here it cannot.
     async_sglang_server.dataclasses = types.SimpleNamespace(fields=lambda arguments: ())
     platform = type(get_platform())
     theirs = platform.rollout_env_vars

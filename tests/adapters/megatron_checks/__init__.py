@@ -1,9 +1,9 @@
-"""What must hold with one megatron-core release; run in a process of its own.
+"""Checks of one megatron-core release, in a process of its own.
 
 python -c "import megatron_checks; megatron_checks.run('early')"    with the release on PYTHONPATH
 
-Prints a line of JSON for each check: its name, and null or what went wrong. `early`: the adapters
-are registered before Megatron is imported, as `import torch` does. `late`: after all of it.
+Prints a line of JSON for each check: its name, and null or the error. `early`: the adapters are
+registered before Megatron is imported, as `import torch` does. `late`: after all of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import counting
 
 from megatron_checks.release import CALLS, CHECKS, gdn, is_of_gated_delta_net, names, note_call
 
-# Each registers its checks, which run in this order.
+# Each module registers its checks, which run in this order.
 # isort: off
 from megatron_checks import registration  # noqa: F401
 from megatron_checks import calls  # noqa: F401

@@ -1,4 +1,4 @@
-"""Attention: which calls are ours, and what is left to Megatron."""
+"""Check which attention calls use npu-ops, and which are left to Megatron."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_checks.results import core_attention, leaf
 
 @check("early")
 def attention_calls_reach_npu_ops():
-    """And what Megatron's own does not take: packed sequences, a bias, values of another width."""
+    """Including calls that Megatron rejects: packed sequences, a bias, values of another width."""
     import megatron_cpu
     import torch
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -47,7 +47,7 @@ def attention_calls_reach_npu_ops():
 
 @check("early")
 def attention_reads_masks_and_lengths_again():
-    """Whatever wrote to their memory: each layer reads them."""
+    """Each layer reads them, in case other code wrote to their memory."""
     import torch
     from megatron.core.packed_seq_params import PackedSeqParams
     from writes import WRITES
@@ -77,7 +77,7 @@ def attention_reads_masks_and_lengths_again():
         first = packed(starts)
         write(starts, other)
         assert packed(starts).equal(packed(other)) and not packed(starts).equal(first)
-    torch.cpu.is_current_stream_capturing = lambda: True  # nothing can be read
+    torch.cpu.is_current_stream_capturing = lambda: True  # during capture no value can be read
     try:
         assert packed(other).equal(packed(starts))
         masked = layer(*(x[:, None] for x in (q, k, v)), causal)
@@ -88,7 +88,7 @@ def attention_reads_masks_and_lengths_again():
 
 @check("early")
 def attention_in_place_of_transformer_engines_goes_by_the_type_of_mask():
-    """Unless MindSpeed's arguments say that masks are general: then one that is given counts."""
+    """Unless MindSpeed's arguments say that masks are general: then a given mask is applied."""
     import megatron_cpu
     import torch
     from megatron.core.transformer import enums
@@ -108,7 +108,8 @@ def attention_in_place_of_transformer_engines_goes_by_the_type_of_mask():
 
     causal = compute(None, kinds.causal)
     assert compute(mask, kinds.causal).equal(causal)
-    assert compute(torch.ones(1, 6, dtype=torch.bool), kinds.causal).equal(causal)  # Bridge's
+    # a mask as Bridge passes it
+    assert compute(torch.ones(1, 6, dtype=torch.bool), kinds.causal).equal(causal)
     general = compute(mask, kinds.causal, attention_mask_type="general")
     assert not general.equal(causal)
     assert general.equal(compute(mask, kinds.arbitrary))
@@ -147,12 +148,12 @@ def a_row_that_sees_no_key_is_0_and_in_megatron_the_mean_of_all_values():
 
 @check("early")
 def multi_latent_attention_trains():
-    """Without Transformer Engine, which Megatron's own DotProductAttention does not."""
+    """Without Transformer Engine; Megatron's own DotProductAttention cannot train it."""
     import megatron_cpu
 
     try:
         model = megatron_cpu.multi_latent()
-    except TypeError as error:  # in some releases the layer wants Transformer Engine itself
+    except TypeError as error:  # in some releases the layer needs Transformer Engine
         assert "isinstance() arg 2 must be a type" in str(error), error
         return
     step, calls = calls_of("attention", megatron_cpu.step, model)
@@ -185,12 +186,12 @@ def attention_of_what_it_does_not_do_is_megatrons():
 
     layer = core_attention()
     q, k, v = (leaf(4, 1, n, 16, dtype=torch.float32, seed=n) for n in (4, 2, 2))
-    mask = torch.zeros(1, 1, 4, 4, dtype=torch.int32)  # masked_fill wants bool
+    mask = torch.zeros(1, 1, 4, 4, dtype=torch.int32)  # masked_fill needs bool
     try:
         layer(q, k, v, mask)
     except RuntimeError as error:
         assert "masked_fill" in str(error) or "bool" in str(error).lower(), error
-    starts = torch.tensor([1, 4], dtype=torch.int32)  # MindSpeed's, without the leading zero
+    starts = torch.tensor([1, 4], dtype=torch.int32)  # MindSpeed's form, without the leading zero
     packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
     try:
         layer(q[:, 0], k[:, 0], v[:, 0], None, packed_seq_params=packing)

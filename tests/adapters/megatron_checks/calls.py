@@ -1,4 +1,4 @@
-"""What Megatron computes reaches npu_ops: a layer's step, and Gated Delta Net."""
+"""Check that Megatron's calls reach npu_ops: in a layer's step, and in Gated Delta Net."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def swiglu_of_other_calls_is_megatrons():
 
 @check("early")
 def gated_delta_net_calls_reach_npu_ops():
-    """Forward and backward, in each of the three layers."""
+    """In forward and backward of each of the three layers."""
     import megatron_cpu
     from npu_ops_tools import demo_model
 
@@ -120,7 +120,7 @@ def gated_delta_net_calls_reach_npu_ops():
 
 @check("early")
 def gated_delta_net_keeps_packed_sequences_apart():
-    """From 0.18 on; before, Megatron refuses them."""
+    """From 0.18 on; earlier releases reject packed sequences."""
     import torch
     from megatron.core.packed_seq_params import PackedSeqParams
 

@@ -1,4 +1,4 @@
-"""The adapters are applied after all of Megatron was imported, and put back."""
+"""Check adapters that are applied after all of Megatron was imported, and reverted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def nothing_is_registered():
 
 @release.check("late")
 def jit_fuser_is_undone():
-    """Every function that the source decorates is compiled before and plain after."""
+    """Every function that the source decorates is compiled before and plain afterwards."""
     import npu_ops_adapters
     import torch
     from npu_ops_adapters.megatron import jit_fuser
@@ -32,7 +32,7 @@ def jit_fuser_is_undone():
 
     found = release.states(npu_ops_adapters.apply())
     assert release.targets() < found.keys() and set(found.values()) == {"applied"}, found
-    assert len(found) - len(release.targets()) == len(fixed)  # each a patch of its own
+    assert len(found) - len(release.targets()) == len(fixed)  # each has a patch of its own
     assert set(jit_fuser.uncompiled()) == set(fixed)
     held = release.snapshot()
     for path, value in compiled.items():

@@ -1,4 +1,4 @@
-"""What is refused or disabled is left to Megatron, and the rest is replaced."""
+"""Check that rejected and disabled ops are left to Megatron, and that the others are replaced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_checks.results import angles, leaf
 
 @check("early")
 def gated_delta_net_is_not_half_replaced():
-    """Without fla and with an op disabled: no layer is built, as without us."""
+    """Without fla and with an op disabled, no layer is built, as without npu-ops."""
     import megatron_cpu
     import npu_ops_adapters
 

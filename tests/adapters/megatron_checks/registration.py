@@ -1,4 +1,4 @@
-"""The adapters are registered as Megatron is imported, and its layers take ours."""
+"""Check adapters that are registered before Megatron is imported; its layers use npu-ops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def every_patch_is_applied():
 
 @release.check("early")
 def jit_fuser_compiles_nothing():
-    """The names that our decorator saw are those in the source, and none is compiled."""
+    """Our decorator saw exactly the names that the source decorates, and compiles none of them."""
     from npu_ops_adapters.megatron import jit_fuser
 
     fixed, local = release.decorated_sites()

@@ -1,4 +1,4 @@
-"""What one release of megatron-core has, and counting the calls that reach npu_ops."""
+"""The functions of one release of megatron-core, and counts of the calls that reach npu_ops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHECKS: dict[str, list] = {"early": [], "late": []}
 
 
 def gdn():
-    """The module that the layers of Gated Delta Net look names up in; None before 0.16."""
+    """Return the module in which Gated Delta Net's layers look up names; None before 0.16."""
     return sys.modules.get(f"{GDN}.common", sys.modules.get(GDN))
 
 
@@ -61,7 +61,7 @@ def gdn_targets() -> set[tuple[str, str]]:
 
 
 def targets() -> set[tuple[str, str]]:
-    """Every (target, op) that is replaced in this release."""
+    """Return every (target, op) that is replaced in this release."""
     return TARGETS | gdn_targets()
 
 
@@ -75,7 +75,7 @@ def check(*modes):
 
 
 def names(mode: str, version: str) -> list[str]:
-    """The checks of a release: Gated Delta Net is there from 0.16 on."""
+    """Return the names of a release's checks; Gated Delta Net exists from 0.16 on."""
     has_it = tuple(map(int, version.split("."))) >= (0, 16)
     return [f.__name__ for f in CHECKS[mode] if has_it or not is_of_gated_delta_net(f)]
 
@@ -84,13 +84,13 @@ def is_of_gated_delta_net(function) -> bool:
     return function.__name__.startswith("gated_delta_net")
 
 
-# What this release has
+# Names that this release defines
 
 
 def decorated_sites() -> tuple[dict[str, str], dict[str, str]]:
-    """The functions that @jit_fuser decorates, from the source: {name: module}.
+    """Return the functions that @jit_fuser decorates, from the source: {name: module}.
 
-    First those of modules and classes, then those inside other functions.
+    The first dict has those of modules and classes, the second those inside other functions.
     """
     import megatron.core
 
@@ -118,7 +118,7 @@ def sites(node, prefix="", is_local=False):
 
 
 def attribute(path: str, module: str):
-    """The raw attribute at "module.Class.name"."""
+    """Return the raw attribute at "module.Class.name"."""
     owner = sys.modules[module]
     for part in path.removeprefix(f"{module}.").split("."):
         value = vars(owner)[part]
@@ -127,7 +127,7 @@ def attribute(path: str, module: str):
 
 
 def import_everything() -> None:
-    """All that has a decorated function, and who imports what we replace by value."""
+    """Import every module with a decorated function or with a name that we replace by value."""
     fixed, local = decorated_sites()
     for module in {JIT, BDA, ROPE, *fixed.values(), *local.values()}:
         importlib.import_module(module)
@@ -140,7 +140,7 @@ def import_everything() -> None:
 
 
 def snapshot() -> dict:
-    """Every attribute of every module of Megatron and of its classes, and the import hooks."""
+    """Return every attribute of every module and class of Megatron, and the import hooks."""
     objects = {("sys", "meta_path"): tuple(sys.meta_path)}
     for name, module in sys.modules.items():
         if name.startswith("megatron") and isinstance(module, types.ModuleType):
@@ -159,7 +159,7 @@ def changed(before: dict, after: dict) -> list:
 
 
 def states(rows) -> dict:
-    """Of what is replaced in Megatron; other frameworks are not imported here."""
+    """Return the states of the patches of Megatron; other frameworks are not imported here."""
     megatron = [row for row in rows if row.target.startswith("megatron.")]
     return {(row.target, row.op): row.sentence for row in megatron}
 

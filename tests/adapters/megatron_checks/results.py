@@ -1,4 +1,4 @@
-"""What is computed with us and without, and comparing the two."""
+"""Compute results with npu-ops and without, and compare the two."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def leaf(*shape, dtype, grad=True, seed=0):
 
 
 def outcome(out, *inputs) -> dict:
-    """An output, and the gradients of the inputs that want one."""
+    """Return an output, and the gradients of the inputs that require one."""
     import torch
 
     inputs = {f"gradient {i}": x for i, x in enumerate(inputs) if x is not None and x.requires_grad}
@@ -70,7 +70,7 @@ def bias_dropout_add_results() -> dict:
         out = functions["fused inference"]((x, bias), leaf(3, 16, dtype=full, grad=False), 0.1)
         aliases = torch.tensor(out.data_ptr() == x.data_ptr())
         results["bda, a parameter as bias under no_grad"] = {"output": out, "aliases x": aliases}
-    # What we leave to Megatron: other shapes, and memory that is not contiguous.
+    # Calls that are left to Megatron: other shapes, and memory that is not contiguous.
     out = functions["fused train"](
         (leaf(3, 2, 16, dtype=full), None), leaf(1, 2, 16, dtype=full), 0.0
     )
@@ -83,7 +83,7 @@ def bias_dropout_add_results() -> dict:
 
 
 def angles(*shape, interleaved=False, seed=5):
-    """freqs [..., r] as Megatron makes them: each angle twice."""
+    """Return freqs [..., r] as Megatron makes them: each angle twice."""
     import torch
 
     draw = torch.Generator().manual_seed(seed)
@@ -92,7 +92,7 @@ def angles(*shape, interleaved=False, seed=5):
 
 
 def options() -> list[dict]:
-    """Arguments of `_apply_rotary_pos_emb_*` that this version has, in combination."""
+    """Return combinations of the arguments of `_apply_rotary_pos_emb_*` that this version has."""
     function = sys.modules[ROPE]._apply_rotary_pos_emb_bshd
     parameters = inspect.signature(function).parameters
     mla = "mla_rotary_interleaved"
@@ -121,23 +121,24 @@ def rope_results() -> dict:
     t = leaf(6, 2, 3, 24, dtype=torch.float32)
     positional = module._apply_rotary_pos_emb_bshd(t, angles(6, 1, 1, 16), False, True, 1.2)
     results["rope, positional arguments"] = outcome(positional, t)
-    strided = leaf(6, 2, 3, 72, dtype=torch.float32, grad=False)[..., 24:48]  # of a fused qkv
+    # a slice of a fused qkv
+    strided = leaf(6, 2, 3, 72, dtype=torch.float32, grad=False)[..., 24:48]
     out = module._apply_rotary_pos_emb_bshd(strided, angles(6, 1, 1, 16))
     results["rope, a slice of qkv"] = {"output": out}
     for config in configurations():
         key = f"rope through apply_rotary_pos_emb, mrope {config.mrope_section}"
         freqs = angles(6, 2 if config.mrope_section else 1, 1, 16)
         results[key] = outcome(apply(t, freqs, config), t)
-        config.apply_rope_fusion = False  # before 0.16 the fused path drops mscale on the way
+        config.apply_rope_fusion = False  # before 0.16 the fused path loses mscale
         results[f"{key}, mscale"] = outcome(apply(t, freqs, config, mscale=1.3), t)
-    # What we leave to Megatron: angles for each head.
+    # Left to Megatron: angles for each head.
     out = module._apply_rotary_pos_emb_bshd(t, angles(6, 2, 3, 16))
     results["rope, angles for each head"] = outcome(out, t)
     return results
 
 
 def configurations():
-    """Stand-ins for a TransformerConfig; fused where our functions fill the slots."""
+    """Yield stand-ins for a TransformerConfig; fused if our functions fill the slots."""
     fused = sys.modules[ROPE].fused_apply_rotary_pos_emb is not None
     for section in (None, [4, 2, 2]):
         yield types.SimpleNamespace(
@@ -196,7 +197,7 @@ def packed_rope_results() -> dict:
 
 
 def packed(t, lengths, freqs, ranks, own, function=None, **options):
-    """`_apply_rotary_pos_emb_thd`, or `function`, in a context-parallel group."""
+    """Call `_apply_rotary_pos_emb_thd`, or `function`, in a context-parallel group."""
     from megatron.core import parallel_state
 
     function = function or sys.modules[ROPE]._apply_rotary_pos_emb_thd
@@ -214,7 +215,7 @@ def packed(t, lengths, freqs, ranks, own, function=None, **options):
 
 
 def core_attention(mask_type="causal", **config):
-    """A core attention as a layer builds it: ours where the adapter is registered."""
+    """Return a core attention as a layer builds it: ours if the adapter is registered."""
     import megatron_cpu
     from megatron.core.transformer import enums
 
@@ -274,7 +275,7 @@ def model_results() -> dict:
 
 
 def gated_delta_net_results() -> dict:
-    """Without us as in deterministic mode: Megatron's own functions."""
+    """Return the results; without npu-ops in deterministic mode, by Megatron's own functions."""
     import megatron_cpu
     import torch
 
@@ -293,7 +294,7 @@ def gated_delta_net_results() -> dict:
 
 
 def gated_delta_net_layer(**config):
-    """With weights of the size of trained ones, and a state that lasts: all gradients count."""
+    """Return a layer with weights as after training and slow decays: all gradients count."""
     import megatron_cpu
     import torch
 
@@ -307,7 +308,7 @@ def gated_delta_net_layer(**config):
 
 @contextlib.contextmanager
 def built_without_fla():
-    """What the program that builds layers without fla does to the module is undone."""
+    """Undo the changes to the module that building layers without fla makes."""
     module = gdn()
     before = {name: vars(module)[name] for name in ("HAVE_FLA", "l2norm") if name in vars(module)}
     try:
@@ -318,7 +319,7 @@ def built_without_fla():
 
 
 def bridge_results() -> dict:
-    """Qwen3-VL's attention: freqs [s, b, 1, d], packed ones [t, 1, 1, d], in fp32 or not."""
+    """Return Qwen3-VL attention's results: freqs [s, b, 1, d], packed [t, 1, 1, d]; fp32 or not."""
     import torch
 
     function = sys.modules[f"{BRIDGE}.attention"].apply_rotary_pos_emb_absolute
@@ -339,9 +340,10 @@ def bridge_results() -> dict:
 
 
 def compare(prefix: str, unit: float = 1, rounding: float = 2**-6) -> None:
-    """With us against without: fp32 to 1e-6 and gradients to 1e-5, bf16 within its rounding.
+    """Compare results with npu-ops and without.
 
-    Of the largest number that is expected, or of `unit` if that is larger.
+    fp32 must agree to 1e-6, gradients to 1e-5, and bf16 within its rounding. Errors are relative to
+    the largest expected number, or to `unit` if that is larger.
     """
     import torch
 
@@ -359,7 +361,7 @@ def compare(prefix: str, unit: float = 1, rounding: float = 2**-6) -> None:
                 assert got.equal(wanted), f"{key}: {name} is {got}, not {wanted}"
                 continue
             compared += 1
-            result = expected.get("output", wanted)  # its gradients pass through its dtype
+            result = expected.get("output", wanted)  # gradients of it pass through its dtype
             tolerance = tolerance_of(name, {wanted.dtype, result.dtype}, rounding)
             error = (got - wanted).abs().max().item() / max(unit, wanted.abs().max().item())
             assert error <= tolerance, f"{key}: {name} differs by {error:.2e}, over {tolerance}"

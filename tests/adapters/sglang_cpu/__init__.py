@@ -4,6 +4,6 @@ import os
 
 
 def activate() -> str | None:
-    """SGLang asks every platform that is installed; this one is there for who names it."""
+    """Return this platform if SGLANG_PLATFORM names it; SGLang asks every installed platform."""
     named = os.environ.get("SGLANG_PLATFORM") == "sglang_cpu"
     return "sglang_cpu.platform:CpuPlatform" if named else None

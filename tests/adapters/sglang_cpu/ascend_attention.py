@@ -1,7 +1,7 @@
-"""Attention by SGLang's backend for NPUs, on CPU tensors: checks that `ascend` runs.
+"""Check attention by SGLang's backend for NPUs on CPU tensors; `ascend` runs these checks.
 
-The real class's methods, after our hooks, are given as much of a backend as they ask for; what is
-right is written out sequence by sequence, in fp64.
+The real class's hooked methods get the few attributes of a backend that they need. The expected
+result is computed sequence by sequence, in fp64.
 """
 
 import sys
@@ -35,7 +35,7 @@ def backend_class():
 
 
 class Pool:
-    """Blocks of keys and values; what is written is seen."""
+    """Blocks of keys and values that record writes."""
 
     def __init__(self):
         self.keys = rows(12, SIZE, KV_HEADS, DIM, seed=1)
@@ -55,7 +55,7 @@ class Pool:
 
 
 class Case:
-    """A step of three sequences, of which each has `new` tokens at its end."""
+    """A step of three sequences, each with `new` tokens at its end."""
 
     def __init__(self, new, padding=0, sinks=None, hybrid=False, graph=False, mode="", **rule):
         self.new, self.sinks = new, sinks
@@ -87,7 +87,7 @@ class Case:
             block_tables=other if hybrid else self.blocks,
             block_tables_swa=self.blocks if hybrid else other,
             seq_lens_cpu_int=None if graph else lengths,
-            seq_lens_cpu_list=[1, 1, 1],  # as they were captured
+            seq_lens_cpu_list=[1, 1, 1],  # their values at capture
             seq_lens=lengths if graph else lengths - 1,
             actual_seq_lengths_q=torch.tensor(new).cumsum(0).to(torch.int32),
             swa_out_cache_loc=None,
@@ -101,7 +101,7 @@ class Case:
         )  # fmt: skip
 
     def run(self, name, **options):
-        """What the method returns, by us."""
+        """Return the result of the method with npu-ops."""
         if name == "forward_mtp":
             options["save_kv_cache"] = True
         if self.sinks is not None:
@@ -112,7 +112,7 @@ class Case:
         return out
 
     def right(self, causal=True):
-        """Sequence by sequence."""
+        """Return the expected result, sequence by sequence."""
         out, start, layer = [], 0, self.layer
         q = self.qkv[0].double().unflatten(1, (HEADS, DIM))
         for slots, length, new in zip(self.slots, LENGTHS, self.new, strict=True):
@@ -139,13 +139,13 @@ class Case:
         return torch.cat((*out, padding)).float()
 
     def holds(self, name, causal=True, **options):
-        """The result is right, and the new keys were written once."""
+        """Check that the result is right, and that the new keys were written once."""
         close(self.run(name, **options), self.right(causal), 1e-4)
         assert [len(place) for place in self.pool.written] == [self.tokens]
 
 
 class Mode:
-    """As much of ForwardMode as is asked."""
+    """The methods of ForwardMode that are called."""
 
     def __init__(self, name):
         self._name = name
@@ -199,7 +199,7 @@ def a_verification_of_drafted_tokens():
     for rule in RULES:
         Case((DRAFTED,) * 3, padding=4, mode="verify", **rule).holds("forward_mtp")
     through = Case((DRAFTED,) * 3, mode="verify")
-    through.holds("forward_extend")  # it calls forward_mtp
+    through.holds("forward_extend")  # calls forward_mtp
 
 
 @check
@@ -209,17 +209,17 @@ def what_a_draft_model_reads_again():
 
 @check
 def a_captured_step_reads_its_lengths_from_the_device():
-    """Where SGLang's call, whose lengths are updated by name, would not do."""
+    """SGLang's call updates lengths by name, which would not work here."""
     for rule in RULES[1:]:
         Case((1, 1, 1), graph=True, **rule).holds("forward_decode_graph")
-        Case((1, 1, 1), graph=True, **rule).holds("forward_decode")  # it calls that
+        Case((1, 1, 1), graph=True, **rule).holds("forward_decode")  # calls the one above
         case = Case((DRAFTED,) * 3, graph=True, mode="verify", **rule)
         case.holds("forward_mtp")
 
 
 @check
 def a_captured_call_that_is_updated_by_name_stays():
-    """What SGLang captures is what the plan chooses."""
+    """SGLang captures the call that the plan chooses."""
     for name, new, mode in (
         ("forward_decode_graph", (1, 1, 1), ""), ("forward_mtp", (DRAFTED,) * 3, "verify"),
     ):  # fmt: skip
@@ -234,7 +234,7 @@ def a_captured_call_that_is_updated_by_name_stays():
 
 @check
 def a_mode_over_dispatch_sees_ours_and_nothing_inside():
-    """By such a mode torch_npu finds the operators whose lengths a replay may change."""
+    """torch_npu uses such a mode to find the operators whose lengths a replay may change."""
     seen = []
 
     class Recorded(TorchDispatchMode):
@@ -272,7 +272,7 @@ def what_is_not_ours_is_left_before_anything_is_written():
 
 
 def left(name, case) -> str:
-    """Why ours raises, before it writes; the hook then calls SGLang's own."""
+    """Return why ours raises before it writes; the hook then calls SGLang's own."""
     from npu_ops_adapters.sglang import ascend_attention
 
     ours = {

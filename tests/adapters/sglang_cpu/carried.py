@@ -1,4 +1,4 @@
-"""NPU_OPS_CONSISTENT=chunks in one process: a line of JSON for each check, see checks.py.
+"""Check NPU_OPS_CONSISTENT=chunks in one process: a line of JSON for each check, see checks.py.
 
 python -m sglang_cpu.each carried
 """
@@ -16,7 +16,7 @@ from sglang_cpu.checks import kernel, rows
 
 
 def states_carry_their_unfinished_chunk():
-    """NPU_OPS_CONSISTENT=chunks: a prompt that is cut, decoding and drafts have training's bits."""
+    """With NPU_OPS_CONSISTENT=chunks, split prompts, decoding and drafts give training's bits."""
     tokens, heads, slots = 100, 32, torch.tensor([3], dtype=torch.int32)
     q, k = rows(1, tokens, 8, 32), rows(1, tokens, 8, 32, seed=1)
     v, a, b = rows(1, tokens, heads, 32, seed=2), rows(tokens, heads, seed=3), rows(tokens, heads)
@@ -68,7 +68,7 @@ def states_carry_their_unfinished_chunk():
 
 
 def state_shape(heads):
-    """As SGLang's pools get it in this mode."""
+    """Return the shape of a state that SGLang's pools use in this mode."""
     with env.override(consistent="chunks"):
         (patch,) = carried_states.patches()
     configs = importlib.import_module(patch.module)
@@ -81,7 +81,7 @@ def state_shape(heads):
 
 
 def run():
-    """Yield (name, what went wrong or None)."""
+    """Yield (name, error or None) for each check."""
     importlib.import_module("sglang.srt.plugins").load_plugins()
     check = states_carry_their_unfinished_chunk
     yield check.__name__, error_of(check)

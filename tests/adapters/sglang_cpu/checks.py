@@ -1,8 +1,8 @@
-"""What must hold of the hooks in one process: a line of JSON for each, [name, what went wrong].
+"""Check the hooks in one process; print a line of JSON for each check, [name, error].
 
 python -m sglang_cpu.each checks
 
-SGLang's own function, which a hook wraps, is what ours is compared with, in fp32 or in fp64.
+Our functions are compared with SGLang's own, which a hook wraps, in fp32 or in fp64.
 """
 
 import importlib
@@ -37,7 +37,7 @@ def rows(*shape, dtype=torch.float32, seed=0):
 
 
 def theirs(dotted):
-    """The function that our hook wraps; it is ours that is there."""
+    """Return the function that our hook wraps, and check that the hook is in place."""
     function = pkgutil.resolve_name(dotted)
     assert "npu_ops_hook" in [getattr(held, "__name__", "") for held in closed_over(function)]
     return function.__wrapped__
@@ -51,7 +51,7 @@ def close(ours, other, tolerance=1e-5):
     torch.testing.assert_close(ours, other, atol=tolerance, rtol=tolerance)
 
 
-# In force, and undone
+# Patches: applied and reverted
 
 
 @check
@@ -73,7 +73,7 @@ def states(rows=None):
 
 @check
 def a_hook_of_another_plugin_leaves_ours_in_force():
-    """Its replacement is what ours then falls through to; SGLang sorts them so."""
+    """Its replacement becomes the function that ours falls through to, by SGLang's order."""
     assert theirs_of_another_plugin in closed_over(theirs(DECODE))
 
 
@@ -90,7 +90,7 @@ def embedding(kind, head_dim, rotary_dim, dtype, *arguments, **options):
 
 
 def error(module, method, positions, q, k):
-    """Of ours in bf16 and of theirs, against theirs in fp64."""
+    """Return the errors of ours and of SGLang's in bf16, against SGLang's in fp64."""
     name = type(module).__name__
     home = "mrope" if name == "MRotaryEmbedding" else "base"
     original = theirs(f"{ROPE}.{home}.{name}.forward_native")
@@ -148,11 +148,11 @@ def text_in_a_multimodal_model_is_rotated_by_one():
         close(x, y, 0)
 
 
-# What is before attention
+# Norms, rotary embeddings and projections before attention
 
 
 def rotaries():
-    """Each with positions of nine tokens."""
+    """Yield rotary embeddings, each with positions of nine tokens."""
     of_axes = embedding(
         "MRotaryEmbedding", 64, 32, torch.float32, mrope_section=[6, 5, 5], mrope_interleaved=True
     )
@@ -195,7 +195,7 @@ def a_norm_of_another_kind_is_sglangs():
     dotted = f"{MODELS}.{layer}.forward_prepare_native"
     rotary, positions = next(rotaries())
     made, x = attention(layer, "RMSNorm", False, rotary), rows(9, 8 * 64)
-    made.q_norm.cast_x_before_out_mul = True  # its policy for reinforcement learning
+    made.q_norm.cast_x_before_out_mul = True  # SGLang's policy for reinforcement learning
     right = theirs(dotted)(made, positions, x)
     with calls_of("qk_norm_rope") as counted:
         found = pkgutil.resolve_name(dotted)(made, positions, x)
@@ -214,7 +214,7 @@ def a_class_that_rotates_in_its_own_way_does():
 
 
 class calls_of:
-    """The calls of some functions of npu_ops in a block."""
+    """Records the calls of some functions of npu_ops in a block of code."""
 
     def __init__(self, *names):
         from npu_ops.core.registry import Table
@@ -251,7 +251,7 @@ def prefill(lengths=(70, 0, 150, 64)):
 
 
 def kernel():
-    """Ours, as a dispatcher holds it."""
+    """Return our kernel, as a dispatcher holds it."""
     utils = importlib.import_module("sglang.srt.layers.attention.linear.utils")
     triton = utils.LinearAttnKernelBackend("triton")
     dispatcher = importlib.import_module(GDN).GDNKernelDispatcher(triton, triton)
@@ -262,7 +262,7 @@ def kernel():
 
 
 def token_by_token(inputs, state, first, last):
-    """o and the state after tokens first to last of one sequence, by npu-ops' slowest rule."""
+    """Return o and the state after tokens first to last of a sequence, by the recurrent rule."""
     span = [x[:, first:last] for x in inputs]
     q, k, v, g, beta = span
     return npu_ops.fused_recurrent_gated_delta_rule(
@@ -288,7 +288,7 @@ def a_prefill_updates_the_pool_and_knows_the_states_between_chunks():
             close(states[slot], after[0], 2e-4)
     untouched = [1, 2, 4]
     assert states[untouched].equal(before[untouched])
-    # Chunks of 70, 0, 150 and 64 tokens: 2 + 0 + 3 + 1. Of the third the state after 128 tokens.
+    # Chunks of 70, 0, 150 and 64 tokens: 2 + 0 + 3 + 1. Of the third, the state after 128 tokens.
     found = between.squeeze(0)[torch.tensor([1, 4])]
     _, after = token_by_token(inputs, before[3], 0, 64)
     close(found[0], after[0], 2e-4)
@@ -389,7 +389,7 @@ def the_convolution_of_a_prefill():
 
 @check
 def the_convolution_of_drafted_tokens_keeps_windows_that_overlap():
-    """SGLang's windows share memory: each is the one before, a token later."""
+    """SGLang's windows share memory: each is the window before, one token later."""
     width, drafted = 4, 3
     x, weight = rows(2, 8, drafted), rows(8, width, seed=1)
     states = rows(5, 8, width - 1, seed=2)
@@ -488,7 +488,7 @@ def a_vision_tower_attends_within_its_images():
 
 @check
 def a_vision_tower_reads_its_lengths_again():
-    """Whatever wrote to their memory."""
+    """In case other code wrote to their memory."""
     vision = importlib.import_module(VISION)
     settings = {"head_dim": 24, "num_heads": 4, "num_kv_heads": 4, "flatten_batch": True}
     tower = vision.QKV_BACKEND_IMPL["ascend_attn"](**settings)
@@ -500,7 +500,7 @@ def a_vision_tower_reads_its_lengths_again():
         write(starts, other)
         second = tower(q, k, v, starts, 1, 30)
         assert second.equal(tower(q, k, v, other, 1, 30)) and not second.equal(first)
-    torch.cpu.is_current_stream_capturing = lambda: True  # nothing can be read
+    torch.cpu.is_current_stream_capturing = lambda: True  # during capture no value can be read
     try:
         with calls_of("attention") as counted:
             assert tower(q, k, v, other, 1, 30).equal(second)

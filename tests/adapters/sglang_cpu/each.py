@@ -1,8 +1,8 @@
-"""Checks of this folder: a line of JSON for each, [module, name, what went wrong].
+"""Run checks of this folder; print a line of JSON for each, [module, name, error].
 
 python -m sglang_cpu.each checks gdn_kit ascend
 
-Each module runs in a copy of this process: to import SGLang takes 15 seconds.
+Each module runs in a fork of this process, because importing SGLang takes 15 seconds.
 """
 
 import importlib
@@ -21,7 +21,7 @@ def show(module: str) -> None:
 
 
 def main(modules: list[str]) -> int:
-    """How many did not come to their end."""
+    """Run the modules; return how many did not finish."""
     ended = []
     for module in modules:
         process = multiprocessing.get_context("fork").Process(target=show, args=[module])

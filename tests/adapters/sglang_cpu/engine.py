@@ -1,8 +1,8 @@
-"""SGLang's engine on tiny models of `tiny.py`: a line of JSON for each prompt.
+"""Run SGLang's engine on tiny models of `tiny.py`; print a line of JSON for each prompt.
 
 python -m sglang_cpu.engine FOLDER [KEY=VALUE...] [FOLDER [KEY=VALUE...]...]
 
-A line is [model, prompt, tokens]. A line "model: NAME" on stderr comes before what is said of it.
+A line is [model, prompt, tokens]. On stderr, a line "model: NAME" comes before the model's output.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def serve(folder: pathlib.Path, **changes):
 
 @contextlib.contextmanager
 def forked():
-    """SGLang's processes are this one's copies: each would import SGLang for 15 seconds else."""
+    """Fork SGLang's processes from this one: otherwise each would import SGLang for 15 seconds."""
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler  # noqa: F401
 
@@ -86,8 +86,8 @@ def main(arguments: list[str]):
             jobs.append((pathlib.Path(argument), []))
     for folder, changes in jobs:
         print("model:", folder.name, file=sys.stderr, flush=True)
-        # The last one's are started as SGLang starts them; only a process that has not served yet
-        # has no threads, and may be copied.
+        # The last model's processes are started as SGLang starts them. The others may be forked,
+        # because this process has no threads before it serves.
         with forked() if folder != jobs[-1][0] else contextlib.nullcontext():
             for row in serve(folder, **dict(changes)):
                 print(json.dumps([folder.name, *row]), flush=True)

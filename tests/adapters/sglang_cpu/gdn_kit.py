@@ -1,9 +1,9 @@
-"""SGLang's own kit of Gated Delta Net: a line of JSON for each case, [name, what went wrong].
+"""Run SGLang's own kit of Gated Delta Net; print a line of JSON for each case, [name, error].
 
 python -m sglang_cpu.each gdn_kit
 
-It builds SGLang's backend and pools and compares with a recurrence in torch. It is meant for CUDA:
-here it runs in fp32, without a CUDA generator to save.
+It builds SGLang's backend and pools and compares with a recurrence in torch. It is made for CUDA;
+here it runs in fp32, without saving a CUDA generator.
 """
 
 import functools

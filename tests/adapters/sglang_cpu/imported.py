@@ -1,8 +1,8 @@
-"""SGLang 0.5.9, which knows no plugins, by the import hook: [check, what went wrong], as JSON.
+"""Check SGLang 0.5.9, which has no plugins, with the import hook; print [check, error] as JSON.
 
 python -m sglang_cpu.imported        with that version first on PYTHONPATH
 
-Of its modules those are imported that need no package for GPUs.
+Only the modules that need no package for GPUs are imported.
 """
 
 import importlib
@@ -39,7 +39,7 @@ def rotated(module, positions):
 
 def rotary_embeddings_are_ours():
     home = importlib.import_module(ROPE)
-    home._is_cpu = True  # else it wants another package's kernel
+    home._is_cpu = True  # else it needs another package's kernel
     home.get_global_server_args = lambda: types.SimpleNamespace(rl_on_policy_target=None)
     text = home.RotaryEmbedding(64, 64, 512, 10000, True, torch.float32)
     assert rotated(text, torch.arange(9)) == ["rope"]

@@ -1,4 +1,4 @@
-"""What the methods of SGLang's attention layers see of them, for checks.py."""
+"""Stand-ins for SGLang's attention layers, with the attributes that their methods read."""
 
 import importlib
 import pkgutil
@@ -7,7 +7,7 @@ import types
 import torch
 
 MODELS = "sglang.srt.models"
-LAYERS = {  # norm, whether queries have gates
+LAYERS = {  # the norm, and whether queries have gates
     "qwen3.Qwen3Attention": ("RMSNorm", False),
     "qwen3_next.Qwen3HybridAttentionDecoderLayer": ("GemmaRMSNorm", True),
     "qwen3_5.Qwen3_5AttentionDecoderLayer": ("GemmaRMSNorm", True),
@@ -15,7 +15,7 @@ LAYERS = {  # norm, whether queries have gates
 
 
 def attention(layer, norm, gated, rotary):
-    """What a layer's method sees of it, with 4 and 2 heads of 64; its input is the projection."""
+    """Return the attributes of a layer with 4 and 2 heads of 64; its input is the projection."""
     norms = [
         getattr(importlib.import_module("sglang.srt.layers.layernorm"), norm)(64) for _ in "qk"
     ]

@@ -7,7 +7,7 @@ GIB = 1 << 30
 
 
 class CpuPlatform(SRTPlatform):
-    """Out of tree: the one in the tree needs a package that is not published for CPUs."""
+    """An out-of-tree platform: SGLang's own CPU platform needs a package not published for CPUs."""
 
     _enum = PlatformEnum.OOT
     device_name = device_type = "cpu"
@@ -17,7 +17,7 @@ class CpuPlatform(SRTPlatform):
         return "torch_native"
 
     def get_dispatch_key_name(self):
-        return "sglang_cpu"  # no forward_sglang_cpu anywhere, so forward_native is what runs
+        return "sglang_cpu"  # no class has forward_sglang_cpu, so forward_native runs
 
     def get_device_total_memory(self, device_id=0):
         return 16 * GIB

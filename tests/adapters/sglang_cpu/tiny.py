@@ -1,9 +1,9 @@
-"""Tiny random models, and what transformers generates with them.
+"""Make tiny random models, and the tokens that transformers generates with them.
 
 python -m sglang_cpu.tiny FOLDER [MODEL...]
 
 Writes FOLDER/MODEL with weights, configuration and `expected.json`: for each prompt its tokens and
-those that follow greedily.
+the tokens that follow greedily.
 """
 
 import json
@@ -46,9 +46,10 @@ def qwen3():
 
 
 def qwen3next():
-    """Three layers of Gated Delta Net, with grouped value heads, one of attention, and experts.
+    """Return a model with three layers of Gated Delta Net, one of attention, and experts.
 
-    32 value heads: on CPUs PyTorch's exp rounds elements past the last two vectors otherwise.
+    It has grouped value heads, and 32 of them: with fewer, PyTorch's exp on CPUs rounds elements
+    past the last two vectors differently.
     """
     config = transformers.Qwen3NextConfig(
         **TEXT, head_dim=64, num_hidden_layers=4, linear_num_key_heads=8,
@@ -72,7 +73,7 @@ def qwen3vl():
 
 
 def qwen3_5(config=transformers.Qwen3_5Config, **experts):
-    """Three layers of Gated Delta Net and one of attention, and a tower."""
+    """Return a model with three layers of Gated Delta Net, one of attention, and a vision tower."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True,
             "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}  # fmt: skip
     text = {
@@ -101,7 +102,7 @@ PICTURE = [1, 2, 592, *[IMAGE] * 6, 593, 3, 4, 5]
 
 
 def write(name: str, folder: pathlib.Path) -> None:
-    """Everything that SGLang needs to serve the model, and what is right."""
+    """Write the files that SGLang needs to serve the model, and the expected tokens."""
     torch.manual_seed(0)
     model = MODELS[name]().float().eval()
     model.save_pretrained(folder)
@@ -132,7 +133,7 @@ def greedy(model, tokens, **inputs):
 
 
 def write_processor(folder: pathlib.Path) -> None:
-    """SGLang loads a multimodal model's processor even where it gets tokens."""
+    """Write a processor: SGLang loads a multimodal model's even if it gets tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     names = {number: name for name, number in SPECIAL.items()}

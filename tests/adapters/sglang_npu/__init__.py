@@ -1,4 +1,4 @@
-"""SGLang's own platform for NPUs on the emulated one, with doubles of packages for real NPUs alone.
+"""SGLang's platform for NPUs on the emulated one, with doubles of packages that need a real NPU.
 
 sgl-kernel-npu is not on PyPI. torchair is part of torch_npu and needs CANN's graph engine: SGLang
 asks it for a compiler as it is imported, and compiles nothing with it here.
@@ -11,21 +11,22 @@ import types
 
 
 def activate() -> str | None:
-    """Put the doubles in place in a process that asked for them, then it is SGLang's platform."""
+    """Install the doubles if SGLANG_PLATFORM asks for them, and return SGLang's own platform."""
     if os.environ.get("SGLANG_PLATFORM") != "sglang_npu":
         return None
     sys.path.insert(0, str(pathlib.Path(__file__).parent / "doubles"))
-    import torch_npu  # it registers the torchair that is replaced
+    import torch_npu  # registers the torchair that is replaced
 
     _replace_torchair()
-    # SGLang makes torch.cuda of it, and torch 2.13 broadcasts by what CUDA's are capable of.
+    # SGLang uses it as torch.cuda, and torch 2.13 chooses how to broadcast by CUDA's capability.
     if "TORCH_NPU_DEVICE_CAPABILITY" not in os.environ:
         torch_npu.npu.get_device_capability = lambda device=None: (0, 0)
     return "sglang.srt.platforms.npu:NPUSRTPlatform"
 
 
 def register() -> None:
-    """A hook for what the emulator cannot execute: a kernel that SGLang has in torch too."""
+    """Register a hook that replaces a kernel which the emulator cannot run by SGLang's torch
+    version."""
     if os.environ.get("SGLANG_PLATFORM") == "sglang_npu":
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -34,7 +35,7 @@ def register() -> None:
 
 
 def _replace_torchair() -> None:
-    """As much of it as SGLang names."""
+    """Replace torchair by a double with the names that SGLang uses."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchair"]:
         del sys.modules[name]
     patch = "ge_concrete_graph.ge_converter.experimental.patch_for_hcom_allreduce"

@@ -244,7 +244,7 @@ def the_norm_of_a_weight_beside_1():
         assert all(map(torch.equal, compiled(x, residual), (z, total)))
 
 
-# What is left to vllm-ascend
+# Calls that are left to vllm-ascend
 
 
 LEFT = ["l2norm", "l2norm"]
@@ -339,7 +339,7 @@ def disabled_it_is_theirs():
             with Calls() as counted:
                 run(cls._forward_core, cls, Pools.make([3, 7]), step)
             npu_ops_adapters.revert()
-    # Its own method, which calls functions that are ours.
+    # vllm-ascend's own method, which calls functions that we replaced.
     assert counted.found == ["causal_conv1d_update", "gdn_gate", *LEFT], counted.found
 
 

@@ -34,7 +34,7 @@ def start(folder: pathlib.Path, **changes):
     stand_ins.install()
     import vllm
 
-    # A processor of pictures has a tokenizer; a model of text has none.
+    # A model of pictures has a processor with a tokenizer; a model of text has none.
     settings = SETTINGS | {"skip_tokenizer_init": folder.name not in PICTURED}
     if folder.name in HYBRID:
         settings["mamba_ssm_cache_dtype"] = "float32"

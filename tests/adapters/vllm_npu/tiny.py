@@ -16,7 +16,7 @@ import torch
 from sglang_cpu.tiny import IMAGE, MODELS, PICTURE, PICTURED, greedy
 from sglang_cpu.tiny import PROMPTS as SHORT
 
-# Three in four words follow in the last one, so that a draft is found behind most words.
+# In the last prompt, three of four words occur before, so that a draft is found after most words.
 PROMPTS = SHORT | {"most words": [13 * i % 589 + 1 for i in range(450)]}
 
 

@@ -174,7 +174,7 @@ def test_dropout_keeps_the_mean_and_repeats_in_backward():
     out = torch_npu.npu_fusion_attention(q, q, v, 1, "BNSD", scale=1.0, keep_prob=0.5)[0]
     assert 0.9 < out.mean() < 1.1 and out.std() > 0.05
     out.sum().backward()
-    # The gradient of v is the sum of the kept weights of its column: the same mask as forward.
+    # The gradient of v is the column's sum of kept weights, so it has the mask of the forward.
     torch.testing.assert_close(v.grad.sum(), out.sum())
 
 

@@ -91,7 +91,7 @@ def test_interleave_rope():
         torch_npu.npu_interleave_rope(x, cos, sin)
 
 
-# Plain rope. Never None: torch_npu 2.13 then passes an array that is gone by the time it is read.
+# Plain rope. Not None: torch_npu 2.13 would then pass an array that is freed before it is read.
 NO_SECTIONS = [0, 0, 0]
 
 

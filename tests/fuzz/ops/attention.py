@@ -9,7 +9,7 @@ from fuzz.formula import Out, drawn, need, spans
 from fuzz.memory import FORMS
 from fuzz.target import DTYPES, INDEX, NAN, NO, Drawn, Target, tensor
 
-# What is right
+# Expected results
 
 
 def softmax_rows(q, k, v, *, scale, left, right, shift, softcap, bias, mask, sinks, keep, p):
@@ -158,7 +158,7 @@ def q_dim_scale(q, scale):
     return q.shape[3] ** -0.5 if scale is None else scale
 
 
-# What is called
+# Calls to draw
 
 
 ATTENTION = {

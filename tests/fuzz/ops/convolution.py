@@ -20,7 +20,7 @@ from fuzz.target import (
     tensor,
 )  # fmt: skip
 
-# What is right
+# Expected results
 
 
 def silu(y, activation):
@@ -155,7 +155,7 @@ def causal_conv1d_update(
     return outs if window is None else [*outs, Out(window, "intermediate_conv_window")]
 
 
-# What is called
+# Calls to draw
 
 
 CONV = {

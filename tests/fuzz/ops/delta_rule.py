@@ -20,7 +20,7 @@ from fuzz.target import (
     tensor,
 )  # fmt: skip
 
-# What is right
+# Expected results
 
 
 def delta_rule(state, q, k, v, beta, log_decay):
@@ -161,7 +161,7 @@ def gated_delta_rule_update(
     table = state_indices.tolist()
     by_token = state_indices.dim() == 2
     accepted = [0] * count if num_accepted_tokens is None else num_accepted_tokens.tolist()
-    # Where a sequence's slot is -1 it is skipped, and nothing else of it means anything.
+    # A sequence whose slot is -1 is skipped, and its other values are ignored.
     first_slots = [
         row[min(max(n, 1), len(row)) - 1] if by_token else row
         for row, n in zip(table, accepted, strict=True)
@@ -214,7 +214,7 @@ def gated_delta_rule_update(
     return outs if kept is None else [*outs, Out(kept, "intermediate_states")]
 
 
-# What is called
+# Calls to draw
 
 
 RULE = {

@@ -9,7 +9,7 @@ import torch
 from fuzz.formula import Out
 from fuzz.target import DTYPES, Target, tensor
 
-# What is right
+# Expected results
 
 
 def grouped_linear(x, weight, offs):
@@ -23,7 +23,7 @@ def grouped_linear(x, weight, offs):
     return [Out(out)]
 
 
-# What is called
+# Calls to draw
 
 
 def make_grouped_linear(s, draw):

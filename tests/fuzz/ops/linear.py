@@ -5,7 +5,7 @@ from __future__ import annotations
 from fuzz.formula import Out
 from fuzz.target import DTYPES, NO, SHAPE, Target
 
-# What is right
+# Expected results
 
 
 def linear(x, weight, bias=None):
@@ -13,7 +13,7 @@ def linear(x, weight, bias=None):
     return [Out(out if bias is None else out + bias)]
 
 
-# What is called
+# Calls to draw
 
 
 def make_linear(s, draw):

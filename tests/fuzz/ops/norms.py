@@ -7,7 +7,7 @@ import torch
 from fuzz.formula import Out, drawn, sigmoid, softplus, unit
 from fuzz.target import DTYPES, NO, SHAPE, YES, Target
 
-# What is right
+# Expected results
 
 
 def l2norm(x, eps=1e-6, output_dtype=None, dim=-1):
@@ -58,7 +58,7 @@ def bias_dropout_add(
     return [Out(residual + total, "x" if inplace else None)]
 
 
-# What is called
+# Calls to draw
 
 
 def make_l2norm(s, draw):
@@ -126,7 +126,7 @@ def make_bias_dropout_add(s, draw):
     bias_shape = {"no": None, "row": shape[-1:], "full": shape}[s["bias"]]
     bias = None if bias_shape is None else draw.uniform(0, 1, *bias_shape, dtype=dtype)
     if s["together"] and s["inplace"] and shape[0] > 1 and x.dim() > 1:
-        # x and the residual in one memory, a row apart
+        # x and the residual share memory, shifted by one row
         memory = draw.normal(shape[0] + 1, *shape[1:], dtype=dtype)
         x, residual = memory[1:], memory[:-1]
     return {
@@ -151,7 +151,7 @@ def of_rms_norm(formula, add: bool):
         zero_centered=NO, add=(add,),
     )  # fmt: skip
     wrt = ("x", "residual", "weight") if add else ("x", "weight")
-    # The rounding of the sum shows in the norm.
+    # The norm contains the rounding of the sum.
     return Target(formula, settings, make_rms_norm, wrt, loose=add)
 
 

@@ -8,7 +8,7 @@ from fuzz.formula import Out, need
 from fuzz.ops.rotary import full_width, pick_axes, rotated, sections
 from fuzz.target import DTYPES, INDEX, NAN, NO, TOKENS, Target
 
-# What is right
+# Expected results
 
 
 def qk_norm_rope(
@@ -55,7 +55,7 @@ def qk_norm_rope_cached(
     )  # fmt: skip
 
 
-# What is called
+# Calls to draw
 
 
 def make_projection(s, draw):

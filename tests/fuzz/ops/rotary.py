@@ -7,7 +7,7 @@ import torch
 from fuzz.formula import Out, need, spans
 from fuzz.target import DTYPES, INDEX, LENGTHS, NAN, NO, TOKENS, Target
 
-# What is right
+# Expected results
 
 
 def rotated(x, cos, sin, pair_layout, inverse):
@@ -176,7 +176,7 @@ def apply_multimodal_rotary_pos_emb_cached(
     return outs
 
 
-# What is called
+# Calls to draw
 
 
 HEADS = {

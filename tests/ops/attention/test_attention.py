@@ -39,7 +39,7 @@ from npu_ops.core import rng
 from npu_ops.core.compare import assert_close
 from npu_ops.ops.attention.cases import CASES, TOLERANCES
 
-# The values
+# Results, compared with the reference
 
 
 @parametrize_cases(CASES, large=False)
@@ -189,7 +189,7 @@ def test_paged_as_servers_call_it(queries, packed, block_size, device):
         assert_close("output", mine.transpose(0, 1), expected, TOLERANCES[torch.bfloat16])
 
 
-# Against others'
+# Comparison with other implementations
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -311,7 +311,7 @@ def test_megatron_dot_product_attention():
     assert done.stdout.split() == ["causal", "no_mask", "arbitrary"], done.stderr
 
 
-# A property: whatever is asked for is computed, or refused with a sentence
+# A property: every drawn call is computed, or rejected with a sentence.
 
 
 ARGUMENTS = inspect.signature(npu_ops.attention).parameters
@@ -377,7 +377,7 @@ def random_call(draw: random.Random) -> dict:
     return call | {n: v for n, v in options.items() if draw.random() < chance.get(n, 0.12)}
 
 
-# On an NPU nearly every one of them is a kernel to compile, so there it is one of 50.
+# On an NPU nearly every draw compiles a kernel, so there only one of 50 runs.
 @DEVICES
 @pytest.mark.parametrize("count", [2000, pytest.param(20000, marks=pytest.mark.slow)])
 def test_any_call_is_right_or_refused(device, count):

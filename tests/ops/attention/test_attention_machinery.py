@@ -251,7 +251,7 @@ STARTS = {"layout": "TND", "cu_seqlens_q": torch.tensor([0, 17, 40])}
 BLOCKS = {"block_table": torch.tensor([[3, 0, 2]], dtype=torch.int32)}
 
 
-# The vendor's operators multiply by 0.
+# All implementations, also the vendor's operators, which multiply dropped weights by 0.
 EVERY = implementations(op.forward.table)
 OURS = pytest.mark.parametrize(
     "implementation, device", [p for p in EVERY if p.values[0] in ("cpu", "reference")]
@@ -261,7 +261,7 @@ KERNELS = pytest.mark.parametrize(
 )
 
 
-# What is asked for, and which key takes part for which query.
+# The arguments of a mask, and which key takes part for which query.
 MASKS = {
     "causal": ({"is_causal": True}, CAUSAL),
     "causal, top left": ({"is_causal": True, "causal_alignment": "top_left"}, CAUSAL),

@@ -21,7 +21,7 @@ from npu_ops.ops.attention import limits, op, routing
 from npu_ops.ops.attention.cases import CASES
 from npu_ops.ops.attention.table import OPERATORS
 
-# The plan
+# The plan: the operator of the vendor for a call, and its arguments
 
 
 VISION = {"layout": "TND", "keys": "packed", "heads": 16, "head_dim": 72, "same_lengths": True}
@@ -251,7 +251,7 @@ def test_explain_says_what_the_plan_says(device):
     assert said in first.why_not
 
 
-# Each operator of the vendor on the emulated NPU
+# Each operator of the vendor, run on the emulated NPU
 
 
 def only(monkeypatch, name):

@@ -39,7 +39,7 @@ def compare(inputs, implementation, device):
     assert_all_close(actual, expected, dict.fromkeys(TOLERANCES, tolerance))
 
 
-# The values
+# Results, compared with the reference
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_a_chunk_changes_nothing(chunk_size, tokens):
     assert_all_close(actual, expected, {torch.float32: FP32})
 
 
-# Hard numbers
+# Inputs that are hard to compute with
 
 
 def gates(kind, like):
@@ -215,7 +215,7 @@ def test_growth_is_said_once(caplog):
     compare(inputs, "cpu", "cpu")
 
 
-# What it must be
+# Properties of the rule
 
 
 @IMPLEMENTATIONS

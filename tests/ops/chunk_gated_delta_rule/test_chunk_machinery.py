@@ -122,7 +122,7 @@ def test_a_model_writes_the_same_with_ours(module, monkeypatch):
     assert calls == 3 * [OP] + 15 * ["fused_recurrent_gated_delta_rule"]
 
 
-# Mistakes
+# Invalid calls
 
 
 @pytest.mark.parametrize("name", ["head_first", "transpose_state_layout", "cp_context"])

@@ -44,7 +44,7 @@ def compare(function, inputs, dtype, implementation, device, wide=torch.float64)
     support.assert_all_close(actual, expected, TOLERANCES)
 
 
-# The values
+# Results, compared with the reference
 
 
 @support.parametrize_cases([case for case in CASES if case.layout == "TND"], large=False)

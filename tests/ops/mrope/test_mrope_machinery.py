@@ -53,7 +53,7 @@ def test_inplace_returns_its_arguments():
     assert out[0] is q and out[1] is k
 
 
-# torch's machinery
+# Support for torch.compile, autograd and other features of torch
 
 
 def operator_inputs(dtype=torch.float32, requires_grad=True, gather=False, sections="interleaved"):

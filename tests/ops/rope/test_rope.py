@@ -38,7 +38,7 @@ def from_layout(x, layout):
     return x.permute(*(layout.index(axis) for axis in "BSND"))
 
 
-# The values
+# Results, compared with the reference
 
 
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])

@@ -54,7 +54,7 @@ def test_inplace_is_allowed_where_nothing_is_recorded(context):
     assert torch.equal(q.detach(), expected)
 
 
-# torch's machinery
+# Support for torch.compile, autograd and other features of torch
 
 
 def test_the_operator_takes_two_dtypes():

@@ -1,10 +1,10 @@
-"""A double of MindSpeed: its patch manager, its list of features and those that meet npu-ops.
+"""A double of MindSpeed: its patch manager, its list of features, and the features npu-ops meets.
 
-Written for these tests. It does what core_r0.12, core_r0.16 and core_r0.18 do, chosen by
-MINDSPEED_DOUBLE: which patches there are, in which order, and what is kept when they are removed.
+Written for these tests. MINDSPEED_DOUBLE chooses between core_r0.12, core_r0.16 and core_r0.18.
+These differ in the patches, in their order, and in what stays when patches are removed.
 """
 
 import os
 
 BRANCH = os.environ.get("MINDSPEED_DOUBLE", "core_r0.16")
-CALLS = []  # of MindSpeed's own functions, by name
+CALLS = []  # calls of MindSpeed's own functions, by name

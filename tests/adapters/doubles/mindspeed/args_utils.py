@@ -1,4 +1,4 @@
-"""The arguments of this process, which `repatch` adds to."""
+"""The arguments of this process, to which `repatch` adds."""
 
 import argparse
 

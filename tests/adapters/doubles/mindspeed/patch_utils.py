@@ -50,12 +50,13 @@ class Patch:
         self.is_applied, self.final_patch_func = True, final
 
     def _swap(self, module, old, new):
-        """Any attribute of that name, in any module, that is the same object."""
+        """Replace `old` in every module that holds the same object under that name."""
         if getattr(module, self.orig_func_name, self) is old:
             setattr(module, self.orig_func_name, new)
 
     def _locate(self):
-        """A module or a class in one; an attribute that is missing is made, as None."""
+        """Find the module, or the class in a module, and the attribute; create a missing one as
+        None."""
         if self.create_dummy:
             self._make_modules()
         try:
@@ -68,7 +69,7 @@ class Patch:
         return owner, getattr(owner, self.orig_func_name)
 
     def _make_modules(self):
-        """Packages that are not installed."""
+        """Create the packages that are not installed."""
         path = self.orig_module_name.split(".")
         for name in (".".join(path[: i + 1]) for i in range(len(path))):
             if name not in sys.modules:

@@ -1,4 +1,4 @@
-"""pyACL, which comes with CANN: which architecture the NPU has."""
+"""A double of pyACL, which comes with CANN: it returns the architecture of the NPU."""
 
 import types
 

@@ -1,1 +1,1 @@
-"""A double of Megatron-Bridge: what of its Qwen3-VL meets npu-ops. Written for these tests."""
+"""A double of Megatron-Bridge: the parts of its Qwen3-VL that npu-ops patches, for tests."""

@@ -1,4 +1,4 @@
-"""MindSpeed's attention: a forward, and a wrapper for its mask that passes seven positions."""
+"""MindSpeed's attention: a forward, and a mask wrapper that passes seven positional arguments."""
 
 import functools
 

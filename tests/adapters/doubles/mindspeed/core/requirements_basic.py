@@ -1,8 +1,8 @@
-"""In the place of torch.compile and torch.jit.script."""
+"""The functions that replace torch.compile and torch.jit.script."""
 
 
 def dummy_compile(*args, **kwargs):
-    def wrapper(*fn_args, **fn_kwargs):  # with no signature, and no name, of what it passes on to
+    def wrapper(*fn_args, **fn_kwargs):  # passes on, without the signature and name of its function
         return args[0](*fn_args, **fn_kwargs)
 
     return wrapper if args else dummy_compile

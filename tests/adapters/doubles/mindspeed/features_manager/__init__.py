@@ -7,7 +7,8 @@ from mindspeed.features_manager.fusions.fused_rope import FusedRoPEFeature
 
 
 class RequirementsBasicFeature(MindSpeedFeature):
-    """What Megatron finds when it is imported; from core_r0.18 on that is MegatronAdaptor's."""
+    """The module that Megatron gets when it is imported; from core_r0.18 on it is
+    MegatronAdaptor's."""
 
     def __init__(self):
         super().__init__("requirements-basic", 0)

@@ -1,4 +1,4 @@
-"""What every feature is."""
+"""The base class of every feature."""
 
 
 class MindSpeedFeature:

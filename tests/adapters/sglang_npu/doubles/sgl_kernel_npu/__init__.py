@@ -1,7 +1,7 @@
-"""A double of sgl-kernel-npu, which is not on PyPI and runs on NPUs alone.
+"""A double of sgl-kernel-npu, which is not on PyPI and runs only on NPUs.
 
-What SGLang's path of a Qwen model needs of it is here, in torch or by npu-ops; every other name can
-be imported, and says when it is called that it is not there.
+It has the functions that SGLang calls for a Qwen model, in torch or by npu-ops. Every other name
+can be imported, and raises when it is called.
 """
 
 import importlib
@@ -12,7 +12,7 @@ import types
 
 
 def absent(name):
-    """What a module of this double has under a name that it does not define."""
+    """Return the value of a name that a module of this double does not define."""
     if name.startswith("__"):
         raise AttributeError(name)
 
@@ -23,14 +23,14 @@ def absent(name):
 
 
 class _Absent(types.ModuleType):
-    """A module of which nothing is here."""
+    """A module that defines nothing."""
 
     def __getattr__(self, name):
         return absent(name)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Asked last: for what no file is there."""
+    """Finds modules without a file, after all other finders."""
 
     def find_spec(self, name, path=None, target=None):
         if name.startswith(f"{__name__}."):

@@ -1,4 +1,5 @@
-"""What the emulated NPU lacks of CANN, in torch: writing new keys and values to the cache."""
+"""An operator of CANN that the emulated NPU lacks, in torch: write new keys and values to the
+cache."""
 
 import torch_npu
 

@@ -1,4 +1,4 @@
-"""The norm that MindSpeed builds in the place of Megatron's."""
+"""The norm that MindSpeed builds instead of Megatron's."""
 
 import torch
 

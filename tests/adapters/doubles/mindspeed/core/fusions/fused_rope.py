@@ -15,7 +15,7 @@ def apply_rotary_pos_emb_bshd(
     if multi_latent_attention:
         t = torch.cat((t[..., 0::2], t[..., 1::2]), dim=-1)
     if getattr(get_full_args(), "rope_scaling_type", None) == "yarn":
-        mscale = get_full_args().yarn_scale  # whatever it was passed
+        mscale = get_full_args().yarn_scale  # the mscale that was passed is ignored
     width = freqs.shape[-1]
     t, rest = t[..., :width], t[..., width:]
     cos, sin = ((f(freqs) * mscale).to(t.dtype) for f in (torch.cos, torch.sin))
@@ -25,7 +25,7 @@ def apply_rotary_pos_emb_bshd(
 def apply_rotary_pos_emb_thd(
     t, cu_seqlens, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0
 ):
-    """That of reset_attention_mask: `cu_seqlens` is no tensor, but has the positions."""
+    """Apply rope as for reset_attention_mask: `cu_seqlens` is an object with the positions."""
     CALLS.append("thd")
     return apply_rotary_pos_emb_bshd(t, freqs[cu_seqlens.position_ids], rotary_interleaved)
 
@@ -35,7 +35,7 @@ def _dispatch(t, freqs, config, cu_seqlens, mscale, **group):
 
     CALLS.append("dispatcher")
     if config.apply_rope_fusion:
-        config.apply_rope_fusion = False  # there is no apex
+        config.apply_rope_fusion = False  # apex is not installed
     options = {
         "rotary_interleaved": config.rotary_interleaved,
         "multi_latent_attention": config.multi_latent_attention,
@@ -54,4 +54,5 @@ if BRANCH == "core_r0.12":
 else:
 
     def apply_rotary_pos_emb(t, freqs, config, cu_seqlens=None, mscale=1.0, cp_group=None):
-        return _dispatch(t, freqs, config, cu_seqlens, mscale)  # the group is lost, as in one
+        # loses the group, as one version does
+        return _dispatch(t, freqs, config, cu_seqlens, mscale)

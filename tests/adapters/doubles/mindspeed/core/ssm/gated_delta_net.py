@@ -1,10 +1,10 @@
-"""core_r0.16: a layer of its own, which imports its operators by value; core_r0.18 renames them."""
+"""core_r0.16's own layer, which imports its operators by value; core_r0.18 renames them."""
 
 from mindspeed import CALLS
 from mindspeed.core.ssm.gdn_backend import chunk_gated_delta_rule, l2norm  # noqa: F401
 
 _ms_chunk_gated_delta_rule, _ms_l2norm = chunk_gated_delta_rule, l2norm
-causal_conv1d = None  # without fla_npu
+causal_conv1d = None  # as without fla_npu
 
 
 class GatedDeltaNet:

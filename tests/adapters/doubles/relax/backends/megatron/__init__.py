@@ -1,1 +1,1 @@
-"""Stands for Relax's trainer. The real one imports MindSpeed first, if that is installed."""
+"""A double of Relax's trainer. The real one imports MindSpeed first, if that is installed."""

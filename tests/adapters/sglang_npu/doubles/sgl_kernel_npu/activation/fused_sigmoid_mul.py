@@ -4,10 +4,10 @@ from sgl_kernel_npu import absent as __getattr__  # noqa: F401
 
 
 def fused_sigmoid_mul(x, gate):
-    """As many gates as elements."""
+    """Multiply by a gate for each element."""
     return x * gate.sigmoid()
 
 
 def fused_sigmoid_mul_broadcast(x, gate):
-    """One gate for each row."""
+    """Multiply by a gate for each row."""
     return x * gate.sigmoid()

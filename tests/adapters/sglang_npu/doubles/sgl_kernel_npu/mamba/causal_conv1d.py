@@ -1,4 +1,4 @@
-"""The parameters; npu-ops computes."""
+"""The kernel's parameters; npu-ops computes."""
 
 from sgl_kernel_npu import absent as __getattr__  # noqa: F401
 

@@ -1,10 +1,10 @@
-"""RMSNorm whose weights are beside 1, in torch."""
+"""RMSNorm that multiplies by 1 + weight, in torch."""
 
 import torch
 
 
 def npu_gemma_rms_norm(x, weight, eps):
-    """The result in x's dtype, and what it was multiplied with."""
+    """Return the result in x's dtype, and the reciprocal RMS."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * (1 + weight.float())).to(x.dtype), scale

@@ -1,7 +1,7 @@
-"""Weights of experts that sum to 1, in torch."""
+"""Scale experts' weights to a sum of 1, in torch."""
 
 
 def l1_norm(x):
-    """In fp32."""
+    """Divide by the sum, in fp32."""
     wide = x.float()
     return wide / wide.sum(-1, keepdim=True)

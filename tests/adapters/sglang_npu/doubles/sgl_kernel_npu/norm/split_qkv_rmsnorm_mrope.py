@@ -1,4 +1,4 @@
-"""By npu-ops: what its adapter computes where the kernel cannot."""
+"""Computed by npu-ops, with the function its adapter uses if the kernel does not support a call."""
 
 from npu_ops_adapters.sglang.split_gated_qkv import prefill as triton_split_qkv_rmsnorm_mrope
 

@@ -1,4 +1,4 @@
-"""By npu-ops: what its adapter computes where the kernels cannot."""
+"""Computed by npu-ops, with the function its adapter uses if the kernels do not support a call."""
 
 from npu_ops_adapters.sglang.split_gated_qkv import step as split_qkvgate_gemma_rmsnorm_rope
 from npu_ops_adapters.sglang.split_qkv_rmsnorm_rope import compute as split_qkv_rmsnorm_rope

@@ -1,4 +1,4 @@
-"""MindSpeed's kernels by value, a function in PyTorch beside them, and no convolution."""
+"""MindSpeed's kernels imported by value, a function in PyTorch beside them, and no convolution."""
 
 from mindspeed import CALLS
 from mindspeed.core.ssm.gdn_backend import chunk_gated_delta_rule, l2norm  # noqa: F401

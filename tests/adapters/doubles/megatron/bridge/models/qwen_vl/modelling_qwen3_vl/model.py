@@ -1,4 +1,4 @@
-"""The model: `loss_mask` it does not have."""
+"""The model, which has no argument `loss_mask`."""
 
 import torch
 
@@ -10,7 +10,7 @@ class Qwen3VLModel:
         return input_ids
 
     def parts(self, features, ranks, rank):
-        """With sequence parallelism, between two marks for a profiler."""
+        """Split features under sequence parallelism, between two marks for a profiler."""
         torch.cuda.nvtx.range_push("parts")
         _, found = split_deepstack_embs(None, features, tp_size=ranks, tp_rank=rank)
         torch.cuda.nvtx.range_pop()
