@@ -1,12 +1,14 @@
-// Attention of short sequences on the CPU. Definition: npu_ops/ops/attention/reference.py; who asks
-// for it: short.py there.
+// Attention of short sequences on the CPU. Reference: npu_ops/ops/attention/reference.py; short.py
+// there calls it.
 //
-// q, out and their gradients are [B, H, Tq, .], k and v [B, Hk, Tk, .], lse fp32 [B, H, Tq]; each
-// of any strides, but in a row one element follows another. Query i sees key j where j <= i +
-// shift. In fp32: a few queries at a time, whose scores stay in the first cache, against all keys.
+// q, out and their gradients are [B, H, Tq, .], k and v [B, Hk, Tk, .], lse fp32 [B, H, Tq].
+// Strides are arbitrary, except that a row is contiguous. Query i sees key j where j <= i + shift.
+// Arithmetic is in fp32: a few queries at a time, whose scores stay in the first cache, against all
+// keys.
 //
-// A product of several rows reads what some of them do not see, with a weight of 0. Where that is
-// not finite it would be a NaN: there each row is multiplied alone, by what it sees.
+// A product of several rows also reads keys that some of the rows do not see, with a weight of 0.
+// If such a key is not finite, this would give NaN. Each row is then multiplied alone, with the
+// keys that it sees.
 #include <vector>
 
 #include "attention/heads.h"
@@ -27,9 +29,9 @@ struct Sizes {
         scale(static_cast<float>(scale)),
         shift(shift) {}
   int64_t group() const { return heads / key_heads; }
-  // How many keys a query sees.
+  // The number of keys that a query sees.
   int64_t seen(int64_t query) const { return std::clamp<int64_t>(query + shift + 1, 0, keys); }
-  // The elements that a head takes as long as, see parallel.h.
+  // The cost of a head, in elements, see parallel.h.
   int64_t cost() const { return (queries * keys + 8 * (queries + keys)) * (width + values) / 32; }
   int64_t batch, heads, key_heads, queries, keys, width, values;
   float scale;
@@ -41,7 +43,7 @@ NPU_OPS_CLONES bool finite(Padded<const float> from, int64_t rows) {
   return nothing == 0.0f;  // a NaN is not
 }
 
-// The columns of `from`, times `by`, as rows with zeros up to their step.
+// Writes the columns of `from`, times `by`, as rows with zeros up to their step.
 NPU_OPS_CLONES void transpose(Padded<const float> from, int64_t rows, int64_t columns, float by,
                               Padded<float> to) {
   if (rows < to.step) std::fill_n(to.data, columns * to.step, 0.0f);
@@ -52,7 +54,7 @@ NPU_OPS_CLONES void transpose(Padded<const float> from, int64_t rows, int64_t co
   }
 }
 
-// Rows of `to` become left * right, of which each row reads what its query sees.
+// Rows of `to` become left * right; each row reads only the keys that its query sees.
 NPU_OPS_INLINE void multiply_seen(const Sizes& of, int64_t first, Padded<const float> left,
                                   Padded<const float> right, Padded<float> to, bool all_finite) {
   if (all_finite)
@@ -62,8 +64,8 @@ NPU_OPS_INLINE void multiply_seen(const Sizes& of, int64_t first, Padded<const f
     multiply<1>({left.row(i), left.step, 1}, right, of.seen(first + i), to.from(i), to.step);
 }
 
-// `count` queries from `first` on, in kRows rows. keys_t: transposed and scaled. out is to be
-// divided by `sums`.
+// Computes `count` queries from `first` on, in kRows rows. keys_t: transposed and scaled. The
+// caller divides out by `sums`.
 NPU_OPS_CLONES void attend(const Sizes& of, int64_t first, int64_t count, Padded<const float> q,
                            Padded<const float> keys_t, Padded<const float> values,
                            bool finite_values, Padded<float> scores, Padded<float> out, float* lse,
@@ -110,8 +112,8 @@ void forward(Tensor q, Tensor k, Tensor v, double scale, int64_t shift, Tensor o
   });
 }
 
-// What the gradients of a head of keys are made of. Matrices of keys by `width` or `values`, and
-// transposed ones; of a head of queries; of queries by keys.
+// The operands of a head of keys' gradients. Matrices are of keys by `width` or `values`, also
+// transposed; of a head of queries; of queries by keys.
 struct Gradients {
   Gradients(const Sizes& of, Pieces& pieces)
       : keys(pieces.take(of.keys, of.width)),
@@ -129,13 +131,14 @@ struct Gradients {
       grad_queries, grad_keys, grad_values;
 };
 
-// kRows queries from `first` on: their weights, the gradients of their scores, and their own.
+// Computes kRows queries from `first` on: their weights, the gradients of their scores, and their
+// own gradients.
 NPU_OPS_CLONES void attend_backward(const Sizes& of, const Gradients& x, int64_t first,
                                     const float* lse, bool finite_keys) {
   const int64_t most = of.seen(first + kRows - 1), columns = padded(most);
   const auto weights = x.weights.from(first), grads = x.grad_scores.from(first);
   const auto grad_out = x.grad_out.from(first);
-  // `add_to_keys` takes kRows keys at once, of which these queries may see the first alone.
+  // `add_to_keys` reads kRows keys at once, of which these queries may see only the first.
   const int64_t asked = std::min(columns + kLanes, weights.step);
   multiply<kRows>({x.queries.row(first), x.queries.step, 1}, x.keys_t, of.width, weights, columns);
   multiply<kRows>({grad_out.data, grad_out.step, 1}, x.values_t, of.values, grads, columns);
@@ -145,14 +148,15 @@ NPU_OPS_CLONES void attend_backward(const Sizes& of, const Gradients& x, int64_t
     for (int64_t j = 0; j < columns; ++j) p[j] = exp_within(p[j] - lse[i]);
     std::fill(p + seen, p + asked, 0.0f);
     std::fill(ds + seen, ds + asked, 0.0f);
-    // Not from out: so a query of one key has a gradient of 0, and out's rounding takes no part.
+    // Computed from p and ds instead of out: then a query with one key has a gradient of exactly 0,
+    // and out's rounding has no effect.
     const float along = dot(p, ds, columns);
     for (int64_t j = 0; j < seen; ++j) ds[j] = p[j] * (ds[j] - along);
   }
   multiply_seen(of, first, grads, x.keys, x.grad_queries, finite_keys);
 }
 
-// Adds what a head's queries give to the gradients of their keys and values.
+// Adds the contribution of a head's queries to the gradients of their keys and values.
 template <int ROWS>
 NPU_OPS_CLONES void add_to_keys(const Sizes& of, const Gradients& x) {
   for (int64_t j = 0; j < of.keys; j += ROWS) {

@@ -1,9 +1,10 @@
-// Attention of one query a sequence on the CPU, whose keys a cache has. Definition:
-// npu_ops/ops/attention/reference.py; who asks for it: decode.py there.
+// Attention on the CPU of one query for each sequence, with keys in a cache. Reference:
+// npu_ops/ops/attention/reference.py; decode.py there calls it.
 //
 // q and out are [N, H, 1, .], lse fp32 [N, H, 1]. k and v are [blocks, Hk, size, .]: key j of a
-// sequence is row j % size of block j / size of its row in block_table, and without a table the
-// block is the sequence's own. Each of any strides, but in a row one element follows another.
+// sequence is row j % size of the block that entry j / size of its row in block_table names.
+// Without a table, a sequence has one block of its own. Strides are arbitrary, except that a row is
+// contiguous.
 //
 // Keys are read once, where they lie, for all heads that share them.
 #include <algorithm>
@@ -20,7 +21,7 @@ namespace {
 constexpr int kQueries = 4;    // at a time: rarely fewer share keys, and rows of zeros take as long
 constexpr int64_t kKeys = 32;  // at a time: as rows of fp32 they stay in the first cache
 
-// Where the keys of each sequence are.
+// Finds the keys of each sequence.
 struct Cache {
   Cache(const Tensor& k, const std::optional<Tensor>& block_table, const Tensor& seqlens_k)
       : size(k.size(2)), table(block_table) {
@@ -49,7 +50,7 @@ struct Cache {
   std::vector<int64_t> lengths;
 };
 
-// The scores of `rows` queries and `count` keys, in columns of `scores` from `first` on.
+// Writes the scores of `rows` queries and `count` keys to columns of `scores` from `first` on.
 NPU_OPS_CLONES void score(Padded<const float> queries, int64_t rows, Padded<const float> keys,
                           int64_t count, float scale, Padded<float> scores, int64_t first) {
   for (int64_t i = 0; i < rows; i += kQueries)
@@ -65,7 +66,7 @@ NPU_OPS_CLONES void soften_rows(Padded<float> scores, int64_t rows, int64_t keys
   }
 }
 
-// Adds `count` values by the weights in columns of `weights` from `first` on.
+// Adds `count` values, weighted by columns of `weights` from `first` on.
 NPU_OPS_CLONES void add_values(Padded<const float> weights, int64_t rows, int64_t first,
                                Padded<const float> values, int64_t count, Padded<float> to) {
   for (int64_t i = 0; i < rows; i += kQueries)
@@ -73,7 +74,7 @@ NPU_OPS_CLONES void add_values(Padded<const float> weights, int64_t rows, int64_
                              to.step);
 }
 
-// What a thread works in. rows: the queries that share keys, rounded up to kQueries.
+// One thread's memory. rows: the queries that share keys, rounded up to kQueries.
 struct Scratch {
   Scratch(Pieces& pieces, int64_t rows, int64_t width, int64_t value_width, int64_t longest)
       : rows(rows),
@@ -88,7 +89,7 @@ struct Scratch {
   Padded<float> queries, found, keys, values, scores, log_sums, over;
 };
 
-// Writes x.found, and what it has to be multiplied by, and the logarithms of the sums.
+// Writes x.found, the factors to multiply it by, and the logarithms of the sums.
 template <class T>
 void attend_to(const Cache& cache, int64_t sequence, const Heads<const T>& k,
                const Heads<const T>& v, int64_t head, int64_t width, int64_t value_width,

@@ -17,7 +17,7 @@
 
 namespace npu_ops {
 
-// Rows in memory, a step apart.
+// Rows in memory, each `step` elements behind the one before.
 template <class T>
 struct Strided {
   NPU_OPS_INLINE T* row(int64_t index) const { return data + index * step; }
@@ -26,7 +26,7 @@ struct Strided {
   int64_t step;
 };
 
-// Where the tokens of each head are.
+// Finds the tokens of each head.
 template <class T>
 struct Heads {
   Heads(const Tensor& tensor, T* data)
@@ -67,7 +67,7 @@ void read(Strided<const T> from, int64_t rows, int64_t width, Padded<float> to) 
   }
 }
 
-// Writes rows, each times its number in `by`, which is done in place.
+// Writes rows, each times its number in `by`; the products overwrite the rows.
 template <class T>
 void write(Padded<float> from, int64_t rows, int64_t width, const float* by, Strided<T> to) {
   for (int64_t i = 0; i < rows; ++i) {
@@ -84,8 +84,8 @@ NPU_OPS_INLINE float largest_of(const Lanes (&parts)[kParts]) {
   return found;
 }
 
-// The scores of the keys that are seen become weights, not yet over their sum, and the others of
-// the `columns` become 0. Returns the logarithm of the sum.
+// Turns the scores of the seen keys into weights, not yet divided by their sum, and the others of
+// the `columns` into 0. Returns the logarithm of the sum.
 NPU_OPS_INLINE float soften(float* scores, int64_t seen, int64_t columns, float* sum) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
   *sum = 1.0f;

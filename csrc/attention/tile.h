@@ -7,11 +7,11 @@
 
 namespace npu_ops {
 
-// Of a product at once: with more, AVX2 and NEON run out of registers; with fewer, sums wait for
-// each other.
+// Rows of a product that are computed at once. With more, AVX2 and NEON run out of registers; with
+// fewer, sums wait for each other.
 constexpr int kRows = 6;
 
-// A matrix by its steps: with them exchanged it is the transposed one.
+// A matrix with its two steps; exchanging them transposes it.
 struct Left {
   const float* data;
   int64_t row, column;
@@ -27,8 +27,8 @@ struct Padded {
   int64_t step;
 };
 
-// Rows of `to`, as many padded columns as told, become left * right, whose sum has `depth` terms;
-// or get that added.
+// Sets `columns` padded columns of rows of `to` to left * right, whose sums have `depth` terms; or
+// adds the product to them.
 template <int ROWS, bool ADDS = false>
 NPU_OPS_INLINE void multiply(Left left, Padded<const float> right, int64_t depth, Padded<float> to,
                              int64_t columns) {
@@ -48,8 +48,8 @@ NPU_OPS_INLINE void multiply(Left left, Padded<const float> right, int64_t depth
   }
 }
 
-// `count` columns of rows of `to` become `by` times the products of rows of left with rows of
-// right, which are as long.
+// Sets `count` columns of rows of `to` to `by` times the dot products of rows of left and rows of
+// right, which have equal length.
 template <int ROWS>
 NPU_OPS_INLINE void multiply_rows(Padded<const float> left, Padded<const float> right,
                                   int64_t count, float by, Padded<float> to) {

@@ -1,7 +1,7 @@
-// bias_dropout_add for Ascend910B and Ascend910_93, forward and backward.
-// Definition: npu_ops/ops/bias_dropout_add/reference.py. The mask is the CPU's, bit for bit.
+// bias_dropout_add for Ascend910B and Ascend910_93, forward and backward. Reference:
+// npu_ops/ops/bias_dropout_add/reference.py. The mask equals the CPU's bit for bit.
 //
-// Barriers inside the vector pipe are bisheng's (--cce-auto-sync); queues order the copies.
+// bisheng inserts the barriers inside the vector pipe (--cce-auto-sync); queues order the copies.
 #include "bias_dropout_add/bias_dropout_add_tiling.h"
 #include "common/ascendc.h"
 #include "common/philox_ascendc.h"
@@ -38,7 +38,8 @@ class Dropper {
     philox_.Draw(seed_);
   }
 
-  // values * scale where the mask keeps, else 0; also where a value is not finite.
+  // Sets elements to values * scale where the mask keeps them, else to 0, even where a value is not
+  // finite.
   __aicore__ inline void Drop(LocalTensor<float> values, int32_t lane) {
     if (!tiling_.drops) return;
     const LocalTensor<float> draws = philox_.scratch(0).ReinterpretCast<float>();
@@ -51,7 +52,8 @@ class Dropper {
   }
 
  private:
-  // 0, 1, .. chunk - 1 for each row of a tile; doubled until they are all there.
+  // Writes 0, 1, .. chunk - 1 for each row of a tile: a first part, which is doubled until all
+  // numbers are there.
   __aicore__ inline void FillColumns() {
     const LocalTensor<int32_t> columns = columns_.Get<int32_t>();
     const int32_t used = tiling_.tile_rows * tiling_.chunk;
@@ -71,8 +73,8 @@ class Dropper {
   uint64_t seed_ = 0, offset_ = 0;
 };
 
-// Calls body(row, rows, column) for each tile of each piece that this core takes, and
-// done(piece of rows, column) after each piece.
+// Calls body(row, rows, column) for each tile of this core's pieces, and done(piece of rows,
+// column) after each piece.
 template <class Body, class Done>
 __aicore__ inline void each_tile(const BiasDropoutAddTiling& tiling, Body body, Done done) {
   const int64_t chunks = tiling.chunks();
@@ -89,7 +91,7 @@ __aicore__ inline void each_tile(const BiasDropoutAddTiling& tiling, Body body, 
   }
 }
 
-// What a tile covers of a lane, and where that begins in a [rows, width] tensor.
+// The part of a lane in a tile, and its start in a [rows, width] tensor.
 struct LaneTile {
   TileShape shape;
   int64_t offset;
@@ -158,7 +160,7 @@ class Forward {
     Load(residual_queue_, residual_, tiling_.residual_type, tile.offset, tile.shape);
   }
 
-  // The next of a queue as floats.
+  // Takes the next tile of a queue as floats.
   template <class Queue>
   __aicore__ inline void Take(Queue& queue, LocalTensor<float> to, int32_t type, TileShape shape) {
     LocalTensor<uint8_t> tensor = queue.template DeQue<uint8_t>();
@@ -207,8 +209,9 @@ class Forward {
   Dropper dropper_;
 };
 
-// In the tiling, x is the gradient of the output and out that of x. Sums over the rows of each
-// piece go to one row of `partials`, [row_pieces, width], so that no core waits for another.
+// In the tiling, x is the gradient of the output, and out is the gradient of x. Each piece writes
+// its sums over rows to one row of `partials`, [row_pieces, width], so that no core waits for
+// another.
 class Backward {
  public:
   __aicore__ inline Backward(GM_ADDR grad, GM_ADDR rng_state, GM_ADDR grad_x, GM_ADDR partials,

@@ -1,4 +1,4 @@
-// bias_dropout_add on the CPU. Definition: npu_ops/ops/bias_dropout_add/reference.py
+// bias_dropout_add on the CPU. Reference: npu_ops/ops/bias_dropout_add/reference.py
 #include <algorithm>
 #include <bit>
 #include <optional>
@@ -77,14 +77,14 @@ NPU_OPS_CLONES void gradient_row(const G* grad, const uint16_t* mask, X* grad_x,
 template <class T>
 using Element = typename Row<T>::Element;
 
-// Runs body(first, count) for the pieces of rows of T: one, where none is copied.
+// Runs body(first, count) for the pieces of rows of T; a row that is not copied is one piece.
 template <class... T, class Body>
 void in_pieces(int64_t width, const Body& body) {
   const int64_t most = (Row<T>::kCopied || ...) ? kPiece : width;
   for (int64_t at = 0; at < width; at += most) body(at, std::min(most, width - at));
 }
 
-// One thread's bias as rows of fp32: of zeros where there is none.
+// One thread's bias as rows of fp32, zeros if there is no bias.
 class Bias {
  public:
   Bias(const std::optional<Tensor>& bias, int64_t width) : bias_(bias), row_(width) {

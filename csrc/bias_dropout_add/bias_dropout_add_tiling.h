@@ -1,4 +1,4 @@
-// How bias_dropout_add is cut into tiles; host and device share it.
+// The tiles of bias_dropout_add; host and device share this file.
 //
 // A row is cut into 8 lanes (npu_ops/core/rng.py). A tile is `tile_rows` rows by `chunk` columns of
 // a lane: its four Philox words serve the same tile of all eight lanes. A piece of work is
@@ -25,13 +25,13 @@ struct BiasDropoutAddTiling {
   NPU_OPS_SHARED int64_t pieces() const { return chunks() * row_pieces(); }
 };
 
-// Bytes of the unified buffer that an element of a tile needs: Philox's ten words, columns, two
-// fp32 rows; x, bias, residual and out, each doubled.
+// Bytes of the unified buffer for each element of a tile: Philox's ten words, columns, two fp32
+// rows; x, bias, residual and out, each doubled.
 constexpr int32_t kBytesPerElement = 4 * (10 + 1 + 2) + 2 * 4 * 4;
 constexpr int32_t kSumBytesPerColumn = 8 * 4;  // of a chunk, in backward: eight lanes' sums
 
-// Fills in the cut. `cores`: vector cores, all of which get work where there is enough.
-// `sums`: whether a piece keeps sums over its rows, of which there are few pieces then.
+// Computes the tiling. `cores`: vector cores; all of them get work if there is enough. `sums`: a
+// piece keeps sums over its rows, so there are few pieces.
 inline void cut(BiasDropoutAddTiling& tiling, int32_t cores, int32_t ub_bytes, bool sums) {
   const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b * b; };
   const auto least = [](int64_t a, int64_t b) { return a < b ? a : b; };
@@ -40,12 +40,13 @@ inline void cut(BiasDropoutAddTiling& tiling, int32_t cores, int32_t ub_bytes, b
   const int32_t each = kBytesPerElement + (sums ? kSumBytesPerColumn : 0);
   const int64_t room = (ub_bytes - kReservedBytes) / each / 64;
   const int64_t largest = least(room * 64, 2048);
-  // Few rows: narrow chunks, so that every core has one.
+  // With few rows, chunks are narrow, so that every core has one.
   const int64_t columns = up((lane * tiling.rows + cores - 1) / cores, 16);
   tiling.lane_width = static_cast<int32_t>(lane);
   tiling.chunk = static_cast<int32_t>(least(least(lane, largest), most(columns, 16)));
   const int64_t chunks = tiling.chunks();
-  // Enough pieces for the cores, none of fewer rows than fill a tile if there are that many.
+  // Enough pieces for the cores, but none with fewer rows than fill a tile, if there are so many
+  // rows.
   const int64_t share = (tiling.rows * chunks + cores - 1) / cores;
   tiling.tile_rows = static_cast<int32_t>(most(1, least(largest / tiling.chunk, share)));
   const int64_t wanted = sums ? share : tiling.tile_rows;

@@ -1,4 +1,4 @@
-// causal_conv1d on the CPU. Definition: npu_ops/ops/causal_conv1d/reference.py
+// causal_conv1d on the CPU. Reference: npu_ops/ops/causal_conv1d/reference.py
 #include "causal_conv1d/walk.h"
 
 namespace npu_ops {

@@ -13,7 +13,7 @@ namespace npu_ops {
 
 constexpr int64_t kChannels = 2048;  // of a block: the rows that a filter needs stay in L1
 
-// Rows that the taps meet, or rows of the taps.
+// Rows that the taps multiply, or rows of the taps.
 template <class T, int W>
 using Taps = std::array<T*, W>;
 
@@ -27,7 +27,8 @@ NPU_OPS_INLINE float convolved(const Taps<const T, W>& x, const Taps<const float
   return z;
 }
 
-// y = act(convolution) + residual for a row of channels. `y` overlaps nothing, hence ivdep.
+// Computes y = act(convolution) + residual for a row of channels. `y` overlaps nothing, hence
+// ivdep.
 template <class T, int W, bool SILU, class Y>
 NPU_OPS_CLONES void convolve_row(Taps<const T, W> x, Taps<const float, W> w, const float* bias,
                                  const T* residual, Y* y, int64_t count) {
@@ -39,7 +40,7 @@ NPU_OPS_CLONES void convolve_row(Taps<const T, W> x, Taps<const float, W> w, con
   }
 }
 
-// The filter as rows of float: row j is the tap that meets the token j back, then the bias. Beyond
+// The filter as rows of float: row j is the tap for the token j back, then comes the bias. Beyond
 // the width, taps are zeros.
 class Filter {
  public:
@@ -53,7 +54,7 @@ class Filter {
     if (bias) read(*bias, 0, rows_.data() + width * channels);
   }
 
-  // From channel c on.
+  // The taps from channel c on.
   const float* tap(int64_t j, int64_t c) const {
     return 0 <= j && j < width ? rows_.data() + j * channels + c : zeros_.data();
   }
@@ -65,7 +66,7 @@ class Filter {
   int64_t blocks() const { return (channels + kChannels - 1) / kChannels; }
   int64_t count(int64_t c) const { return std::min(kChannels, channels - c); }
 
-  // f(j) for each tap.
+  // Calls f(j) for each tap.
   template <int W, class F>
   static auto each(const F& f) {
     std::array<decltype(f(0)), W> all;
@@ -86,7 +87,8 @@ class Filter {
   std::vector<float> rows_, zeros_;
 };
 
-// Calls body<W, SILU>() for what the filter is at run time; W: 4 or 8 taps, some of them zeros.
+// Calls body<W, SILU>() for the filter's width and activation at run time; W: 4 or 8 taps, some of
+// them zeros.
 template <class Body>
 void dispatch_filter(int64_t width, bool silu, const Body& body) {
   const auto with_width = [&]<int W>() {

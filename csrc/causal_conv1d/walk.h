@@ -1,4 +1,4 @@
-// The walk over the tokens of sequences that causal_conv1d and causal_conv1d_qkv share.
+// The loop over the tokens of sequences that causal_conv1d and causal_conv1d_qkv share.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,9 @@ namespace npu_ops {
 
 constexpr int64_t kTokens = 128;  // of a piece
 
-// g[0], the gradient of a row of the convolution, and with those of the rows before it the gradient
-// of the row width - 1 back, to which `extra` is added. back: the taps from the last to the first.
+// Sets g[0], the gradient of a row of the convolution. From it and those of the rows before,
+// computes the gradient of the row width - 1 back, and adds `extra`. back: the taps from the last
+// to the first.
 template <class T, int W, bool SILU, class G>
 NPU_OPS_CLONES void gradient_row(Taps<const T, W> x, Taps<const float, W> w, const float* bias,
                                  const G* grad, Taps<float, W> g, Taps<const float, W> back,
@@ -69,7 +70,7 @@ inline std::vector<Sequence> sequences_of(const Tensor& x,
   return sequences;
 }
 
-// Writes zeros to the rows of [1, T, ...] behind the last sequence, which belong to nobody.
+// Writes zeros to the unowned rows of [1, T, ...], which lie behind the last sequence.
 inline void clear_behind(const Tensor& x, const std::vector<Sequence>& sequences) {
   if (!x.numel()) return;
   const int64_t begin = sequences.empty() ? 0 : sequences.back().stop, count = x.size(1);
@@ -93,7 +94,7 @@ inline std::vector<Piece> pieces_of(const std::vector<Sequence>& sequences) {
   return pieces;
 }
 
-// The rows of a [B, T, D] tensor, channels in one piece; or none.
+// The rows of a [B, T, D] tensor with contiguous channels; or none.
 template <class T>
 struct Tokens {
   explicit Tokens(const std::optional<Tensor>& x) {
@@ -108,7 +109,7 @@ struct Tokens {
   int64_t batch_stride = 0, stride = 0;
 };
 
-// The rows of a [N, D, W] state, channels in one piece; or none.
+// The rows of a [N, D, W] state with contiguous channels; or none.
 template <class T>
 struct State {
   explicit State(const std::optional<Tensor>& state) {
@@ -119,11 +120,11 @@ struct State {
   T* row(const Sequence& s, int64_t column, int64_t c) const {
     return data + s.index * sequence_stride + column * stride + c;
   }
-  // What lies before the start, for t < s.start.
+  // A row before the start of the sequence, for t < s.start.
   T* before(const Sequence& s, int64_t t, int64_t c) const {
     return row(s, width + t - s.start, c);
   }
-  // What a final state holds of row t, if it does.
+  // The place of row t in the final state, or `none` if it has no place there.
   T* after(const Sequence& s, int64_t t, int64_t c, T* none) const {
     return data && t >= s.stop - width ? row(s, t - (s.stop - width), c) : none;
   }
@@ -131,7 +132,7 @@ struct State {
   int64_t sequence_stride = 0, width = 0, stride = 0;
 };
 
-// Row t of a sequence, which lies in its tokens or before them.
+// Row t of a sequence: one of its tokens, or of its initial state.
 template <class T>
 const T* input_row(const Tokens<T>& x, const State<T>& state, const Sequence& s, int64_t t,
                    int64_t c, const T* zeros) {
@@ -152,8 +153,9 @@ void copy_final_states(const Tokens<T>& x, const State<T>& state, const State<T>
     }
 }
 
-// Channels that are walked together. `rows` is their output, or its gradient, which has no others
-// before them. Each `head` of them is normalised after the activation, none if it is 0.
+// Channels that are processed together. `rows` is their output or its gradient, with no other
+// channels before them. Groups of `head` channels are normalised after the activation, unless head
+// is 0.
 template <class T>
 struct Block {
   int64_t column, count;
@@ -171,7 +173,7 @@ void add_blocks(std::vector<Block<T>>& blocks, int64_t column, int64_t width, To
     blocks.push_back({column + c, std::min(most, width - c), rows, head, eps});
 }
 
-// What the forward of one element type reads besides the filter.
+// The tensors that the forward of one element type reads besides the filter.
 template <class T>
 struct Inputs {
   Tokens<T> x, residual;
@@ -179,7 +181,7 @@ struct Inputs {
 };
 
 // A row for each of W taps: rows t, t - 1, ... of a sequence, and zeros for taps that the filter
-// does not have.
+// lacks.
 template <int W, class T>
 Taps<const T, W> rows_back(const Filter& filter, const Tokens<T>& x, const State<T>& state,
                            const Sequence& s, int64_t t, int64_t c, const T* zeros) {
@@ -226,8 +228,8 @@ void walk(const Filter& filter, const Inputs<T>& in, const std::vector<Block<T>>
   });
 }
 
-// The gradients of taps and bias are summed over a fixed number of groups of pieces, whatever the
-// number of threads, so that they are the same on every machine.
+// The gradients of taps and bias are summed over a fixed number of groups of pieces. It does not
+// depend on the number of threads, so the sums are the same on every machine.
 constexpr int64_t kGroups = 32;
 
 struct Sums {
@@ -238,11 +240,11 @@ struct Sums {
         size((filter.width + 1) * filter.channels),
         values(groups * size, 0.0f) {}
 
-  // Of a group.
+  // The first piece of a group.
   int64_t first_piece(int64_t group) const {
     return group * static_cast<int64_t>(pieces.size()) / groups;
   }
-  // Row j of a group's sums from channel c on: the tap that meets the token j back; W is the bias.
+  // Row j of a group's sums from channel c on: the tap for the token j back; W is the bias.
   float* row(int64_t group, int64_t j, int64_t c) {
     return values.data() + group * size + std::min(j, filter.width) * filter.channels + c;
   }
@@ -268,15 +270,16 @@ struct Sums {
   std::vector<float> values;
 };
 
-// What the backward of one element type reads and writes besides the blocks of the gradient.
+// The tensors that the backward of one element type reads and writes besides the blocks of the
+// gradient.
 template <class T>
 struct Gradients {
   Tokens<T> x, grad_x;
   State<T> grad_final_state, state, grad_initial_state;
 };
 
-// Rows of one block of channels: zeros to read, places for what nobody wants, the row before it is
-// normalised and its gradient, and the gradients of the last W rows of the convolution.
+// Rows of one block of channels: zeros to read, places for unwanted results, the row before its
+// norm and its gradient, and the gradients of the last W rows of the convolution.
 template <class T, int W>
 struct Scratch {
   std::vector<T> zeros = std::vector<T>(kChannels), unwanted = zeros;
@@ -286,9 +289,10 @@ struct Scratch {
   float* gradient(int64_t t) { return g.data() + (t & (W - 1)) * kChannels; }
 };
 
-// The gradient of row p needs those of the convolution of rows p to p + width - 1: the walk is at
-// row t = p + width - 1 when it has them, so it ends width - 1 rows behind the piece. At the start
-// of a sequence its first width - 1 rows p are those of the state.
+// Let g be the gradient of the convolution. The gradient of row p needs g of the rows p to p +
+// width - 1, so the loop can compute it when it is at row t = p + width - 1. The loop therefore
+// ends width - 1 rows behind the piece. At the start of a sequence, the first width - 1 rows p are
+// rows of the state.
 template <class T, int W, bool SILU>
 void backward_piece(const Filter& filter, const Gradients<T>& all, Sums& sums, int64_t group,
                     const Block<T>& block, const Piece& piece, Scratch<T, W>& scratch) {
@@ -331,7 +335,7 @@ void backward_piece(const Filter& filter, const Gradients<T>& all, Sums& sums, i
   }
 }
 
-// The columns that the walk does not reach: the first, and all of a sequence without tokens.
+// Writes the columns that the loop does not reach: the first, and all of a sequence without tokens.
 template <class T>
 void fill_state_gradient(const State<T>& grad_initial_state, const State<T>& grad_final_state,
                          const std::vector<Sequence>& sequences, int64_t channels) {

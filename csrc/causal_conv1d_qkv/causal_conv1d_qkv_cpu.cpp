@@ -1,11 +1,11 @@
-// causal_conv1d_qkv on the CPU. Definition: npu_ops/ops/causal_conv1d_qkv/reference.py
+// causal_conv1d_qkv on the CPU. Reference: npu_ops/ops/causal_conv1d_qkv/reference.py
 #include "causal_conv1d/walk.h"
 
 namespace npu_ops {
 namespace {
 
-// The blocks of q, k and v, or of their gradients; heads: key heads, value heads, K, V. Without an
-// eps nothing is normalised.
+// Returns the blocks of q, k and v, or of their gradients. heads: key heads, value heads, K, V.
+// Without an eps nothing is normalised.
 template <class T>
 std::vector<Block<T>> blocks_of(const Tensor& q, const Tensor& k, const Tensor& v,
                                 const std::vector<int64_t>& heads,

@@ -1,11 +1,11 @@
-// causal_conv1d_update for Ascend910B and Ascend910_93.
-// Definition: npu_ops/ops/causal_conv1d_update/reference.py
+// causal_conv1d_update for Ascend910B and Ascend910_93. Reference:
+// npu_ops/ops/causal_conv1d_update/reference.py
 //
-// A piece of work is a block of channels of a sequence. A tile is a few tokens of it: the W - 1
-// rows before them, then their own, as one buffer that is loaded, convolved, and stored from where
-// states and windows keep rows: they stay what they were, bit for bit. Barriers inside the vector
-// pipe are bisheng's (--cce-auto-sync); queues order the copies, so a state is read before it is
-// written.
+// A piece of work is a block of channels of a sequence. A tile is a few of its tokens: the W - 1
+// rows before them, then their own rows. They are loaded into one buffer and convolved, and states
+// and windows are stored from the same buffer, so their rows keep their bits. bisheng inserts the
+// barriers inside the vector pipe (--cce-auto-sync). Queues order the copies, so a state is read
+// before it is written.
 #include "causal_conv1d_update/causal_conv1d_update_tiling.h"
 #include "common/ascendc.h"
 
@@ -16,7 +16,7 @@ using namespace AscendC;
 using Floats = LocalTensor<float>;
 using Bytes = LocalTensor<uint8_t>;
 
-// Where a sequence's tokens, state and windows are. `good`: its numbers lead nowhere else.
+// The places of a sequence's tokens, state and windows. `good`: all of them are valid.
 struct Sequence {
   int64_t batch, begin, end, slot, first, window;
   bool good, keeps_windows;
@@ -51,7 +51,7 @@ class Update {
     scratch_ = words<float>(tiling.tile_tokens);
     taps_ = words<float>(tiling.width);
     offset_ = words<float>(1);
-    // Between a block's channels and the stride nobody writes, and all is computed along.
+    // The elements between a block's channels and the stride are never written, but computed along.
     Duplicate(sum_, 0.0f, tiling.tile_tokens * stride_);
     if (tiling.weight.apart() || tiling.state.apart()) {
       column_ = words<uint8_t>(1);
@@ -66,7 +66,7 @@ class Update {
     const int64_t share = (tiling_.pieces() + GetBlockNum() - 1) / GetBlockNum();
     const int64_t begin = GetBlockIdx() * share, end = smaller(begin + share, tiling_.pieces());
     int64_t block = -1;
-    // A block's sequences follow each other, so that its filter is loaded once.
+    // The sequences of a block follow each other, so that its filter is loaded once.
     for (int64_t piece = begin; piece < end; ++piece) {
       if (piece / tiling_.sequences != block) {
         block = piece / tiling_.sequences;
@@ -107,7 +107,7 @@ class Update {
     return s;
   }
 
-  // `count` tokens of a sequence, from `token` on.
+  // Computes `count` tokens of a sequence, from `token` on.
   __aicore__ inline void Run(const Sequence& s, int64_t token, int32_t count) {
     if (s.good) {
       TakeRows(s, token, count);
@@ -125,7 +125,7 @@ class Update {
     y_queue_.FreeTensor(out);
   }
 
-  // The tile's rows and the W - 1 before them: to `values`, and to states and windows.
+  // Copies the tile's rows and the W - 1 before them: to `values`, and to states and windows.
   __aicore__ inline void TakeRows(const Sequence& s, int64_t token, int32_t count) {
     const int32_t before = tiling_.before();
     const bool starts = token == s.begin, collects = starts && tiling_.state.apart();
@@ -167,8 +167,8 @@ class Update {
     copy_in(to, from, type_, {count, count_, pitch}, stride_);
   }
 
-  // Row number r of history and tokens goes to the state's column r - drop, if there is one; those
-  // that the tile before had are there already.
+  // Stores row r of history and tokens to the state's column r - drop, if there is one. The rows of
+  // the tile before are stored already.
   __aicore__ inline void KeepState(Bytes rows, const Sequence& s, int64_t token, int32_t count) {
     const int64_t done = token - s.begin, drop = (accepted_ ? 1 : s.end - s.begin) - done;
     const int64_t known = done ? tiling_.before() : 0, first = drop > known ? drop : known;
@@ -187,7 +187,7 @@ class Update {
             tiling_.before());
   }
 
-  // `count` rows from `first` on become the columns of a plane, whose first element is `at`.
+  // Writes `count` rows from `first` on to the columns of a plane, whose first element is `at`.
   __aicore__ inline void Store(GM_ADDR to, int64_t at, const Plane& plane, Bytes rows,
                                int32_t first, int32_t count) {
     if (!plane.apart())
@@ -206,7 +206,8 @@ class Update {
     spread_queue_.FreeTensor(spread);
   }
 
-  // Rows become columns: each channel has a block of its own, the first `count` of which are set.
+  // Turns rows into columns: each channel has a block of its own, of which the first `count`
+  // elements are set.
   template <class T>
   __aicore__ inline void Spread(LocalTensor<T> to, LocalTensor<T> rows, int32_t first,
                                 int32_t count) {
@@ -223,8 +224,8 @@ class Update {
     Gather(to[done], rows, spread_[done], base, mask, 1, 8);
   }
 
-  // For Spread: bytes from the first row's first channel to element j of channel c, which is c of
-  // row j. Those of one channel, doubled until they are all there.
+  // For Spread: byte offsets from the first row's first channel to element j of channel c, which is
+  // element c of row j. The offsets of one channel are doubled until all are there.
   __aicore__ inline void PrepareSpread() {
     pipe_.InitBuffer(spread_queue_, 2, kOwnBlock * stride_ * size_);
     const auto offsets = words<int32_t>(kOwnBlock);
@@ -236,8 +237,8 @@ class Update {
     spread_ = offsets.ReinterpretCast<uint32_t>();
   }
 
-  // Columns of a plane whose channels lie apart, to be collected: all that lies between where that
-  // is little, else a block of each channel's own.
+  // Loads columns of a plane whose channels lie apart. If the gaps are small, they are loaded too;
+  // otherwise each channel has a block of its own. The columns must then be collected.
   __aicore__ inline void LoadApart(GM_ADDR from, int64_t at, const Plane& plane, int32_t columns,
                                    ElementType type) {
     const auto whole = static_cast<int32_t>((count_ - 1) * plane.channel + columns);
@@ -249,7 +250,7 @@ class Update {
     in_queue_.EnQue(to);
   }
 
-  // What LoadApart has loaded; its columns are to be collected, and then it is to be freed.
+  // Returns the buffer that LoadApart loaded; the caller collects its columns and frees it.
   __aicore__ inline Bytes TakeApart(const Plane& plane, ElementType type) {
     Muls(at_, channel_, static_cast<int32_t>(pitch_on_chip(plane) * bytes_of(type)), count_);
     return in_queue_.DeQue<uint8_t>();
@@ -264,7 +265,7 @@ class Update {
       Gather(to.ReinterpretCast<uint32_t>(), from.ReinterpretCast<uint32_t>(), at, base, count);
   }
 
-  // sum = act(bias + filter * rows); the oldest row meets the first tap.
+  // Computes sum = act(bias + filter * rows); the first tap multiplies the oldest row.
   __aicore__ inline void Convolve(int32_t count) {
     const int32_t last = tiling_.before(), all = count * stride_;
     for (int32_t t = 0; t < count; ++t) {

@@ -1,4 +1,4 @@
-// causal_conv1d_update on the CPU. Definition: npu_ops/ops/causal_conv1d_update/reference.py
+// causal_conv1d_update on the CPU. Reference: npu_ops/ops/causal_conv1d_update/reference.py
 #include "causal_conv1d/filter.h"
 #include "common/indices.h"
 #include "common/parallel.h"
@@ -6,7 +6,7 @@
 namespace npu_ops {
 namespace {
 
-// Where a sequence's tokens, state and windows are.
+// The places of a sequence's tokens, state and windows.
 struct Sequence {
   int64_t batch, begin, end, slot, first, window;
   bool skipped;
@@ -19,7 +19,7 @@ struct Arguments {
   bool counted, update;  // counted: accepted tokens are
 };
 
-// Checked all at once: an error changes nothing.
+// All sequences are checked before any is changed, so an error changes nothing.
 std::vector<Sequence> find_sequences(const Arguments& all, const Indices& indices,
                                      const Indices& accepted, const std::optional<Tensor>& starts,
                                      const Indices& window_indices) {
@@ -51,7 +51,7 @@ std::vector<Sequence> find_sequences(const Arguments& all, const Indices& indice
   return found;
 }
 
-// A row whose channels may lie apart.
+// A row whose channels need not be contiguous.
 template <class T>
 void copy_row(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t count) {
   if (from_stride == 1 && to_stride == 1) return void(std::copy(from, from + count, to));
@@ -66,8 +66,8 @@ void skip_outputs(const Arguments& all, const Sequence& s, int64_t c, int64_t co
   }
 }
 
-// The W - 1 rows of a sequence's history and then its tokens, for a block of channels. `history`
-// receives a copy of the first: the update overwrites the state that they lie in.
+// The W - 1 rows of a sequence's history, then its tokens, for a block of channels. `history` is a
+// copy of these W - 1 rows, because the update overwrites the state that holds them.
 template <class T>
 struct Rows {
   Rows(const Arguments& all, const Sequence& s, int64_t c, int64_t count, T* history)

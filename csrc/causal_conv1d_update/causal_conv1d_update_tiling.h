@@ -1,4 +1,4 @@
-// What host and device share of causal_conv1d_update.
+// Constants and the tiling that host and device share in causal_conv1d_update.
 #pragma once
 
 #include "common/ascendc_types.h"
@@ -7,18 +7,18 @@ namespace npu_ops {
 
 constexpr int32_t kOwnBlock = 16;  // elements of a channel that is loaded alone
 
-// A matrix [channels, columns] in a tensor: elements from one to the next. One of the two is 1.
-// mixed: what another core writes may lie between its channels.
+// A matrix [channels, columns] in a tensor: its two strides in elements. One of the two is 1.
+// mixed: other cores may write between its channels.
 struct Plane {
   int64_t channel, column;
   int32_t mixed;
 
   NPU_OPS_SHARED bool apart() const { return channel != 1; }  // its channels
-  // Whether what lies between channels is loaded too, where they are apart: it is little.
+  // Whether the gaps between channels are loaded too, because they are small.
   NPU_OPS_SHARED bool whole() const { return !mixed && channel <= kOwnBlock; }
 };
 
-// Elements that a channel of such a matrix has in the unified buffer, where channels are apart.
+// The elements that a channel of such a matrix takes in the unified buffer if channels lie apart.
 NPU_OPS_SHARED int32_t pitch_on_chip(const Plane& plane) {
   return plane.whole() ? static_cast<int32_t>(plane.channel) : kOwnBlock;
 }
@@ -44,12 +44,13 @@ struct CausalConv1dUpdateTiling {
   NPU_OPS_SHARED bool spreads() const { return state.apart() || window.apart(); }
 };
 
-// A tile's tokens: what comes before it is read again, so they are more than a filter's history.
+// The most tokens of a tile. Rows before the tile are read again, so a tile has more rows than a
+// filter's history.
 constexpr int32_t kMostTokens = 8;
-// Wider blocks gain nothing, and where channels are apart an instruction repeats 255 times at most.
+// Wider blocks gain nothing, and if channels lie apart an instruction repeats at most 255 times.
 constexpr int64_t kWidestBlock = 1024, kWidestApart = 512;
 
-// Fills in the cut: all `cores` get channels, also of a single token.
+// Computes the cut: all `cores` get channels, even for a single token.
 inline void cut(CausalConv1dUpdateTiling& tiling, int64_t cores, int64_t ub_bytes) {
   const auto least = [](int64_t a, int64_t b) { return a < b ? a : b; };
   const auto most = [](int64_t a, int64_t b) { return a > b ? a : b; };
@@ -63,8 +64,8 @@ inline void cut(CausalConv1dUpdateTiling& tiling, int64_t cores, int64_t ub_byte
   tiling.loaded =
       static_cast<int32_t>(most(most(filter, 4), most(on_chip(tiling.weight, tiling.weight_type),
                                                       on_chip(tiling.state, tiling.type))));
-  // Rows, results and what is loaded are there twice. In fp32: rows, results and a scratch, the
-  // filter with its bias, a row, channels and offsets.
+  // Rows, results and loaded columns are doubled. In fp32: rows, results and a scratch, the filter
+  // with its bias, a row, channels and offsets.
   int64_t each = 2 * (tiling.rows() + tiling.tile_tokens) * size(tiling.type) + 2 * tiling.loaded +
                  4 * (tiling.rows() + 2 * tiling.tile_tokens + tiling.width + 4);
   if (tiling.spreads()) each += kOwnBlock * (2 * size(tiling.type) + 4);

@@ -1,8 +1,8 @@
-// The gates of a chunk of the gated delta rule and the triangular system they make, on the CPU.
-// Definition: npu_ops/ops/chunk_gated_delta_rule/reference.py; all else: cpu.py there.
+// The gates of a chunk of the gated delta rule, and the triangular system that they form, on the
+// CPU. Reference: npu_ops/ops/chunk_gated_delta_rule/reference.py; cpu.py there computes the rest.
 //
-// A chunk has c tokens and H heads with G value heads each. Tensors by value head are fp32
-// [G, H, c, ...]: value head n is matrix [n % G, n / G].
+// A chunk has c tokens and H heads with G value heads each. Tensors by value head are fp32 [G, H,
+// c, ...]: value head n is matrix [n % G, n / G].
 #include <algorithm>
 
 #include "common/check.h"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kChunk = 64;  // the longest, and the length of rows here
 
-// e^x, of which the large negative are nothing.
+// Returns e^x, which is 0 for large negative x.
 NPU_OPS_INLINE float decay(double x) {
   const float y = static_cast<float>(x);
   return keep_if(!(y < -87.0f), exp_within(y));
@@ -23,8 +23,9 @@ NPU_OPS_INLINE float decay(double x) {
 
 // One value head's tokens of a chunk.
 struct Tokens {
-  // `step` lies between a head's tokens. In fp64, for what has decayed to nothing would leave no
-  // digits for what comes after; nothing times infinity would be NaN.
+  // `step`: the distance of a head's tokens. Sums are fp64: in fp32, a decay to 0 would leave no
+  // digits for the tokens after it. Log decays are limited to -1e5, because 0 times infinity would
+  // be NaN.
   Tokens(const float* g, const float* beta, int64_t step, int64_t count) : count(count) {
     double sum = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -38,7 +39,7 @@ struct Tokens {
   float beta[kChunk] = {};
 };
 
-// How far what token j wrote has decayed at token i, for j up to i and 0 after it.
+// Writes how far what token j wrote has decayed at token i, for j up to i; 0 after it.
 NPU_OPS_INLINE void decays(const Tokens& tokens, int64_t i, float* row) {
   for (int64_t j = 0; j < kChunk; ++j)
     row[j] = keep_if(j <= i, decay(tokens.total[i] - tokens.total[j]));
@@ -48,8 +49,8 @@ struct Square {
   alignas(64) float rows[kChunk][kChunk] = {};
 };
 
-// inverse = (1 + L)^-1 where L is beta_i (k_i . k_j) decay_ij, j < i; and P = (q_i . k_j) decay_ij,
-// j <= i, where there is `qk`.
+// Writes inverse = (1 + L)^-1, where L is beta_i (k_i . k_j) decay_ij, j < i; and P = (q_i . k_j)
+// decay_ij, j <= i, if `qk` is given.
 NPU_OPS_CLONES void solve(const Tokens& tokens, const float* kk, const float* qk, float* inverse,
                           float* attention, Square& solved) {
   const int64_t count = tokens.count;
@@ -69,8 +70,8 @@ NPU_OPS_CLONES void solve(const Tokens& tokens, const float* kk, const float* qk
   }
 }
 
-// recalled [H, c or 2c, c]: k k^T, and q k^T below it. g, beta: [c, HV]. decay [3, G, H, c]: from
-// the chunk's start to each token, from it to the chunk's end, and beta.
+// recalled [H, c or 2c, c]: k k^T, and q k^T below it. g, beta: [c, HV]. decay [3, G, H, c]: the
+// decay from the chunk's start to each token, the decay from it to the chunk's end, and beta.
 void gates(Tensor recalled, Tensor g, Tensor beta, Tensor inverse, std::optional<Tensor> attention,
            Tensor decays_out) {
   const int64_t heads = recalled.size(0), rows = recalled.size(1), count = recalled.size(2);
@@ -94,9 +95,9 @@ void gates(Tensor recalled, Tensor g, Tensor beta, Tensor inverse, std::optional
   });
 }
 
-// Adds the gradients of k k^T and q k^T of one value head, and of its decays and betas.
-// grad_solve and grad_attention are the gradients of the matrices that `solve` makes, -L for the
-// inverse; what they have above the diagonal is not read.
+// Adds the gradients of k k^T and q k^T of one value head, and of its decays and betas. grad_solve
+// and grad_attention are the gradients of the matrices that `solve` makes, -L for the inverse;
+// their elements above the diagonal are not read.
 NPU_OPS_CLONES void solve_backward(const Tokens& tokens, const float* kk, const float* qk,
                                    const float* grad_solve, const float* grad_attention,
                                    Square& dkk, Square& dqk, float* grad_beta, float* grad_total) {
@@ -122,8 +123,8 @@ NPU_OPS_CLONES void solve_backward(const Tokens& tokens, const float* kk, const 
 }
 
 // kept [G, H, c] and faded [G, H] are gradients by decays to the chunk's end: a token's, a state's.
-// grad_recalled [H, 2c, 2c] is what times [k; q] adds to the gradient of [k; q]. grad_beta_in,
-// grad_total: what is known of them. grad_g, grad_beta: [c, HV], written.
+// grad_recalled [H, 2c, 2c] times [k; q] is added to the gradient of [k; q]. grad_beta_in,
+// grad_total: the shares that are known before. grad_g, grad_beta: [c, HV], written.
 void gates_backward(Tensor recalled, Tensor g, Tensor beta, Tensor grad_solve,
                     Tensor grad_attention, Tensor grad_beta_in, Tensor grad_total_in, Tensor kept,
                     Tensor faded, Tensor grad_recalled, Tensor grad_g, Tensor grad_beta) {

@@ -1,12 +1,12 @@
-// Sigmoid, softplus and what comes of them, on the vector unit. Included by device code alone.
+// Sigmoid, softplus and functions of them, on the vector unit. Included only by device code.
 #pragma once
 
 #include <kernel_operator.h>
 
 namespace npu_ops {
 
-// to = 1 / (1 + exp(-x)); exp overflows to infinity, whose reciprocal is the right 0. `ones` holds
-// as many ones, because Reciprocal is an estimate. to is not x.
+// Sets to = 1 / (1 + exp(-x)); exp may overflow to infinity, whose reciprocal is the right 0.
+// `ones` holds as many ones, because Reciprocal is an estimate. to is not x.
 __aicore__ inline void sigmoid(AscendC::LocalTensor<float> to, AscendC::LocalTensor<float> x,
                                AscendC::LocalTensor<float> ones, int32_t count) {
   AscendC::Muls(to, x, -1.0f, count);
@@ -15,7 +15,7 @@ __aicore__ inline void sigmoid(AscendC::LocalTensor<float> to, AscendC::LocalTen
   AscendC::Div(to, ones, to, count);
 }
 
-// to = exp(-|x|). to is not x.
+// Sets to = exp(-|x|). to is not x.
 __aicore__ inline void exp_of_minus_abs(AscendC::LocalTensor<float> to,
                                         AscendC::LocalTensor<float> x, int32_t count) {
   AscendC::Abs(to, x, count);
@@ -23,8 +23,8 @@ __aicore__ inline void exp_of_minus_abs(AscendC::LocalTensor<float> to,
   AscendC::Exp(to, to, count);
 }
 
-// to = sigmoid'(x) = e / (1 + e)^2 with e = exp(-|x|): sigmoid(x) * (1 - sigmoid(x)) would be all
-// rounding at large x. to and scratch are not x.
+// Sets to = sigmoid'(x) = e / (1 + e)^2 with e = exp(-|x|): sigmoid(x) * (1 - sigmoid(x)) is
+// inexact at large x. to and scratch are not x.
 __aicore__ inline void sigmoid_slope(AscendC::LocalTensor<float> to, AscendC::LocalTensor<float> x,
                                      AscendC::LocalTensor<float> scratch, int32_t count) {
   exp_of_minus_abs(to, x, count);
@@ -33,9 +33,9 @@ __aicore__ inline void sigmoid_slope(AscendC::LocalTensor<float> to, AscendC::Lo
   AscendC::Div(to, to, scratch, count);
 }
 
-// to = softplus(x) = max(x, 0) + log(1 + e) with e = exp(-|x|). log(1 + e) = 2 artanh(s) with
-// s = e / (2 + e) <= 1/3, by its series: Ln(1 + e) would lose what of e is smaller than 1. to, s
-// and t are not x.
+// Sets to = softplus(x) = max(x, 0) + log(1 + e) with e = exp(-|x|). log(1 + e) = 2 artanh(s) with
+// s = e / (2 + e) <= 1/3, by its series: Ln(1 + e) would lose the digits of a small e. to, s and t
+// are not x.
 __aicore__ inline void softplus(AscendC::LocalTensor<float> to, AscendC::LocalTensor<float> x,
                                 AscendC::LocalTensor<float> s, AscendC::LocalTensor<float> t,
                                 int32_t count) {
@@ -63,7 +63,7 @@ __aicore__ inline void part_softplus(AscendC::LocalTensor<float> x, AscendC::Loc
   constexpr float kFar = -17.0f;
   AscendC::Adds(far, x, -kFar, count);
   AscendC::Mins(far, far, 0.0f, count);
-  // 0, or NaN where x is: of a NaN, Maxs may make a number.
+  // 0, or NaN where x is NaN: Maxs may turn a NaN into a number.
   exp_of_minus_abs(t, x, count);
   AscendC::Muls(t, t, 0.0f, count);
   AscendC::Maxs(x, x, kFar, count);

@@ -1,5 +1,5 @@
-// What AscendC kernels share: element types known at run time, and rows of tiles between global
-// memory and the unified buffer. Included by device code alone.
+// Helpers of AscendC kernels: element types known at run time, and rows of tiles between global
+// memory and the unified buffer. Included only by device code.
 #pragma once
 
 #include <kernel_operator.h>
@@ -17,7 +17,7 @@ struct TileShape {
 __aicore__ inline uint32_t bytes_of(ElementType type) { return type == kFloat32 ? 4 : 2; }
 __aicore__ inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Element `at` of a tensor of integers, 64 bits wide or 32, by the scalar unit.
+// Reads element `at` of a tensor of 64-bit or 32-bit integers, by the scalar unit.
 __aicore__ inline int64_t integer(GM_ADDR from, bool wide, int64_t at) {
   AscendC::GlobalTensor<int64_t> of_wide;
   AscendC::GlobalTensor<int32_t> of_narrow;
@@ -26,8 +26,8 @@ __aicore__ inline int64_t integer(GM_ADDR from, bool wide, int64_t at) {
   return wide ? of_wide.GetValue(at) : of_narrow.GetValue(at);
 }
 
-// Whether sequences start at token 0, never before each other, and end among the tokens: see
-// npu_ops/core/lengths.py. By the scalar unit, once a core.
+// Returns whether sequences start at token 0, never before each other, and end among the tokens:
+// see npu_ops/core/lengths.py. Runs on the scalar unit, once per core.
 __aicore__ inline bool are_right(GM_ADDR starts, bool wide, int64_t sequences, int64_t tokens) {
   int64_t last = integer(starts, wide, 0);
   bool right = last == 0;
@@ -39,7 +39,7 @@ __aicore__ inline bool are_right(GM_ADDR starts, bool wide, int64_t sequences, i
   return right && last <= tokens;
 }
 
-// What one pipe has done, the other sees: Wait<HardEvent::S_V>().
+// Makes one pipe wait for another: Wait<HardEvent::S_V>().
 template <AscendC::HardEvent event>
 __aicore__ inline void Wait() {
   const auto id = static_cast<int32_t>(GetTPipePtr()->FetchEventID(event));
@@ -47,20 +47,20 @@ __aicore__ inline void Wait() {
   AscendC::WaitFlag<event>(id);
 }
 
-// Rows that follow each other in both memories are one: a burst for each costs more.
+// Joins rows that are adjacent in both memories to one row, because each row costs a burst.
 __aicore__ inline TileShape in_one_run(TileShape tile, int32_t stride) {
   const bool follows = tile.columns == stride && tile.pitch == stride;
   return follows ? TileShape{1, tile.rows * stride, 0} : tile;
 }
 
-// Rows of the tile as bytes, because the element type is not known before. In the unified buffer
-// they begin `stride` elements apart, a multiple of 16.
+// Copies rows of the tile as bytes, because the element type is known only at run time. In the
+// unified buffer they begin `stride` elements apart, a multiple of 16.
 __aicore__ inline void copy_in(AscendC::LocalTensor<uint8_t> to, GM_ADDR from, ElementType type,
                                TileShape shape, int32_t stride) {
   const TileShape tile = in_one_run(shape, stride);
   const uint32_t size = bytes_of(type), bytes = tile.columns * size;
-  // A burst begins behind the one before: rows that overlap, as those expanded from one, come
-  // alone.
+  // A burst must begin behind the one before, so rows that overlap, e.g. expanded ones, are copied
+  // one by one.
   const int64_t between = tile.pitch - tile.columns;
   const int32_t times = between < 0 ? tile.rows : 1, bursts = between < 0 ? 1 : tile.rows;
   const uint32_t gap = bursts == 1 ? 0 : (stride * size - (bytes + 31) / 32 * 32) / 32;
@@ -88,7 +88,7 @@ __aicore__ inline void copy_out(GM_ADDR to, AscendC::LocalTensor<uint8_t> from, 
       AscendC::DataCopyExtParams{static_cast<uint16_t>(tile.rows), bytes, gap, skipped, 0});
 }
 
-// The vector unit computes in fp32; these are the only places that know bf16 and fp16.
+// The vector unit computes in fp32; only these functions know bf16 and fp16.
 __aicore__ inline void widen(AscendC::LocalTensor<float> to, AscendC::LocalTensor<uint8_t> from,
                              ElementType type, int32_t first, int32_t count) {
   using namespace AscendC;
@@ -111,7 +111,8 @@ __aicore__ inline void narrow(AscendC::LocalTensor<uint8_t> to, AscendC::LocalTe
     Cast(to.ReinterpretCast<bfloat16_t>()[first], from[first], RoundMode::CAST_RINT, count);
 }
 
-// Rows that fill their stride are one run; between others lies what nobody wrote.
+// Rows that fill their stride are processed as one run; between other rows lie elements that were
+// never written.
 template <class F>
 __aicore__ inline void each_run(TileShape tile, int32_t stride, F f) {
   if (tile.columns == stride) return f(0, tile.rows * stride);

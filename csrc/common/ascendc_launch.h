@@ -20,13 +20,13 @@ inline const Tensor* pointer(const std::optional<Tensor>& tensor) {
   return tensor ? &*tensor : nullptr;
 }
 
-// The tensors that a kernel touches, null where there is none, and their names: "x, weight, out".
+// The tensors that a kernel accesses, null for an absent one, and their names: "x, weight, out".
 struct KernelTensors {
   const char* names;
   std::vector<const Tensor*> tensors;
 };
 
-// The tensors in these variables, by the names of the variables.
+// Makes KernelTensors of these variables, with the variables' names.
 #define NPU_OPS_TENSORS(...) \
   ::npu_ops::KernelTensors { #__VA_ARGS__, pointers(__VA_ARGS__) }
 
@@ -37,15 +37,16 @@ std::vector<const Tensor*> pointers(const T&... tensors) {
 
 ElementType element_type(const Tensor& tensor, const char* argument);
 
-// What `npu_ops.core.ascendc.target` hands out: a device object, or its twin on the emulated NPU;
-// the device's vector cores, and bytes of unified buffer of each; and the current stream's address.
+// The result of `npu_ops.core.ascendc.target`: a device object, or its twin on the emulated NPU;
+// the device's vector cores and the bytes of unified buffer of each; and the current stream's
+// address.
 struct KernelTarget {
   const std::string& binary;
   int64_t cores, ub_bytes, stream;
 };
 
-// Runs `kernel` on the stream, on no more blocks than there are pieces of work. Its
-// arguments are the tensors' addresses, in their order, and then the tiling.
+// Runs `kernel` on the stream, on at most as many blocks as there are pieces of work. Its arguments
+// are the tensors' addresses, in their order, then the tiling.
 //
 // Raises with the runtime's own sentence if a step fails.
 void launch_ascendc(const KernelTarget& target, const char* kernel, int64_t pieces,

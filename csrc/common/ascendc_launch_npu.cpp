@@ -13,14 +13,14 @@
 namespace npu_ops {
 namespace {
 
-// The runtime's C interface (acl/acl_rt.h), as far as it is used here.
+// The functions of the runtime's C interface (acl/acl_rt.h) that are used here.
 using Status = int;
 using Load = Status (*)(const char* path, void* options, void** binary);
 using GetFunction = Status (*)(void* binary, const char* name, void** function);
 using Run = Status (*)(void* function, uint32_t blocks, void* stream, void* configuration,
                        void* arguments, size_t bytes, void* placeholders, size_t placeholder_count);
 using Message = const char* (*)();
-// Of the emulated NPU alone: what the next launch may touch.
+// Only on the emulated NPU: sets the memory that the next launch may access.
 using Tensors = void (*)(const char* const* names, const uint64_t* addresses, const uint64_t* bytes,
                          int64_t count);
 
@@ -61,7 +61,7 @@ const Runtime& runtime() {
   return found;
 }
 
-// A binary is loaded into one device, so its functions belong to that.
+// A binary is loaded into one device, so its functions belong to that device.
 void* function_of(const std::string& binary, const std::string& kernel, int device) {
   static std::mutex mutex;
   static std::map<std::pair<std::string, int>, void*> binaries;
@@ -76,7 +76,7 @@ void* function_of(const std::string& binary, const std::string& kernel, int devi
   return function;
 }
 
-// Bytes from the first element to the last; what lies between rows belongs to the tensor, too.
+// Returns the bytes from the first element to the last; gaps between rows count too.
 uint64_t span(const Tensor& tensor) {
   int64_t last = 0;
   for (int64_t i = 0; i < tensor.dim(); ++i) {

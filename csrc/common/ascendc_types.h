@@ -1,9 +1,9 @@
-// What host and device code of AscendC kernels agree on.
+// Types that host and device code of AscendC kernels share.
 #pragma once
 
 #include <cstdint>
 
-// Before a function that host and device share: without it bisheng has it for the host alone.
+// Marks a function that host and device share: without it bisheng compiles it only for the host.
 #ifdef __NPU_ARCH__
 #define NPU_OPS_SHARED __aicore__ inline
 #else

@@ -1,4 +1,4 @@
-// What every binding file needs of torch: tensors, shape checks, dtype dispatch.
+// The parts of torch that every binding file needs: tensors, shape checks, dtype dispatch.
 #pragma once
 
 #include "common/torch.h"

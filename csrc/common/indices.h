@@ -1,5 +1,5 @@
-// Index values that a kernel follows into memory. They are checked here, before anything is read or
-// written, whoever calls: a compiled caller has had no other check.
+// Index values that a kernel uses as memory offsets. They are checked here before anything is read
+// or written, because a compiled caller has had no other check.
 #pragma once
 
 #include <algorithm>
@@ -48,7 +48,7 @@ inline int64_t within(const char* name, int64_t index, int64_t low, int64_t high
   return index;
 }
 
-// No two sequences may write to one place: `places` are where they do.
+// Raises if two sequences would write to one place; `places` are the places that they write to.
 inline void check_distinct(const char* name, std::vector<int64_t> places) {
   std::sort(places.begin(), places.end());
   const auto twice = std::adjacent_find(places.begin(), places.end());
@@ -56,8 +56,8 @@ inline void check_distinct(const char* name, std::vector<int64_t> places) {
                   " twice, needs each at most once");
 }
 
-// Where sequences start and the last one ends, in `tokens` tokens. What is behind it belongs to
-// nobody (npu_ops/core/lengths.py).
+// Returns where sequences start and the last one ends, in `tokens` tokens. Tokens behind it are
+// unowned (npu_ops/core/lengths.py).
 inline std::vector<int64_t> starts_of(const char* name, const Tensor& tensor, int64_t tokens) {
   const Indices indices(tensor);
   const int64_t count = indices.rows();

@@ -1,5 +1,5 @@
-// Vectors that are spelled out, for sums: the compiler may not reorder float additions, so it makes
-// none of a plain loop.
+// Vectors with explicit lanes, for sums: the compiler may not reorder float additions, so it cannot
+// vectorise a plain loop.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ NPU_OPS_INLINE Lanes& lanes(float* at) { return *reinterpret_cast<Lanes*>(at); }
 
 inline int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-// In the order of `sum` of rows: halves first.
+// Adds the lanes in the order of `sum` of rows: halves first.
 NPU_OPS_INLINE float sum_of(const Lanes& x) {
   if constexpr (kFloats == 8)
     return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));

@@ -1,4 +1,4 @@
-// Functions that loops over float can be vectorised with; the C library's cannot.
+// Functions for loops over float that the compiler can vectorise, unlike the C library's.
 #pragma once
 
 #include <bit>
@@ -9,11 +9,11 @@
 
 namespace npu_ops {
 
-// e^x for x within +-87, beyond which it is that of the end; a NaN stays a NaN. Relative error
+// Returns e^x for x within +-87; beyond, the value at the limit; a NaN stays a NaN. Relative error
 // below 2e-7. The reduction and the polynomial are those of Cephes' expf.
 NPU_OPS_INLINE float exp_within(float x) {
-  // One condition, whose end is computed: of two with constant ends the compiler makes three paths,
-  // computes each to its end and blends, which takes twice as long.
+  // One condition with a computed limit. For two conditions with constant limits the compiler makes
+  // three paths, computes each to its end and blends, which takes twice as long.
   x = std::fabs(x) > 87.0f ? std::copysign(87.0f, x) : x;
   const float shifted = x * 1.44269504f + 12582912.0f;  // its low bits are the power of two
   const float power = shifted - 12582912.0f;
@@ -30,7 +30,7 @@ NPU_OPS_INLINE float exp_within(float x) {
 
 NPU_OPS_INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp_within(-x)); }
 
-// The derivative of sigmoid. sigmoid(x) * (1 - sigmoid(x)) would be all rounding at large x.
+// The derivative of sigmoid. sigmoid(x) * (1 - sigmoid(x)) is inexact at large x.
 NPU_OPS_INLINE float sigmoid_slope(float x) {
   const float e = exp_within(-std::fabs(x));
   return e / ((1.0f + e) * (1.0f + e));

@@ -1,13 +1,14 @@
-// What a library built with a new glibc would ask of the machine that it runs on, so that one wheel
-// serves glibc 2.27. To be included in one source file.
+// Replacements for newer symbols, so that a library built with a new glibc runs with glibc 2.27,
+// and one wheel serves all. To be included in one source file.
 #pragma once
 
 #include <sstream>
 
-// In C++20 torch 2.7's headers ask libstdc++ of gcc 11 for this.
+// In C++20, torch 2.7's headers need this symbol of gcc 11's libstdc++.
 template std::string std::stringbuf::str() const&;
 
-// The dynamic loader's functions, by the versions that they had before they moved into libc (2.34).
+// Uses the dynamic loader's functions with the versions that they had before they moved into libc
+// (2.34).
 #if defined(__GLIBC__) && defined(__x86_64__)
 #define NPU_OPS_OLD(name) __asm__(".symver " #name "," #name "@GLIBC_2.2.5")
 #elif defined(__GLIBC__) && defined(__aarch64__)
@@ -20,8 +21,8 @@ NPU_OPS_OLD(dlsym);
 NPU_OPS_OLD(dlerror);
 #undef NPU_OPS_OLD
 
-// libstdc++ looks here whether there is one thread; glibc has it since 2.32. It says: there may be
-// more, so counters of references are atomic.
+// libstdc++ reads this variable to learn whether there is one thread; glibc has it since 2.32. Here
+// it says that there may be more, so reference counts are atomic.
 extern "C" {
 __attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
 }

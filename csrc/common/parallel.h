@@ -8,7 +8,7 @@
 
 namespace npu_ops {
 
-// Elements below which a second thread costs more than it brings.
+// With fewer elements than this, a second thread costs more than it gains.
 constexpr int64_t kGrainElements = 32768;
 
 // Runs body(begin, end) over [0, count) in parallel; an item has `width` elements.

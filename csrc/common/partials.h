@@ -11,13 +11,13 @@
 namespace npu_ops {
 
 // Rows are summed in blocks, whose number does not depend on the number of threads: sums are the
-// same on every machine. There are up to 64 blocks, for longer sums round more. One thread adds the
-// blocks' sums in the end, so where there are more than four, each has enough rows for that to cost
-// little.
+// same on every machine. There are up to 64 blocks, because longer sums round more. One thread adds
+// the blocks' sums at the end. So if there are more than four blocks, each has enough rows to make
+// that cheap.
 constexpr int64_t kBlocks = 64, kFewBlocks = 4, kRowsOfSums = 32;
 
 struct Partials {
-  // cost: of a row, in elements, as `parallel` takes it.
+  // cost: of a row, in elements, as in `parallel`.
   Partials(int64_t rows, int64_t width, int64_t cost)
       : rows(rows),
         width(width),

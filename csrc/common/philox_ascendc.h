@@ -14,7 +14,7 @@ class Philox {
   using Words = AscendC::LocalTensor<int32_t>;
   static constexpr int32_t kBuffers = 10;  // of `count` words each, in the memory given to Init
 
-  // `count`: words a call makes of each of the four; a multiple of 64.
+  // `count`: how many of each of the four words a call makes; a multiple of 64.
   __aicore__ inline void Init(Words memory, int32_t count) {
     count_ = count;
     for (int32_t i = 0; i < 4; ++i) word_[i] = memory[i * count];
@@ -36,7 +36,7 @@ class Philox {
     }
   }
 
-  // After Draw: 16 random bits for each element of lane 0 to 7, as floats, in `to`.
+  // Writes to `to`, after Draw, 16 random bits for each element of lane 0 to 7, as floats.
   __aicore__ inline void Halves(AscendC::LocalTensor<float> to, int32_t lane) {
     const Words word = word_[lane / 2];
     if (lane % 2)
@@ -46,11 +46,12 @@ class Philox {
     AscendC::Cast(to, limb_[0], AscendC::RoundMode::CAST_NONE, count_);
   }
 
-  // Free for others between Draw and the next: `count` words.
+  // `count` words that callers may use between one Draw and the next.
   __aicore__ inline Words scratch(int32_t i) { return limb_[1 + i]; }
 
  private:
-  // One round, in place: each word stays in its buffer, and the buffers change their names.
+  // Computes one round in place: each word stays in its buffer, and the buffers exchange their
+  // names.
   __aicore__ inline void Round(uint32_t low_key, uint32_t high_key) {
     High(high_, word_[0], 0xD2511F53u);
     AscendC::Muls(word_[0], word_[0], static_cast<int32_t>(0xD2511F53u), count_);

@@ -1,5 +1,5 @@
-// Walking over the rows of [outer, inner, D] tensors, as npu_ops/core/rows.py makes them, of [rows,
-// D] tensors, or of contiguous tensors of any other number of dimensions.
+// Loops over the rows of [outer, inner, D] tensors, as npu_ops/core/rows.py makes them, of [rows,
+// D] tensors, or of contiguous tensors with any other number of dimensions.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace npu_ops {
 
-// The rows of one tensor: `inner` rows, a step apart, from each outer index.
+// The rows of one tensor: for each outer index, `inner` rows a step apart.
 struct Rows {
   explicit Rows(const Tensor& tensor) {
     if (tensor.dim() != 3) {
@@ -29,8 +29,8 @@ struct Rows {
   }
   int64_t at(int64_t outer, int64_t row) const { return outer * outer_step + row * step; }
 
-  // Calls body(outer, first, count) for rows [begin, end): `count` from `first` on of an outer
-  // index.
+  // Calls body(outer, first, count) for rows [begin, end), as runs of `count` rows from `first` on
+  // of one outer index.
   template <class Body>
   void runs(int64_t begin, int64_t end, const Body& body) const {
     while (begin < end) {
@@ -43,7 +43,7 @@ struct Rows {
   int64_t outer = 1, inner = 1, outer_step = 0, step = 0;
 };
 
-// Rows with their elements, to be read or, where T is not const, written.
+// Rows with their elements; writable unless T is const.
 template <class T>
 struct RowsOf : Rows {
   RowsOf(const Tensor& tensor, T* elements)
@@ -63,7 +63,7 @@ RowsOf<T> rows_out(const Tensor& tensor) {
   return {tensor, output<T>(tensor)};
 }
 
-// One thread's way to rows of a tensor, see Row.
+// One thread's access to the rows of a tensor, see Row.
 template <class T>
 struct RowBuffer {
   explicit RowBuffer(const RowsOf<T>& rows) : rows(rows), row(rows.width) {}
@@ -80,8 +80,8 @@ struct RowBuffer {
   Row<std::remove_const_t<T>> row;
 };
 
-// Runs body(index, row...) for rows [begin, end) of tensors of one shape; index: among the inner
-// rows. A row of fp16 may be one of fp32, see Row.
+// Runs body(index, row...) for rows [begin, end) of tensors of one shape. index: the row's inner
+// index. A row of fp16 may be passed as one of fp32, see Row.
 template <class Body, class... T>
 void each_row_of(int64_t begin, int64_t end, const Body& body, const RowsOf<T>&... rows) {
   std::tuple<RowBuffer<T>...> all{RowBuffer<T>(rows)...};

@@ -1,8 +1,8 @@
-// Kernels that work along rows: tiles of them between global memory and fp32 in the unified buffer,
-// sums along rows and over them. Included by device code alone.
+// Kernels that work on rows: they copy tiles between global memory and fp32 in the unified buffer,
+// and sum along rows and over rows. Included only by device code.
 //
-// In fp32 a tile's rows begin `stride` elements apart. What lies between is written once, when a
-// buffer is made, and computed along; nobody reads it.
+// In fp32 a tile's rows begin `stride` elements apart. The elements between them are set once, when
+// a buffer is made, and computed along; they are never used.
 #pragma once
 
 #include "common/ascendc.h"
@@ -18,8 +18,7 @@ struct RowTile {
   int32_t rows, column, columns;
 };
 
-// Of a tile, the rows among the `count` from row `first` on, which is their first. There may be
-// none.
+// Returns the part of a tile among the `count` rows from `first` on, which may be empty.
 __aicore__ inline RowTile rows_among(RowTile tile, int64_t first, int64_t count) {
   const int64_t begin = tile.row < first ? 0 : tile.row - first;
   const int64_t end = smaller(tile.row + tile.rows - first, count);
@@ -32,7 +31,7 @@ class Rows {
  public:
   __aicore__ inline explicit Rows(const RowsTiling& tiling) : tiling_(tiling) {}
 
-  // A buffer of `count` floats, which hold `value`.
+  // Makes a buffer of `count` floats with the value `value`.
   __aicore__ inline Floats floats(int32_t count, float value = 0.0f) {
     AscendC::TBuf<AscendC::TPosition::VECCALC> buffer;
     pipe_.InitBuffer(buffer, (count * sizeof(float) + 31) / 32 * 32);
@@ -45,21 +44,21 @@ class Rows {
     return floats((tiling_.tile_rows + 7) / 8 * 8, value);
   }
 
-  // Two tiles of a tensor, so that one is copied while the other is used. Each holds an event of
-  // its own, and two pipes have eight: a kernel has four such queues in each direction at the most.
+  // Two tiles of a tensor, so that one is copied while the other is used. Each uses an event, and a
+  // pair of pipes has eight: a kernel has at most four such queues in each direction.
   template <class Queue>
   __aicore__ inline void make(Queue& queue, const RowTensor& tensor) {
     pipe_.InitBuffer(queue, 2, tiling_.elements * bytes_of(type(tensor)));
   }
 
-  // Room for fp32: tensors of any dtype take turns in the queue.
+  // A buffer for fp32; tensors of any dtype use the queue in turn.
   template <class Queue>
   __aicore__ inline void make(Queue& queue) {
     pipe_.InitBuffer(queue, 2, tiling_.elements * sizeof(float));
   }
 
-  // Calls body(tile) for each tile of each piece that this core takes; its columns are those of the
-  // first chunk. Calls done(piece) after each piece.
+  // Calls body(tile) for each tile of this core's pieces; its columns are those of the first chunk.
+  // Calls done(piece) after each piece.
   template <class Body, class Done>
   __aicore__ inline void each_tile(Body body, Done done) {
     const int64_t of_group = tiling_.pieces_of_group();
@@ -95,7 +94,7 @@ class Rows {
     queue.EnQue(to);
   }
 
-  // The next tile of a queue, as floats.
+  // Takes the next tile of a queue, as floats.
   template <class Queue>
   __aicore__ inline void take(Queue& queue, Floats to, const RowTensor& tensor, RowTile tile) {
     AscendC::LocalTensor<uint8_t> from = queue.template DeQue<uint8_t>();
@@ -112,7 +111,8 @@ class Rows {
     unload(queue, to, tensor, tile);
   }
 
-  // The next tile of a queue, as it is: of one that binds loads to stores, what was loaded.
+  // Takes the next tile of a queue unchanged; of a queue that binds loads to stores, the loaded
+  // tile.
   template <class Queue>
   __aicore__ inline void unload(Queue& queue, GM_ADDR to, const RowTensor& tensor, RowTile tile) {
     AscendC::LocalTensor<uint8_t> from = queue.template DeQue<uint8_t>();
@@ -123,8 +123,8 @@ class Rows {
     queue.FreeTensor(from);
   }
 
-  // partial += values * values2, elements of the same column of 64; both are tiles, partial is
-  // [tile_rows, 64].
+  // Computes partial += values * values2, where elements go to the same column modulo 64; both are
+  // tiles, partial is [tile_rows, 64].
   __aicore__ inline void add_products(Floats partial, Floats product, RowTile tile) {
     const auto apart = static_cast<uint8_t>(tiling_.stride / 8);
     for (int32_t column = 0; column < tile.columns; column += kLanes)
@@ -132,13 +132,13 @@ class Rows {
                    {1, 1, 1, 8, 8, apart});
   }
 
-  // The sums of `partial`'s rows, which are 0 afterwards.
+  // Sums the rows of `partial`, and sets them to 0.
   __aicore__ inline void finish_sums(Floats sums, Floats partial, RowTile tile) {
     AscendC::WholeReduceSum(sums, partial, kLanes, tile.rows, 1, 1, 8);
     AscendC::Duplicate(partial, 0.0f, tile.rows * kLanes);
   }
 
-  // values *= factors[row]; `spread` has room for eight floats a row.
+  // Computes values *= factors[row]; `spread` has room for eight floats a row.
   __aicore__ inline void scale_rows(Floats values, Floats factors, Floats spread, RowTile tile) {
     AscendC::Brcb(spread, factors, static_cast<uint8_t>((tile.rows + 7) / 8), {1, 8});
     const auto apart = static_cast<uint8_t>(tiling_.stride / 8);
@@ -147,7 +147,7 @@ class Rows {
                    tile.rows, {1, 1, 0, apart, apart, 1});
   }
 
-  // to = from * row, `columns` columns: one row for all rows of the tile.
+  // Computes to = from * row for `columns` columns, with one row for all rows of the tile.
   __aicore__ inline void times_row(Floats to, Floats from, Floats row, int32_t columns,
                                    RowTile tile) {
     const auto apart = static_cast<uint8_t>(tiling_.stride / 8);
@@ -155,7 +155,7 @@ class Rows {
       AscendC::Mul(to[column], from[column], row[column], lanes(columns - column), tile.rows,
                    {1, 1, 1, apart, apart, 0});
   }
-  // values *= row, or values += row.
+  // Computes values *= row, or values += row.
   __aicore__ inline void times_row(Floats values, Floats row, RowTile tile) {
     times_row(values, values, row, tiling_.stride, tile);
   }
@@ -166,7 +166,7 @@ class Rows {
                    tile.rows, {1, 1, 1, apart, apart, 0});
   }
 
-  // values += others, the first `columns` columns.
+  // Computes values += others for the first `columns` columns.
   __aicore__ inline void plus(Floats values, Floats others, int32_t columns, RowTile tile) {
     const auto apart = static_cast<uint8_t>(tiling_.stride / 8);
     for (int32_t column = 0; column < columns; column += kLanes)
@@ -174,7 +174,7 @@ class Rows {
                    tile.rows, {1, 1, 1, apart, apart, apart});
   }
 
-  // sum += the sum over the tile's rows, whose values are gone afterwards. Always in one order.
+  // Computes sum += the sum over the tile's rows, always in the same order. It destroys `values`.
   __aicore__ inline void add_rows(Floats sum, Floats values, RowTile tile) {
     for (int32_t left = tile.rows; left > 1;) {
       const int32_t half = left / 2;
@@ -184,7 +184,7 @@ class Rows {
     AscendC::Add(sum, sum, values, tile.columns);
   }
 
-  // Elements of a tile's rows in a buffer, with what lies between.
+  // The elements of a tile's rows in a buffer, including those between the rows.
   __aicore__ inline int32_t count(RowTile tile) const { return tile.rows * tiling_.stride; }
 
   __aicore__ inline void widen_rows(Floats to, AscendC::LocalTensor<uint8_t> from, ElementType type,
@@ -212,8 +212,8 @@ class Rows {
     narrow(to, from, type, 0, count(tile));
   }
 
-  // Calls f(first row of the tile, offset in the tensor, shape) for runs of rows that lie at one
-  // distance from each other.
+  // Calls f(first row of the tile, offset in the tensor, shape) for runs of rows at equal
+  // distances.
   template <class F>
   __aicore__ inline void each_copy(const RowTensor& tensor, RowTile tile, F f) {
     const bool even = tensor.outer == tiling_.inner * tensor.inner;

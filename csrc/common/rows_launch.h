@@ -1,4 +1,4 @@
-// What launchers of kernels that work along rows share: tensors [outer, inner, width] as rows.
+// Helpers of the launchers of kernels that work on rows: tensors [outer, inner, width] as rows.
 #pragma once
 
 #include <initializer_list>
@@ -8,7 +8,7 @@
 
 namespace npu_ops {
 
-// One group of all rows of an [outer, inner, width] tensor, not cut yet.
+// Returns one group with all rows of an [outer, inner, width] tensor, without the cut.
 inline RowsTiling rows_of(const Tensor& tensor) {
   RowsTiling rows{};
   rows.rows = tensor.size(0) * tensor.size(1);
@@ -18,7 +18,7 @@ inline RowsTiling rows_of(const Tensor& tensor) {
   return rows;
 }
 
-// Where those rows lie. A dimension of size 1 has the stride that makes one run of all.
+// Returns the places of those rows. A dimension of size 1 gets the stride that makes them one run.
 inline RowTensor row_tensor(const Tensor& tensor, const char* argument) {
   RowTensor made{0, tensor.stride(0), tensor.stride(1), element_type(tensor, argument)};
   if (tensor.size(1) == 1) made.inner = made.outer;
@@ -26,7 +26,7 @@ inline RowTensor row_tensor(const Tensor& tensor, const char* argument) {
   return made;
 }
 
-// As above, but where there are groups, inner is their number, and a group is a run of columns.
+// As above, but with groups, inner is their number, and a group is a run of columns.
 inline RowsTiling grouped_rows_of(const Tensor& tensor, int32_t groups) {
   RowsTiling rows = rows_of(tensor);
   if (groups == 1) return rows;
@@ -42,7 +42,7 @@ inline RowTensor grouped_row_tensor(const Tensor& tensor, int32_t groups, const 
   return {tensor.stride(1), apart, apart, element_type(tensor, argument)};
 }
 
-// Bytes of an element in two tiles of each tensor.
+// Returns the bytes of an element in two tiles of each tensor.
 inline int64_t doubled(std::initializer_list<const Tensor*> tensors) {
   int64_t bytes = 0;
   for (const Tensor* tensor : tensors) bytes += tensor ? 2 * tensor->element_size() : 0;

@@ -1,4 +1,4 @@
-// How AscendC kernels that work along rows cut them; host and device share it.
+// How AscendC kernels cut rows into tiles; host and device share this file.
 //
 // A tensor is groups of rows of `width` columns. A piece of work is `piece_rows` rows of a group,
 // and a core takes every blocks-th piece. A tile is `tile_rows` rows of it by `chunk` columns.
@@ -8,7 +8,7 @@
 
 namespace npu_ops {
 
-// Where the rows of a tensor lie: elements from one to the next. Columns are neighbours.
+// The places of a tensor's rows: the strides in elements. Columns are contiguous.
 struct RowTensor {
   int64_t group, outer, inner;
   int32_t type;  // ElementType
@@ -22,17 +22,19 @@ struct RowsTiling {
   int32_t elements;  // of a tile: tile_rows * stride
 
   NPU_OPS_SHARED int32_t chunks() const { return (width + chunk - 1) / chunk; }
-  // Elements, up to a multiple of 16.
+  // The elements of a row, rounded up to a multiple of 16.
   NPU_OPS_SHARED int32_t whole_row() const { return chunks() * stride; }
   NPU_OPS_SHARED int64_t pieces_of_group() const { return (rows + piece_rows - 1) / piece_rows; }
   NPU_OPS_SHARED int64_t pieces() const { return groups * pieces_of_group(); }
 };
 
-// A vector instruction's rows lie at most 255 blocks of 32 bytes apart, and it repeats 255 times.
+// The rows of a vector instruction lie at most 255 blocks of 32 bytes apart, and it repeats at most
+// 255 times.
 constexpr int64_t kWidestChunk = 2032, kMostRows = 248;
 
-// Fills in the cut. `element_bytes`, `row_bytes`, `fixed_bytes`: of the unified buffer, for an
-// element of a tile, for one of its rows, and besides. `cores`: all get work where there is enough.
+// Computes the cut. `element_bytes`, `row_bytes`, `fixed_bytes`: bytes of the unified buffer for an
+// element of a tile, for one of its rows, and for everything else. `cores`: all of them get work if
+// there is enough.
 inline void cut_rows(RowsTiling& tiling, int64_t cores, int64_t ub_bytes, int64_t element_bytes,
                      int64_t row_bytes, int64_t fixed_bytes) {
   const auto least = [](int64_t a, int64_t b) { return a < b ? a : b; };
@@ -40,7 +42,7 @@ inline void cut_rows(RowsTiling& tiling, int64_t cores, int64_t ub_bytes, int64_
   const auto over = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t room = ub_bytes - kReservedBytes - fixed_bytes;
   const int64_t widest = least(kWidestChunk, (room - row_bytes) / element_bytes / 16 * 16);
-  // Chunks of one size, so that the last is not a sliver.
+  // Chunks have equal size, so that the last is not much smaller.
   const int64_t chunks = over(tiling.width, widest);
   const int64_t stride = over(over(tiling.width, chunks), 16) * 16;
   tiling.stride = static_cast<int32_t>(stride);

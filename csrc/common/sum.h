@@ -1,4 +1,4 @@
-// Sums along a row. The compiler may not reorder float additions, so the lanes are spelled out.
+// Sums along a row. The compiler may not reorder float additions, so the lanes are explicit.
 #pragma once
 
 #include <cmath>
@@ -9,8 +9,8 @@
 
 namespace npu_ops {
 
-// The sum of term(i) for i in [0, width): the same for the same width on every machine, but for
-// fused multiply-adds.
+// Returns the sum of term(i) for i in [0, width). For one width the order is the same on every
+// machine; only fused multiply-adds may differ.
 template <class Term>
 NPU_OPS_INLINE float sum(int64_t width, const Term& term) {
   float lanes[kLanes] = {};
@@ -31,8 +31,8 @@ NPU_OPS_INLINE void read(const bf16* at, Lanes& to) {
                                << 16);
 }
 
-// The sum of a[i] * b[i] for i in [0, width). Of the lanes of `sum` the compiler keeps an array in
-// memory, which takes l2norm 1.4 times as long.
+// Returns the sum of a[i] * b[i] for i in [0, width). With `sum`, the compiler keeps the lanes in
+// memory, and l2norm takes 1.4 times as long.
 template <class A, class B>
 NPU_OPS_INLINE float dot(const A* a, const B* b, int64_t width) {
   if constexpr (std::is_same_v<A, fp16> || std::is_same_v<B, fp16>) {

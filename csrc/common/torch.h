@@ -1,5 +1,5 @@
-// What the kernels use of torch: its stable ABI, or the same names over the C++ API of torch 2.7 to
-// 2.9, whose stable ABI lacks some of them.
+// The parts of torch that the kernels use: its stable ABI, or the same names over the C++ API of
+// torch 2.7 to 2.9, whose stable ABI lacks some of them.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Element types as the kernels see them: storage types that convert to and from float in loops the
-// compiler can vectorise. torch's own BFloat16 and Half convert through branches that it cannot.
+// Element types of the kernels: storage types that convert to and from float in loops that the
+// compiler can vectorise. torch's own BFloat16 and Half convert through branches, which it cannot.
 #pragma once
 
 #include <bit>
@@ -14,20 +14,20 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define NPU_OPS_X86_CLONES 1
 #define NPU_OPS_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-// Two functions of one name: the loader picks the first where there is AVX2 and its conversions.
+// Two functions of one name: the loader picks the first on machines with AVX2 and its conversions.
 #define NPU_OPS_AVX2 __attribute__((target("arch=x86-64-v3")))
 #define NPU_OPS_WITHOUT_AVX2 __attribute__((target("default")))
 #else
 #define NPU_OPS_CLONES
 #define NPU_OPS_WITHOUT_AVX2
 #endif
-// What a cloned loop calls must be inlined into each clone to be vectorised there.
+// A function that a cloned loop calls must be inlined into each clone to be vectorised there.
 #define NPU_OPS_INLINE inline __attribute__((always_inline))
 
 namespace npu_ops {
 
-// Of vectors that are spelled out: those of AVX2 or NEON. A sum in longer ones than the machine has
-// is kept in memory by the compiler, and a product of matrices then takes six times as long.
+// The width of explicit vectors: that of AVX2 or NEON. If a sum has longer vectors than the
+// machine, the compiler keeps it in memory, and a matrix product takes six times as long.
 #if defined(__x86_64__)
 constexpr int kFloats = 8;
 #else
@@ -49,7 +49,7 @@ NPU_OPS_INLINE float load(bf16 value) {
 }
 
 #if defined(__aarch64__)
-// One instruction, of which the compiler makes vectors.
+// One instruction, which the compiler can vectorise.
 NPU_OPS_INLINE float load(fp16 value) { return std::bit_cast<__fp16>(value.bits); }
 #else
 // Half to float without tables or branches: shift into place, rescale the exponent by a multiply

@@ -1,5 +1,5 @@
-// Rows of any type to rows of fp32 and back. GCC 12 makes no vectors of the machine's conversions
-// of fp16, which take a fifth of the time of those in integers (vec.h).
+// Rows of any type to rows of fp32 and back. GCC 12 does not vectorise the machine's conversions of
+// fp16, which take a fifth of the time of those with integers (vec.h).
 #pragma once
 
 #include <cstdint>
@@ -50,8 +50,8 @@ NPU_OPS_WITHOUT_AVX2 inline void narrow(const float* in, fp16* out, int64_t coun
 }
 #endif
 
-// One thread's row of a tensor as a loop takes it: fp16 by way of fp32 where loops do not convert
-// it, others as they are.
+// One thread's row of a tensor in the form that a loop needs: fp16 converted to fp32 if loops
+// cannot convert it, other types unchanged.
 template <class T>
 class Row {
  public:
@@ -72,7 +72,7 @@ class Row {
       return memory_.data();
     }
   }
-  // Where to write a row; `written` then brings it to its place.
+  // Returns where to write a row; `written` then copies it to its place.
   Element* to(T* row) {
     if constexpr (kCopied)
       return memory_.data();

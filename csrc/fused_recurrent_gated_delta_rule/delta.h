@@ -16,7 +16,7 @@ class Rows {
       : data_(static_cast<const char*>(tensor.const_data_ptr())),
         dtype_(tensor.scalar_type()),
         stride_(stride) {}
-  // Elements [begin, begin + count) of a row.
+  // Reads elements [begin, begin + count) of a row.
   void read(int64_t row, int64_t begin, int64_t count, float* out) const {
     const int64_t at = row * stride_ + begin;
     dispatch(dtype_, "dtype", [&]<class T>(T*) {
@@ -36,7 +36,8 @@ class Rows {
   int64_t stride_;
 };
 
-// Where sequence n begins and ends in the tokens: by `cu_seqlens`, or all have `length` tokens.
+// Returns where sequence n begins and ends in the tokens: from `cu_seqlens`, or all have `length`
+// tokens.
 class Spans {
  public:
   Spans(const std::optional<Tensor>& cu_seqlens, int64_t batch, int64_t length, int64_t tokens) {

@@ -1,5 +1,5 @@
-// The recurrent gated delta rule on the CPU.
-// Definition: npu_ops/ops/fused_recurrent_gated_delta_rule/reference.py
+// The recurrent gated delta rule on the CPU. Reference:
+// npu_ops/ops/fused_recurrent_gated_delta_rule/reference.py
 #include <algorithm>
 #include <cmath>
 
@@ -10,16 +10,17 @@
 namespace npu_ops {
 namespace {
 
-// A state is walked in blocks of value columns, which no other column knows of: [keys, kBlock].
+// A state is processed in blocks of value columns, [keys, kBlock], which are independent of each
+// other.
 constexpr int64_t kBlock = 64;
 
-// One token of one head and block of values, in fp32; what lies beyond the last value is 0.
+// One token of one head and block of values, in fp32; 0 beyond the last value.
 struct Token {
   const float *q, *k, *key_decay;       // [keys]; q is scaled
   const float *v, *beta, *value_decay;  // [kBlock]
 };
 
-// Decays the state, moves what it recalls for k towards v, and reads it with q.
+// Decays the state, moves its value for k towards v, and reads it with q.
 NPU_OPS_CLONES void advance(float* state, int64_t keys, Token token, float* out) {
   float change[kBlock] = {};
   for (int64_t i = 0; i < keys; ++i) {
@@ -62,10 +63,10 @@ struct StateLayout {
   }
 };
 
-// Tokens between two states that the backward keeps; those between are computed again.
+// Tokens between two states that the backward stores; the states between them are computed again.
 constexpr int64_t kSegment = 32;
 
-// The inputs of a call, and where a head's tokens are in them.
+// The inputs of a call, and the offsets of a head's tokens in them.
 struct Inputs {
   Inputs(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& g,
          const std::optional<Tensor>& gk, const std::optional<Tensor>& gv, const Tensor& beta,
@@ -156,7 +157,7 @@ void first_state(const std::optional<Tensor>& states, const Inputs& in, int64_t 
     std::fill(state, state + in.layout.keys * kBlock, 0.0f);
 }
 
-// The tokens of a sequence, for a block of one value head's values.
+// Loops over the tokens of a sequence, for a block of one value head's values.
 void walk(const Inputs& in, int64_t n, int64_t head, int64_t block,
           const std::optional<Tensor>& initial_state, const Tensor& o,
           const std::optional<Tensor>& final_state) {
@@ -182,7 +183,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> g, std::optiona
              std::optional<Tensor> cu_seqlens, double scale, bool v_first, Tensor o,
              std::optional<Tensor> final_state) {
   const Inputs in(q, k, v, g, gk, gv, beta, cu_seqlens, scale, v_first);
-  // Tokens behind the last sequence belong to nobody.
+  // Tokens behind the last sequence are unowned.
   const int64_t row = in.value_heads * in.layout.values, end = in.spans.end(in.spans.count() - 1);
   dispatch(o.scalar_type(), "o", [&]<class T>(T*) {
     std::fill(output<T>(o) + end * row, output<T>(o) + o.numel(), T{});
@@ -197,7 +198,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> g, std::optiona
   });
 }
 
-// What a token adds to gradients. Of the keys, sums over all blocks and value heads of a head.
+// A token's share of the gradients. For keys: the sums over all blocks and value heads of a head.
 struct TokenGradient {
   float *q, *k, *log_key_decay;       // [keys], added to
   float *v, *beta, *log_value_decay;  // [kBlock], written
@@ -253,7 +254,7 @@ struct Gradients {
   std::optional<Tensor> grad_initial_state;
 };
 
-// Adds the gradients of a token of one head and block, which are in `from`, to those in memory.
+// Adds the gradients in `from`, of a token of one head and block, to those in memory.
 void add(const Inputs& in, const Gradients& to, int64_t token, int64_t head, int64_t block,
          const TokenGradient& from) {
   const int64_t row = token * in.value_heads + head, keys = in.layout.keys;
@@ -272,7 +273,7 @@ void add(const Inputs& in, const Gradients& to, int64_t token, int64_t head, int
     grad_beta[in.beta_width == values ? begin + j : 0] += from.beta[j];
 }
 
-// The tokens of a sequence backwards, for a block of one value head's values.
+// Loops backwards over the tokens of a sequence, for a block of one value head's values.
 void walk_back(const Inputs& in, int64_t n, int64_t head, int64_t block, const Rows& grad_o,
                const std::optional<Tensor>& grad_final_state,
                const std::optional<Tensor>& initial_state, const Gradients& to) {
@@ -323,7 +324,8 @@ void walk_back(const Inputs& in, int64_t n, int64_t head, int64_t block, const R
 
 void clear(const Tensor& tensor) { std::fill_n(output<float>(tensor), tensor.numel(), 0.0f); }
 
-// A head of a sequence is one thread's, with all its value heads and blocks: they share gradients.
+// One thread computes a head of a sequence with all its value heads and blocks, because they share
+// gradients.
 void backward(Tensor grad_o, std::optional<Tensor> grad_final_state, Tensor q, Tensor k, Tensor v,
               std::optional<Tensor> g, std::optional<Tensor> gk, std::optional<Tensor> gv,
               Tensor beta, std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens,

@@ -1,10 +1,10 @@
-// gated_delta_rule_update for Ascend910B and Ascend910_93.
-// Definition: npu_ops/ops/gated_delta_rule_update/reference.py
+// gated_delta_rule_update for Ascend910B and Ascend910_93. Reference:
+// npu_ops/ops/gated_delta_rule_update/reference.py
 //
-// A piece of work is a block of values of a head of a sequence, which no other value knows of: its
-// state is loaded once, stays on chip in fp32 for all tokens, and is stored where it is wanted. The
-// next piece, or the next few tokens, are loaded before this one is computed. Barriers inside the
-// vector pipe are bisheng's (--cce-auto-sync); queues order the copies.
+// A piece of work is a block of values of a head of a sequence; blocks are independent of each
+// other. Its state is loaded once, stays on chip in fp32 for all tokens, and is stored where the
+// caller wants it. The next piece, or the next few tokens, are loaded before this one is computed.
+// bisheng inserts the barriers inside the vector pipe (--cce-auto-sync); queues order the copies.
 #include "common/activation_ascendc.h"
 #include "common/ascendc.h"
 #include "gated_delta_rule_update/gated_delta_rule_update_tiling.h"
@@ -25,7 +25,7 @@ struct Arguments {
       *kept_indices, *o;
 };
 
-// A few tokens of a piece: `count` from `token` on, of [begin, end), which are all of its sequence.
+// A few tokens of a piece: `count` from `token` on, out of the sequence's tokens [begin, end).
 struct Tile {
   int64_t piece, n, begin, end, token;
   int32_t head, value, width, count;  // width: of the values from `value` on
@@ -106,7 +106,7 @@ class Update {
 
   __aicore__ inline bool Exists(const Tile& tile) const { return tile.piece < tiling_.pieces(); }
 
-  // The first tile of the first piece from `piece` on that is this core's and has tokens.
+  // Returns the first tile of this core's first piece, from `piece` on, that has tokens.
   __aicore__ inline Tile Begin(int64_t piece) const {
     Tile tile{};
     for (; piece < tiling_.pieces(); piece += GetBlockNum()) {
@@ -147,8 +147,8 @@ class Update {
     return tile;
   }
 
-  // Where a sequence begins and ends. What belongs to nobody is behind the last one; where starts
-  // are wrong, that is all.
+  // Finds where a sequence begins and ends. Unowned tokens are behind the last sequence; if starts
+  // are invalid, all tokens are unowned.
   __aicore__ inline void FindTokens(Tile& tile) const {
     if (!given_.starts) {
       tile.begin = tile.n * tiling_.length;
@@ -162,7 +162,8 @@ class Update {
                         : 0;
   }
 
-  // Where a sequence's state is, and where its states go; whether that is right.
+  // Finds where a sequence's state is read and its states are written; returns whether that is
+  // valid.
   __aicore__ inline bool FindState(Tile& tile) const {
     const int64_t steps = tiling_.steps, count = tile.end - tile.begin;
     if (given_.accepted) tile.accepted = integer(given_.accepted, tiling_.wide_accepted, tile.n);
@@ -193,7 +194,7 @@ class Update {
 
   // ---- loads ----
 
-  // Where q, k, v and the numbers of a gate are in one buffer, bytes.
+  // Computes the byte offsets of q, k, v and the gates' numbers in one buffer.
   __aicore__ inline void PlaceTokens() {
     const int32_t tokens = tiling_.tile_tokens;
     k_at_ = tokens * key_stride_ * bytes_of(type(tiling_.q_type));
@@ -235,7 +236,8 @@ class Update {
     copy_in(to, from + head * bytes_of(type(of)), type(of), {1, 1, 1}, kOwnBlock);
   }
 
-  // A tile's part of a state: rows in memory, and the first of their elements.
+  // A tile's part of a state: its rows in memory (StateShape), and the offset of its first element
+  // (Within).
   __aicore__ inline TileShape StateShape(const Tile& tile) const {
     if (tiling_.v_first) return {tile.width, tiling_.keys, tiling_.keys};
     return {tiling_.keys, tile.width, tiling_.values};
@@ -321,14 +323,14 @@ class Update {
     Div(beta_, ones_, x_, kLanes);
   }
 
-  // Numbers that are loaded alone, to the lanes that `lanes` says.
+  // Writes single numbers to the lanes that `lanes` selects.
   __aicore__ inline void Numbers(Floats to, Bytes from, int32_t of, int32_t count,
                                  LocalTensor<uint32_t> lanes) {
     Widen(wide_, from, of, {count, 1, 0}, kOwnBlock);
     Gather(to, wide_, lanes, 0, static_cast<uint32_t>(kLanes));
   }
 
-  // rows *= scale / sqrt(sum of squares + 1e-6). Rsqrt is inexact.
+  // Computes rows *= scale / sqrt(sum of squares + 1e-6). Rsqrt is inexact.
   __aicore__ inline void Normalize(Floats rows, int32_t count, float scale) {
     const auto apart = static_cast<uint8_t>(key_stride_ / 8);
     SumOfProducts(norm_, rows, rows, count, key_stride_, key_stride_);
@@ -342,8 +344,8 @@ class Update {
     });
   }
 
-  // sums = the sums along `keys` of rows * others, whose rows begin so many elements apart; 0: one
-  // row for all.
+  // Sums rows * others along `keys` into `sums`. The rows of `others` begin so many elements apart;
+  // 0: one row for all.
   __aicore__ inline void SumOfProducts(Floats sums, Floats rows, Floats others, int32_t count,
                                        int32_t stride, int32_t others_stride) {
     const BinaryRepeatParams apart{
@@ -363,7 +365,7 @@ class Update {
     state_queue_.FreeTensor(from);
   }
 
-  // The state after token i, and what q reads from it.
+  // Computes the state after token i, and q's output from it.
   __aicore__ inline void Advance(const Tile& tile, int32_t i) {
     const Floats q = q_[i * key_stride_], k = k_[i * key_stride_], o = o_[i * value_stride_];
     const int32_t rows = StateShape(tile).rows;
@@ -387,12 +389,12 @@ class Update {
     }
   }
 
-  // Each number becomes a block of eight.
+  // Repeats each number in a block of eight.
   __aicore__ inline void Spread(Floats to, Floats from, int32_t count) {
     Brcb(to, from, static_cast<uint8_t>((count + 7) / 8), {1, 8});
   }
 
-  // values *= a number, of which `block` holds eight.
+  // Computes values *= a number, which `block` holds eight times.
   __aicore__ inline void Times(Floats values, Floats block, int32_t count) {
     for (int32_t at = 0; at < count;) {
       const int32_t left = (count - at) / kLanes;
@@ -403,7 +405,7 @@ class Update {
     }
   }
 
-  // state += spread * row: spread has a block for each of the state's rows.
+  // Computes state += spread * row, where spread has a block for each of the state's rows.
   __aicore__ inline void AddOuter(Floats row, const Tile& tile) {
     const TileShape shape = StateShape(tile);
     const auto apart = static_cast<uint8_t>(state_stride_ / 8);
@@ -416,8 +418,8 @@ class Update {
     }
   }
 
-  // sums = the sum over the state's rows, which are keys, of each times its block of `spread`. Rows
-  // kSumRows apart add up first.
+  // Sums the state's rows, which are keys, each times its block of `spread`, into `sums`. Rows
+  // kSumRows apart are added first.
   __aicore__ inline void SumOverKeys(Floats sums, Floats spread, int32_t width) {
     const int32_t keys = tiling_.keys;
     const auto apart = static_cast<uint8_t>(state_stride_ / 8);
@@ -449,8 +451,8 @@ class Update {
 
   // ---- stores ----
 
-  // The state after token i, where each token's is kept. A token whose place is wrong has no
-  // output.
+  // Stores the state after token i, if each token's state is kept. A token with an invalid place
+  // has no output.
   __aicore__ inline void Keep(const Tile& tile, int32_t i) {
     const int64_t step = tile.token - tile.begin + i;
     if (tile.row >= 0) StoreState(InKept(tile, step), tile);

@@ -1,5 +1,5 @@
-// Gated Delta Net's decoding step on the CPU.
-// Definition: npu_ops/ops/gated_delta_rule_update/reference.py
+// Gated Delta Net's decoding step on the CPU. Reference:
+// npu_ops/ops/gated_delta_rule_update/reference.py
 #include <algorithm>
 #include <cmath>
 
@@ -11,7 +11,8 @@
 namespace npu_ops {
 namespace {
 
-// A sequence that is not skipped: its tokens, where its state is and where its states go.
+// A sequence that is not skipped: its tokens, the place of its state, and the places to write
+// states.
 struct Sequence {
   int64_t n, begin, end;
   bool starts_kept;   // from the intermediate states
@@ -58,7 +59,7 @@ struct Call {
   bool normalize, v_first, update;
 };
 
-// Checks the slots of sequence n and adds those that are; one may stand twice among its own.
+// Checks the slots of sequence n and adds the used ones to `all`; a sequence may use a slot twice.
 void add_slots(const Indices& slots, int64_t n, int64_t last, std::vector<int64_t>& all) {
   const auto begin = static_cast<std::ptrdiff_t>(all.size());
   for (int64_t i = 0; i < slots.columns(); ++i) {
@@ -102,8 +103,8 @@ struct Token {
   float decay, beta;
 };
 
-// Decays the state [keys, values], moves what it recalls for k towards v, and reads it with q.
-// change: memory for a row.
+// Decays the state [keys, values], moves its value for k towards v, and reads it with q. change:
+// memory for a row.
 NPU_OPS_CLONES void advance_columns(float* state, int64_t keys, int64_t values, Token token,
                                     float* change, float* out) {
   std::fill_n(change, values, 0.0f);

@@ -1,13 +1,13 @@
-// What host and device share of gated_delta_rule_update.
+// Constants and the tiling that host and device share in gated_delta_rule_update.
 #pragma once
 
 #include "common/ascendc_types.h"
 
 namespace npu_ops {
 
-// Tokens on chip at once: a repeat of a vector instruction holds a block for each.
+// Tokens on chip at once: a repeat of a vector instruction has a block for each.
 constexpr int32_t kTileTokens = 8;
-// Rows of partial sums, where a sum goes over rows.
+// Rows of partial sums, for sums over rows.
 constexpr int32_t kSumRows = 32;
 // The most keys of a head (npu_ops/ops/gated_delta_rule_update/op.py).
 constexpr int32_t kMostKeys = 256;
@@ -28,10 +28,10 @@ struct GatedDeltaRuleUpdateTiling {
   int32_t tile_tokens;  // that are on chip at once
 
   NPU_OPS_SHARED int32_t blocks() const { return (values + block - 1) / block; }
-  // One more than there are has the tokens that are of none.
+  // Sequences to process: for packed tokens, one more, which has the unowned tokens.
   NPU_OPS_SHARED int64_t walked() const { return sequences + packed; }
   NPU_OPS_SHARED int64_t pieces() const { return walked() * value_heads * blocks(); }
-  // Of rows on chip, elements.
+  // The stride of rows on chip, in elements.
   NPU_OPS_SHARED int32_t key_stride() const { return (keys + 15) / 16 * 16; }
   NPU_OPS_SHARED int32_t value_stride() const { return (block + 15) / 16 * 16; }
   // A piece's state on chip: its rows are values, or keys.
@@ -53,14 +53,14 @@ inline int64_t on_chip(const GatedDeltaRuleUpdateTiling& t) {
                                    values * element_bytes(t.v_type) + 2 * 64) +
                          2 * 64;
   const int64_t stored = tokens * values * element_bytes(t.v_type);
-  // q, k, v and o; spread: eight floats for each of a vector's.
+  // q, k, v and o; spread: eight floats for each element of a vector.
   const int64_t wide = tokens * (2 * keys + 2 * values) + 2 * values;
   const int64_t spread = 8 * (t.v_first ? values : 2 * keys);
   const int64_t gates = 10 * 64 + 16 * kTileTokens;
   return state + 2 * (loaded + stored) + 4 * (wide + spread + gates + t.partial_elements());
 }
 
-// Fills in the cut: of the blocks that fit, those that are done first.
+// Computes the cut: of the blocks that fit, those that finish first.
 inline void cut(GatedDeltaRuleUpdateTiling& tiling, int64_t cores, int64_t ub_bytes) {
   const int64_t step = tiling.v_first ? 8 : 16, overhead = 8;
   const int64_t most = tiling.packed ? tiling.tokens : tiling.length;
@@ -70,7 +70,7 @@ inline void cut(GatedDeltaRuleUpdateTiling& tiling, int64_t cores, int64_t ub_by
     GatedDeltaRuleUpdateTiling tried = tiling;
     tried.block =
         static_cast<int32_t>(((tiling.values + blocks - 1) / blocks + step - 1) / step * step);
-    // Rows of a state are rows of one instruction.
+    // The rows of a state are rows of one instruction.
     if (tried.block > 248 || on_chip(tried) > ub_bytes - kReservedBytes) continue;
     const int64_t time = (tried.pieces() + cores - 1) / cores * (tried.block + overhead);
     if (least >= 0 && time >= least) continue;

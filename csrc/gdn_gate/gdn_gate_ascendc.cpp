@@ -1,9 +1,9 @@
-// gdn_gate for Ascend910B and Ascend910_93, forward and backward.
-// Definition: npu_ops/ops/gdn_gate/reference.py
+// gdn_gate for Ascend910B and Ascend910_93, forward and backward. Reference:
+// npu_ops/ops/gdn_gate/reference.py
 //
-// A row is a token, a column a head. Sums over tokens go to a row of `A_sums` and of `bias_sums`,
-// [pieces, heads], for each piece. Barriers inside the vector pipe are bisheng's (--cce-auto-sync);
-// queues order the copies.
+// A row is a token, a column a head. Each piece writes its sums over tokens to a row of `A_sums`
+// and of `bias_sums`, [pieces, heads]. bisheng inserts the barriers inside the vector pipe
+// (--cce-auto-sync); queues order the copies.
 #include "common/activation_ascendc.h"
 #include "common/rows_ascendc.h"
 #include "gdn_gate/gdn_gate_tiling.h"
@@ -12,7 +12,7 @@ namespace npu_ops {
 
 using namespace AscendC;
 
-// What forward and backward share: a + dt_bias, its softplus, and A_log of each head.
+// The common part of forward and backward: a + dt_bias, its softplus, and A_log of each head.
 class Gate {
  public:
   __aicore__ inline Gate(GM_ADDR a, GM_ADDR A_log, GM_ADDR dt_bias, GM_ADDR b,
@@ -31,7 +31,7 @@ class Gate {
   }
 
  protected:
-  // x = a + dt_bias.
+  // Computes x = a + dt_bias.
   __aicore__ inline void LoadGate(RowTile tile) {
     rows_.load(in_queue_, a_, tiling_.a, tile);
     LoadHeads(A_log_row_, A_log_, tiling_.A_log, tile);
@@ -145,8 +145,8 @@ class Backward : private Gate {
     if (b_) GradB(tile);
   }
 
-  // values *= the gradient of g and root^2, in an order in which no product leaves the range of
-  // floats unless the result does.
+  // Computes values *= the gradient of g and root^2. The order keeps every product in the range of
+  // floats if the result is.
   __aicore__ inline void TimesDecay(Floats values, int32_t count) {
     Mul(values, values, root_, count);
     Mul(values, values, slope_, count);

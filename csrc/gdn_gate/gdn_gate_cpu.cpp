@@ -1,4 +1,4 @@
-// gdn_gate on the CPU. Definition: npu_ops/ops/gdn_gate/reference.py
+// gdn_gate on the CPU. Reference: npu_ops/ops/gdn_gate/reference.py
 #include <algorithm>
 #include <cmath>
 #include <optional>
@@ -13,16 +13,16 @@
 namespace npu_ops {
 namespace {
 
-// What softplus is: log(1 + exp(beta x)) / beta, or x where beta x is above the threshold.
+// softplus is log(1 + exp(beta x)) / beta, or x where beta x is above the threshold.
 //
-// Neither exp(A_log) nor softplus need be in the range of floats where their product is. So it is
-// computed as root^2 softplus(near): below -17 softplus is e^x, of which root takes all that is
-// below e^-17.
+// exp(A_log) and softplus may leave the range of floats even where their product does not. So the
+// product is computed as root^2 softplus(near): below -17 softplus is e^x, and root includes the
+// factor below e^-17.
 struct Softplus {
   Softplus(double beta, double threshold)
       : beta(static_cast<float>(beta)), threshold(static_cast<float>(threshold)) {}
   static constexpr float kFar = -17.0f;
-  // Of beta x and A_log.
+  // Computes root from beta x and A_log.
   NPU_OPS_INLINE static float root(float x, float A_log) {
     return exp_within(0.5f * (A_log + (x < kFar ? x - kFar : 0.0f)));
   }
@@ -93,7 +93,7 @@ NPU_OPS_CLONES void beta_gradient_row(const G* grad, const B* b, O* grad_b, floa
     store(grad_b + i, load(grad[i]) * scale * sigmoid_slope(load(b[i])));
 }
 
-// An element costs about ten times what it costs to copy one.
+// An element costs about ten times as much as copying one.
 constexpr int64_t kCost = 10;
 
 void forward(Tensor a, Tensor A_log, std::optional<Tensor> dt_bias, std::optional<Tensor> b,

@@ -9,7 +9,7 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-// A [rows, heads] matrix whose columns are neighbours.
+// Returns the rows of a [rows, heads] matrix with contiguous columns.
 RowTensor matrix(const Tensor* tensor, const char* argument) {
   if (!tensor) return {};
   return {0, tensor->stride(0), tensor->stride(0), element_type(*tensor, argument)};
@@ -19,7 +19,7 @@ RowTensor vector(const Tensor* tensor, const char* argument) {
   return tensor ? RowTensor{0, 0, 0, element_type(*tensor, argument)} : RowTensor{};
 }
 
-// All but how the rows are cut, and the gradients that backward writes.
+// Returns the tiling without the cut and without the gradients that backward writes.
 GdnGateTiling tiling_of(const Tensor& a, const Tensor& A_log, const Optional& dt_bias,
                         const Optional& b, double scale, const Tensor& g, const Tensor* beta) {
   GdnGateTiling tiling{};
@@ -34,7 +34,7 @@ GdnGateTiling tiling_of(const Tensor& a, const Tensor& A_log, const Optional& dt
   return tiling;
 }
 
-// Softplus is log(1 + exp(x)): op.py refuses another.
+// Softplus is log(1 + exp(x)): op.py rejects any other.
 void forward(Tensor a, Tensor A_log, Optional dt_bias, Optional b, double scale, double, double,
              Tensor g, Optional beta, std::string binary, int64_t cores, int64_t ub,
              int64_t stream) {

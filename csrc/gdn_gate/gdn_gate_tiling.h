@@ -1,4 +1,4 @@
-// What host and device share of gdn_gate, forward and backward.
+// Constants and the tiling that host and device share in gdn_gate, forward and backward.
 #pragma once
 
 #include "common/rows_tiling.h"
@@ -13,13 +13,13 @@ struct GdnGateTiling {
   float scale;
 };
 
-// Bytes of the unified buffer, as in l2norm_tiling.h. Tiles of a and of b come one after the other
-// through one queue, and their gradients' through another: as floats, two of each. Besides: rows of
-// parameters, and in backward the sums of two gradients, each a whole row.
+// Bytes of the unified buffer, as in l2norm_tiling.h. Tiles of a and of b pass through one queue in
+// turn, and those of their gradients through another: as floats, two of each. In addition, there
+// are rows of parameters, and in backward the sums of two gradients, each a whole row.
 constexpr int64_t kGdnGateQueueBytes = 2 * 4;
 constexpr int64_t kGdnGateFloats = 6, kGdnGateBackwardFloats = 7;
 constexpr int64_t kGdnGateFixedBytes = 2 * 3 * 4 * kWidestChunk;
-// More heads' sums leave no room for tiles.
+// With more heads, their sums leave no room for tiles.
 constexpr int64_t kMostHeads = 8192;
 
 }  // namespace npu_ops

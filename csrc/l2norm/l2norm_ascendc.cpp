@@ -1,8 +1,8 @@
-// l2norm for Ascend910B and Ascend910_93, forward and backward.
-// Definition: npu_ops/ops/l2norm/reference.py
+// l2norm for Ascend910B and Ascend910_93, forward and backward. Reference:
+// npu_ops/ops/l2norm/reference.py
 //
-// A row wider than a tile is read twice: for its sums, then for its result. Barriers inside the
-// vector pipe are bisheng's (--cce-auto-sync); queues order the copies.
+// A row wider than a tile is read twice: for its sums, then for its result. bisheng inserts the
+// barriers inside the vector pipe (--cce-auto-sync); queues order the copies.
 #include "common/rows_ascendc.h"
 #include "l2norm/l2norm_tiling.h"
 
@@ -74,7 +74,7 @@ class L2Norm {
     Mul(along_, along_, rstd_, tile.rows);
   }
 
-  // x * rstd; backward: (grad - x * along) * rstd.
+  // Computes x * rstd; in the backward (grad - x * along) * rstd.
   __aicore__ inline void Result(RowTile tile) {
     if (grad_) {
       rows_.scale_rows(value_, along_, spread_, tile);

@@ -1,4 +1,4 @@
-// l2norm on the CPU. Definition: npu_ops/ops/l2norm/reference.py
+// l2norm on the CPU. Reference: npu_ops/ops/l2norm/reference.py
 #include "common/rows.h"
 #include "l2norm/normalize.h"
 

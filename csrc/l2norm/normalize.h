@@ -1,5 +1,5 @@
-// Rows over their norm, eps inside the root, and the gradient: what l2norm and causal_conv1d_qkv
-// share.
+// Divides rows by their norm, with eps inside the root, and computes the gradient; l2norm and
+// causal_conv1d_qkv share it.
 #pragma once
 
 #include <cmath>

@@ -1,6 +1,6 @@
-// linear on the CPU. Definition: npu_ops/ops/linear/reference.py
+// linear on the CPU. Reference: npu_ops/ops/linear/reference.py
 //
-// An element is one sum in one order: it depends on its row of x and its row of weight alone.
+// Each element is one sum in one order: it depends only on its row of x and its row of weight.
 #include <optional>
 
 #include "common/check.h"
@@ -10,7 +10,7 @@
 namespace npu_ops {
 namespace {
 
-// One row of the result.
+// Computes one row of the result.
 template <class T>
 NPU_OPS_CLONES void multiply_row(const T* x, const T* weight, int64_t weight_stride, const T* bias,
                                  T* out, int64_t columns, int64_t depth) {
@@ -20,7 +20,7 @@ NPU_OPS_CLONES void multiply_row(const T* x, const T* weight, int64_t weight_str
   }
 }
 
-// x [M, K], weight [N, K], out [M, N]: columns in one piece.
+// x [M, K], weight [N, K], out [M, N]: columns are contiguous.
 void linear(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out) {
   const int64_t rows = x.size(0), depth = x.size(1), columns = weight.size(0);
   dispatch(x.scalar_type(), "x", [&]<class T>(T*) {

@@ -1,5 +1,5 @@
-// mrope for Ascend910B and Ascend910_93; its gradient is itself, backwards. See
-// rope/rotary_ascendc.h.
+// mrope for Ascend910B and Ascend910_93; its gradient is the inverse rotation by the same kernel.
+// See rope/rotary_ascendc.h.
 #include "rope/rotary_ascendc.h"
 
 extern "C" __global__ __aicore__ void mrope(GM_ADDR q, GM_ADDR k, GM_ADDR cos, GM_ADDR sin,

@@ -1,4 +1,4 @@
-// mrope on the CPU. Definition: npu_ops/ops/mrope/reference.py
+// mrope on the CPU. Reference: npu_ops/ops/mrope/reference.py
 #include "mrope/sections.h"
 
 namespace npu_ops {

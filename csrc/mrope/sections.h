@@ -1,4 +1,4 @@
-// Which frequencies an axis owns, for mrope and qk_norm_rope.
+// The frequencies that belong to each axis, for mrope and qk_norm_rope.
 #pragma once
 
 #include <vector>
@@ -7,8 +7,8 @@
 
 namespace npu_ops {
 
-// The frequencies that axes T, H and W own. Interleaved, T is given all of them, and H and W then
-// take every third of theirs back.
+// Returns the frequencies of axes T, H and W. If they are interleaved, T is given all of them; H
+// and W then overwrite every third one each.
 inline std::vector<Span> owned(const std::vector<int64_t>& section, bool interleaved,
                                int64_t pairs) {
   const int64_t t = section[0], h = section[1], w = section[2];

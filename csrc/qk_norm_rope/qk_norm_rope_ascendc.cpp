@@ -1,10 +1,10 @@
-// qk_norm_rope for Ascend910B and Ascend910_93, forward and backward.
-// Definition: npu_ops/ops/qk_norm_rope/reference.py; names are its.
+// qk_norm_rope for Ascend910B and Ascend910_93, forward and backward. Reference, with the same
+// names: npu_ops/ops/qk_norm_rope/reference.py
 //
-// Heads of q and k are normalised and rotated where they are on chip; those of v and the gate are
-// copied by no vector instruction, in a queue that binds loads to stores. The gradients of weights
-// are sums over tokens: each core writes a row of `partials`, so that none waits for another.
-// Barriers inside the vector pipe are bisheng's (--cce-auto-sync); queues order the copies.
+// Heads of q and k are normalised and rotated in place on chip. Heads of v and the gate are copied
+// without vector instructions, in a queue that binds loads to stores. The gradients of weights are
+// sums over tokens: each core writes a row of `partials`, so that no core waits for another.
+// bisheng inserts the barriers inside the vector pipe (--cce-auto-sync); queues order the copies.
 #include "qk_norm_rope/qk_norm_rope_tiling.h"
 #include "rope/angles_ascendc.h"
 
@@ -20,7 +20,7 @@ struct Tables {
   Address cos, sin, positions;
 };
 
-// What forward and backward share: heads by their kinds, weights, reciprocal root mean squares.
+// The common part of forward and backward: heads by kind, weights, reciprocal root mean squares.
 class QkNorm {
  public:
   __aicore__ inline QkNorm(const Projection& given, const Tables& tables,
@@ -68,13 +68,13 @@ class QkNorm {
     return {0, heads.head, heads.head, tiling_.type};
   }
 
-  // Where a token's heads begin in a tensor.
+  // Returns where a token's heads begin in a tensor.
   __aicore__ inline GM_ADDR at(GM_ADDR tensor, const HeadTensor& heads, int64_t token) const {
     const auto bytes = bytes_of(static_cast<ElementType>(tiling_.type));
     return tensor + heads.at(token, tiling_.angles.length) * bytes;
   }
 
-  // What a normalised head is multiplied by.
+  // Loads the factor of normalised heads: weight, or 1 + weight.
   __aicore__ inline void LoadWeight(int32_t kind, GM_ADDR from) {
     const RowTensor weight{0, 0, 0, tiling_.weight_type[kind]};
     const RowTile row{0, 0, 1, 0, tiling_.rows.width};
@@ -185,7 +185,7 @@ class QkNormRopeBackward : private QkNorm {
     rows_.store(out_queue_, at(grad_qkv_, to, token), of(to), grad_n_, tile);
   }
 
-  // along = mean(grad_n * n) * r, of which x takes its part.
+  // Computes along = mean(grad_n * n) * r, the factor of x in its gradient.
   __aicore__ inline void Along(RowTile tile) {
     Mul(scratch_, grad_n_, x_, rows_.count(tile));
     rows_.add_products(products_, scratch_, tile);
@@ -195,7 +195,7 @@ class QkNormRopeBackward : private QkNorm {
     Mul(along_, along_, r_, tile.rows);
   }
 
-  // The gradient of what was copied, or zeros.
+  // Writes the gradient of copied heads, or zeros.
   __aicore__ inline void Rest(int32_t kind, int64_t token, RowTile tile) {
     const HeadTensor& to = tiling_.grad[kind];
     if (grads_[kind]) return Copy(grads_[kind], tiling_.own[kind], grad_qkv_, to, token, tile);

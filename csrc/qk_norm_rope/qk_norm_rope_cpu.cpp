@@ -1,4 +1,4 @@
-// qk_norm_rope on the CPU. Definition: npu_ops/ops/qk_norm_rope/reference.py
+// qk_norm_rope on the CPU. Reference: npu_ops/ops/qk_norm_rope/reference.py
 #include <cmath>
 #include <string>
 
@@ -10,7 +10,7 @@
 namespace npu_ops {
 namespace {
 
-// A norm's weight as what a normalised head is multiplied by, in fp32.
+// Returns the factor of normalised heads, weight or 1 + weight, in fp32.
 std::vector<float> multiplier(const Tensor& weight, bool zero_centered) {
   std::vector<float> values(weight.numel());
   dispatch(weight.scalar_type(), "weight", [&]<class W>(W*) {
@@ -28,7 +28,7 @@ NPU_OPS_CLONES void normalise(const T* x, const float* weight, float* y, int64_t
   for (int64_t i = 0; i < dim; ++i) y[i] = load(x[i]) * r * weight[i];
 }
 
-// The gradient of a head from that of its normalised form; adds to the weight's.
+// Computes the gradient of a head from that of its normalised form; adds to the weight's gradient.
 template <class T>
 NPU_OPS_CLONES void normalise_backward(const float* grad_y, const T* x, const float* weight,
                                        T* grad_x, float* grad_weight, int64_t dim, float eps) {
@@ -45,7 +45,7 @@ NPU_OPS_CLONES void normalise_backward(const float* grad_y, const T* x, const fl
 
 // The heads of one kind in a tensor [B, S, ..]: in the projection, or in a tensor of their own.
 struct Part {
-  // `step` heads further is the next one of this kind.
+  // The next head of this kind is `step` heads further.
   static Part inside(const Tensor& qkv, int64_t first, int64_t heads, int64_t step, int64_t dim) {
     return {heads, first * dim, qkv.stride(0), qkv.stride(1), step * dim};
   }
@@ -56,7 +56,7 @@ struct Part {
   int64_t heads, first, batch_step, token_step, head_step;
 };
 
-// Where q, k, v and the gate lie in a projection.
+// The places of q, k, v and the gate in a projection.
 struct Parts {
   Parts(const Tensor& qkv, int64_t heads, int64_t kv_heads, int64_t dim, bool gated)
       : q(Part::inside(qkv, 0, heads, gated ? 2 : 1, dim)),
@@ -158,7 +158,7 @@ void forward(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor si
   });
 }
 
-// The gradient of what was copied, or zeros.
+// Writes the gradient of copied heads, or zeros.
 template <class T>
 void fill_heads(const std::optional<Tensor>& grad, T* to, const Part& target, int64_t b, int64_t s,
                 int64_t dim) {

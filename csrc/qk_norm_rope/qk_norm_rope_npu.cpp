@@ -8,7 +8,7 @@
 namespace npu_ops {
 namespace {
 
-// What both directions are told.
+// The arguments of both directions.
 struct Arguments {
   const Tensor &qkv, &q_weight, &k_weight, &cos, &sin;
   const std::optional<Tensor>& positions;
@@ -22,10 +22,11 @@ struct Arguments {
   int64_t dim() const { return q_weight.numel(); }
 };
 
-// Heads of a tensor [B, S, N, D]; of none, where they would be.
+// Returns the heads of a tensor [B, S, N, D]; an empty HeadTensor without a tensor.
 HeadTensor own_heads(const Tensor* x) { return x ? heads_of(*x, "BSND") : HeadTensor{}; }
 
-// Heads of each kind in the projection, or in its gradient: behind a query is its gate.
+// Fills in the heads of each kind in the projection, or in its gradient: a gate is behind its
+// query.
 void fill_inside(HeadTensor* heads, const Tensor& qkv, const Arguments& given) {
   const int64_t step = given.gated ? 2 : 1, queries = step * given.heads;
   const auto part = [&](int64_t first, int64_t apart, int64_t count) {
@@ -39,7 +40,7 @@ void fill_inside(HeadTensor* heads, const Tensor& qkv, const Arguments& given) {
   heads[3] = part(1, step, given.gated ? given.heads : 0);
 }
 
-// Not cut yet.
+// Returns the tiling without the cut.
 QkNormRopeTiling tiling_of(const Arguments& given, bool inverse) {
   const int64_t length = given.qkv.size(1), pairs = given.rotary_dim / 2;
   const bool interleaved = given.section_layout == "interleaved";

@@ -1,4 +1,4 @@
-// What host and device share of qk_norm_rope, forward and backward.
+// Constants and the tiling that host and device share in qk_norm_rope, forward and backward.
 #pragma once
 
 #include "rope/rotary_tiling.h"
@@ -11,8 +11,8 @@ constexpr int32_t kNormed = 2, kKinds = 4;  // q, k, v, gate
 struct QkNormRopeTiling {
   RowsTiling rows;  // a group is a token, a row a head
   AnglesTiling angles;
-  // Where each kind lies in the projection, in a tensor of its own (of backward, its gradient), and
-  // in the projection's gradient. Of what is not wanted there are no heads.
+  // The place of each kind in the projection, in a tensor of its own (in backward, its gradient),
+  // and in the projection's gradient. An unwanted kind has no heads.
   HeadTensor inside[kKinds], own[kKinds], grad[kKinds];
   int32_t type, weight_type[kNormed];  // ElementType
   float eps;
@@ -24,7 +24,7 @@ constexpr int64_t kQkNormRopeElementBytes = 2 * 4 + kAnglesElementBytes;
 constexpr int64_t kQkNormRopeBackwardElementBytes = kQkNormRopeElementBytes + 2 * 4;
 constexpr int64_t kQkNormRopeRowBytes = 4 * (2 * 64 + 8 + 4);
 constexpr int64_t kQkNormRopeFixedBytes = kAnglesFixedBytes + 4 * 64 + 3 * 32;
-// Of rows as long as a head: two weights as they are read, both as they are used, two sums.
+// Bytes for rows as long as a head: two weights in their dtype, both in fp32, two sums.
 constexpr int64_t kQkNormRopeWeightBytes = 6 * 4;
 
 }  // namespace npu_ops

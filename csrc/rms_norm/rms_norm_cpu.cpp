@@ -1,4 +1,4 @@
-// rms_norm and add_rms_norm on the CPU. Definition: npu_ops/ops/rms_norm/reference.py
+// rms_norm and add_rms_norm on the CPU. Reference: npu_ops/ops/rms_norm/reference.py
 #include <optional>
 #include <vector>
 
@@ -9,7 +9,7 @@
 namespace npu_ops {
 namespace {
 
-// weight, or 1 + weight, in fp32.
+// Returns weight, or 1 + weight, in fp32.
 std::vector<float> widened(const Tensor& weight, bool zero_centered) {
   std::vector<float> values(weight.numel());
   dispatch(weight.scalar_type(), "weight",
@@ -50,7 +50,7 @@ NPU_OPS_CLONES void backward_row(const X* grad, const X* grad_total, const X* x,
           r * (grad_n[i] - load(x[i]) * along) + (WITH_TOTAL ? load(grad_total[i]) : 0.0f));
 }
 
-// An element costs about three times what it costs to copy one.
+// An element costs about three times as much as copying one.
 constexpr int64_t kCost = 3;
 
 void forward(Tensor x, Tensor weight, double eps, bool zero_centered, Tensor out) {
@@ -74,7 +74,7 @@ void add_forward(Tensor x, Tensor residual, Tensor weight, double eps, bool zero
   forward(total, weight, eps, zero_centered, out);
 }
 
-// grad_total: any rows where not WITH_TOTAL.
+// grad_total: ignored unless WITH_TOTAL.
 template <bool WITH_TOTAL>
 void gradients(const Tensor& grad_out, const Tensor& grad_total, const Tensor& total,
                const Tensor& weight, double eps, bool zero_centered, const Tensor& grad_x,

@@ -1,9 +1,9 @@
-// rms_norm_gated for Ascend910B and Ascend910_93, forward and backward.
-// Definition: npu_ops/ops/rms_norm_gated/reference.py; names are its.
+// rms_norm_gated for Ascend910B and Ascend910_93, forward and backward. Reference, with the same
+// names: npu_ops/ops/rms_norm_gated/reference.py
 //
-// A row wider than a tile is read twice: for its sums, then for its result. Sums over rows go to a
-// row of `partials`, [pieces, width], for each piece, so that no core waits for another. Barriers
-// inside the vector pipe are bisheng's (--cce-auto-sync); queues order the copies.
+// A row wider than a tile is read twice: for its sums, then for its result. Each piece writes its
+// sums over rows to a row of `partials`, [pieces, width], so that no core waits for another.
+// bisheng inserts the barriers inside the vector pipe (--cce-auto-sync); queues order the copies.
 #include "common/activation_ascendc.h"
 #include "common/rows_ascendc.h"
 #include "rms_norm_gated/rms_norm_gated_tiling.h"
@@ -12,7 +12,7 @@ namespace npu_ops {
 
 using namespace AscendC;
 
-// What forward and backward share: u, its reciprocal root mean square, weight and the gate.
+// The common part of forward and backward: u, its reciprocal root mean square, weight and the gate.
 class Gated {
  public:
   __aicore__ inline Gated(GM_ADDR x, GM_ADDR weight, GM_ADDR z, GM_ADDR out,
@@ -69,7 +69,7 @@ class Gated {
     rows_.take(weight_queue_, weight_row_, tiling_.weight, row);
   }
 
-  // wide_x becomes u: x, or x * gate.
+  // Turns wide_x into u: x, or x * gate.
   __aicore__ inline void U(RowTile tile) {
     if (tiling_.norm_before_gate) return;
     Gate(tile);
@@ -151,7 +151,7 @@ class GatedBackward : private Gated {
       Mul(u_, wide_x_, gate_, count);
   }
 
-  // scratch = grad_n: grad * weight, times the gate where that comes after the norm.
+  // Computes scratch = grad_n: grad * weight, times the gate if that comes after the norm.
   __aicore__ inline void GradN(RowTile tile) {
     const int32_t count = rows_.count(tile);
     if (tiling_.norm_before_gate)
@@ -170,7 +170,7 @@ class GatedBackward : private Gated {
     rows_.add_products(squares_, scratch_, tile);
   }
 
-  // along = mean(grad_n * n) * r, of which u takes its part.
+  // Computes along = mean(grad_n * n) * r, the factor of u in its gradient.
   __aicore__ inline void FinishAlong(RowTile tile) {
     Finish(tile);
     rows_.finish_sums(along_, products_, tile);
@@ -205,7 +205,7 @@ class GatedBackward : private Gated {
     rows_.store(grad_z_queue_, grad_z_, tiling_.grad_z, u_, tile);
   }
 
-  // gate becomes the activation's slope at z: sigmoid's, or sigmoid(z) + z * sigmoid'(z).
+  // Turns the gate into the activation's slope at z: sigmoid'(z), or sigmoid(z) + z * sigmoid'(z).
   __aicore__ inline void Slope(int32_t count) {
     sigmoid_slope(gate_, wide_z_, scratch_, count);
     if (!tiling_.silu) return;

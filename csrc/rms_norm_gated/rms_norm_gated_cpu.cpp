@@ -1,4 +1,4 @@
-// rms_norm_gated on the CPU. Definition: npu_ops/ops/rms_norm_gated/reference.py
+// rms_norm_gated on the CPU. Reference: npu_ops/ops/rms_norm_gated/reference.py
 #include <cmath>
 #include <string>
 #include <vector>
@@ -11,12 +11,12 @@
 namespace npu_ops {
 namespace {
 
-// silu, or sigmoid.
+// Returns silu or sigmoid.
 template <bool SILU>
 NPU_OPS_INLINE float activate(float z) {
   return SILU ? z * sigmoid(z) : sigmoid(z);
 }
-// And its derivative, from one exponential.
+// Returns silu or sigmoid, and its derivative, from one exponential.
 template <bool SILU>
 NPU_OPS_INLINE void activate_and_slope(float z, float* gate, float* slope) {
   const float e = exp_within(-std::fabs(z)), s = 1.0f / (1.0f + e);
@@ -25,8 +25,8 @@ NPU_OPS_INLINE void activate_and_slope(float z, float* gate, float* slope) {
   *slope = SILU ? open + z * steepness : steepness;
 }
 
-// A thread's memory for one row: what is normalised, the gate, its derivative, the gradient of what
-// is normalised.
+// A thread's memory for one row: the value to normalise, the gate, its derivative, and the gradient
+// of the value to normalise.
 struct Scratch {
   explicit Scratch(int64_t width) : values(4 * width), width(width) {}
   float* part(int64_t index) { return values.data() + index * width; }
@@ -34,7 +34,7 @@ struct Scratch {
   int64_t width;
 };
 
-// `u`: memory for what is normalised, where that is not x.
+// `u`: memory for the value to normalise, if that is not x.
 template <bool BEFORE, bool SILU, class X>
 NPU_OPS_CLONES void forward_row(const X* x, const float* weight, const X* z, X* out, float* u,
                                 int64_t width, float eps) {
@@ -94,7 +94,7 @@ struct Weight {
   int64_t step;
 };
 
-// An element costs about four times what it costs to copy one.
+// An element costs about four times as much as copying one.
 constexpr int64_t kCost = 4;
 
 void forward(Tensor x, Tensor weight, Tensor z, double eps, bool norm_before_gate,

@@ -1,4 +1,4 @@
-// What host and device share of rms_norm_gated, forward and backward.
+// Constants and the tiling that host and device share in rms_norm_gated, forward and backward.
 #pragma once
 
 #include "common/rows_tiling.h"
@@ -7,19 +7,19 @@ namespace npu_ops {
 
 struct RmsNormGatedTiling {
   RowsTiling rows;
-  // grad, grad_z: of backward alone; there out is the gradient of x. A row of weight serves a
+  // grad, grad_z: only in backward, where out is the gradient of x. A row of weight belongs to a
   // group.
   RowTensor grad, x, weight, z, out, grad_z;
   float eps;
   int32_t norm_before_gate, silu;
 };
 
-// Bytes of the unified buffer, as in l2norm_tiling.h. Besides: a row of weight, and in backward the
-// sums of its gradient, a whole row.
+// Bytes of the unified buffer, as in l2norm_tiling.h. In addition: a row of weight, and in backward
+// the sums of its gradient, a whole row.
 constexpr int64_t kRmsNormGatedFloats = 4, kRmsNormGatedBackwardFloats = 8;
 constexpr int64_t kRmsNormGatedRowBytes = 4 * (2 * 64 + 8 + 4);
 constexpr int64_t kRmsNormGatedFixedBytes = 4 * 64 + 2 * 4 * kWidestChunk + 4 * kWidestChunk;
-// A wider row's sums leave no room for tiles.
+// With wider rows, their sums leave no room for tiles.
 constexpr int64_t kWidestWeight = 16384;
 
 }  // namespace npu_ops

@@ -1,10 +1,11 @@
-// The angles of tokens and the rotation of their heads, for AscendC kernels.
-// Definition: npu_ops/ops/rope/reference.py and npu_ops/ops/mrope/reference.py
+// The angles of tokens and the rotation of their heads, for AscendC kernels. References:
+// npu_ops/ops/rope/reference.py and npu_ops/ops/mrope/reference.py
 //
-// A head is rotated as x * C + swapped(x) * S, with a token's coefficients C and S over all of its
-// elements. Which entry of which axis' table row an element takes, and its sign, are the same for
-// all tokens: offsets of Gather, made once. So are those that swap the two of a pair; where halves
-// are whole blocks of 32 bytes they are multiplied in place of each other instead.
+// A head is rotated as x * C + swapped(x) * S, with a token's coefficients C and S for all of its
+// elements. For each element, the table row's axis, the entry and the sign are the same for all
+// tokens. They are stored as offsets of Gather, which are made once. Gather also swaps the two
+// elements of a pair. If each half is a whole number of 32-byte blocks, the halves are instead
+// multiplied crosswise.
 #pragma once
 
 #include "common/rows_ascendc.h"
@@ -36,8 +37,8 @@ class Angles {
     FillOffsets();
   }
 
-  // C and S of a token: its index among those of all batches. An axis whose position is outside of
-  // the table has no row.
+  // Prepares C and S of a token, given its index among the tokens of all batches. An axis whose
+  // position is outside of the table has no row.
   __aicore__ inline void prepare(int64_t index) {
     if (prepared_ == index) return;
     prepared_ = index;
@@ -55,10 +56,10 @@ class Angles {
     nobodys_ = rows[0] == kNobody;
   }
 
-  // Whether the token that was prepared belongs to no sequence.
+  // Whether the prepared token is unowned.
   __aicore__ inline bool nobodys() const { return nobodys_; }
 
-  // Rotates a tile of the token's heads; `crossed` is another tile, to work in.
+  // Rotates a tile of the token's heads; `crossed` is another tile, used as scratch.
   __aicore__ inline void rotate(Floats x, Floats crossed, RowTile tile) {
     Cross(crossed, x, tile);
     rows_.times_row(x, x, c_, tiling_.rotary_dim, tile);
@@ -68,7 +69,7 @@ class Angles {
  private:
   __aicore__ static inline int32_t up(int32_t count) { return (count + 63) / 64 * 64; }
 
-  // Element `e`'s pair, whether it is the second of it, and the other of the two.
+  // Returns the pair of element `e`, whether `e` is its second element, and the other element.
   __aicore__ inline int32_t pair_of(int32_t e) const {
     return tiling_.interleaved ? e / 2 : e % (tiling_.rotary_dim / 2);
   }
@@ -80,8 +81,8 @@ class Angles {
     return is_second(e) ? e - apart : e + apart;
   }
 
-  // Bytes from the first axis' table row to the entry of element `e`, in a table of full width the
-  // entry `at`.
+  // Returns the bytes from the first axis' table row to the entry of element `e`; in a full-width
+  // table, to the entry `at`.
   __aicore__ inline uint32_t entry(int32_t e, int32_t at) const {
     const bool full = tiling_.table_width == tiling_.rotary_dim;
     const int32_t pair = pair_of(e);
@@ -132,7 +133,7 @@ class Angles {
     AscendC::Gather(to, table_, offsets, 0, static_cast<uint32_t>(row_));
   }
 
-  // crossed = swapped(x) * S.
+  // Computes crossed = swapped(x) * S.
   __aicore__ inline void Cross(Floats crossed, Floats x, RowTile tile) {
     const int32_t half = tiling_.rotary_dim / 2;
     if (whole_halves_) {

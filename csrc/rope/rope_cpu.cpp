@@ -1,10 +1,10 @@
-// rope on the CPU. Definition: npu_ops/ops/rope/reference.py
+// rope on the CPU. Reference: npu_ops/ops/rope/reference.py
 #include "rope/rotate.h"
 
 namespace npu_ops {
 namespace {
 
-// Writes zeros to the heads of tokens that belong to nobody.
+// Writes zeros to the heads of unowned tokens.
 void clear_nobodys(const Rows& rows, const Tensor& tensor, const std::string& layout) {
   const Heads to(tensor, layout);
   dispatch(tensor.scalar_type(), "q", [&]<class T>(T*) {

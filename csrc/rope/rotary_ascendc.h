@@ -1,6 +1,6 @@
-// What rope and mrope share, for Ascend910B and Ascend910_93: all heads of q and k are rotated.
+// Rotates all heads of q and k; rope and mrope share it, for Ascend910B and Ascend910_93.
 //
-// Barriers inside the vector pipe are bisheng's (--cce-auto-sync); queues order the copies.
+// bisheng inserts the barriers inside the vector pipe (--cce-auto-sync); queues order the copies.
 #pragma once
 
 #include "rope/angles_ascendc.h"

@@ -1,4 +1,4 @@
-// Launches the AscendC kernels of rope and mrope, and what qk_norm_rope shares with them.
+// Launches the AscendC kernels of rope and mrope; qk_norm_rope shares parts of it.
 #pragma once
 
 #include <optional>
@@ -28,8 +28,8 @@ inline HeadTensor heads_of(const Tensor& x, const std::string& layout) {
   return {0, stride('B'), stride(token), stride('N'), static_cast<int32_t>(count)};
 }
 
-// Of [.., batch, rows, width] or, with `behind` 0, [.., batch, tokens]. What has a size of 1 serves
-// all.
+// Returns the strides of [.., batch, rows, width] or, with `behind` 0, [.., batch, tokens]. A
+// dimension of size 1 is shared and has stride 0.
 inline Table table_of(const Tensor& table, int64_t behind) {
   const auto stride = [&](int64_t from_end) {
     const int64_t at = table.dim() - 1 - from_end;
@@ -39,8 +39,8 @@ inline Table table_of(const Tensor& table, int64_t behind) {
   return {stride(2 + behind), stride(1 + behind), row};
 }
 
-// `owned`: the pairs whose frequencies belong to each axis, of which a later one takes from those
-// before. `length`: the tokens of a batch.
+// `owned`: the pairs whose frequencies belong to each axis; a later axis overrides the ones before.
+// `length`: the tokens of a batch.
 inline AnglesTiling angles_of(const Tensor& cos, const Tensor& sin,
                               const std::optional<Tensor>& positions,
                               const std::string& pair_layout, bool inverse, int64_t rotary_dim,
@@ -77,7 +77,7 @@ inline void launch_rotary(const char* kernel, const RotaryArguments& given,
   tiling.q_out = heads_of(q_out, layout);
   tiling.k_out = heads_of(k_out, layout);
   tiling.type = element_type(q, "q");
-  // In place, what is not rotated stays where it is; but for tokens that belong to nobody.
+  // In place, elements that are not rotated stay where they are, except for unowned tokens.
   const bool may_be_nobodys = positions && layout == "TND";
   const bool in_place = q.const_data_ptr() == q_out.const_data_ptr() && !may_be_nobodys;
   tiling.rows.groups = static_cast<int32_t>(batch * length);

@@ -1,4 +1,4 @@
-// What host and device share of rope, mrope and qk_norm_rope.
+// Constants and the tiling that host and device share in rope, mrope and qk_norm_rope.
 #pragma once
 
 #include "common/rows_tiling.h"
@@ -7,22 +7,23 @@ namespace npu_ops {
 
 constexpr int32_t kMostPairs = 128;
 
-// Heads of one kind in a tensor of tokens: elements before the first of them, and from one batch,
-// token or head to the next.
+// Heads of one kind in a tensor of tokens: the elements before the first head, and the strides of
+// batch, token and head.
 struct HeadTensor {
   int64_t first, batch, token, head;
   int32_t count;
 
-  // Where those of a token begin; `length` tokens are a batch.
+  // Returns where a token's heads begin; `length` tokens are a batch.
   NPU_OPS_SHARED int64_t at(int64_t index, int64_t length) const {
     return first + index / length * batch + index % length * token;
   }
 };
 
-// The row of a token that belongs to no sequence, whose result is 0 (npu_ops/ops/rope/packing.py).
+// The row of an unowned token, whose result is 0 (npu_ops/ops/rope/packing.py).
 constexpr int64_t kNobody = -(1 << 30);
 
-// Elements from one axis (T, H, W), batch or row of a table to the next; of positions, a token.
+// The strides of axis (T, H, W), batch and row of a table, in elements; for positions, the last is
+// of a token.
 struct Table {
   int64_t axis, batch, row;
 };
@@ -43,12 +44,11 @@ struct RotaryTiling {
   int32_t type;  // ElementType
 };
 
-// Bytes of the unified buffer that angles take, as in l2norm_tiling.h: a tile of offsets. Besides
-// rows of a table, two of each for three axes as they are read, and coefficients, signs and
-// offsets.
+// Bytes of the unified buffer for angles, as in l2norm_tiling.h: a tile of offsets. In addition:
+// rows of a table, two of each for three axes in their dtype, and coefficients, signs and offsets.
 constexpr int64_t kAnglesElementBytes = 4;
 constexpr int64_t kAnglesFixedBytes = (2 * 2 * 3 + 2 * 3 + 6) * 4 * 2 * kMostPairs;
-// rope and mrope have two tiles of floats, too.
+// rope and mrope also have two tiles of floats.
 constexpr int64_t kRotaryElementBytes = 2 * 4 + kAnglesElementBytes;
 
 }  // namespace npu_ops

@@ -24,7 +24,8 @@ struct Coefficients {
   float *cos1, *cos2, *sin1, *sin2;
 };
 
-// Which table entries the two of pair j use: first(j) = j * step, second(j) = first(j) + shift.
+// The table entries of the two elements of pair j: first(j) = j * step, second(j) = first(j) +
+// shift.
 struct PairLayout {
   PairLayout(const std::string& name, int64_t rotary_dim, int64_t table_width)
       : pairs(rotary_dim / 2), interleaved(name == "interleaved") {
@@ -42,7 +43,7 @@ struct Span {
   int64_t begin, end, by;
 };
 
-// Takes the coefficients of a span of pairs from one table row.
+// Reads the coefficients of a span of pairs from one table row.
 template <class C>
 NPU_OPS_CLONES void take(const C* cos, const C* sin, Coefficients to, Span span, int64_t step,
                          int64_t shift, bool inverse) {
@@ -55,7 +56,8 @@ NPU_OPS_CLONES void take(const C* cos, const C* sin, Coefficients to, Span span,
   }
 }
 
-// `out` may be `x`: a pair is read before it is written, hence ivdep. apart: the two of a pair.
+// `out` may be `x`: a pair is read before it is written, hence ivdep. apart: the distance of a
+// pair's two elements.
 template <int STEP, class T>
 NPU_OPS_CLONES void rotate_pairs(const T* x, T* out, const float* cos1, const float* cos2,
                                  const float* sin1, const float* sin2, int64_t pairs,
@@ -73,7 +75,7 @@ inline int64_t length_of(const Tensor& tensor, const std::string& layout) {
   return tensor.size(static_cast<int>(layout.find_first_of("ST")));
 }
 
-// A q or k seen as [B, S, N, D] whatever its layout.
+// A q or k as [B, S, N, D], whatever its layout.
 struct Heads {
   Heads(const Tensor& tensor, const std::string& layout) : tensor(tensor), dim(tensor.size(-1)) {
     const int64_t rank = tensor.dim();  // TND has no batch
@@ -100,7 +102,7 @@ void rotate_head(const T* x, T* out, Coefficients c, const PairLayout& pair) {
     rotate_pairs<1>(x, out, c.cos1, c.cos2, c.sin1, c.sin2, pair.pairs, pair.pairs);
 }
 
-// Rotates tokens [s0, s1) of batch b, whose coefficients are given one by one.
+// Rotates tokens [s0, s1) of batch b, with the coefficients of each token.
 template <class T>
 void rotate_tokens(const Heads& x, const Heads& out, int64_t b, int64_t s0, int64_t s1,
                    float* coefficients, const PairLayout& pair) {
@@ -152,8 +154,8 @@ void rotate_all(const Tensor& q, const Tensor& k, const Tensor& q_out, const Ten
   });
 }
 
-// The table row of token (axis, b, s): given by positions [A, Bp, S] or [Bp, S], or s itself.
-// Checked here too, before anything is written: a compiled caller has had no other check.
+// The table row of token (axis, b, s): from positions [A, Bp, S] or [Bp, S], or s itself. Checked
+// here too, before anything is written: a compiled caller has had no other check.
 class Rows {
  public:
   Rows(const std::optional<Tensor>& positions, int64_t table_rows, int64_t length,
