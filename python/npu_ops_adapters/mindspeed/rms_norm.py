@@ -1,8 +1,8 @@
 """RMSNorm that multiplies by 1 + weight, as in Qwen3-Next and Qwen3.5.
 
 MindSpeed computes 1 + weight in the weight's dtype. In bf16 that rounds the sum, so a trainer
-normalizes with other weights than transformers, Transformer Engine and a server. A norm that is part
-of a projection computes everything in that dtype, also the squares and their mean.
+normalizes with other weights than transformers, Transformer Engine and a server. A norm that is
+part of a projection computes everything in that dtype, also the squares and their mean.
 """
 
 from __future__ import annotations
