@@ -118,7 +118,7 @@ def _fill_in(checkouts: dict) -> None:
         _module("vllm.v1.attention.backends.utils", PAD_SLOT_ID=-1)
         utils = importlib.import_module("vllm_ascend.ops.triton.triton_utils")
         utils.init_device_properties_triton()
-        # It asks which launches fit this SoC; nothing else of these modules is used.
+        # vllm-ascend asks which launches fit this SoC; nothing else of these modules is used.
         soc = types.SimpleNamespace(A2=object(), A5=object(), _310P=object())
         _module("torch_npu")
         for name in ("device.utils", "quantization.quant_type", "quantization.utils"):

@@ -254,8 +254,8 @@ def tell_when_torch_is_there(before: Callback) -> None:
 def tell_when_imported(module, callback: Callback) -> None:
     """Report a module that is already being imported, after it has run.
 
-    It was found before this finder existed: it imports torch, which calls this code. Python marks
-    the module's spec after the run.
+    The finder missed it, because it was found before: it imports torch, which runs this code. After
+    the module has run, Python resets `_initializing` in its spec, and this calls `callback`.
     """
     spec = getattr(module, "__spec__", None)
     if type(spec) is not ModuleSpec or not getattr(spec, "_initializing", False):

@@ -169,7 +169,7 @@ def _storage(bytes_: Any, device: str | None) -> torch.UntypedStorage:
 
 
 def _placed(content: list, storages: list) -> torch.Tensor:
-    """Return a tensor in its storage, if that is large enough: torch would silently enlarge it."""
+    """Return a tensor in its storage, which must be large enough: torch would enlarge it."""
     kinds = (int, torch.dtype, int, tuple, tuple)
     number, dtype, offset, shape, strides = _parts("a tensor", content, *kinds)
     numbers = (number, offset, *shape, *strides)

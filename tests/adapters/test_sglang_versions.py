@@ -52,8 +52,7 @@ class Release:
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 names[node.targets[0].id] = node.value
             elif isinstance(node, ast.If):
-                # Names under a condition are for another machine, unless they are defined only
-                # there.
+                # A name under a condition is for another machine, so the other definition wins.
                 inside = self._of(node) | (
                     self._of(ast.Module(node.orelse, [])) if node.orelse else {}
                 )

@@ -108,7 +108,7 @@ CASES = [
 
 # The function has no gradient.
 DIFFERENTIABLE = ()
-# Across these, every branch of the Triton kernel.
+# Together, these cases take every branch of the Triton kernel.
 REPRESENTATIVE = (
     "qwen3-next-b1", "qwen3-next-b8-vllm", "qwen3-next-b8-sglang", "decode-t2-w2-packed",
     "vllm-t3-w3-packed", "sglang-t3-w3", "channels-first", "channels-first-vllm",

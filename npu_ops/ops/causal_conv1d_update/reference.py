@@ -42,7 +42,7 @@ def causal_conv1d_update(
     rows = conv.all_rows(x, state, starts, width, x.dtype)
 
     def rows_at(number):
-        """Return rows by their number in (history, tokens): [N, ...] -> [N, ..., D]."""
+        """Return rows `number` [N, ...] of each sequence's history and tokens, as [N, ..., D]."""
         shape = (-1, *[1] * (number.dim() - 1))
         token = begins.view(shape) + number - (width - 1)
         index = conv.row_index(begins, width, sequence.view(shape), token)

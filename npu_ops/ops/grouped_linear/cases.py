@@ -52,7 +52,7 @@ CASES = [
       for n, groups in ((0, 2), (1, 1), (2, 5), (65, 9), (129, 2))),
 ]  # fmt: skip
 DIFFERENTIABLE = ("x", "weight")
-# Across these, every branch of the Triton kernel.
+# Together, these cases take every branch of the Triton kernel.
 REPRESENTATIVE = ("three-groups-t150", "odd-t2")
 CALLS = [
     Call(

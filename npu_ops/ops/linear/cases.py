@@ -46,7 +46,7 @@ CASES = [
       for n in (0, 1, 2, 65, 129)),
 ]  # fmt: skip
 DIFFERENTIABLE = ("x", "weight", "bias")
-# Across these, every branch of the Triton kernel.
+# Together, these cases take every branch of the Triton kernel.
 REPRESENTATIVE = ("two-steps-t33", "odd-t2")
 CALLS = [
     Call("linear", lambda draw: {"x": draw(3, 8), "weight": draw(5, 8), "bias": draw(5)}),

@@ -135,7 +135,7 @@ def _apart(
     qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps, zero_centered,
     gated, mrope_section, section_layout, pair_layout, rotary_dim, copy_rest,
 ):  # fmt: skip
-    """Compute it with the functions of training: the norm is rounded before the rotation."""
+    """Compute the op with the functions of training: the norm is rounded before the rotation."""
     q, k, v, gate = reference.split(qkv, num_heads, num_kv_heads, q_weight.shape[0], gated)
     tables = reference.by_token(cos, sin, positions, mrope_section, section_layout, pair_layout)
     q, k = (

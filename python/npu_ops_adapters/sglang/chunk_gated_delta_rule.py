@@ -12,7 +12,7 @@ _HEAD, _TAIL = ("q", "k", "v", "g", "beta", "scale", "initial_state"), ("cu_seql
 
 
 def patches() -> Iterable[Patch]:
-    """Patch it in the module of the backend."""
+    """Patch `chunk_gated_delta_rule` in the module of SGLang's backend."""
     if not functions.since("0.5.10"):
         yield functions.replaced(
             f"{functions.gated_delta_net()}:chunk_gated_delta_rule",

@@ -13,7 +13,7 @@ from npu_ops_adapters.sglang import functions, gated_delta_net
 
 
 def patches() -> Iterable[Patch]:
-    """Patch it in the module of the backend, which takes it when it is built."""
+    """Patch the function in the module of SGLang's backend, which reads it when it is built."""
     if not functions.since("0.5.10"):
         names = parameters(ours)
         yield functions.replaced(

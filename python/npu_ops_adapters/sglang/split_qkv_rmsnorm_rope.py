@@ -24,7 +24,7 @@ SIZES_FIRST = (*_HEAD, *_SIZES, "eps", *_WEIGHTS, *_BIASES)
 
 
 def patches() -> Iterable[Patch]:
-    """Patch the name in the models' modules. Without an NPU it does not exist."""
+    """Patch `split_qkv_rmsnorm_rope` in the models' modules; it exists only with an NPU."""
     if not functions.on_npu():
         return
     newer = ["dflash"] if functions.since("0.5.15") else []

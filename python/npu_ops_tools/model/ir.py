@@ -97,7 +97,7 @@ class Module:
 
     @property
     def core(self) -> str:
-        """The kind of core that it runs on: "vector", "cube" or "mixed"."""
+        """The kind of core that the kernel runs on: "vector", "cube" or "mixed"."""
         kinds = {function.core for function in self.functions}
         return kinds.pop() if len(kinds) == 1 else "mixed"
 

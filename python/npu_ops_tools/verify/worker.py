@@ -128,6 +128,6 @@ def variables_of(device: str) -> dict[str, str]:
 
 
 def label(device: str) -> str:
-    """Return the device name for reports: an emulated NPU is not an NPU."""
+    """Return the device's name in reports: "npu-emulated" for an emulated NPU."""
     emulated = os.environ.get("NPU_OPS_EMULATOR") == "1" and torch_device(device) == "npu"
     return "npu-emulated" if emulated else device

@@ -142,8 +142,8 @@ def launches(sequences, heads, tokens, keys=128, dtype=torch.bfloat16, backward=
         ((8, 4, 512), [("forward", 24, 128), ("forward", 16, 64)]),
         ((1, 32, 256), [("forward", 24, 128)]),  # too short for two
         ((1, 40, 512), [("forward", 24, 128)]),  # 16 are left, two pieces of each do not fit
-        # Segments: 4 of 4 heads, 7 of 2, 13 of 1. All but the first compute as many columns of M as
-        # of h.
+        # Segments for each head: 4 with 4 heads, 7 with 2, 13 with 1. All but the first compute as
+        # many columns of M as of h.
         ((1, 4, 4096), [("ends", 20, 128), ("join", 16, 32), ("forward", 16, 128)]),
         ((2, 1, 8192), [("ends", 22, 128), ("join", 8, 32), ("forward", 14, 128)]),
         ((1, 1, 16384), [("ends", 23, 128), ("join", 4, 32), ("forward", 13, 128)]),
