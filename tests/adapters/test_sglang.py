@@ -145,7 +145,7 @@ def rollout(model, dtype, mode, most, work=None) -> list[dict]:
     pictured = [row["cached"] for row in rows if row["picture"]]
     assert [row["cached"] for row in rows[:8]] == CACHED[device], rows
     assert pictured == (CACHED_PICTURES[device] if model.name in PICTURED else []), rows
-    assert all(row["sampled"] == 5 for row in rows)
+    assert all(1 <= row["sampled"] <= 5 for row in rows)  # fewer where the sequence ended
     return rows
 
 
