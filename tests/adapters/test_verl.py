@@ -48,7 +48,8 @@ def set_by(text: str) -> Iterator[str]:
 def test_its_npu_patches_leave_ours_in_force():
     """Checks the counts in docs/replacing-patches.md, and trains Qwen3 with both."""
     file = fetch_verl.path()[0] / "verl/models/transformers/npu_patch.py"
-    for model in ("qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl"):
+    text, images = ("qwen2", "qwen3", "qwen3_next"), ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+    for model in (*text, *images, "qwen3_5_moe"):
         importlib.import_module(f"transformers.models.{model}.modeling_{model}")
     ours = {patch.target for patch in npu_ops_adapters.patches()}
     found = set(set_by(file.read_text()))
