@@ -72,8 +72,11 @@ def qwen3vl():
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
-def qwen3_5(config=transformers.Qwen3_5Config, **experts):
-    """Return a model with three layers of Gated Delta Net, one of attention, and a vision tower."""
+def qwen3_5(config="Qwen3_5Config", **experts):
+    """Return a model with three layers of Gated Delta Net, one of attention, and a vision tower.
+
+    config: a name of transformers. The one that vLLM 0.18.0 pins has none of Qwen3.5.
+    """
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True,
             "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}  # fmt: skip
     text = {
@@ -81,7 +84,7 @@ def qwen3_5(config=transformers.Qwen3_5Config, **experts):
         "partial_rotary_factor": 0.25, "linear_num_key_heads": 8, "linear_num_value_heads": 32,
         "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
     }  # fmt: skip
-    made = config(
+    made = getattr(transformers, config)(
         text_config=TEXT | text | experts, vision_config=TOWER, **TOKENS, tie_word_embeddings=False
     )
     return transformers.AutoModelForImageTextToText.from_config(made)
@@ -89,7 +92,7 @@ def qwen3_5(config=transformers.Qwen3_5Config, **experts):
 
 def qwen3_5moe():
     return qwen3_5(
-        transformers.Qwen3_5MoeConfig, num_experts=4, num_experts_per_tok=2,
+        "Qwen3_5MoeConfig", num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=64, shared_expert_intermediate_size=64,
     )  # fmt: skip
 

@@ -34,6 +34,8 @@ def start(folder: pathlib.Path, **changes):
     stand_ins.install()
     import vllm
 
+    stand_ins.mend_log_probabilities_of_drafts()
+
     # A model of pictures has a processor with a tokenizer; a model of text has none.
     settings = SETTINGS | {"skip_tokenizer_init": folder.name not in PICTURED}
     if folder.name in HYBRID:

@@ -7,6 +7,8 @@ Everything else is the published source and the real torch_npu. Stand-ins:
 - `meta_registration`, empty: shapes of operators that a Qwen model does not call;
 - ATB's `_npu_reshape_and_cache` and `_npu_matmul_add_fp32`, below, in PyTorch;
 - vllm-ascend's patch of torchair, empty: it needs CANN's graph engine, for compiled models alone.
+
+One mend: vllm-ascend 0.18.0 raises TypeError where log-probabilities of drafts are asked for.
 """
 
 from __future__ import annotations
@@ -33,6 +35,21 @@ def install() -> None:
     atb._register_atb_extensions = lambda: None  # ATB's library is not there
     for function in (_npu_reshape_and_cache, _npu_matmul_add_fp32):
         setattr(torch_npu, function.__name__, function)
+
+
+def mend_log_probabilities_of_drafts() -> None:
+    """Return the lists that `RejectionSampler.parse_output` has made already.
+
+    vllm-ascend 0.18.0 hands them to `tolists` as if they were lengths.
+    """
+    from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+
+    own = LogprobsTensors.tolists
+
+    def tolists(self, made=None):
+        return made if isinstance(made, LogprobsLists) else own(self, made)
+
+    LogprobsTensors.tolists = tolists
 
 
 def _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_indices):
