@@ -194,7 +194,7 @@ JOBS = {
 
 
 def of_job(name: str, versions: dict[str, str]) -> Iterator[dict]:
-    """Yield a row for each kernel, of ours and of each project with a version."""
+    """Yield the rows of a job: one for each of our kernels and of the kernels of other projects."""
     job = JOBS[name]
     yield from _rows(name, "npu-ops", "", job.ours())
     for option, functions in job.theirs.items():

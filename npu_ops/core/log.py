@@ -12,7 +12,7 @@ _said: set[str] = set()
 
 
 def once(sentence: str) -> None:
-    """Log `sentence` as a warning, the first time only in this process."""
+    """Log `sentence` as a warning, once per process."""
     if sentence in _said or env.settings.log == "off":
         return
     _said.add(sentence)

@@ -110,7 +110,7 @@ def _reaches(value: int, terms: Sequence[Term], low: int, high: int) -> bool:
     if not terms:
         return low <= value <= high
     common = math.gcd(*(stride for stride, _, _ in terms))
-    # closest value below high that the strides can reach
+    # the largest value up to high that multiples of the strides' divisor reach
     if (high - value) // common * common + value < low:
         return False
     (stride, least, most), *inner = terms

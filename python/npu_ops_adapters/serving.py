@@ -19,8 +19,8 @@ def replaced(
 ) -> Patch:  # fmt: skip
     """Return a patch of a function, for the calls that npu-ops supports.
 
-    ours: as in `made`. If it raises, the framework's own function runs, and the reason is logged
-    once.
+    ours: takes the call's arguments, as in `made`. If it raises, the framework's own function
+        runs, and the reason is logged once.
     signatures: the framework's, of all known versions; the default is the signature of `ours`.
     settings: other fields of Patch.
     """

@@ -53,8 +53,8 @@ _PASSES = (
     "--convert-arith-to-llvm",
     "--reconcile-unrealized-casts",
 )
-# Synchronisation flags, which the check skips: they take four fifths of its time, and here every
-# pipe of a core waits for the others. `npu-ops compile` includes them.
+# The check skips the pass that makes pipes of a core wait for each other. It takes four fifths of
+# the time, and emulated pipes always wait. `npu-ops compile` includes it.
 _UNJUDGED = ("--disable-hivm-auto-inject-sync",)
 # Launch options of the vendor's backend -> flags of its compiler.
 _FLAGS = {

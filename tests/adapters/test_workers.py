@@ -10,8 +10,8 @@ import fetch_frameworks
 import pytest
 from processes import environment
 
-# The code of a worker. Neither it, before its last lines, nor the process that starts it names
-# npu-ops.
+# The code of a worker. It imports npu-ops in its last lines alone, and the process that starts it
+# does not, so that what it finds was registered automatically.
 WORKER = """
 def worker():
     from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl

@@ -110,7 +110,7 @@ def test_doctor_says_what_takes_each_op_and_what_is_patched():
     patches = of_megatron(found)
     assert {row["state"] for row in patches} == {"applied"}
     others = {"jit_fuser", "gated_delta_net", "gdn_decay", "checkpoint"}
-    # In this version the gates are inline, and decoding does not use fla's functions.
+    # In this version of Megatron the gates are inline, and decoding does not use fla's functions.
     of_later = {"gdn_gate", "causal_conv1d_update", "fused_recurrent_gated_delta_rule"}
     expected = {*adapted, *others} - of_later
     assert {row["op"] for row in patches} == expected

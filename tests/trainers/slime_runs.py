@@ -119,7 +119,8 @@ ENGINE = (
     "--sglang-disable-cuda-graph",
 )  # fmt: skip
 PROMPTS = ("what is two plus three?", "the quick brown fox", "0 1 2 3 4", "think")
-# The names of SGLang's arguments that slime 0.2.2 uses; SGLang has renamed them since.
+# How names of SGLang's arguments begin in slime 0.2.2 (`..._parallel_size`); SGLang has renamed
+# them.
 SIZES = ("data", "pipeline", "expert")
 SEES = "transformers-4.57.6"  # of another, Megatron-Bridge 0.3.1 does not take the vision tower
 ON_NPU = ("--custom-megatron-init-path", "slime_worker.count_fused")

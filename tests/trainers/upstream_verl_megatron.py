@@ -54,8 +54,8 @@ RUNS = {
     "qwen3_moe": Run(),
     # On two ranks, mbridge's split_deepstack_embs loses the gradients of the other rank's tokens.
     "qwen3_vl_3": Run("pictures", ranks=(1,)),
-    # Its layer in Megatron 0.16 rejects packed sequences, and MindSpeed's delta rule supports only
-    # bf16.
+    # Gated Delta Net of Megatron 0.16 rejects packed sequences, and MindSpeed's delta rule supports
+    # only bf16.
     "qwen3_5": Run(
         packing=PADDED,
         operators=(*OPERATORS, *DELTA_NET),

@@ -60,7 +60,7 @@ def rope(section, **changes) -> dict:
 
 
 PARTIAL = rope([4, 2, 2], partial_rotary_factor=0.5)
-# A model's class name without its ending, the class of its text model and of its vision tower.
+# The beginning of a model's class names, and the settings of its text model and vision tower.
 MODELS = {
     "qwen3": ("Qwen3", TEXT, None),
     "qwen3_moe": ("Qwen3Moe", TEXT | EXPERTS | dict(norm_topk_prob=True), None),  # as released

@@ -191,7 +191,7 @@ def _times(x, y, scores=None):
 
 
 def _times_of_part(x, y, scores):
-    """Return x @ y as `_times` does, where pairs with a score of -inf are masked."""
+    """Return x @ y as `_times` does, for scores in which masked pairs are -inf."""
     product = weighted(_folded(x, y), _folded(scores != -torch.inf, y), y)
     return product.unflatten(2, (x.shape[1] // y.shape[1], -1)).flatten(1, 2)
 

@@ -145,7 +145,7 @@ class Positions:
                 self.keys = extra.seqlens_k.view(-1, 1, 1, 1)
             self.missing = self.key[:, None] >= self.keys  # such keys may hold anything
             return
-        # Tokens behind the last sequence become a sequence of their own.
+        # Tokens after the end of the last sequence become a sequence of their own.
         starts = _with_end(starts, queries)
         of_q = (torch.searchsorted(starts, token_q, right=True) - 1).clamp(0, len(starts) - 2)
         self.query, self.queries = token_q - starts[of_q], starts.diff()[of_q, None]

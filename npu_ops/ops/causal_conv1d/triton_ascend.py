@@ -20,7 +20,7 @@ from npu_ops.ops.causal_conv1d import wide_triton_ascend as wide
 from npu_ops.ops.causal_conv1d.starts_triton_ascend import bounds_of, piece_of
 from npu_ops.ops.l2norm.triton_ascend import normalise, normalise_backward
 
-# Channels in a block, by the bytes on chip that the vendor's compiler plans for each channel
+# Channels in a block, from the bytes that the vendor's compiler reserves on chip for each channel
 # (fp32, W = 4): filter, rows before, the row itself; in the backward also sums and gradients.
 BLOCK = tile_elements(96)
 BACKWARD_BLOCK = tile_elements(192)

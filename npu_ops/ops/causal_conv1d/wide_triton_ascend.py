@@ -14,7 +14,7 @@ import triton.language as tl
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.causal_conv1d.starts_triton_ascend import bounds_of, piece_of
 
-# Elements in a tile, by the bytes on chip that the vendor's compiler plans for each.
+# Elements in a tile, from the bytes that the vendor's compiler reserves on chip for each.
 TILE = tile_elements(48)
 WIDEST = 256  # channels of a tile
 

@@ -14,7 +14,7 @@ from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.core.lengths_triton_ascend import finish, int32_starts
 from npu_ops.ops.causal_conv1d import triton_ascend as conv
 
-# Channels in a block, by the bytes on chip that the vendor's compiler plans for each channel
+# Channels in a block, from the bytes that the vendor's compiler reserves on chip for each channel
 # (fp32, W = 4).
 BLOCK = tile_elements(96)
 BACKWARD_BLOCK = tile_elements(192)

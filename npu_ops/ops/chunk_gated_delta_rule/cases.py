@@ -134,7 +134,7 @@ WRONG = [
                        reads=True)),
     *wrong("chunk_gated_delta_rule", ValueError, *delta.WRONG_GATES, given=delta.GATED),
 ]  # fmt: skip
-# Options that a call varies.
+# Changes of arguments that every implementation must respect.
 OPTIONS = [
     *options("chunk_gated_delta_rule", *delta.CHANGES,
              {"cu_seqlens": make.indices([0, 9, 20])}),

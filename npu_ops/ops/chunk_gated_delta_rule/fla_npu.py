@@ -52,7 +52,7 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta, initial_state, cu_seqlens, scale, chunk_size, state_v_first, normalize,
     o, final_state,
 ) -> None:  # fmt: skip
-    """Write o and the final states. The operators choose the chunk size."""
+    """Write o and the final states. fla_npu's operators choose the chunk size."""
     of = importlib.import_module("fla_npu.ops.ascendc")
     if normalize:
         q, k = (norm.l2norm(x, reference.EPS).to(x.dtype) for x in (q, k))

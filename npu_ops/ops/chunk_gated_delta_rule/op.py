@@ -60,7 +60,7 @@ forward = Operator(
     check_indices=states.check_starts,
     cpu_in_python=True,
 )
-# The forward of a server: it also stores the state before each chunk. It has no gradient.
+# The forward pass for serving: it also stores the state before each chunk, and has no gradient.
 prefill = Operator(
     "chunk_gated_delta_rule_prefill",
     f"{_INPUTS} -> o, final_state, chunk_states",

@@ -100,7 +100,8 @@ class _Chunk:
         """
         q, k, heads = self.q, self.k, x.q.shape[2]
         grad_o = grouped(grad_o_tokens, heads).float()
-        # O = ... + P N, S' = ... + (exp(G_c - G) K)^T N, N = A R
+        # Of O = ... + P N, S' = ... + (exp(G_c - G) K)^T N and N = A R, with P: scores, N: written
+        # values, A: inverse, S': the state after the chunk, G: sums of g.
         grad_scores = grad_o @ self.written.mT
         grad_solved = self.scores.mT @ grad_o + (self.until * k) @ grad_state
         grad_missed = self.inverse.mT @ grad_solved

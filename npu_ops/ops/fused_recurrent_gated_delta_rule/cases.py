@@ -246,7 +246,7 @@ CHANGES = (
     GATED,
 )  # fmt: skip
 
-# Options that a call varies.
+# Changes of arguments that every implementation must respect.
 OPTIONS = [
     *options("fused_recurrent_gated_delta_rule", *CHANGES, {"beta": None}, {"g": None},
              {"gk": shaped(2, 5, 4, 8)}, {"gv": shaped(2, 5, 4, 8)},

@@ -28,7 +28,7 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
 from npu_ops.ops.gdn_gate.softplus import is_plain
 from npu_ops.ops.gdn_gate.triton_ascend import rate_of
 
-# State elements in a tile, by the bytes on chip that the vendor's compiler plans for each.
+# State elements in a tile, from the bytes that the vendor's compiler reserves on chip for each.
 TILE = tile_elements(40)
 DECODE_TILE = tile_elements(20)
 # Heads in a tile of `_decode_kernel`. Numbers that a head has one of are vectors of this length.

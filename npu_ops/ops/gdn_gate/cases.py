@@ -97,7 +97,7 @@ WRONG = [
         *values("softplus_threshold", "0 or more", "1"),
     ),
 ]  # fmt: skip
-# Options that a call varies.
+# Changes of arguments that every implementation must respect.
 OPTIONS = [
     *options("gdn_gate", {"allow_neg_eigval": True}, {"dt_bias": None}, {"b": None}),
     *options("gdn_gate", {"softplus_beta": 2.0}, {"softplus_threshold": 0.5}),

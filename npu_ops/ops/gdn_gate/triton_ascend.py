@@ -14,7 +14,7 @@ import triton.language as tl
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.gdn_gate.softplus import is_plain
 
-# Elements in a tile, by the bytes on chip that the vendor's compiler plans for each (fp32).
+# Elements in a tile, from the bytes that the vendor's compiler reserves on chip for each (fp32).
 TILE = tile_elements(96)
 WIDEST = 512  # heads
 NARROWEST = 16  # narrower rows are not worth a vector instruction

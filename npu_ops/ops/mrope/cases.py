@@ -235,7 +235,7 @@ WRONG = [
         ("inplace: got True, needs False because k requires", {"k": torch.Tensor.requires_grad_}),
         in_place=True),
 ]  # fmt: skip
-# Options that a call varies.
+# Changes of arguments that every implementation must respect.
 OPTIONS = [
     *options("mrope", {"k": None}, {"pair_layout": "interleaved"}, {"inverse": True},
              {"section_layout": "chunked"}, {"mrope_section": [4, 0, 0]},

@@ -16,7 +16,7 @@ from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.mrope.triton_ascend import load_axis, load_merged
 from npu_ops.ops.rope.triton_ascend import NARROWEST, TABLE_PAIRS, with_direction
 
-# Elements of heads in a tile, by the bytes on chip that the vendor's compiler plans for each
+# Elements of heads in a tile, from the bytes that the vendor's compiler reserves on chip for each
 # (fp32).
 # The key is whether pairs are interleaved: splitting those takes more room.
 TILE = {False: tile_elements(48), True: tile_elements(96)}

@@ -21,7 +21,7 @@ from npu_ops.core.rows_triton_ascend import (
     store_row,
 )
 
-# Elements in a tile, by the bytes on chip that the vendor's compiler plans for each (fp32).
+# Elements in a tile, from the bytes that the vendor's compiler reserves on chip for each (fp32).
 TILE = tile_elements(24)
 BACKWARD_TILE = tile_elements(48)
 # Pieces that the rows are cut into for the sums over them.

@@ -17,7 +17,8 @@ _MODES = {
 
 
 def check_pair_layout(value) -> None:
-    """Raise ValueError unless `value` is a pair layout; suggest one for a mode of torch_npu."""
+    """Raise ValueError unless `value` is a pair layout. If it names a rotary mode of torch_npu, the
+    error names the layout that means the same."""
     mode = _MODES.get(value) if isinstance(value, str) else None
     if mode:
         needs = f"'half' or 'interleaved' (torch_npu's mode: {mode})"

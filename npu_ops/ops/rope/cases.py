@@ -313,7 +313,7 @@ WRONG = [
         ("cu_seqlens: got int16, needs int32 or int64", {"cu_seqlens": torch.Tensor.short}),
         given=_OF_A_RANK),
 ]  # fmt: skip
-# Options that a call varies.
+# Changes of arguments that every implementation must respect.
 OPTIONS = [
     *options("rope", {"k": None}, {"pair_layout": "interleaved"}, {"inverse": True}),
     *options("rope", cos_sin(2, 5, 6), {"rotary_dim": 8} | cos_sin(2, 5, 4)),

@@ -16,8 +16,8 @@ from npu_ops.core import hardware, socs
 from npu_ops.core.grid import cdiv, next_power_of_2, tile_elements, vector_grid
 from npu_ops.ops.rope.packing import NOBODY
 
-# Pairs in a tile, by the bytes on chip that the vendor's compiler plans for each (fp32, with a tail
-# to copy). The key is whether pairs are interleaved: splitting those takes twice the room.
+# Pairs in a tile, from the bytes that the vendor's compiler reserves on chip for each (fp32, with a
+# tail to copy). The key is whether pairs are interleaved: splitting those takes twice the room.
 TILE = {False: tile_elements(96), True: tile_elements(192)}
 # Pairs of a full-width interleaved table in a tile. On chip each takes 32 bytes of its own, in four
 # tables, double-buffered.

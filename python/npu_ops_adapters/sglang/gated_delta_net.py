@@ -225,12 +225,12 @@ class ChunkStates:
         self._rule, self._before, self._starts = rule, before, starts
 
     def squeeze(self, dim: int) -> ChunkStates:
-        """Return self: SGLang expects a first dimension of size 1."""
+        """Return self: SGLang removes a first dimension of size 1, which is not here."""
         return self
 
     def __getitem__(self, chunks: torch.Tensor) -> torch.Tensor:
-        """Return the states of some chunks, at most one per sequence, numbered through all
-        sequences."""
+        """Return the states of some chunks, at most one per sequence. Chunks are numbered
+        consecutively across all sequences."""
         starts = self._starts.long()
         last = ((starts.diff() + CHUNK - 1) // CHUNK).cumsum(0)
         sequences = torch.searchsorted(last, chunks, right=True)

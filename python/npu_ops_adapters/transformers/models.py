@@ -76,7 +76,7 @@ def compared_classes(
     variants: tuple[Variant, ...],
     *signatures: Names,
 ) -> Iterable[Patch]:
-    """As `compared`, for `forward` of each class of a model that `classes` finds."""
+    """Like `compared`, but for the `forward` of each model class that `classes` finds."""
     for model in models:
         for name in classes(model, which):
             target = f"{home(model)}:{name}.forward"

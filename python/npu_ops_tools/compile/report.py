@@ -56,7 +56,7 @@ class CompileReport:
         return sum(getattr(body, field) for body in self.bodies)
 
     def faults(self) -> list[str]:
-        """Return the faults, one phrase each."""
+        """Return what is wrong with the compiled kernel, one phrase for each fault."""
         loops = collections.Counter(self.scalar_loops)
         found = [f"{count} scalar loop(s) at {source}" for source, count in loops.items()]
         if masks.STORE in self.unread_masks:

@@ -86,7 +86,7 @@ def gradients_kernel(
             b_grad_beta = 0.0 - tl.sum(recalled * b_k, 1)
             recalled = recalled * (0.0 - b_beta)[:, None]
             sums = b_q * asked + b_k * recalled
-            # What is written to the state after it.
+            # What this chunk has written to the state after the chunk.
             grad_state = load_keys(grad_states, place, key, K, V, BK, BV)
             until = tl.exp(tl.dot(1.0 - up_to, b_g, input_precision="ieee"))
             kept = tl.dot(b_written, tl.trans(grad_state), input_precision="ieee") * until

@@ -27,7 +27,7 @@ from npu_ops.ops.fused_recurrent_gated_delta_rule.triton_ascend.states import (
     within,
 )
 
-# State elements in a tile, by the bytes on chip that the vendor's compiler plans for each.
+# State elements in a tile, from the bytes that the vendor's compiler reserves on chip for each.
 TILE = tile_elements(40)
 TILE_BACKWARD = tile_elements(80)
 # Tokens between two states that the backward stores. It computes the states between them again for
