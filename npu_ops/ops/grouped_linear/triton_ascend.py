@@ -59,7 +59,10 @@ def _grouped_linear_kernel(
 
 
 def grouped_linear(x, weight, offs, out):
-    """Write each group's rows of x times weight^T. x `[T, K]`, weight `[G, N, K]`, ends offs `[G]`."""
+    """Write each group's rows of x times weight^T: x `[T, K]`, weight `[G, N, K]`, offs `[G]`.
+
+    offs: the row after the last one of each group.
+    """
     (rows, depth), (groups, columns, _) = x.shape, weight.shape
     tiles = (cdiv(rows, ROWS) + groups) * cdiv(columns, COLUMNS)
     grid = (min(tiles, hardware.num_cube_cores(x.device)),)
