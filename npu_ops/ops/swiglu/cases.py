@@ -69,5 +69,5 @@ def of_model(model: Model, tokens: int) -> list[Case]:
     width = model.mlp or model.expert
     return [
         Case("apart", tokens, 1, width),
-        Case("in one", tokens, 1, width, in_one=True),
+        Case("joined", tokens, 1, width, in_one=True),
     ]

@@ -20,14 +20,14 @@ from npu_ops.core import env
 from npu_ops.core.compare import Tolerance, assert_close
 
 OPERATORS = {
-    "qwen3_moe": {"rope": 2, "attention": 2, "rms_norm": 9, "grouped_linear": 4},
-    "qwen3_vl": {"rope": 4, "attention": 4, "rms_norm": 9},
+    "qwen3_moe": {"rope": 2, "attention": 2, "rms_norm": 9, "grouped_linear": 4, "swiglu": 2},
+    "qwen3_vl": {"rope": 4, "attention": 4, "rms_norm": 9, "swiglu": 2},
     "qwen3_5": {"rope": 3, "attention": 3, "causal_conv1d": 1, "chunk_gated_delta_rule": 1,
-                "rms_norm_gated": 1, "rms_norm": 7},
+                "rms_norm_gated": 1, "rms_norm": 7, "swiglu": 2},
     "qwen4_exp": {"rope": 2, "attention": 1, "causal_conv1d": 1, "chunk_gated_delta_rule": 1,
-                  "rms_norm_gated": 1, "rms_norm": 59, "grouped_linear": 4},
+                  "rms_norm_gated": 1, "rms_norm": 59, "grouped_linear": 4, "swiglu": 4},
     "olmo_hybrid": {"rope": 1, "attention": 1, "causal_conv1d": 1, "chunk_gated_delta_rule": 1,
-                    "rms_norm_gated": 1, "rms_norm": 7},
+                    "rms_norm_gated": 1, "rms_norm": 7, "swiglu": 2},
 }  # fmt: skip
 
 
