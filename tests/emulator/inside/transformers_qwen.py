@@ -31,10 +31,14 @@ OPERATORS = {
 }  # fmt: skip
 
 
+# Its experts and keys are chosen by scores, and one rounding in bf16 changes what a token chooses.
+IN_FP32 = ("qwen4_exp",)
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_model(name, caplog):
     model, inputs = transformers_models.built(name)
-    model.bfloat16()
+    model.to(torch.float32 if name in IN_FP32 else torch.bfloat16)
     with torch.no_grad():
         expected = model(**inputs, use_cache=False).logits
         model.to("npu")
