@@ -70,7 +70,7 @@ inline std::vector<Sequence> sequences_of(const Tensor& x,
   return sequences;
 }
 
-// Writes zeros to the unowned rows of [1, T, ...], which lie behind the last sequence.
+// Writes zeros to the unowned rows of [1, T, ...], which lie after the last sequence.
 inline void clear_behind(const Tensor& x, const std::vector<Sequence>& sequences) {
   if (!x.numel()) return;
   const int64_t begin = sequences.empty() ? 0 : sequences.back().stop, count = x.size(1);

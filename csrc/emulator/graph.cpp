@@ -24,7 +24,8 @@ namespace {
 using Work = std::function<int()>;
 
 // The vendor's error codes, as in rt_error_codes.h.
-constexpr int kCaptured = 107027, kNotCaptured = 107029, kNotInACapture = 107030;
+constexpr int kTimeout = 107019, kCaptured = 107027, kNotCaptured = 107029;
+constexpr int kNotInACapture = 107030;
 
 struct Graph {
   std::vector<Work> work;
@@ -57,7 +58,6 @@ struct Update {
 };
 
 constexpr std::chrono::seconds kPatience{120};
-constexpr int kTimeout = 107019;
 constexpr uint32_t kEqual = 1;  // how torch_npu waits
 
 std::mutex mutex, mutex_of_values;
@@ -236,12 +236,12 @@ int aclmdlRICaptureTaskUpdateBegin(void* stream, void* group) {
 
 int aclmdlRICaptureTaskUpdateEnd(void*) {
   std::lock_guard lock(mutex);
-  const auto [stream, thread, group, work] = *std::exchange(update, std::nullopt);
-  if (work.size() != group->end - group->begin)
-    return fail(kNotInACapture, "an update has " + std::to_string(work.size()) +
-                                    " tasks, its group " +
-                                    std::to_string(group->end - group->begin));
-  std::copy(work.begin(), work.end(), group->graph->work.begin() + group->begin);
+  const Update made = *std::exchange(update, std::nullopt);
+  const Group& group = *made.group;
+  if (made.work.size() != group.end - group.begin)
+    return fail(kNotInACapture, "an update has " + std::to_string(made.work.size()) +
+                                    " tasks, its group " + std::to_string(group.end - group.begin));
+  std::copy(made.work.begin(), made.work.end(), group.graph->work.begin() + group.begin);
   return 0;
 }
 }

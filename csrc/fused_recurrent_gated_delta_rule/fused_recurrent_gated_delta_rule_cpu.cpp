@@ -183,7 +183,7 @@ void forward(Tensor q, Tensor k, Tensor v, std::optional<Tensor> g, std::optiona
              std::optional<Tensor> cu_seqlens, double scale, bool v_first, Tensor o,
              std::optional<Tensor> final_state) {
   const Inputs in(q, k, v, g, gk, gv, beta, cu_seqlens, scale, v_first);
-  // Tokens behind the last sequence are unowned.
+  // Tokens after the last sequence are unowned.
   const int64_t row = in.value_heads * in.layout.values, end = in.spans.end(in.spans.count() - 1);
   dispatch(o.scalar_type(), "o", [&]<class T>(T*) {
     std::fill(output<T>(o) + end * row, output<T>(o) + o.numel(), T{});
@@ -254,7 +254,7 @@ struct Gradients {
   std::optional<Tensor> grad_initial_state;
 };
 
-// Adds the gradients in `from`, of a token of one head and block, to those in memory.
+// Adds `from`, the gradients of one token, head and block, to the gradients in memory.
 void add(const Inputs& in, const Gradients& to, int64_t token, int64_t head, int64_t block,
          const TokenGradient& from) {
   const int64_t row = token * in.value_heads + head, keys = in.layout.keys;

@@ -147,7 +147,7 @@ class Update {
     return tile;
   }
 
-  // Finds where a sequence begins and ends. Unowned tokens are behind the last sequence; if starts
+  // Finds where a sequence begins and ends. Unowned tokens are after the last sequence; if starts
   // are invalid, all tokens are unowned.
   __aicore__ inline void FindTokens(Tile& tile) const {
     if (!given_.starts) {

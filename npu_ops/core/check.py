@@ -8,8 +8,9 @@ import sys
 import torch
 
 from npu_ops.core import library, memory
+from npu_ops.core.library import KERNEL_DTYPES
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (*KERNEL_DTYPES, torch.float64)
 _FLOATS_TEXT = "float32, bfloat16, float16 or float64"
 
 

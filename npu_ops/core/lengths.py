@@ -3,8 +3,8 @@
 Lengths are given as `starts`, int32 or int64 `[N + 1]`: the start of each of N sequences, then the
 end of the last. They begin with 0, never decrease, and end at or before the number of tokens.
 
-- Tokens behind the last sequence are unowned. Their outputs and gradients are 0, whatever the
-  inputs hold there.
+- Tokens after the last sequence are unowned: they belong to no sequence. Their outputs and
+  gradients are 0, whatever the inputs hold there.
 - Invalid lengths raise ValueError if they are in host memory. On a device nothing waits for them:
   outputs and gradients of all tokens are NaN, and no other memory is touched. Returned states and
   gradients of initial states are NaN; a pool of states stays unchanged.

@@ -32,7 +32,7 @@ def looked_at(starts, sequences, tokens, STARTS: tl.constexpr):
 def span_of(starts, n, sequences, tokens, right, last):
     """Return the first token of sequence n and the token after its last.
 
-    n == sequences stands for the tokens behind the last sequence. If the starts are not `right`,
+    n == sequences stands for the tokens after the last sequence. If the starts are not `right`,
     it stands for all tokens, and the other sequences are empty.
     """
     n += 0 * last  # makes n a tensor: in Triton's interpreter a loop counter is an int

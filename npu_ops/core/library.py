@@ -31,7 +31,7 @@ _REBUILD = (
     "`pip install --no-build-isolation --no-deps --force-reinstall --no-binary npu-ops npu-ops` "
     "builds it for this torch"
 )
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Tests set this to fill outputs with NaN first, which exposes elements that no kernel wrote.
 poison_outputs = False
@@ -290,7 +290,7 @@ def fla_npu_why_not(operator: str, *arguments: str) -> str | None:
 def dtype_why_not(*args) -> str | None:
     """Return None, or which floating dtype of the arguments has no compiled kernel."""
     for arg in args:
-        if isinstance(arg, torch.Tensor) and arg.dtype not in _KERNEL_DTYPES:
+        if isinstance(arg, torch.Tensor) and arg.dtype not in KERNEL_DTYPES:
             if arg.is_floating_point():
                 return f"it has no {str(arg.dtype).removeprefix('torch.')} kernel"
     return None

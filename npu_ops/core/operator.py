@@ -81,7 +81,7 @@ class Operator:
             arguments; by default, whether its first output has no elements.
         empty: writes the outputs of such a call; the default is zeros, the sum over nothing.
         zeroed: whether to zero the outputs before a kernel runs, from a NamedTuple of all inputs.
-            Needed if kernels skip elements, e.g. tokens behind the last sequence.
+            Needed if kernels skip elements, e.g. tokens after the last sequence.
         check_indices: raises ValueError for invalid index values in host memory, from a NamedTuple
             of the implementations' arguments, before any implementation runs.
         aclnn: torch_npu has operators for it, which the op's `aclnn.py` calls. "first": they come

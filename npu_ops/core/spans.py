@@ -54,7 +54,7 @@ def contiguous(cu_seqlens: torch.Tensor, tokens: int, group) -> Span:
     rank = distributed.get_rank(group)
     begin = begins[rank, None]
     last, entering = _sequence_at(starts, ends - 1), _sequence_at(starts, begin)
-    inside = entering < starts.shape[0] - 1  # tokens behind the last sequence are unowned
+    inside = entering < starts.shape[0] - 1  # tokens after the last sequence are unowned
     positions = begin + make.counted(tokens, device=starts.device)
     return Span(
         starts=torch.where(right, (starts - begin).clamp(0, tokens), _WRONG).to(cu_seqlens.dtype),

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from npu_ops.core.registry import Table, launched_by
 
 LAYERS = ("DecoderLayer", "VisionBlock")  # endings of the layers' class names
-# Operators that launch nothing, by the beginnings of their names.
+# Prefixes of the names of operators that launch no kernel.
 FREE = (
     *(
         "alias",

@@ -81,7 +81,7 @@ def attention_backward(
 def _owned(starts, read, written=()):
     """Return the tokens of `[1, heads, tokens, ...]` that belong to sequences: operators need that.
 
-    Sets the tokens behind the last sequence to 0 in the tensors that are `written`.
+    Sets the tokens after the last sequence to 0 in the tensors that are `written`.
     """
     if starts is None:
         return *read, *written

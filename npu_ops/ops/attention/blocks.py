@@ -69,7 +69,7 @@ def backward(
 def all_finite(*tensors) -> bool:
     """Return whether no element is NaN or infinite. (False also if a sum overflows.)
 
-    Only then masked pairs may be multiplied by 0. Otherwise a slower product is used.
+    Finite values may be multiplied by 0 for masked pairs. With others `_times_of_part` is used.
     """
     return all(math.isfinite(_sum(x)) for x in tensors)
 

@@ -56,7 +56,7 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
         _add_sinks(extra.sinks, out, lse)
     if extra.cu_seqlens_q is not None:
         end = int(extra.cu_seqlens_q[-1])
-        for x in (out, lse):  # tokens behind the last sequence
+        for x in (out, lse):  # tokens after the last sequence
             x[:, :, end:].zero_()
 
 

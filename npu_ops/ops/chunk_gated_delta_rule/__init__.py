@@ -64,7 +64,7 @@ def chunk_gated_delta_rule(
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: int32 or int64 `[N + 1]`, with B = 1: the starts of N sequences, then the end of
             the last. The first is 0, the last at most T. The state of an empty sequence passes
-            through. Tokens behind the last sequence get 0, in o and in gradients.
+            through. Tokens after the last sequence get 0, in o and in gradients.
         cu_seqlens_cpu, chunk_indices: fla's launch arguments; ignored, as chunks are located on the
             device.
         use_gate_in_kernel: g holds raw gates and becomes `-exp(A_log) softplus(g + dt_bias)`

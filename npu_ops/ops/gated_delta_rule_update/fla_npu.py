@@ -34,9 +34,9 @@ def gated_delta_rule_update(*arguments) -> None:
 
 
 def _recurrent(q, k, v, states, beta, g, count: int, scale: float):
-    """As `aclnn.recurrent`, with num_accepted_tokens.
+    """Compute what `aclnn.recurrent` does, but always pass num_accepted_tokens.
 
-    The documentation of fla_npu and that of torch_npu differ on what happens without them.
+    The documentation of fla_npu and that of torch_npu differ on what happens without it.
     """
     tokens = q.shape[0]
     lengths = torch.full((count + 1,), tokens // count, dtype=torch.int32, device=q.device)

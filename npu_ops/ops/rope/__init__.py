@@ -50,7 +50,7 @@ def apply_rotary_pos_emb(
         rotary_dim: R; elements from R on are copied. None: W. Required if W is half of D, which is
             ambiguous.
         cu_seqlens: `[n + 1]` with the leading 0, for TND: positions restart with each sequence, and
-            cos, sin are `[rows, W]`. Results of tokens behind the last sequence are 0.
+            cos, sin are `[rows, W]`. Results of tokens after the last sequence are 0.
         inverse: rotate back.
         inplace: write the results into q and k.
 

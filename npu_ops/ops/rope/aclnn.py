@@ -13,7 +13,7 @@ from npu_ops.ops.rope import reference
 
 _BELOW = 896  # elements of a rotation; the operators support fewer than this
 _IN_PLACE = (64, 128)  # head dimensions of npu_apply_rotary_pos_emb
-# Our pair layouts, and their names in torch_npu.
+# The rotary mode of torch_npu for each pair layout.
 _MODES = {"half": "half", "interleaved": "interleave"}
 
 

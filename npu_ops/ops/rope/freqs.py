@@ -34,7 +34,7 @@ def apply_rotary_pos_emb_freqs(
         layout, pair_layout, inverse, inplace: as in `apply_rotary_pos_emb`.
         mscale: multiplies cos and sin (YaRN).
         cu_seqlens: TND, `[n + 1]` with the leading 0, of the whole sequences, whatever cp_size.
-            Results of tokens behind the last sequence are 0.
+            Results of tokens after the last sequence are 0.
         max_seqlen: freqs are per packed token if there are more of them than this; None: if there
             are as many as tokens on all cp ranks.
         cp_size, cp_rank: context parallel: this rank has chunks cp_rank and 2 cp_size - 1 - cp_rank

@@ -27,7 +27,7 @@ def ours(g, A_log, dt_bias=None, output_dtype=torch.float32) -> Callable:
     tensors = {"g": g, "A_log": A_log} | ({} if dt_bias is None else {"dt_bias": dt_bias})
     for name, x in tensors.items():
         check.floating(name, x)
-        check.one_of(f"{name}'s dtype", x.dtype, check.FLOATS[:3])
+        check.one_of(f"{name}'s dtype", x.dtype, check.KERNEL_DTYPES)
         check.same_device(name, x, "g", g)
         if x is not g and x.shape != g.shape[-1:]:
             raise check.shape(name, x, f"{list(g.shape[-1:])}, one number for each head")

@@ -261,7 +261,7 @@ def _ends_early(call: _Call, cp_size: int) -> bool:
     """Return whether the last sequence ends before or after the last token.
 
     Without max_seqlen Megatron's own function reads the lengths, and up to 0.19 raises in this
-    case. On a device and in a trace the lengths are not read; tokens behind the last sequence count
+    case. On a device and in a trace the lengths are not read; tokens after the last sequence count
     as padding.
     """
     if call.max_seqlen is not None or not library.readable(call.cu_seqlens):

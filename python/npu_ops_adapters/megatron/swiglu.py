@@ -48,7 +48,7 @@ def backward(g, y) -> Callable:
     """The same of the gradient, which comes in y's dtype: all callers cast it to that."""
     _check(y)
     check.floating("g", g)
-    check.one_of("g's dtype", g.dtype, check.FLOATS[:3])
+    check.one_of("g's dtype", g.dtype, check.KERNEL_DTYPES)
     check.same_device("g", g, "y", y)
     if g.shape != (*y.shape[:-1], y.shape[-1] // 2):
         raise check.shape("g", g, f"that of one half of y, {list(y.shape)}")
@@ -58,7 +58,7 @@ def backward(g, y) -> Callable:
 
 def _check(y) -> None:
     check.floating("y", y)
-    check.one_of("y's dtype", y.dtype, check.FLOATS[:3])
+    check.one_of("y's dtype", y.dtype, check.KERNEL_DTYPES)
     check_device(y)
     if type(y) not in (torch.Tensor, torch.nn.Parameter) or y.dim() == 0 or y.shape[-1] % 2:
         raise check.shape("y", y, "an even last dimension, and a plain tensor")

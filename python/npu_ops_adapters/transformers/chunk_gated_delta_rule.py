@@ -106,5 +106,5 @@ def checked_by(call: Callable, check_call: Callable, *, initial_state, **given) 
     check_call(call(**given))
     check_device(given["q"])
     # transformers computes fp64 in fp32
-    check.one_of("q's dtype", given["q"].dtype, check.FLOATS[:3])
+    check.one_of("q's dtype", given["q"].dtype, check.KERNEL_DTYPES)
     return given

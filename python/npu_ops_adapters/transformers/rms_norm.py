@@ -80,7 +80,7 @@ def _normalise(module, x, zero_centered: bool):
 def _check(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
     for of, tensor in ((name, x), ("weight", weight)):
         check.floating(of, tensor)
-        check.one_of(f"{of}'s dtype", tensor.dtype, check.FLOATS[:3])
+        check.one_of(f"{of}'s dtype", tensor.dtype, check.KERNEL_DTYPES)
     check.same_device("weight", weight, name, x)
     check_device(x)
     if x.dim() == 0 or weight.shape != x.shape[-1:]:

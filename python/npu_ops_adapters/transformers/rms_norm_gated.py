@@ -47,7 +47,7 @@ def ours(module, hidden_states, gate=None) -> Callable:
     check.one_of("activation", activation, tuple(_ACTIVATIONS))
     for name, tensor in (("hidden_states", x), ("gate", gate), ("weight", weight)):
         check.floating(name, tensor)
-        check.one_of(f"{name}'s dtype", tensor.dtype, check.FLOATS[:3])
+        check.one_of(f"{name}'s dtype", tensor.dtype, check.KERNEL_DTYPES)
         check.same_device(name, tensor, "hidden_states", x)
     check_device(x)
     if x.dim() == 0 or weight.shape != x.shape[-1:] or gate.shape != x.shape:

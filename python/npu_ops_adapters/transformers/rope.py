@@ -102,7 +102,7 @@ _VARIANTS = (
 def ours_vision(q, k, cos, sin) -> Callable:
     """Return the npu-ops call for this call of transformers. Both compute in fp32."""
     _check(q, k, cos, sin)
-    check.one_of("q's dtype", q.dtype, check.FLOATS[:3])  # transformers rotates fp64 in fp32
+    check.one_of("q's dtype", q.dtype, check.KERNEL_DTYPES)  # transformers rotates fp64 in fp32
     if q.dim() != 3 or cos.shape != (q.shape[0], q.shape[2]):
         raise check.shape("cos", cos, f"[T, D] of q (got {list(q.shape)})")
     return functools.partial(

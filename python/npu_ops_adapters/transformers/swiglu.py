@@ -101,4 +101,4 @@ def _check(activation, name: str, x) -> None:
 def _takes(x: torch.Tensor) -> bool:
     """Whether a projection gave a plain tensor of a dtype that kernels have: a tensor that is
     spread over ranks has operators of its own."""
-    return type(x) is torch.Tensor and x.dtype in check.FLOATS[:3]
+    return type(x) is torch.Tensor and x.dtype in check.KERNEL_DTYPES

@@ -39,7 +39,7 @@ def patches() -> Iterable[Patch]:
 
 
 def ours(self, query, key, value, kv_cache, attn_metadata, output):
-    """Write output `[T, heads, D]`. Rows behind the last sequence are padding."""
+    """Write output `[T, heads, D]`. Rows after the last sequence are padding."""
     check_device(query)
     _check(self, query)
     starts, ends = attn_metadata.query_start_loc, attn_metadata.actual_seq_lengths_q
