@@ -1,4 +1,4 @@
-// The aclnn objects, and the few operators that torch_npu's own copies and casts are made of.
+// The aclnn objects, and the few operators that torch_npu's own copies and casts call.
 #include "aclnn.h"
 
 #include <ATen/ops/cat.h>
@@ -163,7 +163,7 @@ int aclDestroyScalarList(const aclScalarList* list) {
 int aclDestroyAclOpExecutor(aclOpExecutor* executor) { return delete executor, 0; }
 }
 
-// What torch_npu calls below the dispatcher, where the aten fallback does not reach.
+// Operators that torch_npu calls directly, not through the dispatcher and its aten fallback.
 ACLNN(InplaceCopy, (Tensor out, Tensor in), nothing(), out->copy_(in))
 ACLNN(Cast, (Tensor in, aclDataType, Tensor out), nothing(), out->copy_(in))
 ACLNN(InplaceZero, (Tensor out), nothing(), out->zero_())

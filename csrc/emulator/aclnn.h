@@ -1,8 +1,8 @@
-// How an aclnn operator is written here: one ACLNN line with its C parameters and what it computes.
+// Defines an aclnn operator in one ACLNN line: its C parameters, its check and its computation.
 //
 // The vendor's two phases: `aclnnXGetWorkspaceSize(arguments..., &workspace, &executor)` checks and
-// plans, `aclnnX(workspace, size, executor, stream)` runs. What hardware would reject is rejected
-// in the first phase, so that it is raised at the call.
+// plans, `aclnnX(workspace, size, executor, stream)` runs. A call that hardware would reject is
+// rejected in the first phase, so that torch_npu raises the error at the call.
 #pragma once
 
 #include <ATen/TensorOperators.h>
@@ -64,7 +64,7 @@ std::string say(const Parts&... parts) {
   return out.str();
 }
 
-// Rejects a call as the vendor's library would, unless `fine`.
+// Unless `fine`, rejects a call as the vendor's library would.
 template <class... Parts>
 void need(bool fine, const Parts&... sentence) {
   if (!fine) throw Rejected{kParamInvalid, say(sentence...)};
@@ -74,14 +74,14 @@ void need_tiling(bool fine, const Parts&... sentence) {
   if (!fine) throw Rejected{kTilingFailed, say(sentence...)};
 }
 
-// The C interface passes pointers; these have the same representation, and read as values. They are
-// valid until the second phase has run, as the vendor requires of the caller.
+// The C interface passes pointers. These types have the same representation, and are used like
+// values. They are valid until the second phase has run: the caller must keep them so long.
 class Tensor {
  public:
   const at::Tensor& operator*() const { return pointer_->value; }
   const at::Tensor* operator->() const { return &pointer_->value; }
   operator const at::Tensor&() const { return pointer_->value; }
-  // Whether it was passed; an optional tensor may be null or undefined.
+  // Whether the caller passed it: an optional tensor may be null or undefined.
   explicit operator bool() const { return pointer_ && pointer_->value.defined(); }
 
  private:
@@ -108,7 +108,7 @@ class Scalar {
 
 class Tensors {
  public:
-  // Whether any was passed.
+  // Whether the caller passed any tensor.
   explicit operator bool() const { return pointer_ && !pointer_->value.empty(); }
   std::vector<at::Tensor> operator*() const {
     std::vector<at::Tensor> all;
@@ -144,7 +144,7 @@ inline bool is_float(const at::Tensor& tensor) {
 // ACLNN(Name, (C parameters), check, compute): the pair aclnnNameGetWorkspaceSize and aclnnName.
 #define ACLNN(NAME, PARAMETERS, CHECK, ...) ACLNN_KEEP(NAME, PARAMETERS, (=), CHECK, __VA_ARGS__)
 
-// The same with the captures of `compute` given: a string must be copied in the first phase, for
+// The same, with explicit captures of `compute`: it must copy a string in the first phase, because
 // callers need not keep it until the second.
 #define ACLNN_KEEP(NAME, PARAMETERS, CAPTURES, CHECK, ...)                                      \
   extern "C" int aclnn##NAME##GetWorkspaceSize(NPU_OPS_UNPACK PARAMETERS, uint64_t* workspace_, \

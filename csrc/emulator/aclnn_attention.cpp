@@ -23,7 +23,7 @@ Optional optional(Tensor tensor) { return tensor ? Optional(*tensor) : std::null
 Optional wanted(Tensor input, Tensor gradient) { return input ? optional(gradient) : std::nullopt; }
 std::vector<int64_t> ints(Ints array) { return array ? *array : std::vector<int64_t>{}; }
 
-// How a layout's dimensions are read. BSH and SBH fold heads and head dimension into one.
+// The dimensions of a layout. BSH and SBH fold heads and head dimension into one.
 struct Shape {
   int64_t batch, length, heads, dim;
 };
@@ -76,8 +76,9 @@ void check_mask(const Mask& mask, bool packed) {
                 mask.mode);
 }
 
-// What is left out for one sequence: [rows, columns] or [heads or 1, rows, columns]; none if
-// nothing is. Without a mask tensor the vendor ignores sparse_mode and both token counts.
+// The mask of one sequence, [rows, columns] or [heads or 1, rows, columns], true where a pair is
+// left out; none if no pair is. Without a mask tensor the vendor ignores sparse_mode and both token
+// counts.
 Optional left_out(const Mask& mask, int64_t batch, int64_t rows, int64_t columns) {
   if (!mask.tensor) return std::nullopt;
   const at::Tensor difference = at::arange(columns).unsqueeze(0) - at::arange(rows).unsqueeze(1);
@@ -102,7 +103,7 @@ Optional left_out(const Mask& mask, int64_t batch, int64_t rows, int64_t columns
   return own.logical_or(difference.gt(mask.next)).logical_or(difference.lt(-mask.pre));
 }
 
-// One sequence.
+// Attention of one sequence.
 struct Problem {
   at::Tensor q, k, v;  // [heads, rows or columns, dim], fp32, k and v repeated for each query head
   Optional pse, masked, keep;  // keep: dropout, true where kept
@@ -117,7 +118,7 @@ struct Problem {
     return masked ? s.masked_fill(*masked, -INFINITY) : s;
   }
 
-  // The same problem of `count` heads. What is for all heads stays.
+  // The same problem for `count` of the heads. Tensors that all heads share stay whole.
   Problem of_heads(int64_t first, int64_t count) const {
     const auto some = [&](const at::Tensor& x) { return x.narrow(0, first, count); };
     const auto some_or_all = [&](const Optional& x) {
@@ -128,8 +129,8 @@ struct Problem {
   }
 };
 
-// Calls body(problem, first head, count) for so many heads at a time that their scores are at most
-// 256 MB, or for one: an image of 16384 patches has 1 GB of scores in each of 16 heads.
+// Calls body(problem, first head, count) for groups of heads whose scores take at most 256 MB, or
+// for single heads: an image of 16384 patches has 1 GB of scores in each of 16 heads.
 template <class Body>
 void by_heads(const Problem& p, const Body& body) {
   constexpr int64_t kScores = int64_t{1} << 26;
@@ -321,7 +322,7 @@ struct Training {
     });
   }
 
-  // Adds what some heads, from `first` on, have for the bias, of which one may be for all of them.
+  // Adds the bias gradients of some heads, from `first` on. All heads may share one bias.
   static void add_pse(const at::Tensor& to, const at::Tensor& ds, int64_t b, int64_t first) {
     at::Tensor own = to.select(0, to.size(0) == 1 ? 0 : b);
     if (own.size(0) > 1) own = own.narrow(0, first, ds.size(0));
@@ -354,7 +355,7 @@ const Ints kNone{};
 
 }  // namespace
 
-// The versions differ in what they take, not in what they compute.
+// The versions differ in their parameters, not in their computation.
 #define QKV Tensor q, Tensor k, Tensor v
 #define MASKS Tensor pse, Tensor drop, Tensor, Tensor mask
 #define NUMBERS                                                                            \
@@ -416,7 +417,7 @@ ACLNN_KEEP(FlashAttentionUnpaddingScoreGradV3,
            call.backward(dy, max, sum, out,
                          {dq, dk, dv, optional(dq_rope), optional(dk_rope), wanted(pse, dpse)}))
 
-// Inference.
+// Attention for inference.
 namespace {
 
 struct Inference {
@@ -601,8 +602,7 @@ ACLNN_KEEP(FusedInferAttentionScoreV4,
             INFER_NUMBERS, int64_t, Tensor out, Tensor lse),
            (=, call = INFER), (REFUSE, refuse_quantised(e16, e17, sink), INFER.check()),
            call.run(out, lse))
-// How much room the call may need with any lengths, which is asked before a graph is captured: the
-// same plan.
+// The workspace for the longest sequences, which callers ask for before they capture a graph.
 #define MAX_WORKSPACE(NAME)                                            \
   __asm__(".globl aclnn" #NAME "GetMaxWorkspaceSize\n.set aclnn" #NAME \
           "GetMaxWorkspaceSize, aclnn" #NAME "GetWorkspaceSize")

@@ -1,4 +1,4 @@
-// Cross entropy of logits and labels, its gradient, and what the vendor refuses of them.
+// Cross entropy of logits and labels, its gradient, and the calls that the vendor refuses.
 // Formulas and constraints: the vendor's documentation of aclnnCrossEntropyLoss and
 // aclnnCrossEntropyLossGrad, and torch_npu's of npu_cross_entropy_loss.
 #include <ATen/ops/cross_entropy_loss.h>
@@ -67,10 +67,10 @@ void check_loss_grad(const at::Tensor& grad, const at::Tensor& log_prob, const a
   need(!zloss, "grad_zloss, lse_for_zloss: got some, which the vendor ignores");
 }
 
-// torch_npu passes empty tensors for what was not asked for.
+// torch_npu passes empty tensors for results that were not asked for.
 bool any(const Tensor& optional) { return optional && optional->numel() > 0; }
 
-// Which rows count. A label outside the classes is an address outside the tensor on a device.
+// Marks the rows that count. On a device a label that is no class would be an invalid address.
 at::Tensor counted(const at::Tensor& target, int64_t classes, int64_t ignore_index) {
   const at::Tensor wanted = target != (ignore_index < 0 ? -1 : ignore_index);
   const at::Tensor outside = (target < 0).logical_or(target >= classes).logical_and(wanted);

@@ -15,13 +15,13 @@ using namespace npu_ops::emulator;
 namespace {
 
 enum TokensType : int64_t { kCumulative = 0, kCount = 1 };
-enum PadMode : int64_t { kByColumns = 0, kByRows = 2 };  // 1 and 3 drop what is too much
+enum PadMode : int64_t { kByColumns = 0, kByRows = 2 };  // 1 and 3 drop tokens over the capacity
 
 void check_half_or_float(const char* name, const at::Tensor& x) {
   need(is_float(x), name, ": got ", x.scalar_type(), ", needs float32, float16 or bfloat16");
 }
 
-// Softmax and the k largest of each row, the first of equals first.
+// Softmax and the k largest of each row. Of equal ones the first comes first.
 void check_gating(const at::Tensor& x, bool finished, int64_t k) {
   check_half_or_float("x", x);
   need(!finished, "finished: got one, which is not emulated");
@@ -54,7 +54,8 @@ void check_routing(const at::Tensor& x, const at::Tensor& experts, int64_t exper
        "active_expert_range: got a part, which is not emulated");
 }
 
-// Rows of x sorted by their experts, each as often as it has experts; and where each went.
+// Copies each row of x for each of its experts, and sorts the copies by expert. Returns them and
+// the places of the copies.
 void route(const at::Tensor& x, const at::Tensor& experts, int64_t expert_num, int64_t tokens_type,
            bool count, int64_t row_type, const at::Tensor& out, const at::Tensor& where,
            const at::Tensor& tokens) {
@@ -75,12 +76,12 @@ void route(const at::Tensor& x, const at::Tensor& experts, int64_t expert_num, i
 constexpr size_t kMostWeights = 128;
 constexpr int64_t kByTokens = 0, kByReduced = 2;  // group_type: the axis that groups divide
 
-// As the vendor tells it: the strides of a transposed matrix, and not of one that lies as it reads.
+// Recognises a transposed matrix by its strides, as the vendor does.
 bool transposed(const at::Tensor& matrix) {
   return matrix.stride(-2) == 1 && matrix.stride(-1) == matrix.size(-2) && !matrix.is_contiguous();
 }
 
-// A weight of all groups, or one for each.
+// One weight for all groups, or one for each.
 void check_by_tokens(const at::Tensor& x, const std::vector<at::Tensor>& weights) {
   const int64_t dims = weights.size() == 1 ? 3 : 2;
   for (const at::Tensor& weight : weights) {
@@ -136,8 +137,8 @@ void check_grouped(const std::vector<at::Tensor>& x, const std::vector<at::Tenso
        "; 0 and 1 are emulated");
 }
 
-// Of group_type 0, row i of x by the weight of its group; rows behind the last group stay as they
-// are. Of group_type 2, the columns of x that are a group's by its rows of weight.
+// group_type 0: row i of x times the weight of its group; rows after the last group stay unchanged.
+// group_type 2: the columns of x that belong to a group, times the group's rows of the weight.
 void grouped(const at::Tensor& x, const std::vector<at::Tensor>& weights, const at::Tensor& groups,
              int64_t group_type, int64_t list_type, const at::Tensor& out) {
   const at::Tensor ends = list_type == kCumulative ? groups : groups.cumsum(0);
@@ -183,7 +184,8 @@ void check_permute(const at::Tensor& tokens, const at::Tensor& indices, bool pad
   need(k <= kMostChosen, "indices: got ", k, " for each token, needs at most ", kMostChosen);
 }
 
-// Each token as often as it has indices, sorted by them; and where its copies went.
+// Copies each token for each of its indices, and sorts the copies by index. Returns them and the
+// places of the copies.
 void permute(const at::Tensor& tokens, const at::Tensor& indices, const at::Tensor& out,
              const at::Tensor& sorted) {
   const at::Tensor flat = indices.flatten().to(at::kLong);
@@ -284,7 +286,7 @@ ACLNN(MoeInitRoutingV3,
        Ints range, int64_t row_type, Tensor out, Tensor where, Tensor tokens, Tensor out_scale),
       check_routing(x, experts, expert_num, pad_mode, tokens_type, quant_mode, range, row_type),
       route(x, experts, expert_num, tokens_type, count, row_type, out, where, tokens))
-// torch_npu calls V5, once it has found that there is V4.
+// torch_npu calls V5 if the library also has V4.
 #define GROUPED_MATMUL(NAME, TUNING)                                                               \
   ACLNN(NAME,                                                                                      \
         (Tensors x, Tensors weight, Tensors bias, Tensors scale, Tensors offset,                   \

@@ -26,7 +26,7 @@ std::vector<int64_t> last_dims(const at::Tensor& gamma) {
   return dims;
 }
 
-// y and rstd of x, all in fp32. `shift` is 1 for Gemma, whose gamma is an offset from one.
+// Returns y and rstd of x, all in fp32. `shift` is 1 for Gemma, which multiplies by 1 + gamma.
 std::pair<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const at::Tensor& gamma,
                                            double epsilon, double shift = 0) {
   const at::Tensor in = to_float(x);

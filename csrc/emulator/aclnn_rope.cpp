@@ -66,7 +66,7 @@ void check_rotary_mul(const at::Tensor& x, const at::Tensor& cos, const at::Tens
                 "; in interleave mode the batch and head dimensions of cos must be 1");
 }
 
-// The gradient of a broadcast table: summed over what it was broadcast along.
+// The gradient of a broadcast table: the sum over the broadcast dimensions.
 at::Tensor sum_like(const at::Tensor& full, const at::Tensor& like) {
   return full.sum_to_size(like.sizes());
 }
@@ -182,7 +182,7 @@ void check_mrope(const at::Tensor& positions, const at::Tensor& q, const at::Ten
               ", needs rotary_dim / 2 = ", rotary / 2);
 }
 
-// One row of cos (or sin) per token, each frequency from the axis that owns it.
+// Returns one row of cos (or sin) per token; each frequency comes from its own axis.
 at::Tensor mrope_table(const at::Tensor& rows, Ints sections, int64_t cache_mode) {
   if (rows.dim() == 2) return rows;  // plain RoPE: [tokens, frequencies]
   if (cache_mode == 1) {

@@ -1,9 +1,8 @@
 // Every aten operator on the emulated NPU: torch's own CPU kernel, on the device's memory.
 //
-// torch_npu's aten kernels call hundreds of aclnn functions; what they compute is what torch's CPU
-// kernels compute, so those are put in their place. Device memory is host memory: a tensor is
-// passed to the CPU kernel under its own address, and only new results are copied. An error is
-// raised at the call.
+// torch_npu's aten kernels call hundreds of aclnn functions. torch's CPU kernels compute the same,
+// so they replace torch_npu's. Device memory is host memory: a tensor is passed to the CPU kernel
+// under its own address, and only new results are copied. An error is raised at the call.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
@@ -38,7 +37,7 @@ at::Generator default_generator(c10::DeviceIndex device) {
   return function(device);
 }
 
-// The allocator, views and copies stay torch_npu's own: they are what makes a tensor an NPU tensor.
+// The allocator, views and copies stay torch_npu's own, because they create NPU tensors.
 const std::unordered_set<std::string>& kept() {
   static const std::unordered_set<std::string> names = {
       "_copy_from",
@@ -90,7 +89,7 @@ const std::unordered_set<std::string>& mixed() {
   return names;
 }
 
-// Operators whose CPU kernel takes no integers, where the vendor's does. Counts are exact in fp64.
+// Operators whose CPU kernel takes no integers, but the vendor's does. In fp64 integers are exact.
 const std::unordered_set<std::string>& without_integers() {
   static const std::unordered_set<std::string> names = {"histc"};
   return names;
@@ -117,7 +116,7 @@ class Call {
     c10::OptionalDeviceGuard guard;
     if (device_) {
       guard.reset_device(*device_);
-      // What torch_npu has queued may write what is about to be read.
+      // Work that torch_npu has queued may write these arguments.
       const Waiting waiting;
       c10::impl::VirtualGuardImpl(kNpu).synchronizeDevice(device_->index());
     }
@@ -136,10 +135,10 @@ class Call {
   }
 
  private:
-  // The same call for a graph, which writes new results to where those of the capture are.
+  // The same call for a graph: a replay writes its results to the memory of the capture's results.
   void record(const torch::jit::Stack& given) {
     const size_t results = schema_.returns().size();
-    std::vector<at::Tensor> written;  // by result; undefined: it is an argument, or none
+    std::vector<at::Tensor> written;  // one for each result; undefined: an argument, or no tensor
     for (size_t i = 0; i < results; ++i) {
       const c10::IValue& value = (*stack_)[stack_->size() - results + i];
       const bool made = value.isTensor() && !is_argument(value.toTensor());
@@ -157,7 +156,7 @@ class Call {
     });
   }
 
-  // Also a view of one.
+  // A result may also be a view of an argument.
   bool is_argument(const at::Tensor& result) const {
     if (!result.defined() || result.device().type() != kNpu) return true;
     for (const Alias& it : aliases_)
@@ -361,12 +360,12 @@ class Call {
   bool cpu_ = false;
 };
 
-// Whether torch's CPU kernel can stand in for the NPU's. Composite operators that torch_npu has no
-// kernel for are left alone: they come apart into others.
+// Returns whether torch's CPU kernel can replace the NPU's. Composite operators without a kernel of
+// torch_npu are left alone: torch decomposes them.
 bool runs_on_cpu(const c10::OperatorHandle& op, const std::string& name) {
   using c10::DispatchKey;
   if (op.hasKernelForDispatchKey(DispatchKey::CPU)) return true;
-  // Composite, but ending in convolution_overrideable where a backend does not bring its own.
+  // Composite, but it decomposes into convolution_overrideable if a backend has no own kernel.
   if (name == "convolution" || name == "convolution_backward") return true;
   return op.hasKernelForDispatchKey(DispatchKey::PrivateUse1) &&
          (op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
@@ -374,8 +373,8 @@ bool runs_on_cpu(const c10::OperatorHandle& op, const std::string& name) {
           op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd));
 }
 
-// A kernel that a Python library has registered for NPUs, before the first use of a device. It is
-// the program's own, which torch_npu's would not replace either.
+// Returns whether a Python library registered a kernel for NPUs before the first use of a device.
+// Such a kernel stays, as it does with torch_npu's own kernels.
 bool registered_in_python(const c10::OperatorHandle& op) {
   const std::string state = "\n" + op.dumpState();
   const size_t line = state.find("\nPrivateUse1: ");
@@ -383,7 +382,7 @@ bool registered_in_python(const c10::OperatorHandle& op) {
          state.substr(line, state.find('\n', line + 1) - line).find(".py:") != std::string::npos;
 }
 
-// Every override would warn that it is one.
+// Silences the warning that torch gives for each override.
 class Quiet : public c10::WarningHandler {
  public:
   void process(const c10::Warning&) override {}

@@ -1,9 +1,10 @@
 // HCCL between processes of one machine. Data goes through files that all ranks hold open, order
 // and lengths through a block of shared memory.
 //
-// A collective runs in four steps: wait until everybody has read my last contribution, write mine
-// and publish it, wait for everybody else's, read. Sums are made in rank order in fp32 (integers in
-// 64 bits) and rounded once, so every rank has the same result; a device rounds at each step.
+// A rank runs a collective in four steps: it waits until all ranks have read its last contribution,
+// writes and publishes the new one, waits for those of the others, and reads them. Sums are made in
+// rank order in fp32 (integers in 64 bits) and rounded once, so every rank has the same result; a
+// device rounds at each step.
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <fcntl.h>
@@ -37,7 +38,7 @@ struct Failure {
   std::string sentence;
 };
 
-// What a rank says it is doing; all ranks must say the same.
+// The collective that a rank has called; it must be the same on all ranks.
 struct Call {
   char op[32];
   uint64_t count;
@@ -117,7 +118,7 @@ void accumulate(Sum* sum, const void* in, uint64_t count, HcclReduceOp op, bool 
 
 class Communicator {
  public:
-  // Joins the group that `root` names; returns when all ranks have.
+  // Joins the group that `root` names; returns when all ranks have joined.
   Communicator(const char* path, uint32_t ranks, uint32_t rank)
       : path_(path), ranks_(ranks), rank_(rank) {
     const size_t bytes = ranks * sizeof(Slot) + size_t{ranks} * ranks * sizeof(Pair);
@@ -137,7 +138,7 @@ class Communicator {
     wait("joining the group", [&](uint32_t r) { return slots_[r].pid != 0; });
     begin({"init"}, nullptr, 0);
     finish();
-    // Everybody has every file open: without their names, nothing is left behind by a crash.
+    // All ranks have all files open, so the names can go: a crash then leaves no files behind.
     for (uint32_t r = 0; r < ranks; ++r) {
       unlink((path_ + ".data." + std::to_string(r)).c_str());
       unlink((path_ + ".mail." + std::to_string(r)).c_str());
@@ -156,7 +157,7 @@ class Communicator {
   const std::string& name() const { return path_; }
   std::mutex mutex;
 
-  // Publishes `bytes` of `data` as this rank's part of a collective, and waits for the others'.
+  // Publishes `bytes` of `data` as this rank's part of a collective; waits for the other parts.
   void begin(const Call& call, const void* data, size_t bytes) {
     const uint64_t number = ++number_;
     wait(call.op, [&](uint32_t r) { return slots_[r].done >= number - 1; });
@@ -179,7 +180,7 @@ class Communicator {
 
   void finish() { slots_[rank_].done = number_; }
 
-  // The reduction of everybody's elements [first, first + count).
+  // Reduces elements [first, first + count) over all ranks.
   void reduce(void* out, uint64_t first, uint64_t count, HcclDataType dtype, HcclReduceOp op) {
     switch (dtype) {
       case HCCL_DATA_TYPE_FP32:
@@ -374,7 +375,7 @@ Call describe(const char* op, uint64_t count, HcclDataType dtype, int reduce = -
   return call;
 }
 
-// One collective: publish, let `read` take what this rank needs, and say so.
+// Runs one collective: publishes, lets `read` take what this rank needs, and reports that.
 template <class Read>
 HcclResult collective(HcclComm comm, const Call& call, const void* data, size_t bytes,
                       const Read& read) {
@@ -391,8 +392,8 @@ char* advance(const void* buffer, uint64_t bytes) {
   return const_cast<char*>(static_cast<const char*>(buffer)) + bytes;
 }
 
-// What a rank publishes for all_to_all_v and its kin: for each rank a count and an offset, then
-// data.
+// The contribution to all_to_all_v and similar collectives: a count and an offset for each rank,
+// then data.
 std::vector<char> with_table(const void* data, const uint64_t* counts, const uint64_t* offsets,
                              uint32_t ranks, size_t size) {
   uint64_t end = 0;

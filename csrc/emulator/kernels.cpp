@@ -1,8 +1,8 @@
 // Kernels that are not Triton's: binaries of AscendC kernels.
 //
 // A device binary cannot run here. Its twin can: the kernel's source, compiled for this machine
-// with the instructions of csrc/twin. Where CANN loads a binary, this loads a twin's library, and a
-// launch that the twin has something against fails with what that is.
+// with the instructions of csrc/twin. Instead of a binary this loads the twin's library. A launch
+// with findings of the twin fails, and the error names them.
 #include <acl/acl.h>
 #include <dlfcn.h>
 
@@ -47,8 +47,8 @@ int refuse_binary() {
   return refuse("a device binary cannot run here; the twin of an AscendC kernel can");
 }
 
-// "error<tab>check<tab>block<tab>what<tab>access<tab>earlier access" -> a sentence. Warnings, which
-// bisheng mends by itself, are only traced.
+// Makes a sentence of "error<tab>check<tab>block<tab>what<tab>access<tab>earlier access". Warnings
+// are only traced: bisheng inserts the missing waits.
 std::string errors_in(const std::string& findings, const std::string& kernel) {
   std::istringstream lines(findings);
   std::string line, errors;
@@ -118,7 +118,7 @@ aclError aclrtBinaryGetFunction(const aclrtBinHandle binary, const char* name,
   return ACL_SUCCESS;
 }
 
-// By a name of its own: headers of torch_npu 2.8 lack the type aclrtPlaceHolderInfo.
+// Declared here, because headers of torch_npu 2.8 lack the type aclrtPlaceHolderInfo.
 aclError launch_with_host_args(aclrtFuncHandle, uint32_t, aclrtStream, aclrtLaunchKernelCfg*, void*,
                                size_t, void*, size_t) __asm__("aclrtLaunchKernelWithHostArgs");
 

@@ -1,7 +1,7 @@
 // The older interfaces torch_npu links against: graph operators (aclop), dumps, profiling.
 //
-// A graph operator is refused by name. torch_npu reaches for one where an operator has no aclnn
-// form or where the emulator does not have that form.
+// A graph operator is refused, and the error names it. torch_npu calls one if an operator has no
+// aclnn form, or if the emulator lacks that form.
 #include <acl/acl.h>
 #include <acl/acl_mdl.h>
 #include <acl/acl_op.h>

@@ -40,12 +40,12 @@ Pool& pool() {
   return instance;
 }
 
-// Zeros, or whatever was there before: as on a device, new memory holds nothing in particular.
+// New memory is undefined, as on a device: zeros, or old contents.
 aclError allocate(void** out, size_t bytes) {
   const int device = current_device();
   const size_t size = (std::max<size_t>(bytes, 1) + kAlign - 1) / kAlign * kAlign;
   std::lock_guard lock(pool().mutex);
-  // No sentence: torch_npu frees its cache and asks again before it raises OutOfMemoryError.
+  // No message: torch_npu frees its cache and tries again before it raises OutOfMemoryError.
   if (!pool().charge(device, size)) return ACL_ERROR_RT_MEMORY_ALLOCATION;
   void* address = nullptr;
   if (posix_memalign(&address, size >= kPage ? kPage : kAlign, size)) {
@@ -177,7 +177,7 @@ aclError aclrtMemcpyAsyncWithCondition(void* to, size_t room, const void* from, 
                                        aclrtMemcpyKind, aclrtStream stream) {
   return submit(stream, [=] { return copy(to, room, from, bytes); });
 }
-// Also in a capture, where torch_npu makes external events so.
+// Allowed in a capture too: torch_npu creates external events this way.
 aclError aclrtMemset(void* to, size_t room, int32_t value, size_t bytes) {
   return fill(to, room, value, bytes);
 }

@@ -1,4 +1,4 @@
-// Streams and events. A stream has no queue of its own: whoever submits work does it.
+// Streams and events. A stream has no queue: the thread that submits work runs it.
 #include <acl/acl.h>
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// What compiled Triton kernels call on an emulated NPU, and what runs their programs: copies
-// between views, accounting of global memory, the bounds guard, threads. Plain C interface, no
+// The runtime of compiled Triton kernels on an emulated NPU: copies between views, accounting of
+// global memory, the bounds guard, and the threads that run programs. Plain C interface, no
 // torch: python/npu_ops_emulator/triton_launch.py is the only caller.
 #include <setjmp.h>
 
@@ -14,8 +14,8 @@
 
 namespace {
 
-// A pointer argument of a launch: what it points at and where its memory begins and ends (ends
-// before it begins: unknown). `loaded` and `stored` are results, in bytes.
+// A pointer argument of a launch: its address, and the begin and end of its memory (an end before
+// the begin: unknown). `loaded` and `stored` are results, in bytes.
 struct Argument {
   uintptr_t base, low, high;
   int64_t loaded, stored;
@@ -60,7 +60,8 @@ struct Worker {
 
 thread_local Worker* current = nullptr;
 
-// False if the guard ended the program; what the program had allocated is then not freed.
+// Returns false if the guard ended the program; memory that the program allocated is then not
+// freed.
 bool run_program(Worker& worker, int64_t index) {
   const Launch& launch = worker.launch;
   if (_setjmp(worker.escape)) return false;
@@ -82,7 +83,7 @@ void record(Worker& worker, int64_t index) {
   launch.end = index;
 }
 
-// Takes programs until there are none, or until `budget` has passed.
+// Runs programs until none is left, or until `budget` has passed.
 void work(Worker& worker, std::chrono::microseconds budget) {
   using clock = std::chrono::steady_clock;
   const auto start = clock::now();
@@ -156,7 +157,7 @@ void npu_ops_access(int64_t kind, int64_t element, uintptr_t base, int64_t offse
   }
   (kind == kWrite ? found->stored : found->loaded) += elements * element;
   if (!worker.launch.guard || found->high < found->low) return;
-  // As integers, not addresses: an offset computed from an unset index may overflow a pointer.
+  // Computed with integers, because an offset from an invalid index may overflow a pointer.
   const int64_t low = static_cast<int64_t>(found->low - base);
   const int64_t high = static_cast<int64_t>(found->high - base);
   if (first >= low / element && last < high / element) return;
@@ -183,7 +184,7 @@ int npu_ops_launch(Program program, const int64_t* slots, const int32_t* grid, A
                 arguments, argument_count, guard != 0, fault};
   launch.end = total;
   Worker caller(launch);
-  // A small launch is over before a second thread has started.
+  // One thread finishes a small launch before a second one has started.
   constexpr std::chrono::microseconds kAlone{100};
   if (threads > 1) work(caller, kAlone);
   const int64_t left = launch.end - launch.next;

@@ -13,7 +13,7 @@
 
 namespace npu_ops::twin {
 
-// What T is computed in.
+// The type in which operations on T are computed.
 template <class T, bool = std::is_integral_v<T>>
 struct WideOf {
   using Type = float;
@@ -65,7 +65,7 @@ inline float estimate(float value) {
 
 }  // namespace npu_ops::twin
 
-// X, Y and Z are the first source, the second, and what the target held.
+// X and Y are the two sources, Z is the target's old value.
 #define NPU_OPS_TWIN_BINARY(NAME, EXPRESSION)                                                \
   template <class T>                                                                         \
   inline void NAME(T* to, T* a, T* b, uint8_t repeats, uint8_t to_block, uint8_t a_block,    \
@@ -177,8 +177,8 @@ NPU_OPS_TWIN_UNARY(vln, float(std::log(double(X))))                       // 6.3
 NPU_OPS_TWIN_UNARY(vnot, ~X)                                              // 6.3.9.3
 #undef NPU_OPS_TWIN_UNARY
 
-// 6.3.11.6. The guide does not say that it keeps its repeats in counter mode; AscendC's Broadcast
-// (broadcast_v220_impl.h) copies a row with each.
+// 6.3.11.6. It keeps its repeat count in counter mode. The guide does not say so, but AscendC's
+// Broadcast (broadcast_v220_impl.h) relies on it: each repeat copies one row.
 template <class T>
 inline void vcopy(T* to, T* a, uint8_t repeats, uint16_t to_block, uint16_t a_block,
                   uint16_t to_repeat, uint16_t a_repeat) {

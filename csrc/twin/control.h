@@ -50,9 +50,9 @@ NPU_OPS_TWIN_ATOMIC(s8, kS8)
 NPU_OPS_TWIN_ATOMIC(bf16, kBf16)
 #undef NPU_OPS_TWIN_ATOMIC
 
-// 6.5.9.4: what copies put where they pad.
+// 6.5.9.4: the value that copies pad with.
 inline void set_mov_pad_val(uint64_t value) { npu_ops::twin::registers().padding = value; }
-inline void set_padding(uint64_t) {}  // of the matrix unit's loads
+inline void set_padding(uint64_t) {}  // for loads of the matrix unit, which the twin lacks
 
 // 6.6 Synchronisation.
 template <class Id>
@@ -65,7 +65,7 @@ inline void wait_flag(pipe_t from, pipe_t to, Id id) {
 }
 inline void pipe_barrier(pipe_t pipe) { npu_ops::twin::wait_pipe(pipe); }
 
-// Caches: global memory of the twin has none, so there is nothing to do. 6.6.5.
+// 6.6.5 Caches. The twin has none, so these do nothing.
 inline void dsb(mem_dsb_t) {}
 template <class... T>
 inline void dcci(T...) {}
@@ -74,7 +74,7 @@ inline void dc_preload(T...) {}
 template <class... T>
 inline void preload(T...) {}
 
-// Scalars: guide 4.5, and where the core is.
+// Scalar functions (guide 4.5), and the core's index.
 inline uint64_t get_ctrl() { return npu_ops::twin::registers().control; }
 inline void set_ctrl(uint64_t value) { npu_ops::twin::registers().control = value; }
 inline uint64_t sbitset0(uint64_t value, int bit) { return value & ~(uint64_t{1} << bit); }

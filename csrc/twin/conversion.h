@@ -86,7 +86,7 @@ NPU_OPS_TWIN_CONVERT(vconv_s322s16, int16_t, int32_t, kEven)
 #undef NPU_OPS_TWIN_CONVERT_5
 #undef NPU_OPS_TWIN_CONVERT
 
-// Of one scalar.
+// Conversions of one scalar.
 #define NPU_OPS_TWIN_CONVERT_SCALAR(NAME, D, ROUNDING)                                   \
   inline D NAME(float value) {                                                           \
     return npu_ops::twin::converted<D, float>(value, npu_ops::twin::Rounding::ROUNDING); \

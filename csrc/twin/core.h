@@ -24,8 +24,8 @@ struct Core {
   std::vector<Origin> instructions{Origin{}};
   pipe_t pipe = PIPE_S;
   uint32_t tick = 0;
-  std::vector<Cell> cells;                          // of the unified buffer
-  std::unordered_map<uint64_t, Cell> global_cells;  // of global memory, by address / 32
+  std::vector<Cell> cells;                          // the unified buffer's
+  std::unordered_map<uint64_t, Cell> global_cells;  // global memory's, by address / 32
   const void* launch_frame = nullptr;
 };
 
@@ -33,11 +33,11 @@ struct Launch {
   std::vector<Finding> findings;
   std::set<std::string> seen;  // one finding for each check and line
   int64_t blocks = 0;
-  bool goes_on = false;       // past checks of the vendor's that fail
-  bool vector_order = false;  // also warn where V needs a barrier before it reads what V wrote
+  bool goes_on = false;       // continue after a failed check of the vendor's headers
+  bool vector_order = false;  // also warn where V reads its own result without a barrier
 };
 
-// What the kernel has printed so far; the vendor's checks print why they fail.
+// The kernel's output so far. The vendor's checks print there why they fail.
 std::string printed();
 
 extern Core* core;  // null outside of a launch

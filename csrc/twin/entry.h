@@ -1,5 +1,6 @@
-// Included behind a kernel's source in a build for the twin: NPU_OPS_TWIN_ENTRY(kernel) exports
-// kernel__twin, which takes the arguments out of a launch's block of memory as a device does.
+// Included after a kernel's source when it is built for the twin. NPU_OPS_TWIN_ENTRY(kernel)
+// exports kernel__twin, which reads the kernel's arguments from one block of memory, as a device
+// does.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,7 @@ T take(const char*& at) {
 template <class... T>
 void call(void (*kernel)(T...), const void* arguments) {
   const char* at = static_cast<const char*>(arguments);
-  std::apply(kernel, std::tuple<T...>{take<T>(at)...});  // braces: from left to right
+  std::apply(kernel, std::tuple<T...>{take<T>(at)...});  // braces evaluate from left to right
 }
 
 }  // namespace npu_ops::twin

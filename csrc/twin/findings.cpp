@@ -16,7 +16,8 @@ struct Frame {
   void* return_address;
 };
 
-// Lines of addr2line for addresses of one library: "file:line", inlined callers after callees.
+// Returns addr2line's lines for addresses of one library: "file:line", inlined callers after
+// callees.
 std::vector<std::string> lines_of(const std::string& library, uintptr_t offset) {
   char command[4096];
   std::snprintf(command, sizeof(command), "addr2line -i -e '%s' 0x%lx 2>/dev/null", library.c_str(),
@@ -31,7 +32,7 @@ std::vector<std::string> lines_of(const std::string& library, uintptr_t offset) 
   return lines;
 }
 
-// Whether a source line is the kernel's, and neither the vendor's headers nor this folder's.
+// Returns whether a source line is in the kernel, not in the vendor's headers or in this folder.
 bool is_kernel(const std::string& line) {
   if (line.empty() || line[0] == '?' || line.find("/csrc/twin/") != std::string::npos) return false;
   for (const char* part : {"/basic_api/", "/adv_api/", "/asc-devkit/", "/asc-tools/", "/usr/"})
@@ -41,7 +42,7 @@ bool is_kernel(const std::string& line) {
 
 std::string base_name(const std::string& path) { return path.substr(path.rfind('/') + 1); }
 
-// The innermost line of the kernel's own source.
+// Returns the innermost line that is in the kernel's own source.
 std::string place(const Origin& origin) {
   static std::mutex mutex;
   static std::map<void*, std::string> known;

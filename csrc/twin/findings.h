@@ -1,4 +1,4 @@
-// What a launch did wrong, and where.
+// Findings: errors and warnings of a launch, with their source lines.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +17,13 @@ struct Origin {
   void* calls[kDepth] = {};
 };
 
-// The calls from here up to the kernel's launch, by frame pointers.
+// Walks the call stack up to the kernel's launch, by frame pointers.
 Origin origin_here(const char* name, pipe_t pipe, const void* launch_frame);
 
 const char* pipe_name(pipe_t pipe);
 
 struct Finding {
-  bool error;  // else a warning: bisheng inserts the missing wait by itself
+  bool error;  // false: a warning, for bisheng inserts the missing wait itself
   std::string check;
   int block;
   std::string what;
@@ -31,7 +31,7 @@ struct Finding {
   bool has_other;
 };
 
-// One line: severity, check, block, message, place and the other place, separated by tabs.
+// Formats a finding as one line: severity, check, block, message, place, other place, by tabs.
 // Places are file:line of the kernel's source, found with addr2line.
 std::string describe(const Finding& finding);
 

@@ -14,7 +14,8 @@ namespace npu_ops::twin {
 constexpr int kRepeatBytes = 256;
 constexpr int kBlockBytes = 32;
 
-// An operand: a repeat is up to eight blocks of 32 bytes, both at strides counted in blocks.
+// An operand. A repeat has up to eight blocks of 32 bytes. Strides of repeats and of blocks are
+// counted in blocks.
 template <class T>
 struct Operand {
   static constexpr int kPerBlock = kBlockBytes / sizeof(T);
@@ -40,8 +41,8 @@ class Extent {
     for (int i = leading_; i < per_repeat; ++i) scattered_ |= mask_.has(i);
   }
 
-  // Of an instruction that keeps its own count in counter mode: the mask says how many elements
-  // each repeat has, which may be more than 256 bytes.
+  // For an instruction that keeps its own repeat count in counter mode. The mask is the number of
+  // elements of each repeat, which may exceed 256 bytes.
   static Extent of_each_repeat(int repeats, int per_repeat) {
     Extent extent(repeats, per_repeat);
     if (!extent.mask_.counts) return extent;
@@ -60,7 +61,7 @@ class Extent {
     return static_cast<uint64_t>(repeat) * per_repeat_ + element < mask_.low;
   }
 
-  // How many elements of a repeat take part, if they are its first ones, else -1.
+  // The number of active elements of a repeat if they are its first ones, else -1.
   int leading(int repeat) const {
     if (!mask_.counts) return scattered_ ? -1 : leading_;
     const uint64_t left = mask_.low - static_cast<uint64_t>(repeat) * per_repeat_;
@@ -83,7 +84,7 @@ class Extent {
   bool scattered_ = false;
 };
 
-// Collects what an instruction touches into runs of neighbours.
+// Merges an instruction's accesses into contiguous runs.
 class Runs {
  public:
   explicit Runs(Access access) : access_(access) {}
@@ -108,7 +109,7 @@ class Runs {
   const char *begin_ = nullptr, *end_ = nullptr;
 };
 
-// Announces what an instruction touches of an operand.
+// Reports an instruction's accesses to an operand, to be checked.
 template <class T>
 void touch(Access access, const Operand<T>& operand, const Extent& extent) {
   constexpr int kBlockElements = Operand<T>::kPerBlock;

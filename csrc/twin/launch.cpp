@@ -46,7 +46,7 @@ class Capture {
 };
 Capture* Capture::current = nullptr;
 
-// The memory of cores that are done: to get it from the system for each takes longer than a tile.
+// Memory of finished cores, to be used again: getting it from the system takes longer than a tile.
 std::vector<Cell> spare_cells;
 std::vector<uint8_t> spare_written;
 
@@ -66,7 +66,7 @@ std::unique_ptr<Core> new_core(int block, const void* frame) {
   return made;
 }
 
-// What a block leaves behind: events that nobody waits for, tensors that nobody frees.
+// Reports what a block forgot: events that nothing waits for, tensors that are not freed.
 void check_end() {
   issue("the end of the kernel", PIPE_S);
   for (const auto& [event, clock] : core->order.pending()) {
@@ -98,7 +98,8 @@ void run_block(int block, NpuOpsTwinKernel kernel, const void* arguments) {
   owned->buffer.written.swap(spare_written);
 }
 
-// TPipe fills all memories of a core when it is made. A vector core has the unified buffer alone.
+// The constructor of TPipe sets up all memories of a core. A vector core has only the unified
+// buffer.
 void forget_other_memories() {
   for (auto& [memory, bytes] : AscendC::ConstDefiner::Instance().bufferInitLen)
     if (memory != AscendC::Hardware::UB) const_cast<uint32_t&>(bytes) = kBlock;
@@ -147,7 +148,7 @@ int64_t npu_ops_twin_launch(NpuOpsTwinKernel kernel, int64_t blocks, const void*
     for (int block = 0; block < blocks; ++block) run_block(block, kernel, arguments);
     said = capture.read();
   }
-  // What a kernel printed is the user's, but for the vendor's reasons, which are findings now.
+  // Prints the kernel's own output, without the vendor's messages, which have become findings.
   if (launch.findings.empty()) std::fputs(said.c_str(), stdout);
   text.clear();
   for (const Finding& finding : launch.findings) text += describe(finding) + "\n";
@@ -156,7 +157,7 @@ int64_t npu_ops_twin_launch(NpuOpsTwinKernel kernel, int64_t blocks, const void*
 
 const char* npu_ops_twin_findings() { return text.c_str(); }
 
-// ---- what the vendor's headers declare and leave to a library that is not open ----
+// ---- functions that the vendor's headers declare; their library is closed ----
 
 uint64_t ModelFactoryGetMaskHigh() { return registers().mask.high; }
 uint64_t ModelFactoryGetMaskLow() { return registers().mask.low; }
@@ -166,7 +167,7 @@ namespace AscendC {
 void SetModelGatherbSrc0Tensor(uint64_t address, uint32_t) {
   registers().gathered = reinterpret_cast<uint8_t*>(address);
 }
-// Blocks run in one process, so nothing has to be locked.
+// No lock is needed: blocks run one after another in one process.
 bool g_isAtomic = false;
 ProcessLock* ProcessLock::processLock = nullptr;
 ProcessLock::ProcessLock() {}
@@ -179,7 +180,7 @@ int ProcessLock::Unlock() { return 0; }
 
 namespace bfloat16 {
 namespace {
-// To the nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even; NaN stays NaN.
 uint16_t encoded(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);

@@ -6,8 +6,8 @@
 
 extern "C" {
 
-// What a kernel's library exports for kernel `name`, as `name`__twin: runs one block of it on the
-// launch's arguments, each at its natural alignment.
+// `name`__twin, which the library of kernel `name` exports: runs one block of the kernel. The
+// launch's arguments lie in memory, each at its natural alignment.
 using NpuOpsTwinKernel = void (*)(const void* arguments);
 
 // The tensors that the next launches may touch; count 0 forgets them all.

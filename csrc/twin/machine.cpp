@@ -38,8 +38,8 @@ int lane(pipe_t pipe) {
 
 constexpr pipe_t kLanes[] = {PIPE_S, PIPE_V, PIPE_MTE2, PIPE_MTE3};
 
-// The end of the unified buffer, where AscendC's own functions keep a scalar that an instruction
-// wants in memory. A kernel that gives it to a buffer of its own has them overwrite each other.
+// The end of the unified buffer. AscendC's own functions keep scalars there, and would overwrite a
+// kernel's buffer in this place.
 constexpr uint64_t kScratch = 8 * 1024;
 
 bool is_scratch(uint64_t address) {
@@ -56,7 +56,7 @@ void check_buffer(uint64_t address, size_t bytes) {
            std::to_string(bytes) + " bytes at " + offset_text(address) + " pass its end");
     throw CoreStopped();
   }
-  if (buffer.buffers.empty()) return;  // a kernel that lays out the memory by itself
+  if (buffer.buffers.empty()) return;  // the kernel manages the memory itself
   const auto* entry = buffer.find(address);
   if (!entry && is_scratch(address)) return;
   if (!entry) return report(true, "ub-bounds", offset_text(address) + " belongs to no buffer");
@@ -112,7 +112,7 @@ void check_vector_order(const Cell& cell, uint64_t address) {
          &core->instructions[cell.write.instruction]);
 }
 
-// A stamp of the current instruction, joined with an earlier one of the same pipe.
+// Stamps the current instruction; joins it with an earlier one of the same pipe.
 Stamp stamped(const Stamp& before, uint32_t bytes) {
   const auto now = static_cast<uint32_t>(core->instructions.size() - 1);
   return {core->tick, now, before.bytes | bytes};
@@ -139,15 +139,15 @@ void check_order(Cell& cell, Access access, uint64_t address, uint32_t bytes) {
   cell.writer = self;
 }
 
-// The bytes of [first, last] that lie in the cell at `cell`, a bit each.
+// Returns the bytes of [first, last] in the cell at address `cell`, one bit each.
 uint32_t bits_in(uint64_t cell, uint64_t first, uint64_t last) {
   const uint64_t from = std::max(cell, first) - cell;
   const uint64_t to = std::min(cell + kBlock - 1, last) - cell;
   return static_cast<uint32_t>(((uint64_t{2} << to) - 1) & ~((uint64_t{1} << from) - 1));
 }
 
-// On chip what is touched counts in blocks. Rows in global memory may begin anywhere, and tiles of
-// neighbours share blocks.
+// On chip, accesses are tracked in whole blocks. In global memory rows may begin anywhere, and
+// tiles of two cores may share a block, so single bytes are tracked.
 void check_cells(Access access, uint64_t address, size_t bytes) {
   const bool on_chip = core->buffer.holds(address);
   const uint64_t base = on_chip ? core->buffer.begin : 0;
@@ -193,7 +193,7 @@ void check_blocks(Access access, uint64_t address, size_t bytes) {
 }  // namespace
 
 Registers& registers() {
-  static Registers outside;  // of a launch: nobody reads them
+  static Registers outside;  // used outside of a launch; never read
   return core ? core->registers : outside;
 }
 
@@ -285,7 +285,7 @@ void log(const char* format, ...) {
 
 namespace {
 
-// The sentence of the last line that was printed, which is
+// Returns the sentence of the last printed line, whose form is
 // "[ERROR][Block_0][AIV_0][file:line][function][process] sentence".
 std::string last_sentence() {
   std::string text = printed();

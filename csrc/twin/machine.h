@@ -1,8 +1,8 @@
-// One vector core as an AscendC kernel sees it: what the instructions in this folder call.
+// One vector core, as an AscendC kernel sees it. The instructions in this folder call it.
 //
-// An instruction says which bytes it reads and writes before it touches them. The machine checks
-// bounds, alignment, that what is read was written, and that events order the pipes. Instructions
-// run in program order, so a race is reported and not acted out.
+// An instruction reports the bytes that it reads and writes before it touches them. The machine
+// checks bounds, alignment, that bytes were written before they are read, and that events order the
+// pipes. Instructions run in program order, so a race is reported but does not happen.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace npu_ops::twin {
 
 enum class Access { kRead, kWrite };
 
-// 6.3.1.2 and 6.3.2: which elements of an instruction take part. In counter mode `low` is how many.
+// 6.3.1.2 and 6.3.2: the active elements of an instruction. In counter mode `low` is their number.
 struct Mask {
   bool counts = false;
   uint64_t low = ~uint64_t{0}, high = ~uint64_t{0};
@@ -35,20 +35,20 @@ struct Registers {
   int64_t accumulated = 0;       // 6.3.6.2 ACC_VAL
   uint64_t reserved_count = 0;   // elements that vreducev2 kept
   uint64_t blocks[8][8] = {};    // 6.3.11.4 VA0 to VA7: the addresses of eight blocks each
-  uint8_t* gathered = nullptr;   // what Gather's 32-bit source address stands for
+  uint8_t* gathered = nullptr;   // the whole address of Gather's source, which is cut to 32 bits
   Atomic atomic = Atomic::kNone;
   AtomicType atomic_type = AtomicType::kNone;
 };
 Registers& registers();
 
-// Issues an instruction to a pipe; what follows belongs to it.
+// Issues an instruction to a pipe. Accesses that are reported from here on belong to it.
 void issue(const char* name, pipe_t pipe);
 
 // The current instruction reads or writes `bytes` at `address`, in the unified buffer or in global
 // memory. Does not return if that memory does not exist: the core stops.
 void touch(Access access, const void* address, size_t bytes);
 
-// Reads and drops bytes: they must exist, and may hold anything.
+// Reads bytes and drops them: they must exist, but need not have been written.
 void skim(const void* address, size_t bytes);
 
 // The operand must begin at a multiple of `bytes` of the unified buffer.
@@ -61,8 +61,8 @@ void wait_pipe(pipe_t pipe);                      // 6.6.2
 // A scalar access by LocalTensor or GlobalTensor: GetValue, SetValue and operator().
 void scalar(Access access, const void* address, size_t bytes);
 
-// A message of the vendor's own checks, and the end of one that failed: the message becomes the
-// finding. Others print their message, so a launch reads what is printed (launch.cpp).
+// Called by the vendor's checks: with a message, and when a check has failed. The message becomes a
+// finding. Some checks only print their message, so a launch also reads the output (launch.cpp).
 void log(const char* format, ...) __attribute__((format(printf, 1, 2)));
 void vendor_check_failed(const char* file, int line);
 

@@ -5,7 +5,7 @@
 namespace npu_ops::twin {
 namespace {
 
-// The entry of a map by address that begins at or before `address`, or null.
+// Returns the last entry of a map that begins at or before `address`, or null.
 template <class Map>
 typename Map::value_type* at_or_before(Map& map, uint64_t address) {
   auto next = map.upper_bound(address);

@@ -1,4 +1,4 @@
-// What a core may touch: its unified buffer, cut into TPipe's buffers, and the tensors of a launch.
+// The memory of a core: its unified buffer, divided into TPipe's buffers, and the launch's tensors.
 #pragma once
 
 #include <cstddef>
@@ -10,13 +10,13 @@
 
 namespace npu_ops::twin {
 
-constexpr uint64_t kBlock = 32;  // bytes: the unit of the unified buffer, and of what is tracked
+constexpr uint64_t kBlock = 32;  // bytes: the unit of the unified buffer, and of tracked accesses
 
 // A buffer that a kernel got from TPipe::InitBuffer.
 struct Buffer {
   enum State { kFree, kAllocated, kQueued, kDequeued };
   uint64_t bytes;
-  bool scratch;  // a TBuf: it has no queue, and is always there
+  bool scratch;  // a TBuf: it has no queue and is always allocated
   State state;
 };
 
@@ -26,19 +26,19 @@ struct UnifiedBuffer {
   std::vector<uint8_t> written;        // by byte
 
   bool holds(uint64_t address) const { return address >= begin && address < begin + bytes; }
-  // The buffer that an address lies in, or null.
+  // The buffer that contains an address, or null.
   std::pair<const uint64_t, Buffer>* find(uint64_t address);
   void forget(uint64_t address, uint64_t count);
 };
 
-// A tensor that the launch may touch, with the blocks (cores) that did.
+// A tensor that the launch may touch, and the blocks (cores) that have touched its bytes.
 struct Region {
   static constexpr uint16_t kNobody = 0, kSeveral = 0xFFFF;
   std::string name;
   uint64_t begin = 0, bytes = 0;
   std::vector<uint16_t> writer, reader;  // by byte: block + 1
 
-  // The other block that touched one of these bytes so that order would matter, or -1.
+  // Another block whose access to one of these bytes conflicts with this one, or -1.
   int conflict(int block, uint64_t offset, size_t count, bool write);
 };
 
@@ -47,10 +47,10 @@ struct GlobalMemory {
   Region* find(uint64_t address);
 };
 
-// An access that may still matter: when, and which instruction of the core's list.
+// An access that a later one may conflict with: its tick, and its instruction in the core's list.
 struct Stamp {
   uint32_t tick = 0, instruction = 0;
-  uint32_t bytes = 0;  // which of the cell's, a bit each
+  uint32_t bytes = 0;  // the bytes of the cell, one bit each
 };
 
 // The last accesses to 32 bytes by the pipes of a vector core: S, V, MTE2, MTE3.

@@ -69,8 +69,8 @@ inline int64_t whole_blocks(int64_t bytes) {
   return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
 }
 
-// 6.5.9.2: bursts of any length; each fills whole blocks, the rest with the padding value, or with
-// copies of the burst's first element where none is asked for.
+// 6.5.9.2: bursts of any length. Each fills whole blocks: the rest of the last one gets the padding
+// value or, without one, copies of the burst's first element.
 inline void load_padded(void* target, const void* source, int count, uint32_t bytes, int left,
                         int right, uint32_t source_gap, uint32_t target_gap, int element) {
   aligned(target, kBlockBytes, "the target");
@@ -87,7 +87,7 @@ inline void load_padded(void* target, const void* source, int count, uint32_t by
   }
 }
 
-// 6.5.9.3: what fills the last block is read and dropped.
+// 6.5.9.3: the padding of the last block is read and dropped.
 inline void store_padded(void* target, const void* source, int count, uint32_t bytes,
                          uint32_t source_gap, uint32_t target_gap) {
   aligned(source, kBlockBytes, "the source");

@@ -1,4 +1,4 @@
-// Numbers as narrower types, in the roundings that conversions name: guide 6.3.10.
+// Rounding to narrower types, by the rounding modes of conversions: guide 6.3.10.
 #pragma once
 
 #include <stub_def.h>  // the vendor's half and bfloat16_t
@@ -51,8 +51,8 @@ struct Format<float> {
   static constexpr double kGreatest = 0x1.FFFFFEp127;
 };
 
-// Infinite and NaN stay so, as on a device in its inf-nan mode, which is torch_npu's default there;
-// the vendor's half would become the greatest number.
+// Infinity and NaN stay, as on a device in inf-nan mode, torch_npu's default. (The vendor's class
+// `half` turns them into the largest number.)
 template <class D>
 D special(float value) {
   D result;
@@ -63,8 +63,8 @@ D special(float value) {
   return result;
 }
 
-// `value` has all digits of the number: a double those of a float, a long double those of an int64.
-// What overflows becomes infinite where the rounding leads away from zero, else the greatest.
+// `value` is exact: a double for a float, a long double for an int64. An overflow becomes infinite
+// if the mode rounds away from zero, else the largest number.
 template <class D, class W>
 D narrowed(W value, Rounding rounding) {
   if (!std::isfinite(value)) return special<D>(static_cast<float>(value));
@@ -81,7 +81,7 @@ D narrowed(W value, Rounding rounding) {
                 : special<D>(std::copysign(HUGE_VALF, static_cast<float>(value)));
 }
 
-// The result of arithmetic in float, or in integers that wrap.
+// Rounds the result of float arithmetic; integers wrap.
 template <class T, class W>
 T narrow(W value) {
   if constexpr (std::is_same_v<T, half>)

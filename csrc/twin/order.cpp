@@ -26,7 +26,8 @@ bool Order::wait(pipe_t from, pipe_t to, int id) {
   if (found == events_.end()) return false;
   join(clocks_[to], clocks_[PIPE_S]);
   join(clocks_[to], found->second);
-  // What another pipe has waited for and signals back is finished, as behind a barrier.
+  // If another pipe has waited for an instruction and signals back, it is finished, as after a
+  // barrier.
   barriers_[to] = std::max(barriers_[to], found->second[to]);
   events_.erase(found);
   return true;

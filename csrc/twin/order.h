@@ -1,7 +1,8 @@
-// Which accesses of one core happen before which: a vector clock for each pipe.
+// The order of one core's accesses: a vector clock for each pipe.
 //
-// The scalar pipe issues everything, so an instruction comes after what the scalar pipe has waited
-// for. Otherwise pipes run side by side, and only events (6.6.3) and barriers (6.6.2) order them.
+// The scalar pipe issues all instructions, so an instruction comes after everything that the scalar
+// pipe has waited for. Otherwise pipes run in parallel; only events (6.6.3) and barriers (6.6.2)
+// order them.
 #pragma once
 
 #include <algorithm>
@@ -18,18 +19,18 @@ constexpr int kPipes = 11;
 
 class Order {
  public:
-  // The next instruction of a pipe; returns its tick.
+  // Starts the next instruction of a pipe, and returns its tick.
   uint32_t issue(pipe_t pipe);
 
-  // Whether the current instruction of `pipe` comes after tick `tick` of `before`.
+  // Returns whether the current instruction of `pipe` comes after tick `tick` of pipe `before`.
   bool after(pipe_t pipe, pipe_t before, uint32_t tick) const {
     return pipe == before || clocks_[pipe][before] >= tick;
   }
 
-  // Whether a barrier of its own pipe separates the current instruction from tick `tick`.
+  // Returns whether a barrier of its own pipe is between tick `tick` and the current instruction.
   bool past_barrier(pipe_t pipe, uint32_t tick) const { return barriers_[pipe] >= tick; }
 
-  // What bisheng inserts: the current instruction of `pipe` waits for tick `tick` of `before`.
+  // The wait that bisheng inserts: the current instruction of `pipe` waits for a tick of `before`.
   void wait_for(pipe_t pipe, pipe_t before, uint32_t tick) {
     clocks_[pipe][before] = std::max(clocks_[pipe][before], tick);
   }

@@ -1,4 +1,4 @@
-// The life of a buffer: initialised, allocated, filled, enqueued, dequeued, freed.
+// Checks the states of a buffer: initialised, allocated, filled, enqueued, dequeued, freed.
 #include "queues.h"
 
 #include <cstring>
@@ -9,7 +9,7 @@ using namespace npu_ops::twin;
 
 namespace {
 
-// The buffer that begins at an address; an operation on anything else is a finding.
+// Returns the buffer that begins at an address; any other address is a finding.
 Buffer* buffer_at(const char* operation, uint64_t address) {
   if (!core || !core->buffer.holds(address)) return nullptr;
   issue(operation, PIPE_S);
@@ -27,7 +27,7 @@ void AscendCBufInit(uint8_t, int scratch, uint32_t count, uint64_t address, uint
     core->buffer.buffers[address + i * bytes] = {bytes, scratch != 0, Buffer::kFree};
 }
 
-// New memory holds nothing in particular.
+// New memory counts as unwritten.
 void AscendCBufAlloc(uint8_t, uint8_t, uint64_t address, uint64_t) {
   Buffer* buffer = buffer_at("AllocTensor", address);
   if (!buffer) return;
@@ -51,7 +51,7 @@ void AscendCBufFree(uint8_t, uint8_t, uint64_t address, uint64_t) {
   buffer->state = Buffer::kFree;
 }
 
-// Nothing to check in these.
+// These need no check.
 void AscendCBufAbsAddr(uint8_t, uint64_t, uint64_t) {}
 void AscendCBufGet(uint8_t, uint8_t, uint64_t, uint64_t) {}
 void AscendCQueCreate(uint8_t, uint8_t, uint8_t) {}

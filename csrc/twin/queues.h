@@ -1,4 +1,4 @@
-// What TPipe, TQue and TBuf tell about their buffers in a build for a CPU; the names are theirs.
+// Functions that TPipe, TQue and TBuf call in a CPU build, with the names that they use.
 #pragma once
 
 #include <cstdint>

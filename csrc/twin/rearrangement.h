@@ -20,7 +20,7 @@ inline void vector_dup(T* to, S scalar, uint8_t repeats, uint16_t to_block, uint
   extent.each([&](int r, int e) { *target.at(r, e) = value; });
 }
 
-// 6.3.5.8: eight elements become eight blocks. The mask has no say.
+// 6.3.5.8: eight elements become eight blocks. The mask is ignored.
 template <class T>
 inline void vbrcb(T* to, T* from, uint16_t to_block, uint16_t to_repeat, uint8_t repeats) {
   using namespace npu_ops::twin;
@@ -38,9 +38,9 @@ inline void vbrcb(T* to, T* from, uint16_t to_block, uint16_t to_repeat, uint8_t
   }
 }
 
-// 6.3.11.2: elements at byte offsets; a repeat reads all of its own before it writes, for kernels
-// gather in place. The headers cut the source's address to 32 bits; registers()
-// holds the whole one.
+// 6.3.11.2: elements at byte offsets. A repeat reads all its elements before it writes, because
+// kernels gather in place. The headers cut the source's address to 32 bits; registers() has all of
+// it.
 template <class T>
 inline void vgather(T* to, uint32_t* offsets, uint32_t, uint16_t to_repeat, uint8_t repeats) {
   using namespace npu_ops::twin;
@@ -66,7 +66,7 @@ inline void vgather(T* to, uint32_t* offsets, uint32_t, uint16_t to_repeat, uint
   }
 }
 
-// 6.3.11.3: whole blocks at byte offsets. The mask has no say.
+// 6.3.11.3: whole blocks at byte offsets. The mask is ignored.
 template <class T>
 inline void vgatherb(T* to, uint32_t* offsets, uint32_t, uint16_t to_repeat, uint8_t to_block,
                      uint8_t repeats) {
@@ -95,8 +95,8 @@ inline void set_va_reg_sb(ub_addr8_t to, const uint64_t* addresses) {
 
 namespace npu_ops::twin {
 
-// 6.3.11.4: sixteen blocks, which two registers point to, become sixteen others. `from(e, k)` is
-// the block and the element that become element `first + k` of block e. The mask has no say.
+// 6.3.11.4: two registers point to sixteen blocks, which become sixteen others. `from(e, k)` is the
+// source block and element of element `first + k` of block e. The mask is ignored.
 template <class T, class F>
 void scatter_blocks(const char* name, ub_addr8_t to, ub_addr8_t source, int repeats, int to_stride,
                     int source_stride, int first, F from) {
@@ -148,7 +148,7 @@ inline void scatter_vnchwconv_b8(ub_addr8_t to, ub_addr8_t from, uint8_t repeats
       [from_high](int e, int k) { return std::pair(k, e + (from_high ? 16 : 0)); });
 }
 
-// 6.3.11.5: a 16 x 16 matrix of 16-bit elements. The mask has no say.
+// 6.3.11.5: a 16 x 16 matrix of 16-bit elements. The mask is ignored.
 template <class T>
 inline void vtranspose(T* to, T* from) {
   static_assert(sizeof(T) == 2);

@@ -9,7 +9,7 @@
 
 namespace npu_ops::twin {
 
-// Folds the elements of each group of a repeat that take part, and hands out (repeat, group,
+// Folds the active elements of each group of a repeat, and passes on (repeat, group,
 // result). A group without elements has no result. `fold` gets the result so far, an element and
 // its index; the first element of a group is passed to `start`.
 template <class T, class R, class Start, class Fold, class Out>
@@ -56,7 +56,8 @@ struct Best {
   uint32_t index = 0;
 };
 
-// 6.3.6.1: the greatest or least element of a repeat and its index, in an order of choice.
+// 6.3.6.1: the largest or smallest element of a repeat and its index, in the order that is asked
+// for.
 template <class T>
 void put_best(T* to, int repeat, int to_repeat, Order_t order, Best best) {
   if (order == ONLY_INDEX)

@@ -1,4 +1,4 @@
-// Comparisons and what they select: guide 6.3.7, 6.3.8.3 to 6.3.8.5, 6.3.6.5.
+// Comparisons and selections: guide 6.3.7, 6.3.8.3 to 6.3.8.5, 6.3.6.5.
 #pragma once
 
 #include <cstring>
@@ -14,8 +14,8 @@ inline void set_bit(uint8_t* bits, int64_t index, bool value) {
   bits[index / 8] = static_cast<uint8_t>(value ? bits[index / 8] | one : bits[index / 8] & ~one);
 }
 
-// 6.3.8.4, 6.3.8.5: one bit for each element of whole repeats; the mask has no say, but in counter
-// mode for how many repeats there are.
+// 6.3.8.4, 6.3.8.5: one bit for each element of whole repeats. The mask is ignored, except in
+// counter mode, where it gives the number of repeats.
 template <class T, class F>
 void compare(const char* name, uint8_t* to, int repeats, F f,
              std::initializer_list<Operand<T>> sources) {
@@ -35,7 +35,7 @@ void compare(const char* name, uint8_t* to, int repeats, F f,
     for (int e = 0; e < each; ++e) set_bit(to, int64_t{r} * each + e, f(r, e));
 }
 
-// Where the bits of vsel come from, and what stands where a bit is 0.
+// The source of vsel's bits, and the value for a bit of 0.
 template <class T, class Bit, class Other>
 void select(const Operand<T>& to, const Operand<T>& a, const Extent& extent, Bit chosen,
             Other other) {
@@ -108,15 +108,15 @@ inline void vsel(T* to, T* a, B* b, uint8_t repeats, uint8_t to_block, uint8_t a
     touch(Access::kRead, bits, static_cast<size_t>(extent.repeats()) * extent.per_repeat() / 8);
   }
   if (mode != 1) npu_ops::twin::touch(Access::kRead, second, extent);
-  // Modes 1 and 2 go on through the mask; mode 0 has the same bits for each repeat.
+  // Modes 1 and 2 read new bits in each repeat; mode 0 reads the same bits again.
   const int step = mode == 0 ? 0 : extent.per_repeat();
   select(
       target, first, extent, [&](int r, int e) { return bit(bits, int64_t{r} * step + e); },
       [&](int r, int e) { return mode == 1 ? constant : *second.at(r, e); });
 }
 
-// 6.3.6.5: keeps the elements that a pattern, or bits in memory, choose. The mask has no say, but
-// in counter mode for how many elements of each repeat there are.
+// 6.3.6.5: keeps the elements that a pattern, or bits in memory, choose. The mask is ignored,
+// except in counter mode, where it gives the number of elements of each repeat.
 template <class T>
 inline void vreducev2(T* to, T* from, T* pattern, uint16_t repeats, uint8_t from_block,
                       uint8_t mode, uint16_t from_repeat, uint8_t pattern_repeat) {

@@ -2,7 +2,7 @@
 // CCE intrinsic guide, sections 6.3 to 6.6.
 #pragma once
 
-using float32_t = float;  // bisheng has this name without a header
+using float32_t = float;  // bisheng defines this name without a header
 
 enum pipe_t {
   PIPE_S = 0,
@@ -29,7 +29,7 @@ enum event_t {
 };
 enum Order_t { VALUE_INDEX = 0, INDEX_VALUE = 1, ONLY_VALUE = 2, ONLY_INDEX = 3 };  // 6.3.6.1
 enum bm_t { BM_DISABLE = 0, BM_ENABLE = 1 };                                        // 6.5.3.3
-enum atomic_type_t {  // 6.5.2, as the headers pass them on
+enum atomic_type_t {  // 6.5.2, with the values that the headers pass
   ATOMIC_NONE = 0,
   ATOMIC_F32,
   ATOMIC_F16,
@@ -43,8 +43,7 @@ enum cache_line_t { SINGLE_CACHE_LINE = 0, ENTIRE_DATA_CACHE = 1 };  // 6.6.5
 enum dcci_dst_t { CACHELINE_ALL = 0, CACHELINE_UB = 1, CACHELINE_OUT = 2, CACHELINE_ATOMIC = 3 };
 enum mem_dsb_t { DSB_ALL = 0, DSB_DDR, DSB_UB, DSB_SEQ };
 
-// Of the matrix unit and of sorting, which the twin does not have: the headers name them all the
-// same.
+// Types of the matrix unit and of sorting. The twin has neither, but the headers name them.
 enum class mem_t { L1 = 0, L0A, L0B, L0C, UB, BT };
 enum QuantMode_t {
   NoQuant = 0,

@@ -1,18 +1,18 @@
-"""slime on NPUs: what slime lacks there, so that its own `python train.py` trains unchanged.
+"""slime on NPUs: patches with which slime's own `python train.py` trains unchanged.
 
-    accelerator     the NPU among slime's accelerators
-    mindspeed       MindSpeed before Megatron-LM, and its features by the arguments of the run
-    engine          SGLang newer than slime's, as rollout
-    resources       NPUs where slime asks Ray for GPUs
-    process_groups  collectives that newer torch calls by new names
-    log_probs       with NPU_OPS_CONSISTENT, a server's log-probabilities
+    accelerator     adds NPUs to slime's accelerators
+    mindspeed       imports MindSpeed before Megatron-LM, and passes the run's arguments to it
+    engine          rollout by an SGLang that is newer than slime expects
+    resources       asks Ray for NPUs instead of GPUs
+    process_groups  collectives that have new names in newer torch
+    log_probs       with NPU_OPS_CONSISTENT, log-probabilities equal to a server's
     provider        arguments for Megatron-Bridge's models
     qwen3_next      Qwen3-Next's packed sequences and gradients, up to v0.2.2
     qwen3_5_vl      Qwen3.5 with pictures
     qwen3_vl        Qwen3-VL by Megatron-Bridge, for slime's --spec
 
-slime is changed only in processes that have an NPU. What it asks of Ray is changed wherever
-torch_npu is installed: slime's rollout manager has no NPU and asks for those of its engines.
+The patches apply only in processes that have an NPU. `resources` applies wherever torch_npu is
+installed, because slime's rollout manager has no NPU itself and asks for its engines' NPUs.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _ON_NPUS = (
 
 
 def awaited(module: str) -> None:
-    """slime's trainer is about to be imported, in the driver or in one of Ray's workers."""
+    """Import MindSpeed before slime's trainer is imported, in the driver or in a Ray worker."""
     if module == "slime.backends.megatron_utils" and hardware.is_npu():
         mindspeed.import_first()
 
 
 def patches() -> Iterable[Patch]:
-    """All of them until slime is imported; then those that this process is for."""
+    """Yield all patches until slime is imported; then those that this process needs."""
     waiting = "slime" not in sys.modules
     if waiting or importlib.util.find_spec("torch_npu"):
         yield from resources.patches()

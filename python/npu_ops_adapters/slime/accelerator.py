@@ -1,4 +1,4 @@
-"""The NPU among slime's accelerators, of which slime has CUDA and MUSA."""
+"""Adds the NPU to slime's accelerators, which are CUDA and MUSA."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from npu_ops_adapters.patching import Patch
 
 _HOME = "slime.utils.accelerator"
 _FIELDS = ("factory", "is_available", "priority", "communication_backends")
-# MindSpeed makes torch.cuda of torch.npu: slime's CUDA, with priority 100, is available too.
+# MindSpeed makes torch.cuda an alias of torch.npu, so slime's CUDA (priority 100) is available too.
 _PRIORITY = 300
 
 
 def patches() -> Iterable[Patch]:
-    """An entry of slime's registry, from which slime takes the accelerator of a process."""
+    """Add an entry to slime's registry, from which slime chooses the accelerator of a process."""
     yield Patch(
         target=f"{_HOME}:_REGISTRY.npu",
         op="slime_accelerator",

@@ -1,7 +1,8 @@
-"""SGLang newer than the one that slime was written for, as slime's rollout; on GPUs it is the same.
+"""Rollout by an SGLang that is newer than slime expects. slime fails with it on GPUs too.
 
-1. SGLang's arguments are no dataclass since 0.5.20: slime asks for their fields as of one.
-2. SGLang 0.5.23 takes new weights between two requests alone, which slime does not send.
+1. Since 0.5.20 SGLang's arguments are no dataclass, but slime reads them as one.
+2. SGLang 0.5.23 takes new weights only between two requests that begin and end the update. slime
+   sends neither.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from npu_ops_adapters.patching import Patch
 _HOME = "slime.backends.sglang_utils.sglang_engine"
 _ENGINE = f"{_HOME}:SGLangEngine"
 _FIELDS = "sglang.srt.arg_groups.arg_utils"
-_SESSION = "_npu_ops_session"  # of an engine: absent, "open", or "none" where SGLang has none
+# An attribute of an engine: absent, "open", or "none" if SGLang has no sessions.
+_SESSION = "_npu_ops_session"
 _NOT_FOUND = 404
 
 
 def patches() -> Iterable[Patch]:
-    """Where slime reads SGLang's arguments, and sends weights to a server."""
+    """Patch the places where slime reads SGLang's arguments and sends weights to a server."""
     if not _is_dataclass():
         yield _patch(f"{_HOME}:dataclasses", _with_records, (), why_not=_why_no_records)
     tensors = "self", "serialized_named_tensors", "load_format", "flush_cache", "weight_version"
@@ -82,7 +84,7 @@ def _begin_first(original: Callable) -> Callable:
 
 
 def _begin(engine: Any) -> bool:
-    """Whether the server has such a thing: earlier ones take weights at any time."""
+    """Begin an update. Return False if the server needs no such request."""
     try:
         engine._make_request("begin_weight_update")
     except sys.modules[_HOME].requests.exceptions.HTTPError as error:

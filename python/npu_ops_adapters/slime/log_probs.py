@@ -1,6 +1,6 @@
-"""With NPU_OPS_CONSISTENT, log-probabilities of slime of 2026 are those of servers.
+"""With NPU_OPS_CONSISTENT, log-probabilities in slime of 2026 equal those of servers.
 
-Older slime and Relax take them of Megatron's cross entropy (`npu_ops_adapters.megatron.log_probs`).
+Older slime and Relax call Megatron's cross entropy (`npu_ops_adapters.megatron.log_probs`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _HOME, _NAME = "slime.utils.ppo_utils", "_calculate_log_probs_and_entropy_chunk"
 
 
 def patches() -> Iterable[Patch]:
-    """The function; None without NPU_OPS_CONSISTENT, or in slime that has none."""
-    home = sys.modules.get(_HOME)  # of older slime it has no such function
+    """Patch slime's function, if it exists; nothing without NPU_OPS_CONSISTENT."""
+    home = sys.modules.get(_HOME)  # older slime has no such function
     if env.settings.consistent and (home is None or hasattr(home, _NAME)):
         yield Patch(
             target=f"{_HOME}:{_NAME}",
@@ -47,7 +47,7 @@ def _replace(original: Callable) -> Callable:
                 with_entropy_grad=with_entropy_grad, log_prob_keep_mask=log_prob_keep_mask,
             )  # fmt: skip
 
-        if log_prob_keep_mask is not None:  # top-p sampling: of part of the vocabulary
+        if log_prob_keep_mask is not None:  # top-p sampling keeps a part of the vocabulary
             return theirs()
         found = log_probs(logits, tokens, tp_group).unsqueeze(-1)
         return found, theirs()[1] if with_entropy else None

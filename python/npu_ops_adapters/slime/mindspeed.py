@@ -1,4 +1,4 @@
-"""MindSpeed under slime: imported before Megatron-LM, and told the arguments of the run."""
+"""Imports MindSpeed before Megatron-LM, and passes the arguments of slime's run to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FLA = "fla.ops.gated_delta_rule.chunk_gated_delta_rule"
 
 
 def patches() -> Iterable[Patch]:
-    """Functions that slime calls before a model is built."""
+    """Patch functions that slime calls before it builds a model."""
     yield Patch(
         target="slime.backends.megatron_utils.initialize:init",
         op=_OP,
@@ -41,7 +41,7 @@ def patches() -> Iterable[Patch]:
 
 
 def import_first() -> None:
-    """Import MindSpeed, unless the user has: slime is about to import Megatron-LM."""
+    """Import MindSpeed unless it is imported, because slime is about to import Megatron-LM."""
     if _ADAPTOR in sys.modules or not env.settings.disable.isdisjoint(("all", _OP)):
         return
     if importlib.util.find_spec("mindspeed") is None:
@@ -71,7 +71,7 @@ def _as_fla_has_it(original: Callable) -> Callable:
         placed = manager and manager.patches_info.get(_FLA)
         if placed is None or found is not placed.final_patch_func:
             return found
-        own = placed.orig_func  # without fla, a function that raises
+        own = placed.orig_func  # without fla it is a function that raises
         return own if getattr(own, "__module__", "").startswith("fla.") else found
 
     return npu_ops_get

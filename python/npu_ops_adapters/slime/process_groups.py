@@ -1,4 +1,4 @@
-"""slime's process groups under newer torch, whose collectives have new names."""
+"""Collectives of slime's process groups that have new names in newer torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from npu_ops_adapters.patching import Patch
 
 
 def patches() -> Iterable[Patch]:
-    """Methods of torch's groups that slime's class does not pass on."""
+    """Add the methods of torch's groups that slime's class does not forward."""
     return reloadable_groups.patches(
         "slime.utils.reloadable_process_group", "slime_process_groups", "slime v0.2.2 and 624b824a"
     )

@@ -1,4 +1,4 @@
-"""slime's arguments in Megatron-Bridge's provider, of which slime v0.2.2 passes a few.
+"""Copies slime's arguments to Megatron-Bridge's provider; slime v0.2.2 passes only a few.
 
 MindSpeed's functions read their settings in the provider, because it is the configuration of the
 model.
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 
 from npu_ops_adapters.patching import Patch
 
-_ARGUMENTS = "mindspeed.args_utils"  # slime's arguments too, once `mindspeed` has passed them on
-# The provider has values of its own for these, which are not what slime was asked for.
+_ARGUMENTS = "mindspeed.args_utils"  # holds slime's arguments after `mindspeed` has passed them on
+# The provider has defaults for these that may differ from slime's arguments.
 ASKED = (
     "gradient_accumulation_fusion",
     "recompute_granularity",
@@ -23,7 +23,7 @@ ASKED = (
 
 
 def patches() -> Iterable[Patch]:
-    """`finalize`, which a trainer calls when it has set what it passes; in slime's processes."""
+    """Patch `finalize` in slime's processes: a trainer calls it after it has set its arguments."""
     if "megatron" in sys.modules and "slime" not in sys.modules:
         return
     yield Patch(

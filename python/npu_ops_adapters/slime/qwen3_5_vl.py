@@ -1,4 +1,4 @@
-"""slime's Qwen3.5 with pictures: the kind of rope beside MindSpeed, and sequences of odd length."""
+"""slime's Qwen3.5 with pictures: its kind of rope with MindSpeed, and sequences of odd length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODEL = "slime_plugins.models.qwen3_5_vl"
 
 
 def patches() -> Iterable[Patch]:
-    """The model's constructor, and the function that says which tokens a rank has."""
+    """Patch the model's constructor, and the function that returns the tokens of a rank."""
     yield Patch(
         target=f"{_MODEL}:Qwen3_5VLModel.__init__",
         op="slime_qwen3_5_vl",
@@ -43,7 +43,7 @@ def patches() -> Iterable[Patch]:
 def _with_mrope(original: Callable) -> Callable:
     @functools.wraps(original)
     def npu_ops_model(self, config, *args, **kwargs):
-        if hasattr(config, "position_embedding_type"):  # Megatron-LM asks it before the model
+        if hasattr(config, "position_embedding_type"):  # Megatron-LM reads the config's value first
             config.position_embedding_type = "mrope"
         original(self, config, *args, **kwargs)
 

@@ -1,11 +1,11 @@
 """Two mistakes of slime's layers of Qwen3-Next up to v0.2.2, silent and on GPUs too.
 
-1. The delta rule is not told where packed sequences end: a state passes from one into the next.
-   slime's #1686 mended it, in v0.2.3 first.
-2. With sequence parallelism gradients are added over ranks that have all of them: they are too
-   large by the number of ranks. slime's #1748 mended it, in v0.2.4 first.
+1. The delta rule does not get the ends of packed sequences: a state passes from one into the next.
+   slime's #1686 fixed it, in v0.2.3.
+2. With sequence parallelism gradients are summed over ranks although each rank has all of them, so
+   they are too large by the number of ranks. slime's #1748 fixed it, in v0.2.4.
 
-Both are known by their source, and each is logged once.
+npu-ops recognises both by their source, and logs each once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from npu_ops_adapters.patching import Patch
 _LAYERS = "slime_plugins.models.qwen3_next"
 _AROUND = "slime_plugins.models.hf_attention"
 _GATHER = "gather_from_sequence_parallel_region"
-_ALONE = "tensor_parallel_output_grad"  # of that function: False, where each rank computes all
+_ALONE = "tensor_parallel_output_grad"  # its argument: False where each rank computes all
 
-_now = threading.local()  # lengths: those of the layer that is being computed
+_now = threading.local()  # .lengths: of the layer that runs now
 
 
 def patches() -> Iterable[Patch]:
-    """The layer and its delta rule, and what slime takes from Megatron-LM around it."""
+    """Patch the layer, its delta rule, and functions of Megatron-LM that the layer calls."""
     if not _mended(_LAYERS, "Qwen3NextGatedDeltaNet", "forward", "cu_seqlens=cu_seqlens", 2):
         layer = (("self", "hidden_states", "cu_seqlens"),)
         yield _patch(f"{_LAYERS}:Qwen3NextGatedDeltaNet.forward", _with_lengths, layer)
@@ -40,8 +40,9 @@ def patches() -> Iterable[Patch]:
 
 
 def _mended(module: str, name: str, method: str, words: str, times: int) -> bool:
-    """Whether a method of slime's says these words so often: False if it is not imported, True if
-    it has no source, without which nobody knows.
+    """Return whether the source of slime's method has `words` at least `times` times.
+
+    False if the module is not imported; True if the source is not available.
     """
     owner = getattr(sys.modules.get(module), name, None)
     try:

@@ -1,4 +1,4 @@
-"""Qwen3-VL by Megatron-Bridge, of which slime newer than v0.2.2 has no more than the place for it.
+"""Qwen3-VL by Megatron-Bridge: slime newer than v0.2.2 has only an option for such a model.
 
 --spec npu_ops_adapters.slime.qwen3_vl model_provider
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from npu_ops_adapters.slime.provider import ASKED
 
-# What Bridge's provider does not know by Hugging Face's configuration.
+# Settings that Bridge's provider does not find in Hugging Face's configuration.
 _NAMES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -24,12 +24,12 @@ _NAMES = (
 
 
 def model_provider(args: Namespace, config: Any, vp_stage: int | None) -> Callable:
-    """The function that makes the model of `--hf-checkpoint`, for slime's --spec.
+    """Return the function that builds the model of `--hf-checkpoint`, for slime's --spec.
 
     Args:
-        args: slime's.
-        config: Megatron-LM's, which Bridge's own takes the place of.
-        vp_stage: slime passes it again to what is returned.
+        args: slime's arguments.
+        config: Megatron-LM's configuration; ignored, because Bridge has its own.
+        vp_stage: ignored; slime passes it to the returned function again.
     """
     bridge = importlib.import_module("megatron.bridge").AutoBridge
     found = bridge.from_hf_pretrained(args.hf_checkpoint, trust_remote_code=True)

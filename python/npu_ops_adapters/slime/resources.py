@@ -1,8 +1,7 @@
-"""NPUs where slime asks Ray for GPUs.
+"""Asks Ray for NPUs where slime asks for GPUs.
 
-Ray counts NPUs as a resource of their own name. slime asks for GPUs, which a cluster of NPUs has
-not: it would wait forever. A cluster that has GPUs, or was told so by `ray start --num-gpus`, is
-asked for GPUs as before.
+Ray counts NPUs as a resource named NPU. slime asks for GPUs, and on a cluster of NPUs it would wait
+forever. If a cluster has GPUs, or `ray start --num-gpus` declared some, slime's requests stay.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from typing import Any
 from npu_ops_adapters.patching import Patch
 
 _GROUPS = "slime.ray.placement_group"
-_OPTIONS = ("ray._common.utils", "ray._private.utils")  # by version of Ray
+_OPTIONS = ("ray._common.utils", "ray._private.utils")  # in different versions of Ray
 
 
 def patches() -> Iterable[Patch]:
-    """slime's placement groups, and where Ray reads num_gpus and tells a worker its devices."""
+    """Patch slime's placement groups, and Ray where it reads num_gpus and assigns devices."""
     yield _patch(f"{_GROUPS}:placement_group", _place, why_not=_takes_bundles)
     yield _patch(f"{_GROUPS}:InfoActor", _ask_device, why_not=_is_an_actor)
     if "slime.ray" not in sys.modules:
-        return  # Ray itself is changed in slime's processes alone
+        return  # Ray itself is patched only in slime's processes
     for module in _OPTIONS:
         if hasattr(sys.modules.get(module), "resources_from_ray_options"):
             target = f"{module}:resources_from_ray_options"
@@ -54,17 +53,17 @@ def _takes_bundles(function: Callable) -> str | None:
 def _is_an_actor(found: Any) -> str | None:
     if not hasattr(found.__ray_metadata__.modified_class, "get_ip_and_gpu_id"):
         return "it has no get_ip_and_gpu_id"
-    asked = (found._default_options or {}).get("num_gpus")  # none with slime's NPU patch
+    asked = (found._default_options or {}).get("num_gpus")  # None with slime's NPU patch
     return None if asked == 1 else f"num_gpus: got {asked}, needs 1"
 
 
 def of_npus(resources: Mapping[str, float]) -> dict[str, float]:
-    """`resources`, with NPUs in place of GPUs if the cluster has NPUs and no GPUs."""
+    """Return `resources` with NPUs in place of GPUs if the cluster has NPUs and no GPUs."""
     asked = dict(resources)
     if asked.get("GPU"):
         ray = sys.modules["ray"]
         if not ray.is_initialized():
-            ray.init()  # as Ray does in the call that follows
+            ray.init()  # as Ray itself does in its next call
         total = ray.cluster_resources()
         if total.get("NPU") and not total.get("GPU"):
             asked["NPU"] = asked.get("NPU", 0) + asked.pop("GPU")
@@ -101,8 +100,8 @@ def _npu_ids() -> list[int]:
 
 
 class DeviceOfBundle:
-    """slime's InfoActor. Ray runs a copy of slime's in a process that imports neither slime nor
-    torch, and so has none of the functions above.
+    """slime's InfoActor, with NPUs. Ray runs a copy of this class in a process that imports neither
+    slime nor torch, so patches do not reach it.
     """
 
     def get_ip_and_gpu_id(self):
