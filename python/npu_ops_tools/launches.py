@@ -187,6 +187,8 @@ def of_folder(folder: str, tokens: int) -> list[Step]:
 def both(folder: str, tokens: int) -> dict[str, list[Step]]:
     """Count with and without npu-ops, each in a process on the emulated NPU.
 
+    The process with npu-ops leaves out what NPU_OPS_DISABLE names.
+
     Raises:
         ValueError: the folder has no configuration.
         RuntimeError: a process failed; it has printed the error.
@@ -194,12 +196,12 @@ def both(folder: str, tokens: int) -> dict[str, list[Step]]:
     if not (pathlib.Path(folder) / "config.json").is_file():
         raise ValueError(f"model: got {folder!r}, needs a folder with a config.json")
     found = {}
-    for name, disabled in (("without", "all"), ("with npu-ops", "")):
+    for name, changes in (("without", {"NPU_OPS_DISABLE": "all"}), ("with npu-ops", {})):
         with tempfile.TemporaryDirectory() as scratch:
             path = pathlib.Path(scratch) / "steps.json"
             line = [sys.executable, "-m", "npu_ops_emulator", "--", sys.executable, "-m", __name__]
-            environment = os.environ | {"NPU_OPS_DISABLE": disabled}
-            code = subprocess.call([*line, folder, str(tokens), str(path)], env=environment)
+            arguments = (folder, str(tokens), str(path))
+            code = subprocess.call([*line, *arguments], env=os.environ | changes)
             if code:
                 raise RuntimeError(f"the model {name}: its process ended with {code}, see above")
             found[name] = [Step(**row) for row in json.loads(path.read_text())]

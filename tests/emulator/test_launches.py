@@ -100,6 +100,20 @@ def test_packed_sequences_are_found_by_one_kernel():
     assert said["forward"] <= 6 and said["backward"] <= 12, said
 
 
+def test_with_npu_ops_is_without_what_is_disabled(tmp_path, monkeypatch):
+    disabled = []
+
+    def call(line, env):
+        disabled.append(env["NPU_OPS_DISABLE"])
+        pathlib.Path(line[-1]).write_text("[]")
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("NPU_OPS_DISABLE", "swiglu")
+    monkeypatch.setattr(launches.subprocess, "call", call)
+    assert launches.both(str(tmp_path), 8) == {"without": [], "with npu-ops": []}
+    assert disabled == ["all", "swiglu"]
+
+
 def test_a_folder_without_a_configuration_is_one_sentence(tmp_path):
     with pytest.raises(ValueError, match="model: got '.*', needs a folder with a config.json"):
         launches.both(str(tmp_path), 8)
