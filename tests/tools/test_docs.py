@@ -85,7 +85,14 @@ def test_a_site_with_a_link_that_leads_nowhere_is_not_built(tmp_path, link):
         HOOKS["on_post_build"]({"site_dir": str(tmp_path)})
 
 
-def test_it_is_searched_as_files(site):
+@pytest.mark.parametrize(
+    "words, page, result",
+    [
+        ("rms_norm_gated", "index.html", "api.html#npu_ops.ops.rms_norm_gated.rms_norm_gated"),
+        ("视觉塔", "zh-CN/index.html", "zh-CN/frameworks.html#vllm"),  # inside a sentence
+    ],
+)
+def test_it_is_searched_as_files(site, words, page, result):
     """In Chromium, which starts no worker from a file; the search of the theme is one."""
     with playwright.sync_playwright() as running:
         system = shutil.which("chromium") or shutil.which("google-chrome")
@@ -93,15 +100,15 @@ def test_it_is_searched_as_files(site):
             pytest.skip("no Chromium to search the site with: apt-get install chromium")
         browser = running.chromium.launch(executable_path=system, args=["--no-sandbox"])
         view = browser.new_page()
-        view.goto((site / "index.html").as_uri())
+        view.goto((site / page).as_uri())
         # Typed key by key: the theme listens to keys and ignores a field that is filled at once.
-        view.locator("[data-md-component=search-query]").press_sequentially("rms_norm_gated")
+        view.locator("[data-md-component=search-query]").press_sequentially(words)
         view.wait_for_selector(".md-search-result__link")
         found = [
             a.get_attribute("href") for a in view.query_selector_all(".md-search-result__link")
         ]
         browser.close()
-    assert f"{(site / 'api.html').as_uri()}#npu_ops.ops.rms_norm_gated.rms_norm_gated" in found
+    assert f"{site.as_uri()}/{result}" in found
 
 
 def test_names_in_tables_are_whole(site):
