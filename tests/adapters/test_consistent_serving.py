@@ -3,8 +3,12 @@
 A server as a whole: test_sglang.py.
 """
 
+import json
+import subprocess
+import sys
 import types
 
+import fetch_frameworks
 import npu_ops_adapters
 import pytest
 import torch
@@ -13,7 +17,9 @@ from npu_ops_adapters.mindspeed import experts as mindspeed_experts
 from npu_ops_adapters.sglang import experts as sglang_experts
 from npu_ops_adapters.sglang import roundings, vision_rope
 from npu_ops_adapters.sglang.experts import experts
+from npu_ops_adapters.transformers.vision_position import interpolation
 from npu_ops_adapters.vllm import experts as vllm_experts
+from processes import HERE, environment
 from transformers.models.qwen3_moe import Qwen3MoeConfig, modeling_qwen3_moe
 from transformers.models.qwen3_vl import Qwen3VLConfig, modeling_qwen3_vl
 
@@ -212,6 +218,33 @@ def test_a_vision_towers_table_is_transformers():
     assert cos.dtype == sin.dtype == torch.float32
     expected = position_embeddings(tower, grids)
     assert torch.equal(cos, expected[0][:, :8]) and torch.equal(sin, expected[1][:, :8])
+
+
+@pytest.mark.parametrize("version", [None, "4.57.6", "5.10.4"])
+def test_a_vision_towers_positions_are_trainings(version):
+    """Without the setting 1234, 236881 and 1308 of these numbers differ in bf16."""
+    folders = [fetch_frameworks.tree(f"transformers-{version}")] if version else []
+    done = subprocess.run(
+        [sys.executable, HERE / "consistent_tower.py"], capture_output=True, text=True,
+        env=environment(HERE, *folders, NPU_OPS_CONSISTENT="1"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, 508416]
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"mode": "bicubic"}, "mode: got 'bicubic'"),
+        ({"align_corners": False}, "align_corners: got False"),
+        ({"padding": "zeros"}, "padding: got 'zeros'"),
+        ({"kwargs": {"interp_indices": 1}}, "interp_indices: got it from the caller"),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_another_interpolation_is_transformers(changes, says):
+    with pytest.raises(ValueError, match=says):
+        interpolation(torch.tensor([[1, 2, 2]]), 8, **{"align_corners": True} | changes)
 
 
 def places(height, width, merge):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from npu_ops_adapters import vision_tower
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.sglang import functions
 
@@ -40,44 +41,6 @@ def ours_if_asked(self, grid_thw) -> torch.Tensor:
 
 
 def ours(self, grid_thw) -> torch.Tensor:
-    """Return the position embedding of images.
-
-    grid_thw: `[images, 3]`, patches in time, height and width, as a list or a tensor. Patch
-    positions are computed in fp64 on the host. The weighted sum is fp32, rounded once. An image's
-    patches are ordered in blocks of `spatial_merge_size` squared.
-    """
-    table, side, merge = self.pos_embed, self.num_grid_per_side, self.spatial_merge_size
-    functions.check_device(table.weight)
-    grids = [[int(n) for n in grid] for grid in grid_thw]
-    places = [_corners(height, width, side, merge, frames) for frames, height, width in grids]
-    rows = torch.cat([rows for rows, _ in places], dim=1).to(table.weight.device)
-    weights = torch.cat([weights for _, weights in places], dim=1).float().to(rows.device)
-    embedded = (table(rows).float() * weights[..., None]).sum(dim=0)
-    return embedded.to(table.weight.dtype)
-
-
-def _corners(height, width, side, merge, frames):
-    """Return the four table rows around each patch, `[4, patches]`, and their weights in fp64."""
-    vertical, horizontal = (_between(n, side) for n in (height, width))
-    rows, weights = [], []
-    for row, up in vertical:
-        for column, left in horizontal:
-            rows.append(row[:, None] * side + column)
-            weights.append(up[:, None] * left)
-    return tuple(
-        torch.stack(x)
-        .view(4, height // merge, merge, width // merge, merge)
-        .transpose(2, 3)
-        .reshape(4, -1)
-        .repeat(1, frames)
-        for x in (rows, weights)
-    )
-
-
-def _between(count, side):
-    """For `count` points evenly spread over a side, return the index before and after, with
-    weights."""
-    points = torch.linspace(0, side - 1, count, dtype=torch.float64, device="cpu")
-    before = points.long()
-    share = points - before
-    return (before, 1 - share), ((before + 1).clamp(max=side - 1), share)
+    """Return the position embedding of images, `[T, D]`."""
+    functions.check_device(self.pos_embed.weight)
+    return vision_tower.position_embedding(self, grid_thw)

@@ -8,6 +8,7 @@ import torch
 
 import npu_ops
 from npu_ops.core import env
+from npu_ops_adapters import vision_tower
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.sglang import functions
 
@@ -44,11 +45,5 @@ def ours(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def table(self, grid_thw):
-    """Return fp32 cosines and sines `[T, D / 2]` of the grids' patches, as transformers does."""
-    rotary, merge = self.rotary_pos_emb, self.spatial_merge_size
-    places = [self.rot_pos_ids(h, w, merge).repeat(t, 1) for t, h, w in grid_thw]
-    places = torch.cat(places).to(self.device).float()
-    pairs = torch.arange(0, rotary.rotary_dim, 2, dtype=torch.float32, device=self.device)
-    frequencies = 1.0 / rotary.base ** (pairs / rotary.rotary_dim)
-    angles = places[..., None] * frequencies
-    return angles.cos().flatten(1), angles.sin().flatten(1)
+    """Return fp32 cosines and sines `[T, D / 2]`, as transformers does."""
+    return vision_tower.angles(self, grid_thw)

@@ -3,6 +3,7 @@
 - `npu_patches`: verl's own NPU patches leave functions alone that npu-ops has replaced.
 - `ulysses`: layers learn that Ulysses splits a sequence over ranks.
 - `log_probs`: log-probabilities are in fp32.
+- `vision_position`: a vision tower has the numbers of servers.
 - `gated_delta_net`: packed sequences are one call of Gated Delta Net, also with Ulysses.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from npu_ops_adapters.patching import Patch
-from npu_ops_adapters.verl import gated_delta_net, log_probs, npu_patches
+from npu_ops_adapters.verl import gated_delta_net, log_probs, npu_patches, vision_position
 
 
 def patches() -> Iterable[Patch]:
@@ -19,3 +20,4 @@ def patches() -> Iterable[Patch]:
     yield from gated_delta_net.patches()
     yield from log_probs.patches()
     yield from npu_patches.patches()
+    yield from vision_position.patches()

@@ -79,7 +79,7 @@ def every_patch_of_this_version_is_applied():
     waiting = {target.partition(":")[0] for (target, _), s in found.items() if "not imported" in s}
     assert waiting == ABSENT, found
     others = {key: said for key, said in found.items() if key[0].partition(":")[0] not in ABSENT}
-    assert set(others.values()) == {"applied"} and len(others) == 17, others
+    assert set(others.values()) == {"applied"} and len(others) == 19, others
 
 
 @check

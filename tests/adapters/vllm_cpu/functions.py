@@ -306,7 +306,7 @@ def a_method_of_another_source_is_refused_by_a_sentence():
         )
         assert "its source is none of those of vllm-ascend 0.18.0" in said, said
         assert cls._forward_core is _forward_core
-        assert list(found.values()).count("applied") == 16, found
+        assert list(found.values()).count("applied") == 18, found
     finally:
         npu_ops_adapters.revert()
         cls._forward_core = original

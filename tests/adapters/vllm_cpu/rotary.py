@@ -112,6 +112,88 @@ def rope_of_images():
                 close(one, other, 1e-5)
 
 
+@check
+def rope_of_a_tower():
+    common = importlib.import_module(f"{LAYERS}.rotary_embedding.common")
+    cos, sin = embedding(THEIRS, 64, 64).cos_sin_cache[:TOKENS].chunk(2, -1)
+    for neox, batch in ((True, (2,)), (True, ()), (False, (2,))):
+        made = bare(f"{HOME}.AscendApplyRotaryEmb", is_neox_style=neox)
+        x = rows(*batch, TOKENS, 3, 64, dtype=torch.float32)
+        with Calls() as counted:
+            found = made.forward_oot(x, cos, sin)
+        assert counted.found == ["rope"]
+        close(found, common.ApplyRotaryEmb.forward_static(x, cos, sin, neox), 1e-5)
+
+
+def tower():
+    model = importlib.import_module("vllm.model_executor.models.qwen3_vl")
+    rotary = types.SimpleNamespace(
+        base=10000.0, rotary_dim=32,
+        get_cos_sin=bare(THEIRS, cos_sin_cache=cos_sin_of(10000.0, 32)).get_cos_sin,
+    )  # fmt: skip
+    return bare(
+        f"{model.__name__}.Qwen3_VisionTransformer", spatial_merge_size=2, rotary_pos_emb=rotary,
+        num_grid_per_side=8, pos_embed=torch.nn.Embedding(64, 16),
+        patch_embed=types.SimpleNamespace(proj=types.SimpleNamespace(weight=torch.ones(1))),
+    )  # fmt: skip
+
+
+def cos_sin_of(base, width):
+    angles = torch.arange(POSITIONS)[:, None] / base ** (torch.arange(0, width, 2) / width)
+    return torch.cat((angles.cos(), angles.sin()), 1)
+
+
+@check
+def places_in_a_tower():
+    """Its table, and its position embedding, for a grid as wide as the table, and for two."""
+    ours = importlib.import_module("npu_ops_adapters.vllm.vision_rope").table
+    made = tower()
+    for grids in ([[1, 8, 8]], [[1, 4, 6], [2, 6, 14]]):
+        for one, other in zip(ours(made, grids), made.rot_pos_emb(grids), strict=True):
+            close(one, other, 1e-5)
+        replaced = type(made).fast_pos_embed_interpolate
+        assert replaced.__module__ == "npu_ops_adapters.serving", replaced
+        theirs = replaced.__wrapped__(made, grids)
+        close(made.fast_pos_embed_interpolate(grids), theirs, 1e-5)
+
+
+@check
+def attention_of_a_tower():
+    ours = importlib.import_module("npu_ops_adapters.vllm.vision_attention").ours
+    made = types.SimpleNamespace(num_heads=4, num_kv_heads=2, head_size=24, scale=24**-0.5)
+    q, k, v = (rows(1, TOKENS, n, 24, seed=n, dtype=torch.float32) for n in (4, 2, 2))
+    found = ours(made, q, k, v, torch.tensor([0, 5, TOKENS]))
+    for image in (slice(0, 5), slice(5, TOKENS)):
+        heads = (x[:, image].transpose(1, 2) for x in (q, k, v))
+        right = torch.nn.functional.scaled_dot_product_attention(*heads, enable_gqa=True)
+        close(found[:, image], right.transpose(1, 2), 1e-5)
+    two = [x.view(3, 3, -1) for x in (q, k, v)]  # without lengths each of a batch is an image
+    right = ours(made, q, k, v, torch.tensor([0, 3, 6, 9]))
+    close(ours(made, *two), right.view(3, 3, -1), 0)
+
+
+@check
+def features_are_added_to_the_sum():
+    with_sums = importlib.import_module("npu_ops_adapters.vllm.deepstack").with_sums
+
+    class Model:
+        def __init__(self, ends):
+            layers = [types.SimpleNamespace(forward=lambda x, y: (x, y)) for _ in range(3)]
+            text = types.SimpleNamespace(layers=layers, start_layer=0, end_layer=ends)
+            self.language_model = types.SimpleNamespace(model=text)
+            self.deepstack_num_level = 2
+
+    Model.__init__ = with_sums(Model.__init__)
+    layers = Model(3).language_model.model.layers
+    assert [layer.forward(3, 4) for layer in layers] == [(7, None), (7, None), (3, 4)]
+    try:
+        Model(2)
+    except RuntimeError as error:
+        assert "needs more than the 2 to which deepstack adds" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+
+
 def attention(norm, rotary, head, gated):
     """A layer around its middle: what the projection gives, and what attention gets."""
     weights = (rows(head, seed=seed, dtype=torch.float32) / 8 + 1 - int(gated) for seed in (5, 6))
