@@ -91,6 +91,7 @@ def test_a_site_with_a_link_that_leads_nowhere_is_not_built(tmp_path, link):
         ("rms_norm_gated", "index.html", "api.html#npu_ops.ops.rms_norm_gated.rms_norm_gated"),
         ("视觉塔", "zh-CN/index.html", "zh-CN/frameworks.html#vllm"),  # inside a sentence
     ],
+    ids=["name", "Chinese"],
 )
 def test_it_is_searched_as_files(site, words, page, result):
     """In Chromium, which starts no worker from a file; the search of the theme is one."""
