@@ -178,6 +178,53 @@ def test_consistent_attention_over_the_cache_is_that_of_whole_sequences():
     assert out[61:].isnan().all()
 
 
+def graph_mode(separate: bool):
+    """vLLM's configuration. separate: a decoding step has a graph of its own."""
+    mode = types.SimpleNamespace(name="FULL", separate_routine=lambda: separate)
+    return types.SimpleNamespace(compilation_config=types.SimpleNamespace(cudagraph_mode=mode))
+
+
+def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+    """As much of vllm-ascend's metadata as a graph needs; the lists are those of the capture."""
+    return types.SimpleNamespace(causal=True, max_query_len=1)
+
+
+def decoding(starts, lengths, table):
+    """vllm-ascend's buffers of three sequences, of which the last is a graph's padding."""
+    return types.SimpleNamespace(
+        query_start_loc=starts, seq_lens=lengths, block_table_tensor=table, num_reqs=3
+    )
+
+
+def test_consistent_attention_in_a_graph_reads_the_buffers_of_each_step(monkeypatch):
+    monkeypatch.setattr(attention, "is_captured", lambda device: True)
+    layer, q = attention_layer(vllm_config=graph_mode(True)), torch.randn(3, HEADS, WIDE).bfloat16()
+    common = decoding(
+        torch.tensor([0, 1, 2, 3], dtype=torch.int32), torch.tensor([130, 9, 0], dtype=torch.int32),
+        torch.tensor([[2, 0], [3, 3], [0, 0]], dtype=torch.int32),
+    )  # fmt: skip
+    builder, out = types.SimpleNamespace(), torch.full_like(q, torch.nan)
+    made = attention._with_buffers(build)
+    with env.override(consistent="tokens"):
+        attention.ours(layer, q, None, None, None, made(builder, 0, common), out)
+        for row, blocks, length in ((0, [2, 0], 130), (1, [3], 9)):
+            k, v = (x[blocks].flatten(0, 1)[:length] for x in (layer.key_cache, layer.value_cache))
+            alone = npu_ops.attention(q[None, row, None], k[None], v[None], is_causal=True)
+            assert out[row].equal(alone[0, 0])
+    assert not out[2].any()
+    common.seq_lens = common.seq_lens.clone()
+    with pytest.raises(RuntimeError, match="got lengths in other memory than graphs read"):
+        made(builder, 0, common)
+
+
+def test_consistent_attention_in_a_graph_of_prompts_is_an_error(monkeypatch):
+    monkeypatch.setattr(attention, "is_captured", lambda device: True)
+    q = torch.randn(3, HEADS, WIDE).bfloat16()
+    layer = attention_layer(vllm_config=graph_mode(False))
+    with env.override(consistent="tokens"), pytest.raises(ValueError, match="got FULL, needs NONE"):
+        attention.ours(layer, q, None, None, None, build(None, 0, None), q.clone())
+
+
 @pytest.mark.parametrize(
     "changes",
     [
