@@ -121,15 +121,31 @@ def test_drafts_are_verified(tiny):
     assert VERIFIED.search(said) and "vllm-ascend's own" not in said
 
 
+# Graphs without additional_config: npu-ops switches vllm-ascend's fusions off.
+WAYS = {"eager": (), "drafts": (WITH_DRAFTS,)} | {
+    mode: in_graphs(mode, 2, 4)[:2] for mode in ("FULL_DECODE_ONLY", "PIECEWISE")
+}
+
+
 @pytest.mark.parametrize(
-    "model, more", [*((model, ()) for model in OPS), ("qwen3next", (WITH_DRAFTS,))]
+    "model, way",
+    [
+        *((model, way) for model in OPS for way in ("eager", "FULL_DECODE_ONLY")),
+        *(("qwen3", "PIECEWISE"), ("qwen3next", "drafts")),
+    ],
 )
-def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(tiny, tmp_path, model, more):
+def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(tiny, tmp_path, model, way):
     """Sampled tokens, prompts in parts and beside each other, beginnings in the cache, drafts."""
     folder, mode = in_dtype(tiny / model, "bfloat16", tmp_path), {"NPU_OPS_CONSISTENT": "1"}
     told = {"command": vllm_process.EMULATED} | mode | {"VLLM_ASCEND_ENABLE_NZ": "0"}
-    served, _ = vllm_process.run("rollout", folder, 'dtype="bfloat16"', *more, **told)
-    (tmp_path / "served.json").write_text(json.dumps([row for _, *row in served]))
+    rows, said = vllm_process.run(
+        "rollout", folder, 'dtype="bfloat16"', *WAYS[way], NPU_OPS_LOG="calls", **told
+    )
+    served = [row for what, *row in rows if what == "served"]
+    (tmp_path / "served.json").write_text(json.dumps(served))
+    if way == "FULL_DECODE_ONLY":
+        assert ("attention", "triton_ascend") in captured(said)
+        assert min(replayed(rows)[2, 1], replayed(rows)[4, 4]) > 0
     compared, _ = vllm_process.run(
         "rollout", folder, "bfloat16", tmp_path / "served.json", in_vllm=False, **told
     )
