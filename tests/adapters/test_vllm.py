@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -117,7 +118,7 @@ def test_the_patches_know_the_source_of_0_23_0():
         digest = hashlib.sha256("".join(source.split()).encode()).hexdigest()[:12]
         if patch.op == "gated_delta_net":
             assert gated_delta_net.FORMS[digest] == gated_delta_net.Form(v_first=True, sends=False)
-        if patch.op == "qk_norm_rope":
+        if patch.op == "qk_norm_rope" and patch.target.endswith(".forward"):
             gated = patch.target.endswith(":Qwen3NextAttention.forward")
             form = qk_norm_rope.ours_into if gated else qk_norm_rope.ours
             assert qk_norm_rope.FORMS[digest] is form
@@ -141,6 +142,14 @@ def test_a_later_vllm_ascend_gives_its_method_to_two_classes(monkeypatch):
     patch_module = (fetch_vllm.ascend() / f"{module.__name__.replace('.', '/')}.py").read_text()
     for name in ("_GDN_PATCH_TARGET", "AscendGatedDeltaNetAttention"):
         assert name in patch_module
+
+
+def test_consistent_models_are_not_taken_from_vllms_cache(monkeypatch):
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "0")
+    monkeypatch.setattr("npu_ops_adapters.apply", lambda: None)
+    with env.override(consistent="tokens"):
+        vllm.register()
+    assert os.environ["VLLM_DISABLE_COMPILE_CACHE"] == "1"
 
 
 HEADS, KV_HEADS, WIDE, BLOCK = 4, 2, 64, 128
