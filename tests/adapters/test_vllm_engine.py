@@ -145,7 +145,7 @@ def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(tiny, tmp_path,
     (tmp_path / "served.json").write_text(json.dumps(served))
     if way == "FULL_DECODE_ONLY":
         assert ("attention", "triton_ascend") in captured(said)
-        assert min(replayed(rows)[2, 1], replayed(rows)[4, 4]) > 0
+        assert {size for size, tokens in replayed(rows) if size > tokens} == {2, 4}  # with padding
     compared, _ = vllm_process.run(
         "rollout", folder, "bfloat16", tmp_path / "served.json", in_vllm=False, **told
     )
