@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import re
 
@@ -87,10 +86,9 @@ def replayed(rows) -> dict:
     return {(size, tokens): often for what, size, tokens, often in rows if what == "replayed"}
 
 
-def captured(said: str) -> collections.Counter:
-    """Calls of npu-ops in captures, as `calls` counts them."""
-    parts = (part.partition("capture ends")[0] for part in said.split("capture begins")[1:])
-    return calls("".join(parts))
+def captured(said: str) -> str:
+    """What was said in captures."""
+    return "".join(part.partition("capture ends")[0] for part in said.split("capture begins")[1:])
 
 
 @pytest.mark.parametrize("model", OPS)
@@ -103,7 +101,7 @@ def test_graphs_generate_the_same(tiny, model, mode):
     """
     rows, said = served(tiny / model, *in_graphs(mode, 2, 4))
     outside = DECODING - {"rms_norm_gated"} if mode == "PIECEWISE" else set()
-    found = captured(said)
+    found = calls(captured(said))
     assert {op for op, _ in found} == OF_A_STEP[model] - outside, found
     graphs = replayed(rows)
     assert graphs[2, 1] >= 10 and graphs[4, 4 if model == "qwen3vl" else 3] >= 1, graphs
@@ -119,6 +117,15 @@ def test_drafts_are_verified(tiny):
     """Tokens that vLLM finds in the prompt: states of rejected ones are given up."""
     _, said = served(tiny / "qwen3next", WITH_DRAFTS)
     assert VERIFIED.search(said) and "vllm-ascend's own" not in said
+
+
+def test_drafts_are_verified_in_graphs(tiny):
+    """In steps where each sequence has two drafts: a graph of one sequence, and one of four."""
+    settings = (WITH_DRAFTS, *in_graphs("FULL_DECODE_ONLY", 3, 12))
+    rows, said = served(tiny / "qwen3next", *settings)
+    assert VERIFIED.search(captured(said)) and "vllm-ascend's own" not in said
+    graphs = replayed(rows)
+    assert graphs[3, 3] > 0 and any(size > tokens for size, tokens in graphs), graphs
 
 
 # Graphs without additional_config: npu-ops switches vllm-ascend's fusions off.
@@ -144,7 +151,7 @@ def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(tiny, tmp_path,
     served = [row for what, *row in rows if what == "served"]
     (tmp_path / "served.json").write_text(json.dumps(served))
     if way == "FULL_DECODE_ONLY":
-        assert ("attention", "triton_ascend") in captured(said)
+        assert ("attention", "triton_ascend") in calls(captured(said))
         assert {size for size, tokens in replayed(rows) if size > tokens} == {2, 4}  # with padding
     compared, _ = vllm_process.run(
         "rollout", folder, "bfloat16", tmp_path / "served.json", in_vllm=False, **told
