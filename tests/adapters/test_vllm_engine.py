@@ -120,17 +120,18 @@ def test_drafts_are_verified(tiny):
 
 
 def test_drafts_are_verified_in_graphs(tiny):
-    """In steps where each sequence has two drafts: a graph of one sequence, and one of four."""
+    """In steps where each sequence has two drafts; other steps run without a graph."""
     settings = (WITH_DRAFTS, *in_graphs("FULL_DECODE_ONLY", 3, 12))
     rows, said = served(tiny / "qwen3next", *settings)
     assert VERIFIED.search(captured(said)) and "vllm-ascend's own" not in said
-    graphs = replayed(rows)
-    assert graphs[3, 3] > 0 and any(size > tokens for size, tokens in graphs), graphs
+    assert replayed(rows)[3, 3] > 0
 
 
 # Graphs without additional_config: npu-ops switches vllm-ascend's fusions off.
-WAYS = {"eager": (), "drafts": (WITH_DRAFTS,)} | {
-    mode: in_graphs(mode, 2, 4)[:2] for mode in ("FULL_DECODE_ONLY", "PIECEWISE")
+WAYS = {
+    "eager": (),
+    "drafts": (WITH_DRAFTS,),
+    "FULL_DECODE_ONLY": in_graphs("FULL_DECODE_ONLY", 2, 4)[:2],
 }
 
 
@@ -138,7 +139,7 @@ WAYS = {"eager": (), "drafts": (WITH_DRAFTS,)} | {
     "model, way",
     [
         *((model, way) for model in OPS for way in ("eager", "FULL_DECODE_ONLY")),
-        *(("qwen3", "PIECEWISE"), ("qwen3next", "drafts")),
+        ("qwen3next", "drafts"),
     ],
 )
 def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(tiny, tmp_path, model, way):
@@ -152,7 +153,7 @@ def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(tiny, tmp_path,
     (tmp_path / "served.json").write_text(json.dumps(served))
     if way == "FULL_DECODE_ONLY":
         assert ("attention", "triton_ascend") in calls(captured(said))
-        assert {size for size, tokens in replayed(rows) if size > tokens} == {2, 4}  # with padding
+        assert any(size > tokens for size, tokens in replayed(rows))  # with padding
     compared, _ = vllm_process.run(
         "rollout", folder, "bfloat16", tmp_path / "served.json", in_vllm=False, **told
     )
