@@ -118,6 +118,7 @@ WATCHED = frozenset(
         "vllm_ascend.attention.attention_v1",
         "vllm_ascend.attention.context_parallel.attention_cp",
         "vllm_ascend.attention.fa3_v1",
+        "vllm_ascend.compilation.graph_fusion_pass_manager",
         "vllm_ascend.ops.fused_moe.experts_selector",
         "vllm_ascend.ops.layernorm",
         "vllm_ascend.ops.mm_encoder_attention",

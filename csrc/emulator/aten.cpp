@@ -12,6 +12,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 #include <torch/library.h>
@@ -147,6 +148,8 @@ class Call {
                   ": a list of results is not captured by the emulated NPU");
     }
     record_only([op = op_, given, written] {
+      // A thread of its own may replay it, on tensors that were made in this mode.
+      const c10::InferenceMode mode;
       torch::jit::Stack stack(given);
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
       for (size_t i = 0; i < written.size(); ++i)

@@ -8,6 +8,8 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <future>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -17,6 +19,9 @@
 #include <vector>
 
 #include "runtime.h"
+
+extern "C" int aclrtSetDevice(int32_t);
+extern "C" const char* aclGetRecentErrMsg();
 
 namespace npu_ops::emulator {
 namespace {
@@ -30,6 +35,7 @@ constexpr int kNotInACapture = 107030;
 struct Graph {
   std::vector<Work> work;
   std::vector<std::function<void()>> releases;
+  bool waits = false;  // for external events
   ~Graph() {
     for (const auto& release : releases) release();
   }
@@ -94,6 +100,37 @@ int run(const std::vector<Work>& all) {
   return 0;
 }
 
+struct Outcome {
+  int code = 0;
+  std::string reason;
+};
+using Replay = std::shared_future<Outcome>;
+
+// By stream. Never destroyed: a replay may outlive static destructors.
+std::map<const void*, Replay>& replays() {
+  static auto& all = *new std::map<const void*, Replay>;
+  return all;
+}
+
+int outcome_of(const Replay& replay) {
+  const Outcome& found = replay.get();
+  return found.code ? fail(found.code, found.reason) : 0;
+}
+
+// Runs a graph beside the host, which records the events that the graph waits for.
+void replay_beside(Graph* graph, const void* stream) {
+  std::promise<Outcome> promise;
+  {
+    std::lock_guard lock(mutex);
+    replays()[stream] = promise.get_future().share();
+  }
+  std::thread([graph, device = current_device(), promise = std::move(promise)]() mutable {
+    aclrtSetDevice(device);
+    const int code = run(graph->work);
+    promise.set_value({code, code ? aclGetRecentErrMsg() : ""});
+  }).detach();
+}
+
 }  // namespace
 
 Waiting::Waiting() { ++waiting; }
@@ -113,7 +150,40 @@ int submit(const void* stream, Work work) {
     }
     if (Graph* graph = captured()) graph->work.push_back(work);
   }
-  return work();
+  const int code = wait_for_replay(stream);
+  return code ? code : work();
+}
+
+int wait_for_replay(const void* stream) {
+  Replay replay;
+  {
+    std::lock_guard lock(mutex);
+    const auto found = replays().find(stream);
+    if (found == replays().end()) return 0;
+    replay = found->second;
+  }
+  const int code = outcome_of(replay);
+  std::lock_guard lock(mutex);
+  replays().erase(stream);
+  return code;
+}
+
+int wait_for_replays() {
+  std::vector<const void*> streams;
+  {
+    std::lock_guard lock(mutex);
+    for (const auto& [stream, replay] : replays()) streams.push_back(stream);
+  }
+  for (const void* stream : streams)
+    if (const int code = wait_for_replay(stream)) return code;
+  return 0;
+}
+
+Work replay_before(const void* stream) {
+  std::lock_guard lock(mutex);
+  const auto found = replays().find(stream);
+  if (found == replays().end()) return [] { return 0; };
+  return [replay = found->second] { return outcome_of(replay); };
 }
 
 void record_only(Work work) {
@@ -190,6 +260,7 @@ int aclrtValueWait(void* address, uint64_t value, uint32_t flag, void*) {
     std::lock_guard lock(mutex);
     if (capture) {
       capture->awaited.push_back(awaited);
+      capture->graph->waits = true;
       capture->graph->work.push_back([=] { return wait_for(awaited, value); });
       return 0;
     }
@@ -201,9 +272,16 @@ int aclrtValueWrite(void* address, uint64_t value, uint32_t, void* stream) {
   return submit(stream, [=] { return write(static_cast<uint64_t*>(address), value); });
 }
 
-int aclmdlRIExecuteAsync(void* graph, void*) { return run(static_cast<Graph*>(graph)->work); }
+int aclmdlRIExecuteAsync(void* opaque, void* stream) {
+  auto* graph = static_cast<Graph*>(opaque);
+  if (const int code = wait_for_replay(stream)) return code;
+  if (!graph->waits) return run(graph->work);
+  replay_beside(graph, stream);
+  return 0;
+}
 
 int aclmdlRIDestroy(void* graph) {
+  wait_for_replays();
   delete static_cast<Graph*>(graph);
   return 0;
 }

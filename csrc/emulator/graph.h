@@ -16,6 +16,14 @@ bool capturing();
 // or an error.
 int submit(const void* stream, std::function<int()> work);
 
+// A graph that waits for external events is replayed beside the host, as on a device. These wait
+// for the replay on a stream, or for all of them. They return 0, or the replay's error.
+int wait_for_replay(const void* stream);
+int wait_for_replays();
+
+// What waits for the replay that is on a stream now; it may be called later, also twice.
+std::function<int()> replay_before(const void* stream);
+
 // In a capture, records work that the caller has run already, in a form that can be repeated.
 void record_only(std::function<int()> work);
 

@@ -166,7 +166,8 @@ aclError aclrtHostUnregister(void*) { return ACL_SUCCESS; }
 
 // Copies and fills. A stream runs its work at once, so the asynchronous ones are the same.
 aclError aclrtMemcpy(void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind) {
-  const int code = check_not_captured("aclrtMemcpy");
+  if (const int code = check_not_captured("aclrtMemcpy")) return code;
+  const int code = wait_for_replays();
   return code ? code : copy(to, room, from, bytes);
 }
 aclError aclrtMemcpyAsync(void* to, size_t room, const void* from, size_t bytes, aclrtMemcpyKind,

@@ -1,8 +1,10 @@
-// Streams and events. A stream has no queue: the thread that submits work runs it.
+// Streams and events. A stream has no queue: the thread that submits work runs it. A replay that
+// waits for external events is the exception (graph.h).
 #include <acl/acl.h>
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <thread>
 
 #include "graph.h"
@@ -18,6 +20,9 @@ struct Stream {
 struct Event {
   std::atomic<bool> recorded{false};
   std::atomic<uint64_t> microseconds{0};
+  std::function<int()> before = [] {
+    return 0;
+  };  // waits for the replay that it was recorded after
 };
 
 std::atomic<int> next_stream{1};
@@ -33,6 +38,11 @@ aclError new_event(aclrtEvent* out) {
 }
 
 Event& event_of(aclrtEvent event) { return *static_cast<Event*>(event); }
+
+aclError synchronize(const char* call, const std::function<int()>& wait) {
+  const int code = check_not_captured(call);
+  return code ? code : wait();
+}
 
 }  // namespace
 }  // namespace npu_ops::emulator
@@ -58,13 +68,15 @@ aclError aclrtStreamQuery(aclrtStream, aclrtStreamStatus* status) {
   *status = ACL_STREAM_STATUS_COMPLETE;
   return ACL_SUCCESS;
 }
-aclError aclrtSynchronizeStream(aclrtStream) { return check_not_captured(__func__); }
-aclError aclrtSynchronizeStreamWithTimeout(aclrtStream, int32_t) {
-  return check_not_captured(__func__);
+aclError aclrtSynchronizeStream(aclrtStream stream) {
+  return synchronize(__func__, [=] { return wait_for_replay(stream); });
 }
-aclError aclrtSynchronizeDevice() { return check_not_captured(__func__); }
-aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return check_not_captured(__func__); }
-aclError aclrtStreamWaitEvent(aclrtStream, aclrtEvent) { return ACL_SUCCESS; }
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) {
+  return aclrtSynchronizeStream(stream);
+}
+aclError aclrtSynchronizeDevice() { return synchronize(__func__, wait_for_replays); }
+aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return aclrtSynchronizeDevice(); }
+aclError aclrtStreamWaitEvent(aclrtStream, aclrtEvent event) { return event_of(event).before(); }
 aclError aclrtSetStreamFailureMode(aclrtStream, uint64_t) { return ACL_SUCCESS; }
 aclError aclrtSetStreamAttribute(aclrtStream, aclrtStreamAttr, aclrtStreamAttrValue*) {
   return ACL_SUCCESS;
@@ -82,13 +94,14 @@ aclError aclrtDestroyEvent(aclrtEvent event) {
   delete static_cast<Event*>(event);
   return ACL_SUCCESS;
 }
-aclError aclrtRecordEvent(aclrtEvent event, aclrtStream) {
+aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
+  event_of(event).before = replay_before(stream);
   event_of(event).microseconds = now();
   event_of(event).recorded = true;
   return ACL_SUCCESS;
 }
 aclError aclrtResetEvent(aclrtEvent, aclrtStream) { return ACL_SUCCESS; }
-aclError aclrtSynchronizeEvent(aclrtEvent) { return ACL_SUCCESS; }
+aclError aclrtSynchronizeEvent(aclrtEvent event) { return event_of(event).before(); }
 aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus* status) {
   *status = event_of(event).recorded ? ACL_EVENT_RECORDED_STATUS_COMPLETE
                                      : ACL_EVENT_RECORDED_STATUS_NOT_READY;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -123,7 +124,7 @@ def test_the_patches_know_the_source_of_0_23_0(monkeypatch):
         digest = hashlib.sha256("".join(source.split()).encode()).hexdigest()[:12]
         if patch.op == "gated_delta_net":
             assert gated_delta_net.FORMS[digest] == gated_delta_net.Form(v_first=True, sends=False)
-        if patch.op == "qk_norm_rope":
+        if patch.op == "qk_norm_rope" and patch.target.endswith(".forward"):
             gated = patch.target.endswith(":Qwen3NextAttention.forward")
             form = qk_norm_rope.ours_into if gated else qk_norm_rope.ours
             assert qk_norm_rope.FORMS[digest] is form
@@ -147,6 +148,14 @@ def test_a_later_vllm_ascend_gives_its_method_to_two_classes(monkeypatch):
     patch_module = (fetch_vllm.ascend() / f"{module.__name__.replace('.', '/')}.py").read_text()
     for name in ("_GDN_PATCH_TARGET", "AscendGatedDeltaNetAttention"):
         assert name in patch_module
+
+
+def test_consistent_models_are_not_taken_from_vllms_cache(monkeypatch):
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "0")
+    monkeypatch.setattr("npu_ops_adapters.apply", lambda: None)
+    with env.override(consistent="tokens"):
+        vllm.register()
+    assert os.environ["VLLM_DISABLE_COMPILE_CACHE"] == "1"
 
 
 HEADS, KV_HEADS, WIDE, BLOCK = 4, 2, 64, 128
@@ -182,6 +191,53 @@ def test_consistent_attention_over_the_cache_is_that_of_whole_sequences():
             whole = npu_ops.attention(q[None, rows], k[None], v[None], is_causal=True)
             assert out[rows].equal(whole[0])
     assert out[61:].isnan().all()
+
+
+def graph_mode(separate: bool):
+    """vLLM's configuration. separate: a decoding step has a graph of its own."""
+    mode = types.SimpleNamespace(name="FULL", separate_routine=lambda: separate)
+    return types.SimpleNamespace(compilation_config=types.SimpleNamespace(cudagraph_mode=mode))
+
+
+def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+    """As much of vllm-ascend's metadata as a graph needs; the lists are those of the capture."""
+    return types.SimpleNamespace(causal=True, max_query_len=1)
+
+
+def decoding(starts, lengths, table):
+    """vllm-ascend's buffers of three sequences, of which the last is a graph's padding."""
+    return types.SimpleNamespace(
+        query_start_loc=starts, seq_lens=lengths, block_table_tensor=table, num_reqs=3
+    )
+
+
+def test_consistent_attention_in_a_graph_reads_the_buffers_of_each_step(monkeypatch):
+    monkeypatch.setattr(attention, "is_captured", lambda device: True)
+    layer, q = attention_layer(vllm_config=graph_mode(True)), torch.randn(3, HEADS, WIDE).bfloat16()
+    common = decoding(
+        torch.tensor([0, 1, 2, 3], dtype=torch.int32), torch.tensor([130, 9, 0], dtype=torch.int32),
+        torch.tensor([[2, 0], [3, 3], [0, 0]], dtype=torch.int32),
+    )  # fmt: skip
+    builder, out = types.SimpleNamespace(), torch.full_like(q, torch.nan)
+    made = attention._with_buffers(build)
+    with env.override(consistent="tokens"):
+        attention.ours(layer, q, None, None, None, made(builder, 0, common), out)
+        for row, blocks, length in ((0, [2, 0], 130), (1, [3], 9)):
+            k, v = (x[blocks].flatten(0, 1)[:length] for x in (layer.key_cache, layer.value_cache))
+            alone = npu_ops.attention(q[None, row, None], k[None], v[None], is_causal=True)
+            assert out[row].equal(alone[0, 0])
+    assert not out[2].any()
+    common.seq_lens = common.seq_lens.clone()
+    with pytest.raises(RuntimeError, match="got lengths in other memory than graphs read"):
+        made(builder, 0, common)
+
+
+def test_consistent_attention_in_a_graph_of_prompts_is_an_error(monkeypatch):
+    monkeypatch.setattr(attention, "is_captured", lambda device: True)
+    q = torch.randn(3, HEADS, WIDE).bfloat16()
+    layer = attention_layer(vllm_config=graph_mode(False))
+    with env.override(consistent="tokens"), pytest.raises(ValueError, match="got FULL, needs NONE"):
+        attention.ours(layer, q, None, None, None, build(None, 0, None), q.clone())
 
 
 @pytest.mark.parametrize(

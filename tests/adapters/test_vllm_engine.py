@@ -18,6 +18,7 @@ GATED_DELTA_NET = {
     *("causal_conv1d", "causal_conv1d_update", "gdn_gate", "rms_norm_gated"),
     *("chunk_gated_delta_rule", "gated_delta_rule_update"),
 }
+DECODING = {"causal_conv1d_update", "gated_delta_rule_update", "rms_norm_gated"}
 OPS = {
     "qwen3": {"rope"},
     "qwen3next": {"qk_norm_rope"} | GEMMA_NORMS | GATED_DELTA_NET,
@@ -36,7 +37,7 @@ def tiny(tmp_path_factory):
 
 
 def served(folder, *settings, **variables):
-    """Check that the engine's tokens are transformers'; return what was said."""
+    """Check that the engine's tokens are transformers'; return the other rows, and all it said."""
     rows, said = vllm_process.run(
         "engine", folder, *settings, command=vllm_process.EMULATED, NPU_OPS_LOG="calls", **variables
     )
@@ -44,17 +45,67 @@ def served(folder, *settings, **variables):
     right = [[prompt, following] for prompt, (_, following) in expected.items()]
     for how in ("alone", "together"):
         assert [row for served_how, *row in rows if served_how == how] == right, how
-    return said
+    return rows[len(right) * 2 :], said
 
 
 @pytest.mark.parametrize("model", OPS)
 def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, model):
     """Chunked prefill, decoding, and both in one step, by vllm-ascend's own worker and runner."""
-    said = served(tiny / model)
+    _, said = served(tiny / model)
     found = calls(said)
     assert {op for op, _ in found} == OPS[model], found
     assert {implementation for _, implementation in found} <= {"triton_ascend", "aclnn"}, found
     assert "vllm-ascend's own" not in said  # nothing fell back
+
+
+# The vendor's compiler needs CANN's graph engine; vllm-ascend's fusions register with it.
+NOT_FUSED = dict.fromkeys(
+    ("enable_npugraph_ex", "fuse_norm_quant", "fuse_qknorm_rope", "fuse_muls_add"), False
+)
+OF_A_STEP = {  # in a graph of a decoding step
+    "qwen3": {"rope"},
+    "qwen3next": {"qk_norm_rope"} | GEMMA_NORMS | DECODING,
+    "qwen3vl": {"qk_norm_rope"},
+    "qwen3_5": {"qk_norm_rope"} | GEMMA_NORMS | DECODING,
+}
+
+
+def in_graphs(mode: str, *sizes: int) -> tuple[str, ...]:
+    """Settings of an engine that compiles the model, and captures steps of `sizes` tokens."""
+    compiled = {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes}
+    fused = {"ascend_compilation_config": NOT_FUSED}
+    return (
+        "enforce_eager=false",
+        f"compilation_config={json.dumps(compiled)}",
+        f"additional_config={json.dumps(fused)}",
+    )
+
+
+def replayed(rows) -> dict:
+    """How often graphs ran, by their rows and the tokens of the step."""
+    return {(size, tokens): often for what, size, tokens, often in rows if what == "replayed"}
+
+
+def captured(said: str) -> str:
+    """What was said in captures."""
+    return "".join(part.partition("capture ends")[0] for part in said.split("capture begins")[1:])
+
+
+@pytest.mark.parametrize("model", OPS)
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
+def test_graphs_generate_the_same(tiny, model, mode):
+    """Of compiled models, with padding: one token in a graph of two rows, three in one of four.
+
+    In a graph of a whole step vllm-ascend gives attention its lengths while the graph runs. Of
+    pieces, attention and the core of Gated Delta Net stay outside.
+    """
+    rows, said = served(tiny / model, *in_graphs(mode, 2, 4))
+    outside = DECODING - {"rms_norm_gated"} if mode == "PIECEWISE" else set()
+    found = calls(captured(said))
+    assert {op for op, _ in found} == OF_A_STEP[model] - outside, found
+    graphs = replayed(rows)
+    assert graphs[2, 1] >= 10 and graphs[4, 4 if model == "qwen3vl" else 3] >= 1, graphs
+    assert "vllm-ascend's own" not in said
 
 
 DRAFTS = {"num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -64,19 +115,45 @@ VERIFIED = re.compile(r"gated_delta_rule_update\(.*int32\[\d+, 3\]@npu")  # slot
 
 def test_drafts_are_verified(tiny):
     """Tokens that vLLM finds in the prompt: states of rejected ones are given up."""
-    said = served(tiny / "qwen3next", WITH_DRAFTS)
+    _, said = served(tiny / "qwen3next", WITH_DRAFTS)
     assert VERIFIED.search(said) and "vllm-ascend's own" not in said
 
 
+def test_drafts_are_verified_in_graphs(tiny):
+    """In steps where each sequence has two drafts; other steps run without a graph."""
+    settings = (WITH_DRAFTS, *in_graphs("FULL_DECODE_ONLY", 3, 12))
+    rows, said = served(tiny / "qwen3next", *settings)
+    assert VERIFIED.search(captured(said)) and "vllm-ascend's own" not in said
+    assert replayed(rows)[3, 3] > 0
+
+
+# Graphs without additional_config: npu-ops switches vllm-ascend's fusions off.
+WAYS = {
+    "eager": (),
+    "drafts": (WITH_DRAFTS,),
+    "FULL_DECODE_ONLY": in_graphs("FULL_DECODE_ONLY", 2, 4)[:2],
+}
+
+
 @pytest.mark.parametrize(
-    "model, more", [*((model, ()) for model in OPS), ("qwen3next", (WITH_DRAFTS,))]
+    "model, way",
+    [
+        *((model, way) for model in OPS for way in ("eager", "FULL_DECODE_ONLY")),
+        ("qwen3next", "drafts"),
+    ],
 )
-def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(tiny, tmp_path, model, more):
+def test_consistent_log_probabilities_are_a_trainers_bit_for_bit(tiny, tmp_path, model, way):
     """Sampled tokens, prompts in parts and beside each other, beginnings in the cache, drafts."""
     folder, mode = in_dtype(tiny / model, "bfloat16", tmp_path), {"NPU_OPS_CONSISTENT": "1"}
     told = {"command": vllm_process.EMULATED} | mode | {"VLLM_ASCEND_ENABLE_NZ": "0"}
-    served, _ = vllm_process.run("rollout", folder, 'dtype="bfloat16"', *more, **told)
-    (tmp_path / "served.json").write_text(json.dumps([row for _, *row in served]))
+    rows, said = vllm_process.run(
+        "rollout", folder, 'dtype="bfloat16"', *WAYS[way], NPU_OPS_LOG="calls", **told
+    )
+    served = [row for what, *row in rows if what == "served"]
+    (tmp_path / "served.json").write_text(json.dumps(served))
+    if way == "FULL_DECODE_ONLY":
+        assert ("attention", "triton_ascend") in calls(captured(said))
+        assert any(size > tokens for size, tokens in replayed(rows))  # with padding
     compared, _ = vllm_process.run(
         "rollout", folder, "bfloat16", tmp_path / "served.json", in_vllm=False, **told
     )

@@ -15,6 +15,7 @@ SETTINGS = {
     "CUDA_VISIBLE_DEVICES": "",  # for which vLLM keeps a Triton that has no device yet
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DISABLE_COMPILE_CACHE": "1",  # compiled models hold functions of npu-ops
     "HF_HUB_OFFLINE": "1",
 }
 EMULATED = (sys.executable, "-m", "npu_ops_tools", "emulate", "--", "python")

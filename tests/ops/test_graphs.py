@@ -88,8 +88,8 @@ def a_capture_refuses(of_host, device):
 test_a_capture_refuses = on_npu(a_capture_refuses)
 
 
-def a_replay_waits_for_lengths_that_another_thread_gives(device):
-    """As servers decode: attention's lengths are the host's, and come while the graph runs."""
+def decoding(device):
+    """A graph of attention whose lengths are the host's, its output, and the call for lengths."""
     q = torch.randn(2, 1, 64, device=device, dtype=torch.float16)
     cache = torch.randn(4, 128, 64, device=device, dtype=torch.float16)
     settings = {
@@ -97,10 +97,6 @@ def a_replay_waits_for_lengths_that_another_thread_gives(device):
         "block_size": 128,
         "block_table": torch.tensor([[1], [3]], device=device, dtype=torch.int32),
     }  # fmt: skip
-
-    def attended(lengths):
-        return operator(q, cache, cache, actual_seq_lengths_kv=lengths, **settings)[0]
-
     operator = torch.ops.npu.npu_fused_infer_attention_score
     out, logs = torch.empty_like(q), q.new_empty(1)
     graph = torch.npu.NPUGraph()
@@ -109,14 +105,20 @@ def a_replay_waits_for_lengths_that_another_thread_gives(device):
             q, cache, cache, actual_seq_lengths_kv=[0, 0], **settings,
             workspace=q.new_empty(1), out=[out, logs],
         )  # fmt: skip
+    return graph, out, lambda n: operator(q, cache, cache, actual_seq_lengths_kv=n, **settings)[0]
 
-    def update(lengths):
-        time.sleep(0.2)
-        graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])
 
+def update(graph, lengths, after=0.0):
+    time.sleep(after)
+    graph.update(cpu_update_input=[{"actual_seq_lengths_kv": lengths}])
+
+
+def a_replay_waits_for_lengths_that_another_thread_gives(device):
+    """As SGLang decodes: they come while the graph runs."""
+    graph, out, attended = decoding(device)
     for lengths in ([5, 0], [9, 100]):
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            updated = pool.submit(update, lengths)
+            updated = pool.submit(update, graph, lengths, 0.2)
             graph.replay()
             updated.result()
         assert torch.equal(out, attended(lengths)), lengths
@@ -124,3 +126,16 @@ def a_replay_waits_for_lengths_that_another_thread_gives(device):
 
 
 test_a_replay_waits_for_lengths = on_npu(a_replay_waits_for_lengths_that_another_thread_gives)
+
+
+def a_replay_waits_for_lengths_that_the_same_thread_gives(device):
+    """As vLLM decodes: the thread that replays goes on, and gives them then."""
+    graph, out, attended = decoding(device)
+    for lengths in ([5, 0], [9, 100]):
+        graph.replay()
+        update(graph, lengths)
+        copied = out.clone()  # work of the stream waits for the replay
+        assert torch.equal(copied, attended(lengths)), lengths
+
+
+test_lengths_after_a_replay = on_npu(a_replay_waits_for_lengths_that_the_same_thread_gives)

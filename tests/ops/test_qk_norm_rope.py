@@ -10,6 +10,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 import npu_ops
+from npu_ops.core import env
 from npu_ops.core.compare import Tolerance, assert_close
 from npu_ops.ops.qk_norm_rope import op
 from npu_ops.ops.qk_norm_rope.cases import CASES, DIFFERENTIABLE, TOLERANCES, Case
@@ -237,3 +238,22 @@ def test_a_wide_head_is_not_for_an_npu():
     assert "heads of 640 elements" in op._why_not_triton(arguments)
     for wide, said in ((128, "heads of 640 elements"), (258, "258 rotated elements")):
         assert said in op._why_not_ascendc(arguments._replace(rotary_dim=wide))
+
+
+def test_a_consistent_compiled_call_takes_any_number_of_tokens():
+    """As vLLM compiles models: it marks the tokens as dynamic, and a constant is an error."""
+    weight, table = torch.rand(16), torch.randn(64, 16)
+    positions, qkv = torch.randint(0, 64, (3, 10)), torch.randn(10, 8 * 16)
+
+    def rotated(positions, qkv):
+        return npu_ops.qk_norm_rope_cached(
+            positions, qkv, weight, weight, table, num_heads=4, num_kv_heads=2,
+            mrope_section=(4, 2, 2), section_layout="interleaved",
+        )[:3]  # fmt: skip
+
+    torch._dynamo.mark_dynamic(positions, 1)
+    torch._dynamo.mark_dynamic(qkv, 0)
+    with env.override(consistent="tokens"), torch.no_grad():
+        compiled = torch.compile(rotated, backend="aot_eager", fullgraph=True)
+        found, right = compiled(positions, qkv), rotated(positions, qkv)
+    assert all(x.equal(y) for x, y in zip(found, right, strict=True))

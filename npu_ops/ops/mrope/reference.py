@@ -43,4 +43,5 @@ def merge(table, positions, axes, pair_layout):
     # full width: both elements of a pair have the same frequency
     if table.shape[-1] != axes.numel():
         axes = rope.join_pairs(axes, axes, pair_layout)
-    return table.take_along_dim(axes[None, None, None], 0)[0]
+    # take_along_dim would make the number of tokens a constant of a compiled model
+    return table.gather(0, axes.expand(1, *table.shape[1:]))[0]

@@ -7,6 +7,7 @@ are replaced when vllm-ascend is imported. Calls that npu-ops does not support r
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from collections.abc import Iterable
 
@@ -27,5 +28,9 @@ def register() -> None:
     vLLM."""
     with npu_ops_import_hook.reporting:
         import npu_ops_adapters
+        from npu_ops.core import env
 
+        if env.settings.consistent:
+            # A model that was compiled in the default mode has the same key in vLLM's cache.
+            os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
         npu_ops_adapters.apply()

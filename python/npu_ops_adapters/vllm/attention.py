@@ -2,11 +2,16 @@
 
 vllm-ascend calls the vendor's operators, which sum in another order. In the default mode they stay,
 because they are faster.
+
+A graph of decoding steps freezes the lists of lengths that the vendor's operators take. npu-ops
+reads lengths from the device: from vllm-ascend's own buffers, which it fills before each replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -36,30 +41,109 @@ def patches() -> Iterable[Patch]:
                 "the vendor's operators sum in another order than training",
                 ("self", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
             )
+        yield Patch(
+            target=f"{_HOME}.attention_v1:AscendAttentionMetadataBuilder.build",
+            op="attention",
+            make=_with_buffers,
+            why="its lengths are lists and new tensors, which a graph would freeze",
+            signatures=(("self", "common_prefix_len", "common_attn_metadata", "fast_build"),),
+            versions=functions.VERSIONS,
+            remove_when="vllm-ascend's metadata has the buffers",
+        )
+
+
+class Buffers(NamedTuple):
+    """vllm-ascend's device memory that describes the sequences of a step.
+
+    starts: `[sequences + 1]`. lengths: `[sequences]`, numbers of keys. table: their blocks. Each
+    padding row of a decoding graph is a sequence of one token without keys.
+    captured: addresses that graphs read; all steps share it.
+    """
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+    captured: set[tuple[int, ...]]
+
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(x.data_ptr() for x in self[:3])
+
+
+def _with_buffers(build: Callable) -> Callable:
+    """Return vllm-ascend's `build`, whose metadata also gets `npu_ops_buffers`."""
+
+    @functools.wraps(build, assigned=(), updated=())
+    def npu_ops_build(self, common_prefix_len, common_attn_metadata, *args, **kwargs):
+        metadata = build(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
+        common = common_attn_metadata
+        captured = vars(self).setdefault("npu_ops_captured", set())
+        metadata.npu_ops_buffers = buffers = Buffers(
+            common.query_start_loc, common.seq_lens, common.block_table_tensor, captured
+        )
+        if captured and buffers.addresses() not in captured:
+            raise RuntimeError(
+                "cudagraph_mode: got lengths in other memory than graphs read with "
+                "NPU_OPS_CONSISTENT, needs NONE or PIECEWISE"
+            )
+        return metadata
+
+    return npu_ops_build
 
 
 def ours(self, query, key, value, kv_cache, attn_metadata, output):
     """Write output `[T, heads, D]`. Rows after the last sequence are padding."""
     check_device(query)
     _check(self, query)
-    starts, ends = attn_metadata.query_start_loc, attn_metadata.actual_seq_lengths_q
-    count = min(starts.shape[0] - 1, len(ends))  # 0.23.0 may append a sequence of padding to `ends`
-    keys, tokens = attn_metadata.seq_lens[:count], ends[count - 1]
+    find = _in_graph if is_captured(query.device) else _of_step
+    tokens, lengths = find(self, query, attn_metadata)
     output[:tokens] = npu_ops.attention(
         query[:tokens],
         self.key_cache,
         self.value_cache,
         layout="TND",
         is_causal=attn_metadata.causal,
-        cu_seqlens_q=starts[: count + 1],
         max_seqlen_q=attn_metadata.max_query_len,
-        seqlens_k=_on_device(attn_metadata, keys, query.device),
-        block_table=attn_metadata.block_tables[:count].to(torch.int32),
         scale=self.scale,
-        cu_seqlens_cpu=[0, *ends[:count]],
-        seqlens_k_cpu=attn_metadata.seq_lens_list[:count],
+        **lengths,
     )
     return output
+
+
+def _of_step(layer, query, metadata) -> tuple[int, dict]:
+    """Return the number of tokens, and attention's arguments about lengths."""
+    starts, ends = metadata.query_start_loc, metadata.actual_seq_lengths_q
+    count = min(starts.shape[0] - 1, len(ends))  # 0.23.0 may append a sequence of padding to `ends`
+    return ends[count - 1], {
+        "cu_seqlens_q": starts[: count + 1],
+        "seqlens_k": _on_device(metadata, metadata.seq_lens[:count], query.device),
+        "block_table": metadata.block_tables[:count].to(torch.int32),
+        "cu_seqlens_cpu": [0, *ends[:count]],
+        "seqlens_k_cpu": metadata.seq_lens_list[:count],
+    }
+
+
+def _in_graph(layer, query, metadata) -> tuple[int, dict]:
+    """Return the same for all replays of a graph: lengths on the device alone.
+
+    Raises:
+        ValueError: other steps than decoding are captured, or the lengths are not on the device.
+    """
+    mode = layer.vllm_config.compilation_config.cudagraph_mode
+    if not mode.separate_routine():  # one graph for prompts too: the number of sequences varies
+        needs = "NONE, PIECEWISE or FULL_DECODE_ONLY"
+        raise ValueError(f"cudagraph_mode: got {mode.name}, needs {needs}")
+    buffers = getattr(metadata, "npu_ops_buffers", None)
+    if buffers is None:
+        raise ValueError("attn_metadata: got another builder's, needs that of attention_v1")
+    for x in buffers[:3]:
+        check_device(x)
+    buffers.captured.add(buffers.addresses())
+    count = buffers.lengths.shape[0]
+    return query.shape[0], {
+        "cu_seqlens_q": buffers.starts[: count + 1],
+        "seqlens_k": buffers.lengths,
+        "block_table": buffers.table[:count],
+    }
 
 
 def _check(layer, query) -> None:
@@ -76,8 +160,6 @@ def _check(layer, query) -> None:
     if layer.key_cache is None or layer.key_cache.dtype != query.dtype:
         got = None if layer.key_cache is None else check.short(layer.key_cache.dtype)
         raise ValueError(f"cache: got {got}, needs {check.short(query.dtype)}")
-    if is_captured(query.device):
-        raise ValueError("cudagraph_mode: got attention in a graph, needs NONE or PIECEWISE")
 
 
 def _on_device(metadata, lengths, device) -> torch.Tensor:

@@ -3,14 +3,17 @@
 vllm-ascend gathers the table's rows by position, converts them, adds 1 to the norms' weights if
 needed, and then runs one kernel. For Qwen3-Next's text it runs all steps separately. npu-ops runs
 one kernel, which looks up the rows. Qwen3 without images is not patched: vllm-ascend's graph fuses
-it.
+it. With NPU_OPS_CONSISTENT its graphs fuse nothing: the fused kernels have other roundings than
+training.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 
+from npu_ops.core import env, log
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.serving import check_device
 from npu_ops_adapters.serving_rotary import norm_and_rotate
@@ -20,6 +23,7 @@ WORKER = "vllm_ascend.patch.worker"
 _NORMS = {  # whether the norm multiplies by 1 + weight
     "RMSNorm": False, "AscendRMSNorm": False, "GemmaRMSNorm": True, "AscendGemmaRMSNorm": True,
 }  # fmt: skip
+_FUSIONS = ("fuse_norm_quant", "fuse_qknorm_rope", "fuse_allreduce_rms", "fuse_muls_add")
 
 
 def patches() -> Iterable[Patch]:
@@ -45,6 +49,35 @@ def patches() -> Iterable[Patch]:
             versions=functions.VERSIONS,
             remove_when="vllm-ascend's kernel looks up angles by position",
         )
+    if env.settings.consistent:
+        yield Patch(
+            target="vllm_ascend.compilation.graph_fusion_pass_manager:"
+            "GraphFusionPassManager.configure",
+            op="qk_norm_rope",
+            make=_without_fusions,
+            why="fused norms, rotations and sums have other roundings than training",
+            signatures=(("self", "config"),),
+            versions=functions.VERSIONS,
+            remove_when="its fused kernels have training's roundings",
+        )
+
+
+def _without_fusions(configure: Callable) -> Callable:
+    """Return vllm-ascend's `configure`, after which a compiled model keeps every operator.
+
+    npugraph_ex, the vendor's compiler, is switched off, because it fuses by itself.
+    """
+
+    @functools.wraps(configure, assigned=(), updated=())
+    def npu_ops_configure(self, config):
+        ascend = sys.modules["vllm_ascend.ascend_config"].get_ascend_config()
+        ascend.ascend_compilation_config.enable_npugraph_ex = False
+        chosen = config.additional_config.setdefault("ascend_compilation_config", {})
+        chosen.update(dict.fromkeys(_FUSIONS, False), enable_npugraph_ex=False)
+        log.once("NPU_OPS_CONSISTENT: vllm-ascend compiles without fusions and npugraph_ex")
+        return configure(self, config)
+
+    return npu_ops_configure
 
 
 def _made(target: str, original: Callable) -> Callable:

@@ -4,7 +4,7 @@ python -m vllm_npu.engine FOLDER [KEY=VALUE...]
 
 A line is [how, prompt, tokens]. Each prompt is served alone, then all are served together: some
 decode while others are prefilled, and where vLLM caches prefixes they are in its cache. Values are
-JSON.
+JSON. With enforce_eager=false lines of `graphs` follow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 
 from sglang_cpu.tiny import HYBRID, IMAGE, PICTURED
 
-from vllm_npu import stand_ins
+from vllm_npu import graphs, stand_ins
 
 SETTINGS = {
     "dtype": "float16",
@@ -35,6 +35,7 @@ def start(folder: pathlib.Path, **changes):
     import vllm
 
     stand_ins.mend_log_probabilities_of_drafts()
+    graphs.watch()
 
     # A model of pictures has a processor with a tokenizer; a model of text has none.
     settings = SETTINGS | {"skip_tokenizer_init": folder.name not in PICTURED}
@@ -69,6 +70,7 @@ def main(folder: pathlib.Path, **changes) -> None:
         found = engine.generate(list(prompts.values()), sampling, use_tqdm=False)
         for name, out in zip(prompts, found, strict=True):
             print(json.dumps([how, name, list(out.outputs[0].token_ids)]), flush=True)
+    graphs.report()
 
 
 if __name__ == "__main__":

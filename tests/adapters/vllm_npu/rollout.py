@@ -32,7 +32,7 @@ def asked_of(folder: pathlib.Path) -> list[list[list[int]]]:
 
 def serve(folder: pathlib.Path, **changes) -> None:
     """Sample after the prompts. Of the first half vLLM may have the beginnings in its cache."""
-    from vllm_npu import engine
+    from vllm_npu import engine, graphs
 
     server = engine.start(folder, **changes)
     import vllm
@@ -48,6 +48,7 @@ def serve(folder: pathlib.Path, **changes) -> None:
             logprobs = [each[token].logprob for token, each in found]
             print(json.dumps(["served", tokens, following, out.num_cached_tokens, logprobs]))
     sys.stdout.flush()
+    graphs.report()
 
 
 def compare(folder: pathlib.Path, dtype: str, served: pathlib.Path) -> None:

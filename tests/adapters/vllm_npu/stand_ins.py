@@ -53,7 +53,7 @@ def mend_log_probabilities_of_drafts() -> None:
 
 
 def _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_indices):
-    slots = slot_indices.long()
+    slots = slot_indices.long().clamp(min=0)  # a graph's padding, -1, to vLLM's empty block 0
     for cache, rows in ((key_cache, key), (value_cache, value)):
         cache.view(-1, *cache.shape[2:])[slots] = rows.view(-1, *cache.shape[2:])
 

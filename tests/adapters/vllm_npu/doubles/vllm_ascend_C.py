@@ -48,4 +48,5 @@ def npu_moe_init_routing_custom(x, expert_idx, **settings):
 for schema in SCHEMAS:
     library.define(schema)
     name = schema.partition("(")[0]
-    library.impl(name, globals()[name], "PrivateUse1")
+    for key in ("PrivateUse1", "Meta"):
+        library.impl(name, globals()[name], key)
