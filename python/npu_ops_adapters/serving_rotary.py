@@ -19,7 +19,7 @@ def rotate(positions, query, key, cos_sin_cache, head_size, rotary_dim, is_neox_
         sin,
         positions,
         layout="TND",
-        pair_layout=_pair_layout(is_neox_style),
+        pair_layout=pair_layout(is_neox_style),
         rotary_dim=rotary_dim,
     )
     return q.view(query.shape), k.view(key.shape)
@@ -43,7 +43,7 @@ def rotate_by_embedding(embedding, positions, query, key):
         embedding.cos_sin_cache,
         embedding.mrope_section,
         "interleaved" if embedding.mrope_interleaved else "chunked",
-        _pair_layout(embedding.is_neox_style),
+        pair_layout(embedding.is_neox_style),
         embedding.rotary_dim,
         head_dim=embedding.head_size,
     )
@@ -65,7 +65,7 @@ def norm_and_rotate(attention, positions, qkv, **options):
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         eps=norm.variance_epsilon,
-        pair_layout=_pair_layout(embedding.is_neox_style),
+        pair_layout=pair_layout(embedding.is_neox_style),
         rotary_dim=embedding.rotary_dim,
         **sections,
         **options,
@@ -73,6 +73,6 @@ def norm_and_rotate(attention, positions, qkv, **options):
     return *(x.flatten(1) for x in heads), gate
 
 
-def _pair_layout(is_neox_style: bool) -> str:
+def pair_layout(is_neox_style: bool) -> str:
     """Return the pair layout of GPT-NeoX or GPT-J."""
     return "half" if is_neox_style else "interleaved"
