@@ -1,7 +1,8 @@
 """Qwen4-Exp's sparse attention: a query attends to the keys that an indexer chooses for it.
 
 SGLang has this attention for CUDA and ROCm. On other devices its indexer has no method to run, and
-its attention goes through the queries one by one, by a cache of another shape than on NPUs.
+its attention goes through the queries one by one, by a cache of another shape than on NPUs. On NPUs
+`Tensor.is_cuda` is True in SGLang (torch_npu's `transfer_to_npu`), so it chooses kernels for CUDA.
 
 The indexer rotates its blocks of keys by tables that the embedding shares with the attention layers
 (`position_cos`). On NPUs a decoding step fills them once, in the first attention layer, so the
@@ -44,6 +45,55 @@ def patches() -> Iterable[Patch]:
     why = "it goes through queries one by one, and knows no cache of an NPU"
     for name in ("forward_extend", "forward_decode"):
         yield functions.replaced(f"{_BACKEND}.{name}", "attention", attend, why, _CALL)
+    if functions.on_npu():
+        yield from _instead_of_cuda()
+    if env.settings.consistent:
+        why = "it sums products in another order than training, so another key may be chosen"
+        for name, ours in (("prefill", score_prompts), ("decode", score_steps)):
+            target = f"{_HOME}.qsa.mqa:torch_qsa_mqa_{name}"
+            yield functions.replaced(target, "linear", ours, why)
+
+
+def _instead_of_cuda() -> Iterable[Patch]:
+    """Patch the functions that choose a kernel for CUDA on an NPU."""
+    why = "it is a kernel for CUDA"
+    topk = "sglang.kernels.ops.attention.fast_topk:fast_topk"
+    yield functions.replaced(topk, "attention", largest, why)
+    target = f"{_HOME}.qsa.qsa_indexer:qsa_fast_topk"
+    yield functions.replaced(target, "attention", largest_of_spans, why)
+    target = f"{_INDEXER}._use_fused_prep"
+    yield functions.replaced(target, "attention", not_fused, why)
+
+
+def not_fused(self, tensor):
+    """Return False: the kernel that prepares q and k of the indexer is for CUDA."""
+    functions.check_device(tensor)
+    return False
+
+
+def largest(score, lengths, topk, row_starts=None):
+    """Return int32 `[T, topk]`: the largest of the first `lengths` elements of each row, from
+    `row_starts` on, counted from there. Index -1 fills the rest."""
+    functions.check_device(score)
+    starts = torch.zeros_like(lengths) if row_starts is None else row_starts
+    out = lengths.new_full((score.shape[0], topk), -1, dtype=torch.int32)
+    if env.settings.consistent:  # among equal scores training chooses without other elements
+        for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+            found = score[row, start : start + length].topk(min(topk, length)).indices
+            out[row, : found.shape[0]] = found.to(torch.int32)
+        return out
+    columns = torch.arange(score.shape[1], device=score.device)
+    hidden = (columns < starts[:, None]) | (columns >= (starts + lengths)[:, None])
+    found = score.masked_fill(hidden, -torch.inf).topk(min(topk, score.shape[1]))
+    out[:, : found.indices.shape[1]] = (found.indices - starts[:, None]).masked_fill(
+        found.values == -torch.inf, -1
+    )
+    return out
+
+
+def largest_of_spans(logits, row_starts, row_ends, topk):
+    """As `largest`, for rows whose spans have starts and ends."""
+    return largest(logits, row_ends - row_starts, topk, row_starts)
 
 
 def with_a_method(original: Callable) -> Callable:
@@ -82,6 +132,30 @@ def rotated(self, positions, tensor, ensure_cos_sin_cache=True):
     return out
 
 
+def score_prompts(q, k, row_starts, row_ends, score_scale=None):
+    """Return fp32 `[T, keys]`: how much each query wants each block of keys, -inf for others."""
+    functions.check_device(q)
+    columns = torch.arange(k.shape[0], device=q.device)
+    hidden = (columns < row_starts[:, None]) | (columns >= row_ends[:, None])
+    return _scores(q, k[:, 0], score_scale).masked_fill(hidden, -torch.inf)
+
+
+def score_steps(q, k_cache, page_table, context_lens, max_model_len, score_scale=None):
+    """As `score_prompts` for one query per sequence: fp32 `[sequences, max_model_len]`."""
+    functions.check_device(q)
+    found = q.new_full((q.shape[0], max_model_len), -torch.inf, dtype=torch.float32)
+    for row, (pages, length) in enumerate(zip(page_table, context_lens.tolist(), strict=True)):
+        keys = k_cache[pages.long()].flatten(0, 2)[:length]
+        found[row, :length] = _scores(q[row : row + 1], keys, score_scale)[0]
+    return found
+
+
+def _scores(q, keys, scale):
+    """Add the positive products of `[T, N, D]` and `[keys, D]` over N, as transformers does."""
+    products = torch.matmul(q.float(), keys.float().t()).transpose(-1, -2)
+    return torch.relu(products).sum(-1) / (scale or q.shape[-1] ** 0.5)
+
+
 def attend(
     self, q, k, v, layer, forward_batch, save_kv_cache=True, topk_indices=None, **options
 ):  # fmt: skip
@@ -97,7 +171,8 @@ def attend(
     queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
     pool, heads = self.token_to_kv_pool, (-1, layer.tp_k_head_num, layer.head_dim)
     keys, values = (
-        cache(layer.layer_id).reshape(heads) for cache in (pool.get_key_buffer, pool.get_value_buffer)
+        cache(layer.layer_id).reshape(heads)
+        for cache in (pool.get_key_buffer, pool.get_value_buffer)
     )
     one_each = forward_batch.forward_mode.is_decode() and not env.settings.consistent
     way = attend_alone if one_each else attend_masked
@@ -119,9 +194,10 @@ def attend_masked(q, keys, values, chosen, metadata, scale):
 
     Training has this mask, too: with NPU_OPS_CONSISTENT both get the same bits.
     """
-    found, counts = [], metadata.token_to_batch_idx.bincount(
-        minlength=len(metadata.sequence_lengths)
-    ).tolist()
+    found, counts = (
+        [],
+        metadata.token_to_batch_idx.bincount(minlength=len(metadata.sequence_lengths)).tolist(),
+    )
     parts = zip(q.split(counts), chosen.split(counts), metadata.token_slot_table, strict=True)
     for (queries, own, slots), length in zip(
         parts, metadata.sequence_lengths.tolist(), strict=True

@@ -107,7 +107,7 @@ def qwen4exp(gate="sigmoid"):
             "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}  # fmt: skip
     text = {
         "head_dim": 64, "num_hidden_layers": 4, "rope_parameters": rope,
-        "linear_num_key_heads": 8, "linear_num_value_heads": 32, "linear_key_head_dim": 32,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 32, "linear_key_head_dim": 32,
         "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "output_gate_type": gate,
         "layer_types": ["linear_attention", "indexed_attention"] * 2, "hc_count": 2,
         "hc_lowrank": 16, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32,
@@ -125,7 +125,7 @@ def qwen4exp(gate="sigmoid"):
 MODELS = {"qwen3": qwen3, "qwen3next": qwen3next, "qwen3vl": qwen3vl, "qwen3_5": qwen3_5,
           "qwen3_5moe": qwen3_5moe, "qwen4exp": qwen4exp}  # fmt: skip
 PROMPTS = {"short": [1, 2, 3, 4, 5, 6, 7], "three chunks": [7 * i % 580 + 1 for i in range(150)]}
-CHOSEN = {"a choice of keys": [11 * i % 580 + 1 for i in range(1100)]}
+CHOSEN = {"a choice of keys": [11 * i % 580 + 1 for i in range(1060)]}
 PICTURED = ("qwen3vl", "qwen3_5", "qwen3_5moe", "qwen4exp")
 INTERVALS = {"qwen3next": 4, "qwen3_5": 4, "qwen3_5moe": 4, "qwen4exp": 2}  # of attention layers
 HYBRID = tuple(INTERVALS)
