@@ -165,6 +165,7 @@ def attend(
     if topk_indices is None:
         raise ValueError("topk_indices: got None, needs the keys of each query")
     metadata = self._resolve_metadata(forward_batch)
+    functions.refuse(is_cuda_graph=metadata.is_cuda_graph)  # a graph's table of slots is empty
     if save_kv_cache:
         self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
     chosen = self._expand_block_indices(topk_indices, metadata)
