@@ -123,6 +123,10 @@ def test_disabled_the_engine_runs_its_own(tiny):
 
 CACHED = {"cpu": [0, 0, 0, 0, 7, 70, 150, 333], "npu": [0, 0, 0, 0, 0, 0, 128, 256]}  # by pages
 CACHED_PICTURES = {"cpu": [0, 95], "npu": [0, 0]}
+# The largest difference behind a picture; Qwen4-Exp's comes from the prompt.
+PICTURES = {"qwen4exp": 2e-3}
+# SGLang caches no prefix of Qwen4-Exp on a platform without snapshots of states, as ours for CPUs.
+UNCACHED = {"disable_radix_cache": True, "chunked_prefill_size": 64}
 
 
 def rollout(model, dtype, mode, most, work=None) -> list[dict]:
@@ -139,6 +143,9 @@ def rollout(model, dtype, mode, most, work=None) -> list[dict]:
     changes = ON_NPU if work else {"chunked_prefill_size": 50}
     tower = dict(setting.split("=") for setting in MORE.get(model.name, ()))
     settings = SETTINGS | changes | tower | {"disable_radix_cache": False, "dtype": dtype}
+    cached, of_pictures = CACHED[device], CACHED_PICTURES[device]
+    if model.name == "qwen4exp" and not work:
+        settings, cached, of_pictures = settings | UNCACHED, [0] * 8, [0, 0]
     engine = [
         part for name, x in settings.items() for part in ("--engine", f"{name}={json.dumps(x)}")
     ]
@@ -153,8 +160,8 @@ def rollout(model, dtype, mode, most, work=None) -> list[dict]:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     rows = json.loads(done.stdout[done.stdout.index("[\n {") :])
     pictured = [row["cached"] for row in rows if row["picture"]]
-    assert [row["cached"] for row in rows[:8]] == CACHED[device], rows
-    assert pictured == (CACHED_PICTURES[device] if model.name in PICTURED else []), rows
+    assert [row["cached"] for row in rows[:8]] == cached, rows
+    assert pictured == (of_pictures if model.name in PICTURED else []), rows
     assert all(1 <= row["sampled"] <= 5 for row in rows)  # fewer where the sequence ended
     return rows
 
@@ -174,10 +181,17 @@ def test_log_probabilities_of_a_rollout_are_near_a_trainers(tiny, mode):
         ("qwen3", "float32"),
         ("qwen3next", "bfloat16"),
         ("qwen3vl", "bfloat16"),
+        ("qwen4exp", "bfloat16"),
     ],
 )
 def test_log_probabilities_of_a_rollout_are_a_trainers_bit_for_bit(tiny, tmp_path, model, dtype):
-    rows = rollout(in_dtype(tiny / model, dtype, tmp_path), dtype, "1", 0.0)
+    bit_for_bit(in_dtype(tiny / model, dtype, tmp_path), dtype)
+
+
+def bit_for_bit(model, dtype, work=None) -> None:
+    rows = rollout(model, dtype, "1", PICTURES.get(model.name, 0.0), work)
+    if model.name in PICTURES:
+        rows = [row for row in rows if not row["picture"]]
     assert all(row["largest"] == 0 and row["equal"] == 1 for row in rows)
 
 
@@ -196,8 +210,7 @@ def test_with_trained_norms_they_are_too(tiny, tmp_path):
 
 def on_npu(model, work) -> None:
     work.mkdir()
-    rows = rollout(model, "bfloat16", "1", 0.0, work)
-    assert all(row["largest"] == 0 and row["equal"] == 1 for row in rows)
+    bit_for_bit(model, "bfloat16", work)
 
 
 @pytest.fixture(scope="module")
