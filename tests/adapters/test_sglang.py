@@ -125,7 +125,9 @@ CACHED = {"cpu": [0, 0, 0, 0, 7, 70, 150, 333], "npu": [0, 0, 0, 0, 0, 0, 128, 2
 CACHED_PICTURES = {"cpu": [0, 95], "npu": [0, 0]}
 # The largest difference behind a picture; Qwen4-Exp's comes from the prompt.
 PICTURES = {"qwen4exp": 2e-3}
-# SGLang caches no prefix of Qwen4-Exp on a platform without snapshots of states, as ours for CPUs.
+# Qwen4-Exp has pages of 64 tokens, and no cached prefix on a platform without snapshots of states.
+CACHED_QWEN4 = {"cpu": [0] * 8, "npu": [0, 0, 0, 0, 0, 64, 128, 320]}
+CACHED_PICTURES_QWEN4 = {"cpu": [0, 0], "npu": [0, 64]}
 UNCACHED = {"disable_radix_cache": True, "chunked_prefill_size": 64}
 
 
@@ -144,8 +146,9 @@ def rollout(model, dtype, mode, most, work=None) -> list[dict]:
     tower = dict(setting.split("=") for setting in MORE.get(model.name, ()))
     settings = SETTINGS | changes | tower | {"disable_radix_cache": False, "dtype": dtype}
     cached, of_pictures = CACHED[device], CACHED_PICTURES[device]
-    if model.name == "qwen4exp" and not work:
-        settings, cached, of_pictures = settings | UNCACHED, [0] * 8, [0, 0]
+    if model.name == "qwen4exp":
+        cached, of_pictures = CACHED_QWEN4[device], CACHED_PICTURES_QWEN4[device]
+        settings |= {} if work else UNCACHED
     engine = [
         part for name, x in settings.items() for part in ("--engine", f"{name}={json.dumps(x)}")
     ]
