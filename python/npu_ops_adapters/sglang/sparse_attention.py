@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 import npu_ops
-from npu_ops.core import env
+from npu_ops.core import env, make
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.serving_rotary import pair_layout
 from npu_ops_adapters.sglang import functions, rope
@@ -82,7 +82,7 @@ def largest(score, lengths, topk, row_starts=None):
             found = score[row, start : start + length].topk(min(topk, length)).indices
             out[row, : found.shape[0]] = found.to(torch.int32)
         return out
-    columns = torch.arange(score.shape[1], device=score.device)
+    columns = make.counted(score.shape[1], device=score.device)
     hidden = (columns < starts[:, None]) | (columns >= (starts + lengths)[:, None])
     found = score.masked_fill(hidden, -torch.inf).topk(min(topk, score.shape[1]))
     out[:, : found.indices.shape[1]] = (found.indices - starts[:, None]).masked_fill(
@@ -135,7 +135,7 @@ def rotated(self, positions, tensor, ensure_cos_sin_cache=True):
 def score_prompts(q, k, row_starts, row_ends, score_scale=None):
     """Return fp32 `[T, keys]`: how much each query wants each block of keys, -inf for others."""
     functions.check_device(q)
-    columns = torch.arange(k.shape[0], device=q.device)
+    columns = make.counted(k.shape[0], device=q.device)
     hidden = (columns < row_starts[:, None]) | (columns >= row_ends[:, None])
     return _scores(q, k[:, 0], score_scale).masked_fill(hidden, -torch.inf)
 
