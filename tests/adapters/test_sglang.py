@@ -27,8 +27,13 @@ OPS = {
     "qwen3next": TEXT | GATED_DELTA_NET,
     "qwen3vl": TEXT | TOWER,
     "qwen3_5": TEXT | TOWER | GATED_DELTA_NET,
+    # Norms of streams instead of sums, and the rotation of an indexer.
+    "qwen4exp": TEXT - {"add_rms_norm"} | {"mrope"} | TOWER | GATED_DELTA_NET,
 }
-MORE = {name: ["mm_attention_backend=ascend_attn"] for name in ("qwen3vl", "qwen3_5")}
+MORE = {name: ["mm_attention_backend=ascend_attn"] for name in ("qwen3vl", "qwen3_5", "qwen4exp")}
+MORE["qwen4exp"] += ["dtype=bfloat16"]  # SGLang has some of its weights in this dtype only
+# What SGLang compiles of Qwen4-Exp takes a minute, and rounds otherwise.
+SETTINGS_OF = {"qwen4exp": {"TORCHDYNAMO_DISABLE": "1", "SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}}
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +63,14 @@ def serve(tiny, *models: str, more=(), **settings):
 
 @pytest.mark.parametrize(
     "models",
-    [("qwen3next",), pytest.param(("qwen3", "qwen3_5", "qwen3vl"), marks=pytest.mark.slow)],
+    [
+        ("qwen3next",),
+        pytest.param(("qwen3", "qwen3_5", "qwen3vl"), marks=pytest.mark.slow),
+        pytest.param(("qwen4exp",), marks=pytest.mark.slow),
+    ],
 )
 def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, models):
-    served = list(serve(tiny, *models, TRITON_INTERPRET="1"))
+    served = list(serve(tiny, *models, TRITON_INTERPRET="1", **SETTINGS_OF.get(models[0], {})))
     assert [model for model, *_ in served] == list(models)
     for model, tokens, said in served:
         assert tokens == expected(tiny / model)
@@ -77,7 +86,7 @@ def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, mode
 @pytest.mark.parametrize("model", OPS)
 def test_sglangs_own_platform_for_npus_on_the_emulated_one(tiny, tmp_path, model):
     """Our kernels compiled by the vendor's compiler, and torch_npu's operators, emulated."""
-    settings = {"ASCEND_USE_FIA": "0" if model == "qwen3" else "1"}
+    settings = {"ASCEND_USE_FIA": "0" if model == "qwen3" else "1"} | SETTINGS_OF.get(model, {})
     ((_, tokens, said),) = serve(tiny, model, **sglang_process.on_npu(tmp_path) | settings)
     assert tokens == expected(tiny / model)
     calls = sglang_process.calls(said)
@@ -94,7 +103,7 @@ IN_GRAPHS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", OPS)
+@pytest.mark.parametrize("model", [model for model in OPS if model != "qwen4exp"])
 def test_sglangs_graphs_of_decoding_on_the_emulated_npu(tiny, tmp_path, model):
     """Its graph runner captures a whole step of a model, and updates the lengths of a replay."""
     settings = sglang_process.on_npu(tmp_path) | {"TORCHDYNAMO_DISABLE": "1"}
@@ -114,6 +123,12 @@ def test_disabled_the_engine_runs_its_own(tiny):
 
 CACHED = {"cpu": [0, 0, 0, 0, 7, 70, 150, 333], "npu": [0, 0, 0, 0, 0, 0, 128, 256]}  # by pages
 CACHED_PICTURES = {"cpu": [0, 95], "npu": [0, 0]}
+# The largest difference behind a picture; Qwen4-Exp's comes from the prompt.
+PICTURES = {"qwen4exp": 2e-3}
+# Qwen4-Exp has pages of 64 tokens, and no cached prefix on a platform without snapshots of states.
+CACHED_QWEN4 = {"cpu": [0] * 8, "npu": [0, 0, 0, 0, 0, 64, 128, 320]}
+CACHED_PICTURES_QWEN4 = {"cpu": [0, 0], "npu": [0, 64]}
+UNCACHED = {"disable_radix_cache": True, "chunked_prefill_size": 64}
 
 
 def rollout(model, dtype, mode, most, work=None) -> list[dict]:
@@ -124,11 +139,16 @@ def rollout(model, dtype, mode, most, work=None) -> list[dict]:
     device = "npu" if work else "cpu"
     platform = sglang_process.on_npu(work) if work else {"TRITON_INTERPRET": "1"}
     first, command = platform.pop("first", ()), platform.pop("command", (sys.executable,))
+    platform |= SETTINGS_OF.get(model.name, {})
     if model.name == "qwen3":
         platform["ASCEND_USE_FIA"] = "0"
     changes = ON_NPU if work else {"chunked_prefill_size": 50}
     tower = dict(setting.split("=") for setting in MORE.get(model.name, ()))
     settings = SETTINGS | changes | tower | {"disable_radix_cache": False, "dtype": dtype}
+    cached, of_pictures = CACHED[device], CACHED_PICTURES[device]
+    if model.name == "qwen4exp":
+        cached, of_pictures = CACHED_QWEN4[device], CACHED_PICTURES_QWEN4[device]
+        settings |= {} if work else UNCACHED
     engine = [
         part for name, x in settings.items() for part in ("--engine", f"{name}={json.dumps(x)}")
     ]
@@ -143,8 +163,8 @@ def rollout(model, dtype, mode, most, work=None) -> list[dict]:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     rows = json.loads(done.stdout[done.stdout.index("[\n {") :])
     pictured = [row["cached"] for row in rows if row["picture"]]
-    assert [row["cached"] for row in rows[:8]] == CACHED[device], rows
-    assert pictured == (CACHED_PICTURES[device] if model.name in PICTURED else []), rows
+    assert [row["cached"] for row in rows[:8]] == cached, rows
+    assert pictured == (of_pictures if model.name in PICTURED else []), rows
     assert all(1 <= row["sampled"] <= 5 for row in rows)  # fewer where the sequence ended
     return rows
 
@@ -164,10 +184,17 @@ def test_log_probabilities_of_a_rollout_are_near_a_trainers(tiny, mode):
         ("qwen3", "float32"),
         ("qwen3next", "bfloat16"),
         ("qwen3vl", "bfloat16"),
+        ("qwen4exp", "bfloat16"),
     ],
 )
 def test_log_probabilities_of_a_rollout_are_a_trainers_bit_for_bit(tiny, tmp_path, model, dtype):
-    rows = rollout(in_dtype(tiny / model, dtype, tmp_path), dtype, "1", 0.0)
+    bit_for_bit(in_dtype(tiny / model, dtype, tmp_path), dtype)
+
+
+def bit_for_bit(model, dtype, work=None) -> None:
+    rows = rollout(model, dtype, "1", PICTURES.get(model.name, 0.0), work)
+    if model.name in PICTURES:
+        rows = [row for row in rows if not row["picture"]]
     assert all(row["largest"] == 0 and row["equal"] == 1 for row in rows)
 
 
@@ -186,14 +213,13 @@ def test_with_trained_norms_they_are_too(tiny, tmp_path):
 
 def on_npu(model, work) -> None:
     work.mkdir()
-    rows = rollout(model, "bfloat16", "1", 0.0, work)
-    assert all(row["largest"] == 0 and row["equal"] == 1 for row in rows)
+    bit_for_bit(model, "bfloat16", work)
 
 
 @pytest.fixture(scope="module")
 def errors():
     """Of each module of checks: the name of each, and what went wrong or None."""
-    modules = ("checks", "gdn_kit", "ascend", "carried")
+    modules = ("checks", "gdn_kit", "ascend", "carried", "sparse")
     rows, _ = sglang_process.run("each", *modules)
     return {m: [row for module, *row in rows if module == m] for m in modules}
 
@@ -204,7 +230,9 @@ def test_a_hook(errors, name):
     assert error is None, f"{name}:\n{error}"
 
 
-@pytest.mark.parametrize("module, count", [("gdn_kit", 10), ("ascend", 17), ("carried", 1)])
+@pytest.mark.parametrize(
+    "module, count", [("gdn_kit", 10), ("ascend", 17), ("carried", 1), ("sparse", 7)]
+)
 def test_sglangs_own_kit_of_gated_delta_net_and_the_backends_for_npus(errors, module, count):
     assert len(errors[module]) == count
     assert [f"{name}:\n{error}" for name, error in errors[module] if error] == []

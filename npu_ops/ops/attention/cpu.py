@@ -48,6 +48,8 @@ def attention(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
         decode.forward(q, k, v, extra, rule, out, lse)
     elif env.settings.consistent and decode.serves_each(q, extra, rule):
         _each_query(q, k, v, extra, rule, out, lse)
+    elif env.settings.consistent and decode.serves_masked(q, extra, rule):
+        decode.forward_masked(q, k, v, extra.mask, rule, out, lse)
     elif short.serves_all(q, k, v, extra, rule):
         short.forward(q, k, v, rule, out, lse)
     else:

@@ -12,6 +12,7 @@ from npu_ops.core import library
 from npu_ops.core.registry import from_native
 from npu_ops.ops.attention.arguments import Extra, Rule, last_seen
 
+_MASKED = 256  # queries per call, if they have a mask: each gets a list of its keys
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _forward = from_native(
     "attention_decode_cpu(Tensor q, Tensor k, Tensor v, Tensor? block_table, Tensor seqlens_k, "
@@ -35,6 +36,13 @@ def serves_each(q, extra: Extra, rule: Rule) -> bool:
     return seen and plain and library.native_why_not() is None
 
 
+def serves_masked(q, extra: Extra, rule: Rule) -> bool:
+    """Return whether the native kernel supports each query alone, with the keys of its mask."""
+    one_for_all_heads = extra.mask is not None and extra.mask.shape[1] == 1
+    whole = extra.seqlens_k is None and rule.window_right < 0
+    return one_for_all_heads and whole and serves_each(q, extra._replace(mask=None), rule)
+
+
 def forward(q, k, v, extra: Extra, rule: Rule, out, lse) -> None:
     """Write out and lse. Index values must be checked before."""
     _forward(q, k, v, extra.block_table, extra.seqlens_k, rule.scale, out, lse)
@@ -50,3 +58,20 @@ def forward_each(q, k, v, rule: Rule, out, lse) -> None:
         own_k, own_v = (x[b].expand(queries, -1, -1, -1) for x in (k, v))
         own_lse = lse[b].t().unsqueeze(2)
         _forward(own_q, own_k, own_v, None, seen, rule.scale, own_out, own_lse)
+
+
+def forward_masked(q, k, v, mask, rule: Rule, out, lse) -> None:
+    """Write out and lse: each query as a decoding step whose cache has the keys of its mask."""
+    queries, keys = q.shape[2], k.shape[2]
+    for b, seen in enumerate(mask[:, 0].expand(q.shape[0], queries, keys)):
+        cache = [x[b].transpose(0, 1).unsqueeze(2) for x in (k, v)]  # a block for each key
+        for own in map(
+            slice, range(0, queries, _MASKED), range(_MASKED, queries + _MASKED, _MASKED)
+        ):
+            counts = seen[own].sum(1)
+            # The keys of each query in their order, as in training without a mask.
+            table = seen[own].logical_not().byte().argsort(dim=1, stable=True)
+            table = table[:, : int(counts.max())].to(torch.int32)
+            own_q, own_out = (x[b, :, own].transpose(0, 1).unsqueeze(2) for x in (q, out))
+            own_lse = lse[b, :, own].t().unsqueeze(2)
+            _forward(own_q, *cache, table, counts, rule.scale, own_out, own_lse)

@@ -7,7 +7,10 @@ nothing else.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+
+import torch
 
 import npu_ops
 from npu_ops_adapters.patching import Patch
@@ -15,6 +18,10 @@ from npu_ops_adapters.sglang import functions
 
 _HOME = "sglang.srt.layers.layernorm"
 _GEMMA = ("self", "x", "residual", "post_residual_addition")
+_OF_GROUPS = (
+    "sglang.srt.layers.hyperconnection:GroupedGemmaRMSNorm.forward",
+    "sglang.srt.models.qwen4_exp:Qwen4ExpPLEGroupedNorm.forward",
+)
 _SIGNATURES = (_GEMMA[:3], _GEMMA, (*_GEMMA, "quant_linear"))
 
 
@@ -26,6 +33,10 @@ def patches() -> Iterable[Patch]:
         for way in ("npu", "cpu", "native"):
             target = f"{_HOME}:{name}.forward_{way}"
             yield functions.replaced(target, "rms_norm", ours, why, *_SIGNATURES)
+    if functions.since("0.5.23"):
+        for target in _OF_GROUPS:
+            why = "a dozen kernels where its own is for CUDA"
+            yield functions.replaced(target, "rms_norm", ours_of_groups, why, ("self", "x"))
 
 
 def ours_plain(module, x, residual=None, post_residual_addition=None, quant_linear=None):
@@ -42,6 +53,15 @@ def ours_plain(module, x, residual=None, post_residual_addition=None, quant_line
 
 def ours_zero_centered(module, x, residual=None, post_residual_addition=None):
     return _norm(module, x, residual, post_residual_addition, True)
+
+
+def ours_of_groups(module, x):
+    """Normalize each group of a row's elements, with its part of 1 + weight (Qwen4-Exp)."""
+    functions.check_device(x)
+    eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    norm = functools.partial(npu_ops.rms_norm, eps=eps, zero_centered=True)
+    size = module.group_size or x.shape[-1]
+    return torch.cat(list(map(norm, x.split(size, -1), module.weight.split(size))), -1)
 
 
 def _norm(module, x, residual, addition, zero_centered: bool):

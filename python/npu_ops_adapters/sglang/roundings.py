@@ -33,6 +33,9 @@ def patches() -> Iterable[Patch]:
     for name in names:
         target = f"sglang.srt.models.qwen3_5:{name}"
         yield functions.replaced(target, "attention", gated, _WHY, *_GATED, optional=True)
+    if functions.on_npu() and functions.since("0.5.23"):
+        target = "sglang.srt.models.qwen4_exp:fused_sigmoid_mul"
+        yield functions.replaced(target, "attention", gated, _WHY, *_GATED)
     for way in ("cpu", "npu"):
         target = f"sglang.srt.layers.activation:SiluAndMul.forward_{way}"
         yield functions.replaced(target, "linear", silu_and_mul, _WHY, ("self", "x"))

@@ -97,23 +97,54 @@ def qwen3_5moe():
     )  # fmt: skip
 
 
+def qwen4exp(gate="sigmoid"):
+    """Return a model with two layers of Gated Delta Net, two of sparse attention, and a tower.
+
+    SGLang selects 512 or 2048 blocks of keys for a query, so only a prompt of more than 1025 tokens
+    has a choice. The second layer of sparse attention reads tables that the first may have changed.
+    """
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True,
+            "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.25}  # fmt: skip
+    text = {
+        "head_dim": 64, "num_hidden_layers": 4, "rope_parameters": rope,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 32, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "output_gate_type": gate,
+        "layer_types": ["linear_attention", "indexed_attention"] * 2, "hc_count": 2,
+        "hc_lowrank": 16, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32,
+        "indexer_budget": 1024, "indexer_compress_ratio": 2, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64, "max_position_embeddings": 2048,
+        "eos_token_id": SPECIAL["<|im_end|>"],
+    }  # fmt: skip
+    config = transformers.Qwen4ExpConfig(
+        text_config=TEXT | text, vision_config=TOWER, **TOKENS, tie_word_embeddings=False
+    )
+    return transformers.Qwen4ExpForConditionalGeneration(config)
+
+
 MODELS = {"qwen3": qwen3, "qwen3next": qwen3next, "qwen3vl": qwen3vl, "qwen3_5": qwen3_5,
-          "qwen3_5moe": qwen3_5moe}  # fmt: skip
+          "qwen3_5moe": qwen3_5moe, "qwen4exp": qwen4exp}  # fmt: skip
 PROMPTS = {"short": [1, 2, 3, 4, 5, 6, 7], "three chunks": [7 * i % 580 + 1 for i in range(150)]}
-PICTURED, HYBRID = ("qwen3vl", "qwen3_5", "qwen3_5moe"), ("qwen3next", "qwen3_5", "qwen3_5moe")
+CHOSEN = {"a choice of keys": [11 * i % 580 + 1 for i in range(1060)]}
+PICTURED = ("qwen3vl", "qwen3_5", "qwen3_5moe", "qwen4exp")
+INTERVALS = {"qwen3next": 4, "qwen3_5": 4, "qwen3_5moe": 4, "qwen4exp": 2}  # of attention layers
+HYBRID = tuple(INTERVALS)
+SEEDS = {"qwen4exp": 5}  # with others the two largest logits of a token are equal in bf16
+BFLOAT16 = ("qwen4exp",)  # SGLang has some of its weights in this dtype only
 PICTURE = [1, 2, 592, *[IMAGE] * 6, 593, 3, 4, 5]
 
 
 def write(name: str, folder: pathlib.Path) -> None:
     """Write the files that SGLang needs to serve the model, and the expected tokens."""
-    torch.manual_seed(0)
-    model = MODELS[name]().float().eval()
+    torch.manual_seed(SEEDS.get(name, 0))
+    model = MODELS[name]().to(torch.bfloat16 if name in BFLOAT16 else torch.float32).eval()
     model.save_pretrained(folder)
-    expected = {prompt: [tokens, greedy(model, tokens)] for prompt, tokens in PROMPTS.items()}
+    prompts = PROMPTS | (CHOSEN if name == "qwen4exp" else {})
+    expected = {prompt: [tokens, greedy(model, tokens)] for prompt, tokens in prompts.items()}
     if name in HYBRID:  # SGLang reads these; transformers does not write them
         path = folder / "config.json"
         config = json.loads(path.read_text())
-        config.get("text_config", config)["full_attention_interval"] = 4
+        config.get("text_config", config)["full_attention_interval"] = INTERVALS[name]
         config.get("vision_config", {})["deepstack_visual_indexes"] = []
         path.write_text(json.dumps(config))
     if name in PICTURED:

@@ -111,6 +111,34 @@ def test_on_a_cpu_blocks_have_any_size(size):
     assert torch.equal(out[0, 0], trained[149]) and torch.equal(out[1, 0], trained[-1])
 
 
+@every_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=named)
+def test_a_query_with_a_mask_has_the_same_bits_alone(implementation, device, dtype):
+    """The mask of sparse attention: a causal one, of which some keys are not chosen."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 150, n, 64, generator=draw, dtype=torch.float32).to(dtype).to(device)
+        for n in (HEADS, KEY_HEADS, KEY_HEADS)
+    )
+    causal = torch.ones(150, 150, dtype=torch.bool).tril()
+    chosen = causal & (torch.rand(150, 150, generator=draw) < 0.7)
+    causal, chosen = causal.to(device), chosen.to(device)
+    with torch.no_grad(), forced(implementation, "attention"):
+        out = npu_ops.attention(q, k, v, attn_mask=chosen)
+        for end in (1, 70, 150):
+            mine = npu_ops.attention(
+                q[:, end - 1 : end], k[:, :end], v[:, :end], attn_mask=chosen[end - 1 : end, :end]
+            )
+            assert torch.equal(mine[:, 0], out[:, end - 1]), end
+        part = npu_ops.attention(q[:, 40:], k, v, attn_mask=chosen[40:])
+        assert torch.equal(part, out[:, 40:])
+        whole = npu_ops.attention(q, k, v, attn_mask=causal)
+        assert torch.equal(whole, npu_ops.attention(q, k, v, is_causal=True))
+    with forced("reference", "attention"):
+        expected = npu_ops.attention(q.float(), k.float(), v.float(), attn_mask=chosen)
+    torch.testing.assert_close(out.float(), expected, rtol=0, atol=1e-2)
+
+
 def test_queries_that_see_nothing_and_gradients():
     """More queries than keys: the first see none."""
     draw = torch.Generator().manual_seed(0)
