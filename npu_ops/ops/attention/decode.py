@@ -65,9 +65,8 @@ def forward_masked(q, k, v, mask, rule: Rule, out, lse) -> None:
     queries, keys = q.shape[2], k.shape[2]
     for b, seen in enumerate(mask[:, 0].expand(q.shape[0], queries, keys)):
         cache = [x[b].transpose(0, 1).unsqueeze(2) for x in (k, v)]  # a block for each key
-        for own in map(
-            slice, range(0, queries, _MASKED), range(_MASKED, queries + _MASKED, _MASKED)
-        ):
+        for first in range(0, queries, _MASKED):
+            own = slice(first, first + _MASKED)
             counts = seen[own].sum(1)
             # The keys of each query in their order, as in training without a mask.
             table = seen[own].logical_not().byte().argsort(dim=1, stable=True)

@@ -195,14 +195,11 @@ def attend_masked(q, keys, values, chosen, metadata, scale):
 
     Training has this mask, too: with NPU_OPS_CONSISTENT both get the same bits.
     """
-    found, counts = (
-        [],
-        metadata.token_to_batch_idx.bincount(minlength=len(metadata.sequence_lengths)).tolist(),
-    )
-    parts = zip(q.split(counts), chosen.split(counts), metadata.token_slot_table, strict=True)
-    for (queries, own, slots), length in zip(
-        parts, metadata.sequence_lengths.tolist(), strict=True
-    ):
+    lengths = metadata.sequence_lengths.tolist()
+    counts = metadata.token_to_batch_idx.bincount(minlength=len(lengths)).tolist()
+    parts = (q.split(counts), chosen.split(counts), metadata.token_slot_table, lengths)
+    found = []
+    for queries, own, slots, length in zip(*parts, strict=True):
         k, v = (cache[slots[:length].long()][None] for cache in (keys, values))
         mask = seen(own, length)
         found.append(npu_ops.attention(queries[None], k, v, attn_mask=mask, scale=scale)[0])
