@@ -83,7 +83,8 @@ def in_graphs(mode: str, *sizes: int) -> tuple[str, ...]:
 
 def replayed(rows) -> dict:
     """How often graphs ran, by their rows and the tokens of the step."""
-    return {(size, tokens): often for what, size, tokens, often in rows if what == "replayed"}
+    found = (row for what, *row in rows if what == "replayed")
+    return {(size, tokens): often for size, tokens, often in found}
 
 
 def captured(said: str) -> str:
