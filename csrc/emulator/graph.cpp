@@ -117,7 +117,7 @@ int outcome_of(const Replay& replay) {
   return found.code ? fail(found.code, found.reason) : 0;
 }
 
-// Runs a graph beside the host, which records the events that the graph waits for.
+// Replays a graph on a thread of its own: the host may record the events that it waits for later.
 void replay_beside(Graph* graph, const void* stream) {
   std::promise<Outcome> promise;
   {

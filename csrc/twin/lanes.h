@@ -109,7 +109,7 @@ class Runs {
   const char *begin_ = nullptr, *end_ = nullptr;
 };
 
-// Reports an instruction's accesses to an operand, to be checked.
+// Reports an instruction's accesses to an operand, so that the machine checks them.
 template <class T>
 void touch(Access access, const Operand<T>& operand, const Extent& extent) {
   constexpr int kBlockElements = Operand<T>::kPerBlock;

@@ -12,10 +12,11 @@ import fetch_frameworks
 import npu_ops_adapters
 import pytest
 import torch
+from npu_ops_adapters import vision_tower
 from npu_ops_adapters.megatron import experts as megatron_experts
 from npu_ops_adapters.mindspeed import experts as mindspeed_experts
 from npu_ops_adapters.sglang import experts as sglang_experts
-from npu_ops_adapters.sglang import roundings, vision_rope
+from npu_ops_adapters.sglang import roundings
 from npu_ops_adapters.sglang.experts import experts
 from npu_ops_adapters.transformers.vision_position import interpolation
 from npu_ops_adapters.vllm import experts as vllm_experts
@@ -214,7 +215,7 @@ def test_a_vision_towers_table_is_transformers():
         rotary_pos_emb=types.SimpleNamespace(rotary_dim=8, base=10000.0),
         spatial_merge_size=merge, device="cpu", rot_pos_ids=places,
     )  # fmt: skip
-    cos, sin = vision_rope.table(of_server, grids)
+    cos, sin = vision_tower.angles(of_server, grids)
     assert cos.dtype == sin.dtype == torch.float32
     expected = position_embeddings(tower, grids)
     assert torch.equal(cos, expected[0][:, :8]) and torch.equal(sin, expected[1][:, :8])

@@ -61,7 +61,7 @@ def forward_each(q, k, v, rule: Rule, out, lse) -> None:
 
 
 def forward_masked(q, k, v, mask, rule: Rule, out, lse) -> None:
-    """Write out and lse: each query as a decoding step whose cache has the keys of its mask."""
+    """Write out and lse. Each query is a decoding step over the keys that its mask selects."""
     queries, keys = q.shape[2], k.shape[2]
     for b, seen in enumerate(mask[:, 0].expand(q.shape[0], queries, keys)):
         cache = [x[b].transpose(0, 1).unsqueeze(2) for x in (k, v)]  # a block for each key

@@ -9,7 +9,6 @@ import torch
 from packaging.version import Version
 
 from npu_ops_adapters import serving
-from npu_ops_adapters.calls import DEVICES  # noqa: F401  (the ops' files use it through this module)
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.serving import (  # noqa: F401  (the ops' files use them through this module)
     NotOursError,

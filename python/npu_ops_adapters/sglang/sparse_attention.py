@@ -18,6 +18,7 @@ import torch
 
 import npu_ops
 from npu_ops.core import env, make
+from npu_ops_adapters.calls import DEVICES
 from npu_ops_adapters.patching import Patch
 from npu_ops_adapters.serving_rotary import pair_layout
 from npu_ops_adapters.sglang import functions, rope
@@ -102,7 +103,7 @@ def with_a_method(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        if self.index_qk_proj.weight.device.type in functions.DEVICES:
+        if self.index_qk_proj.weight.device.type in DEVICES:
             self._forward_method = self._forward_impl
 
     return __init__

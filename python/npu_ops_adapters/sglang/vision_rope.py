@@ -28,7 +28,8 @@ def patches() -> Iterable[Patch]:
     )
     if env.settings.consistent:
         yield functions.replaced(
-            "sglang.srt.models.qwen3_vl:Qwen3VLMoeVisionModel.rot_pos_emb", "rope", table,
+            "sglang.srt.models.qwen3_vl:Qwen3VLMoeVisionModel.rot_pos_emb", "rope",
+            vision_tower.angles,
             "it rounds the table to the tower's dtype, and training does not", ("self", "grid_thw"),
             by="", optional=True,
         )  # fmt: skip
@@ -42,8 +43,3 @@ def ours(q, k, cos, sin, unsqueeze_dim=1):
     if q.dim() != 3 or unsqueeze_dim != 1:
         raise ValueError(f"q: got shape {list(q.shape)}, needs [T, heads, D]")
     return npu_ops.apply_rotary_pos_emb(q, k, cos, sin, layout="TND")
-
-
-def table(self, grid_thw):
-    """Return fp32 cosines and sines `[T, D / 2]`, as transformers does."""
-    return vision_tower.angles(self, grid_thw)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 import npu_ops
 from npu_ops.core import check, env
 from npu_ops_adapters import vision_tower
@@ -28,8 +26,9 @@ def patches() -> Iterable[Patch]:
         yield functions.replaced(
             f"{MODEL}:{TOWER}.rot_pos_emb",
             "rope",
-            table,
+            vision_tower.angles,
             "it rounds the table to the tower's dtype, and training does not",
+            ("self", "grid_thw"),
         )
 
 
@@ -47,8 +46,3 @@ def ours(self, x, cos, sin):
         pair_layout=pair_layout(self.is_neox_style),
         rotary_dim=x.shape[-1],
     )[0]
-
-
-def table(self, grid_thw) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return fp32 cosines and sines `[T, D / 2]`, as transformers does."""
-    return vision_tower.angles(self, grid_thw)

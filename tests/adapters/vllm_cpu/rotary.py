@@ -146,7 +146,7 @@ def cos_sin_of(base, width):
 @check
 def places_in_a_tower():
     """Its table, and its position embedding, for a grid as wide as the table, and for two."""
-    ours = importlib.import_module("npu_ops_adapters.vllm.vision_rope").table
+    ours = importlib.import_module("npu_ops_adapters.vision_tower").angles
     made = tower()
     for grids in ([[1, 8, 8]], [[1, 4, 6], [2, 6, 14]]):
         for one, other in zip(ours(made, grids), made.rot_pos_emb(grids), strict=True):
