@@ -1,4 +1,4 @@
-"""The patch manager: one record for each dotted name, with one function and any wrappers."""
+"""The patch manager: one record per dotted name, with one function and any number of wrappers."""
 
 import importlib
 import importlib.machinery
