@@ -1,4 +1,4 @@
-// Operations on tiles through PTO-ISA's public interface; a launch runs one of them. upstream_pto.py
+// Tile operations through PTO-ISA's public interface; a launch runs one of them. upstream_pto.py
 // in tests/emulator compiles this for PTO-ISA's simulator (__CPU_SIM) and for the twin.
 #ifdef __CPU_SIM
 #include <cstdint>
