@@ -260,8 +260,7 @@ class Verdicts:
         self.found: dict[Mutant, str] = {}
 
     def collect(self) -> dict[Mutant, str]:
-        """Run mutants of functions in forks of this process, and mutants of module code in new
-        ones."""
+        """Run mutants of functions in forks of this process, of module code in new processes."""
         of_modules = [mutant for mutant in self.mutants if changed_codes(mutant) is None]
         self.mutants = [m for m in self.mutants if m not in of_modules or not self.functions]
         for mutant in of_modules * (not self.functions):

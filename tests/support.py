@@ -312,8 +312,7 @@ def assert_compiled_in_place_is_eager(call, q, k) -> None:
 
 
 def assert_checkpointing_changes_nothing(block, tensors, use_reentrant: bool) -> None:
-    """Activation checkpointing of `block(*tensors)`, one tensor, leaves the gradients
-    bit-identical."""
+    """Check that checkpointing activations of a block with one output keeps the gradients' bits."""
 
     def step(block):
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]

@@ -105,8 +105,7 @@ def test_a_wheel_of_it_says_how_it_was_built(sdist, tmp_path):
 
 
 def test_a_table_that_is_shipped_chooses(tmp_path):
-    """A table from `npu-ops tune --export`, put into the package, is found where it
-    is installed."""
+    """A table from `npu-ops tune --export`, put into the package, is found once installed."""
     names = {name for name in committed() if not name.startswith("tests/")}
     clone, site = copy(names, tmp_path / "clone"), tmp_path / "site"
     folder = clone / preferences.PACKAGED.relative_to(ROOT)

@@ -154,8 +154,7 @@ def experts_or_one(own: dict) -> dict:
 
 
 def attention(own: dict) -> dict:
-    """Return attention's weights in Megatron's order: q, gates of q, k and v of each group
-    together."""
+    """Return attention's weights in Megatron's order: per group q, its gates, k and v."""
     q, k, v = (own[f"self_attn.{x}_proj"].view(GROUPS, -1, HIDDEN) for x in "qkv")
     gated = q.shape[1] == 2 * DIM * (HEADS // GROUPS)
     parts = q.view(GROUPS, -1, 2 if gated else 1, DIM, HIDDEN).unbind(2)

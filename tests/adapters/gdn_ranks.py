@@ -58,8 +58,7 @@ def step(module, hidden, **packing):
 
 
 def randomise(module) -> None:
-    """Draw weights as large as trained ones, and slow decays, so that all gradients are
-    significant."""
+    """Draw weights as large as trained ones, and slow decays, so that all gradients matter."""
     for name, p in module.named_parameters():
         p.normal_(std=p[0].numel() ** -0.5 if p.dim() > 1 else 0.5)
         p += {"A_log": -2, "out_norm.weight": 1}.get(name, 0)

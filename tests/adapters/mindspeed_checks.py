@@ -93,8 +93,7 @@ def states() -> dict:
 
 
 def in_force() -> None:
-    """Check that each op is replaced exactly once, outermost, over MindSpeed's or Megatron's
-    function."""
+    """Check that each op is replaced once, outermost, over MindSpeed's or Megatron's function."""
     found = states()
     lost = {key: state for key, state in found.items() if state != "applied"}
     assert lost == {}, lost

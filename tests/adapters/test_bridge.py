@@ -22,8 +22,7 @@ HOME = "megatron.bridge.models.qwen_vl"
 
 
 class SumOverTwo(torch.autograd.Function):
-    """Megatron-LM's function, whose gradient is the sum over two ranks, here with
-    equal gradients."""
+    """Megatron-LM's function; its gradient is the sum over two ranks, here with equal ones."""
 
     @staticmethod
     def forward(ctx, x):

@@ -53,8 +53,8 @@ VISION = (*models.QWEN2_VL, *models.QWEN3_VL, *QWEN3_5)
 
 
 def norms(name: str) -> int:
-    """Return the number of RMSNorm calls: around each layer's parts, after the last layer, of q and
-    k."""
+    """Return the number of RMSNorm calls: around each layer's parts, after the last layer, of q
+    and k."""
     if name in DELTA_NET:
         return 5 + 2
     if not name.startswith("qwen2"):
@@ -63,8 +63,7 @@ def norms(name: str) -> int:
 
 
 def swiglus(name: str) -> int:
-    """Return the number of SwiGLU calls: per layer, also of a shared expert or
-    Qwen2.5-VL's tower."""
+    """Return the number of SwiGLU calls: in layers, shared experts and Qwen2.5-VL's tower."""
     shared = name in ("qwen3_next", "qwen3_5_moe")
     return 2 + 2 * (shared or name == "qwen2_5_vl")
 
@@ -371,8 +370,7 @@ def test_a_static_cache(applied):
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 @pytest.mark.parametrize("lengths", [(3, 3, 1), (7,)])
 def test_a_mask_is_read_again_by_each_layer(applied, write, lengths):
-    """Other code may write to a mask's memory. If it still describes a packing, packed attention
-    runs."""
+    """Other code may write to the mask. If it still describes a packing, packed attention runs."""
     mask, shape = packed_mask(2, 1, 4), (1, 4, 7, 16)
     attend(ours, mask, shape=shape)
     full = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()[None, None]

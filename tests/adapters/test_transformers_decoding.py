@@ -48,8 +48,7 @@ def test_a_step_that_is_not_ours_is_theirs(applied):
 
 
 def test_decoding_goes_on_where_transformers_left_off():
-    """It also works the other way round: the convolution's cache, one token too long, has their
-    form."""
+    """Our steps and theirs alternate; both caches keep a token more than the convolution needs."""
     model, inputs = transformers_models.built("qwen3_next")
     ids = inputs["input_ids"][:, :30]
     with torch.no_grad():

@@ -55,8 +55,7 @@ def test_ours_beside_vllm_ascend_s(errors, name):
 
 @pytest.mark.slow
 def test_the_core_of_a_layer_on_the_emulated_npu():
-    """Uses vLLM's metadata, the real torch_npu, and our kernels compiled by the
-    vendor's compiler."""
+    """Uses vLLM's metadata, the real torch_npu, and kernels that the vendor compiled."""
     path = environment(fetch_vllm.tree(), HERE, HERE.parent, OMP_NUM_THREADS="1")
     done = subprocess.run(
         [sys.executable, "-m", "npu_ops_tools", "emulate", "--", "python", "-m", "vllm_cpu.on_npu"],
@@ -164,8 +163,7 @@ HEADS, KV_HEADS, WIDE, BLOCK = 4, 2, 64, 128
 
 
 def attention_layer(**changes):
-    """Return the attributes of vllm-ascend's layer that the method reads, with a cache of four
-    blocks."""
+    """Return what the method reads of vllm-ascend's layer, with a cache of four blocks."""
     torch.manual_seed(0)
     keys, values = torch.randn(2, 4, BLOCK, KV_HEADS, WIDE).bfloat16()
     given = {"key_cache": keys, "value_cache": values, "scale": WIDE**-0.5, "attn_type": "decoder"}
@@ -205,8 +203,7 @@ def graph_mode(separate: bool):
 
 
 def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-    """Return the parts of vllm-ascend's metadata that a graph needs; its lists are from the
-    capture."""
+    """Return what a graph needs of vllm-ascend's metadata; its lists are from the capture."""
     return types.SimpleNamespace(causal=True, max_query_len=1)
 
 

@@ -51,8 +51,7 @@ def served(folder, *settings, **variables):
 
 @pytest.mark.parametrize("model", OPS)
 def test_the_engine_generates_what_transformers_does_by_our_operators(tiny, model):
-    """Chunked prefill, decoding, and both in one step, by vllm-ascend's own worker and model
-    runner."""
+    """Chunked prefill, decoding, and both in one step, by vllm-ascend's worker and model runner."""
     _, said = served(tiny / model)
     found = calls(said)
     assert {op for op, _ in found} == OPS[model], found
@@ -73,8 +72,7 @@ OF_A_STEP = {  # in the graph of a decoding step
 
 
 def in_graphs(mode: str, *sizes: int) -> tuple[str, ...]:
-    """Return settings for an engine that compiles the model and captures steps of
-    `sizes` tokens."""
+    """Return settings of an engine that compiles, and captures steps of `sizes` tokens."""
     compiled = {"cudagraph_mode": mode, "cudagraph_capture_sizes": sizes}
     fused = {"ascend_compilation_config": NOT_FUSED}
     return (

@@ -228,8 +228,7 @@ def results(clone: pathlib.Path, megatron: pathlib.Path, ours: bool) -> dict:
 
 
 def difference(expected: dict, got: dict) -> tuple[float, list[str]]:
-    """Return the largest difference, relative to each tensor's maximum, and the
-    missing gradients."""
+    """Return the largest difference, relative to a tensor's maximum, and missing gradients."""
     missing = sorted(expected.keys() - got.keys())
     parts = [
         float((got[name] - x).abs().max() / x.abs().max().clamp(min=1e-6))

@@ -123,8 +123,7 @@ def read_on_cpu(checkout: pathlib.Path) -> None:
 
 
 def complete_torch_cpu() -> None:
-    """Give `torch.cpu` the functions that `torch.cuda` has; the rest, e.g. types,
-    is torch.cuda's."""
+    """Give `torch.cpu` what `torch.cuda` has; other names, e.g. types, are torch.cuda's own."""
     import torch
 
     here = torch.cpu.current_device()

@@ -97,7 +97,7 @@ def test_what_a_compiler_refuses(op, case, soc):
 @pytest.mark.parametrize("soc", [SOCS[0], pytest.param(SOCS[2], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("state_v_first", [True, False])
 def test_segments_of_the_chunked_delta_rule(state_v_first, soc):
-    """The launches are planned for more cores than the emulated NPU has."""
+    """The launches are planned for 24 cube and 48 vector cores."""
     q, gates = torch.zeros(1, 4096, 2, 128, dtype=torch.bfloat16), torch.zeros(1, 4096, 2)
     inputs = {"q": q, "k": q, "v": q, "g": gates, "beta": gates, "state_v_first": state_v_first}
     state = torch.zeros(1, 2, 128, 128) if state_v_first else None

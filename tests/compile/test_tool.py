@@ -253,8 +253,7 @@ PACKAGE = {
 
 @pytest.mark.parametrize("first", [PACKAGE["__init__.py"], "VERSION = 1"])
 def test_a_kernel_inside_a_framework(tmp_path, first):
-    """A package's `__init__.py` runs only if the kernel needs it; torch_npu and vllm have
-    stand-ins."""
+    """A package's `__init__.py` runs only if the kernel needs it; torch_npu, vllm are stand-ins."""
     for name, text in (PACKAGE | {"__init__.py": first}).items():
         (tmp_path / "framework" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "framework" / name).write_text(textwrap.dedent(text))

@@ -253,8 +253,7 @@ def test_a_program_decides_which_traces_it_wants(caplog):
 
 @pytest.mark.parametrize("setup", ["", "logging.basicConfig(level='ERROR')"])
 def test_calls_are_shown_however_logging_was_set_up(setup):
-    """Exactly once: directly on stderr if nothing handles log records, else through
-    the handlers."""
+    """Exactly once: to stderr if nothing handles log records, else through the handlers."""
     code = f"import logging, torch, npu_ops\n{setup}\nnpu_ops.l2norm(torch.ones(2, 4))"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -32,8 +32,7 @@ def tokens(x):
 
 
 def recurrence(q, k, v, g, beta, state, scale=SCALE):
-    """The definition, token by token. state: [batch, head, key, value]. Return o and the last
-    state."""
+    """Return o and the last state, token by token. state: [batch, head, key, value]."""
     out = []
     for t in range(q.shape[1]):
         key, value = k[:, t, :, :, None], v[:, t, :, None]

@@ -47,8 +47,7 @@ LIMIT, PATIENCE = 15, 1200
 
 
 class Library:
-    """A loaded build: switches mutants on, and reads which were reached and what the twin warned
-    of."""
+    """A loaded build: switches mutants on, reads which were reached and the twin's warnings."""
 
     def __init__(self, build: Build):
         self.path = build.path
@@ -161,8 +160,7 @@ class Worker:
         return self._answer(LIMIT)["verdict"]
 
     def _answer(self, seconds: float) -> dict:
-        """Return its next line. The limit is in its own CPU seconds, so a busy machine does not
-        matter."""
+        """Return its next line. The limit is in its own CPU seconds, so a busy machine is fine."""
         patience, used = time.monotonic() + PATIENCE, self._processor_time()
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._process.stdout, selectors.EVENT_READ)

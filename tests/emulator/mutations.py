@@ -241,8 +241,7 @@ def mutants_of(file: str) -> list[Mutant]:
 
 
 def device_files(op: str) -> list[str]:
-    """Return the device code of an op's kernels: its source, and each `*ascendc.h` that it
-    includes."""
+    """Return the device code of an op's kernels: its source and each included `*ascendc.h`."""
     files = [f"{op}/{op}_ascendc.cpp"]
     for including in files:
         text = (headers.kernel_sources() / including).read_text()

@@ -49,8 +49,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def aligned(array: np.ndarray | None) -> np.ndarray | None:
-    """Return an aligned copy, as from an NPU's allocator: the twin finds races by blocks of 32
-    bytes."""
+    """Return an aligned copy, as an NPU allocates: the twin finds races by blocks of 32 bytes."""
     if array is None:
         return None
     memory = np.empty(array.nbytes + 512, np.uint8)
@@ -233,8 +232,7 @@ def cut(heads: int, v_dim: int, k_dim: int) -> tuple[int, int]:
 
 
 def vllm_rotary(root: pathlib.Path, draw) -> Run:
-    """In-place rotation of neighbouring pairs, in 64 of a head's 96 elements; nine tokens, two
-    cores."""
+    """In-place rotation of neighbouring pairs in 64 of a head's 96 elements; 9 tokens, 2 cores."""
     tokens, heads, width, rotated, start, each = 9, 3, 96, 64, 16, 5
     x = bf16(draw.standard_normal((tokens, heads, width)))
     angle = np.repeat(draw.uniform(-4, 4, (tokens, rotated // 2)), 2, axis=1)

@@ -79,8 +79,7 @@ CAUSES = {
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A source file that the vendor compiled. objects: the wheel's table of the
-    compiled objects."""
+    """A source file that the vendor compiled. objects: the wheel's table of objects."""
 
     package: str
     soc: str
@@ -124,8 +123,7 @@ class Source:
         return {name: after == "[" for name, after in sorted(read) if after != "("}
 
     def unit(self) -> str:
-        """Return C++ that includes the file, with a kernel `run` that calls the file's kernel, if
-        any."""
+        """Return C++ that includes the file, with a kernel `run` that calls its kernel, if any."""
         own = "".join(part.capitalize() for part in self.path.stem.split("_"))
         types = sorted({f"{own}Tiling", f"{own}TilingData",
                         *re.findall(r"\b\w+TilingData\b", self.text)})  # fmt: skip
@@ -239,8 +237,7 @@ def sources() -> Iterator[Source]:
 
 @dataclasses.dataclass
 class Outcome:
-    """The results for a source. api: the AscendC functions declared for devices that clang found in
-    it."""
+    """The results for a source. api: AscendC's device functions that clang found in it."""
 
     twin: str
     judge: str

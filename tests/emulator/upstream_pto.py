@@ -75,8 +75,7 @@ class Case:
         self.b = self.operand()
 
     def numbers(self) -> np.ndarray:
-        """Return small numbers whose sums are exact; for transcendental functions, any in their
-        range."""
+        """Return small numbers with exact sums; for transcendental functions, any in range."""
         shape, kind = (ROWS, COLUMNS), KINDS[self.kind]
         if self.operation in ("log", "sqrt"):
             return self.draw.uniform(0.01, 50, shape).astype(kind)

@@ -234,8 +234,7 @@ class _Case:
         return chosen != ["reference"] and not self.case["settings"].get("before")
 
     def compare_with_alone(self, actual: dict) -> None:
-        """Each sequence's outputs and final state have the bits of a call with this
-        sequence alone."""
+        """Each sequence's outputs and final state have the bits of a call with it alone."""
         arguments = {
             n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in self.arguments().items()
         }
@@ -284,7 +283,7 @@ class _Case:
             self.compare_with_alone(actual)
 
     def follows_none(self, actual: dict) -> bool:
-        """Whether wrong indices had no effect: no output has elements, and nothing was written."""
+        """Whether wrong indices had no effect: outputs empty, nothing written. False if eager."""
         outputs = [x for name, x in actual.items() if name.startswith("output")]
         same = all(
             torch.equal(memory.bits(actual[name]), memory.bits(self.before[name]))

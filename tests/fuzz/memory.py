@@ -33,8 +33,7 @@ class Memory:
         self.before = bits(self.base).clone()
 
     def touched(self, writable: tuple[str, ...]) -> str | None:
-        """Return a sentence on memory written outside the `writable` arguments, None if there is
-        none."""
+        """Say what memory was written outside the `writable` arguments; return None if none was."""
         wrong = bits(self.base) != self.before
         for name in set(writable) & self.views.keys():
             view = self.views[name]

@@ -220,8 +220,7 @@ scf.for %i = %c0 to %n step %c1  : i32 {{
 
 
 def test_a_choice_of_vectors_is_taken_as_true_and_said():
-    """A kernel may check lengths before it uses them; the model assumes the check passes and says
-    so."""
+    """A kernel may check lengths before use; the model assumes the check passes and says so."""
     kernel = function(SETUP + BOUND_FROM_VECTORS, arguments=f"{LOADED}; f32")
     found = time_of(kernel, values=[None, 1.0])
     assert found.programs[0].assumed and found.programs[0].bytes["loaded"] == 5 * 4096 * 4

@@ -12,8 +12,7 @@ def npu_recurrent_gated_delta_rule(
     query, key, value, state, *, beta, scale=1.0, actual_seq_lengths, ssm_state_indices,
     num_accepted_tokens=None, g=None, gk=None,
 ):  # fmt: skip
-    """Update `state` in place. actual_seq_lengths starts with a 0, before the
-    sequences' lengths."""
+    """Update `state` in place. actual_seq_lengths: a 0, then the sequences' lengths."""
     assert {x.dtype for x in (query, key, value, state, beta)} == {torch.bfloat16}
     assert g.dtype == torch.float32 and ssm_state_indices.dtype == torch.int32
     begin, *lengths = actual_seq_lengths.tolist()

@@ -96,8 +96,7 @@ def test_without_dropping_it_is_torchs_expression_exactly(
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_with_dropping_it_has_torchs_semantics(p, implementation, device):
-    """As in F.dropout, kept elements are divided by the keep probability, as are
-    their gradients."""
+    """As in F.dropout, kept elements and their gradients are divided by the keep probability."""
     x, bias, residual = torch.randn(64, 96), torch.randn(96), torch.randn(64, 96)
     inputs = {"x": x, "bias": bias, "residual": residual, "p": p, "training": True}
     moved = support.on_device(inputs, device)
@@ -115,8 +114,7 @@ def test_with_dropping_it_has_torchs_semantics(p, implementation, device):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("p", [1e-6, 0.9999, 0.99999])
 def test_the_scale_is_of_what_is_drawn(p, implementation, device):
-    """The scale uses p rounded to steps of 2^-16; at 0.99999 the exact p would change the mean by
-    half."""
+    """The scale uses p in steps of 2^-16; at 0.99999 the exact p would shift the mean by half."""
     x = torch.ones(512, 1024, device=device)
     with support.forced(implementation, *OPS):
         out = npu_ops.bias_dropout_add(x, None, torch.zeros_like(x), p, True)
@@ -438,8 +436,7 @@ def test_opcheck_in_place(dtype):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("p, training", [(0.3, True), (0.3, False)])
 def test_compile(backend, p, training):
-    """Compiled to one graph, the backward uses the forward's mask, which is eager's for the same
-    seed."""
+    """In one graph, the backward uses the forward's mask, which is eager's for the same seed."""
     tensors = torch.randn(32, 16), torch.randn(16), torch.randn(32, 16)
 
     def function(x, bias, residual):

@@ -271,8 +271,7 @@ def test_an_output_that_nobody_uses_has_no_gradient(used):
 
 @pytest.mark.parametrize("starts", [[0, 4, 99], [0, -50, 9], [5, 2, 9], [99, 99, 99]], ids=str)
 def test_the_reference_reads_nothing_outside_for_wrong_starts(starts):
-    """A device's cu_seqlens are not checked before the kernel runs, and wrong ones are reported
-    later."""
+    """On a device, cu_seqlens are not checked before the kernel; wrong ones are reported later."""
     inputs = random_inputs(lengths=[4, 5])
     x, weight, bias, residual, state = (inputs[name] for name in DIFFERENTIABLE)
     inputs = x, weight, bias, state, torch.tensor(starts), True

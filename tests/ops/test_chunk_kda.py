@@ -136,8 +136,7 @@ def test_chunks_of_one_token_are_the_recurrent_rule():
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gates_are_fla_s(lower_bound, has_bias):
-    """A Kimi Linear layer passes its raw gate and beta; results and gradients follow fla's
-    formulas."""
+    """A Kimi Linear layer passes its raw gate and beta; results and gradients equal fla's."""
     inputs = call(2)
     raw, logits = torch.randn_like(inputs["g"]), torch.randn_like(inputs["beta"])
     A_log, dt_bias = torch.randn(2), torch.randn(2 * 16) if has_bias else None

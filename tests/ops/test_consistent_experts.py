@@ -97,8 +97,7 @@ if "npu" in devices():
 
     @on_npu
     def test_gradients_are_of_all_that_was_given(device):
-        """torch_npu computes weight gradients by calls with group_type 2, which our patch passes
-        on."""
+        """torch_npu computes weight gradients with group_type 2; our patch passes such calls on."""
         x, gate_up, *_ = drawn(device)
         ends = torch.tensor([0, 4, 4, 9, 20, 23], device=device)
 

@@ -191,8 +191,7 @@ def alone(tmp_path):
 @pytest.mark.parametrize("call", ["v first", "silu"])
 @pytest.mark.parametrize("layout", [None, "contiguous", "zigzag"])
 def test_one_rank_has_the_whole(alone, call, layout):
-    """One rank, in this process, so that mutation tests reach it. States are returned only on
-    request."""
+    """One rank, in this process for mutation tests. States are returned only on request."""
     function = {"v first": npu_ops.chunk_gated_delta_rule, "silu": npu_ops.causal_conv1d}[call]
     given = CALLS[call][1](batch=1)
     lengths = {} if layout is None else {"cu_seqlens": torch.tensor([0, 8, 8, 48, 72])}

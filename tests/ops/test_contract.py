@@ -182,8 +182,7 @@ def test_an_option_takes_effect_and_agrees_with_the_reference(op, option, implem
 
 
 def same_results(some, others):
-    """Whether results have the same names, dtypes and shapes, and values up to the order of
-    additions."""
+    """Whether names, dtypes and shapes agree, and values up to the order of additions."""
     return some.keys() == others.keys() and all(
         value.dtype == others[name].dtype and value.shape == others[name].shape
         and torch.allclose(value, others[name], rtol=1e-4, atol=1e-5)
@@ -327,8 +326,7 @@ def in_form(call, form):
 @FORMS
 @every_call
 def test_strides_change_nothing(call, form):
-    """Results, gradients and written tensors are the same for any strides, and inputs stay
-    unchanged."""
+    """Results, gradients and writes are the same for any strides; inputs stay unchanged."""
     (op,) = (op for op in ops() if call in cases.of(op).CALLS)
 
     def run(laid):

@@ -244,8 +244,7 @@ def test_nothing_is_copied():
 @LAYOUTS
 @IMPLEMENTATIONS
 def test_many_tokens_are_single_steps(pool, v_first, implementation, device):
-    """With an fp32 pool. A bf16 pool is rounded after each single step, hence the
-    wider tolerance."""
+    """With an fp32 pool. A bf16 pool is rounded after each step, hence a wider tolerance."""
     inputs = arguments(24, 6, v_first, pool)
     o, state, _ = run(implementation, device, inputs)
     one_by_one, outputs = inputs["state"], []
@@ -317,8 +316,8 @@ def test_accepted_tokens_continue_the_sequence(pool, v_first, implementation, de
 @LAYOUTS
 @IMPLEMENTATIONS
 def test_a_slot_for_each_token(v_first, implementation, device):
-    """vLLM writes the state after token t to slot [n, t]; the next step starts from an accepted
-    one."""
+    """vLLM writes the state after token t to slot [n, t]; the next step starts from an
+    accepted token's."""
     inputs = arguments(36, 6, v_first)
     expected, states = plain_sequence(inputs, 6)
     slots = torch.randperm(30)[:24].view(6, 4)

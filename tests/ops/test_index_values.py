@@ -37,8 +37,7 @@ class Index:
 
 
 def wrong_starts(x):
-    """Return wrong forms of cu_seqlens. Ending before the last token is valid, see
-    test_lengths.py."""
+    """Return wrong cu_seqlens. Ending before the last token is right, see test_lengths.py."""
     last = int(x[-1])
     return {
         "negative": replaced(x, 0, -1),

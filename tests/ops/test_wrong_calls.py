@@ -162,8 +162,7 @@ def test_explain_makes_the_same_complaint(wrong):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_compiled_calls_are_refused_in_the_same_way(call):
-    """One call per type of error. test_index_values.py covers index values, which
-    operators check."""
+    """One call per type of error. Operators check index values: see test_index_values.py."""
     of_call = {w.error: w for w in DECLARED if w.call == call and not w.reads}
     for wrong in of_call.values():
         torch._dynamo.reset()

@@ -72,8 +72,7 @@ def test_help_texts_have_examples():
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_an_option_quotes_is_in_an_example(verb):
-    """A quoted value appears in an example, which is tested, and no help sentence contains a
-    command."""
+    """What a help text quotes appears in a tested example; no help text contains a command."""
     shown = " ".join(examples(verb))
     for option in VERBS[verb].params:
         for quoted in re.findall(r'"([^"]+)"', option.help or ""):

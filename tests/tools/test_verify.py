@@ -197,8 +197,7 @@ def test_each_run_gets_further(tmp_path, monkeypatch):
 
 
 def test_guards_see_reads_too():
-    """Memory beside each tensor is NaN, so reads out of bounds show; results are
-    written through."""
+    """Memory beside each tensor is NaN, so reads past it show; results reach the caller."""
     found = []
     table = Table.tables["l2norm"]
     x = torch.randn(4, 1, 8, dtype=torch.float32)

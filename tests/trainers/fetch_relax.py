@@ -98,8 +98,7 @@ def missing(who: str, project: str) -> Iterator[pathlib.Path | None]:
 
 
 def patch(who: str, project: str, folder: pathlib.Path) -> None:
-    """Apply the patches. Megatron-LM's changes no operator; the truth needs it to
-    read checkpoints."""
+    """Apply the patches. Megatron-LM's is only for reading the truth's checkpoints."""
     if project == "mindspeed":
         fetch_slime.for_newer_torch(folder)
     if project in PATCHED.get(who, ()):

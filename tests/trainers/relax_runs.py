@@ -129,8 +129,7 @@ def program(who: str, devices: int) -> list[str]:
 
 
 def variables(who: str, results: pathlib.Path, model: str) -> dict[str, str]:
-    """Return the environment. On PYTHONPATH Relax's folders come before verl's, and those before
-    ours."""
+    """Return the environment. On PYTHONPATH, Relax's folders come first, then verl's, then ours."""
     projects = ("relax", "megatron", "bridge", "queue")
     projects += ("mindspeed", "mindspeed_bridge") if who != "truth" else ()
     folders = {project: fetch_relax.tree(who, project) for project in projects}

@@ -94,8 +94,7 @@ def with_local_layers(args) -> None:
 
 
 def with_local_names(load, name: str, *source):
-    """Map the name of the norm before attention, which Transformer Engine fuses into the
-    projection."""
+    """Map the name of attention's norm, which Transformer Engine fuses into the projection."""
     fused = r"\1self_attention.linear_qkv.layer_norm_weight"
     return load(re.sub(r"(layers\.\d+\.)input_layernorm\.weight", fused, name), *source)
 

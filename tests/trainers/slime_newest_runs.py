@@ -106,8 +106,7 @@ def by_bridge(name: str) -> bool:
 
 
 def variables(who: str, results: pathlib.Path, bridge: bool = False) -> dict[str, str]:
-    """Return the environment. On PYTHONPATH slime's folders come before verl's, and those before
-    ours."""
+    """Return the environment. On PYTHONPATH, slime's folders come first, then verl's, then ours."""
     slime, megatron, mindspeed = map(fetch_slime_newest.tree, ("slime", "megatron", "mindspeed"))
     path = [slime, megatron, fetch_slime.packages(), fetch_verl.tree(), HERE]
     path += [ROOT / "tests" / "adapters", ROOT, ROOT / "python"]

@@ -250,8 +250,7 @@ def read(results: pathlib.Path, ranks: int) -> Run:
 
 
 def variables(who: str, results: pathlib.Path, name: str) -> dict[str, str]:
-    """Return the environment. On PYTHONPATH slime's folders come before verl's, and those before
-    ours."""
+    """Return the environment. On PYTHONPATH, slime's folders come first, then verl's, then ours."""
     projects = ("slime", "megatron", "mindspeed", "bridge")
     slime, megatron, mindspeed, bridge = (fetch_slime.tree(who, project) for project in projects)
     path = [slime, megatron, mindspeed, bridge, fetch_slime.packages(), fetch_verl.tree()]

@@ -48,8 +48,7 @@ def write(folder: pathlib.Path) -> None:
 
 
 def same_rope(file: pathlib.Path) -> None:
-    """Write partial_rotary_factor in two places: SGLang reads one, transformers and slime the
-    other."""
+    """Write partial_rotary_factor in two places: one for SGLang, one for transformers and slime."""
     config = json.loads(file.read_text())
     text = config["text_config"]
     text["partial_rotary_factor"] = text["rope_parameters"]["partial_rotary_factor"]

@@ -66,8 +66,7 @@ RUNS = {
 
 
 def overrides(folder: pathlib.Path, model: str, ranks: int) -> list[str]:
-    """Return the FSDP engine's settings that Megatron's has too, without activation
-    checkpointing."""
+    """Return the FSDP run's settings, with Megatron's engine in place of its own."""
     run = RUNS[model]
     kept = [
         line

@@ -79,8 +79,7 @@ SEES = tuple(name for name, (_, _, vision) in MODELS.items() if vision)
 
 
 def write(folder: pathlib.Path, names) -> None:
-    """Write the models to folders of their names, and SFT data and prompts, as text and with
-    pictures."""
+    """Write the models to folders of their names, and SFT data and prompts: text and pictures."""
     import pandas  # installed for verl, not for the tests themselves
 
     tokens = tokenizer()

@@ -21,8 +21,7 @@ FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """The results of a run: verl's loss and gradient norm of each step, and each rank's counted
-    calls."""
+    """A run's results: loss and gradient norm of each step, and each rank's counted calls."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]

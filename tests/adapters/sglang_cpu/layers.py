@@ -15,8 +15,7 @@ LAYERS = {  # layer: (its norm, whether queries have gates)
 
 
 def attention(layer, norm, gated, rotary):
-    """Return a layer's attributes, with 4 query and 2 key heads of 64; its input is
-    the projection."""
+    """Return a layer's attributes: 4 query and 2 key heads of 64; its input is the projection."""
     norms = [
         getattr(importlib.import_module("sglang.srt.layers.layernorm"), norm)(64) for _ in "qk"
     ]

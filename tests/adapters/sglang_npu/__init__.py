@@ -25,8 +25,7 @@ def activate() -> str | None:
 
 
 def register() -> None:
-    """Register a hook that replaces a kernel, which the emulator cannot run, by SGLang's torch
-    code."""
+    """Have SGLang use its torch code instead of a kernel that the emulator cannot run."""
     if os.environ.get("SGLANG_PLATFORM") == "sglang_npu":
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

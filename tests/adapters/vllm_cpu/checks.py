@@ -95,8 +95,7 @@ def vllm_and_the_models_hold_ours():
 
 
 def both(slots, step, dtype=torch.float32):
-    """Yield both models' step by our method and by theirs; other slots of the pools must not
-    change."""
+    """Yield both models' step by our method and by theirs; other slots must stay unchanged."""
     for dotted in CORES:
         cls = pkgutil.resolve_name(dotted)
         ours, theirs = Pools.make(slots, dtype), Pools.make(slots, dtype)

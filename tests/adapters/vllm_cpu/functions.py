@@ -222,8 +222,7 @@ def the_gated_norm_is_traced():
 
 @check
 def the_norm_of_a_weight_beside_1():
-    """It equals transformers' norm, which does not round 1 + weight, and torch.compile can trace
-    it."""
+    """It equals transformers' norm, which does not round 1 + weight, and can be compiled."""
     home = importlib.import_module("vllm_ascend.ops.layernorm")
     made = home.AscendGemmaRMSNorm.__new__(home.AscendGemmaRMSNorm)
     torch.nn.Module.__init__(made)
@@ -359,8 +358,7 @@ def a_rollout_that_must_be_consistent_says_why_it_is_not():
 
 @check
 def consistent_tokens_have_the_same_bits_prompted_and_decoded():
-    """With fewer than 32 value heads, PyTorch's exp on CPUs rounds elements past the last two
-    vectors differently."""
+    """32 value heads, because PyTorch's exp on CPUs rounds a remainder of elements differently."""
     for dotted in CORES:  # in this mode both have values first in their states
         same_bits(pkgutil.resolve_name(dotted))
 

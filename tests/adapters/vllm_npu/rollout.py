@@ -22,8 +22,7 @@ MORE = [7, 11, 13]  # after a cached picture
 
 
 def asked_of(folder: pathlib.Path) -> list[list[list[int]]]:
-    """Return the prompts in two halves; the second has the first's prefixes. Each has a picture, if
-    any."""
+    """Return prompts in two halves, some with pictures; the second's start like the first's."""
     config = json.loads((folder / "config.json").read_text())
     halves = rollout.prompts(config.get("text_config", config)["vocab_size"])
     if folder.name in PICTURED:

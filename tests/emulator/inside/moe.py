@@ -76,8 +76,7 @@ def test_a_product_for_each_group(dtype, cumulative):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("turned", [True, False])
 def test_a_weight_for_each_group(dtype, turned):
-    """MindSpeed's replacement for Transformer Engine's experts calls it so, forward
-    and backward."""
+    """MindSpeed's replacement for Transformer Engine's experts makes this call."""
     x, weight = torch.randn(9, HIDDEN).to(dtype), torch.randn(3, HIDDEN, 4).to(dtype)
     lie = [w.t().contiguous().npu().t() if turned else w.npu() for w in weight]
     (out,) = torch_npu.npu_grouped_matmul(

@@ -18,8 +18,7 @@ STATELESS = {"initial_state": None, "output_final_state": False}
 
 
 def declined(case, monkeypatch, dtype=torch.bfloat16, **changes):
-    """Return why the vendor's operator declines a case on an NPU with torch_npu, None if it does
-    not."""
+    """Return why the vendor's operator declines a case on an NPU with torch_npu, or None."""
     given = case.inputs(dtype) | changes
     return declined_by_vendor(aclnn, OP, cases.function(OP, case), given, monkeypatch)
 

@@ -147,8 +147,7 @@ def not_normalized(dtype, tokens=100):
 
 
 def normalize_first(q, k, use_qk_l2norm_in_kernel, **rest):
-    """The formula: normalise q and k before the rule; in fp64 the normalised values
-    lose nothing."""
+    """The formula: normalise q and k before the rule; fp64 loses nothing by that."""
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     return delta_rule(q, k, **rest)
 

@@ -34,8 +34,7 @@ def inputs(section, layout, head_dim, dtype, device="cpu", tokens=13):
 
 
 def declined(given, monkeypatch):
-    """Return why the vendor's operator declines a call on an NPU with torch_npu, None if it does
-    not."""
+    """Return why the vendor's operator declines a call on an NPU with torch_npu, or None."""
     return declined_by_vendor(aclnn, "mrope", MROPE, given, monkeypatch)
 
 

@@ -22,8 +22,7 @@ def inputs(case, dtype, device="cpu", **changes):
 
 
 def declined(given, monkeypatch):
-    """Return why the vendor's operators decline a call on an NPU with torch_npu, None if they do
-    not."""
+    """Return why the vendor's operators decline a call on an NPU with torch_npu, or None."""
     return declined_by_vendor(aclnn, "rope", ROPE, given, monkeypatch)
 
 

@@ -55,8 +55,7 @@ class Patch:
             setattr(module, self.orig_func_name, new)
 
     def _locate(self):
-        """Find the module, or the class in a module, and the attribute; create a missing one as
-        None."""
+        """Find the module or class, and its attribute; create a missing one as None."""
         if self.create_dummy:
             self._make_modules()
         try:
